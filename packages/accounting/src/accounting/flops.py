@@ -1,10 +1,10 @@
 """Floating-point operations (FLOPs) of matrix products: one multiply and one add count as two.
 
 An `m` by `n` matrix costs `2mn` per token in the forward pass and twice that in the backward pass.
-Attention costs `2(qk + v)` per head and unmasked pair of query and key, where `qk` and `v` are the
-widths of a query and of a value. A sequence of S tokens has S² pairs for full attention, S(S+1)/2
-for causal attention, and w(w+1)/2 + (S-w)w for a window of w keys. The operations that write and
-read the state of recurrent layers also count. As in `torch.utils.flop_counter`, norms, activation
+Attention costs `2(qk + v)` per head and unmasked pair of query and key. The widths of a query and
+of a value are `qk` and `v`. A sequence of S tokens has S² pairs for full attention, S(S+1)/2 for
+causal attention, and w(w+1)/2 + (S-w)w for a window of w keys. The operations that write and read
+the state of recurrent layers also count. As in `torch.utils.flop_counter`, norms, activation
 functions and softmax are not counted.
 """
 
@@ -50,8 +50,8 @@ def flops(
       operations that the hardware executes. `recompute="selective"` repeats the attention, `"full"`
       repeats the forward of the blocks, and `flash` repeats the scores in the backward.
 
-    Raises `ValueError` if `phase` does not apply to the model, if `recompute` is set in a phase
-    other than training, or if `seq` exceeds the learned positions.
+    Raises `ValueError` if `phase` does not apply to the model, or if `seq` exceeds the learned
+    positions. Also raises `ValueError` if `recompute` is set in a phase other than training.
     """
     tokens = batch if phase == "decode" else batch * seq
     passes = 3 if phase == "training" else 1

@@ -181,9 +181,10 @@ class Plan:
     def stage_layers(self, model: Transformer, stage: int) -> tuple[int, ...]:
         """Return the layers of a stage, whose chunks are as equal as possible.
 
-        If the division is uneven, the first chunks have one more layer. If it becomes even when
-        embedding and head count as one layer each, the first and the last chunk instead have one
-        layer less than the other chunks. Raises `ValueError` for a stage outside the pipeline.
+        If the division is uneven, the first chunks have one more layer. The division may become
+        even if embedding and head count as one layer each. Then the first and the last chunk
+        instead have one layer less than the other chunks. Raises `ValueError` for a stage outside
+        the pipeline.
         """
         if not 0 <= checks.whole("stage", stage, least=-math.inf) < self.pipeline:
             raise ValueError(f"expected 0 <= stage < {self.pipeline}, got {stage}")
@@ -305,8 +306,8 @@ def even(layers: int, chunks: int) -> bool:
 def fitted(plan: Plan | None, model: Transformer, *, batch: int, seq: int) -> Plan:
     """Return the plan, or the plan of a single device for None.
 
-    Raises `ValueError` if it is not valid for the model, the batch or the sequence, or if the
-    training step of the model is not modeled.
+    Raises `ValueError` if it is not valid for the model, the batch or the sequence. Also raises
+    `ValueError` if the training step of the model is not modeled.
     """
     plan = Plan() if plan is None else plan
     checks.instance("plan", plan, Plan, "a Plan or None")

@@ -6,11 +6,11 @@ rank. Two algorithms do it:
     ring   2(n-1) messages, 2(n-1)/n S bytes sent per rank   long tensors
     tree   2 log n messages, up to 2 log n S bytes           short tensors
 
-(Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009.) An all-reduce is a reduce-scatter,
-after which each rank owns one slice of the sum, followed by an all-gather, which runs the same
-steps in reverse order and copies instead of adding. The remainder of this package makes these loops
-fast, validates calls and handles failures. Slices may differ by one element: the number of ranks
-need not divide the length of the tensor.
+(Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009.) An all-reduce is a reduce-scatter
+followed by an all-gather. After the reduce-scatter, each rank owns one slice of the sum. The
+all-gather runs the same steps in reverse order and copies instead of adding. The remainder of this
+package makes these loops fast, validates calls and handles failures. Slices may differ by one
+element: the number of ranks need not divide the length of the tensor.
 """
 
 import torch

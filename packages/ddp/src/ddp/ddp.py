@@ -84,8 +84,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         restricted_arguments: other arguments of torch's DDP. An error names each argument whose
             value is not supported.
 
-    Raises `ValueError` or `RuntimeError` if the module cannot be replicated, `TypeError` for an
-    unknown argument, and `ValueError` on every rank if modules or options differ across ranks.
+    Raises `ValueError` or `RuntimeError` if the module cannot be replicated, and `TypeError` for an
+    unknown argument. Raises `ValueError` on every rank if modules or options differ across ranks.
     """
 
     def __init__(

@@ -79,8 +79,8 @@ class Replica:
         self.has_synchronized = False
         self._wrapper = weakref.ref(wrapper)
         self._process_group = process_group
-        #: True if a warning was issued that memory of `.grad` does not receive the mean, or if it
-        #: is not needed because `.grad` does not become a view.
+        #: True if a warning was issued that memory of `.grad` does not receive the mean. Also True
+        #: if no warning is needed because `.grad` does not become a view.
         self._has_warned_of_alias = not options.gradient_as_bucket_view
         #: True if a forward pass checked the parameters since the last step.
         self._has_checked_parameters = False
@@ -101,8 +101,8 @@ class Replica:
         """Compare the model with those of the other ranks, and create the reducer.
 
         The tensors in `copied` receive the values of rank 0. If this raises, the hooks and
-        `is_connected` are unchanged, so that the first gradient of the next backward pass connects
-        a copied wrapper, or raises again.
+        `is_connected` are unchanged. The first gradient of the next backward pass then connects a
+        copied wrapper, or raises again.
         """
         self.group = resolve_group(self._process_group, self.options.all_reduce)
         process_group = self.group.process_group

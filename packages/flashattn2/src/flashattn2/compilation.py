@@ -21,7 +21,7 @@ def needs_operator(*tensors: Tensor) -> bool:
 
     Compiled graphs, modes such as FLOP counters, transforms and subclasses of `Tensor` see only
     operators.  Tensors on the meta device have no values.  A view that negates its memory, such as
-    `x.conj().imag`, becomes a plain tensor inside an operator; a kernel that is called directly
+    `x.conj().imag`, becomes a plain tensor inside an operator.  A kernel that is called directly
     would read the memory with the wrong sign.
     """
     if is_compiling() or _len_torch_dispatch_stack() or _len_torch_function_stack():

@@ -15,9 +15,9 @@ from flashattn2.validation import PLAIN_TYPES
 
 # Note [Plan cache]
 # Validation and the choice of a backend depend only on shapes, dtypes, layouts, devices and
-# options, so the result is stored per signature and a second call skips both.  Compared with
-# torch's CPU kernel for a few tokens, every Python statement here takes measurable time: the whole
-# call may spend at most 15 us in Python (test_speed.py measures it).
+# options.  The result is therefore stored per signature, and a second call skips both.  Compared
+# with torch's CPU kernel for a few tokens, every Python statement here takes measurable time: the
+# whole call may spend at most 15 us in Python (test_speed.py measures it).
 
 
 class Plan(NamedTuple):

@@ -135,9 +135,9 @@ def detect_heads(
         tokens: (batch, seq) or (seq,), or a prompt with `input_ids` and an `attention_mask`, or
             texts with `tokenizer`.
         queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq), by
-            default all. If booleans are passed and the prompt has no `attention_mask`, equal tokens
-            at the start or the end count as padding if they are not queries and no query attends
-            to them.
+            default all. Booleans may be passed for a prompt without an `attention_mask`. Then equal
+            tokens at the start or the end count as padding if they are not queries and no query
+            attends to them.
         tokenizer: A function from a text to token ids, or a tokenizer of transformers. Patterns of
             several texts must be those of the model called with `encode(tokenizer, texts)`.
 

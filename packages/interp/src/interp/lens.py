@@ -1,7 +1,8 @@
 """The logit lens and direct logit attribution.
 
-- `logit_lens` decodes the stream after every layer with the model's final norm and unembedding, one
-  layer at a time, so that (layers, ..., vocabulary) is never allocated (nostalgebraist 2020).
+- `logit_lens` decodes the stream after every layer with the model's final norm and unembedding
+  (nostalgebraist 2020). It decodes one layer at a time, so that (layers, ..., vocabulary) is never
+  allocated.
 - `attribution` splits a logit into one term per component of the stream; the terms sum to the
   logit. A final norm y = g * P x / s(x) + b (layer norm: P subtracts the mean; RMS norm: P = 1) is
   linear for a fixed s(x). Norms are black boxes: g, P and b are probed, and the result is checked.
@@ -50,9 +51,9 @@ def logit_lens(
     """Decode streams (batch, seq, d_model), one per layer; the last is the model's final stream.
 
     The last stream must be the input of the final norm. Its output, such as the last of Hugging
-    Face's `hidden_states`, raises ValueError, but is not detected for fewer than 4 positions or for
-    a stream as small as the norm's epsilon. `norm` is the final norm or None. `unembed` is an
-    `nn.Linear`, its weight (vocabulary, d_model), or any function from normalized streams to
+    Face's `hidden_states`, raises ValueError. The output is not detected for fewer than 4 positions
+    or for a stream as small as the norm's epsilon. `norm` is the final norm or None. `unembed` is
+    an `nn.Linear`, its weight (vocabulary, d_model), or any function from normalized streams to
     logits. For a model that caps its logits (Gemma 2), pass `norm=None` and
     `unembed=decoder.decode`. `targets` (batch, seq) are token ids whose log-probability and rank
     are computed per layer. `top` is the number of most probable tokens to return.

@@ -119,9 +119,9 @@ def split_pairs(
 ) -> list[tuple[Prompt, Prompt, Metric]]:
     """Return (clean, corrupted, metric) for each pair in a batch of prompts.
 
-    Raises ValueError for prompts that do not correspond (see `corresponding`), for a wrong number
-    of metrics, and for padding at the end if all pairs have the same metric. The metrics raise
-    ValueError if they read padding.
+    Raises ValueError for prompts that do not correspond (see `corresponding`), and for a wrong
+    number of metrics. Also raises ValueError for padding at the end if all pairs have the same
+    metric. The metrics raise ValueError if they read padding.
     """
     clean, corrupted = corresponding(model, clean, corrupted, tokenizer)
     mask = mask_of(clean)

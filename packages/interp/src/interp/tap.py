@@ -83,8 +83,8 @@ def patch(
     order of entry: a `record` inside a `patch` records the patched value.
 
     With `names="transformer_lens"`, hook functions of TransformerLens are accepted too. A function
-    with an argument `hook` receives an object with `name` and `layer()`, and may return None to
-    keep the old value, including its changes in place.
+    with an argument `hook` receives an object with `name` and `layer()`. It may return None to keep
+    the old value, including the changes that it made in place.
 
     Raises ValueError for a wrong shape, a site that matches no module, and two replacements of a
     site. Raises TypeError if a function does not return a tensor, and RuntimeError on exit if a

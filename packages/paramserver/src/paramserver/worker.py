@@ -172,10 +172,10 @@ class Worker:
         All servers accept the gradients, or none of them does.
 
         Raises:
-            ValueError: a gradient is not finite, the module has a gradient for a parameter that is
-                not on the servers, or a parameter that is on the servers has been frozen or
-                reshaped. No gradient is applied, the gradients stay in the module and the other
-                workers are not affected.
+            ValueError: a gradient is not finite, or the module has a gradient for a parameter that
+                is not on the servers. The same error is raised if a parameter that is on the
+                servers has been frozen or reshaped. No gradient is applied, the gradients stay in
+                the module and the other workers are not affected.
             RuntimeError: the worker has finished or left, or has to pull before it pushes again.
         """
         self._require_active()

@@ -31,10 +31,9 @@ SHORTCUTS = ("minimum", "minimum-linear", "minimum-offset")
 def bench(*, device: str = "cpu", quick: bool = False, data: Path | None = None) -> list[Row]:
     """Return rows of measurements on synthetic runs.
 
-    The sweeps run on `device`. `data` is a file of further runs, which are fitted without their
-    five highest losses, as in Besiroglu et al. L-BFGS-B runs from 243 of the 4,500 starts of
-    Hoffmann et al. If `quick` is True, it runs from 40, and the bootstrap and the sweeps are
-    smaller.
+    The sweeps run on `device`. `data` is a file of further runs. As in Besiroglu et al., they are
+    fitted without their five highest losses. L-BFGS-B runs from 243 of Hoffmann et al.'s 4,500
+    starts. If `quick` is True, it runs from 40, and the bootstrap and the sweeps are smaller.
     """
     starts = 40 if quick else 243
     noisy = isoflop_runs(budgets=tuple(np.geomspace(1e18, 3e21, 24)), per_budget=10, noise=5e-3)
@@ -128,8 +127,8 @@ def _shortcuts() -> list[Row]:
 def shortcut(runs: Runs, method: str) -> Callable[[float], float]:
     """Return a function from compute to the best size, as found by a misleading method.
 
-    The method uses the best run of each budget. "minimum" fits a line in logs through these runs,
-    "minimum-linear" fits a C^b by least squares in N, and "minimum-offset" fits a C^b + c, which
+    The method uses the best run of each budget. "minimum" fits a line in logs through these runs.
+    "minimum-linear" fits a C^b by least squares in N. "minimum-offset" fits a C^b + c, which
     contradicts C = 6 N D.
     """
     best = [group[[int(np.argmin(group.loss))]] for group in runs.budgets()]

@@ -1,7 +1,7 @@
 """The law L(N, D) = E + A / N^alpha + B / D^beta and its compute-optimal models.
 
 Note [Closed-form optimum]
-Under C = 6 N D the optimum is N = G (C / 6)^(beta / (alpha + beta)), D = C / (6 N), with
+Under C = 6 N D the optimum is N = G (C / 6)^(beta / (alpha + beta)) and D = C / (6 N). Here
 G = (alpha A / (beta B))^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4).
 """
 

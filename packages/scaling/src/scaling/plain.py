@@ -1,8 +1,8 @@
 """Minimal implementation of the two fits of Hoffmann et al. 2022, in scipy alone.
 
-Read this file first. N is the number of parameters, D the number of training tokens, C = 6 N D the
-compute in floating-point operations, and L the loss in nats. The rest of the package finds the same
-answers faster and adds intervals.
+Read this file first. N is the number of parameters and D the number of training tokens. C = 6 N D
+is the compute in floating-point operations, and L is the loss in nats. The rest of the package
+finds the same answers faster and adds intervals.
 """
 
 import numpy as np

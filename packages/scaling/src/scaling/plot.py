@@ -34,8 +34,8 @@ def plot(result: Drawable, *, up_to: float = 1e24) -> "Figure":
 
     `up_to` is the compute in FLOPs to which a fit is extrapolated. The panels are:
 
-    - for a parametric fit, N and D over C with their bands, residuals, and the interval of
-      `optimal` at `up_to` next to the interval by noise alone;
+    - for a parametric fit, N and D over C with their bands, residuals, and two intervals of
+      `optimal` at `up_to`: the full interval, and the interval by noise alone;
     - for an IsoFLOP fit, the valleys, and N and D over C;
     - for a sweep, loss over rate, and best rate over batch size;
     - for a backtest, the best size predicted from the runs below each cut, divided by the best size

@@ -102,8 +102,8 @@ class Runs(ComparesArrays):
         """Return the runs grouped by compute, in ascending order.
 
         A relative gap wider than `tolerance` starts a new group. Runs spread evenly over decades
-        may have no such gaps, so a group that spans more than a factor of two is divided into
-        groups that span at most `tolerance`. Raises `ValueError` if `tolerance` is negative.
+        may have no such gaps. Therefore a group that spans more than a factor of two is divided
+        into groups that span at most `tolerance`. Raises `ValueError` if `tolerance` is negative.
         """
         if not tolerance >= 0:
             raise ValueError(f"expected tolerance >= 0, got tolerance = {tolerance}")

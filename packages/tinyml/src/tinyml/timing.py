@@ -24,8 +24,9 @@ from torch import Tensor
 
 from tinyml.export.atomic_file import atomic_file
 
-#: The required speedup. On a virtual machine, one matmul with two copies of the same weight may
-#: differ in time by a factor of 1.45, depending on which memory the process was given.
+#: The required speedup. On a virtual machine, the times of one matmul with two copies of the same
+#: weight may differ by a factor of 1.45. The difference depends on which memory the process was
+#: given.
 MARGIN = 1.5
 #: The fraction of rounds that an implementation must win.
 MOST = 2 / 3

@@ -40,7 +40,7 @@ def direct_reduce_scatter(
 ) -> Work | None:
     """Run `torch.distributed.reduce_scatter_tensor` with n-1 sends of one block per rank.
 
-    With n ranks, rank r sends block j of `input` to rank j, and adds the received blocks in rank
+    With n ranks, rank r sends block j of `input` to rank j. It adds the received blocks in rank
     order, so the result does not depend on timing. Dtypes of 16 bits are summed in float32 and
     rounded once. Only SUM is supported; the sum is computed in `wait()`. Calls are matched between
     ranks by `tag`. `output` may be this rank's block of `input`. Raise ValueError for any other

@@ -1,7 +1,7 @@
 """The assignment of elements to ranks.
 
 Parameters are concatenated in one flat tensor, which is cut into buckets. Each bucket is cut into
-one slice per rank, even in the middle of a parameter, so all ranks have the same number of
+one slice per rank, even in the middle of a parameter. Therefore all ranks have the same number of
 elements, including padding. Optimizers that need whole tensors use another partition: one owner per
 parameter, assigned in descending order of size (Graham's greedy rule). Its balance depends on the
 shapes.

@@ -68,18 +68,19 @@ def serving(
     Bytes are summed over all devices, except `bytes_per_device`: weights and caches of `batch`
     sequences on the fullest device. A tenth of the memory is left free. `sequences_at_once` is the
     number of caches of `seq` tokens that fit beside the weights. `devices_needed` is the smallest
-    number of devices with enough memory for `batch` sequences and the same `data`, `expert` and
-    `pipeline`, or 0 if no number suffices. `bytes_per_token` is the memory traffic of a decode step
-    with one sequence.
+    number of devices with enough memory for `batch` sequences. It assumes the same `data`, `expert`
+    and `pipeline`, and is 0 if no number suffices. `bytes_per_token` is the memory traffic of a
+    decode step with one sequence.
 
     A prefill processes `batch` prompts of `seq` tokens, and a decode step adds one token to each.
     Matrix products run in the dtype of the weights if the device lists it, and otherwise in bf16 or
     fp16. Times have two bounds: `_low` is the roofline of all stages at the full peak and
     bandwidth, and `_high` adds the widest known error of training steps. `tokens_per_second_low`
-    follows from the `_high` time, and vice versa. Raises `ValueError` if `data` x `pipeline` does
-    not divide `gpus`, if `data` does not divide `batch`, if `expert` does not divide `data` and the
-    number of experts, if the tensor-parallel degree does not divide the model, or if the model has
-    no cache.
+    follows from the `_high` time, and vice versa.
+
+    Raises `ValueError` if `data` x `pipeline` does not divide `gpus`, if `data` does not divide
+    `batch`, or if the model has no cache. Also raises `ValueError` if `expert` does not divide
+    `data` and the number of experts, or if the tensor-parallel degree does not divide the model.
     """
     device = find(hardware)
     size = float(bytes_of(weights))

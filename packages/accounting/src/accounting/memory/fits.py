@@ -78,11 +78,11 @@ def fits(
     the granularity of the allocator, 512 bytes on CUDA. Tensors that are plain attributes of the
     module have the label `attributes`.
 
-    Raises `ValueError` if a step depends on the values of tensors, which fake tensors do not have,
-    or runs an operator whose memory is hidden, such as a fused LSTM. Also raises `ValueError` for
-    modules that a fake copy cannot represent: those with lazy or sharded parameters, sparse
-    tensors, `torch.compile`, hooks on gradients, or hooks that close over tensors, modules or
-    containers, and those that read parameters of another module.
+    Raises `ValueError` if a step depends on the values of tensors, because fake tensors have no
+    values. A step is also refused if it runs an operator whose memory is hidden, such as a fused
+    LSTM. Also raises `ValueError` for modules that a fake copy cannot represent: those with lazy or
+    sharded parameters, sparse tensors, `torch.compile`, hooks on gradients, or hooks that close
+    over tensors, modules or containers, and those that read parameters of another module.
     """
     from torch._subclasses import fake_tensor
 

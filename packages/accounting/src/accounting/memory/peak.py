@@ -47,8 +47,8 @@ def peak_memory(
 
     `foreach` is torch's default on a GPU: the optimizer computes the square roots of all second
     moments at once. `run` contains fields of a `Workload`. The result is in bytes. Raises
-    `ValueError` for plans with other parallelism than `data`, for micro-batches of several data
-    ranks without ZeRO-3, for selective recomputation, and for linear layers in fp8.
+    `ValueError` for plans with other parallelism than `data`, and for micro-batches of several data
+    ranks without ZeRO-3. Selective recomputation and linear layers in fp8 are also refused.
 
     A `plan` may recompute each block and shard states over data ranks. ZeRO-3 is torch's FSDP2 with
     one group per block and one for the ends, which are the weights outside the blocks. During the

@@ -25,9 +25,10 @@ def model_states(
 ) -> Breakdown:
     """Return the bytes per rank of weights, gradients and optimizer state of `count` parameters.
 
-    With N = `data` ranks, P = `count` and w, g, o bytes per parameter, they are (w + g + o)P,
-    (w + g)P + oP/N, wP + (g + o)P/N, (w + g + o)P/N for ZeRO stages 0 to 3, with each shard rounded
-    up to an integer (Rajbhandari et al. 2020, section 5).
+    Let N be `data`, P be `count`, and w, g and o be the bytes per parameter of weights, gradients
+    and optimizer state. ZeRO stages 0 to 3 store (w + g + o)P, (w + g)P + oP/N, wP + (g + o)P/N and
+    (w + g + o)P/N bytes. Each shard is rounded up to an integer (Rajbhandari et al. 2020, section
+    5).
     """
     kind = recipe(precision)
     shard = split(count, data)

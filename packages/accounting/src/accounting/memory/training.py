@@ -88,7 +88,7 @@ def _gathered(model: Transformer, plan: Plan, kind: Precision, stage: int) -> Br
     """Return the unsharded tensors of ZeRO-3: weights of two blocks and of the ends, and gradients.
 
     FSDP2 keeps the root's weights (embedding, final norm, head) gathered and the gradient of the
-    head whole, computes one block while it prefetches the next, and stores the gradients of one
+    head whole. It computes one block while it prefetches the next. It stores the gradients of one
     block in addition to the copy that it reduces. Without `reshard_after_forward`, all blocks stay
     gathered. The result is None if weights are not sharded.
     """

@@ -68,7 +68,7 @@ class Transformer:
     parallel_block: bool = False
     final_norm: bool = True
     #: Norm of queries and keys. True or `head` normalizes each head with one weight of width
-    #: `head_dim`, `heads` normalizes each head with its own weight, and `all` normalizes all heads
+    #: `head_dim`. `heads` normalizes each head with its own weight. `all` normalizes all heads
     #: together (OLMo 2).
     qk_norm: bool | str = False
     #: Rows of a learned position table; 0 for rotary positions.

@@ -198,8 +198,8 @@ def no_room(
 ) -> str:
     """Return the reason why no plan fits in memory, for an error message.
 
-    Either the fixed fields contradict each other or the model, or no degrees of parallelism divide
-    the devices and the batch, or the memory is too small.
+    There are three possible reasons. The fixed fields contradict each other or the model, no
+    degrees of parallelism divide the devices and the batch, or the memory is too small.
     """
     contradiction = _contradiction(model, work.seq, fixed)
     if contradiction:

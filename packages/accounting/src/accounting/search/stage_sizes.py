@@ -76,8 +76,8 @@ class StageSizes:
 class StageTable:
     """The sizes of the stages of all layouts of a search.
 
-    Stages with the same layers and ends have the same sizes in all layouts with the same
-    tensor-parallel degree and recomputation, so their sizes are computed once.
+    Stages with the same layers and ends may be part of many layouts. In layouts with the same
+    tensor-parallel degree and recomputation, their sizes are the same and are computed once.
     """
 
     def __init__(self, space: Space) -> None:

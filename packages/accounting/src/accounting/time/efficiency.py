@@ -1,9 +1,9 @@
 """The time of the matrix products and the other operations of a pipeline stage.
 
-A product of (m, k) by (k, n) takes the time of its operations at a fraction of the peak, plus the
-time to move its three matrices through memory. Large products therefore approach that fraction of
-the peak, and thin products are bound by bandwidth. All other operations are bound by bandwidth:
-norms, activations, residual sums, and an unfused softmax.
+The time of a product of (m, k) by (k, n) is the sum of two terms: the time of its operations at a
+fraction of the peak, and the time to move its three matrices through memory. Large products
+therefore approach that fraction of the peak, and thin products are bound by bandwidth. All other
+operations are bound by bandwidth: norms, activations, residual sums, and an unfused softmax.
 """
 
 from typing import NamedTuple

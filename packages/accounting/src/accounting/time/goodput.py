@@ -5,8 +5,8 @@ rate) hours on average. The expected time for tau hours of work and the followin
 
     M e^(R/M) (e^((tau + C)/M) - 1)
 
-hours (Daly 2006, "A higher order estimate of the optimum checkpoint interval"), for a checkpoint of
-C hours and a restart of R hours that may fail too.
+hours (Daly 2006, "A higher order estimate of the optimum checkpoint interval"). A checkpoint takes
+C hours. A restart takes R hours and may fail too.
 """
 
 import math

@@ -66,8 +66,9 @@ def roofline(
 ) -> Roofline:
     """Return the roofline of an operation on a device.
 
-    The operation is given by its `flops` and `bytes`, or as the product of an (m, k) and a (k, n)
-    matrix by `shape` = (m, k, n). Raises `ValueError` unless exactly one of the two is passed.
+    The operation is given by its `flops` and `bytes`, or by `shape` = (m, k, n). A shape stands for
+    the product of an (m, k) and a (k, n) matrix. Raises `ValueError` unless exactly one of the two
+    is passed.
     """
     device = find(hardware)
     if shape is not None:

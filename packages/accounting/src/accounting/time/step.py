@@ -2,7 +2,7 @@
 
 A message takes its latency plus its bytes divided by the bandwidth. Device numbers vary fastest by
 tensor rank, then by context, data and pipeline rank, so that small groups stay inside a node. A
-group with k members per node uses k network ports at once, so its bandwidth is the smaller of the
+group with k members per node uses k network ports at once. Its bandwidth is the smaller of the
 node's link and k ports. As in common frameworks, gradients overlap with the backward, and FSDP's
 gathers, pipeline and context traffic overlap with all compute. The traffic of tensor and expert
 parallelism is not hidden. The hidden traffic in total takes at most the compute time of a step.
@@ -50,8 +50,8 @@ def step_time(
     `flash=False`, attention writes its scores to memory. `overlap` maps an axis of the plan to the
     fraction of the compute time that can hide its traffic. The result is the modeled time;
     `accounting.time.published.predicted` adds the factor and interval of published runs. Raises
-    `ValueError` if the device does not list a dtype of the recipe, or if the plan is not valid for
-    the model or the batch.
+    `ValueError` if the device does not list a dtype of the recipe. Also raises `ValueError` if the
+    plan is not valid for the model or the batch.
     """
     work = workload(work, run, precision="mixed_bf16")
     checks.whole("batch", work.batch)
@@ -189,7 +189,7 @@ def group_link(
 
     `operation` is a value of `Collective.operation`. For a ring collective, k members in a node use
     k network ports, each for 1/k of the bytes. In an all-to-all and in a send, each device sends
-    its bytes through its own port; an all-to-all sends only the bytes that leave the node.
+    its bytes through its own port. An all-to-all sends only the bytes that leave the node.
     """
     hardware = find(hardware)
     near, link = hardware.devices_per_node, hardware.node_link

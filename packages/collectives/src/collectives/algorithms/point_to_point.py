@@ -17,8 +17,8 @@ from collectives.errors import PeerError
 # Note [Tags of messages]
 # ~~~~~~~~~~~~~~~~~~~~~~~
 # gloo delivers a message only to a receive with the same tag. A message's tag is computed from the
-# call that it belongs to and from its length, so ranks that make different calls wait for each
-# other until the timeout. Without tags, a message that is longer than expected would abort the
+# call that it belongs to and from its length. Therefore ranks that make different calls wait for
+# each other until the timeout. Without tags, a message that is longer than expected would abort the
 # process, and a message of another dtype would be accepted.
 
 PIECE_BYTES = 512 * 1024

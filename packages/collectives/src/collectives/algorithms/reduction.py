@@ -1,7 +1,7 @@
 """Reduce ops on tensors: their functions, accumulation dtypes and unsupported dtypes.
 
 16-bit and 8-bit floats accumulate in float32 and are rounded once, at the end. If one process sees
-the tensors of all ranks, it combines them in rank order, so that a result does not depend on the
+the tensors of all ranks, it combines them in rank order. Therefore a result does not depend on the
 size of a chunk.
 """
 

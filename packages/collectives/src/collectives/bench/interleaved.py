@@ -1,8 +1,8 @@
 """Interleaved timing of contenders, on machines whose speed changes over time.
 
 Every contender runs in every round, so other load on the machine affects all of them, and ratios
-are computed within a round. A contender's first call in a round is not timed, because the previous
-contender has changed the caches and the state of the other ranks' threads.
+are computed within a round. A contender's first call in a round is not timed. The reason is that
+the previous contender has changed the caches and the state of the other ranks' threads.
 
 Wire bytes are the bytes that the sockets of this process have passed to TCP, so other programs on
 the interface do not matter. Shared memory and NCCL's own transports are not counted.

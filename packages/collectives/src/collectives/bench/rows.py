@@ -67,7 +67,7 @@ def bench(
     """Measure the collectives at several sizes (bytes) and return the rows on rank 0.
 
     Under torchrun, the launched group is measured. Otherwise this function starts groups of new
-    processes, one group per size in `worlds`; by default one group of two processes, or of one
+    processes, one group per size in `worlds`. The default is one group of two processes, or of one
     process on a machine with one GPU.
     """
     sizes = tuple(sizes) or (QUICK if quick else FULL)

@@ -7,9 +7,9 @@ Between hosts the time of an algorithm is linear in four prices (Thakur, Rabense
 
 Here alpha is the latency of a message, 1/beta is the bandwidth of a link, and gamma is the time to
 combine a byte. Omega is the time that a rank spends on starting and ending a send or a receive (the
-overhead of LogP: Culler and others, 1993). Without omega, a ring of two ranks, which sends and
-receives at the same time, would cost the same as a tree, which sends and then receives. For
-short messages, measurements show that the ring takes longer.
+overhead of LogP: Culler and others, 1993). A ring of two ranks sends and receives at the same time,
+whereas a tree sends and then receives. Without omega, both would cost the same. For short messages,
+measurements show that the ring takes longer.
 
 `terms` counts the quantities from the definition of each algorithm, so a fit is linear least
 squares. Shared memory costs less than messages at every size, so it has no prices.
@@ -128,8 +128,8 @@ class CostModel:
     ) -> str:
         """Return the algorithm with the lowest predicted time.
 
-        If gloo's own collective was measured and can run (`native`), only algorithms that were
-        faster in at least three quarters of the rounds compete with it.
+        Suppose that gloo's own collective was measured and can run (`native`). Then only algorithms
+        that were faster in at least three quarters of the rounds compete with it.
         """
         algorithms = candidates(collective, hosts)
         if native and self._samples_by_size(collective, NATIVE, hosts):

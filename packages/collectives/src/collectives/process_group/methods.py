@@ -72,8 +72,8 @@ def collective_method(*names: str) -> Callable[[Callable[..., OptionalWork]], Me
 def on_gloo(name: str) -> Method:
     """Return a method that calls gloo's method of the same name.
 
-    The inherited method would deadlock. It holds the GIL while gloo may wait for its own thread,
-    and that thread needs the GIL to free the tensors of an earlier call.
+    The inherited method would deadlock. It holds the GIL while gloo may wait for its own thread.
+    That thread needs the GIL to free the tensors of an earlier call.
     """
 
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:

@@ -4,8 +4,8 @@ In Python a step of a collective costs microseconds and needs the interpreter. A
 waits for the interpreter at every step while the caller computes in Python. `engine.c` runs all
 steps of a call without the interpreter. It is compiled on first use, which takes seconds, and
 cached in the user's cache folder. It runs the same steps in the same order as the Python
-implementation, so ranks with and without a compiler can take part in the same collective and get
-the same bits.
+implementation. Therefore ranks with and without a compiler can take part in the same collective and
+get the same bits.
 
 A function of the engine returns when it has finished, or when a peer makes it wait. Only
 `Arena._check_peers` decides whether a peer is lost.

@@ -10,8 +10,8 @@ of memory per rank (`CHUNK_BYTES`, two slots), which is small enough to stay in 
 
 Every element is summed once, in rank order, so all ranks get the same bits. The first tick also
 compares the ranks' calls, so finding a mismatch costs no extra step. A rank does not know whether
-its peers' tensors are shared too, so ranks exchange notes at the first tick and all make the same
-decision.
+its peers' tensors are shared too. Therefore ranks exchange notes at the first tick and all make the
+same decision.
 """
 
 import ctypes

@@ -6,8 +6,8 @@
 # that computed its loss ran outside of `no_sync`. Hooks on the outputs of the wrapper carry this
 # decision to the backward pass. If a gradient is ready before the backward pass reaches a hooked
 # output, the decision of the last forward pass applies. If no forward pass of the wrapper ran since
-# the last step, gradients are accumulated, and averaged at the end of the backward pass unless it
-# runs inside `no_sync`.
+# the last step, gradients are accumulated. They are averaged at the end of the backward pass unless
+# it runs inside `no_sync`.
 #
 # Autograd has no hook for the end of a backward pass. `queue_callback` adds a function that the
 # engine calls once at the end. If an error ends the pass, the engine drops its reference to the

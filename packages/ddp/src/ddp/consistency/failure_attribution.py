@@ -3,9 +3,9 @@
 # Note [Failure attribution]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~
 # The error of a lost connection names neither the lost rank nor the cause. So each rank that fails
-# writes its reason to the store of the process group. A rank that waits longer than
-# `POLL_INTERVAL` checks the store, and a rank that loses a connection waits up to `GRACE_SECONDS`
-# for the reasons of the other ranks. A rank that writes no reason in that time is dead or hanging.
+# writes its reason to the store of the process group. A rank that waits longer than `POLL_INTERVAL`
+# checks the store. A rank that loses a connection waits up to `GRACE_SECONDS` for the reasons of
+# the other ranks. A rank that writes no reason in that time is dead or hanging.
 #
 # Ranks also rendezvous through the store when their parameters change. A rank that waits in a
 # collective detects there that a peer waits at a rendezvous instead.

@@ -195,8 +195,8 @@ def check_same_gradients(
     """Compare the reports of all ranks; return the names of parameters that no rank used.
 
     This is a collective. A rank that has run out of inputs passes None. Raises `RuntimeError` on
-    every rank if a gradient contains NaN, if the reported weights differ, or if a parameter has a
-    gradient on some ranks only and `find_unused_parameters` is False.
+    every rank if a gradient contains NaN, or if the reported weights differ. The same error is
+    raised if a parameter has a gradient on some ranks only and `find_unused_parameters` is False.
     """
     reports: dict[int, GradientReport] = {}
     for rank, gathered in enumerate(gather_objects(report, group)):

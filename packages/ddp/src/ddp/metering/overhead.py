@@ -1,7 +1,8 @@
 """A model of the communication that remains after the backward pass, and the best bucket size.
 
-With n buckets of s/n bytes each, a bandwidth of w bytes per second and a latency of o seconds per
-call, all buckets except the last are sent while the backward pass computes. The remaining time is
+There are n buckets of s/n bytes each. The bandwidth is w bytes per second, and the latency is o
+seconds per call. All buckets except the last are sent while the backward pass computes. The
+remaining time is
 
     overhead(n) = s / (n w) + n o,    minimal at s/n = sqrt(s o w), where it is 2 sqrt(s o / w).
 """
@@ -63,8 +64,8 @@ def fit(model_bytes: float, num_buckets: Sequence[float], seconds: Sequence[floa
     """Fit bandwidth, latency and floor to a sweep: `seconds[i]` measured at `num_buckets[i]`.
 
     Minimizes the squared relative errors, with nonnegative terms. Raises `ValueError` if the two
-    sequences differ in length, if fewer than three bucket counts differ, if a value is not positive
-    and finite, or if the sweep shows no trade-off.
+    sequences differ in length, or if fewer than three bucket counts differ. Also raises
+    `ValueError` if a value is not positive and finite, or if the sweep shows no trade-off.
     """
     counts = np.asarray(num_buckets, float)
     measured = np.asarray(seconds, float)

@@ -19,8 +19,8 @@ _backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.
 VECTOR = 16
 
 # Note [Lost NaN]
-# torch's kernel computes a row's maximum with vector instructions, which propagate NaN, and with
-# scalar instructions for the keys that do not fill a vector, which drop NaN.  If all other scores
+# torch's kernel computes a row's maximum with vector instructions, which propagate NaN.  For the
+# keys that do not fill a vector, it uses scalar instructions, which drop NaN.  If all other scores
 # of the row are hidden, or none exist, the maximum stays -inf.  The kernel then treats the row as
 # one that sees no key: it returns zeros and a log-sum-exp of exactly 0 instead of NaN.  This
 # happens only with fewer keys than vector elements; `forward` detects these rows and restores NaN.

@@ -1,8 +1,8 @@
 """Times of several implementations of one shape, measured in interleaved rounds.
 
-A `ratio_p50` is the median ratio of an implementation's time to our time in the same round, so that
-changes of the machine's speed do not affect it.  The rows of an implementation that fails contain
-the reason instead of times.
+A `ratio_p50` is the median ratio of an implementation's time to our time in the same round.
+Therefore changes of the machine's speed do not affect it.  The rows of an implementation that fails
+contain the reason instead of times.
 """
 
 import statistics

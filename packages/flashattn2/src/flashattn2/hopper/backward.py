@@ -4,17 +4,17 @@ Status: experimental, as for the forward kernel: see `forward.py`.
 
 A program keeps the tiles A and B of 128 rows resident and streams the tiles X and Y.  With resident
 keys (A, B = K, V and X, Y = Q, dO), five products compute the gradients.  S and P are then
-transposed, [keys, queries], so that P and dS are left operands in registers of the products for dV
-and dK (Shah et al. 2024, section 3.3).  Elementwise operations overlap with the product issued
+transposed, [keys, queries].  Therefore P and dS are left operands in registers of the products for
+dV and dK (Shah et al. 2024, section 3.3).  Elementwise operations overlap with the product issued
 before them:
 
     matrix unit   | S = A Xᵀ | dP = B Yᵀ |    | dB += P Y |  dQ = dSᵀ A  | dA += dS X |
     elementwise                P = exp(S - L)                              store dQ
 
 dQ of a query is a sum over all keys, and a program has 128 keys.  With ATOMIC, dS is written to
-shared memory, both warpgroups read all of it, and TMA adds the tile's dQ to global memory in
-varying order.  For a fixed order the same kernel runs a second time with resident queries (A, B =
-Q, dO) and streamed keys (X, Y = K, V): dA is then dQ, and dB does not exist.
+shared memory, and both warpgroups read all of it.  TMA then adds the tile's dQ to global memory in
+varying order.  For a fixed order the same kernel runs a second time with resident queries (A,
+B = Q, dO) and streamed keys (X, Y = K, V): dA is then dQ, and dB does not exist.
 
 As in `forward.py`, barriers signal that X is ready, that Y is ready, and that their stage is free.
 """

@@ -196,9 +196,9 @@ def consumer(
         row, last, seq_q, seq_k, left, right, 0, KEYS, LEFT, RIGHT, 1
     )
     # This consumer skips the program's tiles before `begin`, which are to the right of all keys
-    # that its queries see, and the tiles from `end` on.  The right edge of the band or the end of
-    # the keys cuts tiles begin to near - 1.  Tiles near to far - 1 need no mask.  The left edge of
-    # the band cuts tiles far to end - 1.
+    # that its queries see.  It also skips the tiles from `end` on.  The right edge of the band or
+    # the end of the keys cuts tiles begin to near - 1.  Tiles near to far - 1 need no mask.  The
+    # left edge of the band cuts tiles far to end - 1.
     stop = start + KEYS
     begin = gl.minimum(gl.maximum(stop - hi, 0) // KEYS, count - 1)
     end = gl.maximum(gl.minimum((stop - lo) // KEYS, count), begin + 1)

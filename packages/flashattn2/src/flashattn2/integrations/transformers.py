@@ -84,8 +84,9 @@ def attention(
     second result is None instead of the attention weights.
 
     Raises:
-        ValueError: If the mask was not made by `make_mask` or is not supported, if it is missing
-            and the visible keys are undefined, and for dropout and unsupported options.
+        ValueError: If the mask was not made by `make_mask` or is not supported, and for dropout and
+            unsupported options.  The same error is raised if the mask is missing and the visible
+            keys are undefined.
     """
     if dropout:
         raise ValueError(

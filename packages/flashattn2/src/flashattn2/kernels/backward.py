@@ -2,8 +2,8 @@
 
 The two kernels compute seven matrix products, and in float32 without matrix units two more products
 precede them (`row_sums.py`).  One kernel with five products and atomic additions to dQ was slower
-in every measured case.  With fewer tiles than SMs, the loop of each tile is split among
-several programs that write partial sums in float32, which are added in a fixed order.
+in every measured case.  With fewer tiles than SMs, the loop of each tile is split among several
+programs.  These programs write partial sums in float32, which are added in a fixed order.
 """
 
 from torch import Tensor

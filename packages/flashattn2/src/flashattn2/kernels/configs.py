@@ -1,7 +1,7 @@
 """Tile sizes for each kernel, loading method, precision and head dim, and their pruning.
 
 The sizes are data: one file in `tables` per architecture, written by `tests/tune.py`.  The tests
-compile every tile for sm_90 and sm_80 with each option, and reject a tile that does work twice,
+compile every tile for sm_90 and sm_80 with each option.  They reject a tile that does work twice,
 spills more than a few bytes or does not use the matrix units.  On a GPU with less shared memory, a
 tile is pruned to fewer stages and then to fewer rows.
 """
@@ -25,7 +25,7 @@ class Tile:
     #: Stages of the pipeline of loads.
     num_stages: int
     #: Maximum number of registers per thread.  With None, ptxas stops many kernels at 80, 128 or
-    #: 168 registers to fit more programs on an SM, and spills a few bytes to do so.
+    #: 168 registers to fit more programs on an SM.  It spills a few bytes to do so.
     registers: int | None = None
 
     @property
@@ -67,8 +67,8 @@ def _read_tables(which: str) -> dict[Key, dict[int, Sizes | None]]:
     return table
 
 
-#: The default tiles.  A warpgroup of four warps multiplies at least 64 rows, so two warpgroups
-#: compute a first product of fewer than 128 rows twice; the tests count the work.
+#: The default tiles.  A warpgroup of four warps multiplies at least 64 rows.  Two warpgroups
+#: therefore compute a first product of fewer than 128 rows twice; the tests count the work.
 TILES = _read_tables("tiles")
 #: Tiles for calls with a left window bound, a softcap or splits, which need more registers for a
 #: third loop, a derivative or bounds.  A head dim has an entry if the default tile would spill many

@@ -5,8 +5,8 @@ pointer per key from the key's page, and reads each key once for all query heads
 
 Note [Pages that do not exist]
 Device-side assertions reject lengths above the capacity and pages that do not exist before these
-kernels run, but such assertions may be compiled out.  Therefore the kernels neither read nor write
-outside of the cache: the output of such a sequence is NaN, and its new rows are not written.
+kernels run.  However, such assertions may be compiled out.  Therefore the kernels neither read nor
+write outside of the cache: the output of such a sequence is NaN, and its new rows are not written.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"

@@ -5,8 +5,8 @@ has the maximum number of tiles that the rows may need, and a program without a 
 
 Note [Kernel arguments]
 The kernels receive their scalars as plain tuples, in the order that the docstring of
-`flashattn2.kernels.tiles` defines, and their compile-time constants as a `Meta`.  Named tuples as
-run-time arguments are untested on a GPU, so the tuples are plain.
+`flashattn2.kernels.tiles` defines.  They receive their compile-time constants as a `Meta`.  Named
+tuples as run-time arguments are untested on a GPU, so the tuples are plain.
 """
 
 import functools

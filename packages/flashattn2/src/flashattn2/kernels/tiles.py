@@ -7,8 +7,8 @@ power of two; the excess columns are read as zeros.
 Scores are `raw · outer`.  Without a softcap, raw is q·k and outer the scale; with a softcap, raw is
 tanh(q·k · inner) and outer the softcap.  The factor log2(e) is folded into outer, so that scores
 are exponents of 2, which saves a multiplication.  EXACT marks float32 products without matrix
-units.  Their error is so small that the rounding of this factor and of L would be measurable, so
-scores remain exponents of e, and P is divided by its sum (`row_sums.py`).
+units.  Their error is so small that the rounding of this factor and of L would be measurable.
+Therefore scores remain exponents of e, and P is divided by its sum (`row_sums.py`).
 
 The kernels receive plain tuples: `strides` has three strides per tensor, `cuts` is (cu_q, cu_k) for
 packed sequences, `sizes` differs per kernel, `spec` is (scale, inner, outer, left, right), and
@@ -44,9 +44,9 @@ def locate_tile(
     """Return the tile's first row in its sequence, the sequence's offsets, lengths and number.
 
     The `cuts` are (cu_q, cu_k) and the `lengths` the total numbers of queries and keys.  With
-    BY_KEY the tiles are tiles of keys.  The last tile of a sequence may be partly filled, so the
-    tiles of sequence n start at index `cu[n] // BLOCK + n`, which leaves room for any lengths.  The
-    first row is negative if the index belongs to no tile.
+    BY_KEY the tiles are tiles of keys.  The last tile of a sequence may be partly filled.  The
+    tiles of sequence n therefore start at index `cu[n] // BLOCK + n`, which leaves room for any
+    lengths.  The first row is negative if the index belongs to no tile.
     """
     seq_q, seq_k = lengths
     first = tile * BLOCK

@@ -96,8 +96,8 @@ def _attend_chunks(
     """Return the output and log-sum-exp of a sequence, whose pages are copied a chunk at a time.
 
     The copy of a chunk stays in the L2 cache of a core until it is read.  The result is None for a
-    sequence of at most `FEW_CHUNKS` chunks, and if a chunk has scores of -inf only, for which
-    torch's kernel may return a log-sum-exp of 0.
+    sequence of at most `FEW_CHUNKS` chunks.  It is also None if a chunk has scores of -inf only,
+    for which torch's kernel may return a log-sum-exp of 0.
     """
     size = k_cache.shape[2]
     dims = k_cache.shape[3] + v_cache.shape[3]

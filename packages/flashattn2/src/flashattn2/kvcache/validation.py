@@ -207,7 +207,7 @@ def separate_queries(q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor, v: 
     the memory of a cache.  If a graph of torch 2.11 to 2.15 writes to one of several overlapping
     inputs, it assumes the storage offsets of its first call.  With other offsets it would read and
     write other memory, without an error.  Slices that the graph itself makes have the right
-    offsets, but the graph would read such a slice as q after the new rows are written.
+    offsets.  However, the graph would read such a slice as q after the new rows are written.
     """
     if not is_dynamo_compiling():
         return copy_aliased_rows(q, k_cache, v_cache)
@@ -345,8 +345,9 @@ def check_values(
             require(is_valid, _SHARED_PAGE_RULE, "page", table)
 
 
-#: Each sequence appends directly after its own keys.  If two entries of the table name a page that
-#: receives new keys, the new keys of one entry are therefore in rows that the other entry uses.
+#: Each sequence appends directly after its own keys.  Suppose that two entries of the table name a
+#: page that receives new keys.  The new keys of one entry are then in rows that the other entry
+#: uses.
 _SHARED_PAGE_RULE = (
     "a page that receives new keys must belong to one sequence, because the new keys would "
     "overwrite those of another; copy a shared page before a sequence appends to it"

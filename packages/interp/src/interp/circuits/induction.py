@@ -39,9 +39,9 @@ def induction_circuit(
     """Return an exact induction circuit for sequences of BOS = 0 and tokens 1 ... vocabulary - 1.
 
     The logits are the mean of the one-hot successors of all earlier occurrences of a token, up to
-    the rounding of their sum, and exactly 0 if there are none. This holds at the default
-    `sharpness`, twice the difference of scores at which a softmax weight of `dtype` rounds to 0 (in
-    float32 exp(-104) = 0, so 208).
+    the rounding of their sum. They are exactly 0 if there are no earlier occurrences. This holds at
+    the default `sharpness`. The default is twice the difference of scores at which a softmax weight
+    of `dtype` rounds to 0 (in float32 exp(-104) = 0, so 208).
     """
     if sharpness is None:
         sharpness = 2 * math.ceil(

@@ -1,10 +1,10 @@
 """Low-rank matrices that are stored as two thin factors.
 
-A head reads the residual stream through one thin matrix and writes to it through another, so its
-circuits are products `A B` of rank d_head in d_model dimensions. One `LowRank` stores a circuit of
-all heads of all layers; only `dense()` creates an m x n matrix. Vectors are columns, as in the
-paper: W_QK = W_Q^T W_K scores a query x and a key y by x^T W_QK y, and W_OV = W_O W_V maps x to
-W_OV x.
+A head reads the residual stream through one thin matrix and writes to it through another. Its
+circuits are therefore products `A B` of rank d_head in d_model dimensions. One `LowRank` stores a
+circuit of all heads of all layers; only `dense()` creates an m x n matrix. Vectors are columns, as
+in the paper: W_QK = W_Q^T W_K scores a query x and a key y by x^T W_QK y, and W_OV = W_O W_V maps x
+to W_OV x.
 
 Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 """

@@ -5,9 +5,9 @@
     a head, QK       W_E^T W_QK W_E     embed @ qk @ embed.mT
 
 Entry (s, t) of the first matrix is the logit of token s after token t (bigrams). In the second, it
-is the effect on the logit of s if the head attends to t; in the third, the score of query s on key
-t. All three are `LowRank`; `embed` and `unembed` are weights (vocabulary, d_model). Elhage et al.
-2021, "Detecting Copying".
+is the effect on the logit of s if the head attends to t. In the third, it is the score of query s
+on key t. All three are `LowRank`; `embed` and `unembed` are weights (vocabulary, d_model). Elhage
+et al. 2021, "Detecting Copying".
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@ r"""Activation patching, path patching and their first-order estimates.
 
 Notation. A *clean* and a *corrupted* prompt have the same number of tokens and different answers. A
 metric m maps a final residual stream to a number, usually a difference of two logits. A *site* is
-an activation inside the model. For one layer, head and position of a site, write a for its value
-in the corrupted run and a' for its value in the clean run.
+an activation inside the model. Consider one layer, head and position of a site. Write a for its
+value in the corrupted run and a' for its value in the clean run.
 
 **Activation patching** runs the corrupted prompt with a' in place of a and measures
 
@@ -29,8 +29,8 @@ positions are computed; queries, keys and values of earlier positions come from 
 
 **Path patching** measures through which *receiver* a *sender* acts. A sender is the embedding, a
 head or an MLP. A receiver is a head's queries, keys or values, an MLP, or the final norm. The
-residual stream is a sum of the senders' outputs s_i, so the edge from i to r is patched by adding
-s_i' - s_i to the input of r alone:
+residual stream is a sum of the senders' outputs s_i. The edge from i to r is therefore patched by
+adding s_i' - s_i to the input of r alone:
 
     effect(i -> r) = m(corrupted run with input_r := input_r + s_i' - s_i) - m(corrupted run)
 

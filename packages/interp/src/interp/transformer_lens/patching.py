@@ -2,9 +2,9 @@
 
     get_act_patch_resid_pre(model, corrupted_tokens, clean_cache, metric)       # (layers, pos)
 
-All functions have these arguments. Each of them patches one activation of the clean cache into the
-corrupted run at a time, for all indices of the dimensions in its name, and returns the metric of
-the logits after each patch. `interp.patching` computes many patches in one batch.
+All functions have these arguments. Each of them patches one activation at a time from the clean
+cache into the corrupted run. It does so for all indices of the dimensions in its name, and returns
+the metric of the logits after each patch. `interp.patching` computes many patches in one batch.
 """
 
 from __future__ import annotations

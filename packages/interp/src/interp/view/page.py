@@ -57,9 +57,9 @@ def view(
         title: The title of the page.
         example: The batch row to show, for results with a batch dimension.
 
-    Raises ValueError for results whose number of positions differs from the number of tokens, and
-    for patterns with values outside 0 and 1 or that attend to padding. Raises TypeError for a text
-    without a tokenizer.
+    Raises ValueError for results whose number of positions differs from the number of tokens. Also
+    raises ValueError for patterns that attend to padding or have values outside 0 and 1. Raises
+    TypeError for a text without a tokenizer.
     """
     if isinstance(tokens, str) or tokenizer is not None:
         tokens = prompt_of(cast(Prompt | Texts, tokens), tokenizer)

@@ -1,7 +1,7 @@
 """The independent reference of the audit: `plain.py` in float64, and distances from it.
 
 Nothing here is shared with the code under test. Attention, normalization, rotation and loss are
-written as formulas; the sampler draws from numpy's Mersenne Twister and cuts rows from bytes; the
+written as formulas. The sampler draws from numpy's Mersenne Twister and cuts rows from bytes. The
 optimizer follows its paper. Torch provides only tensor operations and autograd.
 """
 

@@ -59,8 +59,9 @@ def require_same(
 ) -> None:
     """Raise `UsageError` if the run's options contradict the training that saved `source`.
 
-    The checkpoint decides the number of steps, the rows and the seed, so that the learning rate
-    and the batches continue as planned; an option that contradicts them is refused, not ignored.
+    The checkpoint decides the number of steps, the rows and the seed. The learning rate and the
+    batches then continue as planned. An option that contradicts the checkpoint is refused, not
+    ignored.
     """
     expected = beginning(config, text)
     if lacks := expected.keys() - state.keys():

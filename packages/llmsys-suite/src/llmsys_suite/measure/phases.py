@@ -1,7 +1,7 @@
 """Times of the phases of a step: forward, backward, communication, optimizer.
 
 One context manager times a phase, and labels it for NVTX and for torch.profiler. On a GPU a phase
-is timed by two events of the current stream, because synchronizing inside a step would prevent
+is timed by two events of the current stream. Synchronizing inside a step would prevent
 communication and computation from overlapping.
 """
 

@@ -7,7 +7,7 @@ in a collective of another process group, in a queue, or in a loop on the store,
 rank's connections reaches only some of them.
 
 Every rank therefore polls one key of the rendezvous store in a separate thread (`FailureWatch`).
-A rank that fails writes its message under that key (`report_failure`) and ends its process; the
+A rank that fails writes its message under that key (`report_failure`) and ends its process. The
 watch of every other rank reads the message and ends that process too, with exit status 1. A store
 that is lost counts as a failure, because the process that served it has ended.
 

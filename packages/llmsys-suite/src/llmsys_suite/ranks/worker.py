@@ -232,7 +232,7 @@ def create_autograd_threads() -> None:
     """Create the threads of autograd now, one per device.
 
     After torch's FSDP2 has run an operator on fake tensors, autograd would create threads for eight
-    GPUs on a machine without any, and these threads can abort the process when it ends.
+    GPUs on a machine without any. These threads can abort the process when it ends.
     """
     torch.ones(1, requires_grad=True).backward()
 

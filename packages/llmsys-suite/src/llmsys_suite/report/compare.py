@@ -29,8 +29,9 @@ RESAMPLES = 400
 #: Fraction of the log ratios that is trimmed at each end before their mean. The mean of the middle
 #: half is as robust as the median and more efficient.
 TRIMMED = 0.25
-#: A step is disturbed if its rank waited for a core for more than the fraction DISTURBED of the
-#: step, while other programs used more than the fraction CROWDED of the machine's busy CPU time.
+#: A step is disturbed if two conditions hold. Its rank waited for a core for more than the fraction
+#: DISTURBED of the step. Meanwhile other programs used more than the fraction CROWDED of the
+#: machine's busy CPU time.
 DISTURBED, CROWDED = 0.05, 0.1
 #: A verdict needs at least this number and this fraction of undisturbed rounds.
 LEAST_ROUNDS, LEAST_SHARE = 15, 0.5

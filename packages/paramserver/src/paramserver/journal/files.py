@@ -282,8 +282,8 @@ def journal_path(folder: Path, name: str, number: int) -> Path:
 def _path_after_seal(folder: Path, number: int) -> Path:
     """Return the path of a file whose predecessor is sealed.
 
-    The file has its temporary name if the server died before it renamed the file, or if the machine
-    died before the new name was on the disk.
+    The file has its temporary name if the server died before it renamed the file. The same is true
+    if the machine died before the new name was on the disk.
     """
     path = journal_path(folder, "journal", number)
     return path if path.exists() else journal_path(folder, "next", number)

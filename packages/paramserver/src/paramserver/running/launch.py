@@ -1,7 +1,8 @@
 """Start servers and workers, wait for them, and raise the error that caused a failure.
 
 `run` raises the cause instead of its consequences. The death of a process has priority over the
-errors of its peers, and an error of the training function over the `PeerLost` of other workers.
+errors of its peers. An error of the training function has priority over the `PeerLost` of other
+workers.
 """
 
 import multiprocessing

@@ -9,12 +9,12 @@ or to a server that has replaced it.
 
 A message has two frames: a header of numbers and text in JSON, and one piece of the data. The
 server receives the next piece while it copies the previous one. Few pieces are queued, so that a
-slow link does not fill the memory. If the sender of a request has not joined as the worker that the
-request names, the server drops the request or answers it with an error.
+slow link does not fill the memory. A request names a worker. If its sender has not joined as that
+worker, the server drops the request or answers it with an error.
 
 CURVE keys (`Keys`) authenticate and encrypt messages; without keys a server binds loopback
 addresses only. A thread of each worker sends a HEARTBEAT every second, even while the worker
-computes, so that the server can distinguish a slow worker from a dead one.
+computes. This allows the server to distinguish a slow worker from a dead one.
 """
 
 import json

@@ -1,14 +1,14 @@
 """Checks that a set of runs can identify a law, from N and D alone, before any fit.
 
 Note [Conditioning of the design]
-The law E + A / N^alpha + B / D^beta is a constant, a curve in x = log N and a curve in y = log D.
-Each curve has a slope and a curvature, so x, y, x^2 / 2 and y^2 / 2 must be linearly independent
-over the runs. If they are not, a fit still converges. With D = 20 N, for example, both terms are
-power laws of one variable and can exchange their exponents, and a bootstrap repeats the same wrong
-law. The measure of independence is the smallest singular value of these four centered columns,
-divided by the square root of the number of runs. It is 0 if all runs have one size, one token
-count, one budget or tokens D = c N^a. With 1 % of jitter, it is a few thousandths for such designs.
-For published tables and their subsets, it is 0.05 to 1.
+The law E + A / N^alpha + B / D^beta is the sum of three terms: a constant, a curve in x = log N and
+a curve in y = log D. Each curve has a slope and a curvature, so x, y, x^2 / 2 and y^2 / 2 must be
+linearly independent over the runs. If they are not, a fit still converges. With D = 20 N, for
+example, both terms are power laws of one variable and can exchange their exponents. A bootstrap
+then repeats the same wrong law. The measure of independence is the smallest singular value of these
+four centered columns, divided by the square root of the number of runs. It is 0 if all runs have
+one size, one token count, one budget or tokens D = c N^a. With 1 % of jitter, it is a few
+thousandths for such designs. For published tables and their subsets, it is 0.05 to 1.
 """
 
 import math

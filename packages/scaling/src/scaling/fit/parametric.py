@@ -132,7 +132,7 @@ def fit_parametric(
         TypeError: The runs are not the result of `load_runs`.
         ValueError: An option is invalid, there are fewer than five runs, or all losses are equal.
 
-    A `ScalingWarning` reports runs that do not identify the law, for example because all have one
+    A `ScalingWarning` reports runs that do not identify the law. For example, all runs may have one
     size, one budget or one ratio of tokens to parameters. The law of such a fit is nan, with
     intervals of (0, inf). Otherwise the warning reports several optima, a failure to converge, a
     fit of exactly five runs, a constant at its bound, curved residuals and outliers.

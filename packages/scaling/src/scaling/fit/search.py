@@ -4,8 +4,8 @@ Note [Vanished terms]
 A minimization from a good start can fail in only one way: the amplitude of a term shrinks towards
 zero, its exponent no longer has a gradient, and the search stops with a law without this term. That
 law is a true minimum only if no amplitude and exponent of the term lower the objective. The search
-therefore tries a grid of amplitudes and exponents for each vanished term, and continues from the
-best of them if it improves the objective.
+therefore tries a grid of amplitudes and exponents for each vanished term. It continues from the
+best point of the grid if this point improves the objective.
 """
 
 import itertools
@@ -157,8 +157,8 @@ def search(
     if loss == "lad":
         ends = _shrink_delta(problem, ends, first_delta)
     best = int(np.argmin(ends.objective))
-    # Rounding changes a residual r by a few ulps of 1, and the objective by |psi(r)| times as much,
-    # where psi is the derivative of the Huber loss.
+    # Rounding changes a residual r by a few ulps of 1, and the objective by |psi(r)| times as much.
+    # Here psi is the derivative of the Huber loss.
     errors = newton.residuals(problem, ends.theta)
     rounding = 1e-15 * np.abs(np.clip(errors, -first_delta, first_delta)).sum(1)
     tolerance = ends.objective[best] * SAME_OBJECTIVE + 2 * (rounding + rounding[best])

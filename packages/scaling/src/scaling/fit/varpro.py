@@ -2,17 +2,18 @@
 
 Note [Variable projection]
 A scaling law y = sum_k a_k g_k(x; exponents) is linear in its amplitudes a_k. For fixed exponents
-the best amplitudes are therefore a small non-negative least-squares problem, and the search needs
+the best amplitudes are therefore a small non-negative least-squares problem. The search needs
 starts for the exponents only (Golub and Pereyra 1973). The starts are then refined in all constants
 by Newton's method (`search.py`, `newton.py`). For Chinchilla's law, a grid over two exponents finds
 the same basin as 4,500 starts over all five constants.
 
 Note [Centered parameters]
 `Problem` stores the constants as a vector theta: first the amplitudes, then the exponents. The
-amplitude of a term that contains an exponent is stored as a logarithm, and log g_k is centered,
-which means that its mean over the rows is subtracted. Otherwise a larger exponent and a larger
-amplitude would compensate each other and the Hessian would be nearly singular. Other amplitudes are
-stored without a logarithm and may be zero. For Chinchilla's law theta is (E, a, b, alpha, beta) of
+amplitude of a term that contains an exponent is stored as a logarithm. In addition, log g_k is
+centered, which means that its mean over the rows is subtracted. Otherwise a larger exponent and a
+larger amplitude would compensate each other and the Hessian would be nearly singular. Other
+amplitudes are stored without a logarithm and may be zero. For Chinchilla's law theta is (E, a, b,
+alpha, beta) of
 
     L = E + exp(a - alpha n) + exp(b - beta d),   n = log N - mean(log N), d = log D - mean(log D).
 """
@@ -31,8 +32,8 @@ from scaling.runs import Runs
 from scaling.units import Array
 
 #: Approximate number of points of the grid over all exponents. On twelve tables of `hard_runs` in
-#: test_parametric.py, 25 to 625 points find the same optima. For 150 similar tables and the law
-#: "tied", which has one exponent, `prove` misses four optima with 17 points, two with 120 points
+#: test_parametric.py, 25 to 625 points find the same optima. The law "tied" has one exponent. For
+#: this law and 150 similar tables, `prove` misses four optima with 17 points, two with 120 points
 #: and none with 289.
 GRID_POINTS = 289
 

@@ -1,7 +1,7 @@
 """The valley of each budget, if the runs of the budget determine one.
 
-A budget is left out, with a message, if its sizes are too few or too similar for a curve, or if its
-curve has no bottom within its sizes. The curves are defined in valley.py.
+A budget is left out, with a message, if its sizes are too few or too similar for a curve. It is
+also left out if its curve has no bottom within its sizes. The curves are defined in valley.py.
 """
 
 import math
@@ -21,8 +21,8 @@ from scaling.units import Array
 #: FLOPs.
 COARSE_GRID = 2.5
 
-#: A budget fixes no curve if the smallest singular value of its columns x and x^2 / 2 is smaller,
-#: where x is log N minus its mean. Three sizes a factor of 1.1 apart have 0.0021.
+#: A budget fixes no curve if the smallest singular value of its columns x and x^2 / 2 is smaller.
+#: Here x is log N minus its mean. Three sizes a factor of 1.1 apart have 0.0021.
 MIN_BUDGET_SINGULAR_VALUE = 0.002
 
 #: Number of sizes that a common shape needs in addition to three per budget.

@@ -43,8 +43,8 @@ class IsoflopFit(ComparesArrays):
     valleys: tuple[Valley, ...]
     scale: float
     exponent: float
-    #: Covariance of the height, at the mean log C of the budgets, and of the slope of the line of
-    #: log N over log C, (2, 2).
+    #: Covariance of the height and the slope of the line of log N over log C, (2, 2). The height is
+    #: that at the mean log C of the budgets.
     covariance: Array
     #: Standard deviation of log N per decade beyond the budgets: see Note [Shrunken drift].
     drift: float
@@ -144,8 +144,8 @@ def fit_isoflop(
 
     A `ScalingWarning` reports that fewer than two budgets have a valley. Such runs do not identify
     a law, and the intervals of the fit are (0, inf). Otherwise the warning reports coarse grids, a
-    minimum at the edge of a budget, budgets that are left out, sizes that do not grow with compute,
-    and fewer than four valleys.
+    minimum at the edge of a budget, and budgets that are left out. It also reports sizes that do
+    not grow with compute, and fewer than four valleys.
     """
     require_runs(runs)
     _require_options(nearest, degree)

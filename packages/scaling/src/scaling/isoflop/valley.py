@@ -1,16 +1,16 @@
 """Valleys of loss over log N at fixed compute, and the model size at the bottom of each.
 
 Note [Common shape]
-The bottom of a parabola is biased by the skew of a valley, and a polynomial that follows the skew
-of each budget separately is noisy. But under a law E + A / N^alpha + B / D^beta at C = 6 N D, the
+The bottom of a parabola is biased by the skew of a valley. A polynomial that follows the skew of
+each budget separately is noisy. But under a law E + A / N^alpha + B / D^beta at C = 6 N D, the
 valleys of all budgets are one curve, shifted and scaled:
 
     loss = c0 + c1 exp(-p u) / p + c2 exp(q u) / q,   u = log N - mean(log N),
 
 with p = alpha and q = beta for every budget. Two numbers (p, q) therefore describe the skew of all
 budgets. As both approach zero, the curves become parabolas. The coefficients c0, c1 and c2 of each
-budget follow from (p, q) by linear least squares, so the search is over two numbers (variable
-projection, Golub and Pereyra 1973; the Jacobian is Kaufman's approximation).
+budget follow from (p, q) by linear least squares. The search is therefore over two numbers
+(variable projection, Golub and Pereyra 1973). The Jacobian is Kaufman's approximation.
 
 Note [Prior of the shape]
 Noise may leave (p, q) almost undetermined, so they have the prior of Note [Prior of the exponents].

@@ -34,8 +34,9 @@ FUNCTIONS = {k: getattr(np, k) for k in ("exp", "expm1", "log", "minimum", "maxi
 class Form:
     """A family of laws: see Note [Form of a law].
 
-    Raises `ValueError` for repeated or unknown names, unused exponents, missing inputs, invalid
-    bounds, and terms that are not expressions or are not linear in the exponents.
+    Raises `ValueError` for repeated or unknown names, unused exponents, missing inputs and invalid
+    bounds. Also raises `ValueError` for terms that are not expressions or are not linear in the
+    exponents.
     """
 
     name: str

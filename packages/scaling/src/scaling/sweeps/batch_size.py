@@ -1,8 +1,8 @@
 """Sweeps of the learning rate against the batch size, by training many small models at once.
 
 All rates at a batch size use the same data, so they are columns of one matrix product and have the
-same noise. For SGD on linear regression, the exact loss is known and is used to check the sweep
-(McCandlish et al. 2018; Li et al. 2024, "Surge phenomenon").
+same noise. For SGD on linear regression, the exact loss is known and is used to check the sweep.
+See McCandlish et al. 2018, and Li et al. 2024, "Surge phenomenon".
 """
 
 import math
@@ -43,9 +43,9 @@ SETTINGS: dict[tuple[Task, Optimizer], Setting] = {
 def exact_rate(batch_size: ArrayLike, dimension: int) -> Array:
     """Return B / (B + d + 1), the best rate of SGD on noiseless linear regression, x ~ N(0, I).
 
-    A step of rate r on half the mean squared error multiplies E|w - w*|^2 by
-    1 - 2 r + r^2 (1 + (d + 1) / B) for any w. The returned rate minimizes this factor. Raises
-    `ValueError` if an argument is not positive.
+    Consider a step of rate r on half the mean squared error. For any w, it multiplies E|w - w*|^2
+    by 1 - 2 r + r^2 (1 + (d + 1) / B). The returned rate minimizes this factor. Raises `ValueError`
+    if an argument is not positive.
     """
     _require_count("dimension", dimension)
     b = _positive("batch_size", batch_size)

@@ -26,11 +26,12 @@ from scaling.units import Array
 #: 3 % instead of 1 %.
 FIT_RANGE = 1.6
 
-#: The curve is fitted only to log losses that exceed the least by at most `FIT_RISE`, or by at most
-#: `FIT_RATIO` times the parabola through the least loss and its steeper neighbor. On a parabola
-#: with equal steps the ratio is at most 1; noise may double it. In the sweeps of
-#: `test_diverged_runs_are_found_in_generated_sweeps`, ratios of 1.5 to 4 and rises of 0.05 to 0.4
-#: change the median error of the log best rate, 0.14, by at most 2 %. A rise of 10 adds 16 %.
+#: The curve is fitted only to log losses whose rise above the least is at most `FIT_RISE` or
+#: `FIT_RATIO` times a parabola. This parabola passes through the least loss and its steeper
+#: neighbor. On a parabola with equal steps the ratio is at most 1; noise may double it. In the
+#: sweeps of `test_diverged_runs_are_found_in_generated_sweeps`, the median error of the log best
+#: rate is 0.14. Ratios of 1.5 to 4 and rises of 0.05 to 0.4 change it by at most 2 %. A rise of 10
+#: adds 16 %.
 FIT_RISE = 0.2
 FIT_RATIO = 2.0
 
@@ -95,10 +96,11 @@ class Sweep(ComparesArrays):
 def gradient_noise_scale(batch_sizes: ArrayLike, gradient_squares: ArrayLike) -> float:
     """Return tr(S) / |G|^2, the batch size in examples above which larger batches help little.
 
-    G is the mean and S the covariance of the gradients of single examples. E|g_B|^2 = |G|^2 +
-    tr(S) / B is a line in 1 / B, fitted to the squared norms at two or more batch sizes (McCandlish
-    et al. 2018, appendix A.1). The result is inf if the fitted |G|^2 is not positive. For linear
-    regression at |w - w*|^2 = d it is d + 1 + noise^2, with the same d + 1 as in `exact_rate`.
+    G is the mean and S the covariance of the gradients of single examples.
+    E|g_B|^2 = |G|^2 + tr(S) / B is a line in 1 / B. It is fitted to the squared norms at two or
+    more batch sizes (McCandlish et al. 2018, appendix A.1). The result is inf if the fitted |G|^2
+    is not positive. For linear regression at |w - w*|^2 = d it is d + 1 + noise^2, with the same
+    d + 1 as in `exact_rate`.
 
     Raises:
         ValueError: A number is not positive and finite, there are fewer than two batch sizes, or
@@ -285,7 +287,7 @@ def _near_best(x: Array, log_loss: Array) -> NDArray[np.bool_]:
     """Return a mask of the rates to which the curve is fitted.
 
     These are the rates within a factor of `FIT_RANGE` of the rate with the least loss, and the two
-    next rates on each side, except those whose loss is too high: see `FIT_RISE`.
+    next rates on each side. Rates whose loss is too high are excluded: see `FIT_RISE`.
     """
     best = int(np.argmin(log_loss))
     near: NDArray[np.bool_] = np.abs(x - x[best]) < np.log(FIT_RANGE)
@@ -326,8 +328,9 @@ def _bottom(rates: Array, log_loss: Array) -> float:
     """Return the rate at the bottom of a polynomial in log rate through log losses.
 
     The polynomial is a quartic if more than six rates are near the best, and otherwise a parabola.
-    The result is nan if the least loss is at an edge, and the rate with the least loss if fewer
-    than three rates are near. Otherwise it lies between the neighbors: see `_neighbors`.
+    The result is nan if the least loss is at an edge. If fewer than three rates are near, the
+    result is the rate with the least loss. Otherwise it lies between the neighbors: see
+    `_neighbors`.
     """
     x, y = _trained(rates, log_loss)
     best = int(np.argmin(y))

@@ -43,8 +43,8 @@ def train(
     norms have shape (batch sizes,) and are averaged over the seeds.
     """
     rate = torch.tensor(rates, device=device)
-    # Without noise, a step of SGD on regression is linear in the error, so the size of the error
-    # can be stored separately as a logarithm.
+    # Without noise, a step of SGD on regression is linear in the error. Therefore the size of the
+    # error can be stored separately as a logarithm.
     can_rescale = optimizer == "sgd" and not noise
     losses = []
     squares = []

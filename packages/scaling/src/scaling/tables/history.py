@@ -17,9 +17,9 @@ from scaling.tables.selection import setting_columns
 from scaling.tables.table import Reading
 from scaling.units import Array
 
-#: Rows of one size may be checkpoints of training runs, rather than runs of several lengths, if at
-#: least `EVEN_CHECKPOINTS` of their token counts are evenly spaced, or if they have at least
-#: `ANY_CHECKPOINTS` token counts with any spacing.
+#: Rows of one size may be checkpoints of training runs, rather than runs of several lengths, in two
+#: cases. In the first case, at least `EVEN_CHECKPOINTS` of their token counts are evenly spaced. In
+#: the second case, they have at least `ANY_CHECKPOINTS` token counts with any spacing.
 EVEN_CHECKPOINTS = 4
 ANY_CHECKPOINTS = 20
 
@@ -30,9 +30,9 @@ EVEN_TOLERANCE = 0.02
 #: A name that ends with the step, epoch or tokens of a checkpoint, such as run0-step100.
 CHECKPOINT_NAME = re.compile(r".*(step|iter|iteration|ckpt|checkpoint|epoch|tokens?)[-_=:]?\d+$")
 
-#: The final loss of a run is missing if the run continues, without a loss, to more than this
-#: multiple of the tokens of its last loss. Evaluation losses are logged at only a few percent of
-#: the steps.
+#: A run may continue after its last loss. Its final loss is missing if it continues to more than
+#: this multiple of the tokens of the last loss. Evaluation losses are logged at only a few percent
+#: of the steps.
 MISSING_END = 1.25
 
 #: Largest relative difference that rounding may cause between the sizes C / (6 D) of one run's
@@ -156,8 +156,8 @@ def _find_run_ends(
 
     Return None if the table is not a history, and append the reason to `reading.choices`. Raise
     `ValueError` if the rows look like checkpoints of training runs and no column has a different
-    name in every row, if a run repeats some of its token counts, or if the `named` column does not
-    identify runs.
+    name in every row. Also raise `ValueError` if a run repeats some of its token counts, or if the
+    `named` column does not identify runs.
     """
     names = {
         "".join(c for c in name.lower() if c.isalnum()): name for name in reading.table.columns
@@ -216,8 +216,8 @@ def _require_different_tokens(
 ) -> None:
     """Raise `ValueError` if rows of one run name have one size and equal tokens.
 
-    Such rows are accepted if the table has a column such as `seed`, or if the rows of each name
-    have different settings and their losses do not fall from row to row.
+    Such rows are accepted if the table has a column such as `seed`. They are also accepted if the
+    rows of each name have different settings and their losses do not fall from row to row.
     """
     last_words = {"".join(split_words(name)[-1:]) for name in reading.table.columns}
     if last_words & {*WORDS["repetitions"]}:

@@ -16,8 +16,8 @@ from scaling.tables.table import Table, object_cells
 
 Record = dict[str, Any]
 
-#: Names of the column of metrics, and of the column of runs, in tables with one row per metric,
-#: such as exports of TensorBoard and MLflow.
+#: Names of the column of metrics, and of the column of runs. They apply to tables with one row per
+#: metric, such as exports of TensorBoard and MLflow.
 METRIC_NAMES = ("tag", "key", "metric", "metric_name")
 METRIC_RUNS = ("run", "dir_name", "run_id", "run_uuid", "run_name")
 
@@ -51,9 +51,9 @@ def flatten_cells(table: Table) -> Table:
 def _flatten(record: Mapping[str, Any], path: str = "") -> Record:
     """Return a record without nested mappings: `{"a": {"b": 1}}` becomes `{"a.b": 1}`.
 
-    A cell is also read as a nested mapping if it is text in JSON, the text of a Python dict
-    (wandb's API), or a list of `{"key": …, "value": …}` (MLflow's API). Raise `ValueError` if two
-    cells would have one name.
+    A cell is also read as a nested mapping if it is text in JSON or the text of a Python dict
+    (wandb's API). The same holds for a list of `{"key": …, "value": …}` (MLflow's API). Raise
+    `ValueError` if two cells would have one name.
     """
     flat: Record = {}
     for name, value in record.items():

@@ -1,7 +1,8 @@
 """Exclusion of rows without a loss, and of all but the best setting of a sweep.
 
-Tables are refused if the rows use several data sets, if a method such as the optimizer changes with
-the size or the tokens, or if a column with an unusual name may distinguish several settings.
+Tables are refused if the rows use several data sets, or if a method such as the optimizer changes
+with the size or the tokens. They are also refused if a column with an unusual name may distinguish
+several settings.
 """
 
 from collections.abc import Sequence
@@ -26,14 +27,14 @@ from scaling.tables.table import Reading
 #: Maximum number of rows that are searched for unknown settings: a million would take seconds.
 MAX_SEARCHED_ROWS = 5000
 
-#: An unread column may be a setting if its values repeat `ROWS_PER_SETTING` times on average, and
-#: if it differs within at least `SETTING_FRACTION` of the groups of runs with one design (size,
-#: tokens and compute) and equal known settings.
-#: Names, dates and measurements have more values, and notes about single runs differ in few groups.
-#: In 300 generated tables like those of `test_settings_are_found_in_generated_tables`, these values
-#: find 95 % of the settings, and take dates for a setting in 8 % and notes in 4 % of the tables.
-#: With 2 rows per value, dates are taken for one in 42 %; with 4, two settings of three runs each
-#: are not found. A fraction of 0.25 takes notes for a setting in 39 %, and 0.75 finds 64 %.
+#: An unread column may be a setting if its values repeat `ROWS_PER_SETTING` times on average. It
+#: must also differ within at least `SETTING_FRACTION` of the groups of runs with equal known
+#: settings and one design (size, tokens and compute). Names, dates and measurements have more
+#: values, and notes about single runs differ in few groups. In 300 generated tables like those of
+#: `test_settings_are_found_in_generated_tables`, these values find 95 % of the settings. They take
+#: dates for a setting in 8 % of the tables, and notes in 4 %. With 2 rows per value, dates are
+#: taken for one in 42 %; with 4, two settings of three runs each are not found. A fraction of 0.25
+#: takes notes for a setting in 39 %, and 0.75 finds 64 %.
 ROWS_PER_SETTING = 3
 SETTING_FRACTION = 0.5
 
@@ -103,8 +104,9 @@ def keep_best_settings(reading: Reading) -> None:
     The settings are learning rates, batch sizes and similar. All repetitions of the best setting,
     such as seeds, are kept: the least loss of several seeds is too low by chance.
 
-    Raises `ValueError` if another column may be a setting under an unusual name, or if a method,
-    such as the optimizer, changes from one size or number of tokens to another.
+    Raises `ValueError` if another column may be a setting under an unusual name. Also raises
+    `ValueError` if a method, such as the optimizer, changes from one size or number of tokens to
+    another.
     """
     names = setting_columns(reading)
     if not names:

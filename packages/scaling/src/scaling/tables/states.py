@@ -31,8 +31,8 @@ ENUMERATION_PREFIX = re.compile(r"^(?:job|run|trial|task)_?(?:state|status)[._]"
 TRUE = frozenset(("true", "yes", "t", "y", "x", "1", "1.0"))
 FALSE = frozenset(("false", "no", "f", "n", "0", "0.0"))
 
-#: A run has reached its planned steps if its last logged step is at most this fraction earlier,
-#: because some trackers log at intervals and count steps from 0.
+#: A run has reached its planned steps if its last logged step is at most this fraction earlier. The
+#: tolerance exists because some trackers log at intervals and count steps from 0.
 STEP_TOLERANCE = 0.05
 
 
@@ -60,8 +60,8 @@ def reached_the_end(table: Table, messages: list[str], choices: list[str]) -> ND
     The last step of a run is compared with its planned number of steps, such as `max_steps`.
     Without a plan of steps, epochs are compared. A column such as `progress` is compared with 1 or
     100. A column of steps that agrees with the plan in no row counts other steps, as wandb's
-    `_step` may do; it is not compared, which is appended to `choices`. Raise `ValueError` if it
-    agrees in fewer than half of the rows, or if no `progress` is complete.
+    `_step` may do. It is not compared, and this choice is appended to `choices`. Raise `ValueError`
+    if it agrees in fewer than half of the rows, or if no `progress` is complete.
     """
     progress = [*_progress_of(table, is_planned_steps, is_current_step, choices)]
     if not progress:

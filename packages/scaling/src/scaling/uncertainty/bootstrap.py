@@ -39,9 +39,9 @@ class Bootstrap(Sample):
         """Return the interval of a constant, of "exponent", or of any `Quantity`.
 
         The ends are quantiles of the resampled values. They are shifted by the bias of the
-        resamples (Efron 1981) and widened by t sqrt(n / (n - 5)) / z, because a fit of n runs uses
-        five degrees of freedom (Hesterberg 2015). Here t and z are quantiles of Student's t and of
-        the normal distribution. Without degrees of freedom the interval is (0, inf).
+        resamples (Efron 1981). They are also widened by t sqrt(n / (n - 5)) / z, because a fit of n
+        runs uses five degrees of freedom (Hesterberg 2015). Here t and z are quantiles of Student's
+        t and of the normal distribution. Without degrees of freedom the interval is (0, inf).
         """
         target = named_quantity(target) if isinstance(target, str) else target
         freedom = self.runs - len(CONSTANTS)

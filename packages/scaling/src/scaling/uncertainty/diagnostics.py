@@ -3,8 +3,8 @@
 Note [Lack of fit]
 If losses do not follow the law, the residuals are curved functions of log N and log D. The
 residuals are regressed on the powers x^2, x y, y^2, x^3 and y^3 of the standardized logarithms x
-and y, without the part that the five constants can absorb. An F test compares the sum of squares
-that the powers explain with the remaining sum.
+and y. The part of the powers that the five constants can absorb is removed first. An F test
+compares the sum of squares that the powers explain with the remaining sum.
 """
 
 import math
@@ -98,8 +98,8 @@ def warn_of_prediction(parameters: float, tokens: float, runs: Runs) -> None:
 def _distances(best: Optimum, runs: Runs) -> list[str]:
     """Return a phrase for each respect in which a model is far from all runs; empty if near.
 
-    The respects are compute above the largest run, fewer parameters than the smallest run, and a
-    ratio of tokens to parameters outside those of the runs.
+    The first two respects are compute above the largest run and fewer parameters than the smallest
+    run. The third respect is a ratio of tokens to parameters outside those of the runs.
     """
     ratios = runs.tokens / runs.parameters
     ratio = best.tokens / best.parameters

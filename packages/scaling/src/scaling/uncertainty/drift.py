@@ -6,12 +6,12 @@ compares the prediction at the largest compute with a fit of all runs.
 
 Note [Shrunken drift]
 The cuts of one table share their runs, so together they are worth about one observation of the
-drift per decade. If drift were added only if it is significant, dropping a single run could widen
-an interval from a factor of 2 to a factor of 100. There is therefore no significance test. The
-drift is a weighted mean of the typical drift of published tables, which counts as `PRIOR_WEIGHT`
-observations, and the drift of this table, which counts as at most one. The weight of a cut
-decreases with the part of its error that noise explains. It also decreases for few runs, so that no
-cut enters or leaves the mean abruptly.
+drift per decade. Suppose that drift were added only if it is significant. Dropping a single run
+could then widen an interval from a factor of 2 to a factor of 100. There is therefore no
+significance test. The drift is a weighted mean of the typical drift of published tables and the
+drift of this table. The former counts as `PRIOR_WEIGHT` observations, and the latter as at most
+one. The weight of a cut decreases with the part of its error that noise explains. It also decreases
+for few runs, so that no cut enters or leaves the mean abruptly.
 
 Note [Calibration]
 The experiment is `test_intervals_cover_later_runs_of_tables_not_used_for_calibration`. For each of
@@ -81,7 +81,7 @@ PRIOR_WEIGHT = 4.0
 CUT_DRAWS = 300
 
 #: A cut has weight 0 for at most `FEWEST_RUNS` runs and weight 1 for at least `FULL_WEIGHT_RUNS`
-#: runs, so that no cut enters the mean abruptly. The calibration gives the same numbers without
+#: runs. Therefore no cut enters the mean abruptly. The calibration gives the same numbers without
 #: these weights.
 FEWEST_RUNS = 10
 FULL_WEIGHT_RUNS = 22

@@ -21,10 +21,11 @@ LARGEST_RESIDUAL = 5.0
 def fit_noise(fit: Estimate) -> float:
     """Return the noise of log loss at which least squares would be as precise as a robust fit.
 
-    The standard deviation of the runs is estimated by their mean absolute residual, which depends
-    less on single runs than the smallest or the largest residuals. Residuals of misread runs are
-    limited to `LARGEST_RESIDUAL` deviations, because they hardly move a robust fit. For normal
-    errors, a Huber loss narrower than the noise is less precise than least squares (Huber 1964).
+    The standard deviation of the runs is estimated by their mean absolute residual. This mean
+    depends less on single runs than the smallest or the largest residuals. Residuals of misread
+    runs are limited to `LARGEST_RESIDUAL` deviations, because they hardly move a robust fit. For
+    normal errors, a Huber loss narrower than the noise is less precise than least squares (Huber
+    1964).
     """
     freedom = max(len(fit.runs) - len(CONSTANTS), 1)
     if fit.loss == "squares":

@@ -3,10 +3,10 @@
 Note [Sampling the posterior]
 The predictions of a law differ from those of the fitted law by r_i in log loss. With noise s and f
 degrees of freedom, the likelihood of the law is Student's (1 + sum r_i^2 / (f s^2))^(-(f + 5) / 2).
-For fixed exponents a law is linear in E, A and B, as in Note [Variable projection], so these are
-drawn from their exact conditional distribution, a Student's t. Only the two exponents need
-importance sampling. They are drawn from a wide t distribution about the maximum. Their weight is
-the likelihood times the prior, divided by the density of the draw. This likelihood is integrated
+For fixed exponents a law is linear in E, A and B, as in Note [Variable projection]. Therefore these
+constants are drawn from their exact conditional distribution, a Student's t. Only the two exponents
+need importance sampling. They are drawn from a wide t distribution about the maximum. Their weight
+is the likelihood times the prior, divided by the density of the draw. This likelihood is integrated
 over E, A and B, without the determinant of the integral: see also Note [Prior of the exponents].
 The sample needs no refits, and its random numbers are the same for all tables, so intervals depend
 smoothly on the runs. With equal noise in all runs and a flat prior, the intervals are those of the

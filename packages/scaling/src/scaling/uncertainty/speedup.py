@@ -1,9 +1,9 @@
 """The factor by which one training recipe reduces the compute of another, with an interval.
 
-The best loss of a law for compute C is its minimum over N on 6 N D = C; a search finds it by
-narrowing a grid. This loss falls with compute, so bisection finds the compute that reaches a given
-loss. Both searches work for any law of N and D, and for all laws of a sample at once. A small error
-in the loss becomes a much larger error in the compute.
+The best loss of a law for compute C is its minimum over N on 6 N D = C. A search finds this minimum
+by narrowing a grid. This loss falls with compute, so bisection finds the compute that reaches a
+given loss. Both searches work for any law of N and D, and for all laws of a sample at once. A small
+error in the loss becomes a much larger error in the compute.
 """
 
 import math
@@ -59,8 +59,9 @@ def effective_speedup(
     The best loss is the lowest over all N. `factor` is the compute with which `b` reaches this
     loss, divided by `compute`. It is inf if `b` never reaches the loss. Both losses must be
     measured on the same text. The 95 % interval combines the spread over pairs of laws consistent
-    with the runs of `a` and `b`, the drift of both laws beyond their runs, and their lack of fit.
-    If either fit has no degrees of freedom, the interval is (0, inf).
+    with the runs of `a` and `b` with two further errors. These are the drift of both laws beyond
+    their runs, and their lack of fit. If either fit has no degrees of freedom, the interval is
+    (0, inf).
 
     Args:
         a: The result of `fit_parametric`, or of `fit_law` with a law of parameters and tokens.

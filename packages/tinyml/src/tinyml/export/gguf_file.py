@@ -242,9 +242,9 @@ def dequantize(blocks: Bytes, kind: Kind) -> Numbers:
 def _half(name: str, scale: Numbers, largest_code: int, tolerance: float) -> Numbers:
     """Return the scales of the layer `name` in float16.
 
-    Raise `ValueError` if float16 changes the product of a scale and the largest code by more than
-    `tolerance`, half of a step of the layer's largest weights. This happens to scales above 65504,
-    and in layers with tiny weights, whose scales become zero.
+    The `tolerance` is half of a step of the layer's largest weights. Raise `ValueError` if float16
+    changes the product of a scale and the largest code by more than this. This happens to scales
+    above 65504, and in layers with tiny weights, whose scales become zero.
     """
     with np.errstate(over="ignore"):
         half = scale.astype(np.float16)

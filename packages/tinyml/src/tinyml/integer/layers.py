@@ -242,8 +242,8 @@ LAYERS: dict[type[Step], type[nn.Module]] = {
 def exact_sums(codes: Tensor, weight: Tensor, geometry: Geometry | None = None) -> Tensor:
     """Return the sums of a linear layer, or of a convolution of padded images, as floats.
 
-    They are exact in float32 while no partial sum exceeds 2^24 (Note [Exact products]); 128 times
-    the sum of |w| over a filter bounds every partial sum. Otherwise, and on a GPU, whose
+    They are exact in float32 while no partial sum exceeds 2^24 (Note [Exact products]). Every
+    partial sum is bounded by 128 times the sum of |w| over a filter. Otherwise, and on a GPU, whose
     convolutions may transform their inputs, float64 is used, whose 53 bits are exact for every sum.
     """
     largest = 128 * int(weight.long().abs().flatten(1).sum(1).max())

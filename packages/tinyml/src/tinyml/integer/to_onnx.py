@@ -1,9 +1,9 @@
 """Export of an integer network as an ONNX file of quantized operators (QDQ).
 
 In this form a float operator between `DequantizeLinear` and `QuantizeLinear` represents an integer
-operator. The runtime rounds halves to even and computes with float32 scales, so a code may differ
-by one if the exact result is halfway between two codes. Use `to_c` for identical bits. This module
-needs `onnx`.
+operator. The runtime rounds halves to even and computes with float32 scales. Therefore a code may
+differ by one if the exact result is halfway between two codes. Use `to_c` for identical bits. This
+module needs `onnx`.
 """
 
 from __future__ import annotations

@@ -3,8 +3,8 @@
 `from_pretrained` builds a model from its configuration, so a pruned model can be loaded only if the
 configuration contains the new sizes. The name of a key does not prove its meaning. Therefore a
 model is built from each changed configuration, on the meta device, without memory for weights. The
-change is accepted only if this model has exactly the tensors and attributes of the pruned model,
-except for integers that the code does not read.
+change is accepted only if this model has exactly the tensors and attributes of the pruned model.
+Integers that the code does not read may differ.
 """
 
 from __future__ import annotations

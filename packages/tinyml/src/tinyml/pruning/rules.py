@@ -282,7 +282,7 @@ def _view(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     """Return the dimension of the result that starts at the same element as the units' dimension.
 
     The dimension may have been flattened with the dimensions after it, or split, for example into
-    (heads, width); for a split, the leading factor is returned.
+    (heads, width). For a split, the leading factor is returned.
     """
     along = walk.values[x]
     before = shape_of(x)

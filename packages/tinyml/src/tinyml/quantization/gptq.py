@@ -222,8 +222,8 @@ def reversed_cholesky(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
     reverse = order.flip(0)
     failed = torch.empty((), dtype=torch.int32, device=hessian.device)
     while True:
-        # For a wide layer, this matrix and H need most of the memory, so it is factored in place,
-        # which LAPACK does for a symmetric matrix whose columns are contiguous.
+        # For a wide layer, this matrix and H need most of the memory, so it is factored in place.
+        # LAPACK does this for a symmetric matrix whose columns are contiguous.
         lower = hessian[reverse[:, None], reverse].double().div_(mean).mT
         lower.diagonal().add_(fraction)
         torch.linalg.cholesky_ex(lower, out=(lower, failed))

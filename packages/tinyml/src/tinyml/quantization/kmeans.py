@@ -92,9 +92,10 @@ def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """Run Lloyd's algorithm from the optimum for a summary of the values to its fixed point.
 
     The summary is the values themselves if at most 1024 are distinct, so that the result is
-    optimal. Otherwise it is the means of about 1024 intervals. Return the centroids (min(k,
-    distinct values), ascending, float64) and the index of each value's centroid (int16, with the
-    shape of `values`; `centroids[indices.int()]` are the rounded values).
+    optimal. Otherwise it is the means of about 1024 intervals. Return the centroids and the index
+    of each value's centroid. The min(k, distinct values) centroids are float64 and ascending. The
+    indices are int16 and have the shape of `values`, so `centroids[indices.int()]` are the rounded
+    values.
     """
     if not 1 <= k <= _MOST_CLUSTERS:
         raise ValueError(f"expected 1 to {_MOST_CLUSTERS} clusters, got {k}")

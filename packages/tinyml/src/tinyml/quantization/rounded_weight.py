@@ -1,7 +1,7 @@
 """Differentiable rounding: the forward pass rounds to a grid, and the gradient passes through.
 
 The gradient of the rounding is the straight-through estimator (Bengio et al., 2013). If the grid is
-computed from the extremes of the weights, no weight lies outside its range, so every weight has
+computed from the extremes of the weights, no weight lies outside its range. Then every weight has
 this gradient (Jacob et al., 2018, section 3.1). The largest weight has it too, even if the rounded
 quotient of this weight and the step is above the largest code. With a learned step, the gradient of
 weights outside the range is zero, and autograd computes the gradient of the step. See equations 3

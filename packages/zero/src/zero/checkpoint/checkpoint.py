@@ -49,7 +49,7 @@ def save_checkpoint(
     """Write model, optimizer and rank 0's `extra` (plain values and tensors) to the folder `path`.
 
     Every rank must call it. If a rank fails, every rank raises a RuntimeError that names the failed
-    ranks, and the folder is unchanged unless the error reports that it was saved.
+    ranks. The folder is then unchanged unless the error reports that it was saved.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     all_parts, objects = _collect_state(model, optimizer, rank)
@@ -94,13 +94,13 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Fill model and optimizer from `path`; return the `extra` that was saved.
 
-    `path` is a checkpoint of `save_checkpoint`, from any stage and number of ranks; another
-    torch.distributed.checkpoint folder; or a safetensors file, or a folder of such files. Every
-    rank must call it, and reads only its elements. Floating-point values are cast to the model's
-    dtype, and integers to a wider one. If the checkpoint is damaged, has another format version, or
-    belongs to another model, every rank raises RuntimeError before anything is changed. If another
-    job replaces the checkpoint while it is being loaded, every rank raises RuntimeError, and the
-    model may have parts of both.
+    `path` is a checkpoint of `save_checkpoint`, from any stage and number of ranks, or another
+    torch.distributed.checkpoint folder. It may also be a safetensors file, or a folder of such
+    files. Every rank must call it, and reads only its elements. Floating-point values are cast to
+    the model's dtype, and integers to a wider one. If the checkpoint is damaged, has another format
+    version, or belongs to another model, every rank raises RuntimeError before anything is changed.
+    If another job replaces the checkpoint while it is being loaded, every rank raises RuntimeError,
+    and the model may have parts of both.
 
     strict: False skips tensors that only the model or only the checkpoint has, with a warning.
     prefix: the prefix of the model's names in other programs' checkpoints. By default, the only

@@ -1,8 +1,8 @@
 """A folder that is written beside its final path and renamed to it when it is complete.
 
 Note [Two jobs, one path]
-Each save writes to a separate folder, so the files of two saves never mix. The path is locked
-from the first file to the last rename, so a second job is refused instead of replacing the
+Each save writes to a separate folder, so the files of two saves never mix. The path is locked from
+the first file to the last rename. A second job is therefore refused instead of replacing the
 checkpoint that the first one has just saved. The operating system releases the lock when the
 process that holds it dies.
 """

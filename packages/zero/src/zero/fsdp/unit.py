@@ -18,8 +18,9 @@ UNSHARDED unit may be reducing.
 If a gather fails, the unit is SHARDED and keeps the memory until the next `reshard()` after a
 successful gather: messages of the failed gather may still arrive in this memory.
 
-A unit is used while a module that has its parameters is in forward, after the caller has unsharded
-it (`_num_users` counts both), and during a double backward (`keep_unsharded`).
+A unit is used while a module that has its parameters is in forward, and after the caller has
+unsharded it (`_num_users` counts both). It is also used during a double backward
+(`keep_unsharded`).
 
 Note [One storage for full parameters]
 The full parameters always have the same storage, which is resized to zero and refilled. The tensors

@@ -1,8 +1,8 @@
 """Selection of the parameters that stage 3 shards together as one unit.
 
 A parameter of several modules (tied) belongs to the first module's unit, and all these modules
-gather it. Modules on the meta device are allocated one sharded module at a time, so a model can be
-created even if it fits into memory only in shards.
+gather it. Modules on the meta device are allocated one sharded module at a time. Therefore a model
+can be created even if it fits into memory only in shards.
 """
 
 from __future__ import annotations
@@ -187,9 +187,9 @@ EMBEDDING_FORWARD = nn.Embedding.forward
 def reads_weight_in_backward(module: nn.Module, fsdp_hooks: Collection[int] = ()) -> bool:
     """Return False only if it is certain that the module's backward does not read its weight.
 
-    This is certain for `nn.Embedding.forward`. A subclass, a parametrization, a hook whose id is
-    not in `fsdp_hooks`, or a forward that was assigned to the module may compute anything from
-    the weight.
+    This is certain for `nn.Embedding.forward`. It is not certain for a subclass, a parametrization,
+    a hook whose id is not in `fsdp_hooks`, or a forward assigned to the module. These may compute
+    anything from the weight.
     """
     forward: Any = EMBEDDING_FORWARD
     is_plain = (

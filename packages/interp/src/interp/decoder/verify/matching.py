@@ -191,8 +191,8 @@ def compute_logits(
             }
             # A shared module has several names, and named_modules() lists the first of them. The
             # tensors are replaced under the first name only. If they were replaced under a second
-            # name too, functional_call would take the random weights, which it finds there, for the
-            # original ones, and restore them at the end.
+            # name too, functional_call would find the random weights there. It would take them for
+            # the original ones, and restore them at the end.
             unique_names = dict(model.named_modules())
             swapped = {
                 name: tensor
@@ -290,8 +290,8 @@ def _context(
 ) -> int:
     """Return the number of tokens up to which descriptions are verified.
 
-    This is the `context` that the caller of `describe` has passed, or otherwise the largest number
-    that the model supports and that costs at most `_FORWARD_FLOPS`. The default is at most
+    This is the `context` that the caller of `describe` has passed. Otherwise it is the largest
+    number that the model supports and that costs at most `_FORWARD_FLOPS`. The default is at most
     `_DEFAULT_CONTEXT`, and at least `_MIN_CONTEXT` if the model supports it. Raises ValueError if
     the model has fewer learned positions than the requested context.
     """

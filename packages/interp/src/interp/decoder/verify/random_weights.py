@@ -1,8 +1,8 @@
 """Random float32 weights of a model, which make each property of the model visible in its logits.
 
 Note [Weights that share memory]
-A float32 copy of a large model would need twice its memory, and drawing its numbers would take
-longer than the forward passes. All weights of one size are therefore views of one buffer of random
+A float32 copy of a large model would need twice its memory. Drawing its numbers would take longer
+than the forward passes. All weights of one size are therefore views of one buffer of random
 numbers, at different offsets: the buffer is little larger than the largest weight.
 """
 
