@@ -18,11 +18,21 @@ from collectives.shared_memory import segment
 from collectives.shared_memory.fingerprint import DTYPES as DTYPES_OF_TORCH
 from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from worker_pool import run_ranks
 
 # The last one is longer than a slot of shared memory and, if complex, than a piece of a message.
 SHAPES = ((), (0,), (5,), (3, 4), (70_001,))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.int8)
+
+
+class NoViews(TorchDispatchMode):
+    """A dispatch mode that refuses `as_strided`."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.as_strided.default:
+            raise RuntimeError("no views here")
+        return func(*args, **(kwargs or {}))
 
 
 def apart():
@@ -450,6 +460,9 @@ def refused():
                 call()
     with FakeTensorMode(), raises(RuntimeError, match="inside FakeTensorMode"):
         collectives.all_reduce(ones)
+    # An error of a dispatch mode within the call would end the group.
+    with NoViews(), raises(RuntimeError, match="no views"):
+        collectives.all_reduce(torch.ones(2, 2))
     with raises(TypeError, match=r"torch\.func"):
         torch.func.vmap(collectives.all_reduce)(torch.ones(3, 2))
     # torch cannot create a quantized tensor without its scale.

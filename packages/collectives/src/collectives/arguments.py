@@ -130,6 +130,11 @@ def check_tensors(kind: str, tensor: Tensor, outputs: Sequence[Tensor]) -> None:
                 f"{kind} would write several results to one address of an expanded tensor of shape "
                 f"{tuple(output.shape)}; pass a clone"
             )
+    if torch._C._len_torch_dispatch_stack():
+        # A dispatch mode that refuses views raises its error here, before the call begins. Other
+        # ranks would take a later error for the failure of this rank.
+        for argument in (tensor, *outputs):
+            flatten(argument)
 
 
 def check_memory(kind: str, tensor: Tensor, like: Tensor) -> None:
