@@ -356,7 +356,7 @@ def test_no_python_object_grows_over_steps(stage):
     # A list reserves room for an eighth of its entries, so 20 steps show growth by one per step.
     for sizes in run_ranks(sizes_over, 2, 40, stage, timeout=DEADLINE):
         # The first two measurements change the sizes of caches.
-        assert sizes[3] == sizes[2], sizes
+        assert sizes[3] <= sizes[2], sizes
 
 
 class Viewed(nn.Module):
