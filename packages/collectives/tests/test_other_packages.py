@@ -19,6 +19,7 @@ PACKAGES = ROOT / "packages"
 # Files that cannot run on another backend, and the reasons.
 NO_RANKS = "starts no ranks"
 TIMES = "compares times with those of torch on gloo"
+EXHAUSTIVE = "has exhaustive tests only"
 TORCHS = "runs tests of torch that create gloo groups; this package runs them on its backend itself"
 EXCLUDED = {
     "ddp/tests/test_bucket.py": NO_RANKS,
@@ -28,6 +29,8 @@ EXCLUDED = {
     "zero/tests/test_gpu.py": "needs NCCL",
     "zero/tests/test_speed.py": TIMES,
     "zero/tests/test_torch_fsdp2.py": TORCHS,
+    "zero/tests/test_torch_functions.py": EXHAUSTIVE,
+    "zero/tests/test_training_loops.py": EXHAUSTIVE,
 }
 FILES = sorted(
     path.relative_to(PACKAGES).as_posix()
