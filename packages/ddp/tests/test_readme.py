@@ -53,10 +53,10 @@ FIGURES = {
     "takes {:.2f} times the lower bound for any overlap with buckets of 25 MB": lambda: (
         ratio_to_bound("25 MB")
     ),
-    "and {:.2f} times with buckets of 10 MB": lambda: ratio_to_bound("10 MB"),
+    "With buckets of 10 MB, it takes {:.2f} times this bound": lambda: ratio_to_bound("10 MB"),
     "With `torch tuned` it takes {:.2f} times the bound": lambda: ratio_to_bound("torch tuned"),
     "took {:.2f} times as long as with torch's DDP on an H100": lambda: ratio_on_gpu("H100"),
-    "and {:.2f} times on an H200": lambda: ratio_on_gpu("H200"),
+    "On an H200, it took {:.2f} times as long": lambda: ratio_on_gpu("H200"),
 }
 
 

@@ -8,9 +8,13 @@ from collections.abc import Iterator
 
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.training_checks.record import Record
-from llmsys_suite.measure.samples import SERVER, SINGLE
+from llmsys_suite.config import RunConfig, size_of
+from llmsys_suite.measure.samples import PEER, SERVER, SINGLE
 
 SHARED_MEMORY = "ddp shared memory"
+#: Broadcasts of the model's buffer per step. `ddp.DDP` copies it before the forward pass and at the
+#: end of the step, and torch's DDP and `zero.FSDP` copy it before the forward pass only.
+BROADCASTS = {PEER: 1, "fsdp": 1, "ddp overlapped": 2, "ddp bucketed": 2, SHARED_MEMORY: 2}
 #: Upper bound on the header bytes per tensor and sending rank.
 HEAD_BYTES = 1024
 
@@ -45,6 +49,7 @@ def sockets(record: Record) -> Iterator[Check]:
         received = _received(record, row["variant"])
         in_samples.append((received, row.get("wire_bytes", math.nan), row["variant"]))
         low, high = _expected_bytes(record, row["variant"])
+        high += BROADCASTS.get(row["variant"], 0) * _buffer_bytes(record.config)
         if not record.config.warmup:
             # In its first step zero's FSDP verifies the optimizer, which exchanges more bytes.
             high += record.plan.gradient_bytes
@@ -57,6 +62,12 @@ def sockets(record: Record) -> Iterator[Check]:
         )
     reported = Sources("summary", "the samples")
     yield reported.all_equal("reported bytes received per step", in_samples, 1e-9)
+
+
+def _buffer_bytes(config: RunConfig) -> int:
+    """Return the bytes of the cosines and sines of rotary positions, the model's only buffer."""
+    size = size_of(config.size)
+    return 4 * config.context * (size.d_model // size.num_heads)
 
 
 def _received(record: Record, variant: str) -> float:
