@@ -137,6 +137,7 @@ class Run:
         self.compiled = drawn["compiled"]
         self.world = dist.get_world_size()
         self.routed = chosen["find_unused_parameters"]
+        self.syncs_buffers = chosen["sync_buffers"]
         # With find_unused_parameters, ranks use different experts, and the third is never used.
         self.module = Net(seed, drawn, 3 if self.routed else 1)
         self.twin = copy.deepcopy(self.module)
@@ -225,9 +226,11 @@ class Run:
             self.model(torch.arange(3), 0)
 
     def forward_on_one_rank(self) -> None:
-        self.alone = True
+        # A forward pass of the wrapper that copies buffers must run on every rank.
+        self.alone = not self.syncs_buffers
         if self.rank == 0:
-            self.model(torch.arange(3), 0)
+            model = self.model if self.alone else self.module
+            model(torch.arange(3), 0)
 
     def assign(self) -> None:
         for module in (self.module, self.twin):
