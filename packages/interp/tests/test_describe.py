@@ -890,7 +890,7 @@ def test_verification_calls_the_model_once_per_property() -> None:
     with model.register_forward_pre_hook(lambda _, args: shapes.append(tuple(args[0].shape))):
         describe(model, context=CONTEXT)
     # Small, large and huge weights, one token, the whole context, and the model's own weights.
-    assert shapes == [(1, 16), (1, 16), (4, 4), (2, 1), (1, CONTEXT), (1, 12)]
+    assert shapes == [(1, 16), (1, 16), (2, 4), (2, 1), (1, CONTEXT), (1, 12)]
 
 
 def test_comparisons_of_one_scale_share_random_weights() -> None:

@@ -245,7 +245,7 @@ def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
     Probes of one scale are adjacent, because `RandomWeights.draw` keeps only the latest weights.
     """
     short = min(_SHORT_LENGTH, context)
-    # Half of the tokens suffice to show whether the model uses the position ids.
+    # Half of the tokens suffice to show which mask and which position ids the model uses.
     half = min(max(5, short // 2), short)
     probes = [
         Probe(name="small", scale=_SMALL, length=short),
@@ -253,7 +253,7 @@ def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
         # deeper models have larger ones.
         Probe(name="large", scale=_LARGE, length=short, tolerance=2e-3),
         # Many first tokens, which attend to masked keys if their own score is below the mask value.
-        Probe(name="huge", scale=_HUGE, length=min(4, short), rows=4),
+        Probe(name="huge", scale=_HUGE, length=min(4, short), rows=2),
         Probe(name="random", length=1, rows=2),
     ]
     if context > 1:
@@ -273,11 +273,11 @@ def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
                 arguments = {"position_ids": position_ids}
                 probes.append(Probe(name="rotation", length=length, arguments=arguments))
     if has_argument(model, "attention_mask") and short > 4:
-        arguments = {"attention_mask": _mask(short, device)}
-        probes.append(Probe(name="padded", length=short, rows=2, arguments=arguments))
+        mask = _mask(half, device)
+        arguments = {"attention_mask": mask}
+        probes.append(Probe(name="padded", length=half, rows=2, arguments=arguments))
         if takes_positions:
-            mask = _mask(half, device)
-            arguments = {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
+            arguments = {**arguments, "position_ids": (mask.cumsum(-1) - 1).clamp_min(0)}
             probes.append(Probe(name="positions", length=half, rows=2, arguments=arguments))
     return probes
 
