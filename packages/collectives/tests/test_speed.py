@@ -192,8 +192,8 @@ def cost_of_gloos():
 
 def test_call_on_gloo_costs_a_few_microseconds_more_than_torchs():
     microseconds = 1e6 * run_ranks(cost_of_gloos, 1)[0]
-    # 13 us on an Intel Xeon. On an AMD EPYC 11 us beside other programs, and 28 us on idle cores.
-    assert_at_most("collectives: a call on gloo beyond torch's", 28, microseconds, "us")
+    # 13 us on an Intel Xeon, 11 to 28 us on an AMD EPYC, and 48 us on an older one without AVX-512.
+    assert_at_most("collectives: a call on gloo beyond torch's", 48, microseconds, "us")
 
 
 def test_mpi_library_is_at_most_as_fast(tmp_path):

@@ -237,6 +237,22 @@ def test_a_checkpoint_of_another_worker_is_refused(tmp_path):
     assert join(1, tmp_path / "worker-1").position == 1
 
 
+def test_workers_do_not_overwrite_the_checkpoint_of_each_other(tmp_path):
+    server = Server(
+        dict(nn.Linear(2, 1).named_parameters()), OUTER, LocalSteps(1, OUTER), workers=2
+    )
+    workers = [
+        Worker(nn.Linear(2, 1), server, rank=rank, optimizer=OUTER, checkpoint=tmp_path / "same")
+        for rank in range(2)
+    ]
+    for worker in workers:
+        worker.pull()
+    workers[0].push()
+    with pytest.raises(RuntimeError, match="pass a different file to each worker"):
+        workers[1].push()
+    assert read_checkpoint(tmp_path / "same")["worker"] == 0
+
+
 @pytest.mark.parametrize("content", ["truncated", "text", "tensors"])
 def test_a_file_that_is_not_a_checkpoint_is_named(tmp_path, content):
     path = tmp_path / "worker"

@@ -66,6 +66,15 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         return dict(torch.load(file, weights_only=True))
 
 
+def file_version(path: Path) -> tuple[int, int] | None:
+    """Return a value that changes when `path` is written, or None if there is no file."""
+    try:
+        status = path.stat()
+    except FileNotFoundError:
+        return None
+    return status.st_ino, status.st_mtime_ns
+
+
 def random_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
     """Return the states of torch's random number generators, by device: CPU and CUDA devices."""
     states = {"cpu": torch.get_rng_state()}

@@ -13,6 +13,7 @@ from torch import nn
 
 from paramserver.checkpoint import (
     check_checkpoint,
+    file_version,
     random_states,
     read_checkpoint,
     set_random_states,
@@ -63,7 +64,10 @@ class LocalTraining:
         self._thread = ThreadPoolExecutor(1) if policy.overlap else None
         self._in_flight: Future[None] | None = None
         self._checkpoint = Path(checkpoint) if checkpoint else None
+        #: The version of the checkpoint that this worker read or wrote last.
+        self._checkpoint_version: tuple[int, int] | None = None
         if self._checkpoint and self._checkpoint.exists():
+            self._checkpoint_version = file_version(self._checkpoint)
             self._resume(read_checkpoint(self._checkpoint))
 
     @property
@@ -142,7 +146,16 @@ class LocalTraining:
         self._next_pull_step = None
 
     def _save(self, path: Path) -> None:
-        """Write a checkpoint of the state before the next push; see `_resume`."""
+        """Write a checkpoint of the state before the next push; see `_resume`.
+
+        Raises:
+            RuntimeError: another process has written the file since this worker did.
+        """
+        if file_version(path) not in (None, self._checkpoint_version):
+            raise RuntimeError(
+                f"expected the last checkpoint of this worker in {path}, got a file that another "
+                "process wrote; pass a different file to each worker"
+            )
         session = self._exchange.session
         state = {
             "worker": session.worker,
@@ -158,6 +171,7 @@ class LocalTraining:
             "random": random_states(p.device for p in self._parameters.values()),
         }
         write_checkpoint(path, state)
+        self._checkpoint_version = file_version(path)
 
     def _resume(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, which was saved before a push.
