@@ -78,7 +78,7 @@ def describe_call(
 
     Args:
         tensor: a tensor that has the call's dtype, and its shape unless `shape` is passed.
-        outputs: the tensors that the call writes to on the root, or on every rank.
+        outputs: the tensors that the call writes to; ignored on ranks where it writes none.
         shapes: the shapes of several tensors, all of which must be the same on all ranks.
         coalesced: the number of tensors that are coalesced into this call.
     """
@@ -113,7 +113,7 @@ def compared_shape(comm: Communicator, tensor: Tensor) -> tuple[int, ...]:
 
 
 def check_tensors(kind: str, tensor: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Raise an error unless the tensors are dense, on the CPU, and can be written to."""
+    """Raise an error unless the tensors are dense, on the CPU, and the outputs writable."""
     if not tensor.is_cpu:
         raise TypeError(
             f"{kind} expected a tensor on the CPU, got one on {tensor.device}; use the function of "
@@ -138,7 +138,7 @@ def check_tensors(kind: str, tensor: Tensor, outputs: Sequence[Tensor]) -> None:
 
 
 def check_memory(kind: str, tensor: Tensor, like: Tensor) -> None:
-    """Raise TypeError unless the tensor's elements are in its memory, on the device of `like`."""
+    """Raise TypeError unless the tensor is dense, not a wrapper, and on the device of `like`."""
     if tensor.device != like.device:
         raise TypeError(
             f"{kind} expected tensors on one device, got {tensor.device} and {like.device}; move "
@@ -185,7 +185,8 @@ def separate(tensor: Tensor, outputs: Sequence[Tensor]) -> Tensor:
 def may_overlap(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
     """Return True if the tensor's range of bytes overlaps that of an output.
 
-    Storages are not compared, because two tensors of one NumPy array overlap without sharing one.
+    Storages are not compared, because two tensors of one NumPy array can overlap
+    without sharing a storage.
     """
     start, stop = _byte_range(tensor)
     for output in outputs:

@@ -61,7 +61,7 @@ class Status(Enum):
 
 @dataclass(frozen=True)
 class Report:
-    """One rank's view of a failed call, or of the last call before it left the group."""
+    """One rank's view of a call that waits or failed, or of its last call before it left."""
 
     rank: int
     status: Status

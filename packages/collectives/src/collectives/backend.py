@@ -3,12 +3,12 @@
     import collectives.backend
     torch.distributed.init_process_group("cpu:collectives,cuda:nccl")   # or just "collectives"
 
-`CollectivesProcessGroup` decides every method of torch's `ProcessGroup`. Most methods are
+`CollectivesProcessGroup` covers every method of torch's `ProcessGroup`. Most methods are
 implemented below by this package. Methods in `GLOO` are forwarded to gloo, and methods in `REFUSED`
 raise an error. torch's base class implements the methods for names and ranks.
 
 Tensors of another device go to the backend that torch uses for that device (NCCL for CUDA). That
-backend is created with the first such tensor, because torch never adds a second backend to a group
+backend is created when it is first needed, because torch never adds a second backend to a group
 that is implemented in Python.
 
 The class is a `ProcessGroup`, not a Python `Backend`. torch 2.15 supports Python backends too, but
@@ -73,7 +73,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if bound is not None:
             self.bound_device_id = bound
         store = fresh_store(options.store, rank, world, deadline)
-        # Used to create backends of other devices, and groups of some of the ranks.
+        # These options create backends of other devices, and groups of some of the ranks.
         self._options = copy_options(options, store=store)
         self._gloo: Any = connect_gloo(store, rank, world, deadline)
         self._gloo._set_default_timeout(timeout)
@@ -347,7 +347,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> "CollectivesProcessGroup | None":
         """Create a group of some of this group's ranks; return None on the other ranks.
 
-        Every rank in `ranks` must call this method. `torch.distributed.split_group` does.
+        Every rank in `ranks` must call this method, as `torch.distributed.split_group` does.
         """
         if device_types and not any(device.type == CPU.type for device in device_types):
             raise ValueError(
@@ -370,7 +370,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return group
 
 
-# Methods that gloo runs. Messages between our ranks use the same gloo backend.
+# Methods that gloo runs, on the backend that also sends the messages of this package.
 GLOO = ("monitored_barrier", "recv", "recv_anysource", "send")
 
 # Methods that raise NotImplementedError, and the alternative that the error names.

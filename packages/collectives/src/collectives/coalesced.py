@@ -2,9 +2,10 @@
 
 The tensors of each dtype are packed into one tensor, on which the collective runs:
 
-    all_reduce       inputs a, b          packed  [a b]
-    all_gather       inputs a, b          packed  [a b]             result  one row [a b] per rank
-    reduce_scatter   inputs a, b          packed  one row [a b] per rank, of their slices
+    inputs a, b      packed input                         result
+    all_reduce       [a b]                                [a b]
+    all_gather       [a b]                                one row [a b] per rank
+    reduce_scatter   one row per rank, of its slices      this rank's slices of a and b
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,9 @@
 """Collectives with the names and arguments of torch.distributed, and an `algorithm` argument.
 
 With `algorithm="auto"`, tensors that are not on the CPU are passed to torch's function of the same
-name. Other calls run in shared memory if all ranks share memory. Otherwise the cost model chooses
-the algorithm (`choice/cost.py`). Another name, such as "ring", selects that algorithm.
+name. Other calls run in shared memory if all ranks share memory. Otherwise, an all-to-all runs on
+gloo if gloo can run it, and on the ring if not. For other collectives, the cost model chooses the
+algorithm (`choice/cost.py`). Another name, such as "ring", selects that algorithm.
 
 Every function must be called on all ranks of the group, with equal dtypes and shapes unless it says
 otherwise. It returns None when the call has finished, or a handle at once if `async_op` is True.
@@ -183,7 +184,7 @@ def all_to_all_single(
 
 
 def _should_use_gloo(comm: Communicator, output: Tensor, input: Tensor) -> bool:
-    """Return True if gloo can run an all-to-all, whose parts have equal sizes, between hosts."""
+    """Return True if this all-to-all of equal parts runs between hosts and gloo can run it."""
     if comm.topology.one_host or not 0 < input.numel() == output.numel():
         return False
     for tensor in (input, output):
@@ -267,7 +268,9 @@ def barrier(
 def shared_empty(
     *size: int | Sequence[int], dtype: torch.dtype | None = None, group: Any = None
 ) -> Tensor:
-    """Return zeros in memory that all ranks of the host map, where `all_reduce` needs no copies.
+    """Return zeros in memory that all ranks of the host map.
+
+    If the engine was compiled, `all_reduce` of more than 32 KiB in this memory needs no copies.
 
     Every rank of the group must call this function with the same size and dtype. If ranks cannot
     share memory, the result is an ordinary tensor, with which collectives are slower.

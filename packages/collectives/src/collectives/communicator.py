@@ -1,7 +1,7 @@
-"""The communicator of a process group: the path of every call from its arguments to its end.
+"""The communicator of a process group: the path of a call from its arguments to its result.
 
     collective.py, lists.py       validate the arguments and describe the call
-    Communicator.run              puts the call behind all earlier calls of the group
+    Communicator.run              orders the call after all earlier calls of the group
     _Execution.run                runs the call on the caller's thread or on the progress thread
     algorithms/dispatch.py        compares the ranks' calls, chooses an algorithm and moves the data
     Communicator.fail             turns an error into one that names the ranks that caused it
@@ -100,8 +100,8 @@ class Communicator:
         self.progress = ProgressQueue(self.topology.arena, on_end=self._on_progress_ended)
         #: The measured costs of each collective.
         self.cost_models: dict[str, CostModel] = {}
-        #: The choices of "auto": the algorithm for a collective, a size in bytes, and True if gloo
-        #: can run the call.
+        #: The algorithm that "auto" has chosen, by collective, size in bytes and whether gloo can
+        #: run the call.
         self.choices: dict[tuple[str, int, bool], str] = {}
         #: True inside `checked`: the ranks compare their calls before data moves.
         self.compare_calls = False
@@ -109,10 +109,10 @@ class Communicator:
         self.find_nan = False
         #: False inside `checked(shapes=False)`: numbers of elements are compared, not shapes.
         self.compare_shapes = True
-        #: The call that runs, or the last one.
+        #: The call that is running, or the last call.
         self.operation = Operation()
         self._recent_calls: deque[bytes] = deque(maxlen=CALLS_REMEMBERED)
-        #: True after this rank has left the group: its thread for asynchronous calls has ended.
+        #: True after `close` was called: this rank can make no further calls.
         self.is_closed = False
         self._is_stopping = False
         self._stop_watching = threading.Event()
@@ -248,13 +248,13 @@ class Communicator:
             self.fail_group(f"rank {self.rank} called abort")
 
     def fail_group(self, reason: str) -> None:
-        """Leave the group and blame this rank for it, with a reason; all waits end."""
+        """Leave the group and report this rank as lost for `reason`; all waits end."""
         self.failures.leave_group_with_reason(
             RankLost([self.rank], f"{reason}; {UNUSABLE}"), self.operation
         )
 
     def stop(self) -> None:
-        """End the threads after the queued calls, because the process ends.
+        """End the threads after the queued calls, when the process exits.
 
         The rank does not leave the group: if other ranks make further calls, they notice that this
         process has ended.
@@ -280,7 +280,7 @@ class Communicator:
     def is_inherited(self) -> bool:
         """Return True in a process that was forked from the one that created this object.
 
-        The forked process maps the same clock, so it must neither make calls nor leave the group.
+        The forked process has its parent's clock, so it must not make calls or leave the group.
         """
         return self._process_id != os.getpid()
 
@@ -297,7 +297,7 @@ class Communicator:
 
 @dataclass(slots=True)
 class _Execution:
-    """A call and its settings, which either thread can run."""
+    """A call and its settings, to run on the caller's thread or on the progress thread."""
 
     communicator: Communicator
     call: Call

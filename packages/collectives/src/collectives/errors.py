@@ -8,7 +8,7 @@ LEFT_GROUP = "called destroy_process_group and left the group"
 
 
 class RankLost(RuntimeError):
-    """A rank died, did not respond within the timeout, or left the group after an error.
+    """A rank died, did not respond within the timeout, or left the group.
 
     The lost ranks are in `ranks`, as ranks of the group.
     """

@@ -99,7 +99,7 @@ class FailureDetector:
     ) -> None:
         #: The error after which the group can no longer be used, or None.
         self.group_error: RankLost | None = None
-        # Another connection, because a thread that waits in the store would delay the reports.
+        # A separate connection is used: a thread that waits in the store would delay the reports.
         seconds = max(0.0, deadline - time.monotonic()) + STORE_SECONDS
         self._store = query_store(seconds, lambda: clone_store(store))
         self._rank = rank
@@ -283,7 +283,7 @@ class FailureDetector:
         status = Status.TIMED_OUT if waited > (1 - POLL_FRACTION) * timeout else Status.FAILED
         if status is Status.FAILED:
             # gloo notices the closed connections of a dead rank one after another. The report must
-            # contain all of them, and publishing it closes the other connections.
+            # contain all of them, because this rank closes its other connections afterwards.
             time.sleep(DISCONNECT_SECONDS)
         self._publish_report(operation, status, waits_for=error.peer)
         self._close_connections()

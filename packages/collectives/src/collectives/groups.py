@@ -1,7 +1,7 @@
-"""The communicators of this process, from the first call on a group until the process ends.
+"""The communicator of each group, from the first call on it until the group is destroyed.
 
 torch does not report that it destroys a gloo group, so a thread checks for destroyed groups. A
-handler ends all threads when the process ends.
+handler ends all threads when the process exits.
 """
 
 import atexit
@@ -62,7 +62,7 @@ def communicator(group: Any = None) -> Communicator:
 
 
 def _set_up(pg: Any) -> Communicator:
-    """Return the communicator of a group of torch's; every rank must call this function."""
+    """Create the communicator of a group of torch; every rank must call this function."""
     if pg not in dist.distributed_c10d._world.pg_map:
         raise ValueError(f"expected a group that exists, got {pg!r}, which has been destroyed")
     timeout = pg._get_backend(pg._device_types[0]).options._timeout

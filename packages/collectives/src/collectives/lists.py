@@ -6,7 +6,7 @@ Each function runs the algorithm of another collective:
     reduce_scatter    reduce_scatter_tensor, whose input is the concatenated list
     all_to_all        all_to_all_single; the parts are separate tensors
     gather, scatter   an all-to-all in which only the root receives or sends
-    reduce            an all-reduce whose result only the root keeps
+    reduce            an all-reduce whose result only the root keeps, or gloo's reduce
 
 They therefore compare calls, time out and report lost ranks like the functions in `collective.py`,
 and raise the same errors. Lists have one tensor per rank, in rank order.
@@ -169,7 +169,7 @@ def all_to_all(
 ) -> dist.Work | None:
     """Send the i-th input to rank i, and write the tensor of rank i to the i-th output.
 
-    Sizes may differ: an output has as many elements as the input that its rank sends.
+    Sizes may differ: output i has as many elements as the input that rank i sends to this rank.
     """
     comm = communicator(group)
     outputs = _check_list("output_tensor_list", comm, output_tensor_list)

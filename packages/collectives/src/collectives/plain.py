@@ -1,14 +1,14 @@
 """The minimal implementation: textbook collectives, written with send and receive alone.
 
-Each of n ranks has a tensor x of S bytes. An all-reduce leaves the sum of all of them on every
-rank. Two algorithms do it:
+Each of n ranks has a tensor x of S bytes. An all-reduce stores the sum of these tensors on
+every rank. Two algorithms compute it:
 
-    ring   2(n-1) messages, 2(n-1)/n S bytes sent per rank   long tensors
-    tree   2 log n messages, up to 2 log n S bytes           short tensors
+    ring   2(n-1) messages in sequence, 2(n-1)/n S bytes sent per rank     long tensors
+    tree   2 log n messages in sequence, at most log n S bytes per rank    short tensors
 
 (Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009.) An all-reduce is a reduce-scatter
 followed by an all-gather. After the reduce-scatter, each rank owns one slice of the sum. The
-all-gather runs the same steps in reverse order and copies instead of adding. The remainder of this
+all-gather sends the slices around the same ring and copies instead of adding. The remainder of this
 package makes these loops fast, validates calls and handles failures. Slices may differ by one
 element: the number of ranks need not divide the length of the tensor.
 """
@@ -21,7 +21,7 @@ Group = dist.ProcessGroup | None
 
 
 def exchange(send: Tensor, to: int, receive: Tensor, source: int, group: Group = None) -> None:
-    """Send one tensor and receive another at the same time, so that neither rank waits first."""
+    """Send one tensor and receive another at the same time, so that ranks do not deadlock."""
     sent = dist.isend(send, group=group, group_dst=to) if send.numel() else None
     received = dist.irecv(receive, group=group, group_src=source) if receive.numel() else None
     for work in (sent, received):
@@ -30,7 +30,7 @@ def exchange(send: Tensor, to: int, receive: Tensor, source: int, group: Group =
 
 
 def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
-    """Store the sum of slice r in x on rank r; the other slices of x are overwritten."""
+    """Replace slice r of x on rank r by its sum over the ranks, and overwrite the other slices."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     slices = x.tensor_split(n)
     right, left = (rank + 1) % n, (rank - 1) % n
@@ -59,7 +59,7 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
 
 
 def tree_reduce(x: Tensor, group: Group = None) -> None:
-    """Store the sum on rank 0: at distances 1, 2, 4, ... every second rank sends its sum down."""
+    """Store the sum on rank 0: at distance d = 1, 2, 4, ..., rank r + d sends its sum to rank r."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     empty = x[:0]
     distance = 1

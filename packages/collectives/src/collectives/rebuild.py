@@ -16,8 +16,8 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
 
     Every surviving rank must call this function after its `RankLost`, as with
     `torch.distributed.new_group`. Ranks keep their global ranks, and the new group numbers them in
-    this order. The failed group remains unusable, even if it is the default group. The ranks
-    rendezvous in the store of the default group, which a lost rank must not serve.
+    the order of these. The failed group remains unusable, even if it is the default group. The
+    ranks rendezvous in the store of the default group, which a lost rank must not serve.
 
     If further ranks are lost meanwhile, every survivor of a group of the registered backend gets
     `RankLost` after the timeout. Its `ranks` are all lost ranks of `group`, which the next call

@@ -1,4 +1,4 @@
-"""Access to a process group's store that is bounded in time.
+"""Access to a process group's store with a time limit.
 
 Unless it is a file, the store is served by rank 0's process or by the launcher. It may therefore
 have ended together with the lost rank. Every query runs on a separate thread, which is abandoned if
@@ -18,7 +18,7 @@ from collectives.errors import RankLost
 from collectives.execution.threads import abandon, start_thread
 from collectives.shared_memory.fingerprint import format_ranks
 
-# A store that serves many ranks at once is slow. Only a longer silence counts as a failure.
+# A store that serves many ranks is slow. It has failed if it does not answer for this long.
 STORE_SECONDS = 0.8
 # The pause between two queries grows from the first value to the second.
 MIN_PAUSE_SECONDS = 1e-3
@@ -183,9 +183,9 @@ def _wait_for(
     find_ended: Callable[[], Sequence[int]],
     poll: Callable[[], None] | None,
 ) -> list[int]:
-    """Wait until the rank has written its key, ranks end before writing, or the deadline passes.
+    """Wait until the rank has written its key, a rank has ended, or the deadline has passed.
 
-    Return the ranks that ended.
+    Return the ranks that ended before they had written their keys.
     """
     pause = MIN_PAUSE_SECONDS
     next_check = time.monotonic() + CHECK_SECONDS

@@ -92,7 +92,7 @@ def all_to_all(
     compare_calls(comm, packed)
     local = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
     comm.operation.lengths = local
-    # A rank's part for itself is copied, which would repeat a part of one element.
+    # A rank copies its part for itself, and `copy_` would broadcast a part of one element.
     lengths = {comm.rank: local}
     if comm.operation.compares_calls or comm.topology.one_host:
         lengths = _gather_lengths(comm, local)
@@ -152,7 +152,7 @@ def _uses_shared_memory(comm: Communicator, call: Call) -> bool:
 
 
 def compare_calls(comm: Communicator, packed: bytes) -> None:
-    """Compare this rank's call with the other ranks' calls, if calls are being compared."""
+    """Compare the ranks' calls: always on one host, between hosts only inside `checked`."""
     if comm.topology.one_host:
         protocol.barrier(comm.topology.require(), packed)
     elif comm.operation.compares_calls:

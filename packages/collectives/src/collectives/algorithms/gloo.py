@@ -97,7 +97,7 @@ class GlooGroups:
         root: int,
         seconds: float,
     ) -> None:
-        """Run the collective on flat tensors; raise PeerError if a rank does not join in time."""
+        """Run the collective on flat tensors; raise PeerError if it fails or times out."""
         try:
             if packed not in self.groups:
                 deadline = time.monotonic() + seconds

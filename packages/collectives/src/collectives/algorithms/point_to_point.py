@@ -38,7 +38,7 @@ Started = tuple[int, Any, Tensor]
 
 
 class PointToPoint:
-    """Sends and receives flat tensors between some ranks of a process group.
+    """Messages of flat tensors between some ranks of a process group.
 
     Methods identify a rank by its position in `ranks`. Errors report ranks of the group. All
     messages are sent as bytes, so any dtype can be sent.

@@ -1,4 +1,4 @@
-"""Ring: every rank exchanges messages with its two neighbors; each byte crosses each link once.
+"""Ring: every rank sends to its right neighbor and receives from its left neighbor.
 
 For n ranks and S bytes (Patarasuk and Yuan, 2009), a rank sends
 

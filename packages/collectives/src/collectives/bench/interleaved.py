@@ -1,8 +1,8 @@
 """Interleaved timing of contenders, on machines whose speed changes over time.
 
 Every contender runs in every round, so other load on the machine affects all of them, and ratios
-are computed within a round. A contender's first call in a round is not timed. The reason is that
-the previous contender has changed the caches and the state of the other ranks' threads.
+are computed within a round. Unless calls are long, a contender's first call in a round is not
+timed, because the previous contender has changed the caches and the state of the ranks' threads.
 
 Wire bytes are the bytes that the sockets of this process have passed to TCP, so other programs on
 the interface do not matter. Shared memory and NCCL's own transports are not counted.
@@ -41,7 +41,7 @@ class Times:
     rounds: np.ndarray
     #: Seconds of every call.
     calls: np.ndarray
-    #: Bytes per call that this rank sent over TCP.
+    #: Bytes per call that a rank sent over TCP, the maximum over the ranks.
     wire_bytes: float
 
 

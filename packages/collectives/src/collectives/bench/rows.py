@@ -1,4 +1,4 @@
-"""Measure collectives against the backend's own: nccl-tests' columns and wire bytes.
+"""Benchmark of the collectives against the backend's own: nccl-tests' columns and wire bytes.
 
     python -m collectives.bench --quick
     python -m collectives.bench --world 2 4 6 --json rows.json --plot bandwidth.png

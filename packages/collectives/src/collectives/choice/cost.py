@@ -12,7 +12,7 @@ whereas a tree sends and then receives. Without omega, both would cost the same.
 measurements show that the ring takes longer.
 
 `terms` counts the quantities from the definition of each algorithm, so a fit is linear least
-squares. Shared memory costs less than messages at every size, so it has no prices.
+squares. Shared memory is faster than messages at every size, so only its reduced bytes are counted.
 
 Sizes are defined as in nccl-tests: the whole array, also for reduce-scatter and all-gather.
 """
@@ -36,7 +36,7 @@ MIN_WINS = 0.75
 
 @dataclass(frozen=True)
 class Terms:
-    """The quantities that one rank spends on the critical path."""
+    """The counts on the critical path of a call, one per price."""
 
     messages: float = 0.0
     wire_bytes: float = 0.0
@@ -128,8 +128,8 @@ class CostModel:
     ) -> str:
         """Return the algorithm with the lowest predicted time.
 
-        Suppose that gloo's own collective was measured and can run (`native`). Then only algorithms
-        that were faster in at least three quarters of the rounds compete with it.
+        If gloo's own collective was measured and can run (`native`), only algorithms that won at
+        least three quarters of the rounds compete with it.
         """
         algorithms = candidates(collective, hosts)
         if native and self._samples_by_size(collective, NATIVE, hosts):
@@ -234,7 +234,7 @@ def _message_terms(
     # In the middle of the chain a rank forwards one piece while it receives the next.
     chain_operations = chain + (pieces - 1 if world > 2 else 0)
     table = {
-        # A ring sends and receives in each message: two operations.
+        # In each step of a ring, a rank sends and receives a message: two operations.
         ("all_reduce", "ring"): Terms(2 * others, 2 * part, part, 4 * others),
         ("reduce_scatter", "ring"): Terms(others, part, part, 2 * others),
         ("all_gather", "ring"): Terms(others, part, 0, 2 * others),

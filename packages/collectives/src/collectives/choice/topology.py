@@ -133,7 +133,7 @@ class Topology:
     def _exchange_segments(
         self, key: str, size: int, ranks: Sequence[int]
     ) -> tuple[list[mmap.mmap | None], list[Address]]:
-        """Create a segment and map the other ranks' segments; an entry is None if it fails."""
+        """Create a segment and map all ranks' segments, or None for one that cannot be mapped."""
         segment = None
         # A rank without room for a segment uses messages.
         with suppress(OSError):
@@ -180,7 +180,7 @@ def _why_not(local: Address, other: Address) -> str:
 def group_by_host(reach: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the ranks by host; reach[i] are the ranks whose memory rank i has opened.
 
-    A rank joins the first host if it and every rank of that host have opened each other's memory.
+    A rank joins the first host if every rank of that host and it have opened each other's memory.
     """
     hosts: list[list[int]] = []
     for rank, reached in enumerate(reach):

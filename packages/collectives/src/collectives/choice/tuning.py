@@ -3,7 +3,7 @@
 It runs once per collective and set of hosts, in the first automatic call. Later groups of the
 process reuse it. The algorithms run in interleaved rounds. A round counts the time of the slowest
 rank, and the result is the median over the rounds. An algorithm replaces gloo's own collective only
-if it was faster in most rounds, so close cases are measured for longer.
+if it won at least `MIN_WINS` of the rounds, so close cases are measured for longer.
 """
 
 import time
@@ -22,11 +22,11 @@ CALLS_PER_ROUND = {1 << 10: 12, 16 << 10: 8, 64 << 10: 4, 256 << 10: 3, 1 << 20:
 MAX_ROUNDS = 25
 # Time per size after which no further round starts.
 SECONDS_PER_SIZE = 0.3
-# The fraction of rounds that an algorithm won may be within CLOSE_WINS of the required fraction.
-# The limits on rounds and time are then multiplied by CLOSE_FACTOR.
+# If the fraction of rounds that an algorithm won is within CLOSE_WINS of the required fraction, the
+# limits on rounds and time are multiplied by CLOSE_FACTOR.
 CLOSE_WINS = 0.2
 CLOSE_FACTOR = 3
-# A group with a short timeout measures each size for at most this fraction of the timeout.
+# For a group with a short timeout, the time per size is limited to this fraction of the timeout.
 TIMEOUT_FRACTION = 1 / 40
 
 
@@ -93,7 +93,7 @@ def _time_rounds(
 
 
 def _wins(rounds: torch.Tensor) -> list[float]:
-    """Return for each algorithm the fraction of rounds in which it beat the one in the last column.
+    """Return the fraction of rounds in which each algorithm was faster than the last one.
 
     rounds[i, j] is the time of algorithm j in round i, in seconds.
     """

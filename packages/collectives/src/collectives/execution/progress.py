@@ -18,7 +18,7 @@ from collectives.shared_memory.engine import Job
 # while the lock `running` is acquired. A synchronous call acquires it on the caller's thread. An
 # asynchronous call is queued for one of two executors:
 #
-#   ENGINE  The progress thread waits inside the compiled engine, without the interpreter, and
+#   ENGINE  The progress thread waits inside the compiled engine, without the GIL, and
 #           starts the call as soon as it is queued. The caller acquires `running` for the first of
 #           these calls. The progress thread releases it after the last one.
 #   PYTHON  The progress thread acquires `running`, runs the call's Python body and releases it.

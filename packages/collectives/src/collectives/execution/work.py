@@ -29,12 +29,12 @@ class Work(dist.Work):
     Args:
         operation: runs the operation.
         result: the tensors of the operation.
-        timeout: the group's timeout in seconds. `wait` raises an error if the operation has not
+        timeout: the operation's timeout in seconds. `wait` raises an error if the operation has not
             finished `GRACE_SECONDS` after it.
         count_calls: returns the number of calls that the group has started. While it increases, a
             queued operation is not late.
         has_moved: returns True if the data have moved, even if the thread that runs the operation
-            still waits for the interpreter.
+            still waits for the GIL.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class Work(dist.Work):
         """Return a future that holds the result or the error."""
         if self._has_moved():
             # `is_completed` returns True already, so the future must be completed too. The thread
-            # that runs the operation waits for the interpreter only.
+            # that runs the operation waits for the GIL only.
             self._done.wait()
         with self._lock:
             if self._future is None:

@@ -1,6 +1,7 @@
 """The arena: the memory that the ranks of one host share, and the clocks that synchronize them.
 
-Each rank owns a segment: a clock, two cells for the fingerprint of its call, and two slots of data.
+Each rank owns a segment: a clock, two cells for the fingerprint of its call, two cells for a note,
+and two slots of data.
 A tick increments the rank's clock and waits until the clocks of all ranks have reached that value.
 One rule makes every protocol safe with a single tick per step:
 
@@ -53,7 +54,7 @@ ARENA_BYTES = _DATA + CHUNK_BYTES
 _CALL_ROOM = 256
 _NOTE_ROOM = 64
 _ALIGNMENT = 64
-# Smaller tensors are summed by every rank instead of slice by slice.
+# Every rank sums a whole tensor of at most this size, instead of one slice of it.
 ONE_SHOT_BYTES = 32 * 1024
 # Tensors in shared memory are summed in pieces of this size.
 PIECE_BYTES = 512 * 1024
@@ -103,7 +104,7 @@ class Arena:
         self._clocks = [memory[_CLOCK : _CLOCK + 8].cast("q") for memory in self._memory]
         # One byte per rank: 1 if it has left the group without an error.
         self._left = [memory[_LEFT : _LEFT + 1] for memory in self._memory]
-        # One number per rank: 0, or 1 + the blamed rank if it has left the group after an error.
+        # One number per rank: 1 + the blamed rank if the rank has left after an error, otherwise 0.
         self._failures = [memory[_FAILURE : _FAILURE + 8].cast("q") for memory in self._memory]
         self._others = [i for i in range(self.world) if i != rank]
         # Calls outside of inference mode write to these tensors, even if the first call is inside.
@@ -256,7 +257,7 @@ class Arena:
                 self._fill_queue()
 
     def serve(self) -> None:
-        """Wait for the next job, and run it as far as possible without the interpreter."""
+        """Wait for the next job, and run it as far as possible without the GIL."""
         if self._library is not None:
             self._library.serve(self._shared, self._queue)
             if self._backlog:
@@ -332,7 +333,7 @@ class Arena:
         return [bytes(memory[at : at + length]) for memory in self._memory]
 
     def read_lengths(self) -> list[Lengths]:
-        """Return all ranks' lengths in an all-to-all; raise Mismatch if they do not fit."""
+        """Return all ranks' lengths in an all-to-all; raise Mismatch if they do not match."""
         heads = [slot[: self.lengths_room].view(torch.int64) for slot in self.slots(torch.uint8)]
         values = [head[: 2 * self.world].tolist() for head in heads]
         lengths = [Lengths(row[: self.world], row[self.world :]) for row in values]

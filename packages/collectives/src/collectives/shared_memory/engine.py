@@ -1,11 +1,10 @@
 """The shared-memory protocols as machine code, if a C compiler is available.
 
-In Python a step of a collective costs microseconds and needs the interpreter. An asynchronous call
-waits for the interpreter at every step while the caller computes in Python. `engine.c` runs all
-steps of a call without the interpreter. It is compiled on first use, which takes seconds, and
-cached in the user's cache folder. It runs the same steps in the same order as the Python
-implementation. Therefore ranks with and without a compiler can take part in the same collective and
-get the same bits.
+In Python a step of a collective costs microseconds and needs the GIL. An asynchronous call waits
+for the GIL at every step while the caller computes in Python. `engine.c` runs all steps of a call
+without the GIL. It is compiled on first use, which takes seconds, and cached in the user's cache
+folder. It runs the same steps in the same order as the Python implementation. Therefore ranks with
+and without a compiler can take part in the same collective and get the same bits.
 
 A function of the engine returns when it has finished, or when a peer makes it wait. Only
 `Arena._check_peers` decides whether a peer is lost.
@@ -107,7 +106,7 @@ def reduces(dtype: torch.dtype, op: str) -> bool:
 
 
 def library_with_interpreter() -> ctypes.CDLL:
-    """Return the engine for short calls, which do not release the interpreter."""
+    """Return the engine for short calls, during which the GIL is not released."""
     compiled = _compiled().library_with_interpreter
     assert compiled is not None
     return compiled

@@ -49,7 +49,7 @@ class Call:
     has_nan: bool = False
     #: The number of tensors that are coalesced into this call.
     coalesced: int = 1
-    #: A digest of the tensors' shapes, if there are several shapes; otherwise 0.
+    #: A digest of the shapes, if there are several or more than `MAX_DIMS` dimensions; otherwise 0.
     digest: int = 0
 
     @property
@@ -59,7 +59,10 @@ class Call:
 
     @cached_property
     def packed(self) -> bytes:
-        """Return `BYTES` bytes that are equal if and only if the calls are."""
+        """Return the fingerprint of the call: `BYTES` bytes that the ranks compare.
+
+        More than `MAX_DIMS` dimensions do not fit: such a call needs the `digest` of its shape.
+        """
         dims = self.shape
         if len(dims) > MAX_DIMS:
             # The remaining dimensions are represented by their product.

@@ -2,13 +2,13 @@
 
     one shot   copy in | tick | sum all slots                           small tensors, or two ranks
     two shot   copy in | tick | sum one slice | tick | copy out         more ranks
-    in place           | tick | sum one slice into all copies | tick    tensors in `shared_empty`,
+    in place           | tick | sum one slice into all copies | tick    tensors of `shared_empty`,
                                                                         in the engine only
 
 `arena.py` explains why one tick per step is sufficient. A tensor of any size passes through a chunk
 of memory per rank (`CHUNK_BYTES`, two slots), which is small enough to stay in the cache.
 
-Every element is summed once, in rank order, so all ranks get the same bits. The first tick also
+Every element is summed in rank order, so all ranks get the same bits. The first tick also
 compares the ranks' calls, so finding a mismatch costs no extra step. A rank does not know whether
 its peers' tensors are shared too. Therefore ranks exchange notes at the first tick and all make the
 same decision.
@@ -204,8 +204,8 @@ def make_job(
 ) -> engine.Job | None:
     """Return a job for the engine and announce its call; return None if the engine cannot run it.
 
-    A job without an op copies bytes, whose dtype does not matter. A job's count is the number of
-    elements of the input, or of the output of a reduce-scatter.
+    A job's count is the number of elements of the input, or of the output of a reduce-scatter. A
+    job without an op counts bytes instead of elements, because it only copies.
     """
     is_supported = engine.reduces(source.dtype, op) if op else engine.library() is not None
     if not is_supported:
