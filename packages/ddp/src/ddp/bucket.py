@@ -266,7 +266,10 @@ class Bucket:
             self.flags.copy_(torch.tensor([float(flag) for flag in (*rank_flags, *missing)]))
 
     def has_usual_flags(self, world_size: int, *, has_stepped: bool) -> bool:
-        """Return True if every rank had all gradients and the same steps, and none is suspect."""
+        """Return True if every rank has all gradients and no rank is suspect.
+
+        Return False if `has_stepped` differs between ranks.
+        """
         if world_size not in self._expected_flags:
             usual, stepped = self._usual_flags
             self._expected_flags[world_size] = (usual * world_size, stepped * world_size)
@@ -292,7 +295,7 @@ class Bucket:
                 or gradient.shape != self._shapes[slot]
             ):
                 raise self._gradient_error(slot)
-            # Autograd records the hooks of a pass with create_graph=True.
+            # With create_graph=True, autograd would record the copy into the bucket.
             if gradient.requires_grad:
                 warnings.warn(
                     "backward(create_graph=True): the mean over the ranks has no graph, so `.grad` "

@@ -136,7 +136,7 @@ class BucketReduction:
         Returns True if the collective need not be polled again.
 
         A callback would be more precise. But gloo runs it on its own thread, which aborts a process
-        whose interpreter ends meanwhile, as after an exception in a backward pass.
+        whose interpreter exits meanwhile, as after an exception in a backward pass.
         """
         work = self.collectives[-1].work
         if not self._is_on_cpu or type(work) is not dist.Work:
@@ -164,7 +164,7 @@ class RunningReductions:
 
     def __init__(self, attribute_errors: AttributeErrors) -> None:
         self._attribute_errors = attribute_errors
-        #: In the order of launches.
+        #: Launched reductions that `wait` has not returned yet.
         self.launched: list[BucketReduction] = []
         #: Reductions whose current collective is polled for the time of its completion.
         self._polled: list[BucketReduction] = []

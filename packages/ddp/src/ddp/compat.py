@@ -97,7 +97,7 @@ class ReducerFacade:
     # Readers: Accelerate's `trigger_sync_in_backward`, Lightning's `prepare_for_backward`, torch's
     # `PipelineStage`.
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
-        """Synchronize the next backward pass."""
+        """Request that the next backward pass synchronizes gradients."""
         self._replica.backward_pass.is_sync_requested = True
         for node in graph_nodes(outputs):
             node.register_prehook(partial(self._replica.enter_backward, True))

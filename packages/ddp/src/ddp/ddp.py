@@ -44,7 +44,7 @@ _PROCESS_STATE = ("_replica", "meter", "_compiled_call_impl")
 
 
 class DDP(TorchCompatibility, nn.Module, Joinable):
-    """Replicate `module`; after `backward()` gradients are averaged over the ranks.
+    """A replica of `module` whose gradients are averaged over the ranks during `backward()`.
 
         model = DDP(module)
         loss(model(batch)).backward()
@@ -165,8 +165,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         with self.meter.forward() if has_gradients else nullcontext():
             if replica.should_copy_buffers():
                 prepare_buffers = replica.prepare_buffers
-                # Dynamo would break the graph. Importing it takes seconds, so it is left out of
-                # processes that do not compile.
+                # The broadcast would break the graph if Dynamo traced it. Importing Dynamo takes
+                # seconds, so tracing is disabled only if Dynamo has been imported already.
                 if "torch._dynamo" in sys.modules:
                     prepare_buffers = torch.compiler.disable(prepare_buffers)
                 prepare_buffers()
@@ -247,10 +247,9 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         """Return a context in which ranks may take different numbers of steps.
 
         A rank that reaches the end of the context early contributes zeros to the steps of the other
-        ranks. At the end it copies the weights, and the buffers if they are synchronized, of a
-        rank that took all steps.
-        `divide_by_initial_world_size=False` averages over the ranks that still have inputs. The
-        arguments are those of torch's DDP.
+        ranks. At the end, it receives the weights of a rank that took all steps, and its buffers
+        if buffers are synchronized. `divide_by_initial_world_size=False` averages over the ranks
+        that still have inputs. The arguments are those of torch's DDP.
         """
         return Join(
             [self],

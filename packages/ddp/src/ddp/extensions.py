@@ -48,7 +48,7 @@ class Extension:
         """Handle a full bucket, before its reduction is launched."""
 
     def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective | None:
-        """Launch the first collective that leaves the sum over the ranks in `bucket.buffer`.
+        """Launch the first collective of a reduction that stores its result in `bucket.buffer`.
 
         Return None to leave the bucket to the next extension. If every extension does so, the
         reducer launches one all-reduce of the buffer.

@@ -39,7 +39,7 @@ class Bucket:
 
 
 class PlainDDP(nn.Module):
-    """Wrap `module`; call `finish_gradient_synchronization()` after `backward()`."""
+    """A replicated module; call `finish_gradient_synchronization()` after `backward()`."""
 
     def __init__(self, module: nn.Module, bucket_bytes: int = 25 * 2**20) -> None:
         super().__init__()

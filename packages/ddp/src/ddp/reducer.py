@@ -5,13 +5,13 @@
 # 1. `mark_ready`: autograd has accumulated the gradient of a parameter and calls its hook. The
 #    first gradient of a synchronized backward pass opens a step.
 # 2. `_copy_in`: the gradient is multiplied by the scale (1 / world_size for a mean) and copied into
-#    its bucket, and `.grad` becomes a view of it. Small gradients wait until the bucket is full and
-#    are copied together.
+#    its bucket, and `.grad` becomes a view of the bucket. Small gradients wait until the bucket is
+#    full and are copied together.
 # 3. `launch_ready_buckets`: buckets are launched in index order, which is the same on every rank.
 #    Otherwise ranks would sum buckets that do not match.
 # 4. `launch_all_reduce`: the bucket is reduced while autograd computes the remaining gradients.
 # 5. `finish`: at the end of the backward pass, copy in gradients of earlier passes, launch the
-#    remaining buckets, wait for all of them, and set `.grad` of parameters without a gradient here.
+#    remaining buckets, wait for all of them, and set each `.grad` that this rank did not compute.
 # After the first step, buckets are assigned in the order in which gradients became ready on rank 0
 # (assignment.py).
 #
@@ -76,7 +76,7 @@ class Reducer:
         self.num_steps = 0
         #: The current step, or the last one.
         self.step = Step(self.parameters, self.buckets)
-        #: Indices of parameters whose hook did not run on this rank in the current step.
+        #: Indices of parameters whose gradient no hook of this rank marked as final in this step.
         self.missing: list[int] = []
         self._group = group
         self._try_open_step = try_open_step

@@ -36,7 +36,7 @@ from ddp.reducer import Reducer
 
 
 class Wrapper(Protocol):
-    """Attributes of `DDP` that its replica reads. The replica references the wrapper weakly."""
+    """Attributes of `DDP` that its replica uses. The replica references the wrapper weakly."""
 
     module: nn.Module
     meter: Meter
@@ -219,7 +219,7 @@ class Replica:
         if self.tracked.have_changed():
             adopt = self._adopt_changed_parameters
             # While Dynamo traces the allocation of buckets, it may raise an error. Importing Dynamo
-            # takes seconds, so it is left out of processes that do not compile.
+            # takes seconds, so tracing is disabled only if Dynamo has been imported already.
             if "torch._dynamo" in sys.modules:
                 adopt = torch.compiler.disable(adopt)
             adopt()
@@ -398,7 +398,7 @@ class Replica:
         return [rank for rank, flag in enumerate(flags.tolist()) if flag]
 
     def _participation_scale(self, *, is_participating: bool) -> float:
-        """Return the factor from a mean over all ranks to the mean that `join()` computes."""
+        """Return the factor that turns a mean over all ranks into the mean that `join()` needs."""
         if self.agreement.divide_by_initial_world_size:
             return 1.0
         active = self.participating_ranks(is_participating=is_participating)

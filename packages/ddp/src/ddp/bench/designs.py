@@ -51,7 +51,7 @@ def many_tensors(device: torch.device) -> tuple[nn.Module, Loss]:
 
 
 def thousand_parameters(device: torch.device) -> tuple[nn.Module, Loss]:
-    """Return a model of 1,000 parameters, which shows the cost of the first steps."""
+    """Return a model of 1,000 parameter tensors, which shows the cost of the first steps."""
     module = nn.Sequential(*[nn.Linear(8, 8) for _ in range(500)])
     x = torch.randn(4, 8, device=device)
     return module.to(device), lambda wrapped: wrapped(x).sum()

@@ -15,20 +15,21 @@ from ddp.process_group import ReduceGroup
 
 @dataclass(frozen=True)
 class Cast(Extension):
-    """Send gradients in `dtype`, and add them in the bucket's dtype if it is at least as wide.
+    """Reduction that sends gradients in `dtype` and adds them in the bucket's dtype.
 
     Each rank sends slice i of its gradients in `dtype` to rank i. Rank i adds the slices in the
     bucket's dtype, and sends the sum in `dtype` to all ranks. Each gradient is thus rounded twice
-    for any number of ranks, and as many bytes are sent as by an all-reduce in `dtype`. An
-    all-reduce that the caller passed receives the rounded buffer instead, and adds in the precision
-    that it chooses. A wider `dtype` is also used for the addition, in one all-reduce of the
-    converted buffer.
+    for any number of ranks, and as many bytes are sent as by an all-reduce in `dtype`.
+
+    There are two exceptions. A custom all-reduce receives the rounded buffer, and adds in the
+    precision that it chooses. If `dtype` is wider than the bucket's dtype, one all-reduce of the
+    converted buffer adds in `dtype`.
     """
 
     dtype: torch.dtype
 
     def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective | None:
-        """Launch the all-to-all that sends the rounded slices; return None if no dtype changes."""
+        """Launch the reduction in `dtype`; return None if the buffer has this dtype already."""
         buffer = bucket.buffer
         if self.dtype == buffer.dtype:
             return None
@@ -50,7 +51,7 @@ class Cast(Extension):
             slices = received.view(group.world_size, slice_numel)
             total = slices.to(buffer.dtype).sum(0).to(self.dtype)
             gather = dist.all_gather_into_tensor(rounded, total, group=process_group, async_op=True)
-            # The second half of an all-reduce: its bytes were counted by the first half.
+            # The all-to-all has already counted the bytes of both collectives.
             return Collective(gather, 0, 0, store)
 
         gradient_bytes = bucket.gradients.numel() * self.dtype.itemsize

@@ -100,7 +100,7 @@ def broadcast_tensors(
             sizes = [tensor.nbytes for tensor in batch]
             for tensor, piece in zip(batch, flat.split(sizes), strict=True):
                 if piece.data_ptr() != tensor.data_ptr():
-                    # A copy, because `view` needs an offset that is a multiple of the element size.
+                    # The offset of a clone is 0; `view` needs a multiple of the element size.
                     tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
 
