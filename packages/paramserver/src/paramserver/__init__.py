@@ -1,4 +1,4 @@
-"""Training with parameter servers and workers, which may join, leave and drift apart.
+"""Training with parameter servers, and with workers that may join, leave and drift apart.
 
 Workers pull parameters and push gradients. Servers store the parameters and apply the updates. One
 argument, a policy of `paramserver.consistency`, bounds how far the workers may drift apart.

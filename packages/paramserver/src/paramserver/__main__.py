@@ -1,4 +1,4 @@
-"""Start one server or one worker: `python -m paramserver serve | join | keys | ...`.
+"""Commands of servers and workers: `python -m paramserver serve | join | keys | ...`.
 
     python -m paramserver serve mine:job --server 0 --address tcp://127.0.0.1:5550 --journal state
     python -m paramserver join mine:job --rank 0 --address tcp://127.0.0.1:5550

@@ -39,11 +39,10 @@ class Gradients:
             pin(buffer for buffer in buffers if buffer is not None)
 
     def write(self, server: int) -> tuple[int, Iterable[int]]:
-        """Write the payload for `server` into its connection's buffer.
+        """Return the size of the payload for `server` in bytes, and an iterable that writes it.
 
-        Returns:
-            The size of the payload in bytes, and an iterable. Iterating over it writes the payload
-            while it is being sent, and yields the number of bytes written so far.
+        The iterable writes the payload into the connection's buffer while it is being sent, and
+        yields the number of bytes written so far.
         """
         shard = self._shards[server]
         buffer = self._connections[server].gradients

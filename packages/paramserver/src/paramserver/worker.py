@@ -125,7 +125,7 @@ class Worker:
 
     @property
     def bytes_pushed(self) -> int:
-        """Bytes of gradients sent to the servers so far."""
+        """Bytes of gradients, or of changes of local steps, sent to the servers so far."""
         return self._exchange.bytes_pushed
 
     @property

@@ -12,8 +12,8 @@ Note [Detection of damage]
 The checksum of a record's header covers the header, its offset, the file's number and the journal's
 identity. This detects a wrong length, and a record or file in a wrong position. A file gets its
 final name only after the seal of the previous file is written, so that a missing or truncated file
-is detected. One damage cannot be detected: a last file that was truncated after a complete record,
-because a server that dies leaves the same file. Workers that have seen the lost records are
+is detected. One kind of damage cannot be detected: a last file that was truncated after a complete
+record, because a server that dies leaves the same file. Workers that have seen the lost records are
 refused, because they are ahead of their server.
 """
 

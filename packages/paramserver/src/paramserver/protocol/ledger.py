@@ -6,7 +6,7 @@ its log. A server refuses an entry that its ledger would not have created. It al
 whose digest shows that the log continues another history.
 
 A push is staged on every server and then committed on the first server in one message. The log
-contains the push or not, so a worker that dies between these messages leaves no partial push.
+contains the whole push or nothing of it, even if the worker dies between these messages.
 Reads are entries of the same log, so all servers answer a read with the same version. Workers
 forward the log to the other servers, so that servers need no connections to each other. A worker
 that rejoins starts a new epoch, and servers refuse the requests of its older epochs.
@@ -88,7 +88,7 @@ class Ledger:
 
     @property
     def active(self) -> dict[int, Member]:
-        """Workers that have neither finished nor left."""
+        """Workers that take part: they have not finished, left or been lost."""
         return {w: member for w, member in self.members.items() if member.active}
 
     @property

@@ -114,7 +114,7 @@ class Replica:
             gradients = shard.views(data)
         else:
             raise ValueError(f"expected {size} bytes, worker {push[0]} pushed {len(data)}")
-        # The caller has checked the received bytes. Compressed bytes are not the gradients.
+        # The caller checks the bytes that it received, which are not the gradients if compressed.
         if self.compression or not is_known_finite:
             names = [piece.name for piece in shard.pieces]
             require_finite(push[0], dict(zip(names, gradients, strict=True)))

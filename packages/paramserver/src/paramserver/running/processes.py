@@ -31,8 +31,8 @@ class Processes:
     Args:
         context: the multiprocessing context that starts them.
         folder: folder that the processes remove if this process dies; None if there is none.
-        grace_period: seconds after which a running process is killed. They start when the first
-            server reports it as lost, or when another process fails (see `collect`).
+        grace_period: seconds after which a process that still runs is killed. The period starts
+            when the first server reports it as lost, or when another process fails (see `collect`).
     """
 
     def __init__(self, context: BaseContext, folder: str | None, grace_period: float) -> None:

@@ -34,7 +34,7 @@ class Exchange:
         number = connections[0].session
         self.session = Session(rank, layouts, secrets.randbits(48) if number is None else number)
         self.payload = payload
-        #: Bytes of gradients sent to the servers so far.
+        #: Bytes of gradients, or of changes of local steps, sent to the servers so far.
         self.bytes_pushed = 0
         #: Bytes of parameters received from the servers so far.
         self.bytes_pulled = 0

@@ -3,7 +3,7 @@
 This module contains the server, and `zeromq_connection` the worker's end. Both require the `zeromq`
 extra.
 
-A server is one loop without threads that passes requests to the protocol's core. ZeroMQ reconnects
+A server is one loop in one thread, which passes requests to the protocol's core. ZeroMQ reconnects
 sockets, and requests are numbered: a worker sends an unanswered request again, to the same server
 or to a server that has replaced it.
 
@@ -40,8 +40,8 @@ from paramserver.transport.zeromq_connection import MAX_PIECES, Keys
 _LOG = logging.getLogger(__name__)
 #: Seconds between two WAIT messages to a waiting worker.
 _KEEP_ALIVE = 1.0
-#: Maximum of the seconds between two iterations of the loop above which the process was probably
-#: suspended. With a short timeout, the limit is half of the timeout, but at least 0.25.
+#: Seconds between two iterations of the loop above which the process was probably suspended. With a
+#: short timeout, the limit is half of the timeout, but at least 0.25.
 _SUSPENDED = 3.0
 #: Seconds between two reports of a full disk.
 _FULL_DISK_REPORT = 10.0
@@ -192,7 +192,7 @@ class ZeroMQServer:
         return self._add_piece(known, received)
 
     def _is_authorized(self, received: "_Received") -> bool:
-        """Return True if there are no keys, the sender is an observer, or has the worker's key."""
+        """Return True without keys, or if the sender is an observer or has the worker's key."""
         if self._keys is None or received.worker == OBSERVER:
             return True
         return self._keys.workers.get(received.worker) == received.sender_key

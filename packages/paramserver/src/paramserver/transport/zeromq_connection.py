@@ -14,8 +14,8 @@ from paramserver.transport.pieces import PieceReceiver, piece_bounds
 
 #: Seconds between two HEARTBEATs of a worker.
 _HEARTBEAT_INTERVAL = 1.0
-#: Maximum of the seconds of silence after which a request or its answer is considered lost. With a
-#: short timeout, it is half of the timeout, but longer than the interval of the server's WAITs.
+#: Seconds of silence after which a request or its answer is considered lost. With a short timeout,
+#: the limit is half of the timeout, but longer than the interval between the server's WAITs.
 _RETRY = 2.5
 #: Maximum number of pieces that a socket queues for receiving.
 MAX_PIECES = 4
