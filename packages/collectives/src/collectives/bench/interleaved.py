@@ -2,7 +2,7 @@
 
 Every contender runs in every round, so other load on the machine affects all of them, and ratios
 are computed within a round. Unless calls are long, a contender's first call in a round is not
-timed, because the previous contender has changed the caches and the state of the ranks' threads.
+timed. The previous contender has changed the caches and the state of the ranks' threads.
 
 Wire bytes are the bytes that the sockets of this process have passed to TCP, so other programs on
 the interface do not matter. Shared memory and NCCL's own transports are not counted.

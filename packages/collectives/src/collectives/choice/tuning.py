@@ -22,8 +22,8 @@ CALLS_PER_ROUND = {1 << 10: 12, 16 << 10: 8, 64 << 10: 4, 256 << 10: 3, 1 << 20:
 MAX_ROUNDS = 25
 # Time per size after which no further round starts.
 SECONDS_PER_SIZE = 0.3
-# If the fraction of rounds that an algorithm won is within CLOSE_WINS of the required fraction, the
-# limits on rounds and time are multiplied by CLOSE_FACTOR.
+# If an algorithm's fraction of won rounds is within CLOSE_WINS of the required fraction, the limits
+# on rounds and time are multiplied by CLOSE_FACTOR.
 CLOSE_WINS = 0.2
 CLOSE_FACTOR = 3
 # For a group with a short timeout, the time per size is limited to this fraction of the timeout.

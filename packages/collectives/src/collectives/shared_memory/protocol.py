@@ -2,7 +2,7 @@
 
     one shot   copy in | tick | sum all slots                           small tensors, or two ranks
     two shot   copy in | tick | sum one slice | tick | copy out         more ranks
-    in place           | tick | sum one slice into all copies | tick    tensors of `shared_empty`,
+    in place           | tick | sum one slice into all copies | tick    tensors from `shared_empty`,
                                                                         in the engine only
 
 `arena.py` explains why one tick per step is sufficient. A tensor of any size passes through a chunk
