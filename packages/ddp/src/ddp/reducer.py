@@ -11,7 +11,7 @@
 #    Otherwise ranks would sum buckets that do not match.
 # 4. `launch_all_reduce`: the bucket is reduced while autograd computes the remaining gradients.
 # 5. `finish`: at the end of the backward pass, copy in gradients of earlier passes, launch the
-#    remaining buckets, wait for all of them, and set each `.grad` that this rank did not compute.
+#    remaining buckets and wait for all of them. Then set each `.grad` that is missing on this rank.
 # After the first step, buckets are assigned in the order in which gradients became ready on rank 0
 # (assignment.py).
 #
