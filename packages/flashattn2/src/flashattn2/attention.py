@@ -201,8 +201,8 @@ def flash_attention_varlen(
 
     Raises:
         ValueError, TypeError: As in `flash_attention`, and unless the boundaries start at 0, never
-            fall and end at the number of rows.  On a GPU, the Triton backend checks the boundaries
-            by a device-side assertion instead.
+            decrease and end at the number of rows.  On a GPU, the Triton backend checks the
+            boundaries with a device-side assertion instead.
         NotImplementedError: As in `flash_attention`.
     """
     # Validate, specify the scores and select a backend.

@@ -13,7 +13,7 @@ from flashattn2.compilation import constant_in_graphs
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     """Return the tensors in the autocast dtype, as SDPA casts them, if autocast is enabled.
 
-    As in torch, tensors of float64, integers and complex numbers are not cast.
+    As in torch, float64, integer and complex tensors are not cast.
     """
     device = tensors[0].device.type
     if not is_enabled(device):
@@ -25,13 +25,13 @@ def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def is_enabled(device: str) -> bool:
-    """Return True if a type of device has autocast, unlike meta, and autocast is enabled."""
+    """Return True if the device type has autocast, unlike meta, and autocast is enabled for it."""
     return bool(_is_available(device)) and torch.is_autocast_enabled(device)
 
 
 @constant_in_graphs
 def _is_available(device: str) -> bool:
-    """Return True if torch has autocast for a type of device.
+    """Return True if torch has autocast for a device type.
 
     The result is a constant in a compiled graph, because Dynamo of torch 2.11 cannot trace the call
     of `is_autocast_available`.

@@ -1,4 +1,4 @@
-"""Attention as `torch.autograd.Function`s, two of which have the paper's signature.
+"""Attention as `torch.autograd.Function`s, two of which take only Q, K, V and `is_causal`.
 
 The double backward pass runs in tiled PyTorch for every backend.
 """
@@ -153,8 +153,8 @@ def _is_differentiated_again() -> bool:
 class _KernelAttention(torch.autograd.Function):
     """Dense attention by torch's CPU kernel, which returns only the output.
 
-    Training on a CPU runs this function, because it takes half the time of `_Attention`; with few
-    tokens the difference is measurable.
+    Training on a CPU runs this function, because its Python code takes half the time of that of
+    `_Attention`.  With few tokens the difference is measurable.
     """
 
     @staticmethod
@@ -290,7 +290,7 @@ def _can_call_kernel_directly(method: Method, cu_q: Tensor | None) -> bool:
 
 
 class _PaperFunction(torch.autograd.Function):
-    """Base class of the two functions with the paper's signature."""
+    """Base class of the two functions that take only Q, K, V and `is_causal`, as in the paper."""
 
     @classmethod
     def apply(cls, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:

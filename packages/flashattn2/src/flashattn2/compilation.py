@@ -20,9 +20,9 @@ def needs_operator(*tensors: Tensor) -> bool:
     """Return True if a function must be called as an operator of `torch.library`.
 
     Compiled graphs, modes such as FLOP counters, transforms and subclasses of `Tensor` see only
-    operators.  Tensors on the meta device have no values.  A view that negates its memory, such as
-    `x.conj().imag`, becomes a plain tensor inside an operator.  A kernel that is called directly
-    would read the memory with the wrong sign.
+    operators.  Tensors on the meta device have no values.  The dispatcher resolves the negative bit
+    of a view such as `x.conj().imag`.  A kernel that is called directly would read values with the
+    wrong sign.
     """
     if is_compiling() or _len_torch_dispatch_stack() or _len_torch_function_stack():
         return True

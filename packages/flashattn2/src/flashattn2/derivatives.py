@@ -6,9 +6,9 @@ X = f'(S) · scale (t_q kᵀ + q t_kᵀ), where f is the softcap, the derivative
     t_L = rowsum(P ∘ X)                     t_O = (P ∘ X) v + P t_v - t_L ∘ O.
 
 The gradients satisfy <t_q, dQ> + <t_k, dK> + <t_v, dV> = <dO, t_O> + <dL, t_L> =: Φ.  Therefore
-the double backward pass is the gradient of Φ: t_O for dO, and t_L for dL.  The gradients of q, k
-and v follow from dP = dO vᵀ, G = dP - rowsum(dO ∘ O) + dL, Y = X ∘ G + dO t_vᵀ, W = Y - t_L dP,
-ω = rowsum(P ∘ W) and
+the double backward pass is the gradient of Φ: t_O for dO, t_L for dL, and (P ∘ (X - t_L))ᵀ dO for
+v.  The gradients of q and k follow from dP = dO vᵀ, G = dP - rowsum(dO ∘ O) + dL,
+Y = X ∘ G + dO t_vᵀ, W = Y - t_L dP, ω = rowsum(P ∘ W) and
 
     dΦ/dS = f' ∘ P ∘ (W - ω) + f'' ∘ P ∘ G ∘ scale (t_q kᵀ + q t_kᵀ)     dΦ/dX = P ∘ G.
 """

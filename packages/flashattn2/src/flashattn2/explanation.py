@@ -43,7 +43,8 @@ def explain(
     With `attn_mask` or `dropout_p`, the explanation applies to `sdpa`, which passes such a call to
     torch's own function: the backend is then "torch.nn.functional".
 
-    Raises the errors of the call for invalid arguments, except for the values of boundaries.
+    Otherwise, invalid arguments raise the errors of the call.  The values of boundaries and
+    dimensions of 2**30 or more are not checked.
     """
     if attn_mask is not None or dropout_p:
         obstacle = "reads no mask tensor" if attn_mask is not None else "has no dropout"

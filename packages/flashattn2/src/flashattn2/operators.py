@@ -34,11 +34,12 @@ def forward(
     precision: str,
     deterministic: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp; raise ValueError for invalid boundaries.
+    """Return the output and the log-sum-exp; raise ValueError for invalid boundaries or sizes.
 
     The scalars are the fields of an `AttentionSpec` and of a `dispatch.Method`.
     """
-    # A comparison of symbolic sizes would restrict the lengths that an exported program accepts.
+    # Sizes are checked inside the operator: outside of it, a comparison of symbolic sizes would
+    # restrict the lengths that an exported program accepts.
     for name, x in (("q", q), ("k", k)):
         if max(x.shape) >= MAX_ROWS:
             raise ValueError(
@@ -183,7 +184,7 @@ def map_sequences(
 ) -> tuple[Tensor, ...]:
     """Apply the function to each packed sequence and concatenate its results along dimension 2.
 
-    The rows of the query side are cut at `cu_q`, and the rows of the key side at `cu_k`.  Dense
+    The rows of the query side are split at `cu_q`, and the rows of the key side at `cu_k`.  Dense
     inputs, and packed inputs without a sequence, are passed to the function unchanged.  Autocast is
     disabled during the calls.
     """

@@ -17,7 +17,7 @@ B = 64
 
 
 def attention(Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tensor:
-    """Return softmax(QK^T / sqrt(d)) V, the definition, with all N x M scores in memory."""
+    """Return softmax(QK^T / sqrt(d)) V from its definition, with all N x M scores in memory."""
     S = Q @ K.mT / Q.shape[-1] ** 0.5
     if is_causal:
         S = S.masked_fill(later(0, S.shape[-2], 0, S.shape[-1]), -torch.inf)

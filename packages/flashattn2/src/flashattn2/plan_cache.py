@@ -39,9 +39,10 @@ def look_up_plan(
     """Return the signature of a call and its stored plan.  See Note [Plan cache].
 
     The signature contains the types of the options, because True, 1 and 1.0 are equal.  It is None
-    if the call must not be cached: in a compiled graph, which is validated once, inside
-    `torch.jit.trace` and `make_fx`, under autocast, for tensor subclasses, for options that cannot
-    be hashed, and unless q is on a GPU or all tensors are on the CPU.
+    if the call must not be cached.  Calls are not cached in a compiled graph, which is validated
+    once, inside `torch.jit.trace` and `make_fx`, and under autocast.  Calls with tensor subclasses,
+    with options that cannot be hashed, or on devices other than CPUs and GPUs are not cached
+    either.
     """
     if is_dynamo_compiling() or _get_tracing_state() is not None or is_recorded():
         return None, None
@@ -70,7 +71,7 @@ def look_up_plan(
 
 
 def store_plan(signature: Hashable | None, q: Tensor, plan: Plan) -> None:
-    """Store the plan under its signature unless that is None; clear a full cache first."""
+    """Store the plan under its signature, if the call has one; clear a full cache first."""
     # Plans of interpreted kernels are not stored: they depend on torch's float32 precision, which a
     # signature on a CPU does not contain.
     if signature is not None and (q.is_cuda or plan.method.backend not in KERNEL_BACKENDS):

@@ -1,6 +1,6 @@
 """The specification: attention from its definition, with every option, dtype and derivative.
 
-The whole score matrix is in memory, which the other modules avoid.
+It stores the whole score matrix, which the backends avoid.
 """
 
 import torch
@@ -23,10 +23,11 @@ def attention_reference(
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Compute softmax attention from its definition, with the arguments of `flash_attention`.
+    """Compute softmax attention from its definition.
 
-    Products, and the log-sum-exp, are computed in the dtype of the inputs.  On CPUs with AMX,
-    torch's product in bfloat16 may spread a NaN to the previous row; float32 inputs avoid this.
+    The arguments are those of `flash_attention`, except for `deterministic` and `backend`.
+    Products and the log-sum-exp are computed in the dtype of the inputs.  On CPUs with AMX, torch's
+    product in bfloat16 may spread a NaN to the previous row; float32 inputs avoid this.
 
     Raises:
         ValueError, TypeError: If an argument is invalid.

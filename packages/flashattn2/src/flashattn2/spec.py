@@ -1,6 +1,6 @@
-"""The options of an attention call as one `AttentionSpec`, validated once.
+"""The options that determine the scores of an attention call, as one `AttentionSpec`.
 
-Causal attention is a window whose right bound is 0, so every backend implements one kind of mask: a
+Causal attention is a window whose right bound is 0, so one kind of mask describes every call: a
 band.  Query `i` is at position `p = i + seq_k - seq_q`, which aligns the last query with the last
 key, and it sees keys `p - left` to `p + right`.
 """

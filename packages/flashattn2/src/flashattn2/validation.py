@@ -54,7 +54,7 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
 def check_int32(name: str, x: Tensor, shape: tuple[int | str, ...], q: Tensor) -> None:
     """Raise an error unless `x` is an int32 tensor of the shape on the device of q.
 
-    A string in the shape is the description of a size that may be any number from 1.
+    A string in the shape describes a size that may be any positive number.
     """
     check_tensors(**{name: x})
     matches = x.dim() == len(shape) and all(
@@ -71,7 +71,7 @@ def check_int32(name: str, x: Tensor, shape: tuple[int | str, ...], q: Tensor) -
 
 
 def check_boundaries(name: str, cu: Tensor, total: int, waits: bool = False) -> None:
-    """Raise ValueError unless `cu` starts at 0, never falls and ends at `total`.
+    """Raise ValueError unless `cu` starts at 0, never decreases and ends at `total`.
 
     On a GPU, the check is a device-side assertion unless `waits` is True.  The operators call this
     function, because only operators can read values in a compiled graph.
@@ -109,7 +109,7 @@ def check_sinks(sinks: Tensor | None, heads: int, q: Tensor) -> None:
 
 
 def is_jit_tracing() -> bool:
-    """Return True if `torch.jit.trace` runs; a trace is valid only for the lengths it has seen."""
+    """Return True inside `torch.jit.trace`, whose traces are valid for one length only."""
     return not torch.compiler.is_compiling() and torch.jit.is_tracing()
 
 

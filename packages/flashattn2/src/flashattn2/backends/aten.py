@@ -26,8 +26,8 @@ VECTOR = 16
 # happens only with fewer keys than vector elements; `forward` detects these rows and restores NaN.
 #
 # In bfloat16 the kernel computes most exponentials by an approximation that maps NaN to a number.
-# A row with an infinite score then has a finite output where softmax(inf) is NaN, but its
-# log-sum-exp is still infinite; `kernel` detects these rows.
+# The output of a row with an infinite score is then finite, although its softmax is NaN.  Its
+# log-sum-exp is still infinite, so `kernel` detects these rows.
 
 
 def find_obstacle(q: Tensor, k: Tensor, spec: AttentionSpec, packed: bool = False) -> str | None:
@@ -100,7 +100,7 @@ def _restore_nan(q: Tensor, k: Tensor, out: Tensor, lse: Tensor, causal: bool) -
 
 
 def forward_or_tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Return the output and log-sum-exp, in tiled PyTorch if the kernel does not support inputs."""
+    """Run the kernel, or tiled PyTorch if the kernel does not support the input."""
     if find_obstacle(q, k, spec):
         return tiled.forward(q, k, v, spec)
     # With dynamic lengths in a graph, the right bound is symbolic, but the kernel needs a bool.
@@ -135,7 +135,7 @@ def gradients(
     """Return the gradients of q, k and v of an input that the kernel supports."""
     grads = _kernel_gradients(q, k, v, out, lse, grad_out, spec)
     if type(lse) is Tensor and not lse.amax() < torch.inf:
-        # A row with an infinite score has no softmax.  See Note [Lost NaN].
+        # The softmax of a row with an infinite score is NaN.  See Note [Lost NaN].
         lse = lse.masked_fill(lse == torch.inf, torch.nan)
         tiled_grads = tiled.backward(q, k, v, out, lse, grad_out, None, spec)
         # The results have the strides of the kernel, as compiled graphs expect.
@@ -171,9 +171,9 @@ def _kernel_gradients(
 
 
 def _pad_head_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Pad all tensors with zeros to one head dim, as the kernel requires: the largest of them.
+    """Pad all tensors with zeros to their largest head dim, because the kernel requires one size.
 
-    Columns of zeros in q and k do not change scores.  The caller cuts off the output columns that
+    Columns of zeros in q and k do not change scores.  The caller removes the output columns that
     belong to columns of zeros in v.
     """
     largest = max(x.shape[-1] for x in tensors)

@@ -113,10 +113,10 @@ def row_sums(
     """Return 1 / rowsum(P) and the normalized rowsum(P ∘ dP), both `[n, g·t, 1]`.
 
     These sums avoid two rounding errors of Algorithm 2 that are larger than those of float32
-    products.  First, an L above 4 is rounded by up to 2.4e-7, a relative error of every entry in
-    its row of P.  Second, D = dO · O is subtracted from dP, but the two have different rounding
-    errors, which matters if their difference is small.  The cost is two matrix products in addition
-    to the five of Algorithm 2.
+    products.  First, a float32 L from 4 to 8 is rounded by up to 2.4e-7, and a larger L by more.
+    This is a relative error of every entry in its row of P.  Second, D = dO · O is subtracted from
+    dP, but the two have different rounding errors, which matters if their difference is small.  The
+    cost is two matrix products in addition to the five of Algorithm 2.
     """
     p_i, pdp_i = torch.zeros_like(l_i), torch.zeros_like(l_i)
     for columns, hidden in tiles.keys(rows, q_i.device):
@@ -144,7 +144,7 @@ class Tiles:
     def keys(self, rows: slice, device: torch.device) -> Iterator[tuple[slice, Tensor | None]]:
         """Yield each tile of keys that the rows see and its mask of hidden keys.
 
-        The mask is None if no row hides a key of the tile.
+        The mask is None if every row sees all keys of the tile.
         """
         shift = self.seq_k - self.seq_q
         start, all_start, all_stop, stop = self.spec.key_ranges(

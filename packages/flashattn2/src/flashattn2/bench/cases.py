@@ -157,8 +157,8 @@ def prepare_passes(
 def packed(device: str, quick: bool) -> Iterator[Row]:
     """Yield rows for causal attention of 16384 packed tokens, and for torch's `varlen_attn`.
 
-    As for documents, many sequences are short and a few are long.  On a CPU there are no rows,
-    because torch has no `varlen_attn` there.
+    As in a batch of documents, many sequences are short and a few are long.  On a CPU there are no
+    rows, because torch has no `varlen_attn` there.
     """
     if device != "cuda":
         return

@@ -27,7 +27,7 @@ def graph_ms(run: Callable[[], Any]) -> float:
 
 
 def elapsed_ms(run: Callable[[], Any], passes: int) -> float:
-    """Return the total milliseconds of all passes on a CPU."""
+    """Return the total milliseconds of several runs on a CPU."""
     start = time.perf_counter()
     for _ in range(passes):
         run()

@@ -46,7 +46,7 @@ def time_rows(
     Args:
         labels: the first columns of every row.
         runs: functions by the name of the implementation; ratios are relative to "ours".
-        failures: the reason by the name of each implementation that cannot run.
+        failures: the reason why an implementation cannot run, by its name.
         rate: the column with the work per second.
         rounds: number of times that each function is timed.
         timer: calls a function and returns its time in milliseconds.

@@ -3,18 +3,19 @@
 Status: experimental, as for the forward kernel: see `forward.py`.
 
 A program keeps the tiles A and B of 128 rows resident and streams the tiles X and Y.  With resident
-keys (A, B = K, V and X, Y = Q, dO), five products compute the gradients.  S and P are then
-transposed, [keys, queries].  Therefore P and dS are left operands in registers of the products for
-dV and dK (Shah et al. 2024, section 3.3).  Elementwise operations overlap with the product issued
-before them:
+keys (A, B = K, V and X, Y = Q, dO) and ATOMIC, five products compute all gradients.  S and P are
+then transposed, [keys, queries].  Therefore P and dS are left operands in registers of the products
+for dV and dK (Shah et al. 2024, section 3.3).  Elementwise operations overlap with the product
+issued before them:
 
     matrix unit   | S = A Xᵀ | dP = B Yᵀ |    | dB += P Y |  dQ = dSᵀ A  | dA += dS X |
     elementwise                P = exp(S - L)                              store dQ
 
 dQ of a query is a sum over all keys, and a program has 128 keys.  With ATOMIC, dS is written to
 shared memory, and both warpgroups read all of it.  TMA then adds the tile's dQ to global memory in
-varying order.  For a fixed order the same kernel runs a second time with resident queries (A,
-B = Q, dO) and streamed keys (X, Y = K, V): dA is then dQ, and dB does not exist.
+varying order.  For a fixed order, the first run omits dQ, and the same kernel runs a second time.
+The queries are then resident (A, B = Q, dO) and the keys streamed (X, Y = K, V): dA is dQ, and dB
+does not exist.
 
 As in `forward.py`, barriers signal that X is ready, that Y is ready, and that their stage is free.
 """

@@ -1,8 +1,9 @@
 """The forward pass for Hopper with one loading warp and two or three groups of computing warps.
 
 Status: experimental.  The kernel passed the GPU tests and was measured on an H200 with torch 2.11
-and Triton 3.6.  With Triton 3.9 it never ran on a GPU: it was compiled for sm_90, and its lines
-were executed in Python.
+and Triton 3.6.  Since then, the waits in `release_skipped` were added, which never ran on a GPU.
+With Triton 3.9 the kernel never ran on a GPU: it was compiled for sm_90, and its lines were
+executed in Python.
 
 One warp, the producer, issues TMA loads of key and value tiles.  Warpgroups of four warps, the
 consumers, compute 64 queries each.  Products run asynchronously: a consumer issues the next
@@ -105,7 +106,7 @@ def forward_kernel(
     k_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     v_free = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
-    # A phase ends after `count` arrivals: one of the producer, or one of each consumer.
+    # A phase ends after `count` arrivals: one by the producer, or one by each consumer.
     mbarrier.init(q_ready, count=1)
     for stage in gl.static_range(STAGES):
         mbarrier.init(k_ready.index(stage), count=1)
@@ -325,8 +326,8 @@ def to_operand(p, dtype: gl.constexpr, o_layout: gl.constexpr, PACK: gl.constexp
     """Return P, rounded to `dtype`, as the left operand of a product.
 
     The change of layout keeps each number in its thread; a register has two of them.  With PACK,
-    one instruction rounds two numbers into one register.  Otherwise the compiler keeps them apart
-    while they are a variable of a loop, and the loop packs them with further instructions.
+    one instruction rounds two numbers into one register.  Otherwise, loop variables are stored with
+    one number per register, and the loop packs them with further instructions.
     """
     if PACK and dtype == gl.bfloat16:
         p = gl.inline_asm_elementwise(

@@ -43,7 +43,7 @@ def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
 
 @functools.cache
 def layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
-    """Return the layout of tiles in shared memory: rows of 128 bytes, swizzled by 16 bytes."""
+    """Return the layout of tiles in shared memory, with 128-byte swizzling."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=4)
 
 

@@ -1,4 +1,4 @@
-"""The backward pass: Algorithm 2 as two kernels, one per tile of keys and one per tile of queries.
+"""The backward pass: Algorithm 2 as two kernels, one for dK and dV and one for dQ.
 
 The two kernels compute seven matrix products, and in float32 without matrix units two more products
 precede them (`row_sums.py`).  One kernel with five products and atomic additions to dQ was slower

@@ -1,9 +1,10 @@
 """Tile sizes for each kernel, loading method, precision and head dim, and their pruning.
 
-The sizes are data: one file in `tables` per architecture, written by `tests/tune.py`.  The tests
-compile every tile for sm_90 and sm_80 with each option.  They reject a tile that does work twice,
-spills more than a few bytes or does not use the matrix units.  On a GPU with less shared memory, a
-tile is pruned to fewer stages and then to fewer rows.
+The sizes are data: one file in `tables` per architecture, written by `tests/tune.py`.  The
+exhaustive tests compile every tile with each option for the architectures that it serves, sm_90 and
+sm_80.  They reject a tile that spills more than a few bytes.  They also reject redundant products
+in half precision up to head dim 128, and products outside the matrix units except in "ieee".  On a
+GPU with less shared memory, a tile is pruned to fewer stages and then to fewer rows.
 """
 
 import functools
@@ -24,8 +25,8 @@ class Tile:
     num_warps: int
     #: Stages of the pipeline of loads.
     num_stages: int
-    #: Maximum number of registers per thread.  With None, ptxas stops many kernels at 80, 128 or
-    #: 168 registers to fit more programs on an SM.  It spills a few bytes to do so.
+    #: Maximum number of registers per thread.  With None, ptxas limits many kernels to 80, 128 or
+    #: 168 registers to fit more programs on an SM, and spills a few bytes to do so.
     registers: int | None = None
 
     @property
@@ -46,13 +47,13 @@ Key = tuple[str, str, str]
 
 
 def _read_tables(which: str) -> dict[Key, dict[int, Sizes | None]]:
-    """Read the tables of one kind: a tile per head dim, keyed by path, precision and kernel.
+    """Return the tables "tiles" or "rich": a tile per head dim, by path, precision and kernel.
 
     A path is a loading method.  "tma" loads by TMA on Hopper.  "hopper" loads by pointers on
     Hopper: for packed sequences, for strides that TMA does not support and for head dims without a
-    tile under "tma".
-    "pointers" is for all other GPUs.  The precision "half" is bfloat16 and float16, and "ieee" is
-    float32 without matrix units, which does not benefit from TMA.
+    tile under "tma".  "pointers" is for all other GPUs, and for all tiles that the tables of Hopper
+    do not have.  The precision "half" is bfloat16 and float16, and "ieee" is float32 without matrix
+    units, which does not benefit from TMA.
     """
     table = {}
     for name in ("sm_90", "sm_80"):
@@ -68,7 +69,7 @@ def _read_tables(which: str) -> dict[Key, dict[int, Sizes | None]]:
 
 
 #: The default tiles.  A warpgroup of four warps multiplies at least 64 rows.  Two warpgroups
-#: therefore compute a first product of fewer than 128 rows twice; the tests count the work.
+#: therefore compute S and dP twice if they have fewer than 128 rows; the tests count the FLOPs.
 TILES = _read_tables("tiles")
 #: Tiles for calls with a left window bound, a softcap or splits, which need more registers for a
 #: third loop, a derivative or bounds.  A head dim has an entry if the default tile would spill many

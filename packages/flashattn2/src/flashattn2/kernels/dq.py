@@ -48,7 +48,7 @@ def dq_kernel(
     row_offset = tl.cast(batch_head, tl.int64) * rows + q_begin
     row_statistics = load_row_statistics(
         sums, row_offset, first + tl.arange(0, meta.BLOCK_M), seq_q, meta.EXACT
-    )  # [M]
+    )  # [M] each
     acc = tl.full([meta.BLOCK_M, meta.BLOCK_D], 0.0, tl.float32)  # [M, D]
     last = tl.minimum(first + meta.BLOCK_M, seq_q) - 1
     lo, all_lo, all_hi, hi = key_ranges(

@@ -71,7 +71,7 @@ class LaunchPlan(NamedTuple):
     meta: Meta
 
     def operands(self, *tensors: tuple[Tensor, int]) -> list[Any]:
-        """Return each tensor or, with TMA, a descriptor of its tiles of `rows` rows."""
+        """Return the tensor of each `(tensor, rows)` or, with TMA, a descriptor of its tiles."""
         if not self.meta.TMA:
             return [tensor for tensor, _ in tensors]
         return [
@@ -141,9 +141,10 @@ def _paths(device: "Device", packed: bool, tensors: tuple[Tensor, ...]) -> tuple
 
 
 def split_count(programs: int, loop_tiles: int, processors: int) -> int:
-    """Return the number of splits that occupies every SM, at most `MAX_SPLITS`.
+    """Return the largest number of splits whose programs fit on the SMs, at most `MAX_SPLITS`.
 
-    Without splits, `programs` programs loop over `loop_tiles` tiles.  A split has at least four.
+    Without splits, each of `programs` programs loops over `loop_tiles` tiles.  The number of splits
+    is also limited so that a split has at least four tiles.
     """
     if programs >= processors:
         return 1

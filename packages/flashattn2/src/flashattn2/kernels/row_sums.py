@@ -1,11 +1,12 @@
 """The row statistics of the backward pass: D = rowsum(dO ∘ O) - dL, and 1 / rowsum(P).
 
-Two rounding errors are larger than those of EXACT float32 products.  First, a log-sum-exp above 4
-is rounded by up to 2.4e-7, a relative error of every entry in its row of P.  Second, D = dO · O is
-subtracted from dP, but the two have different rounding errors, which matters if their difference is
-small.  Therefore, for EXACT products, `sums_kernel` sums the same P and dP that the later kernels
-compute: P is divided by its sum, and D = rowsum(P ∘ dP) - dL.  Other precisions have larger errors
-in their products and skip this kernel, which saves two of nine products.
+Two rounding errors are larger than those of EXACT float32 products (see `tiles.py`).  First, a
+log-sum-exp from 4 to 8 is rounded by up to 2.4e-7, and a larger one by more.  This is a relative
+error of every entry in its row of P.  Second, D = dO · O is subtracted from dP, but the two have
+different rounding errors, which matters if their difference is small.  Therefore, for EXACT
+products, `sums_kernel` sums the same P and dP that the later kernels compute: P is divided by its
+sum, and D = rowsum(P ∘ dP) - dL.  Other precisions have larger errors in their products and skip
+this kernel, which saves two of nine products.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -38,9 +39,9 @@ def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -
 def padded_statistics(
     out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return L as exponents of 2, like the scores, and D, both `(batch · heads, rows)` for TMA.
+    """Return L · log2(e), as scores are exponents of 2, and D, both `(batch · heads, rows)`.
 
-    L is +inf, so that P is 0, for rows that see no key.  The row of each head starts at a multiple
+    L is +inf, so that P is 0, for rows that see no key.  The rows of each head start at a multiple
     of 16 bytes, as TMA requires.
     """
     batch, heads, rows = lse.shape
@@ -54,7 +55,7 @@ def _write_delta(
     out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor | None, d: Tensor,
     scaled: Tensor | None, pitch: int,
 ) -> None:  # fmt: skip
-    """Fill `d` and, if given, `scaled` by `delta_kernel`; their row stride is `pitch` numbers."""
+    """Run `delta_kernel`, which fills `d` and `scaled`; `pitch` is their stride between heads."""
     batch, heads, rows, dim = out.shape
     tiles = launch.cdiv(rows, 32)
     delta_kernel[launch.grid(tiles, batch * heads, 1)](
@@ -96,9 +97,10 @@ def delta_kernel(
     out, grad_out, grad_lse, lse, delta, scaled, strides, sizes,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Compute D = rowsum(dO ∘ O) - dL and, if `scaled` is not None, L as exponents of 2.
+    """Compute D = rowsum(dO ∘ O) - dL and, if `scaled` is not None, L · log2(e).
 
-    The last of `sizes` is the row stride of the results.  Grid: (row tiles · batch · heads).
+    The last of `sizes` is the stride between heads of the results.  Grid: (row tiles · batch ·
+    heads).
     """
     out_strides, grad_out_strides = strides
     tiles, heads, rows, pitch = sizes
@@ -156,7 +158,8 @@ def sums_kernel(
         meta.BLOCK_N, meta.LEFT, meta.RIGHT, meta.SPLITS,
     )  # fmt: skip
     positions = (row_ids + seq_k - seq_q)[:, None]
-    # One masked loop serves all tiles: products without matrix units hide the time of the mask.
+    # One masked loop serves all tiles: a mask takes little time compared with products that do not
+    # run on matrix units.
     for start in tl.range(lo, hi, meta.BLOCK_N):
         k_tile = load_tile(
             k, k_strides, keys_of, start, meta.BLOCK_N, meta.D, meta.BLOCK_D

@@ -117,7 +117,8 @@ def store_tile(target, strides, sequence, start, tile, D: tl.constexpr):
 def exponential(x, EXACT: tl.constexpr):
     """Return 2 to the power x, or, with EXACT, e to the power x.
 
-    With EXACT, the integral power of 2 is a separate factor, so that x · log2(e) is not rounded.
+    With EXACT, the integral power of 2 is a separate factor, because x · log2(e) would have a large
+    rounding error.
     """
     if EXACT:
         # Clamp x: the result is 0 below -150 anyway, and -inf minus -inf would be NaN.

@@ -69,8 +69,8 @@ def flash_attention_with_kvcache(
 
     Raises:
         ValueError, TypeError: If an argument is invalid, or the named backend does not support it.
-            On a GPU, the Triton backend checks the values of lengths, pages and boundaries by a
-            device-side assertion instead.
+            On a GPU, the Triton backend checks the values of lengths, pages and boundaries with
+            device-side assertions instead.
         RuntimeError: If a tensor requires a gradient outside of `torch.no_grad()`, or if
             forward-mode AD or a `torch.func` transform is active.
         NotImplementedError: Inside `torch.jit.trace`, and inside `make_fx` with `k` and `v`.
@@ -177,7 +177,10 @@ def _signature_of_new_rows(k: Tensor | None, v: Tensor | None) -> Any:
 def _is_single_query_on_cpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, method: Method
 ) -> bool:
-    """Return True if one CPU kernel call computes attention of one query to a contiguous cache."""
+    """Return True if one call of torch's CPU kernel suffices for one query and a contiguous cache.
+
+    The caller checks that the cache is contiguous.
+    """
     if method.backend != "aten" or spec.softcap:
         return False
     is_single_query = q.shape[2] == 1 and min(*q.shape, *k_cache.shape) > 0

@@ -96,8 +96,8 @@ def _attend_chunks(
     """Return the output and log-sum-exp of a sequence, whose pages are copied a chunk at a time.
 
     The copy of a chunk stays in the L2 cache of a core until it is read.  The result is None for a
-    sequence of at most `FEW_CHUNKS` chunks.  It is also None if a chunk has scores of -inf only,
-    for which torch's kernel may return a log-sum-exp of 0.
+    sequence of at most `FEW_CHUNKS` chunks, or if a page is larger than a chunk.  It is also None
+    if a log-sum-exp is not finite, or is 0, which torch's kernel may return for scores of -inf.
     """
     size = k_cache.shape[2]
     dims = k_cache.shape[3] + v_cache.shape[3]
@@ -130,7 +130,7 @@ def _attend_chunks(
 
 
 def _sees_all_keys(q: Tensor, spec: AttentionSpec) -> bool:
-    """Return True if a slice of the keys replaces the mask of the queries."""
+    """Return True if the mask can be replaced by a slice of the keys."""
     return q.shape[2] == 1 or spec.left == spec.right == UNBOUNDED
 
 

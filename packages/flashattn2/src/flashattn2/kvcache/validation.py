@@ -144,8 +144,9 @@ def check_new_rows(
 def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
     """Raise ValueError for expanded or overlapping caches, where new rows would overwrite others.
 
-    The operator calls this function, because in a compiled graph only its tensors have memory.  The
-    fast path of a decoded token also calls it, so every additional statement slows decoding.
+    The operator calls this function, because tensors outside of an operator have no memory while a
+    graph is compiled.  The fast path of a decoded token also calls it, so every additional
+    statement slows decoding.
     """
     for cache in (k_cache, v_cache):
         if _share_elements_memory(cache.shape, cache.stride()):
@@ -171,10 +172,10 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
 
 @functools.lru_cache(1024)
 def _share_elements_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
-    """Return False only if no two elements of a tensor have the same address.
+    """Return True if two elements of a tensor may have the same address.
 
-    The result is True if the elements along one dimension do not all precede the next element along
-    another dimension.  Expanded and overlapping tensors are like this.
+    This is the case if the elements along the dimensions of smaller stride extend beyond the next
+    stride, as in expanded and overlapping tensors.
     """
     extent = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
@@ -185,10 +186,11 @@ def _share_elements_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> 
 
 
 def _are_rows_aligned(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Return True if a value has the address of the same element of its key, cached and new.
+    """Return True if values overlap their keys identically in the caches and in the new rows.
 
-    In latent attention the values are a part of the keys.  The caller has compared the distances of
-    keys and values, which is not sufficient if their strides differ.
+    In latent attention the values are a part of the keys, so writing both writes the same numbers.
+    The caller has compared the distances between keys and values, which is not sufficient if their
+    strides differ.
     """
     column = k_cache.stride(3)
     row_bytes = max(k_cache.shape[3], v_cache.shape[3]) * column * k_cache.element_size()
@@ -271,7 +273,7 @@ def copy_aliased_rows(rows: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
 
 
 def _addresses(x: Tensor) -> np.ndarray:
-    """Return an array at the addresses of `x`, on any device; do not read the array's values."""
+    """Return an array over the memory of `x`, on any device; its values must not be read."""
     size = x.element_size()
     interface = {
         "version": 3,
@@ -300,7 +302,7 @@ def make_length_tensor(
         if not 0 <= cache_seqlens <= _capacity(cache, table) - new:
             raise ValueError(f"{_length_rule(new, cache, table)}, got {cache_seqlens}")
         return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
-    # A bool is refused as well.
+    # `check_int32` also raises an error for a bool.
     lengths: Tensor = cache_seqlens  # type: ignore[assignment]
     check_int32("cache_seqlens", lengths, (batch,), q)
     return lengths
@@ -345,9 +347,8 @@ def check_values(
             require(is_valid, _SHARED_PAGE_RULE, "page", table)
 
 
-#: Each sequence appends directly after its own keys.  Suppose that two entries of the table name a
-#: page that receives new keys.  The new keys of one entry are then in rows that the other entry
-#: uses.
+#: Each sequence appends directly after its own keys.  If two entries of the table name a page that
+#: receives new keys, the new keys of one entry are in rows that the other entry uses.
 _SHARED_PAGE_RULE = (
     "a page that receives new keys must belong to one sequence, because the new keys would "
     "overwrite those of another; copy a shared page before a sequence appends to it"
