@@ -1,7 +1,8 @@
 """Results that store their own derivation.
 
-Every result of this package is a `Breakdown`. A leaf is a product of named factors, and a node is
-the sum of its parts. Totals are computed from the leaves, so a derivation always matches its total.
+Most functions return counts, bytes or seconds as a `Breakdown`. A leaf is a product of named
+factors, and a node is the sum of its parts. Totals are computed from the leaves, so a derivation
+always matches its total.
 """
 
 from __future__ import annotations
@@ -86,7 +87,7 @@ class Breakdown:
     __str__ = explain
 
     def shares(self, show: Callable[[float], str]) -> list[str]:
-        """Return a line per part, largest first: its name, value (by `show`) and percentage."""
+        """Return a line per part, largest first: name, value (formatted by `show`), percentage."""
         whole = float(self.total) or 1.0
         parts = sorted(self.parts, key=lambda part: -float(part.total))
         values = [show(float(part.total)) for part in parts]
@@ -131,9 +132,9 @@ def plain(value: Number) -> int | float:
 
 
 def readable(value: Number) -> str:
-    """Format a whole number as 12,345, another fraction as 7/8 and a float with six digits.
+    """Format a whole number as 12,345, another fraction as 7/8, and a float with six digits.
 
-    A whole float of 1e15 or more also has six digits.
+    The digits are significant digits. A whole float of 1e15 or more also has six.
     """
     if isinstance(value, Fraction) and value.denominator != 1:
         return str(value)

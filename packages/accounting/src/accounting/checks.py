@@ -27,7 +27,7 @@ class Rule(NamedTuple):
 
 
 def entry(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Check the arguments of a function against the types that it declares, before it runs.
+    """Return a decorator that checks the arguments of each call against the declared types.
 
     An integer must be at least 1, or at least 0 if its default is 0. A float must be greater than
     0, or at least 0 if its default or its limit is 0. A bool must be True or False, and a `Literal`

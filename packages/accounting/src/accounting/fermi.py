@@ -1,7 +1,7 @@
 """Order-of-magnitude estimates of compute, memory, time, money and energy for large models.
 
-Each estimate is one function with units in its name. Constants are listed with their sources.
-Ratios of tokens, words and pages are conventions, not measurements.
+Each estimate is one function. Measured constants are listed with their sources. Ratios of tokens,
+words and pages are conventions, not measurements.
 """
 
 import math

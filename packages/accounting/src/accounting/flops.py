@@ -99,7 +99,8 @@ def flops(
 def pairs(model: Transformer, seq: int, attention: Attention = "causal") -> tuple[int, int]:
     """Return the numbers of (query, key) pairs per sequence in a full and in a windowed layer.
 
-    With causal attention, an index limits the pairs of a full layer to its selected keys.
+    With causal attention, the index of sparse attention limits the pairs of a full layer to the
+    selected keys.
     """
     if attention == "full" or not model.causal:
         # An encoder's windows extend to both sides; its other layers have all pairs.
@@ -138,8 +139,8 @@ def mfu(
 
     Pass the peak as `hardware` with a `dtype` (default bf16), or as `peak_flops`. Conventions
     differ: PaLM counts full attention and reports one value with and one without attention
-    (Chowdhery et al. 2022, appendix B). For the hardware utilization, pass to `utilization` the
-    FLOP/s that follow from `flops` with `recompute` and `flash`.
+    (Chowdhery et al. 2022, appendix B). For the hardware FLOPs utilization, call `utilization` with
+    the FLOP/s that follow from `flops` with `recompute` and `flash`.
     """
     work = flops(model, seq=seq, attention=attention)
     useful = work.total if include_attention else work.total - attention_operations(work)

@@ -51,7 +51,7 @@ class Hardware:
     power_watts: float
     #: A rounded rental price. Prices change, so pass your own.
     usd_per_hour: float | None = None
-    #: Factor of the rate of large matrix products, for devices that lower their clock under
+    #: Factor on the rate of large matrix products, for devices that lower their clock under
     #: sustained load. `time/published.py` fits one factor for all other losses of a step.
     power_factor: float = 1.0
     #: Fraction of the peak that a fused attention kernel reaches, forward and backward together.
@@ -121,7 +121,7 @@ def find(hardware: str | Hardware) -> Hardware:
 
 
 def _from_file(path: Path) -> Hardware:
-    """Return the only device in a file; raise `ValueError` with the reason if it cannot be read."""
+    """Return the only device in a file; raise `ValueError` with the reason for invalid content."""
     try:
         ((name, entry),) = tomllib.loads(path.read_text(encoding="utf-8-sig")).items()
         return _hardware(name, {"source": f"the file {path}"} | entry)

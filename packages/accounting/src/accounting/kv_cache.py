@@ -19,8 +19,8 @@ def kv_cache(
     """Return the cache bytes of `batch` sequences of `seq` tokens on each of `tensor` devices.
 
     A layer with a window stores at most one window. (Between two tokens, transformers stores one
-    key less.) MLA stores the latent, the single key that carries the position, and the key of its
-    index. A recurrent layer stores its state, also in `dtype`. An encoder has no cache. Scales of
+    key less.) MLA stores the latent, the shared rotary key and, with sparse attention, the index
+    key. A recurrent layer stores its state, also in `dtype`. An encoder has no cache. Scales of
     quantized caches are not counted. Key and value heads are split over `tensor` devices until each
     device has one head; additional devices store copies. All devices store the whole cache of MLA.
     Raises `ValueError` if `tensor` is neither a divisor nor a multiple of the key heads, or if

@@ -110,7 +110,7 @@ class Plan:
         return self.replicas // self.expert
 
     def accumulates_unsharded(self) -> bool:
-        """Return True if a device stores unsharded gradients of earlier micro-batches."""
+        """Return True if `accumulate_unsharded` has an effect: it needs several micro-batches."""
         return self.accumulate_unsharded and self.microbatches > 1
 
     def keeps_weights_whole(self) -> bool:
@@ -181,10 +181,10 @@ class Plan:
     def stage_layers(self, model: Transformer, stage: int) -> tuple[int, ...]:
         """Return the layers of a stage, whose chunks are as equal as possible.
 
-        If the division is uneven, the first chunks have one more layer. The division may become
-        even if embedding and head count as one layer each. Then the first and the last chunk
-        instead have one layer less than the other chunks. Raises `ValueError` for a stage outside
-        the pipeline.
+        If the division is uneven, the first chunks have one more layer. There is one exception: the
+        division may be even if embedding and head count as one layer each. In this case, the first
+        and the last chunk have one layer less than the other chunks. Raises `ValueError` for a
+        stage outside the pipeline.
         """
         if not 0 <= checks.whole("stage", stage, least=-math.inf) < self.pipeline:
             raise ValueError(f"expected 0 <= stage < {self.pipeline}, got {stage}")

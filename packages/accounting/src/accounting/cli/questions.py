@@ -80,10 +80,9 @@ def read_model(text: str) -> Transformer:
 
 @checks.entry()
 def stored_dtype(text: str) -> str:
-    """Return fp8 if `text` is the path of a config.json that states it, and bf16 otherwise.
+    """Return fp8 if `text` is a config.json whose weights are quantized to it, and bf16 otherwise.
 
-    With fp8, tables, norms and scales also count as fp8. Other quantization methods raise
-    `ValueError`.
+    Tables, norms and scales also count as fp8. Other quantization methods raise `ValueError`.
     """
     if not os.path.exists(text):
         return "bf16"

@@ -4,7 +4,7 @@ A linear layer saves its input. A norm saves its input and one or two statistics
 activation saves its input, but ReLU saves its output. A product saves both factors, and softmax its
 output. Flash attention saves q, k, v, the output and the log-sum-exp. A tensor that two operations
 save counts once; activations.toml lists all tensors. With dropout, GELU and plain attention in 16
-bits, the sum is the `sbh(34 + 5as/h)` of Korthikanti et al. 2022, "Reducing Activation
+bits, the sum per layer is the `sbh(34 + 5as/h)` of Korthikanti et al. 2022, "Reducing Activation
 Recomputation", equation 1.
 """
 

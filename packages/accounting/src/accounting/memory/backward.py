@@ -54,7 +54,8 @@ def fullest_backward(model: Transformer, plan: Plan, work: Workload, is_last: bo
 def final_norm(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     """Return the bytes of the tensors of the final norm in its backward; 0 for a fused norm.
 
-    A norm of several operators has gradients of its result, of both factors, and of their squares.
+    A norm of several operators has gradients of its result, of both factors, and of the squared
+    input.
     """
     head = head_activations(model, plan, work)
     saved = replace(head, parts=tuple(part for part in head if "norm" in part.name))

@@ -36,7 +36,7 @@ class Allocation:
 
 
 class LiveMemory(TorchDispatchMode):
-    """A context that records the live bytes after each operator.
+    """A context manager that records the live bytes after each operator.
 
     `timeline` lists the phase and the live bytes after each operator. `peak_bytes` is their
     maximum, `when` names its phase and operator, and `at_peak` lists the blocks of that moment.

@@ -47,7 +47,7 @@ def peak_memory(
 
     `foreach` is torch's default on a GPU: the optimizer computes the square roots of all second
     moments at once. `run` contains fields of a `Workload`. The result is in bytes. Raises
-    `ValueError` for plans with other parallelism than `data`, and for micro-batches of several data
+    `ValueError` for plans with parallelism other than `data`, and for micro-batches of several data
     ranks without ZeRO-3. Selective recomputation and linear layers in fp8 are also refused.
 
     A `plan` may recompute each block and shard states over data ranks. ZeRO-3 is torch's FSDP2 with
@@ -125,8 +125,8 @@ class _Step:
         block = activations(one_layer(model), replace(self.plan, recompute="none"), self.work)
         keys = None if self.work.flash else self.work.seq
         for part, alive in _inside(model, block, self.tokens, self.kind, keys):
-            # The backward reaches the MLP first, without gradients of its block; in attention, most
-            # exist.
+            # The backward reaches the MLP before gradients of its block exist. When it reaches the
+            # attention, most of them exist.
             block_gradients = unsharded.block_gradients if part == "attention" else None
             gradients = (unsharded.head_gradient, block_gradients)
             last = unsharded.gathered(2, *gradients)

@@ -53,9 +53,10 @@ def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
 
 
 def _class_names(table: Table, family: str, ending: str) -> Iterator[str]:
-    """Yield the spelled class names of a family with an ending, or "" for an empty ending.
+    """Yield the normalized class names (see `spelled`) of a family with an ending.
 
-    A class name starts with the name of its family, or with a name that the table lists.
+    An empty ending yields an empty name. A class name starts with the name of its family, or with a
+    name that the table lists.
     """
     if not ending:
         yield ""

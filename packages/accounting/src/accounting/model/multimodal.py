@@ -65,7 +65,7 @@ def tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
     """Return the `tie_word_embeddings` that overrides the language model's, as a dictionary.
 
     The dictionary is empty if the language model's field applies. Raises `ValueError` if the rule
-    of the class is unknown and the two fields are not given and equal.
+    of the class is unknown, unless both fields are set and equal.
     """
     field = "tie_word_embeddings"
     family = content["model_type"]

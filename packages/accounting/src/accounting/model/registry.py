@@ -20,7 +20,8 @@ from accounting.model.multimodal import PartSizes, has_head, language_model, tie
 def transformer_arguments(content: Mapping[str, Any], part_sizes: PartSizes) -> Table:
     """Return the keyword arguments of the `Transformer` that a configuration describes.
 
-    `part_sizes` returns the parameters of each part of a `Transformer` with the given arguments.
+    `part_sizes` returns the number of parameters in each part of a `Transformer` with some
+    arguments.
     Raises `ValueError` for an unknown or unsupported family.
     """
     family = content.get("model_type")

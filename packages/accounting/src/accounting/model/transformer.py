@@ -268,7 +268,10 @@ class Transformer:
 
     @cached_property
     def attention_groups(self) -> tuple[AttentionGroup, ...]:
-        """Return the attention layers without and those with a window, if there are any."""
+        """Return the group of attention layers without a window and the group with a window.
+
+        Empty groups are omitted.
+        """
         attention = full = tuple(self.attention_layers or ())
         if self.window:
             full = tuple(layer for layer in attention if layer not in self.windowed_layers)

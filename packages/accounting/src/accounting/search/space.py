@@ -120,7 +120,7 @@ class Space:
         return bool(self.fixed.get("reshard_after_forward", True))
 
     def sequence_parallel(self, tensor: int) -> bool:
-        """Return True if plans with this tensor-parallel degree split norms by the sequence."""
+        """Return True if plans with this tensor-parallel degree use sequence parallelism."""
         return bool(self.fixed.get("sequence_parallel", tensor > 1))
 
     def reference(

@@ -1,4 +1,4 @@
-"""Collectives of a training step: payload, bytes on the wire, steps and seconds.
+"""Collectives of a training step: payload, bytes on the wire and seconds.
 
 The payload of a collective is the size of its tensor, counted once; wire bytes are the bytes that
 one device sends. A ring all-reduce over n devices sends 2(n-1)/n of the payload. Reduce-scatter,
@@ -53,7 +53,7 @@ class Collective:
 
 
 def phases(operation: str) -> int:
-    """Return 2 for an all-reduce, which consists of a reduce-scatter and an all-gather."""
+    """Return 2 for an all-reduce, which is a reduce-scatter and an all-gather, and 1 otherwise."""
     return 2 if operation == "all_reduce" else 1
 
 

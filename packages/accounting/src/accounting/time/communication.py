@@ -82,7 +82,8 @@ def state_calls(
 ) -> list[StateCalls]:
     """Return the collectives of data parallelism for a ZeRO stage.
 
-    FSDP2 does not reshard its root, the weights outside the blocks, after a forward.
+    `reshard_after_forward` must be False for the weights outside the blocks, because FSDP2 does not
+    reshard its root module.
     """
     # Sharded gradients are reduced after every micro-batch; replicated ones accumulate first.
     reductions = microbatches if zero >= 2 else 1

@@ -12,7 +12,7 @@ must exceed
     summed      alpha F / (Y M_X (F - alpha Y / M_Y))   if FSDP and TP use the links in sequence
     overlapped  alpha / (Y M_X)                         if both run at once and Y < F M_Y / alpha
 
-The closed form 4 alpha^2 / (M_X M_Y F) is the minimum of `summed` over X and holds only at this
+The closed form 4 alpha^2 / (M_X M_Y F) is the minimum of `summed` over Y and holds only at this
 minimum.
 """
 
@@ -31,7 +31,7 @@ class MeshBatch:
     fsdp: float
     #: Tensor-parallel ranks Y.
     tensor: float
-    #: Ratio C / W of operations per second to bytes per second of a link.
+    #: Ratio C / W of operations per second to bytes per second of one axis.
     alpha: float
     #: Tokens per device.
     per_device: float
