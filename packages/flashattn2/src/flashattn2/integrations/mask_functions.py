@@ -122,9 +122,9 @@ def _packed_pattern(sequence: Tensor, grid: Grid) -> Pattern | None:
 def _remapped_pattern(function: MaskFunction, positions: Tensor, grid: Grid) -> Pattern | None:
     """Return the pattern of a function of positions that restart in each packed sequence, or None.
 
-    The result has a sequence for each run of consecutive positions.  Suppose that there are several
-    runs and the band has a bound.  Then the result is correct only together with a function that
-    separates the same sequences, which `_intersect` checks.
+    If there are several runs of consecutive positions and the band has a bound, the result has a
+    sequence per run.  It is then correct only together with a function that separates the same
+    sequences, which `_intersect` checks.
     """
     inner = recognize(function, grid)
     if inner is None or inner.sequence is not None or positions.shape[1:] != (grid.kv_length,):
