@@ -355,6 +355,25 @@ def test_rank_named_by_the_collective_is_reported_unchanged(asynchronous: bool) 
         assert "was waiting for the sum of the gradients of" in notes[0]
 
 
+def lose_rank_one_in_join() -> None:
+    # The batch norm's buffers are copied from the last rank with inputs.
+    group = dist.new_group(timeout=timedelta(seconds=2))
+    ddp.consistency.failure_attribution.GRACE_SECONDS = 0.5
+    model = DDP(nn.Sequential(nn.BatchNorm1d(3), nn.Linear(3, 1)), group=group)
+    with model.join():
+        for batch in range(3):
+            if batch == 1 and dist.get_rank() == 1:
+                os._exit(7)
+            model(torch.randn(4, 3)).sum().backward()
+
+
+def test_rank_that_dies_in_join_is_named(backend: str) -> None:
+    survivor = messages(lose_rank_one_in_join, 2)[0]
+    assert "rank 1" in survivor
+    # The backend `collectives` names the lost rank in an earlier call of torch's `Join`.
+    assert backend == "collectives" or "take part in join()" in survivor
+
+
 def lose_the_store(port: int) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.TCPStore("127.0.0.1", port, world, rank == 0, timedelta(seconds=60))

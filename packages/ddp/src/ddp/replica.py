@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Collection, Sequence
+from functools import partial
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch.distributed.algorithms.join import Join
 
 from ddp.autograd.backward_pass import BackwardPass
 from ddp.autograd.parameter_hooks import ParameterHooks
+from ddp.communication import run_collective
 from ddp.compression.cast import Cast
 from ddp.compression.comm_hook import CommHook
 from ddp.compression.sparse import average_sparse
@@ -394,7 +396,12 @@ class Replica:
         """Return the ranks with `is_participating=True`. This is a collective."""
         flags = torch.zeros(self.group.world_size, dtype=torch.int32, device=self.device)
         flags[self.group.rank] = is_participating
-        dist.all_reduce(flags, group=self.group.process_group)
+        run_collective(
+            partial(dist.all_reduce, group=self.group.process_group),
+            flags,
+            "the exchange of which ranks take part in join()",
+            self.failures.attribute_errors,
+        )
         return [rank for rank, flag in enumerate(flags.tolist()) if flag]
 
     def _participation_scale(self, *, is_participating: bool) -> float:

@@ -84,7 +84,7 @@ class Call:
 
     @staticmethod
     def unpack(raw: bytes) -> "Call":
-        """Return the call of a fingerprint."""
+        """Return the call of a fingerprint; the last of `MAX_DIMS` dimensions may be a product."""
         fields = _LAYOUT.unpack(raw)
         kind, dtype, op, algorithm, has_nan, ndim, root, coalesced, digest, *dims = fields
         return Call(
