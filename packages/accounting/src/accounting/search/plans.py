@@ -28,8 +28,8 @@ from accounting.search.time_bound import ROUNDING, TimeBound
 from accounting.time.step import step_time
 from accounting.workload import Workload
 
-#: Fields of a plan that a caller may fix. `devices` is a separate argument. `accumulate_unsharded` is
-#: excluded, because the bounds of the search do not contain unsharded gradients.
+#: Fields of a plan that a caller may fix. `devices` is a separate argument. `accumulate_unsharded`
+#: is excluded, because the bounds of the search do not contain unsharded gradients.
 AXES = tuple(
     field.name for field in fields(Plan) if field.name not in ("devices", "accumulate_unsharded")
 )
