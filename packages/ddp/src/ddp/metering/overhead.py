@@ -31,7 +31,10 @@ def overhead_seconds(
 
 
 def optimal_bucket_bytes(model_bytes: float, bandwidth: float, latency: float) -> float:
-    """Return the bucket size that minimizes `overhead_seconds`: sqrt(s o w) bytes."""
+    """Return the bucket size that minimizes `overhead_seconds`: sqrt(s o w) bytes.
+
+    Raises `ValueError` unless all arguments are positive.
+    """
     _check_positive(model_bytes=model_bytes, bandwidth=bandwidth, latency=latency)
     return math.sqrt(model_bytes * latency * bandwidth)
 
