@@ -205,9 +205,13 @@ def test_stage_boundaries_are_named_by_direction() -> None:
 
 @settings(deadline=None, max_examples=60)
 @given(shapes(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.integers(0, 3))
-def test_wire_is_sum_and_grows_with_the_batch(
+def test_wire_is_sum_and_only_model_parallel_traffic_grows_with_the_batch(
     shape: Transformer, tensor: int, pipeline: int, zero: int
 ) -> None:
     plan = Plan(data=2, tensor=tensor, pipeline=pipeline, zero=zero, microbatches=2)
     small, large = (communication(even(shape), plan, batch=n, seq=8) for n in (4, 8))
-    assert small.wire.total == sum(c.wire for c in small) <= large.wire.total
+    assert small.wire.total == sum(c.wire for c in small)
+    if tensor * pipeline > 1:
+        assert small.wire.total < large.wire.total
+    else:
+        assert small.wire.total == large.wire.total
