@@ -4,7 +4,7 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from collectives.choice import tuning
+from collectives.choice import describe, tuning
 from collectives.shared_memory import engine, segment
 from worker_pool import run_ranks
 
@@ -32,7 +32,9 @@ def apart():
     collectives.all_reduce(torch.ones(10))
     group = collectives.describe()
     assert not group.shared_memory
-    for size, name in group.picks("all_reduce").items():
+    picks = group.picks("all_reduce")
+    assert set(picks) == set(describe.SIZES)
+    for size, name in picks.items():
         assert name == group.models["all_reduce"].choose("all_reduce", size, (1, 1))
     assert group.picks("broadcast") == {}
     with pytest.raises(ValueError, match="got 'allreduce'"):

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.algorithms import dispatch
+from collectives.groups import communicator
 from collectives.shared_memory import engine
 from collectives.shared_memory.arena import ONE_SHOT_BYTES, PIECE_BYTES
 from figures import assert_at_least
@@ -234,20 +235,26 @@ def test_asynchronous_calls_of_all_kinds_keep_their_order(compiled, world):
 
 
 def many_threads():
-    """Wait for each call on one thread and for none on another, with the same group."""
-    if dist.get_world_size() == 1:
-        tensors = [torch.ones(3000) for _ in range(300)]
-        later = threading.Thread(
-            target=lambda: [collectives.all_reduce(t, async_op=True) for t in tensors]
-        )
-        later.start()
-        for _ in range(300):
-            now = torch.full((3000,), 2.0)
-            collectives.all_reduce(now)
-            assert (now == 2).all()
-        later.join()
-        collectives.barrier()
-        assert all((t == 1).all() for t in tensors)
+    """Make synchronous calls on one thread and asynchronous calls on another, with one group."""
+    tensors = [torch.ones(3000) for _ in range(300)]
+    works = []
+
+    def start_calls():
+        works.extend(collectives.all_reduce(tensor, async_op=True) for tensor in tensors)
+
+    calls_before = communicator().operation.number
+    later = threading.Thread(target=start_calls)
+    later.start()
+    for _ in range(300):
+        now = torch.full((3000,), 2.0)
+        collectives.all_reduce(now)
+        assert (now == 2).all()
+    later.join()
+    collectives.barrier()
+    assert len(works) == 300
+    assert all(work.is_success() for work in works)
+    assert all((tensor == 1).all() for tensor in tensors)
+    assert communicator().operation.number == calls_before + 601
 
 
 def test_synchronous_and_asynchronous_threads_share_a_group():
@@ -360,8 +367,6 @@ def test_fault_is_reported_in_time_while_the_caller_computes(how, compiled):
 
 def interrupted():
     """Abort the group while the engine waits for another rank."""
-    from collectives.groups import communicator
-
     comm, store = communicator(), dist.distributed_c10d._get_default_store()
     collectives.barrier()
     tick = comm.topology.arena.tick

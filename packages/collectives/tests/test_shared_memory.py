@@ -10,6 +10,7 @@ import signal
 import subprocess
 import time
 from functools import partial
+from pathlib import Path
 
 import collectives
 import pytest
@@ -143,6 +144,7 @@ def extra_memory():
 
 
 def test_extra_memory_is_at_most_2_mib_for_any_size():
+    assert peak_bytes(lambda: torch.empty(3 << 20, dtype=torch.uint8)) == 3 << 20
     # The arena is created once per group, and is at most a page larger than its chunk.
     assert ARENA_BYTES - CHUNK_BYTES <= 4096
     for extra_bytes in run_ranks(extra_memory, 2):
@@ -188,17 +190,26 @@ def test_size_of_dev_shm_does_not_matter():
     assert run_ranks(tiny_dev_shm, 2) == [([[0, 1]], 2.0 * (1 << 20))] * 2
 
 
-def crash():
+def crash(folder, has_memfd):
+    """Record the paths of the files that this rank maps in memory, and die."""
+    if not has_memfd:
+        del os.memfd_create
     tensor = collectives.shared_empty(1000)
     collectives.all_reduce(tensor)
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    paths = {line[line.index("/") :] for line in lines if "/dev/shm/" in line or "/memfd:" in line}
+    (folder / str(dist.get_rank())).write_text("\n".join(sorted(paths)))
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def test_dev_shm_is_empty_after_a_crash():
-    before = set(os.listdir("/dev/shm"))
-    outcomes = try_ranks(crash, 2)
+@pytest.mark.parametrize("has_memfd", [True, False])
+def test_dev_shm_is_empty_after_a_crash(has_memfd, tmp_path):
+    outcomes = try_ranks(crash, 2, tmp_path, has_memfd)
     assert all(outcome.exit_code == -signal.SIGKILL for outcome in outcomes)
-    assert not {name for name in set(os.listdir("/dev/shm")) - before if "collectives" in name}
+    for rank in range(2):
+        paths = (tmp_path / str(rank)).read_text().splitlines()
+        assert any(("/memfd:" in path) == has_memfd for path in paths)
+        assert not [path for path in paths if Path(path.removesuffix(" (deleted)")).exists()]
 
 
 def open_wrong_addresses():
