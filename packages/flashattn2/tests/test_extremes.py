@@ -127,7 +127,7 @@ def test_meta_tensors_give_shapes_forward_and_backward():
 
 
 @pytest.mark.parametrize(("major", "uses_tma"), [(8, False), (9, True), (10, True), (12, False)])
-def test_gpus_without_warpgroup_products_use_the_tiles_of_ampere(monkeypatch, major, uses_tma):
+def test_gpus_use_tma_tiles_only_with_tma_and_warpgroup_products(monkeypatch, major, uses_tma):
     properties = SimpleNamespace(
         major=major, shared_memory_per_block_optin=99 * 1024, multi_processor_count=84
     )

@@ -142,7 +142,7 @@ def test_any_strides_and_one_head_dimension(machine):
     )
 
 
-def test_nothing_is_read_outside_of_the_tensors(machine):
+def test_empty_tensors_launch_no_program(machine):
     for shape, keys in (((0, 2, 5, 64), 5), ((1, 2, 0, 64), 5), ((1, 2, 5, 64), 0)):
         q, k = (torch.randn(*shape[:2], n, 64).bfloat16() for n in (shape[2], keys))
         out, lse = flash_attention(q, k, k, return_lse=True, backend="gluon")
@@ -319,6 +319,7 @@ BACK_SAMPLE = [{**SAMPLE[0], "deterministic": False}]
 def compiled_code(request):
     """Return the facts of the forward and the backward kernels, compiled by one process."""
     results = compiled(request.param)
+    assert len(results) == len(request.param)
     return {
         "forward": [r for r in results if "deterministic" not in r],
         "backward": [r for r in results if "deterministic" in r],

@@ -1,5 +1,7 @@
 """The Triton kernels in Triton's interpreter have small errors against float64."""
 
+import math
+
 import pytest
 import torch
 from against_float64 import assert_as_good_as_plain
@@ -78,14 +80,27 @@ def test_launch_does_not_call_slow_triton_functions(interpreter, monkeypatch):
         flash_attention_with_kvcache(q[:, :, :1], k, v, cache_seqlens=5, backend="triton")
 
 
-def test_two_deterministic_runs_are_bit_equal(interpreter):
+def test_two_deterministic_runs_are_bit_equal(interpreter, monkeypatch):
+    """The second run executes the programs of each kernel in the reverse order."""
+    from triton.runtime import interpreter as of_triton
+
     interpreter(splits=3)
+    set_grid_idx = of_triton.InterpreterBuilder.set_grid_idx
+    reversed_grids = []
+
+    def set_reversed_idx(builder, *indices):
+        reversed_grids.append(builder.grid_dim)
+        last = [size - 1 for size in builder.grid_dim]
+        set_grid_idx(builder, *(n - i for n, i in zip(last, indices, strict=True)))
+
     q = torch.randn(1, 2, 20, 16, requires_grad=True)
     k, v = torch.randn(2, 1, 1, 70, 16).requires_grad_()
     runs = []
-    for _ in range(2):
+    for order in (set_grid_idx, set_reversed_idx):
+        monkeypatch.setattr(of_triton.InterpreterBuilder, "set_grid_idx", order)
         out = triton(q, k, v, is_causal=True)
         runs.append((out, *torch.autograd.grad(out.sum(), (q, k, v))))
+    assert max(math.prod(grid) for grid in reversed_grids) > 1
     for first, second in zip(*runs, strict=True):
         assert torch.equal(first, second)
 
