@@ -340,7 +340,7 @@ def test_unused_pages_may_have_any_number(interpreter, backend, compiled):
 
 
 @pytest.mark.parametrize("backend", ["auto", "triton"])
-def test_tables_and_lengths_of_any_strides(interpreter, backend):
+def test_strides_of_tables_and_lengths_do_not_change_the_result(interpreter, backend):
     q, k, v, new = pages_of_four()
     table = torch.tensor([[3, 2], [5, 0]], dtype=torch.int32)
     lengths = torch.tensor([5, 5], dtype=torch.int32)
