@@ -312,10 +312,8 @@ def test_pushing_twice_in_a_synchronous_step_is_refused_and_disturbs_nobody():
 
 
 def test_a_finished_or_unknown_worker_cannot_take_part():
-    server, workers = pair(timeout=5.0)
-    server.mark_lost(1, "done")  # so that finishing does not wait
     server, workers = pair(Asynchronous(), allow_missing=True)
-    server.mark_lost(1, "done")
+    server.mark_lost(1, "done")  # so that finishing does not wait
     workers[0].finish()
     with pytest.raises(RuntimeError, match="worker 0 has finished"):
         workers[0].pull()

@@ -48,5 +48,5 @@ def test_accepted_pushes_are_applied_once_and_reads_are_of_one_version(**world):
 @pytest.mark.exhaustive
 @settings(max_examples=10_000, suppress_health_check=list(HealthCheck))
 @given(**WORLDS)
-def test_ten_thousand_schedules(**world):
+def test_accepted_pushes_are_applied_once_in_ten_thousand_schedules(**world):
     simulate(**world)
