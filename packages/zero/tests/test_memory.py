@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from allocator import peak_bytes, peak_of_events
 from zero import FSDP, ShardedOptimizer, memory_report, zero_stage_bytes
-from zero.bench import rivals
+from zero.bench import build
 
 WIDTH = 128
 LAYERS = 4
@@ -114,7 +114,7 @@ def test_a_reused_address_counts_as_released():
 def peaks_beside_torchs_own():
     peaks = {str(stage): peak_bytes(*make_build(stage)(None), loss) for stage in (1, 2, 3)}
     for name in ("ddp", "ddp_zero_redundancy", "fsdp2_layers"):
-        peaks[name] = peak_bytes(*rivals.build(name, make_build(0)(None)[0]), loss)
+        peaks[name] = peak_bytes(*build(name, make_build(0)(None)[0]), loss)
     return peaks
 
 
