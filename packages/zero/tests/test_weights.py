@@ -25,7 +25,6 @@ from zero import (
     save_checkpoint,
 )
 from zero.checkpoint.storage import find
-from zero.checkpoint.weights import DTYPES
 
 save_file = pytest.importorskip("safetensors.torch", reason="the format's own writer").save_file
 
@@ -447,10 +446,10 @@ def damage(path):
         old = str(offsets).replace(" ", "").encode()
         text = good[8 : 8 + size].replace(old, change.replace(" ", "").encode())
         file.write_bytes(len(text).to_bytes(8, "little") + text + good[8 + size :] + b"\0" * 8)
-        with pytest.raises(RuntimeError, match=r"is damaged or truncated: .* has bytes"):
+        with pytest.raises(RuntimeError, match=r"model\.safetensors is damaged"):
             load_checkpoint(path, make(1))
     file.write_bytes(good + b"\0")
-    with pytest.raises(RuntimeError, match="is longer than its tensors"):
+    with pytest.raises(RuntimeError, match=r"model\.safetensors is damaged"):
         load_checkpoint(path, make(1))
     file.write_bytes(good)
     load_checkpoint(path, make(1))
@@ -463,9 +462,7 @@ def damage(path):
 
 def test_damaged_safetensors_are_named(tmp_path):
     save_file(make().state_dict(), tmp_path / "model.safetensors")
-    cut, header, empty, noise = run_ranks(damage, 1, str(tmp_path), timeout=DEADLINE)[0]
-    assert "is damaged or truncated" in cut
-    for message in (header, empty, noise):
+    for message in run_ranks(damage, 1, str(tmp_path), timeout=DEADLINE)[0]:
         assert "model.safetensors is damaged" in message
 
 
@@ -519,17 +516,16 @@ class Buffers(nn.Module):
     def __init__(self, fill=0):
         super().__init__()
         self.linear = nn.Linear(3, 3)
-        for name, dtype in DTYPES.items():
+        dtypes = {*sys.modules["safetensors.torch"]._TYPES.values(), torch.float8_e8m0fnu}
+        for dtype in sorted(dtypes, key=str):
             values = torch.full((4 * dtype.itemsize,), fill, dtype=torch.uint8)
-            self.register_buffer(f"buffer_{name}", values.view(dtype))
+            self.register_buffer(f"buffer_{dtype}".replace(".", "_"), values.view(dtype))
 
 
 def every_dtype(folder):
     """Exchange tensors of every dtype with the format's reference implementation."""
     import safetensors.torch
 
-    assert DTYPES.keys() >= safetensors.torch._TYPES.keys()
-    assert DTYPES["F8_E8M0"] == torch.float8_e8m0fnu
     theirs = Buffers(fill=1)
     if dist.get_rank() == 0:
         safetensors.torch.save_file(theirs.state_dict(), f"{folder}/theirs.safetensors")
@@ -542,7 +538,7 @@ def every_dtype(folder):
         other = ours.state_dict()[name]
         assert other.dtype == value.dtype, name
         assert torch.equal(other.view(torch.uint8), value.view(torch.uint8)), name
-    with pytest.raises(RuntimeError, match="whole bytes per element, got F4 for weight"):
+    with pytest.raises(RuntimeError, match=r"whole bytes per element, got .*float4.* for weight"):
         load_checkpoint(f"{folder}/packed.safetensors", nn.Linear(4, 1))
     counts = nn.Module()
     counts.register_buffer("count", torch.zeros(2, dtype=torch.int8))
