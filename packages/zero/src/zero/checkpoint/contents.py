@@ -10,7 +10,7 @@ return it.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -47,8 +47,7 @@ class Contents:
 
     def shape_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """Return the shape and dtype of a stored tensor of the model."""
-        stored = self.source.tensors[self.model[name]]
-        return stored[0], stored[1]
+        return self.source.tensors[self.model[name]]
 
 
 def read_contents(source: Folder | Weights, names: Collection[str], prefix: str | None) -> Contents:
@@ -171,11 +170,13 @@ class _EntrySorter:
                 name_of[member] = name.removeprefix(strip) if isinstance(name, str) else name
                 self.contents.options[name_of[member]] = options_of(group)
         for parameter, key, stored in self.states:
-            model_name = _find_name(parameter, strip, self.names, name_of)
-            if model_name is None:
+            model_name: str | int = parameter.removeprefix(strip)
+            if parameter.isdigit() and int(parameter) in name_of:
+                model_name = name_of[int(parameter)]
+            elif model_name not in self.names:
                 self.contents.foreign_states.append(stored)
-            else:
-                self.contents.states.setdefault(model_name, []).append((key, stored))
+                continue
+            self.contents.states.setdefault(model_name, []).append((key, stored))
 
 
 def _optimizer_prefixes(entries: Sequence[str], names: set[str]) -> list[str]:
@@ -214,19 +215,6 @@ def _state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
             "model's modules so that one reading fits"
         )
     return best[0]
-
-
-def _find_name(
-    parameter: str, strip: str, names: set[str], name_of: Mapping[Any, str | int]
-) -> str | int | None:
-    """Return the model's name of a stored parameter, or its number; None if it is unknown.
-
-    name_of: maps the members of the stored groups to their names, or to themselves.
-    """
-    if parameter.isdigit() and int(parameter) in name_of:
-        return name_of[int(parameter)]
-    name = parameter.removeprefix(strip)
-    return name if name in names else None
 
 
 def _find_prefix(stored: Collection[str], names: Collection[str]) -> str:

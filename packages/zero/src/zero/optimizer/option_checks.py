@@ -22,11 +22,51 @@ from zero.process_groups import Communicator
 CHECKSUM_BITS = 32
 
 
-#: The names and rounded values of options.
-Options = list[tuple[str, str]]
+class OptionCheck:
+    """The options of one optimizer that the program has changed since the last step."""
+
+    def __init__(self) -> None:
+        #: The names and rounded values of options.
+        self._after_step: list[tuple[str, str]] = []
+        self._changes: list[tuple[str, str]] = []
+
+    def record_step(self, optimizer: torch.optim.Optimizer) -> None:
+        """Record the options at the end of a step, to which the next step compares them."""
+        self._after_step = _option_numbers(optimizer)
+
+    def flags(self, optimizer: torch.optim.Optimizer) -> list[bool]:
+        """Return the bits of a checksum of the changes, followed by the inverted bits."""
+        numbers = _option_numbers(optimizer)
+        self._changes = [option for option in numbers if option not in self._after_step]
+        checksum = zlib.crc32(repr(self._changes).encode())
+        bits = [bool(checksum >> bit & 1) for bit in range(CHECKSUM_BITS)]
+        return [*bits, *(not bit for bit in bits)]
+
+    def check_alike(self, communicator: Communicator, anywhere: Sequence[bool]) -> None:
+        """Raise RuntimeError if options differ between ranks.
+
+        anywhere: the element-wise OR of all ranks' `flags()`.
+        """
+        ones = anywhere[:CHECKSUM_BITS]
+        zeros = anywhere[CHECKSUM_BITS:]
+        if not any(is_one and is_zero for is_one, is_zero in zip(ones, zeros, strict=True)):
+            return
+        # Every rank has the same flags, so every rank calls this collective.
+        everyone = communicator.gather_objects(self._changes)
+        different = [
+            f"rank {rank} has set {name} to {value}"
+            for rank, options in enumerate(everyone)
+            for name, value in options
+            if any((name, value) not in others for others in everyone)
+        ]
+        raise RuntimeError(
+            "the optimizer's options differ between ranks, so shards would be stepped differently; "
+            f"since the last step {', '.join(different)}: step schedulers equally often on every "
+            "rank, also after Join, and pass them a loss that is averaged over the ranks"
+        )
 
 
-def option_numbers(optimizer: torch.optim.Optimizer) -> Options:
+def _option_numbers(optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
     """Return the options in the optimizer's `defaults` that are numbers or lists of numbers."""
     numbers = []
     for index, group in enumerate(optimizer.param_groups):
@@ -42,41 +82,3 @@ def option_numbers(optimizer: torch.optim.Optimizer) -> Options:
                 rounded = ", ".join(f"{float(entry):.9g}" for entry in entries)
                 numbers.append((f"{key} of group {index}", rounded))
     return numbers
-
-
-def changed_options(optimizer: torch.optim.Optimizer, after_step: Options) -> Options:
-    """Return the options that are not in `after_step`, the options after the last step."""
-    return [option for option in option_numbers(optimizer) if option not in after_step]
-
-
-def option_flags(changes: Options) -> list[bool]:
-    """Return the bits of a checksum of the changes, followed by the inverted bits."""
-    checksum = zlib.crc32(repr(changes).encode())
-    bits = [bool(checksum >> bit & 1) for bit in range(CHECKSUM_BITS)]
-    return [*bits, *(not bit for bit in bits)]
-
-
-def check_options_alike(
-    anywhere: Sequence[bool], changes: Options, communicator: Communicator
-) -> None:
-    """Raise RuntimeError if options differ between ranks.
-
-    anywhere: the element-wise OR of all ranks' `option_flags`.
-    """
-    ones = anywhere[:CHECKSUM_BITS]
-    zeros = anywhere[CHECKSUM_BITS:]
-    if not any(is_one and is_zero for is_one, is_zero in zip(ones, zeros, strict=True)):
-        return
-    # Every rank has the same flags, so every rank calls this collective.
-    everyone = communicator.gather_objects(changes)
-    different = [
-        f"rank {rank} has set {name} to {value}"
-        for rank, options in enumerate(everyone)
-        for name, value in options
-        if any((name, value) not in others for others in everyone)
-    ]
-    raise RuntimeError(
-        "the optimizer's options differ between ranks, so shards would be stepped differently; "
-        f"since the last step {', '.join(different)}: step schedulers equally often on every "
-        "rank, also after Join, and pass them a loss that is averaged over the ranks"
-    )

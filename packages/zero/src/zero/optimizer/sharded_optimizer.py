@@ -34,13 +34,7 @@ from zero.optimizer.optimizer_kinds import (
     check_constructed,
     how_to_split,
 )
-from zero.optimizer.option_checks import (
-    Options,
-    changed_options,
-    check_options_alike,
-    option_flags,
-    option_numbers,
-)
+from zero.optimizer.option_checks import OptionCheck
 from zero.optimizer.parameter_groups import (
     check_groups_unchanged,
     check_in_one_group,
@@ -130,7 +124,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._num_steps = 0
         #: True from the start of the inner optimizer's step until `step()` returns.
         self._is_step_incomplete = False
-        self._options_after_step: Options = []
+        self._option_check = OptionCheck()
         self.inner: torch.optim.Optimizer
         # Some optimizers have required options that are set per group.
         first_options = options_of(params[0]) if isinstance(params[0], dict) else {}
@@ -231,7 +225,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         _step_without_hooks(self.inner, **kwargs)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
-        self._options_after_step = option_numbers(self)
+        self._option_check.record_step(self)
         self._copy_stored_gradients()
         self.flat.restore_shards()
         self.flat.gather()
@@ -355,9 +349,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
         Return the parameters that have a gradient on any rank.
         """
-        changes = changed_options(self, self._options_after_step)
-        check = partial(check_options_alike, changes=changes, communicator=self.communicator)
-        used = self.reducer.finish(option_flags(changes), check)
+        check = partial(self._option_check.check_alike, self.communicator)
+        used = self.reducer.finish(self._option_check.flags(self), check)
         self._check_equal_on_all_ranks()
         for parameter, piece, shard, bucket in self.flat.shards:
             # The caller may have set attributes since the last step, such as a learning rate.
