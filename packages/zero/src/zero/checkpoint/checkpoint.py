@@ -27,8 +27,8 @@ from zero.checkpoint.ownership import Part, Slot, group_names, model_parts, slot
 from zero.checkpoint.storage import HEADER, find, fingerprint, together, write_folder
 from zero.checkpoint.weights import check_format, find_weights
 from zero.optimizer.optimizer_trial import check_state
+from zero.optimizer.parameter_groups import options_of
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.optimizer.state_dict import options_of
 
 
 def save_checkpoint(

@@ -20,7 +20,7 @@ from zero.checkpoint import checksums
 from zero.checkpoint.ownership import Part
 from zero.checkpoint.storage import HEADER, Folder
 from zero.checkpoint.weights import Weights
-from zero.optimizer.state_dict import options_of
+from zero.optimizer.parameter_groups import options_of
 
 #: The version of the format that `save_checkpoint` writes, and the only one that is loaded.
 VERSION = 4

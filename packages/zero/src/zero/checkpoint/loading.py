@@ -7,6 +7,7 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -24,8 +25,8 @@ from zero.checkpoint.ownership import (
 from zero.checkpoint.storage import Folder
 from zero.dtensors import Run, has_elements
 from zero.optimizer.optimizer_kinds import ELEMENTWISE
+from zero.optimizer.parameter_groups import number_parameters, options_of
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.optimizer.state_dict import number_parameters, options_of
 from zero.process_groups import check_separate_elements
 
 
@@ -277,13 +278,11 @@ def _can_load(saved: torch.dtype, current: torch.dtype) -> bool:
     """
     if saved == current or (saved.is_floating_point and current.is_floating_point):
         return True
-    dtypes = (saved, current)
-    if current == torch.bool or any(d.is_floating_point or d.is_complex for d in dtypes):
+    if any(dtype.is_floating_point or dtype.is_complex for dtype in (saved, current)):
         return False
-    if saved == torch.bool:
-        return True
-    old, new = torch.iinfo(saved), torch.iinfo(current)
-    return new.min <= old.min and old.max <= new.max
+    return np.can_cast(
+        torch.empty(0, dtype=saved).numpy().dtype, torch.empty(0, dtype=current).numpy().dtype
+    )
 
 
 def _options_of_groups(

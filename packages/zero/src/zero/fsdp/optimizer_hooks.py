@@ -31,9 +31,12 @@ from zero.optimizer.optimizer_kinds import (
     how_to_split,
     options_from,
 )
-from zero.optimizer.option_checks import OptionCheck
-from zero.optimizer.parameter_groups import check_not_replaced, is_same_list
-from zero.optimizer.state_dict import options_of
+from zero.optimizer.parameter_groups import (
+    OptionCheck,
+    check_not_replaced,
+    is_same_list,
+    options_of,
+)
 from zero.partition import by_parameter
 from zero.process_groups import Communicator
 

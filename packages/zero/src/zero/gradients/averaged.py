@@ -9,8 +9,18 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zero.gradients.reductions import PartialGradient, gather_runs, norms, reduce, unscale
-from zero.gradients.rules import REMEDY, UNSCALE, aten, is_elementwise, reduces_all_elements
+from zero.gradients.reductions import (
+    REMEDY,
+    UNSCALE,
+    PartialGradient,
+    aten,
+    gather_runs,
+    is_elementwise,
+    norms,
+    reduce,
+    reduces_all_elements,
+    unscale,
+)
 
 #: Elements `start` to `stop` of a flattened tensor, and their values.
 LocalRun = tuple[int, int, Tensor]

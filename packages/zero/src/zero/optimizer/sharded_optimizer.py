@@ -34,18 +34,18 @@ from zero.optimizer.optimizer_kinds import (
     check_constructed,
     how_to_split,
 )
-from zero.optimizer.option_checks import OptionCheck
 from zero.optimizer.parameter_groups import (
+    OptionCheck,
     check_groups_unchanged,
     check_in_one_group,
     check_ordered,
     check_state_keys,
     check_without_owner,
     named_members,
+    options_of,
     read_group,
     set_owner,
 )
-from zero.optimizer.state_dict import dtensor_state_dict, load_state_dict, options_of
 from zero.optimizer.uneven_inputs import UnevenInputs
 from zero.parameter_checks import check_equal_on_all_ranks, check_shardable
 from zero.process_groups import Collective, Communicator, Group
@@ -259,9 +259,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         check_groups_unchanged(self.param_groups, self._parameters_of_group)
-        state_dict = dtensor_state_dict(
-            self.param_groups, self.flat.shards, self.inner, self.communicator
-        )
+        state_dict = self.flat.state_dict(self.param_groups, self.inner)
         for hook in self._optimizer_state_dict_post_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -275,7 +273,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        load_state_dict(self.param_groups, self.flat.shards, self.inner, state_dict)
+        self.flat.load_state_dict(self.param_groups, self.inner, state_dict)
         self.expose_inner_state()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
