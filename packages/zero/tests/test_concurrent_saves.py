@@ -192,9 +192,9 @@ def die_at(path, moment):
 
         Path.rename = rename_and_die
         if moment == KILLED_AT[0]:
-            storage.Writer.write = lambda self: os._exit(3)
+            storage.FileSystemWriter.write_data = lambda *arguments: os._exit(3)
         if moment == KILLED_AT[1]:
-            storage.Writer.publish = lambda self: os._exit(3)
+            storage._publish = lambda *arguments: os._exit(3)
     save_checkpoint(path, model)
 
 

@@ -155,7 +155,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
 
 
 class FullTensorExchange:
-    """Tensors of one dtype that are full on their owner rank while an optimizer steps.
+    """Tensors that are full on their owner rank while an optimizer steps.
 
     earlier_owners: the owners of shards that have been stepped before.
     """
@@ -246,16 +246,15 @@ class ShardOptimizer:
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Determine which parameters must be full in a step, and shard loaded state."""
-        kinds: dict[tuple[Communicator, torch.dtype], list[ShardedParameter]] = {}
+        exchanged: dict[Communicator, list[ShardedParameter]] = {}
         for group in optimizer.param_groups:
             entries = [sharded for p in group["params"] if (sharded := find_sharded(p))]
             if entries and _needs_full_tensors(optimizer, group, entries):
                 for parameter in entries:
-                    kind = parameter.unit.communicator, parameter.shard.dtype
-                    kinds.setdefault(kind, []).append(parameter)
+                    exchanged.setdefault(parameter.unit.communicator, []).append(parameter)
         self.exchanges = [
             FullTensorExchange(communicator, entries, self._owner)
-            for (communicator, _), entries in kinds.items()
+            for communicator, entries in exchanged.items()
         ]
         for exchange in self.exchanges:
             self._owner |= exchange.owner
@@ -298,13 +297,11 @@ class ShardOptimizer:
         sharded = find_sharded(parameter)
         if sharded is None:
             return Run(0, parameter.numel(), parameter.shape)
-        for exchange in self.exchanges:
-            owner = exchange.owner.get(parameter)
-            if owner == exchange.communicator.rank:
-                return Run(0, sharded.shape.numel(), sharded.shape)
-            if owner is not None:
-                return None
-        return Run(sharded.start, sharded.stop, parameter.shape)
+        owner = self._owner.get(parameter)
+        if owner is None:
+            return Run(sharded.start, sharded.stop, parameter.shape)
+        is_owner = owner == sharded.unit.communicator.rank
+        return Run(0, sharded.shape.numel(), sharded.shape) if is_owner else None
 
     def _save_rows(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import zlib
-from collections.abc import Container, Iterable, Reversible, Sequence, Set
+from collections.abc import Iterable, Reversible, Sequence, Set
 from itertools import zip_longest
 from numbers import Real
 from typing import Any
@@ -144,17 +144,6 @@ def check_groups_unchanged(
 def is_same_list(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     """Return True if two lists have the same tensors in the same order."""
     return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
-
-
-def check_state_keys(state: Iterable[Any], parameters: Container[Any]) -> None:
-    """Raise RuntimeError if the caller has stored state under a parameter."""
-    for key in state:
-        if key in parameters:
-            raise RuntimeError(
-                "expected the shards of parameters as the keys of `state`, got a parameter of "
-                f"shape {tuple(key.shape)}, whose entry would have no effect: change the entries "
-                "in state.values() in place, clear `state`, or use load_state_dict()"
-            )
 
 
 class OptionCheck:

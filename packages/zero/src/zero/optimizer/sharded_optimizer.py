@@ -39,7 +39,6 @@ from zero.optimizer.parameter_groups import (
     check_groups_unchanged,
     check_in_one_group,
     check_ordered,
-    check_state_keys,
     check_without_owner,
     named_members,
     options_of,
@@ -340,7 +339,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "expected `state` to be changed in place, got another object: use state.clear() "
                 "or load_state_dict()"
             )
-        check_state_keys(self.inner.state, self.flat.views)
+        for key in self.inner.state:
+            if key in self.flat.views:
+                raise RuntimeError(
+                    "expected the shards of parameters as the keys of `state`, got a parameter of "
+                    f"shape {tuple(key.shape)}, whose entry would have no effect: change the "
+                    "entries in state.values() in place, clear `state`, or use load_state_dict()"
+                )
 
     def _assign_gradients(self) -> set[nn.Parameter]:
         """Assign this rank's averaged gradients to the inner optimizer's parameters.
