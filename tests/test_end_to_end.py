@@ -16,7 +16,7 @@ from figures import assert_at_most
 from llmsys_suite import cli
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import VARIANT_NAMES
-from llmsys_suite.report.tables import evidence_of, planned
+from llmsys_suite.report.sections import evidence_of, planned
 
 LLMSYS = [sys.executable, "-m", "llmsys_suite"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]

@@ -135,7 +135,8 @@ class RunFolder:
 
     def seal(self) -> None:
         """Write the format and the digest of every file to the manifest."""
-        digests = {name: _digest(self.path / name) for name in self._files()}
+        files = sorted(path for path in self.path.iterdir() if path.is_file())
+        digests = {path.name: _digest(path) for path in files if path.name != MANIFEST}
         self.write_json(MANIFEST, {"format": FORMAT, "files": digests})
 
     def require_whole(self) -> None:
@@ -181,11 +182,6 @@ class RunFolder:
                 except json.JSONDecodeError:
                     break
         return rows
-
-    def _files(self) -> list[str]:
-        return sorted(
-            path.name for path in self.path.iterdir() if path.is_file() and path.name != MANIFEST
-        )
 
 
 def claim(config: RunConfig) -> RunConfig:

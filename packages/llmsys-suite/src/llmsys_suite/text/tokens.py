@@ -56,7 +56,8 @@ class PairCodec:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._tokenizer: Any = _library().Tokenizer.from_file(str(path))
+            library = importlib.import_module("tokenizers")
+            self._tokenizer: Any = library.Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain exceptions
             raise UsageError(f"{path} is not a file of the package tokenizers: {error}") from None
         # Files of other models may truncate long inputs and pad short ones, which would change the
@@ -176,7 +177,7 @@ def _train(text: Text, vocabulary: int) -> Any:
 
     Its vocabulary has all bytes and the most frequent pairs of tokens.
     """
-    library = _library()
+    library = importlib.import_module("tokenizers")
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -189,9 +190,3 @@ def _train(text: Text, vocabulary: int) -> Any:
     sample = (line.decode(errors="replace") for batch in batches for line in batch)
     tokenizer.train_from_iterator(sample, trainer)
     return tokenizer
-
-
-def _library() -> Any:
-    for name in ("models", "pre_tokenizers", "decoders", "trainers"):
-        importlib.import_module(f"tokenizers.{name}")
-    return importlib.import_module("tokenizers")

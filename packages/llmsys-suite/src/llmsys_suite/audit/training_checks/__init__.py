@@ -18,7 +18,6 @@ GROUPS: tuple[Callable[[Record], Iterator[Check]], ...] = (
     plan.memory,
     plan.communication,
     plan.rates,
-    data.configuration,
     data.text,
     data.rows,
     weights.initial_weights,
