@@ -4,8 +4,7 @@
 
 `scaling.sweep_learning_rate` calls a function that returns the final loss for a rate, a batch size
 and a seed. Here this function trains a decoder on text. As long as the noise of the gradient limits
-a step, a larger batch allows a higher rate. `scaling.fit_rate_law` estimates up to which batch size
-from the best rates of at least five batch sizes.
+a step, a larger batch allows a higher rate.
 """
 
 import torch

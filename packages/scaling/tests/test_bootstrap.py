@@ -8,17 +8,15 @@ from scaling import (
     fit_parametric,
     isoflop_runs,
     load_runs,
-    loss_at,
-    optimum,
 )
+from scaling.law import loss_of, optima_of
 from scaling.synthetic import CHINCHILLA
-from scaling.uncertainty.quantity import named_quantity
 
-QUANTITIES = [
-    named_quantity("alpha"),
-    named_quantity("exponent"),
-    optimum("parameters", 1e24),
-    loss_at(1e11, 1e13),
+TARGETS = [
+    "alpha",
+    "exponent",
+    lambda constants: optima_of(constants, 1e24)[0],
+    lambda constants: loss_of(constants, 1e11, 1e13),
 ]
 
 
@@ -36,12 +34,17 @@ def fit():
     ],
 )
 def test_bootstrap_intervals_cover_the_truth_in_95_percent_of_synthetic_tables(sets, least, most):
-    truths = [float(q.evaluate(CHINCHILLA.constants[None])[0]) for q in QUANTITIES]
-    covered = np.zeros(len(QUANTITIES))
+    truths = [
+        CHINCHILLA.alpha,
+        CHINCHILLA.exponent,
+        CHINCHILLA.optimal(1e24).parameters,
+        CHINCHILLA.predict(1e11, 1e13),
+    ]
+    covered = np.zeros(len(TARGETS))
     for seed in range(sets):
         fit = fit_parametric(isoflop_runs(noise=5e-3, seed=seed))
         resampled = bootstrap(fit, resamples=120, seed=seed)
-        covered += [t in resampled.interval(q) for t, q in zip(truths, QUANTITIES, strict=True)]
+        covered += [t in resampled.interval(q) for t, q in zip(truths, TARGETS, strict=True)]
     assert (covered >= least).all(), covered
     assert (covered <= most).all(), covered
 
@@ -61,7 +64,10 @@ def test_resample_equals_fit_of_repeated_runs(fit):
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 def test_runs_with_a_common_error_are_resampled_together():
     """All runs of a budget have the same error, so 72 runs are worth nine."""
-    target = loss_at(1e10, 2e11)
+
+    def target(constants):
+        return loss_of(constants, 1e10, 2e11)
+
     covered = {None: 0, "budget": 0}
     truth = CHINCHILLA.predict(1e10, 2e11)
     for seed in range(10):

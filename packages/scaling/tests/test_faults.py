@@ -10,12 +10,8 @@ from scaling import (
     effective_speedup,
     fit_isoflop,
     fit_parametric,
-    fit_rate_law,
-    gradient_noise_scale,
     isoflop_runs,
     load_runs,
-    loss_at,
-    optimum,
     plot,
     sweep_learning_rate,
 )
@@ -154,9 +150,8 @@ def test_losses_that_rise_with_compute_do_not_give_negative_sizes():
         (lambda f: f.runs.without_highest(100), "72 runs, got count = 100"),
         (lambda f: f.optimal(math.inf), "compute = inf"),
         (lambda f: fit_isoflop(f.runs).optimal(math.nan), "compute = nan"),
-        (lambda f: optimum("loss", -1.0), "compute = -1.0"),
-        (lambda f: loss_at(-1.0, 1e9), "parameters = -1.0"),
-        (lambda f: fit_isoflop(f.runs, degree=1), "degree = 1"),
+        (lambda f: f.posterior.optimal(-1.0), "compute = -1.0"),
+        (lambda f: f.predict(-1.0, 1e9), "parameters = -1.0"),
         (lambda f: fit_isoflop(f.runs, nearest=2), "nearest = 2"),
         (lambda f: fit_isoflop(f.runs, nearest=5.5), "an integer >= 3, got nearest = 5.5"),
         (lambda f: load_runs(GOOD, units={"parameters": "1e6"}), "positive number, got '1e6'"),
@@ -180,10 +175,6 @@ def test_losses_that_rise_with_compute_do_not_give_negative_sizes():
                 {"rates": [1.0], "batch_sizes": [0, 1]},
             )
         ),
-        (lambda f: gradient_noise_scale([1, 2], [1.0, math.nan]), "must be positive and finite"),
-        (lambda f: fit_rate_law([1, 2], [1, 2]), "five or more batch sizes"),
-        (lambda f: gradient_noise_scale([4, 4], [1, 1]), "two different ones"),
-        (lambda f: gradient_noise_scale([8, 16], [1.0, 1.5]), "rise with the batch sizes"),
     ],
 )
 def test_bad_arguments_are_refused_with_their_value(call, message):

@@ -24,7 +24,7 @@ from scaling import (
     report,
 )
 from scaling.__main__ import main
-from scaling.fit.identifiability import MIN_SINGULAR_VALUE, design_defect, singular_values
+from scaling.fit.identifiability import MIN_SINGULAR_VALUE, singular_values, why_not_identified
 
 LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
 SIZES = np.geomspace(3e7, 3e9, 12)
@@ -205,7 +205,7 @@ def test_intervals_of_designs_near_the_bound_cover_the_truth():
 def test_published_designs_are_far_from_the_bound():
     for options in ({}, {"span": 10}, {"budgets": [1e18, 1e19], "per_budget": 4}):
         runs = isoflop_runs(LAW, **options)
-        assert design_defect(runs.parameters, runs.tokens) == ""
+        assert why_not_identified(runs.parameters, runs.tokens) == ""
         x, y = np.log([runs.parameters, runs.tokens])
         x, y = x - x.mean(), y - y.mean()
         assert singular_values(np.stack([x, y, x**2 / 2, y**2 / 2])).min() > 10 * MIN_SINGULAR_VALUE

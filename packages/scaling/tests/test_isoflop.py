@@ -60,8 +60,8 @@ def test_common_shape_halves_the_error_of_a_parabola_per_budget():
     truth = np.log(law.optimal(1e24).parameters)
     for seed in range(8):
         runs = isoflop_runs(law, noise=1e-3, seed=seed)
-        for name, degree in (("shared", None), ("plain", 2)):
-            best = quiet(runs, degree=degree).optimal(1e24)
+        for name, nearest in (("shared", None), ("plain", 8)):
+            best = quiet(runs, nearest=nearest).optimal(1e24)
             error[name].append(np.log(best.parameters) - truth)
     rms = {name: np.sqrt(np.mean(np.square(e))) for name, e in error.items()}
     assert rms["shared"] < 0.5 * rms["plain"]
@@ -85,8 +85,8 @@ def test_exact_parabola_is_recovered():
     n = np.concatenate([c**0.5 * np.exp(u) for c in (1e18, 1e20, 1e22)])
     loss = np.concatenate([3 + 0.1 * (u - 0.2) ** 2] * 3)
     runs = load_runs({"N": n, "C": np.repeat([1e18, 1e20, 1e22], 6), "loss": loss})
-    for degree, within in ((2, 1e-8), (None, 1e-5)):
-        fit = quiet(runs, degree=degree)
+    for nearest, within in ((6, 1e-8), (None, 1e-5)):
+        fit = quiet(runs, nearest=nearest)
         assert fit.exponent == pytest.approx(0.5, abs=1e-9)
         assert fit.optimal(1e24).parameters == pytest.approx(1e12 * np.exp(0.2), rel=within)
         assert [v.loss for v in fit.valleys] == pytest.approx([3, 3, 3])
@@ -107,7 +107,7 @@ def test_minimum_at_an_edge_and_coarse_grid_are_reported():
     assert "compute = 6e+18 (rows 1, 2, 3," in str(caught[0].message)
     assert "at an edge of 'parameters'" in str(caught[0].message)
     with pytest.warns(ScalingWarning, match="'parameters' 3.42x apart"):
-        fit_isoflop(isoflop_runs(per_budget=4), degree=2)
+        fit_isoflop(isoflop_runs(per_budget=4), nearest=100)
 
 
 def test_groups_that_are_not_one_budget_are_reported():
@@ -155,7 +155,7 @@ def test_exponent_interval_covers_the_truth():
 SKEWED = Law(1.8, 300, 900, 0.25, 0.45)
 
 
-def coverage(law, sets, degree=None, **grid):
+def coverage(law, sets, nearest=None, **grid):
     """Return how many intervals of noise alone cover the best size at 1e24, and the RMS error.
 
     The drift is set to zero, because these runs follow the law.
@@ -164,10 +164,10 @@ def coverage(law, sets, degree=None, **grid):
     inside = 0
     errors = []
     for seed in range(sets):
-        if law == CHINCHILLA and degree is None and not grid:
+        if law == CHINCHILLA and nearest is None and not grid:
             fit = noisy_fit(seed)
         else:
-            fit = quiet(isoflop_runs(law, noise=3e-3, seed=seed, **grid), degree=degree)
+            fit = quiet(isoflop_runs(law, noise=3e-3, seed=seed, **grid), nearest=nearest)
         fit = dataclasses.replace(fit, drift=0.0)
         with warnings.catch_warnings():
             # At four runs per budget some intervals are so wide that they issue a warning.
@@ -209,7 +209,7 @@ def test_wide_and_off_center_grids_do_not_bias_the_common_shape():
     """A parabola is biased on such grids, with a narrow interval (arXiv 2603.22339)."""
     grid = {"budgets": np.geomspace(6e18, 3e21, 6), "per_budget": 6}
     inside, error = coverage(SKEWED, 40, **grid, span=100.0)
-    plain, biased = coverage(SKEWED, 40, 2, **grid, span=100.0)
+    plain, biased = coverage(SKEWED, 40, 100, **grid, span=100.0)
     assert inside >= 33
     assert plain < 33
     assert error < 0.6 * biased
@@ -229,7 +229,7 @@ def test_isoflop_intervals_cover_the_truth_on_any_grid(law, per_budget, budgets)
     grid = {"budgets": np.geomspace(6e18, 3e21, budgets), "per_budget": per_budget, "span": 25.0}
     inside, error = coverage(law, 600, **grid)
     assert 0.92 * 600 <= inside <= 0.98 * 600
-    assert error <= (1.02 if per_budget > 4 else 1.08) * coverage(law, 600, 2, **grid)[1]
+    assert error <= (1.02 if per_budget > 4 else 1.08) * coverage(law, 600, 100, **grid)[1]
 
 
 def test_three_runs_per_budget_use_plain_parabolas_with_a_warning():
@@ -255,15 +255,15 @@ def test_seeds_of_one_size_are_one_point_of_the_grid(grid, message):
     assert any(message in doubt for doubt in quiet(runs).warnings)
 
 
-@pytest.mark.parametrize("degree", [None, 2])
-def test_equal_losses_of_a_budget_have_no_valley(degree):
+@pytest.mark.parametrize("nearest", [None, 8])
+def test_equal_losses_of_a_budget_have_no_valley(nearest):
     """Rounding would determine the bottom, with an interval of no width."""
     runs = isoflop_runs()
     rounded = dataclasses.replace(runs, loss=np.where(runs.compute < 1e19, 3.0, runs.loss))
-    fit = quiet(rounded, degree=degree)
+    fit = quiet(rounded, nearest=nearest)
     assert any("equal losses do not fix a valley; left out" in m for m in fit.warnings)
     assert len(fit.valleys) == 8
-    nowhere = quiet(dataclasses.replace(runs, loss=np.full(72, 3.0)), degree=degree)
+    nowhere = quiet(dataclasses.replace(runs, loss=np.full(72, 3.0)), nearest=nearest)
     assert "equal losses do not fix a valley" in nowhere.unidentified
 
 
@@ -279,9 +279,9 @@ def test_shape_at_its_bound_is_reported_and_not_used():
     assert fit.valleys[0].shape is None
 
 
-@pytest.mark.parametrize("degree", [None, 2])
+@pytest.mark.parametrize("nearest", [None, 8])
 @pytest.mark.parametrize("trend", [0.0, 0.1])
-def test_best_tokens_follow_the_runs_if_compute_is_not_6_n_d(degree, trend):
+def test_best_tokens_follow_the_runs_if_compute_is_not_6_n_d(nearest, trend):
     """Attention and embeddings cost 1.3 times 6 N D, and less for larger models."""
     exact = isoflop_runs()
     more = 1.3 * (exact.parameters / 1e9) ** -trend
@@ -290,16 +290,16 @@ def test_best_tokens_follow_the_runs_if_compute_is_not_6_n_d(degree, trend):
     columns = {"N": exact.parameters, "C": exact.compute, "loss": loss}
     with pytest.warns(ScalingWarning, match="not 6 N D"):
         runs = load_runs({**columns, "D": tokens})
-    best = quiet(runs, degree=degree).optimal(3e21)
-    assumed = quiet(load_runs(columns), degree=degree).optimal(3e21)
+    best = quiet(runs, nearest=nearest).optimal(3e21)
+    assumed = quiet(load_runs(columns), nearest=nearest).optimal(3e21)
     assert best.parameters == assumed.parameters
     ratio = 1.3 * (best.parameters / 1e9) ** -trend
     assert best.tokens == pytest.approx(assumed.tokens / ratio, rel=0.02)
     for name, of in (("tokens", best), ("parameters", best)):
         assert getattr(of, name) in of.intervals[name]
     # Beyond the largest budget its ratio is used.
-    beyond = quiet(runs, degree=degree).optimal(3e22)
-    last = quiet(runs, degree=degree).valleys[-1]
+    beyond = quiet(runs, nearest=nearest).optimal(3e22)
+    last = quiet(runs, nearest=nearest).valleys[-1]
     assert 3e22 / (beyond.parameters * beyond.tokens) == pytest.approx(
         last.compute / (last.parameters * last.tokens)
     )

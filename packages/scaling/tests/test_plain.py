@@ -40,7 +40,7 @@ def test_parametric_fit_is_not_worse_than_minimal_implementation(runs):
     assert best in fit.optimal(1e24).intervals["parameters"]
 
 
-def test_minimal_isoflop_fit_is_degree_two(runs):
+def test_minimal_isoflop_fit_is_a_parabola_of_all_runs(runs):
     scale, exponent = plain.isoflop_law(runs.parameters, runs.loss, runs.compute)
-    fit = fit_isoflop(runs, degree=2)
+    fit = fit_isoflop(runs, nearest=100)
     assert (fit.scale, fit.exponent) == pytest.approx((scale, exponent), rel=1e-6)

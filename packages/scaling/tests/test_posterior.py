@@ -7,17 +7,14 @@ import numpy as np
 import pytest
 from scaling import (
     Law,
-    Quantity,
     ScalingWarning,
     bootstrap,
     fit_parametric,
     isoflop_runs,
     load_runs,
-    loss_at,
-    optimum,
 )
-from scaling.uncertainty.noise import fit_noise, huber_efficiency
-from scaling.uncertainty.quantity import named_quantity
+from scaling.law import loss_of, optima_of
+from scaling.uncertainty.posterior import fit_noise, huber_efficiency
 from scipy.optimize import least_squares
 from scipy.special import stdtrit
 from scipy.stats import norm
@@ -27,12 +24,17 @@ LAWS = (
     Law(1.8172, 482.01, 2085.43, 0.3478, 0.3658),
     Law(1.5, 100, 5000, 0.25, 0.42),
 )
-QUANTITIES = [
-    named_quantity("alpha"),
-    named_quantity("exponent"),
-    optimum("parameters", 1e24),
-    loss_at(1e11, 1e13),
-]
+
+
+def best_size(compute):
+    return lambda constants: optima_of(constants, compute)[0]
+
+
+def loss_at(parameters, tokens):
+    return lambda constants: loss_of(constants, parameters, tokens)
+
+
+TARGETS = ["alpha", "exponent", best_size(1e24), loss_at(1e11, 1e13)]
 
 
 def log_width(interval):
@@ -41,7 +43,10 @@ def log_width(interval):
 
 def test_quantity_that_is_nan_for_a_law_is_refused():
     fit = fit_parametric(isoflop_runs(noise=5e-3))
-    undefined = Quantity("undefined", lambda constants: np.where(constants[:, 3] < 0.35, np.nan, 1))
+
+    def undefined(constants):
+        return np.where(constants[:, 3] < 0.35, np.nan, 1)
+
     for sample in (fit.posterior, bootstrap(fit, resamples=100)):
         with pytest.raises(ValueError, match="expected a number for every resample, got NaN for"):
             sample.interval(undefined)
@@ -53,7 +58,7 @@ def test_posterior_and_bootstrap_agree_for_normal_errors():
     for seed in range(6):
         fit = fit_parametric(isoflop_runs(noise=5e-3, seed=seed, per_budget=24), "squares")
         resampled = bootstrap(fit, resamples=400)
-        for target in QUANTITIES:
+        for target in TARGETS:
             widths = [log_width(of.interval(target)) for of in (resampled, fit.posterior)]
             ratios.append(widths[0] / widths[1])
     np.testing.assert_allclose(np.reshape(ratios, (6, -1)).mean(0), 1, atol=0.1)
@@ -97,7 +102,7 @@ def test_interval_is_that_of_the_profile_likelihood(law, budgets, per_budget):
     threshold = stdtrit(len(x) - 5, 0.975)
     for target, squares_at in (
         ("alpha", squares_at_alpha),
-        (optimum("parameters", compute), squares_at_size),
+        (best_size(compute), squares_at_size),
     ):
         interval = fit.posterior.interval(target)
         for end in (interval.low, interval.high):
@@ -129,10 +134,10 @@ def test_intervals_of_few_runs_cover_the_truth(budgets, per_budget, widest, sets
                 law, budgets=grid, per_budget=per_budget, span=20, noise=3e-3, seed=seed
             )
             posterior = fit_parametric(runs).posterior
-            for target in (optimum("parameters", 1e22), loss_at(1e10, 1e11)):
-                truth = float(target.evaluate(law.constants[None])[0])
+            for target in (best_size(1e22), loss_at(1e10, 1e11)):
+                truth = float(target(law.constants[None])[0])
                 covered.append(truth in posterior.interval(target))
-            widths.append(log_width(posterior.interval(optimum("parameters", 1e22))))
+            widths.append(log_width(posterior.interval(best_size(1e22))))
     assert np.mean(covered) >= least
     if sets == 70:
         assert np.mean(covered) <= 0.99
@@ -143,8 +148,8 @@ def test_interval_of_an_amplitude_is_that_of_its_logarithm():
     fit = fit_parametric(isoflop_runs(noise=5e-3, seed=1))
     for sample in (fit.posterior, bootstrap(fit, resamples=200)):
         for i, name in enumerate(("E", "A", "B", "alpha", "beta")):
-            log_constant = Quantity(f"log {name}", lambda constants, i=i: np.log(constants[:, i]))
-            interval, of_log = sample.interval(name), sample.interval(log_constant)
+            of_log = sample.interval(lambda constants, i=i: np.log(constants[:, i]))
+            interval = sample.interval(name)
             assert interval.low > 0
             # The ends of a bootstrap are interpolated between two resamples.
             assert math.log(interval.low) == pytest.approx(of_log.low, abs=2e-3)
@@ -197,6 +202,6 @@ def test_posterior_of_many_runs_uses_a_sample_of_them(monkeypatch):
     budgets = np.geomspace(1e18, 1e21, 9)
     many = fit_parametric(isoflop_runs(budgets=budgets, per_budget=100, noise=5e-3))
     few = fit_parametric(isoflop_runs(budgets=budgets, per_budget=33, noise=5e-3))
-    target = optimum("parameters", 1e23)
+    target = best_size(1e23)
     ratio = log_width(few.posterior.interval(target)) / log_width(many.posterior.interval(target))
     assert ratio == pytest.approx(math.sqrt(100 / 33), rel=0.1)

@@ -73,7 +73,7 @@ def test_page_is_complete_well_formed_and_loads_nothing(page):
         "IsoFLOP curves",
         "Backtest",
     ]
-    assert parser.seen.count("figure") == 6
+    assert parser.seen.count("figure") == 4
     assert "runs &lt;of&gt; ours" in page
     assert not re.search(r"(?:src|href)=.(?:https?:|//)|@import|url\(http", page)
 
@@ -89,7 +89,7 @@ def test_page_shows_the_answers_of_the_fits(page):
 
 def test_method_that_cannot_fit_is_listed_with_its_reason(monkeypatch):
     # The panels are drawn, but not saved, which takes seconds. The fixture `page` saves some.
-    monkeypatch.setattr("scaling.page._figure", lambda figure: "<figure></figure>")
+    monkeypatch.setattr("scaling.page._svg", lambda figure: "<figure></figure>")
     # All sizes lie above the best size of their budget, so none of the three budgets has a valley.
     law = Law(1.7, 400, 400, 0.34, 0.28)
     budgets = np.repeat([1e18, 1e19, 1e20], 6)
@@ -108,11 +108,7 @@ def test_figures_repeat_neither_labels_nor_colors():
     runs = isoflop_runs(budgets=compute, noise=1e-3, seed=1, per_budget=5)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScalingWarning)
-        figures = [
-            plot(fit_isoflop(runs)),
-            plot(fit_parametric(runs)),
-            plot(backtest(runs, methods=["isoflop"])),
-        ]
+        figures = [plot(fit_isoflop(runs)), plot(fit_parametric(runs))]
     for figure in figures:
         for axes in figure.axes:
             if legend := axes.get_legend():
@@ -120,17 +116,6 @@ def test_figures_repeat_neither_labels_nor_colors():
                 assert len(set(labels)) == len(labels)
     dots = [line for line in figures[0].axes[0].lines if line.get_marker() == "o"]
     assert len({tuple(line.get_color()) for line in dots}) == 14
-
-
-def test_missed_intervals_of_a_backtest_are_crossed_out():
-    runs = isoflop_runs(noise=2e-3, per_budget=5)
-    (row,) = backtest(runs, methods=["isoflop"], fractions=(0.6,))
-    covered = dataclasses.replace(row, size_interval=Interval(1.0, np.inf))
-    missed = dataclasses.replace(row, size_interval=Interval(1.0, 2.0))
-    for rows, count in (([covered], 0), ([covered, missed], 1)):
-        crosses = [line for line in plot(rows).axes[0].lines if line.get_label() == "missed"]
-        assert len(crosses) == count
-    assert crosses[0].get_xdata().tolist() == [row.cut]
 
 
 def test_failed_backtest_is_shown_as_a_failure():

@@ -13,15 +13,13 @@ from scaling.laws.form import CATALOG, Form
 from scaling.page import report
 from scaling.plot import plot
 from scaling.runs import Runs, ScalingWarning, load_runs
-from scaling.sweeps.batch_size import exact_loss, exact_rate, sweep_learning_rate
-from scaling.sweeps.rate_law import RateLaw, fit_rate_law
-from scaling.sweeps.sweep import Sweep, gradient_noise_scale
+from scaling.sweeps.batch_size import exact_rate, sweep_learning_rate
+from scaling.sweeps.sweep import Sweep
 from scaling.sweeps.table import fit_sweep, fit_sweeps
 from scaling.synthetic import isoflop_runs
 from scaling.uncertainty.backtest import BacktestRow, backtest
 from scaling.uncertainty.bootstrap import Bootstrap, bootstrap
 from scaling.uncertainty.posterior import Posterior, Prediction
-from scaling.uncertainty.quantity import Quantity, loss_at, optimum
 from scaling.uncertainty.speedup import Speedup, effective_speedup
 
 __all__ = [
@@ -37,8 +35,6 @@ __all__ = [
     "ParametricFit",
     "Posterior",
     "Prediction",
-    "Quantity",
-    "RateLaw",
     "Runs",
     "ScalingWarning",
     "Speedup",
@@ -46,19 +42,14 @@ __all__ = [
     "backtest",
     "bootstrap",
     "effective_speedup",
-    "exact_loss",
     "exact_rate",
     "fit_isoflop",
     "fit_law",
     "fit_parametric",
-    "fit_rate_law",
     "fit_sweep",
     "fit_sweeps",
-    "gradient_noise_scale",
     "isoflop_runs",
     "load_runs",
-    "loss_at",
-    "optimum",
     "plot",
     "report",
     "sweep_learning_rate",

@@ -17,7 +17,7 @@ from scipy.optimize import curve_fit, minimize
 from scaling.fit.parametric import fit_parametric
 from scaling.isoflop.fit import fit_isoflop
 from scaling.runs import Runs, ScalingWarning, load_runs
-from scaling.sweeps.batch_size import SETTINGS, sweep_learning_rate
+from scaling.sweeps.batch_size import SETTINGS, exact_rate, sweep_learning_rate
 from scaling.synthetic import CHINCHILLA, isoflop_runs, planned_runs
 from scaling.uncertainty.bootstrap import bootstrap
 from scaling.units import Array
@@ -110,7 +110,7 @@ def _shortcuts() -> list[Row]:
     sizes = {method: shortcut(runs, method)(1e24) for method in SHORTCUTS}
     options: dict[str, dict[str, Any]] = {
         "parabola": {},
-        "parabola, degree 2": {"degree": 2},
+        "parabola, all 8": {"nearest": 8},
         "parabola, nearest 5": {"nearest": 5},
     }
     with warnings.catch_warnings():
@@ -158,8 +158,9 @@ def _sweeps(device: str, quick: bool) -> list[Row]:
         sweep = sweep_learning_rate(task, optimizer, device=device, **small)
         seconds = time.perf_counter() - start
         error = float("nan")
-        if sweep.exact_rates is not None:
-            error = float(np.abs(sweep.best_rates / sweep.exact_rates - 1).max())
+        if (task, optimizer) == ("linear", "sgd"):
+            exact = exact_rate(sweep.batch_sizes, SETTINGS[task, optimizer].dimension)
+            error = float(np.abs(sweep.best_rates / exact - 1).max())
         rows.append(
             {
                 "case": "sweep",
@@ -168,9 +169,6 @@ def _sweeps(device: str, quick: bool) -> list[Row]:
                 "runs": sweep.runs,
                 "time_s": seconds,
                 "error_percent": 100 * error,
-                "shape": sweep.law.shape,
-                "batch_size": sweep.law.batch_size,
-                "noise_scale": sweep.critical_batch_size,
             }
         )
     return rows

@@ -7,6 +7,7 @@ G = (alpha A / (beta B))^(1 / (alpha + beta)) (Hoffmann et al. 2022, equation 4)
 
 import math
 import reprlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from numbers import Real
 from typing import overload
@@ -18,6 +19,9 @@ from scaling.equality import ComparesArrays
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
+
+#: The numbers of an `Optimum`, in the order of `optima_of`.
+FIELDS = ("parameters", "tokens", "loss")
 
 #: Level of all intervals.
 LEVEL = 0.95
@@ -52,28 +56,36 @@ def require_budget(compute: float) -> None:
         raise ValueError(f"expected a positive and finite compute, got compute = {compute}")
 
 
-def require_no_nan(values: Array) -> None:
-    """Raise `ValueError` if a quantity is NaN for any of the resampled laws."""
-    if missing := int(np.isnan(values).sum()):
+def require_model(parameters: float, tokens: float) -> None:
+    """Raise `TypeError` or `ValueError` unless N and D are positive and finite numbers."""
+    require_numbers(parameters=parameters, tokens=tokens)
+    if not (0 < parameters < math.inf and 0 < tokens < math.inf):
         raise ValueError(
-            f"expected a number for every resample, got NaN for {missing} of {len(values)}"
+            f"expected positive and finite numbers, got parameters = {parameters}, tokens ="
+            f" {tokens}"
         )
 
 
-def quantile_ends(values: ArrayLike, low: float, high: float) -> tuple[float, float]:
-    """Return the quantiles of resampled values at `low` and `high`.
+def quantiles(
+    values: ArrayLike, levels: Sequence[float], weights: Array | None = None
+) -> list[float]:
+    """Return quantiles of the values of sampled laws, whose weights sum to 1.
 
-    Quantiles are interpolated only if all values are finite. Otherwise the first is rounded down
-    and the second up to one of the values. Raises `ValueError` if a value is NaN.
+    The weights are equal by default. Raises `ValueError` if a value is NaN.
     """
-    resampled = np.asarray(values, dtype=float)
-    require_no_nan(resampled)
-    if np.isfinite(resampled).all():
-        first, last = np.quantile(resampled, [low, high])
-    else:
-        first = np.quantile(resampled, low, method="lower")
-        last = np.quantile(resampled, high, method="higher")
-    return float(first), float(last)
+    numbers = np.asarray(values, dtype=float)
+    if missing := int(np.isnan(numbers).sum()):
+        raise ValueError(
+            f"expected a number for every resample, got NaN for {missing} of {len(numbers)}"
+        )
+    if weights is None:
+        weights = np.full(len(numbers), 1 / len(numbers))
+    order = np.argsort(numbers)
+    below = np.cumsum(weights[order]) - weights[order] / 2
+    # Quantiles are not interpolated, because values may be infinite.
+    positions = np.searchsorted(below, levels).clip(0, len(numbers) - 1)
+    ends: list[float] = numbers[order][positions].tolist()
+    return ends
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -96,7 +108,7 @@ class Optimum(ComparesArrays):
 
     def __str__(self) -> str:
         lines = [f"at {self.compute:.4g} FLOPs"]
-        for name in ("parameters", "tokens", "loss"):
+        for name in FIELDS:
             interval = (self.intervals or {}).get(name)
             if interval or self.intervals is None:
                 line = f"  {name:<12}{getattr(self, name):<12.5g}{interval or ''}"
@@ -107,7 +119,7 @@ class Optimum(ComparesArrays):
 
 def unidentified_optimum(compute: float, reason: str) -> Optimum:
     """Return the optimum of runs that do not identify it: nan, with intervals from 0 to inf."""
-    intervals = {name: Interval(0.0, math.inf) for name in ("parameters", "tokens", "loss")}
+    intervals = dict.fromkeys(FIELDS, Interval(0.0, math.inf))
     return Optimum(compute, math.nan, math.nan, math.nan, intervals, reason=reason)
 
 

@@ -12,22 +12,32 @@ import warnings
 from collections.abc import Iterable, Sequence
 from importlib.resources import files
 from string import Template
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from scaling.extras import require_module
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop.fit import IsoflopFit, fit_isoflop
-from scaling.law import Interval
-from scaling.plot import Drawable, panels
+from scaling.law import FIELDS, Interval
+from scaling.plot import panels
 from scaling.runs import Runs, ScalingWarning
 from scaling.uncertainty.backtest import BacktestRow, backtest
-from scaling.uncertainty.quantity import FIELDS
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 #: Placeholder color in figures, which the page replaces by the color of the text.
 INK = "#010203"
+
+#: Settings of matplotlib for the figures of a page.
+FIGURE_SETTINGS: Any = {
+    "text.color": INK,
+    "axes.edgecolor": INK,
+    "axes.labelcolor": INK,
+    "xtick.color": INK,
+    "ytick.color": INK,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "scaling",
+}
 
 #: A backtest fails if more than this fraction of later losses is outside the 95 % intervals, or if
 #: an interval misses the best size.
@@ -72,7 +82,7 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
         else:
             parts += [_constants(fit), _figures(fit, max(at))]
     if rows:
-        parts += ["<h2>Backtest</h2>", backtest_table(rows), _figures(rows, max(at))]
+        parts += ["<h2>Backtest</h2>", backtest_table(rows)]
     page = Template(files("scaling").joinpath("page.html").read_text("utf-8"))
     return page.substitute(title=html.escape(title), body="\n".join(parts))
 
@@ -157,40 +167,29 @@ def _list(items: Sequence[str]) -> str:
     return "<ul>" + "".join(f"<li>{html.escape(item)}</li>\n" for item in items) + "</ul>"
 
 
-def _figures(result: Drawable, up_to: float) -> str:
+def _figures(result: Fit, up_to: float) -> str:
     """Return each panel of a result as a separate figure, in two columns if there is room."""
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figures = []
-    for draw in panels(result, up_to):
-        figure = Figure(figsize=(4.4, 3.5))
-        figure.set_layout_engine("constrained")
-        draw(figure.subplots())
-        figures.append(_figure(figure))
+    with rc_context(FIGURE_SETTINGS):
+        for draw in panels(result, up_to):
+            figure = Figure(figsize=(4.4, 3.5))
+            figure.set_layout_engine("constrained")
+            draw(figure.subplots())
+            figures.append(_svg(figure))
     return f'<div class="panels">{"".join(figures)}</div>'
 
 
-def _figure(figure: "Figure") -> str:
+def _svg(figure: "Figure") -> str:
     """Return a figure as SVG in the color of the text, with a transparent background."""
-    import matplotlib
-
     buffer = io.StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "scaling"}):
-        for axes in figure.axes:
-            axes.patch.set_alpha(0)
-            axes.tick_params(which="both", colors=INK)
-            for text in (axes.title, axes.xaxis.label, axes.yaxis.label):
-                text.set_color(INK)
-            for spine in axes.spines.values():
-                spine.set_color(INK)
-            if legend := axes.get_legend():
-                legend.get_frame().set_alpha(0)
-                for text in (*legend.get_texts(), legend.get_title()):
-                    text.set_color(INK)
-            for line in (*axes.lines, *(legend.get_lines() if legend else ())):
-                if line.get_color() in ("k", "black"):
-                    line.set_color(INK)
-        figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
+    for axes in figure.axes:
+        axes.patch.set_alpha(0)
+        if legend := axes.get_legend():
+            legend.get_frame().set_alpha(0)
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     svg = buffer.getvalue()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     return f"<figure>{re.sub(r'<metadata>.*?</metadata>', '', svg, flags=re.DOTALL)}</figure>"

@@ -25,21 +25,15 @@ REMEDY = "train several sizes at each of three or more budgets that span at leas
 
 def why_not_identified(parameters: Array, tokens: Array) -> str:
     """Return why the runs identify no law of N and D, and the remedy; empty if they identify it."""
-    cause = design_defect(parameters, tokens)
-    runs = len(parameters)
-    return f"these {runs} runs do not identify a law: {cause}; {REMEDY}" if cause else ""
-
-
-def design_defect(parameters: Array, tokens: Array) -> str:
-    """Return the reason why the runs do not identify a law of N and D, or an empty string."""
     x, y = (v - v.mean() for v in np.log([parameters, tokens]))
     columns = np.stack([x, y, x**2 / 2, y**2 / 2])
     if singular_values(columns).min() >= MIN_SINGULAR_VALUE:
         return ""
-    return line_defect(parameters, tokens) or (
+    cause = line_defect(parameters, tokens) or (
         "log N and log D have too few distinct values, or one is a smooth function of the other, so"
         " the terms of N and D cannot be told apart"
     )
+    return f"these {len(parameters)} runs do not identify a law: {cause}; {REMEDY}"
 
 
 def line_defect(parameters: Array, tokens: Array) -> str:

@@ -22,7 +22,14 @@ from scaling.fit.search import (
     objective_value,
 )
 from scaling.fit.varpro import Problem
-from scaling.law import CONSTANTS, Interval, Optimum, require_budget, unidentified_optimum
+from scaling.law import (
+    CONSTANTS,
+    Interval,
+    Optimum,
+    require_budget,
+    require_model,
+    unidentified_optimum,
+)
 from scaling.runs import Runs, ScalingWarning
 from scaling.tables.cells import list_some
 from scaling.uncertainty.diagnostics import (
@@ -33,7 +40,6 @@ from scaling.uncertainty.diagnostics import (
 )
 from scaling.uncertainty.drift import Drift, measure_drift
 from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
-from scaling.uncertainty.quantity import loss_at
 from scaling.units import Array
 
 NO_FREEDOM = (
@@ -102,8 +108,8 @@ class ParametricFit(Estimate):
 
         A `ScalingWarning` reports a model far from all runs, or runs that do not identify the law.
         """
+        require_model(parameters, tokens)
         if self.unidentified:
-            loss_at(parameters, tokens)  # raises an error for invalid numbers
             warnings.warn(self.unidentified, ScalingWarning, stacklevel=2)
             return Prediction(math.nan, Interval(0.0, math.inf), reason=self.unidentified)
         mean = self.posterior.predict(parameters, tokens)

@@ -33,7 +33,7 @@ from scipy.optimize import least_squares
 
 from scaling.equality import ComparesArrays
 from scaling.runs import Runs
-from scaling.uncertainty.prior import PRIOR_EXPONENT, PRIOR_PRECISION_ROOT
+from scaling.uncertainty.posterior import PRIOR_EXPONENT, PRIOR_PRECISION_ROOT
 from scaling.units import Array
 
 #: Grid of starts for p and for q; see `test_default_is_within_one_percent_for_any_law_and_grid`.

@@ -29,7 +29,7 @@ from scaling.fit.search import (
     search,
 )
 from scaling.fit.varpro import Problem
-from scaling.law import LEVEL, Interval, quantile_ends
+from scaling.law import LEVEL, Interval, quantiles
 from scaling.laws.form import CATALOG, Form
 from scaling.runs import Runs, ScalingWarning
 from scaling.units import COLUMNS, Array
@@ -118,7 +118,7 @@ class LawFit(ComparesArrays):
             return Interval(-math.inf, math.inf)
         rows = self.resampled_constants()
         values = [evaluate(dict(zip(self.form.constants, row, strict=True))) for row in rows]
-        ends = np.array(quantile_ends(values, 0.5 - LEVEL / 2, 0.5 + LEVEL / 2))
+        ends = np.array(quantiles(values, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2]))
         widening = math.sqrt(n / self.freedom)
         if estimate > 0 and ends[0] > 0:
             low, high = estimate * (ends / estimate) ** widening

@@ -1,36 +1,29 @@
 """Sweeps of the learning rate against the batch size, by training many small models at once.
 
 All rates at a batch size use the same data, so they are columns of one matrix product and have the
-same noise. For SGD on linear regression, the exact loss is known and is used to check the sweep.
-See McCandlish et al. 2018, and Li et al. 2024, "Surge phenomenon".
+same noise. For SGD on linear regression, the exact best rate is known: see `exact_rate`. See also
+McCandlish et al. 2018, and Li et al. 2024, "Surge phenomenon".
 """
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike
 
 from scaling.extras import require_module
-from scaling.sweeps.sweep import Sweep, build_sweep, distinct_settings, sweep_function
+from scaling.sweeps.sweep import (
+    Setting,
+    Sweep,
+    build_sweep,
+    distinct_settings,
+    sweep_function,
+)
 from scaling.units import Array
 
 Task = Literal["linear", "mlp"]
 Optimizer = Literal["sgd", "adam"]
-
-
-class Setting(NamedTuple):
-    """The default options of a sweep."""
-
-    #: The first rate, the last rate and the number of rates, evenly spaced in logs.
-    rates: tuple[float, float, int]
-    batch_sizes: tuple[int, ...]
-    seeds: int
-    steps: int
-    dimension: int
-    noise: float
-
 
 SETTINGS: dict[tuple[Task, Optimizer], Setting] = {
     ("linear", "sgd"): Setting((4e-3, 2.0, 61), (*(2**i for i in range(11)),), 64, 10, 64, 0.0),
@@ -48,29 +41,10 @@ def exact_rate(batch_size: ArrayLike, dimension: int) -> Array:
     if an argument is not positive.
     """
     _require_count("dimension", dimension)
-    b = _positive("batch_size", batch_size)
+    b = np.asarray(batch_size, np.float64)
+    if not ((b > 0).all() and np.isfinite(b).all()):
+        raise ValueError(f"expected positive and finite batch_size, got {b.tolist()}")
     return b / (b + dimension + 1)
-
-
-def exact_loss(
-    rates: ArrayLike, batch_size: float, dimension: int, *, steps: int, noise: float = 0.0
-) -> Array:
-    """Return E|w - w*|^2 / 2 after `steps` of SGD from |w - w*|^2 = d, with label noise.
-
-    Each step replaces v = E|w - w*|^2 by (1 - 2 r + r^2 (1 + (d + 1) / B)) v + r^2 noise^2 d / B.
-    `noise` is the standard deviation of the labels. Raises `ValueError` if an argument is invalid.
-    """
-    _require_count("dimension", dimension)
-    _require_count("steps", steps, least=0)
-    if not 0 <= noise < math.inf:
-        raise ValueError(f"expected a finite noise >= 0, got {noise}")
-    _positive("batch_size", batch_size)
-    r = _positive("rates", rates)
-    factor = 1 - 2 * r + r**2 * (1 + (dimension + 1) / batch_size)
-    v = np.full_like(r, dimension)
-    for _ in range(steps):
-        v = factor * v + r**2 * noise**2 * dimension / batch_size
-    return v / 2
 
 
 def sweep_learning_rate(
@@ -134,44 +108,12 @@ def sweep_learning_rate(
     setting = default._replace(**options)
     if not 0 <= setting.noise < math.inf:
         raise ValueError(f"expected a finite noise >= 0, got {setting.noise}")
-    by_seed, squares = training.train(
-        task,
-        optimizer,
-        rates=grid,
-        batch_sizes=[int(b) for b in sizes],
-        seeds=setting.seeds,
-        steps=setting.steps,
-        dimension=setting.dimension,
-        noise=setting.noise,
-        seed=seed,
-        device=device,
-    )
-    exact = None
-    if (task, optimizer) == ("linear", "sgd"):
-        exact = _exact_best_rates(sizes, setting)
-    return build_sweep(task, optimizer, grid, sizes.astype(float), by_seed, exact, squares)
+    batch_counts = [int(size) for size in sizes]
+    by_seed = training.train(task, optimizer, setting, grid, batch_counts, seed, device)
+    return build_sweep(task, optimizer, grid, sizes.astype(float), by_seed)
 
 
-def _require_count(name: str, count: float, least: int = 1) -> None:
-    """Raise `ValueError` unless a number is an integer of at least `least`."""
-    if isinstance(count, bool) or not math.isfinite(count) or count < least or count != int(count):
-        raise ValueError(f"expected {name} to be an integer >= {least}, got {count!r}")
-
-
-def _positive(name: str, values: ArrayLike) -> Array:
-    """Return numbers as an array; raise `ValueError` unless all are positive and finite."""
-    numbers = np.asarray(values, np.float64)
-    if not ((numbers > 0).all() and np.isfinite(numbers).all()):
-        raise ValueError(f"expected positive and finite {name}, got {numbers.tolist()}")
-    return numbers
-
-
-def _exact_best_rates(sizes: Array, setting: Setting) -> Array:
-    if not setting.noise:
-        return exact_rate(sizes, setting.dimension)
-    grid = np.geomspace(1e-5, 2, 20_001)
-    best = []
-    for size in sizes:
-        curve = exact_loss(grid, size, setting.dimension, steps=setting.steps, noise=setting.noise)
-        best.append(grid[np.argmin(curve)])
-    return np.array(best)
+def _require_count(name: str, count: float) -> None:
+    """Raise `ValueError` unless a number is a positive integer."""
+    if isinstance(count, bool) or not math.isfinite(count) or count < 1 or count != int(count):
+        raise ValueError(f"expected {name} to be an integer >= 1, got {count!r}")

@@ -9,15 +9,15 @@ import math
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 from scipy.special import stdtrit
 
 from scaling.equality import ComparesArrays
 from scaling.law import Interval
 from scaling.runs import ScalingWarning
-from scaling.sweeps.rate_law import RateLaw, fit_rate_law
 from scaling.units import Array
 
 #: Rates within this factor of the rate with the lowest loss are part of the fitted curve. A factor
@@ -42,12 +42,24 @@ FIT_RATIO = 2.0
 SMALLEST_STEP = 1.1
 
 
+class Setting(NamedTuple):
+    """The options of a built-in sweep."""
+
+    #: The first rate, the last rate and the number of rates, evenly spaced in logs.
+    rates: tuple[float, float, int]
+    batch_sizes: tuple[int, ...]
+    seeds: int
+    steps: int
+    dimension: int
+    noise: float
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Sweep(ComparesArrays):
     """Mean final losses by batch size and rate, and the best rate of each batch size.
 
     If the lowest loss of a batch size is at the lowest or highest rate, that batch size has no best
-    rate (nan). The rate law ignores such batch sizes.
+    rate (nan).
     """
 
     task: str
@@ -64,10 +76,6 @@ class Sweep(ComparesArrays):
     #: the noise of the losses and not the error of the curve: in the built-in sweeps at batch sizes
     #: from 128, where the noise is small, the best rates are up to 1.6 % below the exact ones.
     intervals: tuple[Interval, ...]
-    #: The theoretically optimal rates of SGD on linear regression; None for other sweeps.
-    exact_rates: Array | None
-    #: Mean squared norm of the first step's gradient, (batch sizes,); nan if it was not measured.
-    gradient_squares: Array
     runs: int
     #: Number of diverged runs. A rate at which any run diverged is not used.
     diverged: int
@@ -78,50 +86,6 @@ class Sweep(ComparesArrays):
     def loss(self) -> Array:
         """Mean loss, (batch sizes, rates)."""
         return np.exp(self.log_loss)
-
-    @property
-    def law(self) -> RateLaw:
-        """The law fitted to the best rates; raises the errors of `fit_rate_law`."""
-        known = np.isfinite(self.best_rates)
-        return fit_rate_law(self.batch_sizes[known], self.best_rates[known])
-
-    @property
-    def critical_batch_size(self) -> float:
-        """The gradient noise scale at the start of training; nan if no gradients were measured."""
-        if np.isnan(self.gradient_squares).all():
-            return math.nan
-        return gradient_noise_scale(self.batch_sizes, self.gradient_squares)
-
-
-def gradient_noise_scale(batch_sizes: ArrayLike, gradient_squares: ArrayLike) -> float:
-    """Return tr(S) / |G|^2, the batch size in examples above which larger batches help little.
-
-    G is the mean and S the covariance of the gradients of single examples.
-    E|g_B|^2 = |G|^2 + tr(S) / B is a line in 1 / B. It is fitted to the squared norms at two or
-    more batch sizes (McCandlish et al. 2018, appendix A.1). The result is inf if the fitted |G|^2
-    is not positive. For linear regression at |w - w*|^2 = d it is d + 1 + noise^2, with the same
-    d + 1 as in `exact_rate`.
-
-    Raises:
-        ValueError: A number is not positive and finite, there are fewer than two batch sizes, or
-            the squared norms rise with the batch size.
-    """
-    b = np.asarray(batch_sizes, np.float64)
-    squares = np.asarray(gradient_squares, np.float64)
-    if not (np.isfinite([b, squares]).all() and (b > 0).all() and (squares > 0).all()):
-        raise ValueError(
-            f"batch sizes {b.tolist()} and squares {squares.tolist()} must be positive and finite"
-        )
-    if len(np.unique(b)) < 2:
-        raise ValueError(f"batch sizes {b.tolist()}: a noise scale needs two different ones")
-    # The relative error is assumed equal at all batch sizes; polyfit squares its weights.
-    trace, square = np.polyfit(1 / b, squares, 1, w=1 / squares)
-    if trace < -1e-9 * abs(square):
-        raise ValueError(
-            f"the squared norms {squares.tolist()} rise with the batch sizes {b.tolist()}, but with"
-            " noise they fall: pass mean squared norms of gradients at one point of a training"
-        )
-    return float(trace / square) if square > 0 else math.inf
 
 
 def distinct_settings(
@@ -165,22 +129,12 @@ def sweep_function(
     return build_sweep(name, "function", grid, sizes.astype(float), np.log(losses))
 
 
-def build_sweep(
-    task: str,
-    optimizer: str,
-    rates: Array,
-    sizes: Array,
-    by_seed: Array,
-    exact: Array | None = None,
-    squares: Array | None = None,
-) -> Sweep:
+def build_sweep(task: str, optimizer: str, rates: Array, sizes: Array, by_seed: Array) -> Sweep:
     """Return the sweep of log losses (batch sizes, seeds, rates), with warnings about its edges."""
     log_loss = np.stack([_mean(losses) for losses in by_seed])
     best = np.array([_bottom(rates, curve) for curve in log_loss])
-    if len(rates) > 1:  # A single rate measures only the gradient noise.
-        _warn_of_edges(rates, sizes, log_loss)
+    _warn_of_edges(rates, sizes, log_loss)
     intervals = tuple(_interval(rates, *pair) for pair in zip(by_seed, best.tolist(), strict=True))
-    squares = np.full(len(sizes), np.nan) if squares is None else squares
     return Sweep(
         task,
         optimizer,
@@ -189,8 +143,6 @@ def build_sweep(
         log_loss,
         best,
         intervals,
-        exact,
-        squares,
         runs=int((~np.isnan(by_seed)).sum()),
         diverged=int(np.isposinf(by_seed).sum()),
     )

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from scaling.sweeps.sweep import Setting
 from scaling.units import Array
 
 #: Hidden units of the MLP and of its teacher.
@@ -27,27 +28,20 @@ EPSILON = 1e-8
 def train(
     task: str,
     optimizer: str,
-    *,
+    setting: Setting,
     rates: Array,
     batch_sizes: Sequence[int],
-    seeds: int,
-    steps: int,
-    dimension: int,
-    noise: float,
     seed: int,
     device: str,
-) -> tuple[Array, Array]:
-    """Train every setting; return log final losses and squared norms of the first gradients.
-
-    The losses have shape (batch sizes, seeds, rates) and are inf for diverged runs. The squared
-    norms have shape (batch sizes,) and are averaged over the seeds.
-    """
+) -> Array:
+    """Return the log final losses (batch sizes, seeds, rates); inf for diverged runs."""
+    seeds = setting.seeds
+    dimension = setting.dimension
     rate = torch.tensor(rates, device=device)
     # Without noise, a step of SGD on regression is linear in the error. Therefore the size of the
     # error can be stored separately as a logarithm.
-    can_rescale = optimizer == "sgd" and not noise
+    can_rescale = optimizer == "sgd" and not setting.noise
     losses = []
-    squares = []
     for batch in batch_sizes:
         # Starts and teachers are the same at every batch size, but the data differ.
         random = torch.Generator(device).manual_seed(seed)
@@ -55,14 +49,10 @@ def train(
         model: _Linear | _MLP = model_class(seeds, len(rates), dimension, random)
         random.manual_seed((seed + 1) * 1_000_003 + batch)
         rule = (_SGD if optimizer == "sgd" else _Adam)(model.parameters, rate)
-        for step in range(steps):
+        for _ in range(setting.steps):
             x = draw(seeds, batch, dimension, random=random)
             errors = draw(seeds, batch, 1, random=random)
-            gradients = model.gradients(x, noise * errors)
-            if step == 0:
-                # Every rate starts from the same parameters.
-                first = sum(g[:, 0].square().sum() for g in gradients) / seeds
-                squares.append(float(first))
+            gradients = model.gradients(x, setting.noise * errors)
             for p, move in zip(model.parameters, rule.moves(gradients), strict=True):
                 p -= move
             if can_rescale and isinstance(model, _Linear):
@@ -70,7 +60,7 @@ def train(
         loss = model.log_loss()
         diverged = loss.isnan() | (loss > DIVERGED)
         losses.append(loss.masked_fill(diverged, np.inf).cpu().numpy())
-    return np.stack(losses), np.array(squares)
+    return np.stack(losses)
 
 
 def draw(*shape: int, random: torch.Generator) -> Tensor:

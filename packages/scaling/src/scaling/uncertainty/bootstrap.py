@@ -16,11 +16,10 @@ from scipy.special import ndtr, ndtri, stdtrit
 
 from scaling.fit.newton import vanished_terms
 from scaling.fit.search import Estimate, refit
-from scaling.law import CONSTANTS, LEVEL, Interval, quantile_ends
+from scaling.law import CONSTANTS, LEVEL, Interval, quantiles
 from scaling.runs import BUDGET_TOLERANCE, Runs, ScalingWarning
 from scaling.tables.grouping import cluster
-from scaling.uncertainty.posterior import Sample
-from scaling.uncertainty.quantity import Quantity, named_quantity
+from scaling.uncertainty.posterior import Sample, Target
 
 #: Smallest number of resamples, of which 2.5 are beyond each end of an interval.
 FEWEST_RESAMPLES = 100
@@ -35,26 +34,24 @@ class Bootstrap(Sample):
     #: Number of runs, or of groups of runs, per resample.
     sample_size: int
 
-    def interval(self, target: str | Quantity) -> Interval:
-        """Return the interval of a constant, of "exponent", or of any `Quantity`.
+    def interval(self, target: Target) -> Interval:
+        """Return the interval of a constant, of "exponent", or of a function of the constants.
 
         The ends are quantiles of the resampled values. They are shifted by the bias of the
         resamples (Efron 1981). They are also widened by t sqrt(n / (n - 5)) / z, because a fit of n
         runs uses five degrees of freedom (Hesterberg 2015). Here t and z are quantiles of Student's
         t and of the normal distribution. Without degrees of freedom the interval is (0, inf).
         """
-        target = named_quantity(target) if isinstance(target, str) else target
+        values, estimate = self.evaluate(target)
         freedom = self.runs - len(CONSTANTS)
         if freedom <= 0:
             return Interval(0.0, math.inf)
-        values = target.evaluate(self.constants)
-        estimate = target.evaluate(self.law.constants[None])[0]
         below = ((values < estimate).mean() + (values <= estimate).mean()) / 2
         bias = ndtri(np.clip(below, 0.01, 0.99))
         student = stdtrit(min(freedom, self.sample_size - 1), 0.5 + LEVEL / 2)
         half = student * math.sqrt(1 + len(CONSTANTS) / freedom)
-        low, high = quantile_ends(values, ndtr(2 * bias - half), ndtr(2 * bias + half))
-        return Interval(min(float(low), estimate), max(float(high), estimate))
+        low, high = quantiles(values, [ndtr(2 * bias - half), ndtr(2 * bias + half)])
+        return Interval(min(low, estimate), max(high, estimate))
 
 
 def bootstrap(

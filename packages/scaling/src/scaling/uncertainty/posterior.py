@@ -11,22 +11,48 @@ over E, A and B, without the determinant of the integral: see also Note [Prior o
 The sample needs no refits, and its random numbers are the same for all tables, so intervals depend
 smoothly on the runs. With equal noise in all runs and a flat prior, the intervals are those of the
 profile likelihood.
+
+Note [Prior of the exponents]
+Few or noisy runs leave the exponents alpha and beta of E + A / N^alpha + B / D^beta almost
+undetermined. Their logarithms therefore have a normal prior: their average is log(1/3) with a
+standard deviation of 0.6, and their difference is zero with a standard deviation of 0.5. In
+published laws and tables the two differ by a factor of about e^0.5. The prior has no weight without
+noise, and hardly any for tables that determine the exponents themselves. For other tables it bounds
+the intervals, which could otherwise change by a factor of two if a few runs are dropped.
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+from scipy.special import erf, ndtr
 
 from scaling.equality import ComparesArrays
 from scaling.fit import newton
 from scaling.fit.search import Estimate
-from scaling.law import CONSTANTS, LEVEL, Interval, Law, Optimum, require_no_nan
-from scaling.uncertainty.noise import fit_noise
-from scaling.uncertainty.prior import PRIOR_EXPONENT, PRIOR_PRECISION_ROOT
-from scaling.uncertainty.quantity import FIELDS, Quantity, loss_at, named_quantity, optimum
+from scaling.law import (
+    CONSTANTS,
+    FIELDS,
+    LEVEL,
+    Interval,
+    Law,
+    Optimum,
+    loss_of,
+    optima_of,
+    quantiles,
+    require_budget,
+    require_model,
+)
 from scaling.units import Array
+
+#: Prior mean of both exponents.
+PRIOR_EXPONENT = 1 / 3
+
+#: Maps the deviations of (log alpha, log beta) from the prior mean to units of standard deviations.
+#: The first row gives the average, the second the difference.
+PRIOR_PRECISION_ROOT = np.array([[0.5, 0.5], [-1.0, 1.0]]) / np.array([[0.6], [0.5]])
 
 #: Number of sampled laws. Another seed changes the ends of an interval by 2 % of its width.
 DRAWS = 4000
@@ -41,6 +67,19 @@ PROPOSAL_WIDTH = 1.2
 
 #: Number of elements of the largest temporary array.
 CHUNK = 1_000_000
+
+#: Mean of |x| for a normal variable x with standard deviation one.
+MEAN_ABSOLUTE = math.sqrt(2 / math.pi)
+
+#: Ratio of a normal variable's standard deviation to the median of its absolute value.
+NORMAL_PER_MEDIAN = 1.4826
+
+#: Residuals are limited to this many standard deviations, estimated by the median.
+LARGEST_RESIDUAL = 5.0
+
+#: The name of a constant, "exponent" (that of C in N_opt), or a function from the constants of
+#: several laws (laws, 5) to a number for each of them (laws,).
+Target = str | Callable[[Array], Array]
 
 
 @dataclass(frozen=True)
@@ -71,28 +110,52 @@ class Sample(ComparesArrays):
     #: E, A, B, alpha and beta of each law, (laws, 5).
     constants: Array
 
-    def interval(self, target: str | Quantity) -> Interval:
-        """Return the interval of a constant, of "exponent", or of any `Quantity`."""
+    def interval(self, target: Target) -> Interval:
+        """Return the interval of a constant, of "exponent", or of a function of the constants."""
         raise NotImplementedError
+
+    def evaluate(self, target: Target) -> tuple[Array, float]:
+        """Return a target for each law, (laws,), and for the fitted law."""
+        laws = np.concatenate([self.constants, self.law.constants[None]])
+        if callable(target):
+            values = target(laws)
+        elif target == "exponent":
+            values = laws[:, 4] / (laws[:, 3] + laws[:, 4])
+        elif target in CONSTANTS:
+            values = laws[:, CONSTANTS.index(target)]
+        else:
+            raise ValueError(f"expected one of {CONSTANTS} or 'exponent', got {target!r}")
+        return values[:-1], float(values[-1])
 
     def sizes(self, compute: float) -> Array:
         """Return the best number of parameters of each law, (laws,)."""
-        return optimum("parameters", compute).evaluate(self.constants)
+        require_budget(compute)
+        sizes: Array = optima_of(self.constants, compute)[0]
+        return sizes
 
     def losses(self, parameters: float, tokens: float) -> Array:
         """Return the loss that each law predicts for one model, (laws,)."""
-        return loss_at(parameters, tokens).evaluate(self.constants)
+        require_model(parameters, tokens)
+        return loss_of(self.constants, parameters, tokens)
 
     def optimal(self, compute: float) -> Optimum:
         """Return the optimum of the fitted law, with intervals of its N, D and loss."""
         best = self.law.optimal(compute)
-        intervals = {name: self.interval(optimum(name, compute)) for name in FIELDS}
+        intervals = {}
+        for row, name in enumerate(FIELDS):
+
+            def field(laws: Array, row: int = row) -> Array:
+                values: Array = optima_of(laws, compute)[row]
+                return values
+
+            intervals[name] = self.interval(field)
         return replace(best, intervals=intervals)
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
         """Return the loss by the fitted law, with an interval of the mean, without run noise."""
+        require_model(parameters, tokens)
         loss = self.law.predict(parameters, tokens)
-        return Prediction(loss, self.interval(loss_at(parameters, tokens)))
+        return Prediction(loss, self.interval(lambda laws: loss_of(laws, parameters, tokens)))
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -103,20 +166,16 @@ class Posterior(Sample):
     #: if no law near the fitted one has positive terms.
     weights: Array
 
-    def interval(self, target: str | Quantity) -> Interval:
-        """Return the interval of a constant, of "exponent", or of any `Quantity`.
+    def interval(self, target: Target) -> Interval:
+        """Return the interval of a constant, of "exponent", or of a function of the constants.
 
         The ends are weighted quantiles. Without degrees of freedom the interval is (0, inf). Raises
         `ValueError` if the quantity is NaN for a law.
         """
-        target = named_quantity(target) if isinstance(target, str) else target
+        values, estimate = self.evaluate(target)
         if not len(self.weights):
             return Interval(0.0, math.inf)
-        values = target.evaluate(self.constants)
-        require_no_nan(values)
-        estimate = float(target.evaluate(self.law.constants[None])[0])
-        tails = [0.5 - LEVEL / 2, 0.5 + LEVEL / 2]
-        low, high = weighted_quantiles(values, self.weights, tails)
+        low, high = quantiles(values, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2], self.weights)
         return Interval(min(low, estimate), max(high, estimate))
 
     def log_deviation(self, values: Array) -> float:
@@ -137,16 +196,6 @@ class Posterior(Sample):
         draws = np.random.default_rng(seed).choice(len(self.weights), count, p=self.weights)
         constants: Array = self.constants[draws]
         return constants
-
-
-def weighted_quantiles(values: Array, weights: Array, levels: list[float]) -> list[float]:
-    """Return quantiles of values whose weights sum to 1."""
-    order = np.argsort(values)
-    below = np.cumsum(weights[order]) - weights[order] / 2
-    # Quantiles are not interpolated, because values may be infinite.
-    positions = np.searchsorted(below, levels).clip(0, len(values) - 1)
-    quantiles: list[float] = values[order][positions].tolist()
-    return quantiles
 
 
 def sample_posterior(fit: Estimate, *, draws: int = DRAWS) -> Posterior:
@@ -249,3 +298,38 @@ def _draw_amplitudes(
     constants[:, 1] *= np.exp(exponents[:, 0] * np.log(n).mean())
     constants[:, 2] *= np.exp(exponents[:, 1] * np.log(d).mean())
     return constants, squares
+
+
+def fit_noise(fit: Estimate) -> float:
+    """Return the noise of log loss at which least squares would be as precise as a robust fit.
+
+    The standard deviation of the runs is estimated by their mean absolute residual. This mean
+    depends less on single runs than the smallest or the largest residuals. Residuals of misread
+    runs are limited to `LARGEST_RESIDUAL` deviations, because they hardly move a robust fit. For
+    normal errors, a Huber loss narrower than the noise is less precise than least squares (Huber
+    1964).
+    """
+    freedom = max(len(fit.runs) - len(CONSTANTS), 1)
+    if fit.loss == "squares":
+        return math.sqrt(float((fit.residuals**2).sum()) / freedom)
+    # A robust fit passes through about five runs, whose residuals do not measure the noise.
+    sizes = np.sort(np.abs(fit.residuals))[-freedom:]
+    limit = LARGEST_RESIDUAL * NORMAL_PER_MEDIAN * float(np.median(sizes))
+    deviation = float(np.minimum(sizes, limit).mean()) / MEAN_ABSOLUTE
+    width = (fit.delta if fit.loss == "huber" else 0.0) / max(deviation, 1e-300)
+    return deviation / math.sqrt(huber_efficiency(width))
+
+
+def huber_efficiency(width: float) -> float:
+    """Return the efficiency of a Huber loss for normal errors with standard deviation one.
+
+    It is E[psi']^2 / E[psi^2], which is 2 / pi at width zero and approaches 1 for large widths.
+    """
+    if width < 1e-4:
+        return 2 / math.pi
+    if width > 10:
+        return 1.0  # also for noiseless runs, whose width in standard deviations is huge
+    inside = float(erf(width / math.sqrt(2)))
+    density = math.exp(-(width**2) / 2) / math.sqrt(2 * math.pi)
+    square = inside - 2 * width * density + 2 * width**2 * float(ndtr(-width))
+    return inside**2 / square

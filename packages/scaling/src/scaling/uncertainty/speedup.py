@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from scaling.fit.parametric import ParametricFit
-from scaling.law import Interval, require_budget, require_numbers
+from scaling.law import Interval, quantiles, require_budget, require_numbers
 from scaling.laws.fit import LawFit
 from scaling.laws.form import Form
 from scaling.uncertainty.diagnostics import lack_of_fit
 from scaling.uncertainty.drift import NORMAL_QUANTILE, PRIOR_LOSS_DRIFT, drift_start
-from scaling.uncertainty.posterior import weighted_quantiles
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 Fit = ParametricFit | LawFit
@@ -88,8 +87,7 @@ def effective_speedup(
         return Speedup(compute, best, factor, Interval(0.0, math.inf))
     losses = first.best_loss(first.sample, np.full(PAIRS, math.log(compute)))
     log_factors = second.log_compute(second.sample, losses) - math.log(compute)
-    weights = np.full(PAIRS, 1 / PAIRS)
-    low, high = weighted_quantiles(log_factors, weights, [0.025, 0.975])
+    low, high = quantiles(log_factors, [0.025, 0.975])
     nearest, farthest = second.crossings(best, first.law_error(np.log(compute)))
     if not math.isfinite(factor):
         low = min(low, nearest - math.log(compute))
