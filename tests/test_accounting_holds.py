@@ -16,7 +16,7 @@ from llmsys_suite import splits
 from llmsys_suite.config import RunConfig
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
-from llmsys_suite.ranks.rank import Progress
+from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.worker import Run
 from llmsys_suite.stages.plan import measured_peak_bytes, predict, transformer
 from llmsys_suite.text.data import load_corpus

@@ -16,7 +16,7 @@ from figures import assert_at_most
 from llmsys_suite import cli
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import VARIANT_NAMES
-from llmsys_suite.report.sections import evidence_of, planned
+from llmsys_suite.report.tables import evidence_of, planned
 
 LLMSYS = [sys.executable, "-m", "llmsys_suite"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -103,7 +103,7 @@ def test_the_report_is_one_page_that_fetches_nothing(finished):
     out, _ = finished
     page = (out / "report.html").read_text()
     assert len(page.encode()) <= 1e6
-    assert page.count("<svg") == 4
+    assert page.count("<svg") == 5
     assert not re.search(r"<(script|link|img|iframe)", page)
     assert not re.search(r"(src|href)=['\"]http", page)
 

@@ -12,16 +12,18 @@ import numpy as np
 import pytest
 import tinyml
 import torch
-from llmsys_suite.audit import training_checks
+from llmsys_suite.audit import events, training_checks
 from llmsys_suite.audit.check import Check, Sources, same_rows
-from llmsys_suite.audit.inputs import compare_with_file, held_out_windows, read_bytes
+from llmsys_suite.audit.inputs import compare_with_file
 from llmsys_suite.audit.run import check_again, guarded
-from llmsys_suite.audit.stage_checks import compress, parallel, timing
+from llmsys_suite.audit.stage_checks import compress, timing
 from llmsys_suite.audit.stage_checks import scale as scale_checks
+from llmsys_suite.audit.text import held_out_windows, read_bytes
 from llmsys_suite.audit.training_checks import plan as plan_checks
 from llmsys_suite.audit.training_checks import times
 from llmsys_suite.audit.training_checks import weights as weight_checks
 from llmsys_suite.audit.training_checks import wire as wire_checks
+from llmsys_suite.audit.training_checks.data import plain_values
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
@@ -40,7 +42,7 @@ from llmsys_suite.results import Audit, Plan, Train
 from llmsys_suite.stages import scale
 from llmsys_suite.text.data import read_text
 from llmsys_suite.text.generation import MODEL
-from llmsys_suite.variants.final_weights import stored_bytes
+from llmsys_suite.variants.stored_tensors import stored_bytes
 from safetensors.torch import save_file
 from tinyml.quantization.int8 import Int8Linear
 
@@ -129,6 +131,7 @@ def honest():
         ranks = 1 if row["variant"] == SINGLE else 2
         row["mfu"] = utilization(PLAN.step_flops_causal, PLAN.peak, row["step_ms"], ranks)
     evidence = {
+        "config": plain_values(CONFIG),
         "threads": 1,
         "probe": {n: probed(1 if n == SINGLE else 2) for n in NAMES},
         "trajectory": [5.0, 4.0, 3.0, 2.0],
@@ -582,6 +585,13 @@ def test_a_part_of_the_record_that_is_missing_is_named(change, named):
     assert named in failed.where or "more" in failed.where
 
 
+def test_a_configuration_that_was_edited_fails():
+    plan, train, samples, evidence = honest()
+    edited = replace(CONFIG, learning_rate=1.0)
+    checks = training_checks.checks(edited, plan, train, samples, evidence)
+    assert [check.where for check in checks if not check.passed] == ["learning_rate"]
+
+
 @pytest.mark.parametrize("nbytes", [0, 200, 1800])
 def test_bytes_that_were_not_announced_in_shared_memory_fail(nbytes):
     *_, evidence = honest()
@@ -669,15 +679,15 @@ def test_schedules_are_distinguished_by_their_events():
     pairs = [[("forward", 0, i), ("backward", 0, i)] for i in range(4)]
     last_of_1f1b = [event for pair in pairs for event in pair]
     name = "pipeline ({})".format
-    assert parallel.most_in_flight(gpipe) == 4
-    assert parallel.most_in_flight(last_of_1f1b) == 1
-    assert parallel.expected_in_flight(name("GPipe"), 1, 2, 4) == 4
-    assert parallel.expected_in_flight(name("1F1B"), 1, 2, 4) == 1
-    assert parallel.expected_in_flight(name("1F1B"), 0, 2, 4) == 2
-    assert parallel.expected_in_flight("tensor (Megatron)", 0, 2, 4) is None
+    assert events.most_in_flight(gpipe) == 4
+    assert events.most_in_flight(last_of_1f1b) == 1
+    assert events.expected_in_flight(name("GPipe"), 1, 2, 4) == 4
+    assert events.expected_in_flight(name("1F1B"), 1, 2, 4) == 1
+    assert events.expected_in_flight(name("1F1B"), 0, 2, 4) == 2
+    assert events.expected_in_flight("tensor (Megatron)", 0, 2, 4) is None
     # Three microbatches are one round, in which a rank has all of its two stages' passes.
-    assert parallel.expected_in_flight(name("interleaved"), 0, 2, 3) == 6
-    assert parallel.expected_in_flight(name("interleaved"), 1, 2, 3) == 4
+    assert events.expected_in_flight(name("interleaved"), 0, 2, 3) == 6
+    assert events.expected_in_flight(name("interleaved"), 1, 2, 3) == 4
 
 
 @pytest.mark.parametrize(
@@ -706,16 +716,24 @@ def matmul_of(rows):
 
 def test_the_audit_repeats_rounds_that_another_program_disturbed():
     stage = Interleaved(timing.timed_in_turns(ON_CPU, {"ours": matmul_of([])}), 1.0)
+
+    def compare(timed):
+        return [*timing.shortest(stage, timed)]
+
     calls = {"ours": matmul_of([400] * 6)}
-    (check,) = timing.timed_again(ON_CPU, stage, "ours", calls, rounds=5)
+    (check,) = timing.timed_again(ON_CPU, calls, compare, rounds=5)
     assert check.passed
 
 
 def test_a_contender_that_stays_slower_than_in_the_stage_fails(monkeypatch):
     monkeypatch.setattr(timing, "PATIENCE_S", 0.1)
     stage = Interleaved({"ours": [1e-6]}, 1.0)
+
+    def compare(timed):
+        return [*timing.shortest(stage, timed)]
+
     calls = {"ours": matmul_of([400] * 1000)}
-    (check,) = timing.timed_again(ON_CPU, stage, "ours", calls, rounds=1)
+    (check,) = timing.timed_again(ON_CPU, calls, compare, rounds=1)
     assert not check.passed
 
 
@@ -790,7 +808,7 @@ def finished(path, change=lambda samples: None):
     folder.append_samples(samples)
     folder.add_stage("plan", plan)
     folder.add_stage("train", train)
-    folder.write_json("evidence.json", evidence)
+    folder.write_json("evidence.json", evidence | {"config": plain_values(config)})
     checks = [check.to_json() for check in training_checks.checks(CONFIG, *honest())]
     folder.write_json("checks.json", checks)
     folder.add_stage("audit", Audit(len(checks), []))

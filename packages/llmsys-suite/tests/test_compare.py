@@ -14,7 +14,12 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import others
 from llmsys_suite.measure.samples import CORE_WAIT, PEER, SINGLE
 from llmsys_suite.report import compare
-from llmsys_suite.report.compare import compare_ratios, compare_runs, round_ratios, warnings
+from llmsys_suite.report.comparability import warnings
+from llmsys_suite.report.compare import (
+    compare_ratios,
+    compare_runs,
+    round_ratios,
+)
 from llmsys_suite.results import Audit, Plan, Skipped, Train
 
 ENVIRONMENT = {"processor": "abacus", "cores": 2, "gpus": [], "cpu_flags": ["avx2", "fma"]}
@@ -204,7 +209,7 @@ def verdicts_at(rounds, scale, *, count, **noise):
     random = np.random.default_rng(rounds)
     for _ in range(count):
         sides = [ratios(rounds, random, variants=1, scale=s, **noise)["0"] for s in (1.0, scale)]
-        yield compare._compare("0", *sides, 0.05, 12).verdict
+        yield compare._compare("0", *sides, 0.05, 12, random).verdict
 
 
 @pytest.mark.parametrize(("scale", "verdict"), [(1.05, "slower"), (1 / 1.05, "faster")])

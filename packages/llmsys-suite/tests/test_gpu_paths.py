@@ -11,7 +11,7 @@ from llmsys_suite.environment import available_memory_bytes
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.ranks import worker
 from llmsys_suite.resolution import resolve
-from llmsys_suite.step import process, sweep
+from llmsys_suite.step import kernels, sweep
 from llmsys_suite.step.case import Case
 from torch.autograd import DeviceType
 
@@ -164,7 +164,7 @@ def test_the_time_of_a_kernel_is_counted_once():
         event("softmax_kernel", DeviceType.CUDA, 100.0),
         event("forward", DeviceType.CUDA, 400.0, note=True),
     ]
-    summary = process.summarize(events, "cuda")
+    summary = kernels.summarize(events, "cuda")
     assert summary["total_ms"] == 0.4
     assert summary["product_share"] == 0.75
     assert summary["softmax_share"] == 0.25

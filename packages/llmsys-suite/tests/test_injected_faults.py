@@ -85,7 +85,7 @@ def test_each_fault_patches_code_that_exists(fault):
 
 def test_the_labels_of_unaudited_figures_are_those_of_the_report():
     for stage, labels in LABELED.items():
-        assert {*labels} <= {*UNAUDITED[stage]}
+        assert {*labels} <= {entry.figures for entry in UNAUDITED[stage]}
 
 
 @pytest.mark.exhaustive

@@ -16,8 +16,9 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import clocks, network
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import CORE_WAIT, needed_seconds
-from llmsys_suite.ranks.rank import Progress, Run
-from llmsys_suite.stages.train import _train, timed_step
+from llmsys_suite.ranks.progress import Progress
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.stages.train import _train, counter, timed_step
 from llmsys_suite.text.data import load_corpus
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.initial_weights import initial_weights
@@ -68,7 +69,7 @@ def processor_seconds(folder):
     for step in range(ROUNDS):
         begin = time.process_time()
         for _ in VARIANTS:
-            received = network.Received()
+            received = counter(run)
             timed_step(run, "idle", idle, step, batch)["received"] = received.bytes()
         run.flush_samples()
         overhead.append((time.process_time() - begin) / len(VARIANTS))

@@ -11,8 +11,9 @@ from llmsys_suite.audit import reference
 from llmsys_suite.config import Layout, RunConfig, UsageError
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.ranks.rank import Progress, Run
-from llmsys_suite.splits import group_size
+from llmsys_suite.ranks.progress import Progress
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.splits.layout import group_size
 from llmsys_suite.stages import parallel
 from llmsys_suite.text.data import load_corpus
 from worker_pool import run_ranks

@@ -16,14 +16,15 @@ import pytest
 from figures import assert_at_most
 from llmsys_suite import results as of
 from llmsys_suite.audit import run as audit
+from llmsys_suite.audit.report_tables import shown_figures
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import CORE_WAIT
 from llmsys_suite.report import plots
 from llmsys_suite.report.page import headline, write_report
-from llmsys_suite.report.sections import against, fastest, interval
-from llmsys_suite.report.unaudited import ANY_ERROR, OF_THE_RUN, UNAUDITED, unaudited
+from llmsys_suite.report.sentences import against, fastest, interval
+from llmsys_suite.report.unaudited import OF_THE_RUN, UNAUDITED, Unaudited, unaudited
 
 ENVIRONMENT = {
     "date": "a day", "gpus": [], "processor": "abacus", "cores": 2, "torch": "2", "python": "3",
@@ -187,8 +188,8 @@ def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(reported, t
         assert layout["empty"] == 0
         assert layout["faint"] == []
         assert width == 390 or layout["cut"] == []
-        # Train, learn, memory and scale.
-        assert layout["pictures"] == 4
+        # Links, train, learn, memory, scale and compress.
+        assert layout["pictures"] == 5
         assert abs(layout["contrast"]) > 500
         assert (layout["contrast"] > 0) == dark
 
@@ -371,13 +372,31 @@ def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(reported)
     for stage, entries in UNAUDITED.items():
         assert unaudited(stage) in markdown
         assert unaudited(stage) in page
-        assert all(figures in unaudited(stage) for figures in entries)
-        errors = {*entries.values()} - {ANY_ERROR}
+        assert all(entry.figures in unaudited(stage) for entry in entries)
+        errors = {entry.errors for entry in entries} - {Unaudited.errors}
         assert all(words in unaudited(stage) for words in errors)
     assert markdown.count(OF_THE_RUN) == page.count(OF_THE_RUN) == 1
     # The label is visible without opening the details before it.
     assert page.rindex("</details>") < page.index(OF_THE_RUN)
     assert {*UNAUDITED} == {*STAGES} - {"audit", "report"}
+
+
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [("report.md", "| zero 1 | 80 |"), ("report.html", "<tr><td>zero 1</td><td>80</td>")],
+)
+def test_a_figure_in_the_report_that_no_record_has_fails(reported, tmp_path, name, row):
+    whole, _ = reported
+    assert shown_figures(whole).passed
+    folder = RunFolder(tmp_path)
+    for file in ("summary.json", "report.md", "report.html"):
+        text = (whole.path / file).read_text()
+        if file == name:
+            assert row in text
+            text = text.replace(row, row.replace("80", "81"))
+        (tmp_path / file).write_text(text)
+    check = shown_figures(folder)
+    assert (check.passed, check.where) == (False, f"{name}, train: zero 1")
 
 
 def test_the_report_has_one_generated_text(reported):

@@ -12,9 +12,9 @@ from accounting.memory.live import make_state, training_step_memory
 from llmsys_suite import cli
 from llmsys_suite.config import UsageError
 from llmsys_suite.model import Decoder, plain_attention
-from llmsys_suite.step import process, sweep
+from llmsys_suite.step import kernels, process, report, sweep
 from llmsys_suite.step.case import Case
-from llmsys_suite.step.process import Step
+from llmsys_suite.step.training import Step
 from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -150,7 +150,7 @@ def test_kinds_of_operators_are_distinguished():
 
     there = [event("aten::mm", 60, 3), event("aten::bmm", 30, 2), event("aten::_softmax", 10),
              event("Optimizer.step", 99)]  # fmt: skip
-    row = process.summarize(there, "cpu")
+    row = kernels.summarize(there, "cpu")
     assert row["total_ms"] == pytest.approx(0.1)
     assert row["top"][0] == {"operator": "mm", "calls": 3, "ms": 0.06, "share": 0.6}
     assert row["product_share"] == pytest.approx(0.9)
@@ -169,7 +169,7 @@ def test_kinds_of_operators_are_distinguished():
         (["--rows", "0"], "`rows` >= 1, got 0"),
         (["--time-limit", "0"], "--time-limit 0"),
         (["--profile"], "--profile writes operators; name a folder with --out"),
-        (["--out", "/proc/none"], "/proc/none cannot be written"),
+        (["--out", "/proc/none"], "cannot write to /proc/none"),
         (["--out", "."], ". exists and is not empty"),
     ],
 )
@@ -191,14 +191,14 @@ def test_the_tables_are_printed_and_kept(tmp_path, monkeypatch):
     )
     out = tmp_path / "rows"
     lines = list(
-        sweep.benchmark(
+        report.benchmark(
             sizes="mini,mini",
             contexts="16,016",
-            dtype="fp32,bf16,fp32",
-            compile=False,
-            checkpoint=True,
+            dtypes="fp32,bf16,fp32",
+            compiled=False,
+            checkpointed=True,
             rows=1,
-            time_limit=60.0,
+            limit=60.0,
             profile=True,
             device="cpu",
             out=out,

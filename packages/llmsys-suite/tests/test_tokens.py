@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from llmsys_suite import cli
-from llmsys_suite.audit.inputs import read_parts
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.resolution import check, resolve
 from llmsys_suite.start import run as start

@@ -111,13 +111,12 @@ def config(
 
 @app.command()
 def step(
-    context: typer.Context,
     sizes: Annotated[
         str, typer.Option(help="Sizes of `llmsys list` or shapes: A,B or all.")
     ] = "tiny",
     contexts: Annotated[str, typer.Option(help="Tokens per row: 128,512.")] = "128",
     dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or several.")] = "fp32",
-    compile: Annotated[bool, typer.Option("--compile", help="Measure torch.compile too.")] = False,
+    compile_: Annotated[bool, typer.Option("--compile", help="Measure torch.compile too.")] = False,
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="Measure activation checkpointing too.")
     ] = False,
@@ -130,10 +129,20 @@ def step(
     out: Annotated[Path | None, typer.Option(help="A new folder: rows as JSON.")] = None,
 ) -> None:
     """Time one training step by size, context and precision, each in a separate process."""
-    from llmsys_suite.step.sweep import benchmark
+    from llmsys_suite.step.report import benchmark
 
-    # The context has `out` as a string.
-    for line in benchmark(**context.params | {"out": out}):
+    for line in benchmark(
+        sizes=sizes,
+        contexts=contexts,
+        dtypes=dtype,
+        compiled=compile_,
+        checkpointed=checkpoint,
+        rows=rows,
+        limit=time_limit,
+        profile=profile,
+        device=device,
+        out=out,
+    ):
         print(line, flush=True)
 
 
@@ -186,7 +195,8 @@ def compare(
     ] = 5.0,
 ) -> None:
     """Print which variants became faster or slower, and whether the samples suffice to decide."""
-    from llmsys_suite.report.compare import compare_runs, warnings
+    from llmsys_suite.report.comparability import warnings
+    from llmsys_suite.report.compare import compare_runs
 
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"expected --fail-above >= 0, a percentage, got {fail_above:g}")

@@ -135,8 +135,7 @@ class RunFolder:
 
     def seal(self) -> None:
         """Write the format and the digest of every file to the manifest."""
-        files = sorted(path for path in self.path.iterdir() if path.is_file())
-        digests = {path.name: _digest(path) for path in files if path.name != MANIFEST}
+        digests = {name: _digest(self.path / name) for name in self._files()}
         self.write_json(MANIFEST, {"format": FORMAT, "files": digests})
 
     def require_whole(self) -> None:
@@ -182,6 +181,11 @@ class RunFolder:
                 except json.JSONDecodeError:
                     break
         return rows
+
+    def _files(self) -> list[str]:
+        return sorted(
+            path.name for path in self.path.iterdir() if path.is_file() and path.name != MANIFEST
+        )
 
 
 def claim(config: RunConfig) -> RunConfig:

@@ -16,10 +16,13 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite.audit import peers, reference
-from llmsys_suite.audit.inputs import num_heads, read_parts, row_evidence, split_evidence
+from llmsys_suite.audit.inputs import num_heads
 from llmsys_suite.audit.probe import probe, replay
+from llmsys_suite.audit.text import read_parts, row_evidence, split_evidence
+from llmsys_suite.audit.training_checks.data import plain_values
 from llmsys_suite.measure import network
 from llmsys_suite.measure.samples import needed_seconds
+from llmsys_suite.plain import Weights
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.initial_weights import initial_weights, seeded
 
@@ -37,6 +40,7 @@ def measure(run: Run) -> dict[str, Any]:
     with run.in_float32():
         probed = probe(run)
     return {
+        "config": plain_values(run.config),
         "threads": torch.get_num_threads(),
         "probe": probed,
         "split": split_evidence(run),
@@ -71,23 +75,33 @@ def recompute(run: Run) -> dict[str, Any]:
 
 def count_model(run: Run) -> dict[str, int]:
     """Count parameters and the FLOPs of a training step of the reference on the meta device."""
+    weights = initial_weights(run)
     config = run.config
-    weights = {name: w.to("meta").requires_grad_() for name, w in initial_weights(run).items()}
-    tokens = torch.zeros(config.rows, config.context, dtype=torch.long, device="meta")
-    with FlopCounterMode(display=False) as counter:
-        reference.loss(weights, tokens, tokens, num_heads(config)).backward()
-    full = counter.get_total_flops()
-    # Only attention uses batched products. Under a causal mask they need T (T + 1) / 2 of the T^2
-    # pairs of positions.
-    by_operator = counter.get_flop_counts()["Global"]
-    batched = sum(n for operator, n in by_operator.items() if "bmm" in str(operator))
+    full, causal = count_flops(weights, config.rows, config.context, num_heads(run.config))
     return {
         "parameters": sum(w.numel() for w in weights.values()),
         "block_parameters": sum(w.numel() for n, w in weights.items() if n.startswith("blocks.")),
         "tensors": len(weights),
         "flops_full": full,
-        "flops_causal": full - batched * (config.context - 1) // (2 * config.context),
+        "flops_causal": causal,
     }
+
+
+def count_flops(weights: Weights, rows: int, context: int, heads: int) -> tuple[int, int]:
+    """Return the FLOPs of a training step, with and without the masked attention products.
+
+    FLOPs are counted on the meta device. Only attention uses batched products. Under a causal mask
+    they need T (T + 1) / 2 of the T^2 pairs of positions.
+    """
+    leaves = {name: w.detach().to("meta").requires_grad_() for name, w in weights.items()}
+    tokens = torch.zeros(rows, context, dtype=torch.long, device="meta")
+    with FlopCounterMode(display=False) as counter:
+        loss = reference.loss(leaves, tokens, tokens, heads)
+        loss.backward()
+    total = counter.get_total_flops()
+    by_operator = counter.get_flop_counts()["Global"]
+    batched = sum(n for operator, n in by_operator.items() if "bmm" in str(operator))
+    return total, total - batched * (context - 1) // (2 * context)
 
 
 def count_saved_bytes(run: Run) -> int:

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.inputs import global_batch, num_heads, on_device, read_parts
+from llmsys_suite.audit.inputs import global_batch, num_heads, on_device
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.measure import network
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants import VARIANTS, variants_here

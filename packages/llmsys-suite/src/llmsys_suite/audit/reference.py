@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from unittest import mock
 
 import numpy as np
@@ -106,9 +106,11 @@ def batch(text: bytes, rows: int, context: int, seed: int, step: int) -> tuple[T
 
 
 def row_digests(both: tuple[Tensor, Tensor]) -> list[str]:
-    """Return twelve hexadecimal digits of the SHA-256 of each row, with four bytes per token."""
-    digests = []
-    for row in zip(*both, strict=True):
-        tokens, targets = (np.array(part.tolist(), "<i4").tobytes() for part in row)
-        digests.append(hashlib.sha256(tokens + b"\0" + targets).hexdigest()[:12])
-    return digests
+    """Return the `digest` of each row of a global batch."""
+    return [digest(x.tolist(), y.tolist()) for x, y in zip(*both, strict=True)]
+
+
+def digest(tokens: Sequence[int], targets: Sequence[int]) -> str:
+    """Return twelve hexadecimal digits of the SHA-256 of one row, with four bytes per token."""
+    row, following = (np.array(list(part), "<i4").tobytes() for part in (tokens, targets))
+    return hashlib.sha256(row + b"\0" + following).hexdigest()[:12]

@@ -10,6 +10,7 @@ from typing import Any
 from llmsys_suite.audit import training_checks
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.evidence import measure, recompute
+from llmsys_suite.audit.report_tables import shown_figures
 from llmsys_suite.audit.stage_checks import COLLECTIVE, ON_LAST_RANK, STAGES
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
@@ -122,10 +123,11 @@ def check_again(folder: RunFolder) -> list[Check]:
 
 
 def _files(folder: RunFolder, evidence: dict[str, Any], num_stored: int) -> Iterator[Check]:
-    """Check that a folder has all results, checks and evidence."""
+    """Check that a folder has all results, checks and evidence, and that its report shows them."""
     results = folder.results
     missing = [stage for stage in folder.config.stages if stage not in {*results, "report"}]
     missing += [] if evidence else ["evidence.json"]
     yield Sources("files of the run", "its configuration").none("results of every stage", missing)
     checks = Sources("checks.json", "summary.json")
     yield checks.equal("number of checks", results["audit"].checks, num_stored)
+    yield shown_figures(folder)

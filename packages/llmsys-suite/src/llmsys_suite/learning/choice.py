@@ -7,7 +7,6 @@ from dataclasses import replace
 from typing import Any
 
 from llmsys_suite.measure.samples import PEER, SERVER, SINGLE
-from llmsys_suite.model import Block
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.splits import Layout, SplitModel
 from llmsys_suite.variants import VARIANTS
@@ -39,9 +38,8 @@ def make_variant(run: Run) -> tuple[str, Variant]:
         variant = VARIANTS[name](run, model)
     variant.max_norm = config.clip
     if config.compile:
-        for module in variant.model.modules():
-            if isinstance(module, Block):
-                module.compile()
+        for block in variant.blocks():
+            block.compile()
     return name, variant
 
 

@@ -61,6 +61,8 @@ def announced() -> Iterator[list[int]]:
 
 def _by_connection() -> dict[int, int]:
     counts: dict[int, int] = {}
+    if not available():
+        return counts
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
             there = os.fstat(fd)

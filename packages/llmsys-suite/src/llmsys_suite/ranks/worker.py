@@ -30,7 +30,8 @@ from llmsys_suite.folder import RunFolder, claim
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.ranks.failure import FailureWatch, end_with_parent, report_failure
 from llmsys_suite.ranks.launch import STORE
-from llmsys_suite.ranks.rank import Progress, Run
+from llmsys_suite.ranks.progress import Progress
+from llmsys_suite.ranks.rank import Run
 from llmsys_suite.text.data import load_corpus, read_text
 from llmsys_suite.text.tokens import load, write_tokens
 
@@ -61,9 +62,7 @@ def work(config: RunConfig) -> tuple[int, Path]:
     run: Run | None = None
     try:
         run = begin(config, rank, world, progress)
-        assert run.store is not None
-        folder = run.out if rank == 0 else None
-        watch = FailureWatch(run.store, partial(_end_after_other, run), folder)
+        watch = start_watch(run)
         for stage in run.config.stages:
             run.stage = stage
             with progress.stage(stage):
@@ -122,6 +121,14 @@ def end_process() -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(1)
+
+
+def start_watch(run: Run) -> FailureWatch | None:
+    """Start a thread that watches the other ranks, and on rank 0 also the run folder."""
+    if run.store is None:
+        return None
+    folder = run.out if run.folder is not None else None
+    return FailureWatch(run.store, partial(_end_after_other, run), folder)
 
 
 def leave(run: Run, watch: FailureWatch | None) -> None:

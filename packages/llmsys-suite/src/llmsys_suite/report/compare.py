@@ -9,24 +9,23 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from scipy.stats import t as student
 from scipy.stats import trim_mean
-from scipy.stats.mstats import trimmed_stde
 
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder, Sample
 from llmsys_suite.measure import others
 from llmsys_suite.measure.samples import CORE_WAIT, PEER, WHOLE_STEP
-from llmsys_suite.results import Audit, Plan, Train
+from llmsys_suite.report.comparability import require_comparable
 
 Array = np.ndarray
 #: For each variant, the log of its time over the peer's in each round, and the number of disturbed
 #: rounds.
 Ratios = dict[str, tuple[Array, int]]
+RESAMPLES = 400
 #: Fraction of the log ratios that is trimmed at each end before their mean. The mean of the middle
 #: half is as robust as the median and more efficient.
 TRIMMED = 0.25
@@ -40,26 +39,6 @@ LEAST_ROUNDS, LEAST_SHARE = 15, 0.5
 APART = 0.007
 #: Probability of a wrong verdict on any variant if the code is the same.
 CHANCE = 0.03
-
-#: Runs that differ in one of these keys are not comparable; other differences are warnings.
-MUST_AGREE = {
-    "env.json": ("processor", "cores", "threads", "gpus"),
-    "config.json": (
-        "size",
-        "world",
-        "preset",
-        "backend",
-        "dtype",
-        "rows",
-        "context",
-        "tokenizer",
-        "vocabulary",
-    ),
-}
-SHOULD_AGREE = {
-    "env.json": ("cpu_flags", "python", "torch", "platform", "driver", "governor", "text"),
-    "config.json": ("seed", "steps", "warmup", "learning_rate", "stages"),
-}
 
 
 @dataclass(frozen=True)
@@ -140,10 +119,11 @@ def compare_ratios(old: Ratios, new: Ratios, *, margin: float = 0.05) -> list[Co
     """
     if not old.keys() & new.keys():
         raise UsageError("no variant besides the peer was trained by both runs")
+    random = np.random.default_rng(0)
     missing = np.array([]), 0
     names = list(old | new)
     return [
-        _compare(name, old.get(name, missing), new.get(name, missing), margin, len(names))
+        _compare(name, old.get(name, missing), new.get(name, missing), margin, len(names), random)
         for name in names
     ]
 
@@ -183,7 +163,12 @@ def round_ratios(samples: list[Sample]) -> Ratios:
 
 
 def _compare(
-    name: str, before: tuple[Array, int], after: tuple[Array, int], margin: float, among: int
+    name: str,
+    before: tuple[Array, int],
+    after: tuple[Array, int],
+    margin: float,
+    among: int,
+    random: np.random.Generator,
 ) -> Comparison:
     rounds = min(len(logs) for logs, _ in (before, after))
     disturbed = max(count for _, count in (before, after))
@@ -191,7 +176,7 @@ def _compare(
         return Comparison(name, math.nan, 0.0, math.inf, rounds, disturbed, margin)
     old_mean, new_mean = (trim_mean(logs, TRIMMED) for logs, _ in (before, after))
     log_ratio = new_mean - old_mean
-    errors, freedoms = zip(*(_error(logs) for logs, _ in (before, after)), strict=True)
+    errors, freedoms = zip(*(_error(logs, random) for logs, _ in (before, after)), strict=True)
     error = math.sqrt(sum(e**2 + APART**2 for e in errors))
     degrees = min(freedoms)
     half = float(student.ppf(0.975, degrees)) * error
@@ -208,14 +193,15 @@ def _compare(
     )
 
 
-def _error(logs: Array) -> tuple[float, float]:
-    """Return the standard error of the trimmed mean and its degrees of freedom.
+def _error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
+    """Return the bootstrap standard error of the trimmed mean and its degrees of freedom.
 
     The autocorrelation r of the rounds, clipped to the quartiles, reduces the effective number of
     rounds to n (1 - r) / (1 + r).
     """
     n = len(logs)
-    error = float(trimmed_stde(logs, limits=(TRIMMED, TRIMMED)))
+    drawn = logs[random.integers(0, n, (RESAMPLES, n))]
+    error = float(trim_mean(drawn, TRIMMED, axis=1).std())
     clipped = logs.clip(*np.quantile(logs, [0.25, 0.75]))
     clipped = clipped - clipped.mean()
     correlation = float(clipped[1:] @ clipped[:-1] / max(clipped @ clipped, 1e-300))
@@ -228,56 +214,3 @@ def _error(logs: Array) -> tuple[float, float]:
 
 def _disturbed(sample: Sample) -> bool:
     return bool(sample.get(CORE_WAIT, 0.0) > DISTURBED * sample["seconds"])
-
-
-def warnings(before: RunFolder, after: RunFolder) -> list[str]:
-    """Return sentences on failed audits, and on differences that may affect times or losses."""
-    lines = [
-        f"{len(audit.red)} checks of {folder.path} failed: {audit.red[0]}"
-        for folder in dict.fromkeys((before, after))
-        if isinstance(audit := folder.results.get("audit"), Audit) and not audit.passed
-    ]
-    return lines + _differences(before, after, SHOULD_AGREE)
-
-
-def require_comparable(before: RunFolder, after: RunFolder) -> None:
-    """Raise UsageError if two runs cannot be compared.
-
-    Both runs must be complete and unedited, and must have trained their variants interleaved. They
-    must agree in the keys of `MUST_AGREE`. A run that is compared with a copy of itself would be
-    "same" without any evidence, so that their samples must differ.
-    """
-    for folder in (before, after):
-        folder.require_whole()
-        if not folder.complete:
-            raise UsageError(f"{folder.path} is an incomplete run; compare complete ones")
-        if not isinstance(folder.results.get("train"), Train):
-            raise UsageError(
-                f"{folder.path} has no stage train that ended; compare runs of that stage"
-            )
-        plan = folder.results.get("plan")
-        if isinstance(plan, Plan) and not plan.variants_fit_together:
-            raise UsageError(
-                f"the variants of {folder.path} did not fit in memory together and ran one after "
-                "another, so they have no rounds to compare; choose a smaller --size"
-            )
-    if differences := _differences(before, after, MUST_AGREE):
-        raise UsageError(f"{differences[0]}; their times cannot be compared")
-    samples = [(folder.path / "samples.jsonl").read_bytes() for folder in (before, after)]
-    if samples[0] == samples[1]:
-        raise UsageError(
-            f"{before.path} and {after.path} contain the same samples; expected different runs"
-        )
-
-
-def _differences(
-    before: RunFolder, after: RunFolder, keys_of_file: Mapping[str, Sequence[str]]
-) -> list[str]:
-    """Return a sentence for each of the keys in which two runs differ."""
-    lines = []
-    for file, keys in keys_of_file.items():
-        old, new = before.read_json(file), after.read_json(file)
-        for key in keys:
-            if old.get(key) != new.get(key):
-                lines.append(f"the runs differ in {key}: {old.get(key)} and {new.get(key)}")
-    return lines

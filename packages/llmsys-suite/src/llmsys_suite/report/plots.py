@@ -75,13 +75,16 @@ def phases(rows: Sequence[dict[str, Any]]) -> str:
             widths = [row["step_ms"] * row.get(f"{part}_share", 0.0) for row in rows]
             axes.barh(names, widths, left=left, color=color, label=part)
             left = [a + b for a, b in zip(left, widths, strict=True)]
-        hiding = [row for row in rows if row.get("hidden_ms")]
-        ends = [row["step_ms"] * (row["forward_share"] + row["backward_share"]) for row in hiding]
-        hidden = [min(row["hidden_ms"], row["step_ms"] * row["backward_share"]) for row in hiding]
+        ends = [row["step_ms"] * (row["forward_share"] + row["backward_share"]) for row in rows]
+        hidden = [
+            min(row.get("hidden_ms", 0.0), row["step_ms"] * row["backward_share"]) for row in rows
+        ]
+        starts = [end - width for end, width in zip(ends, hidden, strict=True)]
+        some = [i for i, width in enumerate(hidden) if width > 0]
         axes.barh(
-            [row["variant"] for row in hiding],
-            hidden,
-            left=[end - width for end, width in zip(ends, hidden, strict=True)],
+            [names[i] for i in some],
+            [hidden[i] for i in some],
+            left=[starts[i] for i in some],
             height=0.4,
             facecolor=COLORS[2],
             edgecolor=INK,
@@ -167,3 +170,16 @@ def _plain_ticks(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_formatter(NullFormatter())
+
+
+def compression(rows: Sequence[dict[str, Any]], unit: str) -> str:
+    """Draw the held-out loss of each compression method against its size in MiB."""
+
+    def draw(axes: Axes) -> None:
+        for color, row in zip(COLORS, rows, strict=False):
+            at = row["size_bytes"] / 2**20, row["heldout_loss"]
+            axes.plot(*at, "o", color=color, markersize=7, label=row["method"])
+        axes.set(xlabel="MiB", ylabel=f"held-out {unit}")
+        below(axes)
+
+    return figure(draw, "Held-out loss against bytes", height=3.4)

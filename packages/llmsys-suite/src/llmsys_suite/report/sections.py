@@ -3,49 +3,16 @@
 from __future__ import annotations
 
 import math
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from scipy.stats import quantile_test
-
 from llmsys_suite import results as of
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure.samples import PEER, SINGLE
 from llmsys_suite.report import plots
-from llmsys_suite.report.compare import has_enough_rounds, round_ratios
-
-MIB = 2**20
-Row = dict[str, Any]
-Results = dict[str, Any]
-
-#: Titles of the columns of each stage's table, by the keys of its rows.
-COLUMNS: dict[str, dict[str, str]] = {
-    "links": {"algorithm": "algorithm", "size_bytes": "bytes", "time_us": "time, µs",
-        "busbw_gbps": "bus, GB/s", "wire_bytes": "wire bytes", "wrong": "wrong"},
-    "attention": {"kernel": "kernel", "forward_backward_ms": "time, ms",
-        "ratio_to_sdpa_p50": "of SDPA's", "max_error": "largest error"},
-    "train": {"variant": "variant", "step_ms": "step, ms", "ratio_p50": "of DDP's",
-        "ratio_p10": "p10", "ratio_p90": "p90", "exposed_ms": "waiting, ms", "mfu": "MFU",
-        "final_loss": "loss"},
-    "parallel": {"split": "split", "iteration_ms": "iteration, ms", "bubble": "bubble, planned",
-        "waiting": "waiting", "loss": "loss", "single_loss": "one process's",
-        "trained_loss": "trained"},
-    "memory": {"context": "tokens",
-        "inference_peak_mib": "inference, MiB",
-        "training_peak_mib": "training, MiB", "checkpointed_peak_mib": "checkpointed, MiB",
-        "residual_stream_mib": "residual stream, MiB"},
-    "scale": {"compute_flops": "FLOPs", "width": "width", "parameters": "parameters",
-        "tokens": "tokens", "steps": "steps", "loss": "held out"},
-    "inspect": {"kind": "kind", "layer": "layer", "head": "head", "score": "score",
-        "chance": "by chance"},
-    "compress": {"method": "method", "size_bytes": "bytes", "smaller": "smaller, x",
-        "heldout_loss": "held out", "speedup_p50": "speed, x"},
-    "audit": {"name": "check", "source": "source", "actual": "says", "against": "against",
-        "low": "least", "high": "most", "where": "furthest off"},
-}  # fmt: skip
+from llmsys_suite.report.sentences import fastest, interleaved_against
+from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, evidence_of, pick, planned
 
 
 @dataclass(frozen=True)
@@ -57,6 +24,8 @@ class Section:
     rows: Sequence[Row] = ()
     picture: str = ""
     folded: Sequence[tuple[str, Sequence[Row] | str]] = ()
+    #: Indices of the rows that are shown in red.
+    failed: frozenset[int] = frozenset()
 
 
 def sections(folder: RunFolder) -> Iterator[Section]:
@@ -67,41 +36,6 @@ def sections(folder: RunFolder) -> Iterator[Section]:
             yield Section(stage, f"Skipped: {result.skipped}.")
         else:
             yield MAKERS[stage](result, results, folder)
-
-
-def pick(rows: Sequence[Row], columns: dict[str, str]) -> list[Row]:
-    """Return the rows with only the keys of `columns`, renamed to its values."""
-    return [{new: row[old] for old, new in columns.items() if old in row} for row in rows]
-
-
-def evidence_of(folder: RunFolder) -> Row:
-    """Return the evidence of the audit, or {} without an audit."""
-    there = isinstance(folder.results.get("audit"), of.Audit)
-    evidence: Row = folder.read_json("evidence.json") if there else {}
-    return evidence
-
-
-def planned(results: Results, evidence: Row) -> list[Row]:
-    """Return rows of predicted and measured values and their ratio, where both exist."""
-    plan = results["plan"]
-    train = results.get("train")
-    rows = train.rows if isinstance(train, of.Train) else []
-    received = [row["wire_bytes"] for row in rows if row["variant"] == PEER and "wire_bytes" in row]
-    counts = evidence.get("model_counts", {})
-    pairs = [
-        ("parameters", plan.parameters, counts.get("parameters")),
-        ("GFLOPs per step", plan.step_flops_full / 1e9,
-         counts["flops_full"] / 1e9 if counts else None),
-        ("peak of a step, MiB", plan.training_peak_bytes / MIB,
-         plan.measured_peak_bytes / MIB),
-        ("DDP's wire, MiB per rank", plan.ddp_wire_bytes_per_rank / MIB,
-         received[0] / MIB if received else None),
-    ]  # fmt: skip
-    return [
-        {"figure": name, "planned": predicted, "measured": measured, "ratio": measured / predicted}
-        for name, predicted, measured in pairs
-        if measured
-    ]
 
 
 def _plan(plan: of.Plan, results: Results, folder: RunFolder) -> Section:
@@ -136,25 +70,31 @@ def _attention(attention: of.Attention, *_: Any) -> Section:
     rows = attention.rows
     ours = min((r for r in rows if r["kernel"] != "SDPA"), key=lambda r: r["forward_backward_ms"])
     shown = pick(rows, COLUMNS["attention"])
-    seconds = attention.interleaved.seconds
-    ratios = [a / b for a, b in zip(seconds[ours["kernel"]], seconds["SDPA"], strict=True)]
-    finding = against(ours["kernel"], "SDPA", ratios)
-    return Section("attention", finding, shown, folded=[("why this kernel", attention.explain)])
+    return Section(
+        "attention",
+        interleaved_against(attention.interleaved, ours["kernel"], "SDPA"),
+        shown,
+        folded=[("why this kernel", attention.explain)],
+    )
 
 
 def _train(train: of.Train, _: Results, folder: RunFolder) -> Section:
     shown = pick(train.rows, COLUMNS["train"])
-    stored = [
-        {"variant": name}
-        | {kind: max(n[kind] for n in final["stored"]) / MIB for kind in final["stored"][0]}
-        for name, final in train.final_weights.items()
-    ]
-    folded = [("most that a rank stores after the training, MiB", stored)]
+    folded = [("tensors that a rank stores after the training, MiB", _stored(train))]
     received = [row for row in train.rows if "wire_bytes" in row]
     if received:
         columns = {"variant": "variant", "wire_bytes": "bytes"}
         folded.append(("bytes that a rank's sockets receive per step", pick(received, columns)))
     return Section("train", fastest(folder), shown, plots.phases(train.rows), folded)
+
+
+def _stored(train: of.Train) -> list[Row]:
+    """Return the maximum over ranks of the stored bytes, by variant."""
+    return [
+        {"variant": name}
+        | {kind: max(n[kind] for n in final["stored"]) / MIB for kind in final["stored"][0]}
+        for name, final in train.final_weights.items()
+    ]
 
 
 def _learn(learn: of.Learn, _: Results, folder: RunFolder) -> Section:
@@ -241,15 +181,17 @@ def _compress(compress: of.Compress, _: Results, folder: RunFolder) -> Section:
         f"The smallest file whose loss is at most 1 % higher is that of {best['method']}: "
         f"{best['smaller']:.2g} times smaller, {best['heldout_loss'] - whole:+.4f} {unit}."
     )
-    return Section("compress", finding, pick(rows, COLUMNS["compress"]))
+    shown = pick(rows, COLUMNS["compress"])
+    return Section("compress", finding, shown, plots.compression(rows, unit))
 
 
 def _audit(_: of.Audit, __: Results, folder: RunFolder) -> Section:
     checks = folder.read_json("checks.json")
-    failed = [check for check in checks if not check["passed"]]
+    shown = pick(checks, COLUMNS["audit"])
+    failed = frozenset(i for i, check in enumerate(checks) if not check["passed"])
     finding = f"{len(checks) - len(failed)} of {len(checks)} checks passed."
-    folded = [("all checks", pick(checks, COLUMNS["audit"]))]
-    return Section("audit", finding, pick(failed, COLUMNS["audit"]), folded=folded)
+    red = [shown[i] for i in sorted(failed)]
+    return Section("audit", finding, red, "", [("all checks", shown)], frozenset(range(len(red))))
 
 
 MAKERS: dict[str, Callable[..., Section]] = {
@@ -257,56 +199,3 @@ MAKERS: dict[str, Callable[..., Section]] = {
     "parallel": _parallel, "memory": _memory,
     "scale": _scale, "inspect": _inspect, "compress": _compress, "audit": _audit,
 }  # fmt: skip
-
-
-def interval(values: Sequence[float], among: int = 1) -> tuple[float, float, float]:
-    """Return the median and a 95 % interval from order statistics.
-
-    The interval is unbounded if there are too few values. It is corrected for the choice of the
-    best of `among` variants.
-    """
-    test = quantile_test(values, p=0.5)
-    low, high = test.confidence_interval(confidence_level=1 - 0.05 / among)
-    if math.isnan(low):
-        low, high = 0.0, math.inf
-    return statistics.median(values), float(low), float(high)
-
-
-def against(name: str, peer: str, ratios: Sequence[float], among: int = 1) -> str:
-    """Return a sentence on the time of `name` over the time of `peer` in the same rounds."""
-    middle, low, high = interval(ratios, among)
-    if not math.isfinite(high):
-        return f"Cannot tell {name} from {peer} in {len(ratios)} rounds: {middle:.2f} of its time."
-    sentence = f"{name} takes {middle:.2f} of {peer}'s time (95 % interval {low:.2f} to {high:.2f})"
-    if low <= 1 <= high:
-        return f"Cannot tell {name} from {peer}: {sentence}."
-    return f"{sentence}: {'faster' if high < 1 else 'slower'}."
-
-
-def fastest(folder: RunFolder) -> str:
-    """Return a sentence on the fastest variant, or an empty string if only one was trained.
-
-    Like `llmsys compare`, it uses only rounds that other programs did not disturb. If the variants
-    ran one after another, they have no rounds in common, and the sentence says so.
-    """
-    plan = folder.results.get("plan")
-    if isinstance(plan, of.Plan) and not plan.variants_fit_together:
-        return (
-            "Cannot tell which variant is the fastest: they do not fit in memory together and ran "
-            "one after another, so a ratio divides times of different moments."
-        )
-    rounds = {name: pair for name, pair in round_ratios(folder.samples()).items() if name != SINGLE}
-    if not rounds:
-        return ""
-    decided = {
-        name: pair for name, pair in rounds.items() if has_enough_rounds(len(pair[0]), pair[1])
-    }
-    if not decided:
-        used, disturbed = max(((len(logs), lost) for logs, lost in rounds.values()))
-        return (
-            f"Cannot tell which variant is the fastest: {used} of {used + disturbed} rounds were "
-            "not disturbed by other programs, which is too few."
-        )
-    ratios = {name: [math.exp(log) for log in logs] for name, (logs, _) in decided.items()}
-    best = min(ratios, key=lambda name: statistics.median(ratios[name]))
-    return against(best, PEER, ratios[best], len(ratios))

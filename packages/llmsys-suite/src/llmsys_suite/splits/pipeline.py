@@ -17,9 +17,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
 
-from llmsys_suite.model import Decoder, run_block
+from llmsys_suite.model import Block, Decoder, run_block
 
-#: The class of each schedule of `config.STAGES_PER_RANK`.
+#: The class of each schedule of `layout.STAGES_PER_RANK`.
 SCHEDULES: dict[str, Any] = {
     "GPipe": ScheduleGPipe,
     "1F1B": Schedule1F1B,
@@ -52,6 +52,10 @@ class LayerRange(nn.Module):
         self.head = model.head if stage == stages - 1 else None
         self.register_buffer("rope", model.rope, persistent=False)
 
+    def layers(self) -> list[Block]:
+        """Return the blocks in order."""
+        return [block for block in self.blocks.values() if isinstance(block, Block)]
+
     def forward(self, x: Tensor) -> Tensor:
         """Return the residual stream, or logits in the last stage.
 
@@ -67,3 +71,8 @@ class LayerRange(nn.Module):
             if self.head is not None and self.norm is not None:
                 x = self.head(self.norm(x))
         return x
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats per token, computed in float32."""
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

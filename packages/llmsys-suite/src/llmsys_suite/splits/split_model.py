@@ -13,8 +13,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmsys_suite.config import Layout, UsageError
-from llmsys_suite.model import ModelConfig, cross_entropy
-from llmsys_suite.splits.pipeline import SCHEDULES, LayerRange
+from llmsys_suite.model import Block, ModelConfig
+from llmsys_suite.splits.pipeline import SCHEDULES, LayerRange, cross_entropy
 from llmsys_suite.splits.tensor import split_blocks, split_ends
 from llmsys_suite.variants.initial_weights import with_weights
 from llmsys_suite.variants.single import Variant
@@ -71,7 +71,7 @@ class SplitModel(Variant):
         }
         for layers in self.ranges.values():
             if layout.tensor > 1:
-                split_blocks(layers, self.slices, sequence=layout.sequence)
+                split_blocks(layers.layers(), self.slices, sequence=layout.sequence)
             if layout.sequence:
                 split_ends(layers, self.slices)
         self.model = nn.ModuleList(self.ranges.values())
@@ -161,6 +161,10 @@ class SplitModel(Variant):
     def weights(self) -> dict[str, Tensor]:
         """Return the full, unsplit parameters by name, on every rank."""
         return self._gathered({name: p.detach() for name, p in self.named_parameters().items()})
+
+    def blocks(self) -> list[Block]:
+        """Return the blocks of this rank."""
+        return [block for layers in self.ranges.values() for block in layers.layers()]
 
     def evaluated_model(self) -> nn.Module:
         """Return a new, unsplit model with the current weights."""

@@ -25,9 +25,9 @@ from torch.distributed.tensor.parallel import (
 from llmsys_suite.model import Block
 
 
-def split_blocks(model: nn.Module, mesh: DeviceMesh, *, sequence: bool = False) -> None:
+def split_blocks(blocks: list[Block], mesh: DeviceMesh, *, sequence: bool = False) -> None:
     """Split the matrices and the heads of each block over the ranks of a mesh."""
-    for block in [module for module in model.modules() if isinstance(module, Block)]:
+    for block in blocks:
         parallelize_module(block, mesh, block_plan(sequence=sequence))
         # Each rank computes only its part of the heads.
         block.attention.num_heads //= mesh.size()

@@ -6,6 +6,7 @@ from dataclasses import asdict
 
 import interp
 import torch
+from interp.detect import HeadScores
 from interp.lens import Lens
 from interp.patching import drop_heads
 from torch import Tensor
@@ -58,7 +59,7 @@ def examine(run: Run) -> Inspect:
     loss = loss_without(model, cut.layer, cut.head, tokens, targets)
     return Inspect(
         lens=lens_rows(lens),
-        heads=[asdict(head) | {"by_chance": head.is_noise} for head in map(heads.best, KINDS)],
+        heads=head_rows(heads),
         attribution=[
             {"component": name, "mean_logit": float(term.mean())}
             for name, term in credit.named().items()
@@ -76,6 +77,12 @@ def lens_rows(lens: Lens) -> Rows:
             lens.names, lens.target_log_probability, lens.entropy, strict=True
         )
     ]
+
+
+def head_rows(heads: HeadScores) -> Rows:
+    """Return each kind's best head: its score, the score expected by chance, and if it is noise."""
+    best = map(heads.best, KINDS)
+    return [asdict(head) | {"by_chance": head.is_noise} for head in best]
 
 
 def loss_without(model: Decoder, layer: int, head: int, tokens: Tensor, targets: Tensor) -> float:

@@ -8,9 +8,7 @@ weights without the embedding.
 from __future__ import annotations
 
 import math
-import warnings
 
-import scaling
 import torch
 
 from llmsys_suite.config import RunConfig
@@ -119,6 +117,10 @@ def _cosine(progress: float) -> float:
 
 def fit(rows: list[dict[str, float]]) -> Scale:
     """Return the IsoFLOP fit of the runs and its warnings, or only the reason if there is none."""
+    import warnings
+
+    import scaling
+
     columns = ("parameters", "tokens", "compute_flops", "loss")
     table = {column.removesuffix("_flops"): [row[column] for row in rows] for column in columns}
     at = BEYOND * max(table["compute"])

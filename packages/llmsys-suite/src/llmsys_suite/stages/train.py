@@ -63,13 +63,12 @@ def run(run: Run) -> Train | None:
 
 def _train(run: Run, trained: dict[str, Variant]) -> None:
     total = run.config.warmup + run.config.steps
-    counts_bytes = network.available() and run.config.backend == "gloo"
     for step in range(total):
         for name, variant in trained.items():
             takes_part = run.rank == 0 or not variant.alone
             # Created before the barrier and read after the next one: bytes that other ranks send
             # before this rank starts the step, or to its server after it, belong to the step too.
-            received = network.Received() if counts_bytes else None
+            received = counter(run)
             run.barrier()
             batch = run.batch(step, shared=not variant.alone)
             sample = timed_step(run, name, variant, step, batch) if takes_part else {}
@@ -101,3 +100,9 @@ def timed_step(
     if int(os.environ.get("LOCAL_WORLD_SIZE", run.world)) == run.world:
         sample |= others.clocks()
     return sample
+
+
+def counter(run: Run) -> network.Received | None:
+    """Return a counter of the bytes that reach this rank over TCP, if the kernel counts them."""
+    sockets = network.available() and run.config.backend == "gloo"
+    return network.Received() if sockets else None

@@ -195,8 +195,12 @@ def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
 
     A zero byte separates the tokens from the targets.
     """
-    pairs = zip(tokens.int().cpu().numpy(), targets.int().cpu().numpy(), strict=True)
-    return [hashlib.sha256(x.tobytes() + b"\0" + y.tobytes()).hexdigest()[:12] for x, y in pairs]
+    import torch
+
+    rows = (part.to(torch.int32).cpu().numpy().tobytes() for part in (*tokens, *targets))
+    parts = list(rows)
+    pairs = zip(parts[: len(tokens)], parts[len(tokens) :], strict=True)
+    return [hashlib.sha256(x + b"\0" + y).hexdigest()[:12] for x, y in pairs]
 
 
 def _release(mapped: mmap.mmap | None) -> None:

@@ -56,8 +56,7 @@ class PairCodec:
 
     def __init__(self, path: Path) -> None:
         try:
-            library = importlib.import_module("tokenizers")
-            self._tokenizer: Any = library.Tokenizer.from_file(str(path))
+            self._tokenizer: Any = _library().Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain exceptions
             raise UsageError(f"{path} is not a file of the package tokenizers: {error}") from None
         # Files of other models may truncate long inputs and pad short ones, which would change the
@@ -177,7 +176,7 @@ def _train(text: Text, vocabulary: int) -> Any:
 
     Its vocabulary has all bytes and the most frequent pairs of tokens.
     """
-    library = importlib.import_module("tokenizers")
+    library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -190,3 +189,9 @@ def _train(text: Text, vocabulary: int) -> Any:
     sample = (line.decode(errors="replace") for batch in batches for line in batch)
     tokenizer.train_from_iterator(sample, trainer)
     return tokenizer
+
+
+def _library() -> Any:
+    for name in ("models", "pre_tokenizers", "decoders", "trainers"):
+        importlib.import_module(f"tokenizers.{name}")
+    return importlib.import_module("tokenizers")

@@ -10,10 +10,10 @@ from llmsys_suite.variants.replicated import (
     Flat,
     Naive,
     Overlapped,
-    ParameterServer,
     SharedMemory,
     TorchDDP,
 )
+from llmsys_suite.variants.server import ParameterServer
 from llmsys_suite.variants.sharded import FullySharded, ShardedGradients, ShardedState, TorchFSDP
 from llmsys_suite.variants.single import Variant
 

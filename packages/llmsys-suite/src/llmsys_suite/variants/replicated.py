@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import collectives
 import ddp
-import paramserver
-from torch import Tensor, nn
+from torch import nn
 
 from llmsys_suite.variants.single import Variant
 
@@ -79,34 +78,3 @@ class TorchDDP(Parallel):
         """Wrap the model in torch's DDP, tuned as its documentation advises."""
         super().build()
         self.model = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)
-
-
-class ParameterServer(Parallel):
-    """Workers that pull parameters from a server on rank 0 and push gradients."""
-
-    def build(self) -> None:
-        """Join the job as a worker; rank 0 runs the server too."""
-        self.joined = paramserver.join(self.model, self.make, paramserver.BulkSynchronous())
-        self.worker = self.joined.__enter__()
-
-    def prepare(self) -> None:
-        """Pull the updated parameters."""
-        with self.phase("communication"):
-            self.worker.pull()
-
-    def communicate(self) -> None:
-        """Push the gradients; the server averages them and updates the parameters."""
-        with self.phase("communication"):
-            self.worker.push()
-
-    def update(self) -> None:
-        """Do nothing, because the server updates the parameters."""
-
-    def weights(self) -> dict[str, Tensor]:
-        """Return the parameters that the server stores."""
-        self.worker.pull()
-        return super().weights()
-
-    def close(self) -> None:
-        """Leave the job; the server stops when all workers have left."""
-        self.joined.__exit__(None, None, None)

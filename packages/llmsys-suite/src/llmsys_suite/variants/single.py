@@ -15,7 +15,7 @@ import torch
 from flashattn2 import flash_attention
 from torch import Tensor, nn
 
-from llmsys_suite.model import ModelConfig, cross_entropy
+from llmsys_suite.model import Block, ModelConfig
 from llmsys_suite.variants.initial_weights import seeded
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ class Variant:
         mean = 0.0
         for some, theirs in zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True):
             with self.phase("forward"), self.autocast():
-                loss = cross_entropy(self.model(some), theirs) * (len(some) / len(tokens))
+                logits = self.model(some)
+                loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), theirs.flatten())
+                loss = loss * (len(some) / len(tokens))
             with self.phase("backward"):
                 loss.backward()
             mean += float(loss.detach())
@@ -106,6 +108,10 @@ class Variant:
             "hidden_ms": 1e3 * statistics.median(step.hidden_seconds for step in steps),
             "exposed_ms": 1e3 * statistics.median(step.exposed_seconds for step in steps),
         }
+
+    def blocks(self) -> list[Block]:
+        """Return the blocks that this rank trains."""
+        return self.decoder.layers()
 
     def evaluated_model(self) -> nn.Module:
         """Return the model that computes held-out losses."""

@@ -22,9 +22,9 @@ from llmsys_suite.audit.inputs import (
     in_float64,
     num_heads,
     on_device,
-    read_parts,
 )
 from llmsys_suite.audit.stage_checks import timing
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
@@ -105,8 +105,12 @@ def _times(run: Run, result: results.Compress, tokens: Tensor) -> Iterator[Check
     speedups = {row["method"]: row["speedup_p50"] for row in result.rows}
     yield timing.speedups(timings, compress.BASELINE, speedups)
     calls = {method: partial(model, tokens) for method, model in run.compressed.items()}
+
+    def compare(timed: timing.Rounds) -> list[Check]:
+        return [*timing.ratios(timings, compress.BASELINE, timed)]
+
     with torch.no_grad():
-        checks = timing.timed_again(run, timings, compress.BASELINE, calls, ROUNDS)
+        checks = timing.timed_again(run, calls, compare, ROUNDS)
     yield from checks
 
 

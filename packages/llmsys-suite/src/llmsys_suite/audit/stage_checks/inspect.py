@@ -11,7 +11,8 @@ from torch import Tensor
 from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
-from llmsys_suite.audit.inputs import compare_with_file, in_float64, num_heads, read_parts
+from llmsys_suite.audit.inputs import compare_with_file, in_float64, num_heads
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run

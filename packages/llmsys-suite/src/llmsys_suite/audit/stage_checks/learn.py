@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.inputs import in_float64, num_heads, on_device, read_parts
+from llmsys_suite.audit.inputs import in_float64, num_heads, on_device
 from llmsys_suite.audit.stage_checks import probed_step
 from llmsys_suite.audit.stage_checks.probed_step import (
     learn_batch,
@@ -22,6 +22,7 @@ from llmsys_suite.audit.stage_checks.probed_step import (
     read_checkpoint,
     read_state,
 )
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import LOSS, REPLAYED_LOSS, loss_tolerance
 from llmsys_suite.config import restarts
 from llmsys_suite.folder import RunFolder

@@ -1,31 +1,24 @@
-"""Checks of `parallel`: splits against float64, and the order of passes against the schedules.
-
-GPipe and 1F1B compute the same gradients. They differ only in the order of events: 1F1B runs a
-backward pass as soon as it can, so that fewer microbatches are in flight.
-"""
+"""Checks of `parallel`: splits against one process in float64, schedules against their events."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
-from unittest import mock
 
 import accounting.plain
 import numpy as np
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.pipelining import PipelineStage
 
 from llmsys_suite import results, splits
-from llmsys_suite.audit import reference
+from llmsys_suite.audit import events, reference
 from llmsys_suite.audit.check import Check, Sources, clock_ratio, same_rows
-from llmsys_suite.audit.inputs import in_float64, num_heads, on_device, read_parts
+from llmsys_suite.audit.inputs import in_float64, num_heads, on_device
 from llmsys_suite.audit.probe import RATE
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import (
     CLOCK,
     GRADIENT,
@@ -36,9 +29,6 @@ from llmsys_suite.audit.tolerances import (
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import parallel
 from llmsys_suite.variants.initial_weights import seeded
-
-#: The kind of an event, the stage and the microbatch.
-Event = tuple[str, int, int]
 
 
 @dataclass(frozen=True)
@@ -64,7 +54,7 @@ def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Che
         name = row["split"]
         layout = possible[name]
         # Gradients of a split are checked in float32, even if the run uses another dtype.
-        with run.in_float32(), recorded_passes() as passes:
+        with run.in_float32(), events.recorded() as passes:
             gradients = _gradients(run, name, layout, exact)
         yield gradients
         yield from _schedule(run, name, layout, passes)
@@ -108,14 +98,16 @@ def _gradients(run: Run, name: str, layout: splits.Layout, exact: Exact) -> Chec
     return every_rank.all_near(f"{name}: weight change of one SGD step", ranks, GRADIENT)
 
 
-def _schedule(run: Run, name: str, layout: splits.Layout, passes: list[Event]) -> Iterator[Check]:
+def _schedule(
+    run: Run, name: str, layout: splits.Layout, passes: list[events.Event]
+) -> Iterator[Check]:
     """Compare the passes in flight and the stages per rank with the schedule of the same name."""
     stages = len({stage for _, stage, _ in passes})
-    by_rank = run.gather((most_in_flight(passes), stages))
+    by_rank = run.gather((events.most_in_flight(passes), stages))
     microbatches = layout.num_microbatches(run.config.rows // layout.data)
     in_flight = []
     for rank, (most, _) in enumerate(by_rank):
-        expected = expected_in_flight(name, rank, run.world, microbatches)
+        expected = events.expected_in_flight(name, rank, run.world, microbatches)
         if expected is not None:
             in_flight.append((expected, most, f"rank {rank}"))
     if in_flight:
@@ -155,49 +147,3 @@ def _bubble(run: Run, layout: splits.Layout) -> float:
     work = microbatches * layout.num_stages // layout.pipeline
     idle = accounting.plain.bubble(layout.pipeline, work)
     return idle / (1 + idle)
-
-
-@contextmanager
-def recorded_passes() -> Iterator[list[Event]]:
-    """Yield a list of the passes that this rank's pipeline stages run inside the block."""
-    events: list[Event] = []
-
-    def record(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(stage: PipelineStage, chunk: int, *args: Any, **options: Any) -> Any:
-            events.append((kind, stage.stage_index, chunk))
-            return original(stage, chunk, *args, **options)
-
-        return call
-
-    methods = {"forward": "forward_one_chunk", "backward": "backward_one_chunk"}
-    with ExitStack() as stack:
-        for kind, method in methods.items():
-            original = getattr(PipelineStage, method)
-            stack.enter_context(mock.patch.object(PipelineStage, method, record(kind, original)))
-        yield events
-
-
-def most_in_flight(events: list[Event]) -> int:
-    """Return the largest number of forward passes whose backward passes have not yet run."""
-    most = flying = 0
-    for kind, _, _ in events:
-        flying += 1 if kind == "forward" else -1
-        most = max(most, flying)
-    return most
-
-
-def expected_in_flight(split: str, rank: int, ranks: int, microbatches: int) -> int | None:
-    """Return the expected result of `most_in_flight` on a rank; None for a split without pipeline.
-
-    GPipe: Huang et al. 2019, section 2.3. 1F1B: Narayanan et al. 2021, section 2.2.1. Interleaved:
-    section 2.2.2 with two stages per rank.
-    """
-    if split == "pipeline (GPipe)":
-        return microbatches
-    if split == "pipeline (1F1B)":
-        return min(microbatches, ranks - rank)
-    if split == "pipeline (interleaved)":
-        # A round has as many microbatches as ranks, or more if there are too few for two rounds.
-        per_round = microbatches // max(1, microbatches // ranks)
-        return min(2 * microbatches, 2 * (ranks - rank - 1) + per_round + 1)
-    return None

@@ -21,7 +21,8 @@ from torch import Tensor
 from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.inputs import num_heads, on_device, read_parts
+from llmsys_suite.audit.inputs import num_heads, on_device
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import (
     GRADIENT,
     MOMENTS,

@@ -11,7 +11,8 @@ import numpy as np
 from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
-from llmsys_suite.audit.inputs import in_float64, on_device, read_parts
+from llmsys_suite.audit.inputs import in_float64, on_device
+from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import LOSS, loss_tolerance
 from llmsys_suite.model import ModelConfig
 from llmsys_suite.ranks.rank import Run

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -47,24 +48,23 @@ def speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) ->
 
 def timed_again(
     run: Run,
-    interleaved: Interleaved,
-    peer: str,
     calls: Mapping[str, Callable[[], object]],
+    compare: Callable[[Rounds], list[Check]],
     rounds: int = ROUNDS,
 ) -> list[Check]:
-    """Time the calls in interleaved rounds, and return the checks of `shortest` and `ratios`.
+    """Time the calls in interleaved rounds, and return the checks that `compare` makes of them.
 
     If a check fails, another program may have disturbed the rounds. Further rounds then follow
     until all checks pass or `PATIENCE_S` seconds have passed.
     """
     stop_time = time.monotonic() + PATIENCE_S
-    timed: Rounds = {name: [] for name in calls}
-    while True:
+    timed = timed_in_turns(run, calls, rounds)
+    checks = compare(timed)
+    while not all(check.passed for check in checks) and time.monotonic() < stop_time:
         for name, seconds in timed_in_turns(run, calls, rounds).items():
             timed[name] += seconds
-        checks = [*shortest(interleaved, timed), *ratios(interleaved, peer, timed)]
-        if all(check.passed for check in checks) or time.monotonic() >= stop_time:
-            return checks
+        checks = compare(timed)
+    return checks
 
 
 def timed_in_turns(
@@ -78,6 +78,11 @@ def timed_in_turns(
             call()
             seconds[name].append(synchronized_time(run) - start_time)
     return seconds
+
+
+def median_ratio(ours: list[float], theirs: list[float]) -> float:
+    """Return the median of `ours / theirs`, taken round by round."""
+    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
 
 
 def shortest(interleaved: Interleaved, timed: Rounds) -> Iterator[Check]:
@@ -106,7 +111,7 @@ def ratios(interleaved: Interleaved, peer: str, timed: Rounds) -> Iterator[Check
             yield audits.between(
                 f"{name}: time over that of {peer}",
                 float(np.median(by_round)),
-                float(np.median(np.array(timed[name]) / timed[peer])),
+                median_ratio(timed[name], timed[peer]),
                 float(by_round.min()) / BAND,
                 float(by_round.max()) * BAND,
             )

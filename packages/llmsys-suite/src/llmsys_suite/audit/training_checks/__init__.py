@@ -18,6 +18,7 @@ GROUPS: tuple[Callable[[Record], Iterator[Check]], ...] = (
     plan.memory,
     plan.communication,
     plan.rates,
+    data.configuration,
     data.text,
     data.rows,
     weights.initial_weights,

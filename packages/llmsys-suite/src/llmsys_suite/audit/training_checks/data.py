@@ -2,16 +2,32 @@
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.training_checks.record import Record
+from llmsys_suite.config import RunConfig
 from llmsys_suite.measure.samples import ranks_of
 
 #: Allowed fraction of held-out windows that occur in the training text. In the standard library one
 #: in 64 is boilerplate.
 REPEATED = 0.1
+
+
+def configuration(record: Record) -> Iterator[Check]:
+    """Compare config.json with the configuration that the ranks had during the audit."""
+    stored, during = plain_values(record.config), record.evidence["config"]
+    different = [name for name in stored if stored[name] != during.get(name)]
+    yield Sources("config.json", "the ranks' configuration").none("configuration", different)
+
+
+def plain_values(config: RunConfig) -> dict[str, Any]:
+    """Return the fields of a configuration as they are read from a JSON file."""
+    values: dict[str, Any] = json.loads(json.dumps(config.to_json()))
+    return values
 
 
 def text(record: Record) -> Iterator[Check]:

@@ -34,11 +34,7 @@ def steps(record: Record) -> Iterator[Check]:
     readings: dict[str, Counter[tuple[float, float]]] = defaultdict(Counter)
     for (name, _), rank_samples in record.steps.items():
         readings[name].update((s["began"], s["ended"]) for s in rank_samples)
-    copied = [
-        name
-        for name, counts in readings.items()
-        if 2 * sum(count > 1 for count in counts.values()) > len(counts)
-    ]
+    copied = [name for name, counts in readings.items() if 2 * _repeated(counts) > len(counts)]
     yield Sources("clocks of all ranks", "one reading per step").none("copied times", copied)
     threads = [
         (record.evidence["threads"], s["threads"], f"{name} rank {rank} step {s['step']}")
@@ -46,6 +42,10 @@ def steps(record: Record) -> Iterator[Check]:
         for s in samples
     ]
     yield Sources("torch in the step", "torch in the audit").all_equal("threads", threads)
+
+
+def _repeated(counts: Counter[tuple[float, float]]) -> int:
+    return sum(count > 1 for count in counts.values())
 
 
 def reported_times(record: Record) -> Iterator[Check]:

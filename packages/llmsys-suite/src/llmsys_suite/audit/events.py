@@ -1,0 +1,63 @@
+"""The order of forward and backward passes in a pipeline, recorded while a step runs.
+
+GPipe and 1F1B compute the same gradients. They differ only in the order of events: 1F1B runs a
+backward pass as soon as it can, so that fewer microbatches are in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest import mock
+
+from torch.distributed.pipelining import PipelineStage
+
+#: The kind of an event, the stage and the microbatch.
+Event = tuple[str, int, int]
+
+
+@contextmanager
+def recorded() -> Iterator[list[Event]]:
+    """Yield a list of the passes that this rank's pipeline stages run inside the block."""
+    events: list[Event] = []
+
+    def record(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
+        def call(stage: PipelineStage, chunk: int, *args: Any, **options: Any) -> Any:
+            events.append((kind, stage.stage_index, chunk))
+            return original(stage, chunk, *args, **options)
+
+        return call
+
+    methods = {"forward": "forward_one_chunk", "backward": "backward_one_chunk"}
+    with ExitStack() as stack:
+        for kind, method in methods.items():
+            original = getattr(PipelineStage, method)
+            stack.enter_context(mock.patch.object(PipelineStage, method, record(kind, original)))
+        yield events
+
+
+def most_in_flight(events: list[Event]) -> int:
+    """Return the largest number of forward passes whose backward passes have not yet run."""
+    most = flying = 0
+    for kind, _, _ in events:
+        flying += 1 if kind == "forward" else -1
+        most = max(most, flying)
+    return most
+
+
+def expected_in_flight(split: str, rank: int, ranks: int, microbatches: int) -> int | None:
+    """Return the expected result of `most_in_flight` on a rank; None for a split without pipeline.
+
+    GPipe: Huang et al. 2019, section 2.3. 1F1B: Narayanan et al. 2021, section 2.2.1. Interleaved:
+    section 2.2.2 with two stages per rank.
+    """
+    if split == "pipeline (GPipe)":
+        return microbatches
+    if split == "pipeline (1F1B)":
+        return min(microbatches, ranks - rank)
+    if split == "pipeline (interleaved)":
+        # A round has as many microbatches as ranks, or more if there are too few for two rounds.
+        per_round = microbatches // max(1, microbatches // ranks)
+        return min(2 * microbatches, 2 * (ranks - rank - 1) + per_round + 1)
+    return None

@@ -1,0 +1,69 @@
+"""Operators of one profiled step and their times."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from llmsys_suite.measure.interleaved import now
+from llmsys_suite.step.training import Step
+
+PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")
+SHOWN = 10
+
+
+def by_phase(step: Step) -> list[dict[str, Any]]:
+    """Return a row per phase of a warmed-up step: its operators and their fractions of the time.
+
+    `timer_ms` includes the overhead of the profiler.
+    """
+    activities = [ProfilerActivity.CPU]
+    if step.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    rows = []
+    for phase, part in step.parts.items():
+        with profile(activities=activities, acc_events=True) as seen:
+            begin = now(step.device)
+            part()
+            seconds = now(step.device) - begin
+        summary = summarize(seen.key_averages(), step.device.type)
+        rows.append({"phase": phase, "timer_ms": seconds * 1e3} | summary)
+    return rows
+
+
+def summarize(events: Any, device_type: str) -> dict[str, Any]:
+    """Return the operators with the largest self time, and the fraction of time per kind.
+
+    Attention is recognized by its batched matmuls, which no other part of the model uses.
+    """
+    # On a GPU the kernels are events too. They are excluded, because their time is also the device
+    # time of the operators that launched them.
+    operators = [event for event in events if event.device_type == DeviceType.CPU]
+    by_key = {event.key: event for event in operators if not event.is_user_annotation}
+    if device_type == "cuda":
+        self_us = {key: event.self_device_time_total for key, event in by_key.items()}
+    else:
+        # Exclude ranges such as "Optimizer.step", which are not operators.
+        self_us = {k: e.self_cpu_time_total for k, e in by_key.items() if k.startswith("aten::")}
+    total = sum(self_us.values()) or 1.0
+    order = sorted((key for key in self_us if self_us[key]), key=lambda key: -self_us[key])[:SHOWN]
+    softmax = sum(us for key, us in self_us.items() if "softmax" in key.lower())
+    attention = sum(us for key, us in self_us.items() if "bmm" in key)
+    products = sum(us for key, us in self_us.items() if key in PRODUCTS or "gemm" in key)
+    return {
+        "total_ms": total / 1e3,
+        "product_share": products / total,
+        "attention_product_share": attention / total,
+        "softmax_share": softmax / total,
+        "top": [
+            {
+                "operator": key.removeprefix("aten::"),
+                "calls": by_key[key].count,
+                "ms": self_us[key] / 1e3,
+                "share": self_us[key] / total,
+            }
+            for key in order
+        ],
+    }

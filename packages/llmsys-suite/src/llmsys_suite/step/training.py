@@ -1,0 +1,73 @@
+"""The three parts of a training step, which can be called and timed one by one."""
+
+from __future__ import annotations
+
+import torch
+
+from llmsys_suite.measure.interleaved import now
+from llmsys_suite.measure.phases import named_range
+from llmsys_suite.model import Decoder, plain_attention
+from llmsys_suite.step.case import PHASES, Case
+
+#: Dtype of matrix products by the dtype of a case.
+AUTOCAST = {
+    "fp32": torch.float32,
+    "tf32": torch.float32,
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+#: Initial scale of the loss in float16. torch's default of 65536 overflows in the first steps of an
+#: untrained model, so that the scaler would skip the first timed steps.
+LOSS_SCALE = 1024.0
+
+
+class Step:
+    """A decoder with random tokens, its optimizer, and a loss scaler, which fp16 enables."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        torch.manual_seed(seed)
+        torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
+        self.case, self.device = case, torch.device(case.device)
+        self.model = Decoder(case.model, plain_attention).to(self.device)
+        self.optimizer = torch.optim.AdamW(self.model.parameters())
+        self.tokens = torch.randint(case.vocabulary, (case.rows, case.context), device=self.device)
+        self.loss_of = torch.compile(self.model.loss) if case.compile else self.model.loss
+        self.scaler = torch.amp.GradScaler(
+            case.device, init_scale=LOSS_SCALE, enabled=case.dtype == "fp16"
+        )
+        dtype = AUTOCAST[case.dtype]
+        self.autocast = torch.autocast(case.device, dtype=dtype, enabled=dtype != torch.float32)
+        self.parts = dict(zip(PHASES, (self.forward, self.backward, self.optimize), strict=True))
+
+    def forward(self) -> None:
+        """Compute the loss, which `backward` reads."""
+        with self.autocast:
+            self.loss = self.loss_of(self.tokens, self.tokens)
+
+    def backward(self) -> None:
+        """Compute the gradient of every parameter."""
+        self.scaler.scale(self.loss).backward()
+
+    def optimize(self) -> None:
+        """Take a step of AdamW.
+
+        Raises:
+            RuntimeError: a float16 gradient overflowed, so that the scaler skipped the step and its
+                time would be too short.
+        """
+        scale = self.scaler.get_scale()
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        if self.scaler.get_scale() < scale:
+            raise RuntimeError(f"a gradient overflowed float16 at a loss scale of {scale:g}")
+        self.optimizer.zero_grad()
+
+    def timed(self) -> list[float]:
+        """Take one step and return the seconds of each part, after synchronizing the device."""
+        seconds = []
+        for name, part in self.parts.items():
+            with named_range(name, self.device):
+                start_time = now(self.device)
+                part()
+                seconds.append(now(self.device) - start_time)
+        return seconds

@@ -1,0 +1,70 @@
+"""The bytes that a variant stores on one rank, counted by following references between objects.
+
+Nothing that a package reports is used. Every tensor to which the variant refers, directly or
+through other objects, is counted once by its storage. Tensors that only C++ code refers to are not
+found.
+"""
+
+from __future__ import annotations
+
+import gc
+import types
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from llmsys_suite.ranks.rank import Run
+from llmsys_suite.variants.single import Variant
+
+#: Types that are not followed, because they refer to the whole program or the state of the run.
+BEYOND = (types.ModuleType, types.FrameType, type, Run)
+
+
+def stored_bytes(variant: Variant) -> dict[str, int]:
+    """Return the bytes of this rank's parameters, of AdamW's moments, and of all tensors."""
+    states = variant.optimizer.state.values() if hasattr(variant, "optimizer") else ()
+    moments = (t for state in states for t in reachable(state) if t.ndim)
+    return {
+        "parameters": storage_bytes(variant.model.parameters()),
+        "moments": storage_bytes(moments),
+        "all": storage_bytes(reachable(variant)),
+    }
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Return the total bytes of the tensors' distinct storages.
+
+    A DTensor counts as its local shard, and a tensor on the meta device does not count.
+    """
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        local = getattr(tensor, "_local_tensor", tensor)
+        if local.device.type != "meta":
+            storage = local.untyped_storage()
+            sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())
+
+
+def reachable(start: Any) -> Iterator[Tensor]:
+    """Yield every tensor to which `start` refers, directly or through other objects."""
+    seen = {id(start)}
+    todo = [start]
+    while todo:
+        visited = todo.pop()
+        if isinstance(visited, Tensor):
+            yield visited
+            if visited.is_leaf and visited.grad is not None:
+                todo.append(visited.grad)
+        for inner in _references(visited):
+            if id(inner) not in seen and not isinstance(inner, BEYOND):
+                seen.add(id(inner))
+                todo.append(inner)
+
+
+def _references(owner: Any) -> list[Any]:
+    if isinstance(owner, types.FunctionType):
+        # Follow only the closure, because a function also refers to the globals of its module.
+        return list(owner.__closure__ or ())
+    return gc.get_referents(owner) if not isinstance(owner, torch.dtype) else []
