@@ -20,7 +20,7 @@ from worker_pool import run_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
-from zero.checkpoint.storage import boxes
+from zero.checkpoint.planner import boxes
 from zero_training import assert_alike, batch, flip_bits, make, mean_square, pair
 from zero_training import train as train_alike
 

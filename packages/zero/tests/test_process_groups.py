@@ -23,7 +23,7 @@ from zero import (
     wire_bytes,
 )
 from zero.gloo_collectives import DIRECT_ALL_REDUCE_BYTES, direct_all_reduce
-from zero.optimizer.parameter_groups import CHECKSUM_BITS
+from zero.optimizer.option_checks import CHECKSUM_BITS
 from zero.partition import by_element, by_parameter
 
 DEADLINE = 300.0

@@ -32,11 +32,27 @@ def check_alike(everyone: Sequence[Sequence[Any]]) -> None:
                 )
 
 
-def _poll_store(ranks: list[int], description: str) -> tuple[list[int], dict[int, str]]:
-    """Report this rank's failed call in the store, and poll for the reports of other ranks.
+def find_unresponsive_ranks(
+    group: dist.ProcessGroup | None, description: str
+) -> tuple[list[int], dict[int, str]]:
+    """Return the global ranks that do not respond, and the failed call of each responding rank.
 
-    Return the ranks that do not respond, and the failed call of each responding rank.
+    Every surviving rank of the group calls this function, because every rank detects the failure.
+    If the store does not respond, return only rank 0, which hosts it.
     """
+    answers: list[tuple[list[int], dict[int, str]]] = []
+    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
+    thread = threading.Thread(
+        target=lambda: answers.append(_poll_store(ranks, description)), daemon=True
+    )
+    thread.start()
+    thread.join(GRACE_SECONDS + STORE_SECONDS)
+    # Rank 0 hosts the store, so a store that does not respond means that rank 0 hangs.
+    return answers[0] if answers else ([0], {})
+
+
+def _poll_store(ranks: list[int], description: str) -> tuple[list[int], dict[int, str]]:
+    """Report this rank's failed call in the store, and poll for the reports of other ranks."""
     store = dist.distributed_c10d._get_default_store()
     absent = {rank: f"zero/alive/{rank}" for rank in ranks}
     answers: dict[int, str] = {}
@@ -54,19 +70,8 @@ def _poll_store(ranks: list[int], description: str) -> tuple[list[int], dict[int
 
 
 def explain(error: Exception, group: dist.ProcessGroup | None, description: str) -> RuntimeError:
-    """Return an error that names the ranks or the calls that caused a collective to fail.
-
-    Every surviving rank of the group calls this function, because every rank detects the failure.
-    """
-    polled: list[tuple[list[int], dict[int, str]]] = []
-    ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
-    thread = threading.Thread(
-        target=lambda: polled.append(_poll_store(ranks, description)), daemon=True
-    )
-    thread.start()
-    thread.join(GRACE_SECONDS + STORE_SECONDS)
-    # Rank 0 hosts the store, so a store that does not respond means that rank 0 hangs.
-    absent, answers = polled[0] if polled else ([0], {})
+    """Return an error that names the ranks or the calls that caused a collective to fail."""
+    absent, answers = find_unresponsive_ranks(group, description)
     if not absent and len(set(answers.values())) > 1:
         calls = "; ".join(f"rank {rank}: {answers[rank]}" for rank in sorted(answers))
         return RuntimeError(

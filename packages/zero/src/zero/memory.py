@@ -14,7 +14,7 @@ the size of the parameters per step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -212,11 +212,7 @@ def _moment(
 
 def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Return the bytes of each kind of tensor, counting each storage once."""
-    sizes = {}
-    for kind, tensors in tensors_by_kind(model, optimizer).items():
-        storages = {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
-        sizes[kind] = sum(storage.nbytes() for storage in storages.values())
-    return sizes
+    return {kind: _bytes(tensors) for kind, tensors in tensors_by_kind(model, optimizer).items()}
 
 
 def tensors_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
@@ -243,6 +239,11 @@ def tensors_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 def _units(model: nn.Module) -> list[Unit]:
     fsdp = find_fsdp(model)
     return fsdp.units if fsdp else []
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    storages = {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
+    return sum(storage.nbytes() for storage in storages.values())
 
 
 class _OperatorCounter(TorchDispatchMode):

@@ -207,8 +207,7 @@ class Communicator:
         """
         if isinstance(self.group, DryRun):
             self.bytes["reduce_scatter"] += input.nbytes
-            # `direct_reduce_scatter` allocates as much memory.
-            return FinishedWork(input.new_empty(input.numel() // self.world * (self.world - 1)))
+            return DryReduceScatter(input, self.world)
         call = _tag_by_label(self._reduce_scatter, label)
         return self._start("reduce_scatter", input, call, output, input, label=label)
 
@@ -298,13 +297,13 @@ class Communicator:
     ) -> Work:
         self.bytes[name] += payload.nbytes
         if isinstance(self.group, DryRun):
-            return FinishedWork()
+            return FINISHED
         description = f"{name} of {payload.nbytes} bytes" + (f" of {label}" if label else "")
         try:
             work = call(*args, group=self.group, async_op=True, **options)
         except RuntimeError as error:
             raise explain(error, self.group, description) from error
-        return FinishedWork() if work is None else ExplainedWork(work, self.group, description)
+        return FINISHED if work is None else ExplainedWork(work, self.group, description)
 
 
 class ExplainedWork:
@@ -323,18 +322,23 @@ class ExplainedWork:
             raise explain(error, self.group, self.description) from error
 
 
-class FinishedWork:
-    """The handle of a collective that was simulated or has finished.
+class DryReduceScatter:
+    """A simulated reduce-scatter that allocates as much memory as `direct_reduce_scatter`."""
 
-    received: the memory that a simulated collective occupies until it is waited for.
-    """
-
-    def __init__(self, received: Tensor | None = None) -> None:
-        self.received = received
+    def __init__(self, input: Tensor, world: int) -> None:
+        self.received = input.new_empty(input.numel() // world * (world - 1))
 
     def wait(self) -> None:
         """Free the memory."""
-        self.received = None
+        del self.received
+
+
+class _FinishedWork:
+    def wait(self) -> None:
+        """Return immediately, because the collective has finished."""
+
+
+FINISHED = _FinishedWork()
 
 
 def broadcast_buffers(module: nn.Module, group: Group = None) -> None:

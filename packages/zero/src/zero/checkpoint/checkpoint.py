@@ -23,12 +23,19 @@ from zero.checkpoint import checksums
 from zero.checkpoint.contents import VERSION, read_contents
 from zero.checkpoint.draft import current
 from zero.checkpoint.loading import Loading
-from zero.checkpoint.ownership import Part, Slot, group_names, model_parts, slots, tied_names
+from zero.checkpoint.ownership import (
+    Part,
+    Slot,
+    group_names,
+    model_parts,
+    slots,
+    tied_names,
+)
 from zero.checkpoint.storage import HEADER, find, fingerprint, together, write_folder
 from zero.checkpoint.weights import check_format, find_weights
 from zero.optimizer.optimizer_trial import check_state
-from zero.optimizer.parameter_groups import options_of
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.optimizer.state_dict import options_of
 
 
 def save_checkpoint(
@@ -106,11 +113,7 @@ def load_checkpoint(
         folder = current(Path(path))
         before = fingerprint(folder)
         checksums.verify(folder, dist.get_rank(group), dist.get_world_size(group))
-        check_format(folder)
-        weights = None if (folder / ".metadata").exists() else find_weights(folder)
-        names = {part.name for part in model_parts(model)[0]} | tied_names(model).keys()
-        contents = read_contents(weights or find(folder), names, prefix)
-        opened.append(Loading(contents, model, optimizer, strict))
+        opened.append(_open(folder, model, optimizer, strict, prefix))
         return before
 
     fingerprints = together(check, group, failure)
@@ -130,6 +133,21 @@ def load_checkpoint(
     for problem in loading.left_out:
         warnings.warn(problem, stacklevel=2)
     return loading.contents.extra
+
+
+def _open(
+    path: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    strict: bool,
+    prefix: str | None,
+) -> Loading:
+    """Match the checkpoint with the model and the optimizer."""
+    check_format(path)
+    weights = None if (path / ".metadata").exists() else find_weights(path)
+    names = {part.name for part in model_parts(model)[0]} | tied_names(model).keys()
+    contents = read_contents(weights or find(path), names, prefix)
+    return Loading(contents, model, optimizer, strict)
 
 
 def _collect_state(

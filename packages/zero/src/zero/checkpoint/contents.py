@@ -10,7 +10,7 @@ return it.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from zero.checkpoint import checksums
 from zero.checkpoint.ownership import Part
 from zero.checkpoint.storage import HEADER, Folder
 from zero.checkpoint.weights import Weights
-from zero.optimizer.parameter_groups import options_of
+from zero.optimizer.state_dict import options_of
 
 #: The version of the format that `save_checkpoint` writes, and the only one that is loaded.
 VERSION = 4
@@ -47,7 +47,8 @@ class Contents:
 
     def shape_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """Return the shape and dtype of a stored tensor of the model."""
-        return self.source.tensors[self.model[name]]
+        stored = self.source.tensors[self.model[name]]
+        return stored[0], stored[1]
 
 
 def read_contents(source: Folder | Weights, names: Collection[str], prefix: str | None) -> Contents:
@@ -170,13 +171,11 @@ class _EntrySorter:
                 name_of[member] = name.removeprefix(strip) if isinstance(name, str) else name
                 self.contents.options[name_of[member]] = options_of(group)
         for parameter, key, stored in self.states:
-            model_name: str | int = parameter.removeprefix(strip)
-            if parameter.isdigit() and int(parameter) in name_of:
-                model_name = name_of[int(parameter)]
-            elif model_name not in self.names:
+            model_name = _find_name(parameter, strip, self.names, name_of)
+            if model_name is None:
                 self.contents.foreign_states.append(stored)
-                continue
-            self.contents.states.setdefault(model_name, []).append((key, stored))
+            else:
+                self.contents.states.setdefault(model_name, []).append((key, stored))
 
 
 def _optimizer_prefixes(entries: Sequence[str], names: set[str]) -> list[str]:
@@ -215,6 +214,19 @@ def _state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
             "model's modules so that one reading fits"
         )
     return best[0]
+
+
+def _find_name(
+    parameter: str, strip: str, names: set[str], name_of: Mapping[Any, str | int]
+) -> str | int | None:
+    """Return the model's name of a stored parameter, or its number; None if it is unknown.
+
+    name_of: maps the members of the stored groups to their names, or to themselves.
+    """
+    if parameter.isdigit() and int(parameter) in name_of:
+        return name_of[int(parameter)]
+    name = parameter.removeprefix(strip)
+    return name if name in names else None
 
 
 def _find_prefix(stored: Collection[str], names: Collection[str]) -> str:

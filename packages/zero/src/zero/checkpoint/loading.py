@@ -7,7 +7,6 @@ from copy import deepcopy
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 
@@ -23,10 +22,10 @@ from zero.checkpoint.ownership import (
     unwrapped,
 )
 from zero.checkpoint.storage import Folder
-from zero.dtensors import Run, has_elements
+from zero.dtensors import has_elements
 from zero.optimizer.optimizer_kinds import ELEMENTWISE
-from zero.optimizer.parameter_groups import number_parameters, options_of
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
+from zero.optimizer.state_dict import number_parameters, options_of
 from zero.process_groups import check_separate_elements
 
 
@@ -46,8 +45,6 @@ class Loading:
         self.contents = contents
         self.model = model
         self.optimizer = optimizer
-        #: The optimizer that steps this rank's elements.
-        self.inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
         self.strict = strict
         #: Descriptions of the tensors that `strict=False` leaves out.
         self.left_out: list[str] = []
@@ -165,7 +162,8 @@ class Loading:
         states = {name_of(stored): entries for stored, entries in self.contents.states.items()}
         for group_slots in slots(model, optimizer):
             self.states += [(slot, states.get(slot.name, [])) for slot in group_slots]
-        if type(self.inner) in ELEMENTWISE:
+        inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
+        if type(inner) in ELEMENTWISE:
             self._check_state_shapes()
 
     def _check_state_shapes(self) -> None:
@@ -202,73 +200,79 @@ class Loading:
         if foreign:
             self.left_out.append(f"{', '.join(foreign)}: state of parameters not in the model")
 
-    def _read_state(self) -> dict[int, dict[str, Any]]:
-        """Return this rank's optimizer state by the number of its parameter."""
-        source = self.contents.source
-        assert isinstance(source, Folder)
-        state: dict[int, dict[str, Any]] = {}
-        parts: list[Part] = []
-        objects: list[tuple[dict[str, Any], str, str]] = []
+    def _state_parts(self) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
+        """Return the optimizer state to read: tensors, and then objects.
+
+        Each is (parameter number, key, part), or (parameter number, key, stored name).
+        """
+        tensors = []
+        objects = []
+        stored = self.contents.source.tensors
         for index, (slot, entries) in enumerate(self.states):
-            for key, name in entries if slot.run is not None else ():
-                # Parameters that were never stepped have no entry: with an empty entry, optimizers
-                # fail.
-                values = state.setdefault(index, {})
-                if name in source.tensors:
-                    part = _allocate_state(name, source.tensors[name], slot, key)
-                    parts.append(part)
-                    values[key] = part.target
+            if slot.run is None:
+                continue
+            for key, name in entries:
+                if name in stored:
+                    part = _allocate_state(name, stored[name], slot, key)
+                    tensors.append((index, key, part))
                 else:
-                    objects.append((values, key, name))
-        loaded = source.read(parts, [name for _, _, name in objects])
-        for values, key, name in objects:
-            values[key] = loaded[name]
-        return state
+                    objects.append((index, key, name))
+        return tensors, objects
 
     def _fill_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        state = self._read_state()
-        assert self.inner is not None
+        source = self.contents.source
+        assert isinstance(source, Folder)
+        tensors, objects = self._state_parts()
+        loaded = source.read([part for _, _, part in tensors], [name for _, _, name in objects])
+        state: dict[int, dict[str, Any]] = {}
+        for index, key, part in tensors:
+            shape = part.shape if part.target is None else part.target.shape
+            state.setdefault(index, {})[key] = part.values.view(shape)
+        for index, key, name in objects:
+            state.setdefault(index, {})[key] = loaded[name]
+        inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
         all_options = [
             {**options_of(group), **saved_options}
-            for group, saved_options in zip(self.inner.param_groups, self.options, strict=True)
+            for group, saved_options in zip(inner.param_groups, self.options, strict=True)
         ]
-        groups = number_parameters(all_options, self.inner.param_groups)
-        self.inner.load_state_dict({"state": state, "param_groups": groups})
-        self._restore_dtypes(self.inner, state)
+        groups = number_parameters(all_options, inner.param_groups)
+        # Parameters that were never stepped have no entry: an empty entry makes optimizers fail.
+        inner.load_state_dict({"state": dict(sorted(state.items())), "param_groups": groups})
+        self._restore_dtypes(inner, [(index, key, state[index][key]) for index, key, _ in tensors])
         if isinstance(optimizer, ShardedOptimizer):
             optimizer.expose_inner_state()
         for saved_options, group in zip(self.options, optimizer.param_groups, strict=True):
             group.update(saved_options)
 
     def _restore_dtypes(
-        self, optimizer: torch.optim.Optimizer, loaded: dict[int, dict[str, Any]]
+        self, optimizer: torch.optim.Optimizer, loaded: list[tuple[int, str, torch.Tensor]]
     ) -> None:
         """Restore state that was stored in another dtype than its parameter.
 
         `Optimizer.load_state_dict` casts all state to the dtype of its parameter. A float32 average
         of a bfloat16 parameter, for example, would be rounded.
+
+        loaded: each state tensor with its parameter's number and its key.
         """
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        for index, entries in loaded.items():
+        for index, key, value in loaded:
             name = self.states[index][0].name
-            state = optimizer.state[parameters[index]]
-            for key, value in entries.items():
-                if isinstance(value, torch.Tensor) and name in self.contents.model:
-                    _, parameter_dtype = self.contents.shape_and_dtype(name)
-                    if value.dtype not in (parameter_dtype, state[key].dtype):
-                        state[key] = value.to(state[key].device)
+            if name in self.contents.model:
+                _, parameter_dtype = self.contents.shape_and_dtype(name)
+                state = optimizer.state[parameters[index]]
+                if value.dtype not in (parameter_dtype, state[key].dtype):
+                    state[key] = value.to(state[key].device)
 
 
 def _allocate_state(name: str, stored: Any, slot: Slot, key: str) -> Part:
     """Return the part of a state tensor that this rank reads, with newly allocated memory."""
     shape, dtype = stored
-    run = Run(0, shape.numel(), shape)
-    device = torch.device("cpu")
-    if slot.run is not None and has_elements(key, shape, slot.shape):
-        run = slot.run
-        device = slot.parameter.device
-    values = torch.empty(run.stop - run.start, dtype=dtype, device=device)
-    return Part(name, shape, run.start, run.stop, values, target=values.view(run.shape))
+    run = slot.run
+    if run is not None and has_elements(key, shape, slot.shape):
+        values = torch.empty(run.stop - run.start, dtype=dtype, device=slot.parameter.device)
+        return Part(name, shape, run.start, run.stop, values, target=values.view(run.shape))
+    values = torch.empty(shape.numel(), dtype=dtype)
+    return Part(name, shape, 0, shape.numel(), values)
 
 
 def _can_load(saved: torch.dtype, current: torch.dtype) -> bool:
@@ -278,11 +282,13 @@ def _can_load(saved: torch.dtype, current: torch.dtype) -> bool:
     """
     if saved == current or (saved.is_floating_point and current.is_floating_point):
         return True
-    if any(dtype.is_floating_point or dtype.is_complex for dtype in (saved, current)):
+    dtypes = (saved, current)
+    if current == torch.bool or any(d.is_floating_point or d.is_complex for d in dtypes):
         return False
-    return np.can_cast(
-        torch.empty(0, dtype=saved).numpy().dtype, torch.empty(0, dtype=current).numpy().dtype
-    )
+    if saved == torch.bool:
+        return True
+    old, new = torch.iinfo(saved), torch.iinfo(current)
+    return new.min <= old.min and old.max <= new.max
 
 
 def _options_of_groups(

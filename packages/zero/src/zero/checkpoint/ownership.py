@@ -97,12 +97,18 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
     """Return this rank's parts of parameters and buffers, and the modules' non-tensor states."""
     parts = []
     for slot in _parameter_slots(model):
-        run = slot.run
-        assert run is not None
-        target = plain_shard(slot.parameter)
-        values = target.reshape(-1)
+        assert slot.run is not None
+        values = plain_shard(slot.parameter)
         parts.append(
-            Part(slot.name, slot.shape, run.start, run.stop, values, slot.is_replicated, target)
+            Part(
+                slot.name,
+                slot.shape,
+                slot.run.start,
+                slot.run.stop,
+                values.reshape(-1),
+                is_replicated=slot.is_replicated,
+                target=values,
+            )
         )
     parameter_names = {name for name, _ in _named_parameters(model, with_tied=True)}
     parameter_names |= {part.name for part in parts}
@@ -115,9 +121,19 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
         if name in parameter_names:
             continue
         if isinstance(value, Tensor):
-            values = value.detach().reshape(-1)
-            part = Part(name, value.shape, 0, value.numel(), values, True, value, is_buffer=True)
-            parts.append(part)
+            flat = value.detach().reshape(-1)
+            parts.append(
+                Part(
+                    name,
+                    value.shape,
+                    0,
+                    value.numel(),
+                    flat,
+                    is_replicated=True,
+                    target=value,
+                    is_buffer=True,
+                )
+            )
         else:
             others[name] = value
     return parts, others

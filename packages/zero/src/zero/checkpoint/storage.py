@@ -2,9 +2,6 @@
 
 The folder is written beside its final path and renamed when every rank is done, so the last good
 checkpoint survives any failure while saving.
-
-The format stores boxes: rectangular blocks of tensors. A run of elements of an n-dimensional tensor
-consists of at most 2n-1 boxes, so any other reader of the format can load whole tensors.
 """
 
 from __future__ import annotations
@@ -13,39 +10,22 @@ import io
 import os
 import re
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader, FileSystemWriter
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner import (
-    LoadItemType,
-    LoadPlan,
-    ReadItem,
-    SavePlan,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan
 
 from zero.checkpoint import checksums
-from zero.checkpoint.draft import Draft, draft_folder
+from zero.checkpoint.draft import Draft, current, draft_folder
 from zero.checkpoint.ownership import Part
+from zero.checkpoint.planner import LoadPlanner, SavePlanner
 from zero.diagnostics import explain
 
 T = TypeVar("T")
@@ -204,7 +184,11 @@ class Folder:
 
 
 def find(path: Path) -> Folder:
-    """Find the checkpoint at `path`, check the sizes of its files, and read its metadata."""
+    """Find the checkpoint at `path`, check the sizes of its files, and read its metadata.
+
+    If a save was interrupted between its two renames, the previous checkpoint is returned.
+    """
+    path = current(path)
     if not (path / ".metadata").exists():
         raise FileNotFoundError(f"no checkpoint at {path}: it has no .metadata file")
     try:
@@ -262,111 +246,3 @@ def _check_loadable(objects: dict[str, Any]) -> None:
                 f"expected plain values and tensors in {kind}, got {received}, which a load would "
                 "refuse: save the values that it consists of"
             ) from error
-
-
-class SavePlanner(DefaultSavePlanner):
-    """A plan to write this rank's `parts`, box by box, and `objects`."""
-
-    def __init__(self, parts: Sequence[Part], objects: dict[str, Any]) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-        self._objects: dict[MetadataIndex, Any] = {MetadataIndex(k): v for k, v in objects.items()}
-        items = [WriteItem(index, WriteItemType.BYTE_IO) for index in self._objects]
-        for part in parts:
-            for chunk, values in _chunks(part):
-                index = MetadataIndex(part.name, chunk.offsets)
-                self._objects[index] = values
-                properties = TensorProperties(dtype=values.dtype)
-                data = TensorWriteData(chunk, properties, part.shape)
-                items.append(WriteItem(index, WriteItemType.SHARD, tensor_data=data))
-        self.plan = SavePlan(items)
-
-    def create_local_plan(self) -> SavePlan:
-        """Return the plan to write all parts, which are already distributed over the ranks."""
-        return self.plan
-
-    def lookup_object(self, index: MetadataIndex) -> Any:
-        """Return the values of a box, or an object."""
-        return self._objects[index]
-
-
-class LoadPlanner(DefaultLoadPlanner):
-    """A plan to fill the values of `parts` from saved boxes of any shape, and to load `objects`."""
-
-    def __init__(self, parts: Sequence[Part], objects: Sequence[str]) -> None:
-        super().__init__()
-        self.loaded: dict[str, Any] = {}
-        self._parts = parts
-        self._names = objects
-        self._values: dict[MetadataIndex, Tensor] = {}
-
-    def plan_for(self, metadata: Metadata) -> LoadPlan:
-        """Return the plan to read all overlaps of saved boxes with the boxes of the parts."""
-        items: list[ReadItem] = []
-        for number, part in enumerate(self._parts):
-            saved = metadata.state_dict_metadata[part.name]
-            assert isinstance(saved, TensorStorageMetadata)
-            wanted = list(_chunks(part))
-            for item in create_read_items_for_chunk_list(part.name, saved, [c for c, _ in wanted]):
-                # Two parts may contain the same elements, so parts are identified by number.
-                index = MetadataIndex(str(number), item.dest_index.offset)
-                items.append(replace(item, dest_index=index))
-            for chunk, values in wanted:
-                self._values[MetadataIndex(str(number), chunk.offsets)] = values
-        nothing = torch.Size((0,))
-        for name in self._names:
-            index = MetadataIndex(name)
-            items.append(ReadItem(LoadItemType.BYTE_IO, index, nothing, index, nothing, nothing))
-        return LoadPlan(items)
-
-    def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Load an object."""
-        self.loaded[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
-
-    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
-        """Return the tensor to fill with a box."""
-        return self._values[index]
-
-
-#: The offsets and sizes of a box.
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-
-
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
-    """Cover row-major elements `start` to `stop` by boxes; yield offsets and sizes in order."""
-    if start >= stop:
-        return
-    if not shape:
-        yield (), ()
-        return
-    row_numel = prod(shape[1:])
-    # The first row that starts in the run, and the row in which the run stops.
-    first = -(-start // row_numel)
-    last = stop // row_numel
-    if first > last:
-        # The run is within one row.
-        yield from _boxes_of_row(shape, last, start - last * row_numel, stop - last * row_numel)
-        return
-    if start < first * row_numel:
-        row_start = (first - 1) * row_numel
-        yield from _boxes_of_row(shape, first - 1, start - row_start, row_numel)
-    if first < last:
-        yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
-    if last * row_numel < stop:
-        yield from _boxes_of_row(shape, last, 0, stop - last * row_numel)
-
-
-def _boxes_of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
-    for offsets, sizes in boxes(shape[1:], start, stop):
-        yield (row, *offsets), (1, *sizes)
-
-
-def _chunks(part: Part) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
-    """Yield the boxes of a part, each with its values in the box's shape."""
-    start = 0
-    wanted = boxes(part.shape, part.start, part.stop)
-    if prod(part.shape) == 0:
-        wanted = iter([(tuple(0 for _ in part.shape), tuple(part.shape))])
-    for offsets, sizes in wanted:
-        values = part.values[start : start + prod(sizes)].view(sizes)
-        start += values.numel()
-        yield ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)), values

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -169,7 +170,12 @@ class FSDP(UnitSchedule):
 
     def remove_hooks(self) -> None:
         """Remove all hooks of this FSDP from the modules and the parameters."""
-        for handle in (*self._hook_handles.values(), *self._gradient_hooks.values()):
+        for module, ids in self._hook_ids.items():
+            for hooks in vars(module).values():
+                if isinstance(hooks, OrderedDict):
+                    for key in ids & hooks.keys():
+                        del hooks[key]
+        for handle in self._gradient_hooks.values():
             handle.remove()
 
     def _adopt(self, inner: FSDP) -> None:

@@ -1,8 +1,7 @@
 """Hooks that let torch's optimizers step FSDP's shards.
 
-An element-wise optimizer steps shards directly. For any other optimizer, each parameter has one
-owner rank. During a step, the owner gets the full parameter and its gradient, steps it, and
-broadcasts the result. All state of a parameter is on its owner.
+An element-wise optimizer steps shards directly. Any other optimizer needs full tensors
+(`full_tensors.py`).
 
 In state dicts, state with the shape of its parameter is a DTensor. Loading accepts DTensors, whole
 tensors, and this rank's shards.
@@ -10,18 +9,18 @@ tensors, and this rank's shards.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import cache, partial, wraps
 from itertools import compress
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from zero.dtensors import Run, full_entries, state_rows
-from zero.fsdp.shard import ShardedParameter, find_sharded, plain_shard
+from zero.fsdp.full_tensors import FullTensorExchange
+from zero.fsdp.shard import ShardedParameter, find_sharded
 from zero.gradients.shard import ShardGradient, plain
 from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
@@ -31,13 +30,15 @@ from zero.optimizer.optimizer_kinds import (
     how_to_split,
     options_from,
 )
-from zero.optimizer.parameter_groups import (
-    OptionCheck,
-    check_not_replaced,
-    is_same_list,
-    options_of,
+from zero.optimizer.option_checks import (
+    Options,
+    changed_options,
+    check_options_alike,
+    option_flags,
+    option_numbers,
 )
-from zero.partition import by_parameter
+from zero.optimizer.parameter_groups import check_not_replaced, is_same_list
+from zero.optimizer.state_dict import options_of
 from zero.process_groups import Communicator
 
 
@@ -151,79 +152,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for sharded in shard_optimizer.stepped:
         sharded.unit.mark_changed(sharded)
     shard_optimizer.stepped = []
-    shard_optimizer.option_check.record_step(optimizer)
-
-
-class FullTensorExchange:
-    """Tensors that are full on their owner rank while an optimizer steps.
-
-    earlier_owners: the owners of shards that have been stepped before.
-    """
-
-    def __init__(
-        self,
-        communicator: Communicator,
-        parameters: list[ShardedParameter],
-        earlier_owners: Mapping[nn.Parameter, int],
-    ) -> None:
-        self.communicator = communicator
-        self.parameters = parameters
-        added = [p for p in parameters if p.shard not in earlier_owners]
-        partition = by_parameter([p.shape.numel() for p in added], communicator.world, 1 << 62)
-        #: The rank that steps each shard's parameter; rank 0 for parameters without elements.
-        self.owner = {p.shard: earlier_owners.get(p.shard, 0) for p in parameters}
-        for rank in range(communicator.world):
-            for piece in partition.shard_pieces(rank):
-                self.owner[added[piece.index].shard] = rank
-        #: The elements and the gradient of each shard that is being stepped.
-        self._shards: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
-
-    @torch.no_grad()
-    def gather_full_tensors(self) -> None:
-        """Set `.data` and `.grad` to full tensors on the owner; remove `.grad` on other ranks."""
-        # `check_gradients_alike` ensures that a parameter has a gradient on all ranks or on none.
-        stepped = [p for p in self.parameters if p.shard.grad is not None]
-        self._shards = {p.shard: (plain_shard(p.shard), p.shard.grad) for p in stepped}
-        full: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
-        for unit in dict.fromkeys(p.unit for p in stepped):
-            values = unit.gather_full_parameters()
-            gradients = unit.gather_full_gradients()
-            for p in stepped:
-                # Names alone do not identify a parameter: the optimizer may step several models.
-                if p.unit is unit and self.owner[p.shard] == self.communicator.rank:
-                    # Without the copies, the full tensors of the unit would stay alive.
-                    full[p.shard] = values[p.name].clone(), gradients[p.name].clone()
-        for p in stepped:
-            p.unit.holds_full_tensors = True
-            p.shard.grad = None
-            if p.shard in full:
-                p.shard.data, p.shard.grad = full[p.shard]
-
-    @torch.no_grad()
-    def scatter_full_tensors(self) -> list[nn.Parameter]:
-        """Broadcast the stepped tensors, and copy this rank's elements of them into the shards.
-
-        Return the stepped shards.
-        """
-        for parameter in self.parameters:
-            shard = parameter.shard
-            if shard not in self._shards:
-                continue
-            data, gradient = self._shards[shard]
-            owner = self.owner[shard]
-            is_owner = owner == self.communicator.rank
-            stepped = plain_shard(shard) if is_owner else data.new_empty(parameter.shape)
-            full = stepped.contiguous()
-            self.communicator.broadcast(full, owner).wait()
-            shard.grad = None
-            shard.data = data
-            data.copy_(full.reshape(-1)[parameter.start : parameter.stop].view(data.shape))
-            shard.grad = gradient
-        for parameter in self.parameters:
-            parameter.unit.holds_full_tensors = False
-        stepped_shards = list(self._shards)
-        self._shards = {}
-        return stepped_shards
+    shard_optimizer.options_after_step = option_numbers(optimizer)
 
 
 class ShardOptimizer:
@@ -235,7 +164,7 @@ class ShardOptimizer:
         self._owner: dict[nn.Parameter, int] = {}
         #: The parameters with a gradient in the current step.
         self.stepped: list[ShardedParameter] = []
-        self.option_check = OptionCheck()
+        self.options_after_step: Options = []
         #: The ids of `_before_step` and `_after_step` among the hooks of the optimizer.
         self.step_hook_ids = (
             optimizer.register_step_pre_hook(_before_step).id,
@@ -246,15 +175,16 @@ class ShardOptimizer:
 
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Determine which parameters must be full in a step, and shard loaded state."""
-        exchanged: dict[Communicator, list[ShardedParameter]] = {}
+        kinds: dict[tuple[Communicator, torch.dtype], list[ShardedParameter]] = {}
         for group in optimizer.param_groups:
             entries = [sharded for p in group["params"] if (sharded := find_sharded(p))]
             if entries and _needs_full_tensors(optimizer, group, entries):
                 for parameter in entries:
-                    exchanged.setdefault(parameter.unit.communicator, []).append(parameter)
+                    kind = parameter.unit.communicator, parameter.shard.dtype
+                    kinds.setdefault(kind, []).append(parameter)
         self.exchanges = [
             FullTensorExchange(communicator, entries, self._owner)
-            for communicator, entries in exchanged.items()
+            for (communicator, _), entries in kinds.items()
         ]
         for exchange in self.exchanges:
             self._owner |= exchange.owner
@@ -277,14 +207,16 @@ class ShardOptimizer:
                 if sharded is not None:
                     sharded_of.setdefault(sharded.unit.communicator, []).append(sharded)
         self.stepped = []
-        option_flags = self.option_check.flags(optimizer)
+        changes = changed_options(optimizer, self.options_after_step)
         for communicator, parameters in sharded_of.items():
             has_gradient = [parameter.shard.grad is not None for parameter in parameters]
             self.stepped += compress(parameters, has_gradient)
             on_some, on_others, options = communicator.any_across_ranks(
-                has_gradient, [not flag for flag in has_gradient], option_flags
+                has_gradient,
+                [not flag for flag in has_gradient],
+                option_flags(changes),
             )()
-            self.option_check.check_alike(communicator, options)
+            check_options_alike(options, changes, communicator)
             for index, parameter in enumerate(parameters):
                 if on_some[index] and on_others[index]:
                     raise RuntimeError(
@@ -297,11 +229,13 @@ class ShardOptimizer:
         sharded = find_sharded(parameter)
         if sharded is None:
             return Run(0, parameter.numel(), parameter.shape)
-        owner = self._owner.get(parameter)
-        if owner is None:
-            return Run(sharded.start, sharded.stop, parameter.shape)
-        is_owner = owner == sharded.unit.communicator.rank
-        return Run(0, sharded.shape.numel(), sharded.shape) if is_owner else None
+        for exchange in self.exchanges:
+            owner = exchange.owner.get(parameter)
+            if owner == exchange.communicator.rank:
+                return Run(0, sharded.shape.numel(), sharded.shape)
+            if owner is not None:
+                return None
+        return Run(sharded.start, sharded.stop, parameter.shape)
 
     def _save_rows(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]

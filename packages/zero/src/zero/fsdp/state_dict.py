@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.utils.hooks import RemovableHandle
 
 from zero.dtensors import full_value, shard_rows
 from zero.fsdp.shard import ShardedParameter, plain_shard
@@ -28,10 +27,8 @@ class StateDictHooks:
         #: True while state dicts contain this rank's shards, which needs no communication.
         self.keeps_shards = False
 
-    def attach(
-        self, module: nn.Module, parameters: Mapping[str, ShardedParameter]
-    ) -> tuple[RemovableHandle, RemovableHandle]:
-        """Register the hooks of a module with these sharded parameters."""
+    def attach(self, module: nn.Module, parameters: Mapping[str, ShardedParameter]) -> set[int]:
+        """Register the hooks of a module with these sharded parameters; return the hooks' ids."""
 
         def save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
             for name, parameter in parameters.items():
@@ -56,10 +53,11 @@ class StateDictHooks:
                     # torch copies the shard to itself, or assigns it with `assign=True`.
                     state[prefix + name] = parameter.shard
 
-        return (
+        handles = (
             module.register_state_dict_post_hook(save),
             module.register_load_state_dict_pre_hook(load),
         )
+        return {handle.id for handle in handles}
 
     @contextmanager
     def keep_shards(self) -> Iterator[None]:

@@ -76,8 +76,7 @@ class UnitSchedule(nn.Module):
         #: The number of nested hooked modules that are in forward.
         self._num_running = 0
         self.state_dict_hooks = StateDictHooks(self.communicator)
-        #: The hooks of this FSDP on modules, by id.
-        self._hook_handles: dict[int, RemovableHandle] = {}
+        self._hook_ids: dict[nn.Module, set[int]] = {}
 
     # Hooks
 
@@ -96,8 +95,8 @@ class UnitSchedule(nn.Module):
                     intercept_reads(module, self._read_parameter)
                     parameters_of.setdefault(module, {})[name] = parameter
         for module, parameters in parameters_of.items():
-            for handle in self.state_dict_hooks.attach(module, parameters):
-                self._hook_handles[handle.id] = handle
+            ids = self.state_dict_hooks.attach(module, parameters)
+            self._hook_ids.setdefault(module, set()).update(ids)
         self._adopt_shard_changes()
 
     def _hook_module(self, module: nn.Module) -> None:
@@ -106,7 +105,7 @@ class UnitSchedule(nn.Module):
         after: Any = torch.compiler.disable(self._after_forward)
         pre_hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         hook = module.register_forward_hook(after, always_call=True)
-        self._hook_handles |= {pre_hook.id: pre_hook, hook.id: hook}
+        self._hook_ids.setdefault(module, set()).update((pre_hook.id, hook.id))
 
     def _adopt_shard_changes(self) -> None:
         """Apply the caller's changes to the shards, and hook parameters that became trainable."""
@@ -199,7 +198,7 @@ class UnitSchedule(nn.Module):
             self._leave_module(units)
         if module in self.output_dtypes:
             output = cast(self.output_dtypes[module], output)
-        if units and reads_weight_in_backward(module, self._hook_handles):
+        if units and reads_weight_in_backward(module, self._hook_ids[module]):
             if torch.is_grad_enabled() and hides_tensors(output):
                 raise TypeError(
                     f"{type(module).__name__} returns a {type(output).__name__} in which no tensor "

@@ -7,7 +7,7 @@ can be created even if it fits into memory only in shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from math import nan
@@ -184,7 +184,7 @@ def _split_by_kind(parameters: list[nn.Parameter], plan: _Plan) -> list[list[Any
 EMBEDDING_FORWARD = nn.Embedding.forward
 
 
-def reads_weight_in_backward(module: nn.Module, fsdp_hooks: Container[int] = ()) -> bool:
+def reads_weight_in_backward(module: nn.Module, fsdp_hooks: Collection[int] = ()) -> bool:
     """Return False only if it is certain that the module's backward does not read its weight.
 
     This is certain for `nn.Embedding.forward`. It is not certain for a subclass, a parametrization,
@@ -200,11 +200,8 @@ def reads_weight_in_backward(module: nn.Module, fsdp_hooks: Container[int] = ())
         and [*module._parameters] == ["weight"]
         and not module._modules
     )
-    hooks = (*module._forward_pre_hooks, *module._forward_hooks)
-    has_other_hooks = any(hook not in fsdp_hooks for hook in hooks)
-    return not is_plain or bool(
-        has_other_hooks or _global_forward_pre_hooks or _global_forward_hooks
-    )
+    hooks = {*module._forward_pre_hooks, *module._forward_hooks}.difference(fsdp_hooks)
+    return not is_plain or bool(hooks or _global_forward_pre_hooks or _global_forward_hooks)
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,18 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from zero.gradients.reductions import (
-    REMEDY,
-    UNSCALE,
     PartialGradient,
-    aten,
     gather_runs,
-    is_elementwise,
     norms,
     reduce,
-    reduces_all_elements,
     unscale,
+)
+from zero.gradients.rules import (
+    REMEDY,
+    UNSCALE,
+    aten,
+    is_elementwise,
+    reduces_all_elements,
 )
 
 #: Elements `start` to `stop` of a flattened tensor, and their values.

@@ -13,19 +13,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zero.gradients.reductions import (
+    PartialGradient,
+    gather_runs,
+    norms,
+    reduce,
+    unscale,
+)
+from zero.gradients.rules import (
     ON_OBJECT,
     READS_MEMORY,
     REMEDY,
     UNSCALE,
     VIEWS,
-    PartialGradient,
-    gather_runs,
     is_elementwise,
-    norms,
     python_name,
-    reduce,
     reduces_all_elements,
-    unscale,
 )
 from zero.process_groups import Communicator
 

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor, nn
 
-from zero.dtensors import Run, full_entries, state_rows
 from zero.optimizer.gradient_buckets import Bucket, make_buckets
 from zero.optimizer.gradient_reducer import GradientReducer
 from zero.optimizer.optimizer_kinds import Split
-from zero.optimizer.optimizer_trial import check_state
-from zero.optimizer.parameter_groups import number_parameters, options_of
 from zero.parameter_checks import is_trainable_dtype
 from zero.partition import Piece, by_element, by_parameter
 from zero.process_groups import Communicator
@@ -117,73 +111,3 @@ class FlatParameters:
                 works.append(self.communicator.broadcast(bucket.data, owner))
         for work in works:
             work.wait()
-
-    def state_dict(
-        self, groups: list[dict[str, Any]], inner: torch.optim.Optimizer
-    ) -> dict[str, Any]:
-        """Return the state dict that an unsharded optimizer of `groups` would have.
-
-        State of a parameter's shape is a DTensor. Every rank must call this method.
-
-        inner: the optimizer that steps the shards.
-        """
-        check_state(inner)
-        runs = self._runs_of_parameters()
-        state = {}
-        numbered = number_parameters(groups, groups)
-        for group, entry in zip(groups, numbered, strict=True):
-            for parameter, number in zip(group["params"], entry["params"], strict=True):
-                local_state = [
-                    (run, inner.state[shard])
-                    for run, shard in runs.get(parameter, [])
-                    if shard in inner.state
-                ]
-                collected = state_rows(local_state, parameter, self.communicator)
-                if collected:
-                    state[number] = collected
-        return {"state": state, "param_groups": numbered}
-
-    # Tensors that are created in inference mode cannot be updated by a step.
-    @torch.inference_mode(False)
-    @torch.no_grad()
-    def load_state_dict(
-        self,
-        groups: list[dict[str, Any]],
-        inner: torch.optim.Optimizer,
-        state_dict: dict[str, Any],
-    ) -> None:
-        """Load the state dict of an optimizer of `groups` into the optimizer that steps the shards.
-
-        Raise ValueError if the number of parameters of any group differs.
-        """
-        sizes = [len(group["params"]) for group in groups]
-        saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
-        if sizes != saved_sizes:
-            raise ValueError(
-                f"expected a state of groups of {sizes} parameters, got groups of {saved_sizes}: "
-                "make the same groups as when saving"
-            )
-        stepped = [shard for group in inner.param_groups for shard in group["params"]]
-        number_of = {shard: number for number, shard in enumerate(stepped)}
-        runs = self._runs_of_parameters()
-        state = {}
-        parameters = [parameter for group in groups for parameter in group["params"]]
-        for parameter, entry in zip(parameters, full_entries(state_dict), strict=True):
-            for run, shard in runs.get(parameter, []) if entry else ():
-                state[number_of[shard]] = {
-                    key: run.select(parameter.shape, key, value) for key, value in entry.items()
-                }
-        options = [options_of(group) for group in state_dict["param_groups"]]
-        inner.load_state_dict(
-            {"state": state, "param_groups": number_parameters(options, inner.param_groups)}
-        )
-        for group, loaded in zip(groups, options, strict=True):
-            group.update(loaded)
-
-    def _runs_of_parameters(self) -> dict[nn.Parameter, list[tuple[Run, nn.Parameter]]]:
-        """Return this rank's runs of each parameter, with the inner optimizer's views of them."""
-        runs: dict[nn.Parameter, list[tuple[Run, nn.Parameter]]] = {}
-        for parameter, piece, shard, _ in self.shards:
-            run = Run(piece.start, piece.stop, shard.shape)
-            runs.setdefault(parameter, []).append((run, shard))
-        return runs

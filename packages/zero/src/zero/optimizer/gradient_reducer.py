@@ -25,7 +25,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import compress
 from typing import Any
@@ -35,18 +34,13 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from zero.gradients.averaged import AveragedGradient
-from zero.optimizer.gradient_buckets import Bucket, ReductionQueue
+from zero.optimizer.averages import Averages, has_unreduced_gradient, is_used
+from zero.optimizer.gradient_buckets import Bucket
+from zero.optimizer.reduction_queue import ReductionQueue
 from zero.optimizer.shared_groups import GroupMember
 from zero.parameter_checks import check_dense
 from zero.partition import Partition, Piece
 from zero.process_groups import Communicator
-
-
-@dataclass(eq=False)
-class AverageKey:
-    """A key that identifies one average of a parameter until the average is cleared."""
-
-    parameter: nn.Parameter
 
 
 class GradientReducer:
@@ -79,8 +73,7 @@ class GradientReducer:
         self._hook_ids: dict[nn.Parameter, int] = {}
         self._hook_handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove_hooks, self._hook_handles)
-        #: The parameters that have an average, or will have one when its reduction is waited for.
-        self._keys: dict[nn.Parameter, AverageKey] = {}
+        self._averages = Averages()
         self._queue = ReductionQueue(communicator, release_gradients=release_gradients)
         #: See Note [Order of reductions]; None until the first backward after `add`.
         self._launch_order: list[Bucket] | None = None
@@ -129,10 +122,10 @@ class GradientReducer:
         self._register_hooks()
         self._adopt_edits()
         parameters = list(self._pieces)
-        unreduced = {p for p in parameters if _has_unreduced_gradient(p)}
-        is_reached = [p.grad is not None and _is_used(p.grad) for p in parameters]
+        unreduced = {p for p in parameters if has_unreduced_gradient(p)}
+        is_reached = [p.grad is not None and is_used(p.grad) for p in parameters]
         is_averaged = [isinstance(p.grad, AveragedGradient) for p in parameters]
-        is_cleared = [p.grad is None and p in self._keys for p in parameters]
+        is_cleared = [p.grad is None and p in self._averages for p in parameters]
         is_written = [self.versions.get(p, p._version) != p._version for p in parameters]
         is_dirty = [any(p in unreduced for p, _ in bucket.pieces) for bucket in self.buckets]
         agreed = self.communicator.any_across_ranks(
@@ -154,7 +147,7 @@ class GradientReducer:
         for parameter, is_used_anywhere in zip(parameters, used_anywhere, strict=True):
             # A parameter that only other ranks have used gets an average on this rank too.
             if parameter in unreduced or (is_used_anywhere and parameter.grad is None):
-                self._mark_averaged(parameter)
+                self._averages.mark(parameter, self)
         self._queue.drain()
         return set(compress(parameters, used_anywhere))
 
@@ -170,7 +163,7 @@ class GradientReducer:
         backward is running.
         """
         parameter = gradient.key.parameter
-        if self._keys.get(parameter) is not gradient.key:
+        if not self._averages.is_current(gradient.key):
             raise RuntimeError(
                 "this gradient belongs to an earlier step, and its memory was reused by a later "
                 "one: clone() gradients that must survive the step"
@@ -191,7 +184,7 @@ class GradientReducer:
     def reset(self) -> None:
         """Discard all averages, and the state of a backward that an exception interrupted."""
         self._discard_backward()
-        self._keys.clear()
+        self._averages.clear()
         for bucket in self.buckets:
             bucket.average = None
             if self.release_gradients:
@@ -204,8 +197,12 @@ class GradientReducer:
 
     def averaged_indices(self) -> list[int]:
         """Return the indices of the parameters whose `.grad` is an average or includes one."""
-        averaged = self._keys.keys() - self._cleared_parameters()
-        return [index for index, parameter in enumerate(self._pieces) if parameter in averaged]
+        cleared = set(self._averages.cleared_parameters())
+        return [
+            index
+            for index, parameter in enumerate(self._pieces)
+            if parameter in self._averages and parameter not in cleared
+        ]
 
     def clear_other_gradients(self, indices: Sequence[int]) -> None:
         """Clear `.grad` of all parameters except those with these indices."""
@@ -283,7 +280,7 @@ class GradientReducer:
             bucket.missing.discard(parameter)
             if not bucket.missing:
                 self._ready_order.append(bucket)
-        self._mark_averaged(parameter)
+        self._averages.mark(parameter, self)
         if self._launch_order is None or self.shares_group:
             return
         for bucket in self._launch_order[self._num_launched :]:
@@ -327,7 +324,7 @@ class GradientReducer:
         # Other ranks may have used these parameters, so this rank has an average of them too.
         for parameter in missing:
             if parameter.requires_grad or parameter.grad is not None:
-                self._mark_averaged(parameter)
+                self._averages.mark(parameter, self)
         self._prepare_next_backward()
 
     def _discard_backward(self) -> None:
@@ -343,83 +340,18 @@ class GradientReducer:
         self._ready_order = []
         self._postponed = []
 
-    def _mark_averaged(self, parameter: nn.Parameter) -> None:
-        """Replace a collected local gradient in `.grad` by an AveragedGradient.
-
-        The AveragedGradient represents the average even while its reduction is in flight. If
-        `.grad` is one already, remove the collected gradient from its `unreduced`.
-        """
-        gradient = parameter.grad
-        if isinstance(gradient, AveragedGradient):
-            gradient.is_used = _is_used(gradient)
-            gradient.unreduced = None
-        else:
-            self._assign_average(parameter, is_used=gradient is not None)
-
-    def _assign_average(self, parameter: nn.Parameter, *, is_used: bool) -> AveragedGradient:
-        key = AverageKey(parameter)
-        self._keys[parameter] = key
-        gradient = AveragedGradient(parameter, self, key, is_used=is_used)
-        parameter.grad = gradient
-        return gradient
-
     def _adopt_edits(self) -> None:
-        """Copy averages that the caller has assigned to `.grad` into the buckets.
-
-        Examples are `p.grad = p.grad * 2` and `p.grad = q.grad`.
-        """
+        """Copy averages that the caller has assigned to `.grad` into the buckets."""
         for parameter in self._pieces:
-            gradient = parameter.grad
-            if isinstance(gradient, AveragedGradient) and (
-                gradient.runs is not None or self._keys.get(parameter) is not gradient.key
-            ):
+            if self._averages.is_assigned(parameter):
                 self._queue.drain()
-                self._adopt(parameter, gradient)
-
-    def _adopt(self, parameter: nn.Parameter, assigned: AveragedGradient) -> None:
-        """Copy an average that the caller has assigned to `.grad` into the buckets.
-
-        Raise RuntimeError if the average has other ranges of elements than the parameter.
-        """
-        assigned.communicator.check_not_joining()
-        pieces = self._shard_pieces.get(parameter, [])
-        runs = [run for run in assigned.local_runs() if run[0] < run[1]]
-        if [run[:2] for run in runs] != [(piece.start, piece.stop) for _, piece in pieces]:
-            raise RuntimeError(
-                f"the gradient assigned to a parameter of shape {tuple(parameter.shape)} was "
-                "computed from another parameter's gradient: assign "
-                "p.grad.full_tensor(), called by every rank, instead"
-            )
-        for (bucket, piece), (_, _, values) in zip(pieces, runs, strict=True):
-            if bucket.average is None:
-                bucket.average = torch.zeros_like(bucket.shard)
-                bucket.average_is_in_buffer = False
-            bucket.average_of(piece).copy_(values)
-        gradient = self._assign_average(parameter, is_used=assigned.is_used)
-        gradient.unreduced = assigned.unreduced
-
-    def _cleared_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters whose average the caller has replaced or removed."""
-        return [
-            parameter
-            for parameter, key in self._keys.items()
-            if not isinstance(parameter.grad, AveragedGradient) or parameter.grad.key is not key
-        ]
+                self._averages.adopt(parameter, self._shard_pieces.get(parameter, []), self)
 
     def _discard_cleared(self) -> None:
-        """Discard the averages that the caller has cleared, and free buckets without others."""
-        cleared = self._cleared_parameters()
-        if not cleared:
-            return
-        self._queue.drain()
-        for parameter in cleared:
-            del self._keys[parameter]
-            for bucket, piece in self._shard_pieces.get(parameter, []):
-                if bucket.average is not None:
-                    bucket.average_of(piece).zero_()
-        for bucket in self.buckets:
-            if not any(parameter in self._keys for parameter, _ in bucket.shard_pieces):
-                bucket.average = None
+        cleared = self._averages.cleared_parameters()
+        if cleared:
+            self._queue.drain()
+            self._averages.discard(cleared, self.buckets, self._shard_pieces)
 
     def _check_cleared_on_all_ranks(
         self, parameters: Sequence[nn.Parameter], averaged: Sequence[bool], cleared: Sequence[bool]
@@ -449,21 +381,6 @@ class GradientReducer:
         index_of = {bucket: index for index, bucket in enumerate(self.buckets)}
         orders = self.communicator.gather_objects([index_of[bucket] for bucket in local_order])
         return [self.buckets[index] for index in orders[0]]
-
-
-def _is_used(gradient: Tensor) -> bool:
-    """Return True if a backward of this rank contributed to the gradient."""
-    if isinstance(gradient, AveragedGradient):
-        return gradient.is_used or gradient.unreduced is not None
-    return True
-
-
-def _has_unreduced_gradient(parameter: nn.Parameter) -> bool:
-    """Return True if this rank has a gradient that has not been averaged yet."""
-    gradient = parameter.grad
-    if isinstance(gradient, AveragedGradient):
-        return gradient.unreduced is not None
-    return gradient is not None
 
 
 def _remove_hooks(handles: list[RemovableHandle]) -> None:

@@ -47,7 +47,7 @@ class Trial:
         self.as_columns = as_columns
         self.random = np.random.default_rng(0)
 
-    def check_parameters(self, shapes: Sequence[Sequence[int]]) -> None:
+    def check_parameters(self, shapes: Sequence[tuple[int, ...]]) -> None:
         """Raise ValueError if the step on one parameter depends on other parameters.
 
         The parameters of the trial have the numbers of dimensions of `shapes`.
@@ -65,7 +65,7 @@ class Trial:
                     f"others{reason}, which are on other ranks; use it unsharded{remedy}"
                 )
 
-    def check_elements(self, shapes: Sequence[Sequence[int]]) -> None:
+    def check_elements(self, shapes: Sequence[tuple[int, ...]]) -> None:
         """Raise ValueError if steps on pieces of a tensor differ from steps on the tensor."""
         largest = max((prod(shape) for shape in shapes), default=0)
         dims = sorted({len(shape) for shape in shapes if len(shape) > 2})

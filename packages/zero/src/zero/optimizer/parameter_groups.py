@@ -1,27 +1,20 @@
-"""Parameter groups of optimizers of shards, and checks of their parameters and options."""
+"""Parameter groups as the caller passes them to a ShardedOptimizer, and checks of them."""
 
 from __future__ import annotations
 
 import gc
-import zlib
-from collections.abc import Iterable, Reversible, Sequence, Set
+from collections.abc import Container, Iterable, Reversible, Sequence, Set
 from itertools import zip_longest
-from numbers import Real
 from typing import Any
 from weakref import ref
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.fsdp.shard import find_sharded, replaced_parameters
-from zero.process_groups import Communicator
 
 #: The ShardedOptimizer of each parameter that has one.
 _owners = WeakTensorKeyDictionary()
-
-#: The number of bits of the checksum of an optimizer's options.
-CHECKSUM_BITS = 32
 
 
 def _owner(parameter: Tensor) -> object:
@@ -43,24 +36,6 @@ def read_group(group: dict[str, Any]) -> dict[str, Any]:
     members = group["params"]
     check_ordered(members)
     return {**group, "params": [members] if isinstance(members, Tensor) else list(members)}
-
-
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a parameter group's options without its parameters."""
-    return {key: v for key, v in group.items() if key not in ("params", "param_names")}
-
-
-def number_parameters(
-    options: Iterable[dict[str, Any]], groups: Iterable[dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """Return each group's options with the numbers of its parameters, as in a state dict."""
-    numbered = []
-    start = 0
-    for entry, group in zip(options, groups, strict=True):
-        stop = start + len(group["params"])
-        numbered.append({**entry, "params": list(range(start, stop))})
-        start = stop
-    return numbered
 
 
 def check_ordered(members: Any) -> None:
@@ -146,70 +121,12 @@ def is_same_list(first: Sequence[Tensor], second: Sequence[Tensor]) -> bool:
     return len(first) == len(second) and all(a is b for a, b in zip(first, second, strict=True))
 
 
-class OptionCheck:
-    """A comparison of an optimizer's options between ranks, which step different elements.
-
-    A scheduler that runs more often on one rank, or that reads the loss of one rank, sets different
-    learning rates for different shards. Each step compares a checksum of the options that the
-    program has changed since the last step. The bits of the checksum are exchanged together with
-    flags that a step exchanges anyway. Options that the optimizer changes by itself are not
-    compared, because they may depend on the shard.
-    """
-
-    def __init__(self) -> None:
-        #: The names and rounded values of options.
-        self._after_step: list[tuple[str, str]] = []
-        self._changes: list[tuple[str, str]] = []
-
-    def record_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Record the options at the end of a step, to which the next step compares them."""
-        self._after_step = _option_numbers(optimizer)
-
-    def flags(self, optimizer: torch.optim.Optimizer) -> list[bool]:
-        """Return the bits of a checksum of the changes, followed by the inverted bits."""
-        numbers = _option_numbers(optimizer)
-        self._changes = [option for option in numbers if option not in self._after_step]
-        checksum = zlib.crc32(repr(self._changes).encode())
-        bits = [bool(checksum >> bit & 1) for bit in range(CHECKSUM_BITS)]
-        return [*bits, *(not bit for bit in bits)]
-
-    def check_alike(self, communicator: Communicator, anywhere: Sequence[bool]) -> None:
-        """Raise RuntimeError if options differ between ranks.
-
-        anywhere: the element-wise OR of all ranks' `flags()`.
-        """
-        ones = anywhere[:CHECKSUM_BITS]
-        zeros = anywhere[CHECKSUM_BITS:]
-        if not any(is_one and is_zero for is_one, is_zero in zip(ones, zeros, strict=True)):
-            return
-        # Every rank has the same flags, so every rank calls this collective.
-        everyone = communicator.gather_objects(self._changes)
-        different = [
-            f"rank {rank} has set {name} to {value}"
-            for rank, options in enumerate(everyone)
-            for name, value in options
-            if any((name, value) not in others for others in everyone)
-        ]
-        raise RuntimeError(
-            "the optimizer's options differ between ranks, so shards would be stepped differently; "
-            f"since the last step {', '.join(different)}: step schedulers equally often on every "
-            "rank, also after Join, and pass them a loss that is averaged over the ranks"
-        )
-
-
-def _option_numbers(optimizer: torch.optim.Optimizer) -> list[tuple[str, str]]:
-    """Return the options in the optimizer's `defaults` that are numbers or lists of numbers."""
-    numbers = []
-    for index, group in enumerate(optimizer.param_groups):
-        # A program may store other numbers in a group.
-        for key in sorted(group.keys() & optimizer.defaults.keys()):
-            value = group[key]
-            # Reading a tensor on another device would block the host.
-            is_cpu_number = isinstance(value, Tensor) and value.is_cpu and value.numel() == 1
-            entries = [value.item()] if is_cpu_number else value
-            entries = entries if isinstance(entries, list | tuple) else [entries]
-            if all(isinstance(entry, Real) for entry in entries):
-                # Round, because the last bits of a schedule may differ between hosts.
-                rounded = ", ".join(f"{float(entry):.9g}" for entry in entries)
-                numbers.append((f"{key} of group {index}", rounded))
-    return numbers
+def check_state_keys(state: Iterable[Any], parameters: Container[Any]) -> None:
+    """Raise RuntimeError if the caller has stored state under a parameter."""
+    for key in state:
+        if key in parameters:
+            raise RuntimeError(
+                "expected the shards of parameters as the keys of `state`, got a parameter of "
+                f"shape {tuple(key.shape)}, whose entry would have no effect: change the entries "
+                "in state.values() in place, clear `state`, or use load_state_dict()"
+            )

@@ -34,17 +34,24 @@ from zero.optimizer.optimizer_kinds import (
     check_constructed,
     how_to_split,
 )
+from zero.optimizer.option_checks import (
+    Options,
+    changed_options,
+    check_options_alike,
+    option_flags,
+    option_numbers,
+)
 from zero.optimizer.parameter_groups import (
-    OptionCheck,
     check_groups_unchanged,
     check_in_one_group,
     check_ordered,
+    check_state_keys,
     check_without_owner,
     named_members,
-    options_of,
     read_group,
     set_owner,
 )
+from zero.optimizer.state_dict import dtensor_state_dict, load_state_dict, options_of
 from zero.optimizer.uneven_inputs import UnevenInputs
 from zero.parameter_checks import check_equal_on_all_ranks, check_shardable
 from zero.process_groups import Collective, Communicator, Group
@@ -123,7 +130,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._num_steps = 0
         #: True from the start of the inner optimizer's step until `step()` returns.
         self._is_step_incomplete = False
-        self._option_check = OptionCheck()
+        self._options_after_step: Options = []
         self.inner: torch.optim.Optimizer
         # Some optimizers have required options that are set per group.
         first_options = options_of(params[0]) if isinstance(params[0], dict) else {}
@@ -224,7 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         _step_without_hooks(self.inner, **kwargs)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
-        self._option_check.record_step(self)
+        self._options_after_step = option_numbers(self)
         self._copy_stored_gradients()
         self.flat.restore_shards()
         self.flat.gather()
@@ -258,7 +265,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         check_groups_unchanged(self.param_groups, self._parameters_of_group)
-        state_dict = self.flat.state_dict(self.param_groups, self.inner)
+        state_dict = dtensor_state_dict(
+            self.param_groups, self.flat.shards, self.inner, self.communicator
+        )
         for hook in self._optimizer_state_dict_post_hooks.values():
             changed = hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
@@ -272,7 +281,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
             state_dict = state_dict if changed is None else changed
-        self.flat.load_state_dict(self.param_groups, self.inner, state_dict)
+        load_state_dict(self.param_groups, self.flat.shards, self.inner, state_dict)
         self.expose_inner_state()
         for hook in self._optimizer_load_state_dict_post_hooks.values():
             hook(self)
@@ -339,21 +348,16 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "expected `state` to be changed in place, got another object: use state.clear() "
                 "or load_state_dict()"
             )
-        for key in self.inner.state:
-            if key in self.flat.views:
-                raise RuntimeError(
-                    "expected the shards of parameters as the keys of `state`, got a parameter of "
-                    f"shape {tuple(key.shape)}, whose entry would have no effect: change the "
-                    "entries in state.values() in place, clear `state`, or use load_state_dict()"
-                )
+        check_state_keys(self.inner.state, self.flat.views)
 
     def _assign_gradients(self) -> set[nn.Parameter]:
         """Assign this rank's averaged gradients to the inner optimizer's parameters.
 
         Return the parameters that have a gradient on any rank.
         """
-        check = partial(self._option_check.check_alike, self.communicator)
-        used = self.reducer.finish(self._option_check.flags(self), check)
+        changes = changed_options(self, self._options_after_step)
+        check = partial(check_options_alike, changes=changes, communicator=self.communicator)
+        used = self.reducer.finish(option_flags(changes), check)
         self._check_equal_on_all_ranks()
         for parameter, piece, shard, bucket in self.flat.shards:
             # The caller may have set attributes since the last step, such as a learning rate.
