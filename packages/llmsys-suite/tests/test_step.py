@@ -163,7 +163,7 @@ def test_kinds_of_operators_are_distinguished():
     [
         (["--sizes", ","], "no case is requested"),
         (["--sizes", "huge"], "size 'huge' is unknown; choose from mini, tiny"),
-        (["--contexts", "128,many"], "no whole numbers"),
+        (["--contexts", "128,many"], "expected whole numbers as contexts"),
         (["--contexts", "2"], "expected an integer `context` >= 8, got 2"),
         (["--dtype", "int8"], "dtype 'int8' is unknown"),
         (["--rows", "0"], "`rows` >= 1, got 0"),

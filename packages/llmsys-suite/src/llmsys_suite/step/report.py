@@ -129,4 +129,6 @@ def _numbers(text: str) -> list[int]:
     try:
         return list(dict.fromkeys(int(number) for number in _names(text)))
     except ValueError:
-        raise UsageError(f"contexts {text!r} are no whole numbers; give some as 128,512") from None
+        raise UsageError(
+            f"expected whole numbers as contexts, got {text!r}; pass them as 128,512"
+        ) from None
