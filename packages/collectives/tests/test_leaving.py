@@ -4,6 +4,7 @@ import inspect
 import itertools
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import torch
 import torch.distributed as dist
 from collectives.algorithms import dispatch
 from collectives.groups import _end_threads, communicator
-from collectives.shared_memory import engine, segment
+from collectives.shared_memory import arena, engine, segment
 from worker_pool import run_ranks, try_ranks
 
 TIMEOUT = 40.0
@@ -68,6 +69,33 @@ def reduce(group, tensor, **options):
     if dist.get_backend(group) == "collectives":
         return dist.all_reduce(tensor, group=group, **options)
     return collectives.all_reduce(tensor, group=group, algorithm="ring", **options)
+
+
+def end_after_set_up():
+    """Let rank 1 end before rank 0 has looked for its process; return the message of rank 0."""
+    rank = dist.get_rank()
+    if rank == 0:
+        look_for = arena.PeerProcess
+
+        def look_late(pid):
+            deadline = time.monotonic() + TIMEOUT
+            while not (peer := look_for(pid)).has_ended():
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+            return peer
+
+        arena.PeerProcess = look_late
+    collectives.describe()
+    if rank == 1:
+        return ""
+    with pytest.raises(collectives.RankLost) as lost:
+        collectives.all_reduce(torch.ones(2))
+    return str(lost.value)
+
+
+def test_a_rank_may_end_as_soon_as_it_has_set_up_the_group():
+    message = run_ranks(end_after_set_up, 2)[0]
+    assert re.match(r"rank 1 \(process \d+\) died", message)
 
 
 def leave(backend, where, part):

@@ -151,8 +151,7 @@ def test_end_of_a_process_is_detected_before_its_parent_waits_for_it():
         assert time.monotonic() < deadline
     os.waitpid(pid, 0)
     assert peer.has_ended()
-    with pytest.raises(ProcessLookupError):
-        process.PeerProcess(pid)
+    assert process.PeerProcess(pid).has_ended()
 
 
 def test_process_that_reuses_an_id_is_another_process():

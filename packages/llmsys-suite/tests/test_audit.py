@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import tinyml
 import torch
-from llmsys_suite.audit import events, training_checks
+from llmsys_suite.audit import events, peers, training_checks
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import compare_with_file
 from llmsys_suite.audit.run import check_again, guarded
@@ -33,6 +33,7 @@ from llmsys_suite.measure.samples import (
     PEER,
     PROCESSOR,
     SINGLE,
+    WHOLE_STEP,
     loss_curves,
     summarize,
     utilization,
@@ -210,6 +211,53 @@ def test_a_sleep_shows_in_needed_time_and_work_in_processor_time():
     assert peers_of_stage(seconds=0.2, waited=0.0, processor=0.1) == {needed, processor}
     # Another program has the core for as long as the additional work takes.
     assert peers_of_stage(seconds=0.2, waited=0.2, processor=0.1) == {processor}
+
+
+def crowded(train, samples, evidence):
+    """Let other programs use most of the machine, and let all ranks of two variants wait for it."""
+    for s in samples:
+        if s["phase"] == WHOLE_STEP:
+            s |= {"process_s": 0.1 * s["step"], "machine_s": 1.0 * s["step"]}
+            if s["variant"] in (PEER, "ddp flat"):
+                s[CORE_WAIT] = 0.1 * s["seconds"]
+
+
+def test_needed_times_in_disturbed_rounds_are_not_compared():
+    def change(train, samples, evidence):
+        crowded(train, samples, evidence)
+        evidence["peers"][PEER]["needed time"]["ddp flat"] = 1.7
+        evidence["peers"][PEER]["processor time"]["ddp flat"] = 1.7
+
+    failed = {name for name in tampered(change) if "over that of" in name}
+    assert failed == {f"processor time of {PEER} over that of ddp flat"}
+
+
+@pytest.mark.parametrize("machine_s", [0.22, 1.0])
+def test_a_peer_and_another_variant_are_timed_in_undisturbed_rounds(machine_s):
+    """Ten rounds, of which the first six wait for a core while others may use it."""
+
+    def rounds(seconds, rank):
+        return [
+            {"step": i, "rank": rank, "seconds": seconds, PROCESSOR: seconds}
+            | {CORE_WAIT: 0.5 * seconds * (i < 6)}
+            | {"process_s": 0.1 * i, "machine_s": machine_s * i}
+            for i in range(10)
+        ]
+
+    by_call = {PEER: [rounds(2.0, r) for r in (0, 1)], "audit": [rounds(1.0, r) for r in (0, 1)]}
+    by_call["ddp flat"] = [rounds(4.0, 0), rounds(4.0, 1)]
+    needed = peers.MEASURES["needed time"]
+    assert peers.ratios_to_others(PEER, needed, by_call) == {"audit": 2.0, "ddp flat": 0.5}
+    for steps in by_call[PEER]:
+        for s in steps:
+            s[CORE_WAIT] = 0.9 * s["seconds"] * (s["step"] < 8)
+    ratios = peers.ratios_to_others(PEER, needed, by_call)
+    assert ratios["audit"] == pytest.approx(0.4)
+    # Alone on the machine, all rounds count; otherwise two, which are too few.
+    expected = {0.22: pytest.approx(0.1), 1.0: None}[machine_s]
+    assert ratios.get("ddp flat") == expected
+    processor = peers.ratios_to_others(PEER, peers.MEASURES["processor time"], by_call)
+    assert processor == {"audit": 2.0, "ddp flat": 0.5}
 
 
 def test_the_bounds_of_a_median_narrow_with_the_number_of_rounds():

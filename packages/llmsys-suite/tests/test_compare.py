@@ -300,7 +300,7 @@ def test_a_rank_that_waits_for_threads_of_its_own_run_is_not_disturbed(tmp_path)
 
 
 def test_the_work_of_other_programs_is_that_of_the_machine_without_the_ranks(tmp_path):
-    begin = [others.clocks() | {"step": 0, "rank": 0}]
+    begin = [others.clocks(world=1) | {"step": 0, "rank": 0}]
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         time.sleep(1.0)
@@ -308,7 +308,7 @@ def test_the_work_of_other_programs_is_that_of_the_machine_without_the_ranks(tmp
         for process in busy:
             process.kill()
             process.wait()
-    fractions = others.shares([*begin, others.clocks() | {"step": 1, "rank": 0}])
+    fractions = others.shares([*begin, others.clocks(world=1) | {"step": 1, "rank": 0}])
     assert fractions[1] > 0.9
 
 

@@ -118,14 +118,9 @@ class Arena:
             [data[SLOT_BYTES : 2 * SLOT_BYTES] for data in self._bytes],
         ]
         self._views: dict[tuple[torch.dtype, int], list[Tensor]] = {}
-        #: The other ranks' processes, by position.
-        self._processes: dict[int, PeerProcess] = {}
-        for i in self._others:
-            try:
-                self._processes[i] = PeerProcess(pids[i])
-            except ProcessLookupError as error:
-                message = f"rank {names[i]} (process {pids[i]}) died; {UNUSABLE}"
-                raise RankLost([names[i]], message) from error
+        #: The other ranks' processes, by position. A rank whose own set-up is complete may already
+        #: have left the group and ended.
+        self._processes = {i: PeerProcess(pids[i]) for i in self._others}
         self._library = engine.library()
         self._addresses = engine.addresses(
             [torch.frombuffer(m, dtype=torch.uint8) for m in self._memory]

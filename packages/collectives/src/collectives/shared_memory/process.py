@@ -17,17 +17,14 @@ def yield_core() -> None:
 class PeerProcess:
     """Another process of this host, identified by its process ID and start time.
 
-    The start time differs if the process has ended and a new process has the same ID.
-
-    Raises ProcessLookupError if the process does not exist.
+    The start time differs if the process has ended and a new process has the same ID. A process
+    that does not exist has ended.
     """
 
     def __init__(self, pid: int) -> None:
         self._stat = Path(f"/proc/{pid}/stat")
         status = self._read_status()
-        if status is None:
-            raise ProcessLookupError(f"no process {pid}")
-        self._start_time = status[1]
+        self._start_time = status[1] if status is not None else ""
 
     def has_ended(self) -> bool:
         """Return True once the process has ended, even if its parent has not waited for it."""

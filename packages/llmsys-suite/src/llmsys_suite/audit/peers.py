@@ -6,15 +6,20 @@ other variants would look fast. The audit therefore times its own DDP and FSDP2 
 Other programs lengthen the wall time of a step. Two other measures hardly depend on them: the time
 that a step needs, which is its wall time without waiting for a core, and its processor time.
 A peer that sleeps needs more time, and a peer that does more work uses more processor time.
+
+A rank may also wait for another thread or rank that waits for a core, which nothing counts. Two
+peers of the same kind wait alike. A peer and another variant do not, so their needed times are
+compared in undisturbed rounds only. With too few of these, only processor time is compared.
 """
 
 from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from operator import itemgetter
 
 import torch
@@ -26,6 +31,7 @@ from torch.distributed.fsdp import fully_shard
 
 from llmsys_suite.audit.tolerances import NEEDED_BAND, PROCESSOR_BAND
 from llmsys_suite.folder import Sample
+from llmsys_suite.measure import others
 from llmsys_suite.measure.clocks import core_wait_seconds
 from llmsys_suite.measure.samples import CORE_WAIT, PEER, PROCESSOR, needed_seconds
 from llmsys_suite.model import Decoder
@@ -37,15 +43,21 @@ from llmsys_suite.variants.initial_weights import seeded
 OTHERS = ("ddp bucketed", "ddp flat")
 #: Maximum number of rounds, and number of rounds after which the audit decides whether to stop.
 ROUNDS, ROUNDS_PER_DECISION = 20, 5
+#: Minimum number of rounds for comparing a peer with another variant.
+LEAST_ROUNDS = 3
 
 
 @dataclass(frozen=True)
 class Measure:
-    """A duration of a step, its quantile over rounds, and the allowed factor between peers."""
+    """A duration of a step, its quantile over rounds, and the allowed factor between peers.
+
+    If `in_quiet_rounds`, a peer is compared with another variant in undisturbed rounds only.
+    """
 
     seconds: Callable[[Sample], float]
     quantile: float
     allowed_factor: float
+    in_quiet_rounds: bool
 
     def of_rounds(self, steps: list[Sample]) -> float:
         """Return the quantile of the durations of the steps."""
@@ -55,8 +67,8 @@ class Measure:
 #: Even without its own waits for a core, a rank may wait for another rank that waits for one. The
 #: low quantile of the needed time leaves such rounds out.
 MEASURES = {
-    "needed time": Measure(needed_seconds, 0.2, NEEDED_BAND),
-    "processor time": Measure(itemgetter(PROCESSOR), 0.5, PROCESSOR_BAND),
+    "needed time": Measure(needed_seconds, 0.2, NEEDED_BAND, in_quiet_rounds=True),
+    "processor time": Measure(itemgetter(PROCESSOR), 0.5, PROCESSOR_BAND, in_quiet_rounds=False),
 }
 
 
@@ -64,7 +76,8 @@ def time_peers(run: Run, trained: list[str]) -> dict[str, dict[str, dict[str, fl
     """Return the time ratios of each trained peer, by measure.
 
     The entry "audit" is the time of the run's peer divided by that of the audit's peer. For any
-    other entry, the divisor is the time of the variant that its key names.
+    other entry, the divisor is the time of the variant that its key names. This entry is missing
+    if too few rounds were undisturbed.
     """
     wrappers = {PEER: _replicated, "torch FSDP2": _sharded} if run.world > 1 else {}
     other = next((name for name in OTHERS if name in trained), None)
@@ -124,12 +137,41 @@ def _time_ratios(
     while len(steps[name]) < ROUNDS and not (ratios and _are_well_inside_bands(ratios)):
         for _ in range(ROUNDS_PER_DECISION):
             for call_name, call in calls.items():
-                steps[call_name].append(timed(run, call))
+                place = {"step": len(steps[call_name]), "rank": run.rank}
+                steps[call_name].append(place | timed(run, call))
+        by_rank = run.gather(steps)
+        by_call = {call_name: [steps[call_name] for steps in by_rank] for call_name in calls}
         for measure_name, measure in measures.items():
-            seconds = _mean_over_ranks(run, measure, steps)
-            ratios[measure_name] = {
-                other: seconds[name] / seconds[other] for other in calls if other != name
-            }
+            ratios[measure_name] = ratios_to_others(name, measure, by_call)
+    return ratios
+
+
+def ratios_to_others(
+    name: str, measure: Measure, by_call: Mapping[str, Sequence[list[Sample]]]
+) -> dict[str, float]:
+    """Return the ratio of the time of `name` to that of each other call, as means over ranks.
+
+    `by_call` has a list of steps for each rank.
+    """
+    ratios = {}
+    fractions = others.shares([*chain(*by_call[name])])
+    rounds = {s["step"] for s in chain(*by_call[name])}
+    for other, steps in by_call.items():
+        if other == name:
+            continue
+        kept = rounds
+        if measure.in_quiet_rounds and other != "audit":
+            both = chain(*by_call[name], *steps)
+            kept = rounds - others.disturbed_rounds(both, fractions)
+        if len(kept) >= LEAST_ROUNDS:
+            seconds, divisor = (
+                statistics.mean(
+                    measure.of_rounds([s for s in rank_steps if s["step"] in kept])
+                    for rank_steps in ranks
+                )
+                for ranks in (by_call[name], steps)
+            )
+            ratios[other] = seconds / divisor
     return ratios
 
 
@@ -154,15 +196,8 @@ def timed(run: Run, call: Callable[[], object]) -> Sample:
         "seconds": synchronized_time(run) - start_time,
         PROCESSOR: processor,
         CORE_WAIT: waited,
+        **others.clocks(run.world),
     }
-
-
-def _mean_over_ranks(
-    run: Run, measure: Measure, steps: dict[str, list[Sample]]
-) -> dict[str, float]:
-    """Return the duration of each call, as the mean over ranks."""
-    by_rank = run.gather({name: measure.of_rounds(rounds) for name, rounds in steps.items()})
-    return {name: statistics.mean(seconds[name] for seconds in by_rank) for name in steps}
 
 
 def _replicated(decoder: Decoder) -> nn.Module:

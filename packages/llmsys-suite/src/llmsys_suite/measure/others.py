@@ -10,13 +10,25 @@ from __future__ import annotations
 import os
 import time
 from collections import defaultdict
+from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
 from llmsys_suite.folder import Sample
+from llmsys_suite.measure.samples import CORE_WAIT
+
+#: A step is disturbed if two conditions hold. Its rank waited for a core for more than the fraction
+#: DISTURBED of the step. Meanwhile other programs used more than the fraction CROWDED of the
+#: machine's busy CPU time.
+DISTURBED, CROWDED = 0.05, 0.1
 
 
-def clocks() -> dict[str, float]:
-    """Return the busy core seconds of this process and of the whole machine, or {} if unknown."""
+def clocks(world: int) -> dict[str, float]:
+    """Return the busy core seconds of this process and of the whole machine.
+
+    The result is {} if the kernel does not count them, or if not all ranks run on one machine.
+    """
+    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
+        return {}
     try:
         with open("/proc/stat") as file:
             user, nice, system, _idle, _iowait, *interrupts = map(int, file.readline().split()[1:9])
@@ -42,6 +54,19 @@ def shares(samples: list[Sample]) -> dict[int, float]:
         machine = _machine(end) - _machine(begin)
         fractions[step] = 1 - ours / machine if machine > 0 else 0.0
     return fractions
+
+
+def disturbed_rounds(steps: Iterable[Sample], fractions: Mapping[int, float]) -> set[int]:
+    """Return the indices of the steps that other programs disturbed on any rank.
+
+    `fractions` are the results of `shares`. Without one, the wait for a core decides alone.
+    """
+    return {
+        s["step"]
+        for s in steps
+        if s.get(CORE_WAIT, 0.0) > DISTURBED * s["seconds"]
+        and fractions.get(s["step"], 1.0) > CROWDED
+    }
 
 
 def _machine(ranks: dict[int, Sample]) -> float:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 from scipy.stats import t as student
@@ -18,7 +19,7 @@ from scipy.stats import trim_mean
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder, Sample
 from llmsys_suite.measure import others
-from llmsys_suite.measure.samples import CORE_WAIT, PEER, WHOLE_STEP
+from llmsys_suite.measure.samples import PEER, WHOLE_STEP
 from llmsys_suite.report.comparability import require_comparable
 
 Array = np.ndarray
@@ -29,10 +30,6 @@ RESAMPLES = 400
 #: Fraction of the log ratios that is trimmed at each end before their mean. The mean of the middle
 #: half is as robust as the median and more efficient.
 TRIMMED = 0.25
-#: A step is disturbed if two conditions hold. Its rank waited for a core for more than the fraction
-#: DISTURBED of the step. Meanwhile other programs used more than the fraction CROWDED of the
-#: machine's busy CPU time.
-DISTURBED, CROWDED = 0.05, 0.1
 #: A verdict needs at least this number and this fraction of undisturbed rounds.
 LEAST_ROUNDS, LEAST_SHARE = 15, 0.5
 #: Observed standard deviation of the ratios between runs of the same code.
@@ -143,7 +140,7 @@ def round_ratios(samples: list[Sample]) -> Ratios:
         if s["stage"] == "train" and s["phase"] == WHOLE_STEP and not s["warmup"]:
             steps[s["variant"]][s["step"]][s["rank"]] = s
     # Consecutive steps of the peer are one round apart, so they delimit the CPU time of one round.
-    crowded = others.shares([s for ranks in steps[PEER].values() for s in ranks.values()])
+    fractions = others.shares([s for ranks in steps[PEER].values() for s in ranks.values()])
     ratios_by_variant = {}
     for name, rounds in steps.items():
         if name == PEER:
@@ -152,8 +149,7 @@ def round_ratios(samples: list[Sample]) -> Ratios:
         for step, ours in rounds.items():
             peer = steps[PEER][step]
             pairs = [(s, peer[rank]) for rank, s in ours.items() if rank in peer]
-            alone = crowded.get(step, 1.0) <= CROWDED
-            if not alone and any(_disturbed(s) for pair in pairs for s in pair):
+            if others.disturbed_rounds(chain(*pairs), fractions):
                 disturbed += 1
             elif pairs:
                 logs = [math.log(s["seconds"] / p["seconds"]) for s, p in pairs]
@@ -210,7 +206,3 @@ def _error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
     correlation = min(max(correlation, 0.0), 0.9)
     effective = n * (1 - correlation) / (1 + correlation)
     return error * math.sqrt(n / effective), max(effective - 1, 1.0)
-
-
-def _disturbed(sample: Sample) -> bool:
-    return bool(sample.get(CORE_WAIT, 0.0) > DISTURBED * sample["seconds"])

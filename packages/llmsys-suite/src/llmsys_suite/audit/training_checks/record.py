@@ -45,6 +45,10 @@ class Record:
                 steps[s["variant"], s["rank"]].append(s)
         return steps
 
+    def steps_of(self, name: str) -> list[Sample]:
+        """Return the samples of a variant's whole steps on all ranks."""
+        return [s for (variant, _), steps in self.steps.items() if variant == name for s in steps]
+
     @cached_property
     def losses(self) -> dict[str, list[float]]:
         """The losses over the global batch by variant."""

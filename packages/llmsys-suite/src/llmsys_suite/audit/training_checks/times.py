@@ -9,14 +9,12 @@ from collections.abc import Iterator
 from operator import itemgetter
 
 from llmsys_suite.audit.check import Check, Sources, clock_ratio
-from llmsys_suite.audit.peers import MEASURES
+from llmsys_suite.audit.peers import LEAST_ROUNDS, MEASURES
 from llmsys_suite.audit.tolerances import CLOCK
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.folder import Sample
+from llmsys_suite.measure import others
 from llmsys_suite.measure.samples import PEER, PHASES, SERVER, WHOLE_STEP, ranks_of
-
-#: Minimum number of rounds for comparing a peer's ratio with the audit's.
-LEAST_ROUNDS = 3
 
 
 def steps(record: Record) -> Iterator[Check]:
@@ -115,7 +113,9 @@ def peers(record: Record) -> Iterator[Check]:
 
     The audit's peers do not run in the stage `train`. Therefore the audit's rounds also time
     another variant, and the peer's ratio to that variant is compared with the ratio in the stage.
+    Needed times are compared in undisturbed rounds only, if there are enough.
     """
+    fractions = others.shares(record.steps_of(PEER))
     for name, by_measure in record.evidence["peers"].items():
         peer = Sources("the run's variant", f"the audit's own {name}")
         for measure_name, ratios in by_measure.items():
@@ -127,6 +127,9 @@ def peers(record: Record) -> Iterator[Check]:
             for other in ratios.keys() - {"audit"}:
                 # The first step, if no warm-up precedes it, creates state and connections.
                 rounds = (means[name].keys() & means[other].keys()) - {0}
+                if measure.in_quiet_rounds:
+                    both = [*record.steps_of(name), *record.steps_of(other)]
+                    rounds -= others.disturbed_rounds(both, fractions)
                 if len(rounds) < LEAST_ROUNDS:
                     continue
                 by_round = [means[name][r] / means[other][r] for r in rounds]
