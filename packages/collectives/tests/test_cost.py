@@ -44,7 +44,9 @@ def test_fit_to_noisy_samples_has_no_negative_price():
     fitted = CostModel.fit(samples(PRICES, noise=0.1))
     assert all(price >= 0 for price in fitted.prices().values())
     for sample in samples(PRICES):
-        predicted = fitted.predict("all_reduce", sample.algorithm, sample.size_bytes, sample.hosts)
+        predicted = fitted.predict(
+            "all_reduce", sample.algorithm, sample.size_bytes, sample.ranks_per_host
+        )
         assert predicted == pytest.approx(sample.seconds, rel=0.25)
 
 

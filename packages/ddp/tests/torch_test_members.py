@@ -26,7 +26,7 @@ class RecordedUnusedParameters(UnusedParameters):
         self.patterns = set()
 
     def record(self, reducer, unused, options):
-        self.patterns.add(tuple(reducer.missing))
+        self.patterns.add(tuple(reducer.unreported))
         super().record(reducer, unused, options)
 
 
@@ -142,7 +142,7 @@ class TestedReducer(ReducerFacade):
 
     def _get_local_used_map(self):
         replica = self._replica
-        missing = {replica.reducer.names[index] for index in replica.reducer.missing}
+        missing = {replica.reducer.names[index] for index in replica.reducer.unreported}
         used = torch.tensor([int(name not in missing) for name in replica.tracked.trained])
         used = used.to(replica.device, torch.int32)
         dist.all_reduce(used, group=replica.group.process_group)

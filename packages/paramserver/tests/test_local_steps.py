@@ -34,8 +34,8 @@ from paramserver.parameters import trainable_parameters
 from paramserver.protocol.gradients import flatten
 from paramserver.protocol.messages import Kind, Message
 from paramserver.server import LocalConnection
+from paramserver.transport.chunks import FiniteCheck
 from paramserver.transport.connection import RemoteConnection
-from paramserver.transport.pieces import FiniteCheck
 from paramserver_training import (
     ADAMW,
     SGD,

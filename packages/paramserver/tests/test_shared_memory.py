@@ -9,12 +9,12 @@ from paramserver import Asynchronous, Server, Worker, payload
 from paramserver.partition import partition
 from paramserver.protocol.messages import Kind, Message, PeerLost
 from paramserver.running.serving import serve
+from paramserver.transport.chunks import CHUNK_BYTES
 from paramserver.transport.connection import RemoteConnection
-from paramserver.transport.pieces import PIECE
 from paramserver.transport.shared_memory import channel_pairs
 from torch import nn
 
-ELEMENTS = 3 * PIECE // 4 + 5  # more than three pieces of float32
+ELEMENTS = 3 * CHUNK_BYTES // 4 + 5  # more than three chunks of float32
 
 
 class Vector(nn.Module):
@@ -104,9 +104,11 @@ def test_update_copies_only_for_workers_that_still_read(group):
     assert torch.equal(arena.view(torch.float32)[:ELEMENTS], torch.ones(ELEMENTS))
 
 
-@pytest.mark.parametrize("at", [0, PIECE // 4 - 1, PIECE // 4, PIECE // 2 + 7, ELEMENTS - 1])
+@pytest.mark.parametrize(
+    "at", [0, CHUNK_BYTES // 4 - 1, CHUNK_BYTES // 4, CHUNK_BYTES // 2 + 7, ELEMENTS - 1]
+)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
-def test_one_bad_element_in_any_piece_is_refused_before_anything_is_applied(group, at, bad):
+def test_one_bad_element_in_any_chunk_is_refused_before_anything_is_applied(group, at, bad):
     _, (first, second) = group
     first.module.x.grad = torch.ones(ELEMENTS)
     first.module.x.grad[at] = bad
@@ -131,7 +133,7 @@ def test_worker_that_fails_while_writing_is_named_and_nothing_is_applied(group, 
     server, (fails, second) = group
 
     def half_written(*_):
-        yield PIECE
+        yield CHUNK_BYTES
         raise MemoryError("no room for a gradient")
 
     monkeypatch.setattr(fails._payload, "_write_pieces", half_written)

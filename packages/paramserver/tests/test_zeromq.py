@@ -414,7 +414,7 @@ def test_invalid_and_incomplete_messages_do_not_disturb_a_job(served):
         [b"[1,2,3]"],
         [b'[0,0,0,0,3,0,0,0,0,0,-1,""]', b"short"],
         [b'[0,0,0,0,3,0,0,0,0,-9,-1,""]', b"short"],
-        [b"[0,0,0,77]", b"a later piece"],
+        [b"[0,0,0,77]", b"a later chunk"],
         [b"x"] * 9,
     ):
         unknown.send_multipart(frames)
@@ -441,7 +441,7 @@ def test_a_frame_is_limited_before_it_is_stored(served):
     """A connection that announces a frame of more than 2 MiB is closed at once."""
     server = served(job_of())
     port = int(server.address.rsplit(":", 1)[1])
-    largest = zeromq.PIECE + 2**20
+    largest = zeromq.CHUNK_BYTES + 2**20
     for size, is_closed in ((largest, False), (largest + 1, True), (2**62, True)):
         with connect_raw(port) as raw:
             raw.settimeout(0.5 if not is_closed else 30)

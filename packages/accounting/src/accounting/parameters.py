@@ -21,7 +21,7 @@ def parameters(model: Transformer, *, active: bool = False) -> Breakdown:
     def leaf(matrix: Matrix) -> Breakdown:
         factors = {}
         if matrix.layers is not None:
-            factors["blocks" if matrix.shared else "layers"] = matrix.stored_times
+            factors["blocks" if matrix.shared else "layers"] = matrix.stored_count
         if matrix.routed:
             factors["experts"] = matrix.chosen if active else matrix.copies
         if matrix.kind != "vector" or matrix.rows > 1:

@@ -109,7 +109,7 @@ class Plan:
         """Return the number of ranks that store the same experts."""
         return self.replicas // self.expert
 
-    def accumulates_unsharded(self) -> bool:
+    def has_unsharded_gradients(self) -> bool:
         """Return True if `accumulate_unsharded` has an effect: it needs several micro-batches."""
         return self.accumulate_unsharded and self.microbatches > 1
 

@@ -77,7 +77,7 @@ class Reducer:
         #: The current step, or the last one.
         self.step = Step(self.parameters, self.buckets)
         #: Indices of parameters whose gradient no hook of this rank marked as final in this step.
-        self.missing: list[int] = []
+        self.unreported: list[int] = []
         self._group = group
         self._try_open_step = try_open_step
         self._on_failure = on_failure
@@ -115,7 +115,7 @@ class Reducer:
         """Open a step: gradients that become ready from now on are final."""
         self.is_open = True
         self._num_launched = 0
-        self.missing = []
+        self.unreported = []
         self.rebuild_buckets()
         for bucket in self.buckets:
             bucket.preserve_aliased_grads()
@@ -225,7 +225,7 @@ class Reducer:
         for slot, index in enumerate(bucket.indices):
             if slot in bucket.ready:
                 continue
-            self.missing.append(index)
+            self.unreported.append(index)
             if bucket.parameters[slot].grad is None:
                 bucket.mark_missing(slot)
             else:

@@ -229,7 +229,9 @@ class Replica:
             self.unused.check_unused(list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
         # Dynamo cannot trace the version counters.
-        self.agreement.record_weights([] if torch.compiler.is_compiling() else self.tracked.all)
+        self.agreement.record_weights(
+            [] if torch.compiler.is_compiling() else self.tracked.parameters
+        )
 
     def should_copy_buffers(self) -> bool:
         """Return True if the next forward pass starts by copying buffers, as with torch's DDP.
@@ -361,7 +363,7 @@ class Replica:
             self.failures.fail(reason)
             raise RuntimeError(f"{reason}: call the wrapper, not its .module, to train")
         if self.reducer.num_steps == 0:
-            for parameter in self.tracked.all:
+            for parameter in self.tracked.parameters:
                 if hasattr(parameter, "_in_backward_optimizers"):
                     raise RuntimeError(
                         "an optimizer that steps within the backward pass uses gradients before "

@@ -18,8 +18,8 @@ from paramserver.parameters import local_part
 from paramserver.partition import Shard
 from paramserver.protocol.gradients import add_flat, flatten
 from paramserver.protocol.messages import Message
+from paramserver.transport.chunks import CHUNK_BYTES
 from paramserver.transport.connection import Connection
-from paramserver.transport.pieces import PIECE
 
 
 class Gradients:
@@ -61,7 +61,7 @@ class Gradients:
                 gradient = gradient.to_dense()
             source = gradient.reshape(-1)[piece.start : piece.stop]
             target = view.view(-1)
-            step = PIECE // target.itemsize
+            step = CHUNK_BYTES // target.itemsize
             for start in range(0, len(target), step):
                 part = source[start : start + step]
                 target[start : start + step].copy_(part, non_blocking=True)

@@ -254,7 +254,7 @@ def _count_parameters_read(model: Transformer, ranks: int, tokens: int = 1, expe
         if matrix.routed:
             copies *= (1 - (1 - matrix.chosen / matrix.copies) ** (tokens * expert)) / expert
         cut = matrix.tensor_ranks(ranks, model.kv_heads)
-        read += split(matrix.times * matrix.entries, cut) * copies
+        read += split(matrix.count * matrix.entries, cut) * copies
     # A lookup reads one row of a table; a tied head reads the whole table.
     tied = model.vocab_size * model.embedding_dim if model.tied and model.lm_head else 0
     return round(read) + split(tied, ranks)

@@ -201,7 +201,7 @@ class _Step:
     def _moment(self, when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
         if self.plan.microbatches > 1:
             gradients = self.parameters
-        unsharded = self.plan.accumulates_unsharded() and "optimizer" not in when
+        unsharded = self.plan.has_unsharded_gradients() and "optimizer" not in when
         shard = split(gradients, self.plan.data if self.plan.zero >= 2 and not unsharded else 1)
         size = bytes_of(self.kind.gradients)
         return total(
@@ -231,7 +231,7 @@ class _Unsharded:
         self.head_gradient = head_gradient(model, plan, kind)
         self.block_gradients = product("gradients of a block", "B", parameters=block, bytes=size)
         # Without a reduction in each micro-batch, the fullest backward is not the last one.
-        reduced = 0 if plan.accumulates_unsharded() else block
+        reduced = 0 if plan.has_unsharded_gradients() else block
         self.reduced_gradients = product(
             "gradients being reduced", "B", parameters=reduced, bytes=bytes_of(kind.gradients)
         )

@@ -97,7 +97,7 @@ def _gathered(model: Transformer, plan: Plan, kind: Precision, stage: int) -> Br
     layers = plan.stage_model(model, stage).layers
     groups = fsdp_groups(model, plan, stage)
     size = bytes_of(kind.cast_weights or kind.weights)
-    earlier = (groups.ends + groups.blocks) * plan.accumulates_unsharded()
+    earlier = (groups.ends + groups.blocks) * plan.has_unsharded_gradients()
     return groups.gathered(
         2 if plan.reshard_after_forward else layers,
         size,

@@ -49,14 +49,14 @@ class Matrix:
     kv_heads: int = 0
 
     @property
-    def times(self) -> int:
+    def count(self) -> int:
         """Return the number of layers with this matrix, or 1 outside the blocks."""
         return 1 if self.layers is None else len(self.layers)
 
     @property
-    def stored_times(self) -> int:
+    def stored_count(self) -> int:
         """Return the number of layers whose matrix is stored separately."""
-        return min(self.times, self.shared or self.times)
+        return min(self.count, self.shared or self.count)
 
     @property
     def entries(self) -> int:
@@ -66,7 +66,7 @@ class Matrix:
     @property
     def size(self) -> int:
         """Return the number of entries in all stored copies of all layers."""
-        return self.stored_times * self.copies * self.entries
+        return self.stored_count * self.copies * self.entries
 
     def tensor_ranks(self, tensor: int, kv_heads: int) -> int:
         """Return the number of shards over `tensor` devices; the other devices store copies."""

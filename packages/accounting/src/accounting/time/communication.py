@@ -120,7 +120,7 @@ def _states(
         for name, operation, calls, payload in state_calls(
             plan.zero, plan.pipeline, plan.microbatches, is_resharded
         ):
-            if payload == "gradients" and plan.accumulates_unsharded():
+            if payload == "gradients" and plan.has_unsharded_gradients():
                 calls = 1
             size = weight if payload == "weights" else gradient
             yield _over("data", ranks, name + suffix, operation, calls, count * size)

@@ -66,7 +66,7 @@ def stage_rates(model: Transformer, plan: Plan, work: Workload, device: Hardware
         # The backward costs twice the forward. Full recomputation repeats the forward of blocks.
         is_recomputed = plan.recompute == "full" and matrix.layers is not None
         passes = 4.0 if is_recomputed else 3.0
-        repeats = passes * matrix.times
+        repeats = passes * matrix.count
         ranks = matrix.tensor_ranks(plan.tensor, model.kv_heads)
         entries = matrix.entries / ranks
         operations += repeats * 2 * matrix.chosen * entries

@@ -180,7 +180,7 @@ def _choose(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
 
 def _measure(comm: Communicator, kind: str) -> CostModel:
     """Return the cost model of these hosts that rank 0 has measured before, or measure them now."""
-    key = kind, comm.topology.where, comm.topology.ranks_per_host
+    key = kind, comm.topology.host_identities, comm.topology.ranks_per_host
     known = _models.get(key)
     text = _broadcast_text(comm, f"known/{kind}", known.to_json() if known else "")
     if text:

@@ -52,7 +52,7 @@ class Sample:
     algorithm: str
     size_bytes: int
     #: The number of ranks per host.
-    hosts: tuple[int, ...]
+    ranks_per_host: tuple[int, ...]
     seconds: float
     #: The fraction of rounds in which the algorithm was faster than gloo's own collective.
     wins: float = 1.0
@@ -90,11 +90,11 @@ class CostModel:
         for sample in samples:
             if not 0 < sample.seconds < math.inf:
                 raise ValueError(f"expected samples of positive, finite seconds, got {sample}")
-            if sum(sample.hosts) < 2:
+            if sum(sample.ranks_per_host) < 2:
                 raise ValueError(
                     f"expected samples of at least two ranks, got {sample}; one rank sends nothing"
                 )
-        counts = [terms(s.collective, s.algorithm, s.size_bytes, s.hosts) for s in samples]
+        counts = [terms(s.collective, s.algorithm, s.size_bytes, s.ranks_per_host) for s in samples]
         rows = np.array([astuple(count) for count in counts])
         rows /= np.array([sample.seconds for sample in samples])[:, None]
         # Columns are scaled to equal length. Otherwise prices in nanoseconds would be rounded to
@@ -105,17 +105,17 @@ class CostModel:
         return cls(*(prices / scale).tolist())
 
     def predict(
-        self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
+        self, collective: str, algorithm: str, size_bytes: int, ranks_per_host: Sequence[int]
     ) -> float:
-        """Return the seconds of a call; `hosts` is the number of ranks per host.
+        """Return the seconds of a call.
 
-        For example, (4,) is one host with four ranks and (1, 1) is two hosts with one rank each.
+        For example, `ranks_per_host` is (4,) for one host with four ranks.
         """
         if size_bytes < 0:
             raise ValueError(f"expected size_bytes of at least 0, got {size_bytes}")
-        measured = self._samples_by_size(collective, algorithm, hosts)
+        measured = self._samples_by_size(collective, algorithm, ranks_per_host)
         if not measured:
-            quantities = astuple(terms(collective, algorithm, size_bytes, tuple(hosts)))
+            quantities = astuple(terms(collective, algorithm, size_bytes, tuple(ranks_per_host)))
             prices = self.prices().values()
             return sum(count * price for count, price in zip(quantities, prices, strict=True))
         sizes = sorted(measured)
@@ -124,24 +124,33 @@ class CostModel:
         return float(seconds) * max(1.0, size_bytes / sizes[-1])
 
     def choose(
-        self, collective: str, size_bytes: int, hosts: Sequence[int], *, native: bool = True
+        self,
+        collective: str,
+        size_bytes: int,
+        ranks_per_host: Sequence[int],
+        *,
+        native: bool = True,
     ) -> str:
         """Return the algorithm with the lowest predicted time.
 
         If gloo's own collective was measured and can run (`native`), only algorithms that won at
         least three quarters of the rounds compete with it.
         """
-        algorithms = candidates(collective, hosts)
-        if native and self._samples_by_size(collective, NATIVE, hosts):
-            winners = [a for a in algorithms if self._is_winner(collective, a, size_bytes, hosts)]
+        algorithms = candidates(collective, ranks_per_host)
+        if native and self._samples_by_size(collective, NATIVE, ranks_per_host):
+            winners = [
+                a for a in algorithms if self._is_winner(collective, a, size_bytes, ranks_per_host)
+            ]
             algorithms = (*winners, NATIVE)
-        return min(algorithms, key=lambda a: self.predict(collective, a, size_bytes, hosts))
+        return min(
+            algorithms, key=lambda a: self.predict(collective, a, size_bytes, ranks_per_host)
+        )
 
     def _is_winner(
-        self, collective: str, algorithm: str, size_bytes: int, hosts: Sequence[int]
+        self, collective: str, algorithm: str, size_bytes: int, ranks_per_host: Sequence[int]
     ) -> bool:
         """Return True if the algorithm won enough rounds at both adjacent measured sizes."""
-        measured = self._samples_by_size(collective, algorithm, hosts)
+        measured = self._samples_by_size(collective, algorithm, ranks_per_host)
         if not measured:
             return False
         smaller = [size for size in measured if size <= size_bytes]
@@ -150,13 +159,13 @@ class CostModel:
         return all(measured[size].wins >= MIN_WINS for size in neighbors)
 
     def _samples_by_size(
-        self, collective: str, algorithm: str, hosts: Sequence[int]
+        self, collective: str, algorithm: str, ranks_per_host: Sequence[int]
     ) -> dict[int, Sample]:
-        key = collective, algorithm, tuple(hosts)
+        key = collective, algorithm, tuple(ranks_per_host)
         return {
             sample.size_bytes: sample
             for sample in self.samples
-            if (sample.collective, sample.algorithm, sample.hosts) == key
+            if (sample.collective, sample.algorithm, sample.ranks_per_host) == key
         }
 
     def prices(self) -> dict[str, float]:
@@ -172,14 +181,17 @@ class CostModel:
     def from_json(cls, text: str | bytes) -> "CostModel":
         """Return the model that `to_json` wrote."""
         values = json.loads(text)
-        samples = [Sample(**(s | {"hosts": tuple(s["hosts"])})) for s in values.pop("samples")]
+        samples = [
+            Sample(**(s | {"ranks_per_host": tuple(s["ranks_per_host"])}))
+            for s in values.pop("samples")
+        ]
         return cls(**values, samples=tuple(samples))
 
 
 def candidates(
-    collective: str, hosts: Sequence[int], *, shared: bool | None = None
+    collective: str, ranks_per_host: Sequence[int], *, shared: bool | None = None
 ) -> tuple[str, ...]:
-    """Return the algorithms that can run this collective with `hosts` ranks per host.
+    """Return the algorithms that can run this collective with these ranks per host.
 
     `shared` is True if all ranks share memory; the default is True if there is only one host.
     """
@@ -187,13 +199,13 @@ def candidates(
         raise ValueError(
             f"expected a collective among {', '.join(COLLECTIVES)}, got {collective!r}"
         )
-    if not hosts or min(hosts) < 1:
-        raise ValueError(f"expected a positive number of ranks for each host, got {hosts}")
+    if not ranks_per_host or min(ranks_per_host) < 1:
+        raise ValueError(f"expected a positive number of ranks for each host, got {ranks_per_host}")
     if shared is None:
-        shared = len(hosts) == 1
+        shared = len(ranks_per_host) == 1
     names = ["shared_memory"] if shared else []
     has_equal_results = collective in ("all_reduce", "broadcast")
-    if has_equal_results and 1 < len(hosts) < sum(hosts):
+    if has_equal_results and 1 < len(ranks_per_host) < sum(ranks_per_host):
         names.append("hierarchical")
     names.append("ring")
     # If ranks receive different parts, a tree would send most parts several times.
@@ -202,23 +214,23 @@ def candidates(
     return tuple(names)
 
 
-def terms(collective: str, algorithm: str, size: int, hosts: tuple[int, ...]) -> Terms:
+def terms(collective: str, algorithm: str, size: int, ranks_per_host: tuple[int, ...]) -> Terms:
     """Return the counts of one call on `size` bytes, each of which is multiplied by its price."""
-    supported = candidates(collective, hosts, shared=True)
+    supported = candidates(collective, ranks_per_host, shared=True)
     if algorithm not in supported:
         raise ValueError(
-            f"there is no {collective} by {algorithm!r} with {hosts} ranks per host; use one of "
-            f"{', '.join(supported)}"
+            f"there is no {collective} by {algorithm!r} with {ranks_per_host} ranks per host; "
+            f"use one of {', '.join(supported)}"
         )
-    world = sum(hosts)
+    world = sum(ranks_per_host)
     if world == 1:
         return Terms()
     if algorithm == "shared_memory":
         return Terms(reduced_bytes=size)
     if algorithm == "hierarchical":
-        return _message_terms(collective, "ring", size, len(hosts), 1)
+        return _message_terms(collective, "ring", size, len(ranks_per_host), 1)
     # The ranks of one host send to another host over the same link.
-    ranks_per_link = max(hosts) if len(hosts) > 1 else 1
+    ranks_per_link = max(ranks_per_host) if len(ranks_per_host) > 1 else 1
     return _message_terms(collective, algorithm, size, world, ranks_per_link)
 
 

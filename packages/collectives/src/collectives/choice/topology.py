@@ -70,7 +70,7 @@ class Topology:
             if other not in self.local_ranks
         }
         #: An identifier of each rank's host. A measurement is valid for these hosts only.
-        self.where = tuple(address.host for address in addresses)
+        self.host_identities = tuple(address.host for address in addresses)
         #: The number of ranks per host.
         self.ranks_per_host = tuple(len(host) for host in self.hosts)
         #: True if all ranks share memory.

@@ -33,7 +33,7 @@ TIMEOUT_FRACTION = 1 / 40
 def tune(
     kind: str,
     call: Callable[[str, int], object],
-    hosts: Sequence[int],
+    ranks_per_host: Sequence[int],
     point_to_point: PointToPoint,
     broadcast: Callable[[str], bytes],
     *,
@@ -44,12 +44,12 @@ def tune(
     Args:
         kind: the collective.
         call: runs the collective as call(algorithm, size in bytes).
-        hosts: the number of ranks per host.
+        ranks_per_host: the number of ranks per host.
         point_to_point: point-to-point messages among the ranks.
         broadcast: returns rank 0's text on every rank.
         native: True if gloo's own collective can run.
     """
-    algorithms = candidates(kind, hosts, shared=False)
+    algorithms = candidates(kind, ranks_per_host, shared=False)
     if native:
         algorithms = (*algorithms, NATIVE)
     samples = []
@@ -64,8 +64,8 @@ def tune(
         # The last algorithm is gloo's own if it can run.
         wins = _wins(rounds) if native else [1.0] * len(algorithms)
         for algorithm, median, won in zip(algorithms, medians, wins, strict=True):
-            samples.append(Sample(kind, algorithm, size, tuple(hosts), median, won))
-    model = CostModel.fit(samples) if sum(hosts) > 1 else CostModel()
+            samples.append(Sample(kind, algorithm, size, tuple(ranks_per_host), median, won))
+    model = CostModel.fit(samples) if sum(ranks_per_host) > 1 else CostModel()
     model = replace(model, samples=tuple(samples))
     return CostModel.from_json(broadcast(model.to_json() if point_to_point.rank == 0 else ""))
 

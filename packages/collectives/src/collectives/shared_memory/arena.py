@@ -227,7 +227,7 @@ class Arena:
         """
         call, note = self._announced
         self._announced = None, None
-        return engine.Job(engine.KINDS.index(kind), call=call, note=note, **fields)
+        return engine.Job(engine.JOB_KINDS.index(kind), call=call, note=note, **fields)
 
     def do(self, job: engine.Job) -> None:
         """Run a job in the engine, or the remainder of it; raise an error if it fails."""

@@ -40,7 +40,7 @@ ROOM = 1024
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.int32: 3, torch.int64: 4,
           torch.uint8: 5, torch.float16: 6}  # fmt: skip
 OPS = {"SUM": 0, "AVG": 1, "PRODUCT": 2, "MIN": 3, "MAX": 4}
-KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "tick")
+JOB_KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all", "tick")
 
 
 class Memory(ctypes.Structure):

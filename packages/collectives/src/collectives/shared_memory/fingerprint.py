@@ -20,7 +20,7 @@ from torch import Tensor
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.errors import Mismatch
 
-KINDS = (
+CALL_KINDS = (
     "all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all",
     "barrier", "shared_empty", "reduce", "gather", "scatter",
 )  # fmt: skip
@@ -69,7 +69,7 @@ class Call:
             dims = (*dims[: MAX_DIMS - 1], torch.Size(dims[MAX_DIMS - 1 :]).numel())
         padding = [0] * (MAX_DIMS - len(dims))
         return _LAYOUT.pack(
-            KINDS.index(self.kind),
+            CALL_KINDS.index(self.kind),
             DTYPES.index(self.dtype),
             OPS.index(self.op),
             ALGORITHMS.index(self.algorithm),
@@ -88,7 +88,7 @@ class Call:
         fields = _LAYOUT.unpack(raw)
         kind, dtype, op, algorithm, has_nan, ndim, root, coalesced, digest, *dims = fields
         return Call(
-            kind=KINDS[kind],
+            kind=CALL_KINDS[kind],
             shape=tuple(dims[:ndim]),
             dtype=DTYPES[dtype],
             op=OPS[op],

@@ -86,7 +86,7 @@ class TrackedParameters:
         cause = "parameters were unfrozen, replaced or added"
         description = describe_model(self._module, self._ignored)
         check_same_descriptions(failures.rendezvous(cause, description))
-        averaged = {id(parameter) for parameter in self.all}
+        averaged = {id(parameter) for parameter in self.parameters}
         new = []
         for parameter in named_state(self._module, self._ignored, buffers=False).values():
             is_unfrozen = parameter.requires_grad and id(parameter) not in averaged
@@ -96,7 +96,7 @@ class TrackedParameters:
         self.refresh()
 
     @property
-    def all(self) -> list[nn.Parameter]:
+    def parameters(self) -> list[nn.Parameter]:
         """All recorded parameters."""
         return [*self.dense.values(), *self.sparse.values()]
 

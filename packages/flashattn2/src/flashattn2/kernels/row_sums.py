@@ -45,22 +45,22 @@ def padded_statistics(
     of 16 bytes, as TMA requires.
     """
     batch, heads, rows = lse.shape
-    pitch = launch.cdiv(rows, 4) * 4
-    d, scaled = lse.new_empty(2, batch * heads, pitch)
-    _write_delta(out, grad_out, grad_lse, lse, d, scaled, pitch)
+    head_stride = launch.cdiv(rows, 4) * 4
+    d, scaled = lse.new_empty(2, batch * heads, head_stride)
+    _write_delta(out, grad_out, grad_lse, lse, d, scaled, head_stride)
     return scaled[:, :rows], d[:, :rows]
 
 
 def _write_delta(
     out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor | None, d: Tensor,
-    scaled: Tensor | None, pitch: int,
+    scaled: Tensor | None, head_stride: int,
 ) -> None:  # fmt: skip
-    """Run `delta_kernel`, which fills `d` and `scaled`; `pitch` is their stride between heads."""
+    """Run `delta_kernel`, which fills `d` and `scaled`, whose heads are `head_stride` apart."""
     batch, heads, rows, dim = out.shape
     tiles = launch.cdiv(rows, 32)
     delta_kernel[launch.grid(tiles, batch * heads, 1)](
         out, grad_out, None if grad_lse is None else grad_lse.float().contiguous(), lse, d, scaled,
-        launch.strides(out, grad_out), (tiles, heads, rows, pitch),
+        launch.strides(out, grad_out), (tiles, heads, rows, head_stride),
         D=dim, BLOCK_D=launch.power_of_two(dim), BLOCK_M=32, enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -103,7 +103,7 @@ def delta_kernel(
     heads).
     """
     out_strides, grad_out_strides = strides
-    tiles, heads, rows, pitch = sizes
+    tiles, heads, rows, head_stride = sizes
     tile, batch, head, batch_head, _ = program(tiles, heads, False)
     first, sequence = tile * BLOCK_M, (batch, head, 0, rows)
     o = load_tile(out, out_strides, sequence, first, BLOCK_M, D, BLOCK_D)  # [M, DV]
@@ -111,7 +111,7 @@ def delta_kernel(
     d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [M]
     row_ids = first + tl.arange(0, BLOCK_M)
     source = tl.cast(batch_head, tl.int64) * rows + row_ids
-    target = tl.cast(batch_head, tl.int64) * pitch + row_ids
+    target = tl.cast(batch_head, tl.int64) * head_stride + row_ids
     if grad_lse is not None:
         d -= tl.load(grad_lse + source, row_ids < rows, other=0.0)
     tl.store(delta + target, d, row_ids < rows)

@@ -7,8 +7,8 @@ from threading import Thread
 
 from paramserver.protocol.messages import Kind, Message, check_request, failure
 from paramserver.server import Server
+from paramserver.transport.chunks import FiniteCheck
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Channel
-from paramserver.transport.pieces import FiniteCheck
 
 
 def serve(server: Server, channels: dict[int, Channel]) -> list[Thread]:

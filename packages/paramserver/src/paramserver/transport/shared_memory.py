@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from paramserver.protocol.messages import Message
+from paramserver.transport.chunks import CHUNK_BYTES
 from paramserver.transport.connection import Channel, Channels
-from paramserver.transport.pieces import PIECE
 
 #: True if other processes see the writes of a process in their order on this processor.
 _HAS_ORDERED_WRITES = platform.machine().lower() in ("x86_64", "amd64")
@@ -85,7 +85,7 @@ class SharedMemoryChannel(Channel):
         """Write the gradients into shared memory, and send the number of bytes written so far."""
         reported = 0
         for stop in itertools.chain(written, [len(data)]):
-            if stop - reported >= PIECE or reported < stop == len(data):
+            if stop - reported >= CHUNK_BYTES or reported < stop == len(data):
                 reported = stop
                 self._send(stop.to_bytes(8, "big"))
 

@@ -7,8 +7,8 @@ A server is one loop in one thread, which passes requests to the protocol's core
 sockets, and requests are numbered: a worker sends an unanswered request again, to the same server
 or to a server that has replaced it.
 
-A message has two frames: a header of numbers and text in JSON, and one piece of the data. The
-server receives the next piece while it copies the previous one. Few pieces are queued, so that a
+A message has two frames: a header of numbers and text in JSON, and one chunk of the data. The
+server receives the next chunk while it copies the previous one. Few chunks are queued, so that a
 slow link does not fill the memory. A request names a worker. If its sender has not joined as that
 worker, the server drops the request or answers it with an error.
 
@@ -33,9 +33,9 @@ import torch
 from paramserver.journal import DiskFullError, DiskJournal
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import LIMIT, OBSERVER, Kind, Message, failure
+from paramserver.transport.chunks import CHUNK_BYTES, BufferPool, ChunkReceiver, chunk_bounds
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, import_zmq
-from paramserver.transport.pieces import PIECE, BufferPool, PieceReceiver, piece_bounds
-from paramserver.transport.zeromq_connection import MAX_PIECES, Keys
+from paramserver.transport.zeromq_connection import MAX_CHUNKS, Keys
 
 _LOG = logging.getLogger(__name__)
 #: Seconds between two WAIT messages to a waiting worker.
@@ -85,9 +85,9 @@ class ZeroMQServer:
         self._socket.setsockopt(zmq.LINGER, 500)
         # Milliseconds after which a connection without a complete handshake is closed.
         self._socket.setsockopt(zmq.HANDSHAKE_IVL, 5000)
-        self._socket.setsockopt(zmq.MAXMSGSIZE, PIECE + 2**20)
-        self._socket.setsockopt(zmq.RCVHWM, MAX_PIECES)
-        self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited, so that no piece is dropped
+        self._socket.setsockopt(zmq.MAXMSGSIZE, CHUNK_BYTES + 2**20)
+        self._socket.setsockopt(zmq.RCVHWM, MAX_CHUNKS)
+        self._socket.setsockopt(zmq.SNDHWM, 0)  # unlimited, so that no chunk is dropped
         self._authenticator = _authenticate(self._context, self._socket, keys) if keys else None
         self._keys = keys
         try:
@@ -152,18 +152,18 @@ class ZeroMQServer:
             # The message is not a request, so no worker waits for an answer.
             _LOG.debug("dropped a message of %r: %s", frames[0].bytes, error)
             return False
-        if received.message is None:  # a later piece of a request that was validated
+        if received.message is None:  # a later chunk of a request that was validated
             request = self._incoming.get(received.worker)
             if request is None or request.key != received.key or not self._is_authorized(received):
                 return False
-            return self._add_piece(request, received)
+            return self._add_chunk(request, received)
         return self._receive_request(received, received.message)
 
     def _receive_request(self, received: "_Received", message: Message) -> bool:
-        """Process the first piece of a request; see `_receive` for the return value."""
+        """Process the first chunk of a request; see `_receive` for the return value."""
         worker = received.worker
         now = time.monotonic()
-        no_data = PieceReceiver(torch.empty(0, dtype=torch.uint8, device="cpu"))
+        no_data = ChunkReceiver(torch.empty(0, dtype=torch.uint8, device="cpu"))
         request = _Request(received.name, received.key, message, no_data, now)
         try:
             self._check_sender(received, message)
@@ -183,13 +183,13 @@ class ZeroMQServer:
         if known is None or known.key != received.key:
             if message.kind in KINDS_WITH_GRADIENTS:  # only members get memory for their data
                 data = self._buffers.allocate()[: message.size]
-                request.data = PieceReceiver(data, self.core.replica.shard)
+                request.data = ChunkReceiver(data, self.core.replica.shard)
             self._waiting.pop(worker, None)
             self._incoming[worker] = known = request
         known.name = received.name
         if worker in self._waiting:
             return False  # this message repeats the waiting request
-        return self._add_piece(known, received)
+        return self._add_chunk(known, received)
 
     def _is_authorized(self, received: "_Received") -> bool:
         """Return True without keys, or if the sender is an observer or has the worker's key."""
@@ -211,9 +211,9 @@ class ZeroMQServer:
                 f"{message.clock}"
             )
 
-    def _add_piece(self, request: "_Request", received: "_Received") -> bool:
+    def _add_chunk(self, request: "_Request", received: "_Received") -> bool:
         worker = received.worker
-        if not request.data.accept(received.offset, received.piece):
+        if not request.data.accept(received.offset, received.chunk):
             # Prevent the worker from sending the request again on a slow link.
             self._keep_alive(request, time.monotonic())
             return False
@@ -268,43 +268,43 @@ class ZeroMQServer:
 
     def _send(self, request: "_Request", reply: Message) -> None:
         out = self._buffers.allocate() if reply.size else None
-        for start, stop in piece_bounds(reply.size):
+        for start, stop in chunk_bounds(reply.size):
             head = [*request.key, start, *(() if start else reply.fields())]
             frames: list[Any] = [request.name, json.dumps(head).encode()]
             if out is not None:
                 # Copy, because the next request may change the data before they are sent.
-                piece = out[start:stop].copy_(self.core.answer_data[start:stop])
-                frames.append(piece.numpy().data)
+                chunk = out[start:stop].copy_(self.core.answer_data[start:stop])
+                frames.append(chunk.numpy().data)
             # A worker that has lost its connection sends the request again.
             self._socket.send_multipart(frames, copy=False)
 
 
 @dataclass
 class _Request:
-    """A request of a worker, from its first piece until it is answered."""
+    """A request of a worker, from its first chunk until it is answered."""
 
     #: Routing id of the sender.
     name: bytes
     #: Number of the worker's session, and number of the request in the session.
     key: tuple[int, int]
     message: Message
-    data: PieceReceiver
+    data: ChunkReceiver
     #: Time of the last message to the worker.
     last_message: float
 
 
 @dataclass(frozen=True)
 class _Received:
-    """A received message: a request, or a later piece of one. The sender is not verified yet."""
+    """A received message: a request, or a later chunk of one. The sender is not verified yet."""
 
     name: bytes
     worker: int
     session: int
     request_number: int
-    #: Offset of the piece in the data of the request in bytes.
+    #: Offset of the chunk in the data of the request in bytes.
     offset: int
     message: Message | None
-    piece: bytes | memoryview
+    chunk: bytes | memoryview
     #: Public key of the sender, which was verified; empty if the server has no keys.
     sender_key: str
 
@@ -329,10 +329,10 @@ class _Received:
         if not all(type(n) is int and 0 <= n < LIMIT for n in numbers):
             raise ValueError(f"expected the numbers of a message, got {str(numbers)[:80]}")
         message = None if offset else Message.from_fields(fields)
-        piece = rest[0].buffer if rest else b""
+        chunk = rest[0].buffer if rest else b""
         # The authenticator stores the key as the user of the connection.
         sender_key = head.get("User-Id") if has_keys else ""
-        return _Received(name.bytes, worker, session, number, offset, message, piece, sender_key)
+        return _Received(name.bytes, worker, session, number, offset, message, chunk, sender_key)
 
 
 def _authenticate(context: Any, socket: Any, keys: Keys) -> Any:

@@ -9,16 +9,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
+from paramserver.transport.chunks import ChunkReceiver, chunk_bounds
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection, import_zmq
-from paramserver.transport.pieces import PieceReceiver, piece_bounds
 
 #: Seconds between two HEARTBEATs of a worker.
 _HEARTBEAT_INTERVAL = 1.0
 #: Seconds of silence after which a request or its answer is considered lost. With a short timeout,
 #: the limit is half of the timeout, but longer than the interval between the server's WAITs.
 _RETRY = 2.5
-#: Maximum number of pieces that a socket queues for receiving.
-MAX_PIECES = 4
+#: Maximum number of chunks that a socket queues for receiving.
+MAX_CHUNKS = 4
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,7 @@ class ZeroMQConnection(Connection):
         retry = min(_RETRY, max(1.25, self._timeout / 2))
         self._send(message, written)
         answer = Message(Kind.WAIT)
-        receiver = PieceReceiver(self.parameters)
+        receiver = ChunkReceiver(self.parameters)
         is_complete = False
         while not is_complete:
             poll_start = time.monotonic()
@@ -106,7 +106,7 @@ class ZeroMQConnection(Connection):
             if not offset:
                 answer = Message.from_fields(fields)
                 raise_failure(f"the server at {self._address}", answer)
-                receiver = PieceReceiver(self.parameters[: answer.size])
+                receiver = ChunkReceiver(self.parameters[: answer.size])
             has_all_data = receiver.accept(offset, data[0].buffer if data else b"")
             is_complete = has_all_data and answer.kind is not Kind.WAIT
         return answer
@@ -140,15 +140,15 @@ class ZeroMQConnection(Connection):
         socket = socket or self._socket
         nbytes = message.size if message.kind in KINDS_WITH_GRADIENTS else 0
         data = self.gradients[:nbytes]
-        for start, stop in piece_bounds(len(data)):
-            while written_bytes < stop:  # the previous piece is sent while this one is written
+        for start, stop in chunk_bounds(len(data)):
+            while written_bytes < stop:  # the previous chunk is sent while this one is written
                 written_bytes = next(written, stop)
             fields = () if start else message.fields()
             head = json.dumps(
                 [self._worker, self.session, self._request_number, start, *fields]
             ).encode()
-            # The frame shares the buffer's memory. If the buffer changes before a piece is sent,
-            # the server has answered the piece's request and ignores the piece.
+            # The frame shares the buffer's memory. If the buffer changes before a chunk is sent,
+            # the server has answered the chunk's request and ignores the chunk.
             frames = [head, data[start:stop].numpy().data] if stop else [head]
             with suppress(self._zmq.Again):  # a server that refuses the key has disconnected
                 flags = self._zmq.NOBLOCK
@@ -169,7 +169,7 @@ class ZeroMQConnection(Connection):
         socket.setsockopt(zmq.RECONNECT_IVL, 100)
         socket.setsockopt(zmq.RECONNECT_IVL_MAX, 1000)
         socket.setsockopt(zmq.SNDHWM, 4 if name == "heartbeats" else 0)
-        socket.setsockopt(zmq.RCVHWM, MAX_PIECES)
+        socket.setsockopt(zmq.RCVHWM, MAX_CHUNKS)
         if keys:
             socket.curve_publickey = keys.public.encode()
             socket.curve_secretkey = keys.secret.encode()

@@ -1,4 +1,4 @@
-"""Pieces of a message may be lost, late or slow without changing the result."""
+"""Chunks of a message may be lost, late or slow without changing the result."""
 
 import json
 import select
@@ -18,8 +18,8 @@ sys.path.insert(0, str(Path(__file__).parent))
 from paramserver import Asynchronous, Job
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.supervise import join_servers, open_server, read_final_state
-from paramserver.transport import pieces, zeromq, zeromq_connection
-from paramserver.transport.pieces import BufferPool, PieceReceiver, piece_bounds
+from paramserver.transport import chunks, zeromq, zeromq_connection
+from paramserver.transport.chunks import BufferPool, ChunkReceiver, chunk_bounds
 from test_zeromq import UNIT_SGD, Vector, count
 
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
@@ -46,25 +46,25 @@ def test_buffer_is_reused_after_its_last_view_is_freed(plan):
 
 
 @given(st.integers(1, 100), st.lists(st.tuples(st.integers(0, 12), st.integers(0, 12)), max_size=8))
-def test_lost_and_repeated_pieces_have_no_effect(nbytes, tries):
+def test_lost_and_repeated_chunks_have_no_effect(nbytes, tries):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(pieces, "PIECE", 9)
+        patch.setattr(chunks, "CHUNK_BYTES", 9)
         sent = torch.randint(256, (nbytes,), dtype=torch.uint8)
-        receiver = PieceReceiver(torch.zeros_like(sent))
-        parts = [(start, sent[start:stop].numpy().data) for start, stop in piece_bounds(nbytes)]
+        receiver = ChunkReceiver(torch.zeros_like(sent))
+        parts = [(start, sent[start:stop].numpy().data) for start, stop in chunk_bounds(nbytes)]
         for first, last in tries:
-            for at, piece in parts[first:last]:
-                assert receiver.accept(at, piece) == (receiver.received == nbytes)
+            for at, chunk in parts[first:last]:
+                assert receiver.accept(at, chunk) == (receiver.received == nbytes)
             assert torch.equal(receiver.data[: receiver.received], sent[: receiver.received])
-        assert [receiver.accept(at, piece) for at, piece in parts][-1]
+        assert [receiver.accept(at, chunk) for at, chunk in parts][-1]
         assert receiver.accept(nbytes, memoryview(b"more"))
         assert torch.equal(receiver.data, sent)
 
 
 @pytest.fixture
 def server(monkeypatch):
-    """Return a job of 1.1 MB, which is sent in pieces of 16 KiB."""
-    monkeypatch.setattr(pieces, "PIECE", 2**14)
+    """Return a job of 1.1 MB, which is sent in chunks of 16 KiB."""
+    monkeypatch.setattr(chunks, "CHUNK_BYTES", 2**14)
     opened = open_server(job(), 0, "tcp://127.0.0.1:*", journal=None)
     thread = threading.Thread(target=opened.serve)
     thread.start()
@@ -78,7 +78,7 @@ def job():
     return Job(count, Vector(rows=45_000), UNIT_SGD, Asynchronous(), workers=0, timeout=20.0)
 
 
-def test_push_with_a_lost_piece_is_applied_once_when_it_is_repeated(server):
+def test_push_with_a_lost_chunk_is_applied_once_when_it_is_repeated(server):
     shard = job().shards()[0]
     gradient = torch.zeros(shard.buffer_bytes, dtype=torch.uint8)
     shard.views(gradient)[0].fill_(-1.0)
@@ -87,7 +87,7 @@ def test_push_with_a_lost_piece_is_applied_once_when_it_is_repeated(server):
     peer.connect(server.address)
 
     def send(number, message, without=()):
-        for start, stop in piece_bounds(len(gradient) if message.kind is Kind.PUSH else 0):
+        for start, stop in chunk_bounds(len(gradient) if message.kind is Kind.PUSH else 0):
             if start // 2**14 not in without:
                 fields = message.fields() if start == 0 else ()
                 head = json.dumps([0, 1, number, start, *fields]).encode()
@@ -117,7 +117,7 @@ def test_push_with_a_lost_piece_is_applied_once_when_it_is_repeated(server):
     assert "worker 0 announced 1000000000" in refusal.text
     for rank in range(1, 50):  # unknown senders get no memory
         head = [rank, 1, 4, 0, *push.fields()]
-        peer.send_multipart([json.dumps(head).encode(), b"a piece"])
+        peer.send_multipart([json.dumps(head).encode(), b"a chunk"])
         assert f"worker {rank} is unknown: join first" in answer()[1].text
     assert len(server._buffers._free) <= 2
     peer.close(linger=0)

@@ -1,7 +1,7 @@
-"""Transfer of data in pieces, so that copying and checking overlap with sending.
+"""Transfer of data in chunks, so that copying and checking overlap with sending.
 
 Buffers are reused as soon as no tensor refers to them, because mapping new pages takes longer than
-copying into mapped pages. A receiver accepts the next expected piece only, so a piece that is
+copying into mapped pages. A receiver accepts the next expected chunk only, so a chunk that is
 repeated or invalid has no effect.
 """
 
@@ -15,8 +15,8 @@ from torch import Tensor
 
 from paramserver.partition import Shard
 
-#: Size of a piece in bytes, small enough to stay in a core's cache between two copies.
-PIECE = 2**20
+#: Size of a chunk in bytes, small enough to stay in a core's cache between two copies.
+CHUNK_BYTES = 2**20
 
 
 class BufferPool:
@@ -35,8 +35,8 @@ class BufferPool:
         return torch.from_numpy(view)
 
 
-class PieceReceiver:
-    """A receiver that stores pieces of data, in order, in the buffer `data`."""
+class ChunkReceiver:
+    """A receiver that stores chunks of data, in order, in the buffer `data`."""
 
     def __init__(self, data: Tensor, shard: Shard | None = None) -> None:
         self.data = data
@@ -45,20 +45,20 @@ class PieceReceiver:
         #: Check of the data if they are gradients of `shard`, otherwise None.
         self.finite_check = FiniteCheck(shard, data) if shard else None
 
-    def accept(self, start: int, piece: bytes | memoryview) -> bool:
-        """Store the next piece, ignore any other; return True if the data are complete."""
-        if start == self.received and 0 < len(piece) <= len(self.data) - start:
-            self.received += len(piece)
-            self.data[start : self.received] = torch.frombuffer(piece, dtype=torch.uint8)
+    def accept(self, start: int, chunk: bytes | memoryview) -> bool:
+        """Store the next chunk, ignore any other; return True if the data are complete."""
+        if start == self.received and 0 < len(chunk) <= len(self.data) - start:
+            self.received += len(chunk)
+            self.data[start : self.received] = torch.frombuffer(chunk, dtype=torch.uint8)
             if self.finite_check:
                 self.finite_check.update(self.received)
         return self.received == len(self.data)
 
 
 class FiniteCheck:
-    """A check that received gradients are finite, which sums them piece by piece.
+    """A check that received gradients are finite, which sums them chunk by chunk.
 
-    Each piece is summed directly after its copy, while it may still be in the processor's cache.
+    Each chunk is summed directly after its copy, while it may still be in the processor's cache.
     """
 
     def __init__(self, shard: Shard, data: Tensor) -> None:
@@ -84,10 +84,10 @@ class FiniteCheck:
         return flat is not None and self._checked == len(flat) and math.isfinite(self._sum)
 
 
-def piece_bounds(nbytes: int) -> Iterator[tuple[int, int]]:
-    """Split `nbytes` bytes into pieces of at most `PIECE` bytes; yield start and stop of each.
+def chunk_bounds(nbytes: int) -> Iterator[tuple[int, int]]:
+    """Yield the start and stop of each chunk of `nbytes` bytes, each of at most `CHUNK_BYTES`.
 
-    Yield one empty piece if `nbytes` is 0.
+    Yield one empty chunk if `nbytes` is 0.
     """
-    for start in range(0, max(nbytes, 1), PIECE):
-        yield start, min(start + PIECE, nbytes)
+    for start in range(0, max(nbytes, 1), CHUNK_BYTES):
+        yield start, min(start + CHUNK_BYTES, nbytes)
