@@ -137,8 +137,8 @@ def _time_ratios(
     while len(steps[name]) < ROUNDS and not (ratios and _are_well_inside_bands(ratios)):
         for _ in range(ROUNDS_PER_DECISION):
             for call_name, call in calls.items():
-                place = {"step": len(steps[call_name]), "rank": run.rank}
-                steps[call_name].append(place | timed(run, call))
+                index = {"step": len(steps[call_name]), "rank": run.rank}
+                steps[call_name].append(index | timed(run, call))
         by_rank = run.gather(steps)
         by_call = {call_name: [steps[call_name] for steps in by_rank] for call_name in calls}
         for measure_name, measure in measures.items():
@@ -159,14 +159,14 @@ def ratios_to_others(
     for other, steps in by_call.items():
         if other == name:
             continue
-        kept = rounds
+        compared = rounds
         if measure.in_quiet_rounds and other != "audit":
             both = chain(*by_call[name], *steps)
-            kept = rounds - others.disturbed_rounds(both, fractions)
-        if len(kept) >= LEAST_ROUNDS:
+            compared = rounds - others.disturbed_rounds(both, fractions)
+        if len(compared) >= LEAST_ROUNDS:
             seconds, divisor = (
                 statistics.mean(
-                    measure.of_rounds([s for s in rank_steps if s["step"] in kept])
+                    measure.of_rounds([s for s in rank_steps if s["step"] in compared])
                     for rank_steps in ranks
                 )
                 for ranks in (by_call[name], steps)

@@ -96,7 +96,8 @@ def timed_step(
     sample |= {"began": began, "ended": time.time(), "row_digests": rows}
     sample[PROCESSOR] = time.process_time() - processor
     sample[CORE_WAIT] = clocks.core_wait_seconds() - waited
-    return sample | others.clocks(run.world)
+    sample |= others.clocks(run.world)
+    return sample
 
 
 def counter(run: Run) -> network.Received | None:
