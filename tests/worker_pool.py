@@ -28,8 +28,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-# Modules that the server imports before it forks ranks. It does not know the paths of this
-# repository. The first optimizer of a process imports torch._dynamo, which takes longer than torch.
+# Modules that the server imports before it forks ranks, unless they are not installed. The first
+# optimizer of a process imports torch._dynamo, which takes longer than torch.
 PRELOADED = [
     "numpy",
     "scipy.optimize",
@@ -42,6 +42,10 @@ PRELOADED = [
     "torch.distributed.optim",
     "torch.distributed.tensor.parallel",
     "torch.testing",
+    "collectives",
+    "ddp",
+    "paramserver",
+    "zero",
 ]
 
 #: The pipe of a process yields its exit code once. `Process.start` also reads the exit codes of all

@@ -72,12 +72,12 @@ def test_failed_set_up_closes_its_segment():
     assert open_descriptors() == before
 
 
-def test_arena_without_a_peer_names_it():
+def test_arena_whose_peer_has_ended_names_it_in_the_first_call():
     mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in range(3)]
-    with pytest.raises(collectives.RankLost, match="rank 2"):
-        Arena(
-            mappings, [os.getpid(), os.getppid(), MISSING_PROCESS], 0, names=range(3), timeout=1.0
-        )
+    processes = [os.getpid(), os.getppid(), MISSING_PROCESS]
+    arena = Arena(mappings, processes, 0, names=range(3), timeout=60.0)
+    with pytest.raises(collectives.RankLost, match=r"rank 2 \(process \d+\) died"):
+        arena.sync()
 
 
 @pytest.mark.parametrize("compiled", [True, False])
