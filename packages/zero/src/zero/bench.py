@@ -1,9 +1,10 @@
 """Memory of all stages, and step time and bytes sent compared with torch's implementations.
 
-Run it with `python -m zero.bench`. Stages 1 and 2 are compared with DDP and
-ZeroRedundancyOptimizer, stage 3 with FSDP2. torch's implementations are set up as its documentation
-advises: DDP's gradients and ZeroRedundancyOptimizer's parameters are views of buckets, and FSDP2
-shards each block and the root. `fsdp2_layers` shards the same modules as this package instead.
+Run it with `python -m zero.bench`. Stages 1 and 2 are compared with DDP with
+ZeroRedundancyOptimizer, and stage 3 with FSDP2. torch's implementations are set up as its
+documentation advises: DDP's gradients and ZeroRedundancyOptimizer's parameters are views of
+buckets, and FSDP2 shards each block and the root. `fsdp2_layers` shards the same modules as
+`stage3` instead.
 
 Under torchrun or tests/emulated_hosts.py the benchmark uses that process group; otherwise it starts
 two processes.

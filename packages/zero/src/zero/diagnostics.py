@@ -38,7 +38,7 @@ def find_unresponsive_ranks(
     """Return the global ranks that do not respond, and the failed call of each responding rank.
 
     Every surviving rank of the group calls this function, because every rank detects the failure.
-    If the store does not respond, return only rank 0, which hosts it.
+    If the store does not respond, return only rank 0, which hosts it unless torchrun does.
     """
     answers: list[tuple[list[int], dict[int, str]]] = []
     ranks = dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -47,7 +47,7 @@ def find_unresponsive_ranks(
     )
     thread.start()
     thread.join(GRACE_SECONDS + STORE_SECONDS)
-    # Rank 0 hosts the store, so a store that does not respond means that rank 0 hangs.
+    # Unless torchrun hosts the store, one that does not respond means that rank 0 hangs.
     return answers[0] if answers else ([0], {})
 
 
@@ -64,7 +64,7 @@ def _poll_store(ranks: list[int], description: str) -> tuple[list[int], dict[int
                 answers[rank] = store.get(absent.pop(rank)).decode()
             time.sleep(0.02)
     except RuntimeError:
-        # Rank 0 hosts the store, so a store that does not respond means that rank 0 has died.
+        # Unless torchrun hosts the store, one that does not respond means that rank 0 has died.
         return [0], {}
     return sorted(absent), answers
 

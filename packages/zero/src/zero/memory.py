@@ -7,8 +7,8 @@ reference for both.
 
 The paper's stage 1 (Rajbhandari et al. 2020, section 5.1) has 12 bytes of state per element: a
 float32 master copy and two moments in addition to 2-byte parameters. This package steps parameters
-in their own dtype, so float32 AdamW needs 4 + 4 + 8/n bytes per element on n ranks. Both send twice
-the size of the parameters per step.
+in their own dtype, so float32 AdamW needs 4 + 4 + 8/n bytes per element on n ranks. Per step, both
+send 2 (n-1)/n times the size of the parameters from each rank.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ def memory_report(
 ) -> MemoryReport:
     """Predict one rank's memory over a training step, and measure it unless `world` is passed.
 
-    Two steps are run, and the second is reported.
+    Two steps are run. The first moment precedes them, and the other moments are in the second step.
 
     build: receives a group, passes it to ShardedOptimizer or FSDP, and returns model and optimizer.
     loss: receives the model, runs its forward, and returns the loss. Both functions must use the

@@ -1,9 +1,9 @@
 """ZeRO's three stages in plain torch: shard, gather, step.
 
 Data parallelism keeps all parameters, gradients and optimizer state on each of n ranks, although
-all ranks update every element alike. Here, rank r updates only the r-th part of the elements. Only
-of this part does it store the optimizer state (stage 1), the averaged gradients (stage 2) and,
-between uses, the parameters (stage 3). The rest of this package makes these stages faster. Source:
+all ranks update every element alike. Here, rank r updates only the r-th part of the elements. It
+stores the optimizer state (stage 1), the averaged gradients (stage 2) and, between uses, the
+parameters (stage 3) of this part only. The rest of this package makes these stages faster. Source:
 Rajbhandari et al. 2020, ZeRO, section 5.
 """
 
@@ -79,7 +79,10 @@ class PlainShardedOptimizer:
 
 
 class PlainFSDP(nn.Module):
-    """Stage 3: each child of `layers` has full parameters while it runs, and a shard otherwise."""
+    """Stage 3: each child of `layers` is gathered before it runs.
+
+    For brevity, its full parameters are not freed afterwards, but they are not read either.
+    """
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()

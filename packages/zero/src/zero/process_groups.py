@@ -34,7 +34,7 @@ Collective = Callable[..., Any]
 
 @dataclass(frozen=True)
 class DryRun:
-    """A simulated process group of `world` ranks, whose collectives only count bytes.
+    """A simulated process group of `world` ranks, whose collectives count bytes and send nothing.
 
     With tensors on the meta device, a training step then needs neither memory nor other ranks.
     """
@@ -84,7 +84,8 @@ class Communicator:
 
     `bytes[name]` counts the full array of each call since the last `pop_bytes()`, as nccl-tests
     does: the input of a reduce-scatter, the output of an all-gather, the tensor of any other
-    collective. Methods that start a collective return a handle to wait for.
+    collective. `gather_objects` is not counted. Methods that start a collective return a handle to
+    wait for.
     """
 
     def __init__(
@@ -353,8 +354,9 @@ def broadcast_buffers(module: nn.Module, group: Group = None) -> None:
 def wire_bytes(payload: dict[str, int], world: int) -> float:
     """Return the bytes that one rank sends, on average, for these payloads.
 
-    A reduce-scatter, an all-gather, a reduce and a broadcast send (n-1)/n of the array, because
-    each element leaves n-1 of n ranks once. An all-reduce sends twice as much.
+    In a reduce-scatter, an all-gather, a reduce and a broadcast, each element is sent n-1 times in
+    total, so each of n ranks sends (n-1)/n of the array on average. A ring all-reduce sends twice
+    as much.
     """
     return (sum(payload.values()) + payload.get("all_reduce", 0)) * (world - 1) / world
 

@@ -1,10 +1,10 @@
 """Checkpoints that any stage saves and any other stage loads exactly, on any number of ranks.
 
-The folder is an ordinary torch.distributed.checkpoint with whole tensors under the unwrapped
-module's names. Each rank writes boxes that cover its elements. The folder is written beside its
-final path and renamed when every rank is done, so the last good checkpoint survives any failure.
-Loading checks everything before it changes anything, and each rank reads only its elements. Weights
-of other programs can be loaded too.
+The folder is an ordinary torch.distributed.checkpoint with whole tensors, under `model.` and the
+unwrapped module's names. Each rank writes boxes that cover its elements. The folder is written
+beside its final path and renamed when every rank is done. If a rank fails while saving, the last
+good checkpoint therefore survives. Loading verifies names, shapes and checksums before it changes
+anything. Each rank then reads only its elements. Weights of other programs can be loaded too.
 """
 
 from __future__ import annotations
@@ -96,8 +96,9 @@ def load_checkpoint(
 
     `path` is a checkpoint of `save_checkpoint`, from any stage and number of ranks, or another
     torch.distributed.checkpoint folder. It may also be a safetensors file, or a folder of such
-    files. Every rank must call it, and reads only its elements. Floating-point values are cast to
-    the model's dtype, and integers to a wider one. If the checkpoint is damaged, has another format
+    files. Every rank must call it, verifies the checksums of some files, and reads its elements.
+    Floating-point values are cast to the model's dtype. Integers are cast only to dtypes that
+    contain all values of the stored one. If the checkpoint is damaged, has another format
     version, or belongs to another model, every rank raises RuntimeError before anything is changed.
     If another job replaces the checkpoint while it is being loaded, every rank raises RuntimeError,
     and the model may have parts of both.

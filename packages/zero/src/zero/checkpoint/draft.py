@@ -2,8 +2,8 @@
 
 Note [Two jobs, one path]
 Each save writes to a separate folder, so the files of two saves never mix. The path is locked from
-the first file to the last rename. A second job is therefore refused instead of replacing the
-checkpoint that the first one has just saved. The operating system releases the lock when the
+the first file to the last rename. A job that starts to save meanwhile is refused, because it would
+replace the checkpoint of the first job. The operating system releases the lock when the
 process that holds it dies.
 """
 
@@ -25,7 +25,10 @@ LOCKED_BY_ANOTHER = (errno.EWOULDBLOCK, errno.EACCES)
 
 
 class PathLock:
-    """An exclusive lock on a path, in a file beside it that exists only while the lock is held."""
+    """An exclusive lock on a path, in a file beside it that is removed with the lock.
+
+    A killed process leaves the file behind, but not the lock.
+    """
 
     def __init__(self, path: Path) -> None:
         self.path = path

@@ -249,8 +249,8 @@ class Loading:
     ) -> None:
         """Restore state that was stored in another dtype than its parameter.
 
-        `Optimizer.load_state_dict` casts all state to the dtype of its parameter. A float32 average
-        of a bfloat16 parameter, for example, would be rounded.
+        `Optimizer.load_state_dict` casts all state but step counts to the dtype of its parameter. A
+        float32 average of a bfloat16 parameter, for example, would be rounded.
 
         loaded: each state tensor with its parameter's number and its key.
         """

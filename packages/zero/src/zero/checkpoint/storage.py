@@ -208,9 +208,10 @@ def find(path: Path) -> Folder:
 
 
 def fingerprint(path: Path) -> int:
-    """Return a number that changes with every save to `path`; 0 if nothing is there.
+    """Return a number that changes with every `save_checkpoint` to `path`; 0 if nothing is there.
 
-    Without checksums or metadata, it depends only on the names and sizes of the files.
+    For other programs' files, it depends only on the metadata, or on the names and sizes of the
+    files.
     """
     for name in (checksums.NAME, ".metadata"):
         if (path / name).is_file():

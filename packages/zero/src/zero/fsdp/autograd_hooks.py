@@ -72,7 +72,7 @@ def find_tensors(values: Any) -> list[Tensor]:
 
 
 def cast(dtype: torch.dtype, values: Any) -> Any:
-    """Return `values` with their floating-point tensors in `dtype`."""
+    """Return `values` with the floating-point tensors of torch's pytree containers in `dtype`."""
 
     def cast_tensor(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

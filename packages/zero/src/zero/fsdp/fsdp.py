@@ -1,4 +1,4 @@
-"""Stage 3: parameters are sharded too, and are full only in the running layer and the next one.
+"""Stage 3: parameters are sharded too, and are gathered for their forward and their backward.
 
 `FSDP` groups the parameters into units. `unit_schedule.py` describes the order of communication.
 """
@@ -30,15 +30,17 @@ FULLY_SHARDED = "_zero_fsdp"
 class FSDP(UnitSchedule):
     """Fully sharded data parallelism: every rank stores 1/n of the elements of each unit.
 
-    Between steps, `parameters()` returns this rank's shards, one per parameter, of shape
-    (numel, 1, ..., 1). torch's optimizers can step them, except LBFGS and SparseAdam.
+    Between steps, `parameters()` returns this rank's shards, one per parameter. A shard of k
+    elements has the shape (k, 1, ..., 1). torch's optimizers can step it, except LBFGS and
+    SparseAdam.
 
     shard: the modules whose parameters form a unit, which is gathered together. "blocks" selects
         each block of the model's outermost containers. Module classes and names, or a predicate of
         name and module, select other modules. A unit excludes the parameters of selected modules
-        within its module. The root module is the unit of all other parameters.
+        within its module. The root module is the unit of all other parameters. Parameters of one
+        module with different dtypes, and its frozen parameters, form separate units.
     compute_dtype: the dtype of floating-point parameters and inputs while sharded modules run;
-        shards keep their dtype.
+        shards keep their dtype. Inputs in dataclasses are not cast.
     gradient_dtype: the dtype in which gradients are sent; by default, the dtype in which they are
         computed.
     device: the device on which modules on the meta device are allocated, one sharded module at a
@@ -53,8 +55,8 @@ class FSDP(UnitSchedule):
     forward_sync_buffers: copy rank 0's buffers to all ranks before a forward pass, unless the
         previous one ran without gradients or in `no_sync()`. This is the rule of torch's DDP.
     elementwise_optimizers: further optimizer classes that treat every element independently and may
-        step shards. A trial verifies this at the first step. During a step of any other class, each
-        parameter is full on one rank.
+        step shards. A trial verifies this before the first step. For a step of any other class,
+        every rank gathers each unit, and stores the parameters that it owns in full.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
     inner: the FSDPs of modules within `module`. This FSDP takes over their units (`fully_shard`).
     """
@@ -128,7 +130,7 @@ class FSDP(UnitSchedule):
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait until every `.grad` is the average over ranks.
+        """Finish a backward pass, after which every `.grad` outside `no_sync()` is an average.
 
         The end of the backward pass does this already; another call has no effect.
         """
@@ -154,7 +156,10 @@ class FSDP(UnitSchedule):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate local, unsharded gradients in all backward passes but the last of a step."""
+        """Accumulate local, unsharded gradients in the backward passes within the context.
+
+        The first backward pass outside the context averages them.
+        """
         synced = [unit for unit in self.units if unit.gradients.sync]
         for unit in synced:
             unit.gradients.sync = False
@@ -169,7 +174,10 @@ class FSDP(UnitSchedule):
         return self._units_of.get(module, [])
 
     def remove_hooks(self) -> None:
-        """Remove all hooks of this FSDP from the modules and the parameters."""
+        """Remove the hooks of this FSDP from the modules and the parameters.
+
+        The hook of `intercept_reads` remains, because another FSDP replaces it.
+        """
         for module, ids in self._hook_ids.items():
             for hooks in vars(module).values():
                 if isinstance(hooks, OrderedDict):

@@ -1,7 +1,8 @@
 """Full tensors for optimizers that are not element-wise, during their step at stage 3.
 
-Each parameter has one owner rank, which gets the full parameter and its gradient, steps it, and
-broadcasts the result. All state of a parameter is on its owner.
+All ranks gather the parameters and gradients of a unit at a time. Each parameter has one owner
+rank, which keeps the full parameter and its gradient, steps it, and broadcasts the result. All
+state of a parameter is on its owner.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from zero.process_groups import Communicator
 class FullTensorExchange:
     """Tensors of one dtype that are full on their owner rank while an optimizer steps.
 
-    earlier_owners: the owners of shards that have been stepped before.
+    earlier_owners: the owners that earlier exchanges have assigned to shards.
     """
 
     def __init__(

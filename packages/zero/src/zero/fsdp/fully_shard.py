@@ -32,10 +32,11 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: None = None,
 ) -> nn.Module:
-    """Shard the parameters of `module` that no inner module has sharded before, as one unit.
+    """Shard the parameters of `module` that no inner module has sharded before.
 
-    Call it bottom-up: for each block, then for the model. The module is changed in place and
-    returned; its `parameters()` are this rank's shards. The arguments are those of
+    They form one unit per dtype; frozen parameters form separate units. Call it bottom-up: for each
+    block, then for the model. The module is changed in place and returned; its `parameters()` are
+    this rank's shards. The arguments are those of
     `torch.distributed.fsdp.fully_shard`. Raise ValueError for arguments without an equivalent.
     """
     _check_module(module)
@@ -137,7 +138,10 @@ class FSDPModule:
         """Do nothing: every backward pass frees the parameters, which does not affect results."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch at least `len(modules)` modules, in the order of the last forward."""
+        """Prefetch at least `len(modules)` units, in the order of the last forward.
+
+        The number applies to all modules of the model, in forward and in backward.
+        """
         _fsdp_of(self).prefetch = max(_fsdp_of(self).prefetch, len(modules))
 
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch

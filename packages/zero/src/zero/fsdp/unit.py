@@ -80,7 +80,7 @@ class Unit:
         self.communicator = communicator
         first = parameters_with_owners[0][1]
         dtype = compute_dtype if compute_dtype and first.dtype.is_floating_point else first.dtype
-        #: True if a backward reads the parameters. The backward of an embedding does not.
+        #: True if a backward may read the parameters. The backward of `nn.Embedding` does not.
         self.is_read_in_backward = True
         world = communicator.world
         self.partition = by_element(
@@ -108,7 +108,7 @@ class Unit:
         self.state = UnitState.SHARDED
         #: The version of `shard` that was gathered; an optimizer's step makes it stale.
         self._gathered_version = -1
-        #: The full parameters' versions when they were gathered, and the number of checks since.
+        #: The full parameters' versions when they were gathered, and the number of all checks.
         self._full_versions: dict[nn.Parameter, int] = {}
         self._num_checks = 0
         #: True if the versions include FREED: Note [One storage for full parameters].
@@ -155,7 +155,7 @@ class Unit:
 
     @property
     def label(self) -> str:
-        """The name of the unit in collectives: equal on all ranks and unique among units."""
+        """The name of the unit in collectives: equal on all ranks and unique within a model."""
         name = self.parameters[0].name
         return f"{name} and {len(self.parameters) - 1} more" if self.parameters[1:] else name
 

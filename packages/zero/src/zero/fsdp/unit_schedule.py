@@ -4,9 +4,10 @@
     backward   all-gather layer i-1 while layer i runs, then free layer i    S (n-1)/n
                reduce-scatter layer i's gradient while layer i-1 runs        S (n-1)/n
 
-S is the size of the parameters in bytes, and n the number of ranks. The last layer of forward is
-the first of backward, so it is not freed in between. The backward of an embedding does not read the
-weight, so the weight is not gathered for this backward.
+S is the size of the parameters in bytes, and n the number of ranks. A layer that runs several times
+per forward may be gathered for each run. The last layer of forward is the first of backward, so it
+is not freed in between. The backward of `nn.Embedding` does not read the weight, so an embedding
+that is a unit is not gathered for it.
 """
 
 from __future__ import annotations
@@ -138,7 +139,7 @@ class UnitSchedule(nn.Module):
     def _begin_forward(self) -> None:
         """Prepare a forward when the outermost hooked module starts.
 
-        The outermost hooked module is `fsdp.module` if the caller calls it directly.
+        It is `fsdp.module`, or an inner module that the caller calls directly.
         """
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._reset_after_error()

@@ -43,7 +43,7 @@ class _Plan:
     names: dict[nn.Parameter, str] = field(default_factory=dict)
     #: Maps each module to the sharded module around it, whose forward needs its parameters full.
     user: dict[nn.Module, nn.Module] = field(default_factory=dict)
-    #: The parameters below each sharded module.
+    #: The parameters in each sharded module that no sharded module within it has.
     groups: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
 
 
@@ -218,7 +218,7 @@ class Materialize:
         for name, old in meta.items():
             new = torch.empty_like(old, device=self.device)
             if new.is_floating_point():
-                # NaN exposes tensors that neither `initialize` nor a checkpoint fills.
+                # NaN exposes tensors that neither the initialization nor a checkpoint fills.
                 new.fill_(nan)
             if isinstance(old, nn.Parameter):
                 parameter = nn.Parameter(new, old.requires_grad)

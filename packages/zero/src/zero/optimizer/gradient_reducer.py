@@ -10,15 +10,16 @@ Note [Lifetime of a gradient]
 | cleared   | set by the caller | none              | local, in the next backward          |
 
 The caller cannot access a collected gradient, so an edit of `.grad` after backward edits the
-average. `finish()` averages the local gradients that are added later. A backward under `no_sync()`
-adds to `AveragedGradient.unreduced`. The caller may assign a plain tensor to `.grad`. A reentrant
-checkpoint may add to a gradient that the same backward has already collected.
+average. `finish()` averages local gradients that no backward has reduced. They have three sources:
+- a backward under `no_sync()`, which adds to `AveragedGradient.unreduced`;
+- a plain tensor that the caller has assigned to `.grad`;
+- a reentrant checkpoint, which may add to a gradient that the same backward has already collected.
 
 Note [Order of reductions]
-Collectives match only if all ranks launch them in the same order. Every backward launches every
-bucket exactly once, even if none of its gradients is ready. The order is that in which the buckets
-became ready on rank 0 in the first backward after `add`. If several reducers share a group, they
-launch their buckets when backward ends (`shared_groups.py`).
+Collectives match only if all ranks launch them in the same order. Every backward outside
+`no_sync()` launches every bucket exactly once, even if none of its gradients is ready. The order is
+that in which the buckets became ready on rank 0 in the first backward after `add`. If several
+reducers share a group, they launch their buckets when backward ends (`shared_groups.py`).
 """
 
 from __future__ import annotations

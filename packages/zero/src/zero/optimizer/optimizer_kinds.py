@@ -3,9 +3,9 @@
 Note [Which optimizers are split by element]
 Tensors are cut only for the classes in `ELEMENTWISE` and for classes that the caller declares. No
 trial can prove that an unknown optimizer never uses a whole tensor: it may do so after the
-thousandth step. With any other class, each parameter is whole on one rank, at all stages. A trial
-can only reject an optimizer whose step on one parameter depends on other parameters, or that was
-declared element-wise by mistake.
+thousandth step. With any other class, one rank steps each whole parameter, at all stages. A trial
+can only find a reason to reject an optimizer. Examples are a step on one parameter that depends on
+other parameters, and a class that was declared element-wise by mistake.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ _verified: set[tuple[type[Optimizer], str]] = set()
 def options_from(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's constructor arguments, read from its group, defaults and attributes.
 
-    Raise ValueError if the value of an argument cannot be found.
+    Raise ValueError if the value of an argument cannot be found or verified.
     """
     options: dict[str, Any] = {}
     cls = type(optimizer)

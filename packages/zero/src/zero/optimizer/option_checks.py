@@ -1,10 +1,10 @@
 """Comparison of an optimizer's options between ranks, which step different elements.
 
 A scheduler that runs more often on one rank, or that reads the loss of one rank, sets different
-learning rates for different shards. Each step compares a checksum of the options that the program
-has changed since the last step. The bits of the checksum are exchanged together with flags that a
-step exchanges anyway. Options that the optimizer changes by itself are not compared, because they
-may depend on the shard.
+learning rates for different shards. Each step compares a checksum of the numbers among the options
+that the program has changed since the last step. The bits of the checksum are exchanged together
+with flags that a step exchanges anyway. Options that the optimizer changes by itself are not
+compared, because they may depend on the shard.
 """
 
 from __future__ import annotations

@@ -67,7 +67,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     At construction, parameters become views of one flat tensor per group, dtype and device, and get
     rank 0's values. Source: Rajbhandari et al. 2020, ZeRO, section 5.
 
-    params: parameters or parameter groups, equal on all ranks.
+    params: parameters or parameter groups, of the same shapes and dtypes in the same order on all
+        ranks.
     group: a process group, or a DeviceMesh of one dimension; by default, all ranks.
     module: the module whose buffers are copied from rank 0 at construction and before its forward,
         as torch's DDP does. By default, each rank has its own buffers.
@@ -300,7 +301,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate local gradients in all backward passes but the last of a step."""
+        """Accumulate local gradients in the backward passes within the context.
+
+        The first backward pass outside the context, or `step()`, averages them.
+        """
         before = self.reducer.enabled
         self.reducer.enabled = False
         try:
