@@ -178,7 +178,9 @@ def test_interval_of_a_function_that_is_infinite_for_some_resamples():
         interval = fit.interval(lambda c: np.divide(c["A"], c["E"]))
     assert 0 < interval.low < interval.high == np.inf
     values = itertools.chain([1.0], itertools.repeat(np.nan))
-    with pytest.raises(ValueError, match="expected a number for every resample, got NaN for 400"):
+    with pytest.raises(
+        ValueError, match="expected a number for every sampled law, got NaN for 400"
+    ):
         fit.interval(lambda _: next(values))
 
 

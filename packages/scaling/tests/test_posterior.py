@@ -48,7 +48,7 @@ def test_quantity_that_is_nan_for_a_law_is_refused():
         return np.where(constants[:, 3] < 0.35, np.nan, 1)
 
     for sample in (fit.posterior, bootstrap(fit, resamples=100)):
-        with pytest.raises(ValueError, match="expected a number for every resample, got NaN for"):
+        with pytest.raises(ValueError, match="expected a number for every sampled law, got NaN"):
             sample.interval(undefined)
 
 

@@ -76,7 +76,7 @@ def quantiles(
     numbers = np.asarray(values, dtype=float)
     if missing := int(np.isnan(numbers).sum()):
         raise ValueError(
-            f"expected a number for every resample, got NaN for {missing} of {len(numbers)}"
+            f"expected a number for every sampled law, got NaN for {missing} of {len(numbers)}"
         )
     if weights is None:
         weights = np.full(len(numbers), 1 / len(numbers))

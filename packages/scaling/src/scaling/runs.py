@@ -154,7 +154,7 @@ def load_runs(
 
     - rows without a loss;
     - runs that did not finish, according to a column such as `state`, `status`, `failed` or
-      `exit_code`, to a `step` below `max_steps`, or to their `progress`;
+      `exit_code`, to a `step` more than 5 % below `max_steps`, or to their `progress`;
     - all but the last row of each run of a history;
     - at each N and D, all runs except those of the best setting, such as a learning rate.
 

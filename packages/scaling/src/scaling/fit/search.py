@@ -1,7 +1,7 @@
 """The search for the global minimum of a fit's objective, from a grid of exponents.
 
 Note [Vanished terms]
-A minimization from a good start can fail in only one way: the amplitude of a term shrinks towards
+A minimization from a good start usually fails in one way: the amplitude of a term shrinks towards
 zero, its exponent no longer has a gradient, and the search stops with a law without this term. That
 law is a true minimum only if no amplitude and exponent of the term lower the objective. The search
 therefore tries a grid of amplitudes and exponents for each vanished term. It continues from the
@@ -62,7 +62,8 @@ class Proof:
     converged: int
     #: Number of converged starts that reached the best objective.
     landed: int
-    #: True if the search started from the whole grid, as `prove=True` requests.
+    #: True if the search started from the whole grid, as with `prove=True`, or because other starts
+    #: reached several optima.
     complete: bool
 
     @property

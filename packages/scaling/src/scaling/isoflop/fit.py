@@ -154,8 +154,8 @@ def fit_isoflop(
             not grow with compute.
 
     A `ScalingWarning` reports that fewer than two budgets have a valley. Such runs do not identify
-    a law, and the intervals of the fit are (0, inf). Otherwise the warning reports coarse grids, a
-    minimum at the edge of a budget, and budgets that are left out. It also reports sizes that do
+    a law, and the intervals of `optimal` are (0, inf). Otherwise the warning reports coarse grids,
+    a minimum at the edge of a budget, and budgets that are left out. It also reports sizes that do
     not grow with compute, and fewer than four valleys.
     """
     require_runs(runs)

@@ -149,8 +149,9 @@ def fit_law(
     Raises:
         TypeError: `form` is neither a `Form` nor a name.
         ValueError: The form or an option is unknown, columns are missing or of unequal length, a
-            value is not positive and finite, the target is constant, there are fewer rows than
-            constants, or sizes and tokens do not identify the law.
+            value is not positive and finite, or there are fewer rows than constants. Sizes and
+            tokens that do not identify the law also raise it, and so does a constant target of a
+            law with a constant term.
 
     A `ScalingWarning` reports several optima, a failure to converge, and constants at a bound.
     """

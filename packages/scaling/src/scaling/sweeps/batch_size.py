@@ -38,7 +38,7 @@ def exact_rate(batch_size: ArrayLike, dimension: int) -> Array:
 
     Consider a step of rate r on half the mean squared error. For any w, it multiplies E|w - w*|^2
     by 1 - 2 r + r^2 (1 + (d + 1) / B). The returned rate minimizes this factor. Raises `ValueError`
-    if an argument is not positive.
+    unless the batch size is positive and finite and `dimension` is a positive integer.
     """
     _require_count("dimension", dimension)
     b = np.asarray(batch_size, np.float64)

@@ -76,10 +76,10 @@ def fit_sweep(
     otherwise that of the rows. Rows without a loss and runs that did not finish are left out.
 
     A rate at which any run diverged is left out at the batch size of this run, and a warning counts
-    the diverged runs. A run has diverged if its loss is nan, inf or "diverged". It has also
-    diverged if its loss is more than 42 % above the least loss, and the valley is too steep there:
-    the rise of the log loss is more than four times that on the other side of the best rate. Both
-    rises are measured at an equal distance in log rate.
+    the diverged runs. A run has diverged if its loss is nan, inf or "diverged". A run at the best
+    rate or above has also diverged if its loss is more than 42 % above the least loss, and the
+    valley is too steep there. This means that the rise of the log loss is more than four times the
+    rise below the best rate. Both rises are measured at an equal distance in log rate.
 
     Args:
         source: A CSV, JSON, DataFrame, mapping of columns or records, as for `load_runs`.

@@ -56,10 +56,10 @@ class BacktestRow(ComparesArrays):
 def backtest(
     runs: Runs, *, fractions: Sequence[float] = (0.4, 0.6, 0.8), methods: Sequence[str] = METHODS
 ) -> tuple[BacktestRow, ...]:
-    """Fit the given fractions of the runs, ordered by compute, and predict the other runs.
+    """Fit the given fractions of the runs, ordered by 6 N D, and predict the other runs.
 
-    A method that cannot fit the runs below a cut has no row for this cut. Raises `ValueError` if no
-    method can fit the runs below any cut.
+    A method that cannot fit the runs below a cut has no row for this cut. Raises `ValueError` if a
+    method or a fraction is invalid, or if no method can fit the runs below any cut.
     """
     if unknown := set(methods) - set(METHODS):
         raise ValueError(f"expected methods among {METHODS}, got {sorted(unknown)}")

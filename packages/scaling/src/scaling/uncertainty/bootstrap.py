@@ -68,10 +68,12 @@ def bootstrap(
     order.
 
     Raises:
-        ValueError: There are fewer than five groups, or fewer than `FEWEST_RESAMPLES` resamples, or
-            the runs do not identify a law.
+        TypeError: `fit` is not the result of `fit_parametric`.
+        ValueError: `by` does not have one label per run or makes fewer than five groups, there are
+            fewer than `FEWEST_RESAMPLES` resamples, or the runs do not identify a law.
 
-    A `ScalingWarning` is issued if more than one percent of the refits did not converge.
+    A `ScalingWarning` is issued if more than one percent of the refits did not converge, or lost a
+    term of the law.
     """
     if not isinstance(fit, Estimate):
         raise TypeError(f"expected the result of fit_parametric(runs), got {type(fit).__name__}")
