@@ -60,9 +60,9 @@ from zero.process_groups import Collective, Communicator, Group
 class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     """`optimizer_cls(params, **kwargs)`, with its state and its work split over the ranks.
 
-    Gradients are averaged during the backward pass. After it, `.grad` is an AveragedGradient, which
-    stores this rank's elements of the average. torch's GradScaler and `clip_grad_norm_` give the
-    same result with it as with the full gradient.
+    Gradients are averaged during the backward pass. After it, `.grad` is an AveragedGradient. It
+    represents the average, of which this rank stores some elements. torch's GradScaler and
+    `clip_grad_norm_` give the same result with it as with the full gradient.
 
     At construction, parameters become views of one flat tensor per group, dtype and device, and get
     rank 0's values. Source: Rajbhandari et al. 2020, ZeRO, section 5.
