@@ -555,6 +555,32 @@ def test_an_extra_that_could_not_be_loaded_is_not_saved(tmp_path):
         assert "got time.monotonic, which a load would refuse" in message
 
 
+class DottedKeys(torch.optim.SGD):
+    """An optimizer whose state has a name that a checkpoint cannot store."""
+
+    def step(self, closure=None):
+        super().step(closure)
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                self.state[parameter]["a.b"] = torch.zeros_like(parameter)
+
+
+def save_dotted_keys(path):
+    """Save state that only one rank has, and that a checkpoint cannot store."""
+    model = nn.Linear(5, 3, bias=False)
+    optimizer = ShardedOptimizer(model.parameters(), DottedKeys, elementwise=False, lr=0.1)
+    step(model, optimizer)
+    save(path, model, optimizer)
+
+
+def test_state_that_one_rank_cannot_save_is_reported_on_every_rank(tmp_path):
+    path = str(tmp_path / "checkpoint")
+    for outcome in try_ranks(save_dotted_keys, 2, path, timeout=DEADLINE):
+        message = str(outcome.error)
+        assert "was not saved: rank 0: ValueError: expected names without dots" in message
+    assert not list(tmp_path.iterdir())
+
+
 def save_newer(path):
     from zero.checkpoint import checkpoint
 

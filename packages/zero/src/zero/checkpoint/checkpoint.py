@@ -52,10 +52,18 @@ def save_checkpoint(
     ranks. The folder is then unchanged unless the error reports that it was saved.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    all_parts, objects = _collect_state(model, optimizer, rank)
-    if rank == 0:
-        objects |= _header_objects(model, optimizer, extra)
-    parts = [part for part in all_parts if part.is_written_by(rank, world)]
+    parts: list[Part] = []
+    objects: dict[str, Any] = {}
+
+    def collect() -> None:
+        all_parts, state_objects = _collect_state(model, optimizer, rank)
+        parts.extend(part for part in all_parts if part.is_written_by(rank, world))
+        objects.update(state_objects)
+        if rank == 0:
+            objects.update(_header_objects(model, optimizer, extra))
+
+    # Only the owner of a parameter may have state that cannot be saved.
+    together(collect, group, f"checkpoint {path} was not saved")
     tied = {f"model.{name}": f"model.{first}" for name, first in tied_names(model).items()}
     write_folder(Path(path), parts, objects, group, tied)
 
