@@ -1437,6 +1437,14 @@ def move_parameters():
     ours.state[model[0].weight] = {}
     with pytest.raises(RuntimeError, match=r"as the keys of `state`, got a .* of shape \(7, 5\)"):
         ours.step()
+    # SGD without momentum has no state.
+    model = make()
+    ours = ShardedOptimizer(model.parameters(), torch.optim.SGD)
+    mean_square(model, batch(0, 0)[0].double()).backward()
+    ours.step()
+    ours.state[model[0].weight]["average"] = torch.zeros(7, 5)
+    with pytest.raises(RuntimeError, match=r"as the keys of `state`, got a .* of shape \(7, 5\)"):
+        ours.step()
     return True
 
 

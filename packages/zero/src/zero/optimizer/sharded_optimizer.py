@@ -352,7 +352,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "expected `state` to be changed in place, got another object: use state.clear() "
                 "or load_state_dict()"
             )
-        check_state_keys(self.inner.state, self.flat.views)
+        # `expose_inner_state` may have set `state` to an empty entry, which the optimizer ignores.
+        stored = [key for key, entry in self.state.items() if entry != {}]
+        check_state_keys([*self.inner.state, *stored], self.flat.views)
 
     def _assign_gradients(self) -> set[nn.Parameter]:
         """Assign this rank's averaged gradients to the inner optimizer's parameters.
