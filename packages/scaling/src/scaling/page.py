@@ -1,7 +1,8 @@
 """A self-contained HTML page about runs: answers, warnings, data, fits and backtests.
 
 Figures are SVG in the color of the text, so they are legible in dark mode too. The page loads no
-other files. A method that cannot fit the runs is listed among the warnings with its reason.
+other files. A method that cannot fit the runs, or a backtest that is not possible, is listed among
+the warnings with its reason.
 """
 
 import html
@@ -51,7 +52,7 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
 
     `at` contains the budgets in FLOPs whose best models are reported, by default ten and a hundred
     times the largest run. If the runs do not identify an answer, its interval is (0, inf), and the
-    reason is a warning. Raises `ValueError` for fewer than five runs or equal losses.
+    reason is a warning. Raises `ValueError` for fewer than five runs.
     """
     require_module("matplotlib", "plot")
     at = list(at) or [float(10 * runs.compute.max()), float(100 * runs.compute.max())]
