@@ -1,7 +1,7 @@
 """Model compression: pruning, quantization and low-rank adapters.
 
-Every function that compresses a model returns a new model and leaves its argument unchanged.
-Adapters are inserted into the model that they train.
+Functions that compress a model return a new model and leave their argument unchanged. `add_lora`,
+`load_lora`, `merge`, `unmerge` and `merge_and_unload` change the model that they receive.
 """
 
 from tinyml.adapters.insertion import add_lora, lora_state_dict

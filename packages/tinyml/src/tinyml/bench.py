@@ -1,7 +1,8 @@
 """Benchmarks of compression, compared with the standard implementations.
 
-Ratios are medians over rounds in which both implementations alternate. A ratio "over ours" above 1
-means that this package is faster. Errors, bytes and counts do not depend on the machine's load.
+Ratios are quantiles over rounds in which both implementations alternate. A ratio "over ours" above
+1 means that this package is faster. Errors and bytes of layers with activations="auto" depend on
+the implementation that was chosen. All others are independent of the machine's load.
 """
 
 from __future__ import annotations

@@ -42,7 +42,7 @@ def refuse_save_pretrained(*_: Any) -> None:
 class CompressedWeight(nn.Module):
     """A parametrization that stores a compressed weight; `forward(x)` computes the dense weight.
 
-    `layer.weight` remains the dense weight for all code that reads it, and any layer with a weight
+    Code that reads `layer.weight` receives the dense weight, so any layer with a parameter `weight`
     can be compressed (see `torch.nn.utils.parametrize`).
     """
 
@@ -57,8 +57,8 @@ class CompressedWeight(nn.Module):
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Return the tensor to store or train in place of `weight`.
 
-        torch also calls this method if a tensor is assigned to the layer's weight, which would not
-        change the codes. Raise `RuntimeError` then.
+        torch also calls this method if a tensor is assigned to the layer's weight. Raise
+        `RuntimeError` then, because the assignment would not change the codes.
         """
         if not self._is_registering:
             raise RuntimeError(
@@ -92,7 +92,8 @@ def compress_layer(layer: nn.Module, compressed: CompressedWeight) -> None:
     """Make a dense layer compute its weight from the compressed one.
 
     Raise `ValueError` if the layer has another parametrization. torch generates a class for a
-    parametrized layer, which its copies share, so a second one would change the original as well.
+    parametrized layer. Copies of the layer share this class, so a second parametrization would
+    change the original layer as well.
     """
     if parametrize.is_parametrized(layer):
         names = list(cast(Any, layer).parametrizations)
@@ -106,7 +107,7 @@ def compress_layer(layer: nn.Module, compressed: CompressedWeight) -> None:
 
 
 def compressed_weight(layer: nn.Module) -> CompressedWeight | None:
-    """Return the compressed weight of a layer, or None if its weight is dense."""
+    """Return the compressed weight of a layer, or None if it does not have one."""
     if "parametrizations" not in layer._modules or not parametrize.is_parametrized(layer, "weight"):
         return None
     last = cast(Any, layer).parametrizations.weight[-1]

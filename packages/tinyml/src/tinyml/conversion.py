@@ -69,9 +69,9 @@ def warn_of_dense_weights(
     """Warn of matrices that stay dense because they are not the weight of a known kind of layer.
 
     Examples are fused experts, `in_proj_weight`, transposed convolutions, embedding bags, and the
-    tensors from which `weight_norm` computes a weight. No warning is given if they contain less
-    than a hundredth of the model's elements, or for the modules in `protected`. `skipped` are
-    layers of a known kind that stay dense nevertheless.
+    tensors from which `weight_norm` computes a weight. Matrices of the modules in `protected` are
+    not counted. No warning is given if the others contain at most a hundredth of the elements of
+    the state dict. `skipped` are layers of a known kind that stay dense nevertheless.
     """
     dense: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -113,13 +113,12 @@ def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
 
 
 def check_supported(model: nn.Module) -> None:
-    """Raise `ValueError` if a module is wrapped by `torch.compile` or for data parallelism.
+    """Raise `ValueError` for sparse tensors, and for modules wrapped by torch.
 
-    Also raise it for sparse tensors.
-
-    A wrapper prefixes the names of the wrapped module, which readers of files do not expect. A
-    compiled module also runs the wrapped layer after its replacement, and
-    `DistributedDataParallel` does not average gradients of parameters that are added later.
+    The wrappers are those of `torch.compile` and of data parallelism. A wrapper prefixes the names
+    of the wrapped module, which readers of files do not expect. A compiled module also runs the
+    wrapped layer after its replacement, and `DistributedDataParallel` does not average gradients of
+    parameters that are added later.
     """
     wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel
     for name, module in model.named_modules():
@@ -154,7 +153,8 @@ def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     """Return a copy of `model` with merged adapters replaced by their layers.
 
     Adapters that are not merged remain in the copy. `memo` is the argument of `copy.deepcopy`.
-    Raise `ValueError` if the model has other replaced layers, because their dense weights are lost.
+    Raise `ValueError` if the model has other replaced layers, because the weights before their
+    rounding are lost.
     """
     check_supported(model)
     model = copy.deepcopy(model, memo)
@@ -165,7 +165,7 @@ def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
 
 
 def dense_copy(model: nn.Module) -> nn.Module:
-    """Return a plain copy in which all weights are dense parameters."""
+    """Return a plain copy in which compressed weights are dense parameters again."""
     model = plain_copy(model)
     for layer in list(model.modules()):
         if compressed_weight(layer) is not None:
@@ -174,7 +174,10 @@ def dense_copy(model: nn.Module) -> nn.Module:
 
 
 def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Replace modules of `model` in place; return the model, or its replacement."""
+    """Replace modules of `model` in place; return the model, or its replacement.
+
+    Raise `ValueError` if a replaced module has hooks or a patched `forward` (see `check_hooks`).
+    """
     check_hooks(model, replacements)
     if model in replacements:
         return replacements[model]
@@ -186,7 +189,10 @@ def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) 
 
 
 def check_hooks(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
-    """Raise `ValueError` if a replaced module has hooks or a patched `forward`."""
+    """Raise `ValueError` if a replaced module has hooks or a patched `forward`.
+
+    A module that its replacement contains may have them.
+    """
     for name, module in model.named_modules():
         replacement = replacements.get(module)
         if replacement is None or any(inner is module for inner in replacement.modules()):

@@ -2,7 +2,7 @@
 
 The graph is independent of how the model's code is written: modules, functions and operators are
 treated alike. In-place operations, including those on views, are rewritten as functional operators.
-Outputs that are not tensors, such as a cache, are dropped.
+Outputs other than tensors in tuples, lists, mappings and dataclasses are dropped.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ QUANTIZABLE: tuple[type[nn.Module], ...] = (*PRUNABLE, nn.Embedding)
 
 
 def is_conv1d(module: nn.Module) -> bool:
-    """Return True if a module is transformers' `Conv1D`: a linear layer with a weight (in, out)."""
+    """Return True for transformers' `Conv1D`, which is a linear layer with a weight (in, out)."""
     return type(module).__name__.removeprefix("Parametrized") == "Conv1D" and hasattr(module, "nf")
 
 
@@ -37,7 +37,8 @@ def weight_of(layer: nn.Module) -> Tensor:
 def returns_product_or_rows(layer: nn.Module, call: Callable[[Tensor], Any]) -> bool:
     """Return True if `call` returns the product with the layer's weight, or rows of an embedding.
 
-    This is checked on two inputs. `call` is the layer with its hooks, or its `forward`. The
+    The product includes the bias, and rows are multiplied by `embed_scale` if the layer has this
+    attribute. Two inputs are checked. `call` is the layer with its hooks, or its `forward`. The
     `forward` of a subclass may normalize or scale the outputs, or compute positions. An exception
     counts as another result.
     """
@@ -102,7 +103,7 @@ def layers_of(
 def protected_modules(model: nn.Module, protect: Sequence[str]) -> set[str]:
     """Return the names of the modules that `protect` names, and of all modules inside them.
 
-    A name is the full name of a module or some of its dot-separated parts: "lm_head",
+    A name is the full name of a module or some consecutive dot-separated parts of it: "lm_head",
     "layers.0", "q_proj". Raise `ValueError` if a name matches no module.
     """
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
@@ -134,7 +135,7 @@ def setting_per_layer(
 ) -> dict[str, T]:
     """Return the setting of each layer: one value for all layers, or a value per named layer.
 
-    Raise `ValueError` if the name of a layer is unknown.
+    Layers that a mapping does not name are left out. Raise `ValueError` if a name is unknown.
     """
     if not isinstance(settings, Mapping):
         return dict.fromkeys(layers, settings)

@@ -14,7 +14,7 @@ from torch import Tensor
 def kmeans(weights: Tensor, bits: int, iterations: int = 100) -> tuple[Tensor, Tensor]:
     """Return 2^bits shared values and the index of each weight's value (Lloyd's algorithm)."""
     flat = weights.flatten()
-    # With evenly spaced quantiles every cluster starts with the same number of weights.
+    # The initial values are evenly spaced quantiles, so most of them lie where most weights are.
     quantiles = (torch.arange(2**bits) + 0.5) / 2**bits
     centroids = flat.sort().values[(quantiles * len(flat)).long()]
     for _ in range(iterations):
@@ -27,7 +27,7 @@ def kmeans(weights: Tensor, bits: int, iterations: int = 100) -> tuple[Tensor, T
 
 
 def centroid_gradient(gradient: Tensor, codes: Tensor, count: int) -> Tensor:
-    """Return the gradient of the shared values: the sum over the weights that use each value."""
+    """Return the gradient of each shared value: the sum of the gradients of its weights."""
     zeros = torch.zeros(count, dtype=gradient.dtype)
     return zeros.index_add(0, codes.flatten(), gradient.flatten())
 

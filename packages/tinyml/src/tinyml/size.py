@@ -1,8 +1,8 @@
 """Size of a model: bytes as stored.
 
-Each tensor counts once, even if several layers share it. Different views of one memory all count,
-because a file contains each of them. Bytes include codebooks and scales. A pruned weight is also
-counted as a sparse file stores it: a bit per element plus the nonzero elements.
+Each parameter and buffer counts once, even if several layers share it. Different tensors that are
+views of one memory all count. Bytes include palettes and scales. Floating-point tensors are also
+counted as a sparse file stores them: a bit per element plus the nonzero elements.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Size:
 
 @torch.no_grad()
 def size_of(model: nn.Module) -> Size:
-    """Return the bytes of every parameter and buffer of `model`."""
+    """Return the bytes of every parameter and buffer of `model`, persistent or not."""
     check_strided("a model", *model.parameters(), *model.buffers())
     by_name: dict[str, int] = {}
     sparse: dict[str, int] = {}
@@ -60,7 +60,7 @@ def size_of(model: nn.Module) -> Size:
 
 
 def has_value(tensor: Tensor) -> Tensor:
-    """Return True for elements that a sparse file stores: all that have a bit set."""
+    """Return True for elements that a sparse file stores; these have a bit set, as -0.0 does."""
     return as_integers(tensor.contiguous()) != 0
 
 

@@ -1,9 +1,10 @@
 """Selection of the fastest of several implementations of a function on this machine.
 
 Implementations are timed in interleaved rounds. A reference implementation is replaced only by one
-that is clearly faster in most rounds, with its weights in the cache and out of it. Implementations
-that cannot be selected are dropped as early as possible, because a call may take seconds. Decisions
-are stored in a file per user, because another process on the same machine would repeat them.
+that is clearly faster in most rounds, with its weights in the cache and out of it. Long calls are
+timed in one state only. Implementations that cannot be selected are dropped as early as possible,
+because a call may take seconds. Decisions are stored in a file per user, because another process on
+the same machine would repeat them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ _SECONDS = 0.25  # after this time, no further rounds are started
 _CACHE_BYTES = 64 * 2**20
 _LONG_MS = 10.0  # calls longer than filling the cache are timed in one state only
 _LEAST_SECONDS = 5e-4  # shorter calls are repeated and averaged
-_WARM_UP = 4  # calls until the cache contains this implementation's weights
+_WARM_UP = 4  # calls before the timed ones, so that the cache contains the weights
 _TOO_SLOW = 3.0  # the ratio to the fastest above which an implementation is dropped
 _FIRST_MARGIN = 1.2  # the speedup below which the first calls exclude a replacement
 
@@ -50,8 +51,8 @@ class Timing:
     """The selected implementation and the milliseconds of all implementations."""
 
     selected: str
-    #: Medians over the rounds. Times of implementations that the first calls excluded are
-    #: extrapolated from `TRIAL_TOKENS` tokens.
+    #: Medians over the rounds. An implementation that was in no round has the time of its first
+    #: calls, which is extrapolated on a CPU from at most `TRIAL_TOKENS` tokens.
     milliseconds: dict[str, float]
     #: Times with the weights out of the cache; empty if not measured.
     out_of_cache: dict[str, float]
@@ -77,8 +78,8 @@ def measure(
 
     Without `reference`, return the implementation with the lowest median, with its weights in the
     cache. An implementation that is not supported, or for which `is_right(name)` is False, is never
-    returned. `is_right` is evaluated for the fastest implementation only. `inputs` has the shape
-    (tokens, width).
+    returned. `is_right` is evaluated only for an implementation that would be returned. `inputs`
+    has the shape (tokens, width).
     """
     remaining = dict(implementations)
     timing = _fastest(remaining, inputs, reference)
@@ -126,7 +127,8 @@ def _first_times(
 ) -> dict[str, float]:
     """Return the milliseconds of the best of a few calls of each supported implementation.
 
-    A GPU needs many tokens to be busy, so only CPUs get fewer tokens than `inputs` has.
+    On a CPU, the calls get at most `TRIAL_TOKENS` tokens, and the time is extrapolated to all
+    tokens. A GPU needs many tokens to be busy, so its calls get all of them.
     """
     trial = inputs[:TRIAL_TOKENS] if inputs.device.type == "cpu" else inputs
     first: dict[str, float] = {}
@@ -150,7 +152,8 @@ def _rounds(
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the milliseconds of interleaved calls, with the weights in the cache and out of it.
 
-    The rounds end early if no call can replace the reference any more.
+    Without `reference`, or if `is_long`, times out of the cache are missing. The rounds end early
+    if no call can replace the reference any more, or after a quarter of a second.
     """
     has_cold_rounds = reference is not None and not is_long
     fill_the_cache = torch.ones(_CACHE_BYTES // 4 if has_cold_rounds else 0).sum
@@ -184,7 +187,7 @@ def _losses(ours: Sequence[float], others: Sequence[float]) -> int:
 def milliseconds(call: Callable[[], object], least_seconds: float = 0.0) -> float:
     """Return the mean time of calls, which are repeated until `least_seconds` have passed.
 
-    A single thread is timed by processor time, which excludes other programs.
+    On a CPU, a single thread is timed by processor time, which excludes other programs.
     """
     on_gpu = torch.cuda.is_initialized()
     is_single = torch.get_num_threads() == 1 and not on_gpu
@@ -251,7 +254,7 @@ def _stored() -> dict[str, dict[str, Any]]:
 
 @cache
 def _machine() -> str:
-    """Return the CPU model, the instruction set that torch uses and torch's version."""
+    """Return the CPU model, the number of cores, the instruction sets and torch's version."""
     model = platform.processor()
     if Path("/proc/cpuinfo").exists():
         lines = Path("/proc/cpuinfo").read_text().splitlines()

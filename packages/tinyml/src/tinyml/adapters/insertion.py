@@ -36,9 +36,11 @@ def add_lora(
 ) -> nn.Module:
     """Freeze `model` and add an adapter to every layer of `kinds`, in place; return the model.
 
+    The update of a weight is multiplied by `alpha` / `rank`; `alpha` is `rank` by default.
     `targets` selects layers whose name equals an entry or ends with it after a dot, as "q_proj"
-    does for "blocks.0.q_proj". Every entry must match a layer. A layer that the model contains
-    twice has one adapter. An error leaves the model unchanged.
+    does for "blocks.0.q_proj". Every entry must match a layer. `model` itself gets no adapter, nor
+    do layers that `protect` names. A layer that the model contains twice has one adapter. An error
+    leaves the model unchanged.
 
     `parameters` selects single parameters by the ends of their names, such as
     "experts.gate_up_proj" for fused experts; layers are then adapted only if `targets` names them.
@@ -84,10 +86,9 @@ def insert_adapters(
 ) -> nn.Module:
     """Freeze `model` and replace each of `children` by the adapter that `make` returns.
 
-    `parameters` are the adapters of single parameters, by module and parameter.
-
-    All adapters are created before the first is installed. A layer that the model contains twice
-    has one adapter in both positions, because its weight is merged once.
+    `parameters` are the adapters of single parameters, by module and parameter. All adapters are
+    created before the first is installed. A layer that the model contains twice has one adapter in
+    both positions, because its weight is merged once.
     """
     check_supported(model)
     children = list(children)
@@ -149,7 +150,11 @@ def _chosen(
     targets: tuple[str, ...] | None,
     protected: set[str],
 ) -> list[nn.Module]:
-    """Return the layers to adapt, except those that also have a protected name."""
+    """Return the layers to adapt.
+
+    A layer that the model contains twice is left out if one of its names is protected. Raise
+    `ValueError` if the model has adapters, or a target matches no layer.
+    """
     chosen: dict[nn.Module, None] = {}
     unmatched = set(targets or ())
     named_modules = list(model.named_modules(remove_duplicate=False))

@@ -1,8 +1,8 @@
 """Low-rank adapters: y = W x + (alpha / r) B (A x), with W frozen.
 
-Names and initialization are those of the peft library (Hu et al., "LoRA", 2021). A (r, in) starts
-uniform and B (out, r) at zero, so the function is unchanged at first. If both were zero, both
-gradients would vanish; if neither were, the initial function would change.
+The method is that of Hu et al., "LoRA", 2021, with the names and the initialization of the peft
+library. A (r, in) starts uniform and B (out, r) at zero, so the function is unchanged at first. If
+both were zero, both gradients would vanish; if neither were, the initial function would change.
 
 A and B are float32 even if the base is 16-bit, because 16 bits cannot represent the small updates
 of training. The sum with the base's outputs is rounded once. `merge` replaces the base weight and
@@ -94,7 +94,10 @@ class LoRA(LowRankUpdate, Replacement):
 
     @property
     def weight(self) -> Tensor:
-        """Return the weight with the update; raise `RuntimeError` if a merged update is stale."""
+        """Return the weight with the update.
+
+        Raise `RuntimeError` if the update was merged and its factors have changed since.
+        """
         if self.merged:
             self._check_unchanged()
         weight = cast(Tensor, self.base.weight)
@@ -135,7 +138,10 @@ class LoRA(LowRankUpdate, Replacement):
 
     @torch.no_grad()
     def _check_unchanged(self) -> None:
-        """Raise `RuntimeError` if a factor or the scaling has changed since `merge`."""
+        """Raise `RuntimeError` if a factor or the scaling has changed since `merge`.
+
+        Do nothing inside `torch.compile`, which cannot read the versions of tensors.
+        """
         if torch.compiler.is_compiling():
             return
         stamp = tensor_versions(self.lora_A, self.lora_B), self.scaling
@@ -155,7 +161,7 @@ class LoRA(LowRankUpdate, Replacement):
 
     @torch.no_grad()
     def check_mergeable(self) -> None:
-        """Raise an error if the update cannot be merged."""
+        """Raise an error if the update cannot be merged, or is merged already."""
         if compressed_weight(self.base) is not None:
             raise RuntimeError(
                 "the base weight is compressed, and compressing the merged weight would lose a "
@@ -173,7 +179,10 @@ class LoRA(LowRankUpdate, Replacement):
 
     @torch.no_grad()
     def unmerge(self) -> None:
-        """Restore the base weight bit for bit; do nothing if the update is not merged."""
+        """Restore the base weight bit for bit; do nothing if the update is not merged.
+
+        If the layer was converted to another type since `merge`, the old weight is converted too.
+        """
         if self._unmerged_weight is not None:
             (before,) = self._unmerged_weight
             # The model may have moved to another device or type since `merge`.
@@ -182,7 +191,10 @@ class LoRA(LowRankUpdate, Replacement):
             self._unmerged_weight = None
 
     def restored(self) -> nn.Module:
-        """Return the base with the update if it is merged, otherwise the adapter itself."""
+        """Return the base with the update if it is merged, otherwise the adapter itself.
+
+        Raise `RuntimeError` if the factors have changed since `merge`.
+        """
         if self.merged:
             self._stamp = None
             self._check_unchanged()

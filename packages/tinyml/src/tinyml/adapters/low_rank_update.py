@@ -33,8 +33,8 @@ class LowRankUpdate:
         """Create A (matrices * rank, in), uniform, and B (out, rank * matrices), zero.
 
         `sizes` are (out, in) of each matrix in `weight`; `alpha` is `rank` by default. The factors
-        of a 16-bit weight are float32. Raise `ValueError` if the rank does not fit in the matrices,
-        or if alpha or the weight is not finite.
+        of a 16-bit weight are float32. Raise `ValueError` if the rank is not between 1 and the
+        smaller size, or if alpha or the weight is not finite.
         """
         check_strided("an adapted weight", weight)
         outputs, inputs = sizes

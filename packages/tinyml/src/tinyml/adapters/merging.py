@@ -1,8 +1,8 @@
 """Merging of adapters into the weights that they update, and back.
 
 `merge` keeps the adapters, and `unmerge` undoes it bit for bit. `merge_and_unload` leaves a plain
-model. A merged weight differs from the weights that it was tied to, so the configuration of a
-transformers model is untied as well.
+model. A weight that it updates differs from the weights that it was tied to, so the configuration
+of a transformers model no longer ties them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tinyml.conversion import check_hooks, replace_modules
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Merge every adapter of `model` in place, so that it runs at the speed of the base.
+    """Merge every adapter of `model` in place, so that the model does not compute updates.
 
     Raise an error, and merge no adapter, if one of them cannot be merged or is already merged.
     """
@@ -49,10 +49,10 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     """Merge every adapter and restore the plain layers, in place; return the model.
 
     Adapters that are already merged are included. The weights have the same names as before
-    `add_lora`, so `from_pretrained` can read the result of `save_pretrained`, and they remain
+    `add_lora`, so `from_pretrained` can read the result of `save_pretrained`. All parameters remain
     frozen. If an adapter cannot be merged, an error is raised and nothing changes. An adapted
-    weight that was tied to another layer is separate afterwards, and the model's configuration is
-    updated.
+    weight that was tied to another layer is separate afterwards. The configuration of a
+    transformers model is updated accordingly.
     """
     adapters = adapters_of(model)
     bases: dict[nn.Module, nn.Module] = {adapter: adapter.base for adapter in adapters.values()}
@@ -101,7 +101,7 @@ def _weights_before(model: nn.Module, adapters: dict[str, LoRA]) -> list[Tensor 
 
 
 def unmerge(model: nn.Module) -> nn.Module:
-    """Undo `merge`, bit for bit."""
+    """Undo `merge`, bit for bit; adapters that are not merged stay as they are."""
     for adapter in adapters_of(model).values():
         adapter.unmerge()
     return model

@@ -67,10 +67,10 @@ class ParameterLoRA(LowRankUpdate, nn.Module):
 
 
 def matching_parameters(model: nn.Module, wanted: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (module, parameter) for each parameter whose name equals an entry or ends with it.
+    """Return (module, parameter) for each parameter whose name matches an entry.
 
-    Parameters of one module are in the order of their registration. Raise `ValueError` if an entry
-    matches no parameter.
+    The name equals the entry, or ends with it after a dot. Parameters of one module are in the
+    order of their registration. Raise `ValueError` if an entry matches no parameter.
     """
     entries, known = set(wanted), [name for name, _ in model.named_parameters()]
     matches = [n for n in known if any(f".{n}".endswith(f".{entry}") for entry in entries)]

@@ -45,7 +45,7 @@ _LEAVE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def save_lora(model: nn.Module, folder: str | Path) -> None:
-    """Write the adapters of `model` into `folder`; each file is replaced atomically."""
+    """Write the adapters of `model` into `folder`; each of its two files is replaced atomically."""
     check_supported(model)
     adapters = adapters_of(model)
     if "" in adapters:
@@ -91,9 +91,10 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
 
 
 def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
-    """Add the adapters in `folder` to `model` (without adapters), in place; return the model.
+    """Add the adapters in `folder` to `model`, in place; return the model.
 
-    The base is frozen. Everything is validated before the model is changed.
+    The base is frozen. Raise `ValueError` if `model` has adapters, or if those in the folder do not
+    fit or use unsupported options of peft. An error leaves the model unchanged.
     """
     folder = Path(folder)
     config = json.loads((folder / _CONFIG).read_text())
@@ -155,7 +156,8 @@ def _paths_in_file(names: Sequence[str]) -> dict[str, str]:
 def _factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
     """Return the factors A and B in `folder` by the name of their module.
 
-    Raise `ValueError` if a weight of the base in the folder differs from the model's.
+    Raise `ValueError` if a weight of the base in the folder differs from the model's, if a factor
+    is not finite, and for other tensors.
     """
     stored = load_file(folder / _WEIGHTS)
     pairs: dict[str, dict[str, Tensor]] = {}

@@ -1,7 +1,7 @@
 """Soft prompts: trainable vectors in front of the input of a frozen language model.
 
-Only `length` x `dim` numbers are trained, and only the answer's tokens contribute to the loss.
-Source: Lester et al., "The Power of Scale for Parameter-Efficient Prompt Tuning", 2021.
+Only `length` x `dim` numbers are trained. The method is that of Lester et al., "The Power of Scale
+for Parameter-Efficient Prompt Tuning", 2021.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Atomic writes: a file is written completely or not at all."""
+"""Atomic writes: a reader sees the complete new file or the old one."""
 
 from __future__ import annotations
 
@@ -10,7 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; rename it to `path` if the body succeeds."""
+    """Yield a temporary path next to `path`; rename it to `path` if the body succeeds.
+
+    If the body raises an error, delete the temporary file.
+    """
     path = Path(path)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:

@@ -31,7 +31,7 @@ def save_awq(model: nn.Module, folder: str | Path) -> None:
     """Write a transformers model whose linear layers have 4-bit weights in groups.
 
     The model must be in float16: call `model.half()` before `gptq` or `quantize`. Linear layers
-    that are not quantized are listed in `modules_to_not_convert`. The head is not quantized,
+    that are not quantized are listed in `modules_to_not_convert`. The head must not be quantized,
     because transformers leaves it dense: pass `protect=["lm_head"]`. The tokenizer is not saved.
     """
     grids = quantized_linears(model, (4,))
@@ -59,9 +59,9 @@ def save_awq(model: nn.Module, folder: str | Path) -> None:
 
 
 def _always_dense(model: nn.Module) -> list[str]:
-    """Return the layers that transformers never converts: the head, and a layer with a weight last.
+    """Return the layers that transformers never converts.
 
-    The second is the layer of the model's last parameter, unless this parameter is a bias.
+    These are the head and the layer of the model's last parameter, unless this parameter is a bias.
     """
     head: Any = getattr(model, "get_output_embeddings", lambda: None)()
     names = [name for name, layer in model.named_modules() if layer is head]

@@ -64,13 +64,17 @@ def save_gguf(
 ) -> nn.Module:
     """Write `model` with linear weights as blocks of `kind`; return a copy with these weights.
 
-    The copy has the types of `model`, so 16-bit weights in it are rounded once more.
+    The weights of the copy are dense and have the types of `model`, so 16-bit weights in it are
+    rounded once more.
 
-    Dense weights are rounded. Weights that were quantized symmetrically to 8 bits ("Q8_0") or 4
-    bits ("Q4_0") are stored exactly. Their groups must have a multiple of 32 inputs, and their
-    scales must be float16 numbers. All other tensors are stored unchanged, and so are weights whose
-    inputs the block size does not divide. Raise `ValueError` for weights so large or small that the
-    float16 scales of `kind` change them.
+    Dense weights of `nn.Linear` layers are rounded. Weights that were quantized symmetrically to 8
+    bits ("Q8_0") or 4 bits ("Q4_0") are stored exactly. Their groups must have a multiple of 32
+    inputs, and their scales must be float16 numbers. Raise `ValueError` for linear weights that are
+    compressed otherwise, and for weights so large or small that the float16 scales of `kind` change
+    them.
+
+    The weights of layers that `protect` names, or whose number of inputs is not a multiple of the
+    block size, are stored dense and unchanged, and so are all other tensors.
 
     `metadata` contains the keys that the reader of the file needs, such as "general.architecture",
     and `names` maps parameter names to names in the file. llama.cpp needs the keys and names of its

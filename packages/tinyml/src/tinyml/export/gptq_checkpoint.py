@@ -30,7 +30,8 @@ def save_gptq(model: nn.Module, folder: str | Path) -> None:
 
     The model must be in float16: call `model.half()` before `gptq` or `quantize`. Exactly the
     linear layers of its numbered blocks must be quantized, because readers of the format assume
-    that: pass `protect=["lm_head"]` and `layers=[nn.Linear]`. The tokenizer is not saved.
+    that: pass `protect=["lm_head"]` and, to `quantize`, `layers=[nn.Linear]`. The tokenizer is not
+    saved.
     """
     grids = quantized_linears(model, (4, 8))
     for name, layer in model.named_modules():

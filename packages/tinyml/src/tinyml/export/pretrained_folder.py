@@ -1,7 +1,7 @@
 """Folders that transformers and vLLM load: packed weights and a `quantization_config`.
 
-The formats store codes of 4 or 8 bits with a 16-bit scale per output and group of inputs. A weight
-in the file, rounded to 16 bits, is exactly `layer.weight`.
+The formats store codes of 4 or 8 bits with a float16 scale per output and group of inputs. A weight
+in the file, rounded to float16, is exactly `layer.weight`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,10 @@ def _cannot_store(name: str, what: str) -> ValueError:
 
 
 def group_size_of(grids: Mapping[str, GridWeight]) -> int | None:
-    """Return the inputs per scale, -1 for one scale per output, or None if the layers differ."""
+    """Return the inputs per scale if all layers have the same number.
+
+    Otherwise, return -1 if every layer has one scale per output, or else None.
+    """
     sizes = {grid.rows[1] for grid in grids.values()}
     if len(sizes) == 1:
         return sizes.pop()
@@ -108,7 +111,8 @@ def unsigned(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
 def pack_int32(codes: Tensor, bits: int, order: Sequence[int]) -> Tensor:
     """Pack unsigned codes (..., n) into int32 (..., n * bits / 32).
 
-    The code at position `order[i]` of each word starts at bit `i * bits`.
+    The code at position `order[i]` of each word starts at bit `i * bits`. `order` has 32 / bits
+    positions.
     """
     words = codes.long().unflatten(-1, (-1, len(order)))
     shifts = torch.arange(0, 32, bits, device=words.device)

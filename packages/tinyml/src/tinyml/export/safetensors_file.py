@@ -1,9 +1,9 @@
 """Compressed models as safetensors files.
 
-Weights are stored packed, as in memory. A pruned weight is stored as a bitmap and its nonzero
-elements if that is smaller; `size_of(model).sparse_bytes` is the size of the data. The names of the
-tensors and the formats in the metadata describe each layer, so `load` needs only the uncompressed
-model.
+Weights are stored packed, as in memory. A floating-point tensor is stored as a bitmap and its
+nonzero elements if that is smaller. Parameters and buffers need at most
+`size_of(model).sparse_bytes` bytes. The names of the tensors and the formats in the metadata
+describe each layer, so `load` needs only the uncompressed model.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ _INT8 = "weight_codes"
 
 
 def save(model: nn.Module, path: str | Path) -> None:
-    """Write every tensor of `model` once, in its compressed form, and a checksum of the file.
+    """Write every tensor of the state dict once, in its compressed form, and a checksum of the file.
 
-    Raise `ValueError` for models that are being trained with rounded weights.
+    Raise `ValueError` for models from `prepare_qat` that were not converted, for tensors on the
+    meta device, and for types that safetensors does not store.
     """
     automatic: list[str] = []
     for name, module in model.named_modules():
@@ -93,7 +94,7 @@ def _checksum(path: str | Path) -> tuple[int, bytes, bytes]:
     """Return the offset of a file's checksum, the stored checksum and the computed checksum.
 
     The checksum is computed over the whole file, with zeros in place of the checksum. Raise
-    `ValueError` if the file was not written by `save`.
+    `ValueError` if the file does not contain a checksum.
     """
     with Path(path).open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
@@ -112,10 +113,12 @@ def _checksum(path: str | Path) -> tuple[int, bytes, bytes]:
 @torch.inference_mode(mode=False)  # inference tensors do not count their modifications
 @torch.no_grad()
 def load(model: nn.Module, path: str | Path) -> nn.Module:
-    """Return a copy of the uncompressed `model` that has the compressed weights of a file.
+    """Return a copy of the uncompressed `model` with all tensors of a file that `save` wrote.
 
     Each layer is on the device of the layer that it replaces. Weights that `model` ties and the
     file stores separately, as after merging an adapter into one of them, are not tied in the copy.
+    Raise `ValueError` if the file is damaged or has another format, or if `model` is on the meta
+    device.
     """
     if any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
         raise ValueError(

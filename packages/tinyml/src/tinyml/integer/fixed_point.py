@@ -8,12 +8,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-#: The number of bits of a sum's multipliers; 16 inputs, each up to 255, then need 34 bits.
+#: The number of bits of a sum's multipliers. Differences of codes have 8 bits, so each product has
+#: at most 30.
 SUM_BITS = 22
 
 
 class Scale(nn.Module):
-    """The scale and zero point of int8 codes, r = scale (q - zero), stored in the state dict."""
+    """The scale and zero point of int8 codes q of values r = scale (q - zero), as buffers."""
 
     bits_of_scale: Tensor
     code_of_zero: Tensor
@@ -37,7 +38,7 @@ class Scale(nn.Module):
         return int(self.code_of_zero)
 
     def codes(self, values: Tensor) -> Tensor:
-        """Return the int8 codes of float values."""
+        """Return the int8 codes of float values: halves are rounded up, and the range is clamped."""
         codes = (values.double() / self.scale).add_(0.5).floor_() + self.zero
         return codes.clamp(-128, 127).to(torch.int8)
 
@@ -63,19 +64,26 @@ def shifted(scaled: Tensor, shift: Tensor, after: Scale) -> Tensor:
 
 
 def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return positive factors as m / 2^s, with int32 m in [2^30, 2^31) and int64 s."""
+    """Return positive factors as m / 2^s, with int32 m in [2^30, 2^31) and int64 s, at most 62.
+
+    Raise `ValueError` if a factor is 2^30 or more.
+    """
     mantissa, exponent = torch.frexp(factors.double())
     # A mantissa just below 1 would be rounded to 2^31.
     multiplier = (mantissa * 2**31).round().clamp(max=2**31 - 1)
     shift = 31 - exponent.long()
     if (shift < 1).any():
         raise ValueError("a scale grows by 2^31 in one layer; the calibration range must be wrong")
-    # An int32 times a multiplier has at most 62 bits; a longer shift always yields zero.
+    # A longer shift of an int32 times a multiplier yields zero. So does a shift by 62 if the
+    # magnitude of the int32 is less than 2^30.
     return multiplier.to(torch.int32), shift.clamp(max=62)
 
 
 def common_shift(factors: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return factors as m_i / 2^s, where the largest |m_i| has about `SUM_BITS` bits."""
+    """Return factors as m_i / 2^s, where the largest |m_i| is at most 2^22 (`SUM_BITS`).
+
+    Raise `ValueError` if a factor is 2^22 or more.
+    """
     largest = max(abs(factor) for factor in factors)
     exponent = math.frexp(largest)[1]
     shift = SUM_BITS - exponent

@@ -1,9 +1,10 @@
 """A float network as a list of steps, independent of how its forward is written.
 
 Everything that does not depend on the input, such as the lookup of a palette, is computed while the
-graph is traced. A batch normalization becomes a part of the weight and bias of the product before
-it. An activation that only clamps, such as ReLU and ReLU6, clamps the previous step instead,
-because integers are clamped there anyway.
+graph is traced. If nothing else reads a product, the batch normalization after it becomes a part of
+its weight and bias; otherwise it becomes a product. An activation that only clamps, such as ReLU
+and ReLU6, is folded into the step before it if nothing else reads that step, because integers are
+clamped there anyway.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ _TRACED_SAMPLES, _CHECKED_SAMPLES = 7, 5
 def trace(model: nn.Module, example: Tensor) -> list[Step]:
     """Return the steps of `model`, from the input to the output.
 
-    Raise `ValueError` if an operator, which the error names, has no integer form. Also raise it if
-    the model contains a number of samples, as in `x.view(2, -1)`.
+    Raise `ValueError` with the name of an operator that has no integer form. Also raise it if a
+    number of samples is written into the model's code, as in `x.view(2, -1)`.
     """
     example = example[:1].repeat(_TRACED_SAMPLES, *[1] * (example.dim() - 1))
     walk = _Walk(exported(model, (example,)), len(example))
@@ -47,7 +48,7 @@ def trace(model: nn.Module, example: Tensor) -> list[Step]:
 
 
 def _require_any_batch(model: nn.Module, example: Tensor) -> None:
-    """Raise `ValueError` unless the output has as many samples as `example`."""
+    """Raise `ValueError` unless the model runs and returns as many samples as `example` has."""
     try:
         with torch.no_grad(), evaluation_mode(model):
             samples = len(model(example))

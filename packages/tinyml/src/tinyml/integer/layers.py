@@ -1,10 +1,13 @@
-"""The layers of an integer network: int8 in, int8 out, without float arithmetic.
+"""The layers of an integer network: int8 in, int8 out, with the results of integer arithmetic.
 
 The arithmetic follows Jacob et al., "Quantization and Training of Neural Networks for Efficient
 Integer-Arithmetic-Only Inference", 2018. Sums of products are int32. They are converted to the next
 layer's int8 by one multiplication with a 31-bit integer and one rounding shift per channel. An
 activation is a table of 256 codes. Values of different scales are multiplied by 22-bit integers
-before they are added. All constants are buffers, so a state dict describes the whole network.
+before they are added. All weights, scales and tables are buffers, so a state dict contains them.
+
+In torch, products and means are computed by float operators, which are faster. Their float32 or
+float64 results are exact integers, or are rounded exactly as the formulas say.
 """
 
 from __future__ import annotations
@@ -155,7 +158,7 @@ class IntegerSum(RescaledValues):
 
 
 class IntegerCat(RescaledValues):
-    """A concatenation of channels whose values are converted to one scale."""
+    """A concatenation of channels, converted to one scale: Z + ((m_i (q_i - Z_i) + 2^(s-1)) >> s)."""
 
     def forward(self, *codes: Tensor) -> Tensor:
         """Concatenate int8 values along their channels."""

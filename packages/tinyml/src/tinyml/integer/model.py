@@ -1,10 +1,11 @@
 """A network that computes with integers from its first layer to its last.
 
 The scheme is that of Jacob et al., "Quantization and Training of Neural Networks for Efficient
-Integer-Arithmetic-Only Inference", 2018. A ReLU needs no layer: the range after it starts at zero,
-whose code is the lowest, so clamping to int8 is the ReLU. Batch normalization is folded into the
-weights. The result has the same integers on every machine, and `to_c` writes the network for a
-machine without torch.
+Integer-Arithmetic-Only Inference", 2018. A ReLU after a product or a sum needs no layer if nothing
+else reads the sum: the range after the ReLU starts at zero, whose code is the lowest, so clamping
+to int8 is the ReLU. Batch normalization is folded into the weights before it, or becomes a product.
+The result has the same integers on every machine, and `to_c` writes the network for a machine
+without torch.
 """
 
 from __future__ import annotations
@@ -27,9 +28,10 @@ class IntegerModel(nn.Module):
     """The int8 form of a float model of images or features, calibrated on batches of inputs.
 
     The model is traced by `torch.export`. It may contain Conv2d, Linear, BatchNorm, sums and
-    products of values, concatenation along channels, maximum and mean pooling, and flattening. An
-    activation may be any function of one number and becomes a table. The ranges are measured on
-    `batches`, whose first dimension is the batch. Raise `ValueError` for other operators.
+    products of values, concatenation along channels, maximum and mean pooling, and flattening.
+    torch's activations, powers, `exp`, `sqrt`, `abs` and `erf` become tables. The ranges are
+    measured on `batches`, whose first dimension is the batch. Raise `ValueError` for other
+    operators.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Tensor]) -> None:
@@ -64,7 +66,7 @@ class IntegerModel(nn.Module):
         return cast(Scale, self.scales[-1])
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map float inputs to float outputs through integer arithmetic."""
+        """Map float inputs to float outputs: round them to codes, and call `integers`."""
         codes = self.integers(self.quantize(inputs))
         return (codes.float() - self.output.zero) * self.output.scale
 
@@ -78,7 +80,7 @@ class IntegerModel(nn.Module):
 
     @torch.no_grad()
     def integers(self, codes: Tensor) -> Tensor:
-        """Map int8 inputs to int8 outputs without float values in between."""
+        """Map int8 inputs to int8 outputs with the results of integer arithmetic."""
         if codes.dtype != torch.int8:
             raise TypeError(f"expected int8 codes from quantize(inputs), got {codes.dtype}")
         self._check_shape(codes)

@@ -1,9 +1,9 @@
 """Export of an integer network as one C99 file without float arithmetic.
 
-The program consists of arrays, one function and a `main`. It needs a C compiler and stdint, and
-allocates no memory. Its arithmetic is that of `integer.layers`, operation by operation, so the bits
-are the same. Values are stored in one arena. The memory of a value is reused after its last reader,
-so the reported RAM is what the program uses.
+The program consists of arrays, the functions of `kernels.c` that are needed, the function of the
+network and a `main`. It includes stdint.h and string.h, and stdio.h for `main`. It allocates no
+memory. Its integers are those of the formulas in `integer.layers`, so the results have the same
+bits. Values are stored in one static arena. The memory of a value is reused after its last reader.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class CProgram:
     """The C source and its memory requirements."""
 
     source: str
-    #: Weights, biases, multipliers, shifts and tables: all constant arrays.
+    #: Weights, biases, multipliers, shifts and tables: all constant arrays, without code.
     flash_bytes: int
-    #: The arena of int8 values, input and output included.
+    #: The arena of int8 values, which includes copies of the input and the output.
     ram_bytes: int
 
     def save(self, path: str | Path) -> None:
@@ -45,8 +45,9 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
     """Return `model` as C99; the function is `void NAME(const int8_t *input, int8_t *output)`.
 
     `main` reads inputs of `NAME_INPUT` int8 values (channels, rows, columns) from standard input
-    and writes `NAME_OUTPUT` values for each. Compile with -DNAME_NO_MAIN to leave `main` out.
-    `name` must not be a name of C or of `kernels.c`, such as "main" or "pool".
+    and writes `NAME_OUTPUT` values for each; NAME is `name` in upper case. Compile with
+    -DNAME_NO_MAIN to leave `main` out. `name` must not be a name of C, of `kernels.c` or of the
+    other arrays in the file, such as "main", "pool" or "arena".
     """
     if not isinstance(model, IntegerModel):
         raise TypeError(f"expected an IntegerModel, got {type(model).__name__}")

@@ -1,9 +1,9 @@
 """Export of an integer network as an ONNX file of quantized operators (QDQ).
 
 In this form a float operator between `DequantizeLinear` and `QuantizeLinear` represents an integer
-operator. The runtime rounds halves to even and computes with float32 scales. Therefore a code may
-differ by one if the exact result is halfway between two codes. Use `to_c` for identical bits. This
-module needs `onnx`.
+operator. The runtime rounds halves to even and computes with float32 scales. Therefore a code of a
+layer may differ by one if its exact result is close to the middle between two codes. Later layers
+read this code. Use `to_c` for identical bits. This module needs `onnx`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _OPSET, _IR = 17, 10
 
 
 def to_onnx(model: IntegerModel, path: str | Path) -> None:
-    """Write `model`, with int8 codes as "input" and "output" and a free batch size."""
+    """Write `model`, with int8 codes as "input" and "output" and any batch size."""
     if not isinstance(model, IntegerModel):
         raise TypeError(f"expected an IntegerModel, got {type(model).__name__}")
     try:

@@ -51,17 +51,19 @@ def prune_channels(
     unit of each group stays. Layers that `protect` names, and all layers inside them, keep their
     sizes.
 
-    `inputs` are a typical example for `model(*inputs)`. By default, a unit's importance is the norm
-    of its contribution to the layers that read it; `tinyml.pruning.importance` has all criteria.
-    "taylor" needs `loss(model)`, the loss on typical data. Units that are always zero are removed
-    first.
+    `inputs` are a typical example for `model(*inputs)`. By default, a unit's importance is the sum
+    of w^2 E[x^2] over the weights w that read it and their inputs x. The module
+    `tinyml.pruning.importance` describes the other criteria. "taylor" needs `loss(model)`, the loss
+    on typical data. Units that are always zero are removed first.
 
     The configuration of a transformers model receives the new sizes. If it cannot express them,
     `save_pretrained` raises an error.
 
-    The result is compared with the dense model at several batch sizes and lengths, and with a cache
-    if the model has one. Raise `ValueError` if it differs, or if an attribute is read both as a
-    number of units and as something else. Warn if the result fails in training mode.
+    The result is compared with the dense model in which the weights that read the removed units are
+    zero: at several batch sizes and lengths, and with a cache if the model has one. Only `inputs`
+    are compared if the model does not run in float64 on a CPU. Raise `ValueError` if outputs
+    differ, or if an attribute is read both as a number of units and as something else. Warn if the
+    result fails in training mode.
     """
     check_criterion(criterion, loss)
     if scope not in ("group", "global"):

@@ -32,7 +32,8 @@ def check_equal(
     """Raise `ValueError` unless both models have the same outputs on variants of `inputs`.
 
     `sizes` are the old values of the attributes that were changed. Some variants are longer than
-    these values, because an attribute may also be an attention window.
+    these values, because an attribute may also be an attention window. If the dense model does not
+    run in float64 on the CPU, only `inputs` are compared. Warn if `small` fails in training mode.
     """
     small, dense, inputs, exact = _in_double(small, dense, inputs)
     with evaluation_mode(small), evaluation_mode(dense):

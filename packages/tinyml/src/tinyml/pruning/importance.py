@@ -9,7 +9,8 @@
 
 By every criterion, a unit that is always zero is dead and ranks last. This is checked on the
 example and on noise in place of the inputs of every product, because an example may not excite
-every unit. The noise is up to 100 times larger than the example.
+every unit. The standard deviation of the noise is up to 100 times the root mean square of these
+inputs, or up to 100 if they are smaller than 1.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from tinyml.pruning.groups import Group, Slice
 from tinyml.pruning.units import Walk
 from tinyml.validation import check_finite
 
-#: The minimum number of noise samples per unit, enough for any ReLU that can be active.
+#: The minimum number of noise samples per unit. With fewer, units that are rarely active look dead.
 _SAMPLES = 64
 _SCALES = (0.1, 1.0, 10.0, 100.0)
 
@@ -36,7 +37,7 @@ Loss = Callable[[nn.Module], Tensor]
 
 
 def check_criterion(criterion: str, loss: Loss | None) -> None:
-    """Raise `ValueError` unless `criterion` is known and "taylor", and no other, has a loss."""
+    """Raise `ValueError` for an unknown criterion, "taylor" without a loss, or a loss without it."""
     if criterion not in ("wanda", "magnitude", "bn_scale", "taylor"):
         raise ValueError(
             f"expected criterion 'wanda', 'magnitude', 'bn_scale' or 'taylor', got {criterion!r}"

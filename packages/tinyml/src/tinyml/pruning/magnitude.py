@@ -1,4 +1,4 @@
-"""Pruning of single weights: the least important ones are set to zero.
+"""Pruning of single weights: those of the smallest magnitude are set to zero.
 
 Exactly the requested number of weights is removed, even among ties, which a threshold would remove
 together. The model stays dense; `size_of` reports the size of a sparse file.
@@ -25,7 +25,7 @@ from tinyml.validation import first_names
 
 
 class Masks(dict[str, Tensor]):
-    """The remaining weights: a bool tensor per parameter name, True for weights that remain."""
+    """The masks of pruned weights: a bool tensor per parameter name, True for remaining weights."""
 
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
@@ -82,7 +82,7 @@ def prune(
     layers: Sequence[type[nn.Module]] = PRUNABLE,
     protect: Sequence[str] = (),
 ) -> Pruned:
-    """Return a copy of `model` with the least important weights set to zero, and the masks.
+    """Return a copy of `model` with the weights of smallest magnitude set to zero, and the masks.
 
     `sparsity` is the fraction to remove from every layer, or a mapping from layer names to
     fractions; other layers are unchanged. Layers of the types in `layers` are pruned, except those

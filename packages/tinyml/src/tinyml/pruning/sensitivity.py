@@ -1,4 +1,4 @@
-"""Sensitivity: the change of a metric if a single layer is compressed."""
+"""Sensitivity: the metric of a model in which a single layer is compressed."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Sensitivity:
 
 
 def prune_weight(weight: Tensor, sparsity: float) -> Tensor:
-    """Return the weight with its smallest values set to zero; the default of a scan."""
+    """Return the weight with its smallest magnitudes set to zero; the default of a scan."""
     return weight * smallest_mask(weight.abs(), sparsity)
 
 
@@ -43,10 +43,11 @@ def sensitivity(
 ) -> Sensitivity:
     """Return the metric of the model with one layer compressed, for every layer and amount.
 
-    `batches` are pairs (inputs, targets), and `metric(model(inputs), targets)` is a number. Batches
-    are weighted by their length. `compress(weight, amount)` returns the trial weight: pruned to a
-    sparsity by default, but any function is possible, such as rounding to `amount` bits. The first
-    dimension of these weights is that of the outputs.
+    `batches` are pairs (inputs, targets), and `metric(model(inputs), targets)` is a number. The
+    model is in evaluation mode. The result is the mean over the batches, weighted by
+    `len(targets)`. `compress(weight, amount)` returns the trial weight: pruned to a sparsity by
+    default, but any function is possible, such as rounding to `amount` bits. The first dimension of
+    these weights is that of the outputs.
     """
     batches = list(batches)  # they are read several times
     if not batches:

@@ -1,9 +1,9 @@
 """Units that several layers share, found by following a model's graph (Note [Dependency groups]).
 
 A unit is a channel, a feature or a head that can be pruned. A `Walk` visits every node once. The
-rule of its operator (see `rules`) returns the dimension of the result that contains units. Units
-that reach an operator without a rule, or an operator that mixes them, cannot be removed;
-`Group.blocked_by` names that operator.
+rule of the node's operator (see `rules`) returns the dimension of the result that contains units.
+Units that reach an operator without a rule, an operator that mixes them, or the output of the model
+cannot be removed; `Group.blocked_by` contains the reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Statistics of the inputs of layers on calibration batches, with one batch in memory.
+"""Statistics of the inputs of layers, with the hidden states of one calibration batch in memory.
 
 Note [Replayed blocks]
 GPTQ changes layers one after another and calibrates each layer on the outputs of the changed layers
@@ -7,11 +7,12 @@ of layers. Therefore the outputs of a finished block are recorded, and later run
 instead of running the block. A block is a child of an `nn.ModuleList` or `nn.Sequential`. The
 model's own code between the blocks runs each time, so masks and position embeddings are correct.
 
-Records are temporary files, so that the outputs of one batch are in memory. Only the last finished
-block of a list keeps its record: its outputs for all batches. Earlier blocks return placeholders.
-These reach only the next block, which ignores its inputs because it
-returns a record too. If a model uses the outputs of earlier blocks elsewhere, as skip connections
-do, the operation on the placeholder raises an error. From then on, all records are kept.
+Records are temporary files, so that the outputs of only one batch are in memory. Only the last
+finished block of a list keeps its record: its outputs for all batches. Earlier blocks return
+placeholders. In a chain of blocks, these reach only the next block, which ignores its inputs
+because it returns a record or a placeholder too. If a model uses the outputs of earlier blocks
+elsewhere, as skip connections do, the operation on the placeholder raises an error. From then on,
+all records are kept.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def visit_layers(
 ) -> None:
     """Call `visit(name, moment)` for each layer that runs, in the order in which it is reached.
 
-    `moment` is H, the sum of x x^T over the tokens x of the layer's first call in every batch. A
-    batch is the argument of the model, or a mapping of keyword arguments. Tokens that an
-    `attention_mask` of shape (batch, seq) marks as padding are left out. Masks of other shapes,
-    such as additive masks (batch, 1, seq, seq), leave out no token.
+    `moment` is H, the float64 sum of x x^T over the tokens x of the layer's first call in every
+    batch. A batch is the argument of the model, or a mapping of keyword arguments. Tokens at which
+    an `attention_mask` of shape (batch, seq) is zero are padding and left out. Masks of other
+    shapes, such as additive masks (batch, 1, seq, seq), leave out no token.
 
     Later layers are calibrated with the layer as `visit` leaves it. Layers that receive the same
     tensor, such as queries, keys and values, share H. If batches reach different layers, as in a
@@ -315,8 +316,9 @@ def _run(model: nn.Module, batch: Any) -> None:
 def _mask_of(model: nn.Module, batch: Any) -> Tensor | None:
     """Return a mask (batch, seq) that is True for tokens that are not padding, or None.
 
-    Masks of other shapes are ignored. Raise `ValueError` for padding of an encoder-decoder model,
-    whose layers receive the tokens of two sequences.
+    Masks without two dimensions are ignored. Raise `ValueError` if a mask has other values than 0
+    and 1, or only zeros. Also raise it for padding of an encoder-decoder model, whose layers
+    receive the tokens of two sequences.
     """
     if not isinstance(batch, Mapping):
         return None

@@ -1,8 +1,9 @@
 """Linear layers that use the fastest implementation for the number of tokens on this machine.
 
-"float" is always one of the implementations. Another one is used only if it is clearly faster (see
-`timing`). Selecting an implementation costs up to 5 microseconds per call. Each implementation
-prepares its own form of the weight at its first use. Prepared weights are never in a state dict.
+"float" is always one of the implementations. If implementations are timed, another one is used only
+if it is clearly faster (see `timing`). Selecting an implementation costs up to 5 microseconds per
+call. Each implementation prepares its own form of the weight at its first use. Prepared weights are
+never in a state dict.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _timings: dict[object, Timing] = {}
 
 
 class FastestLinear(Replacement):
-    """A replacement of a linear layer, y = x w^T + bias, whose weight is not trained.
+    """A replacement of a linear layer, y = x w^T + bias, whose weight and bias are not trained.
 
     The gradient with respect to the input is that of the dense weight: rounding is treated as the
     identity (straight-through).
@@ -142,7 +143,11 @@ class FastestLinear(Replacement):
             return measure(calls, inputs, is_right, "float")
 
     def has_faster_implementation(self) -> bool:
-        """Return True if any implementation is faster than float for one of `SHOWN_TOKENS`."""
+        """Return True if the layer should replace a layer in float.
+
+        An implementation must be clearly faster than float for one of `SHOWN_TOKENS`. If float is
+        selected for one token and takes less than `_SMALL_MS`, the result is False.
+        """
         single = self.timing(self.example(1))
         if single.selected == "float" and single.milliseconds["float"] < _SMALL_MS:
             return False  # the selection would take more than a fiftieth of this time
@@ -154,7 +159,7 @@ class FastestLinear(Replacement):
         return torch.randn(tokens, self.in_features, device=device, dtype=self.dtype)
 
     def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
-        """Return, for each number of tokens, the chosen implementation and all measured times."""
+        """Return the chosen implementation and the times of all, for each number of tokens."""
         return [f"{n} tokens: computed in {self.timing(self.example(n))}" for n in tokens]
 
     def prepared(self, name: str, make: Callable[[], Any]) -> Any:
@@ -196,10 +201,10 @@ def with_fastest_linears(
 ) -> nn.Module:
     """Replace the linear layers of `model` in place, except those in `protected`; return the model.
 
-    `make(layer)` returns the replacement of a layer, or None to leave the layer unchanged. It is
-    also unchanged if float is faster and the replacement may use float. Layers with the same weight
-    and bias have one replacement. Layers that share their weight with a protected layer, and
-    embeddings, are unchanged.
+    `make(layer)` returns the replacement of a layer, or None to leave the layer unchanged. A layer
+    whose replacement may use float is also unchanged if nothing is clearly faster than float.
+    Layers with the same weight and bias have one replacement. Layers that share their weight with a
+    protected layer, subclasses of `nn.Linear`, and embeddings are unchanged.
     """
     kept_weights = weights_of_modules(model, protected)
     linears = {

@@ -1,10 +1,11 @@
 """GPTQ: rounding of weights that compensates for each error in the weights that follow.
 
 GPTQ (Frantar et al., "GPTQ", 2023) rounds one column after another and updates the later columns to
-compensate for the error. It minimizes the sum over the data of (W x - Q x)^2, which depends on the
-data only through H = sum x x^T. It equals greedy optimal brain quantization in a fixed order: a row
-of the Cholesky factor of H^-1 replaces inverting the remaining part of H at each step. H is
-singular for few or dependent inputs; its diagonal is increased until the factorization succeeds.
+compensate for the error. Each update minimizes the sum over the data of (W x - Q x)^2, which
+depends on the data only through H = sum x x^T. GPTQ equals optimal brain quantization in a fixed
+order: a row of the Cholesky factor of H^-1 replaces inverting the remaining part of H at each step.
+H is singular for few or dependent inputs; its diagonal is increased until the factorization
+succeeds.
 
 With groups of inputs, the grid of a group is fitted to the updated weights when its first column is
 reached. Columns with large inputs may be rounded first, while most other columns can still
@@ -60,17 +61,18 @@ def gptq(
 ) -> nn.Module:
     """Return a copy of `model` with linear weights rounded by GPTQ on `batches`.
 
-    `model(batch)`, or `model(**batch)` for a mapping, runs up to each layer, and later layers are
-    calibrated on the outputs of rounded layers. Blocks of rounded layers do not run again (Note
-    [Replayed blocks]). Tokens that `batch["attention_mask"]` (batch, seq) marks as padding do not
-    count. A weight that several layers share is rounded for the inputs of the first one. A layer
-    that receives no inputs other than zeros is rounded to the nearest codes, and a warning names
-    it.
+    `model(batch)`, or `model(**batch)` for a mapping, runs up to each layer in evaluation mode.
+    Later layers are calibrated on the outputs of rounded layers. Blocks of rounded layers do not
+    run again (Note [Replayed blocks]). Tokens at which `batch["attention_mask"]` (batch, seq) is
+    zero are padding and do not count. A weight that several layers share is rounded for the inputs
+    of the first one. A layer that receives no inputs other than zeros is rounded to the nearest
+    codes, and a warning names it.
 
     There is one scale per output, or per group of `group_size` inputs; with symmetric=False there
     is also a zero point. `damping` is the fraction of H's mean diagonal that is added to the
-    diagonal. With `activation_order`, inputs with large values are rounded first.
-    `progress(name, done, total)` is called after each layer.
+    diagonal; it is increased until H can be factored. With `activation_order`, inputs with large
+    values are rounded first, group by group. `progress(name, done, total)` is called after each
+    layer.
     """
     check_bits(bits, "a grid has")
     if not 0 <= damping < math.inf:
@@ -153,9 +155,9 @@ def gptq_codes(
     `hessian` is H = sum x x^T (in, in) over the calibration inputs x. `grid` has one row per output
     or per group of inputs. With `refit`, the grid of a group is fitted again before its columns are
     rounded: `refit(rows)` returns the grid of its updated weights `rows` (out, group). `damping` is
-    the fraction of H's mean diagonal that is added to the diagonal. Errors are propagated within
-    blocks of columns first and then once to all later columns, which is the same sum with less
-    memory traffic.
+    the fraction of H's mean diagonal that is added to the diagonal, at least 1e-12 (see
+    `reversed_cholesky`). Errors are propagated within blocks of columns first and then once to all
+    later columns, which is the same sum with less memory traffic.
     """
     outputs, inputs = weight.shape
     if not (_is_finite(weight) and _is_finite(hessian)):
@@ -210,10 +212,12 @@ def _by_activation(size: Tensor, group: int) -> Tensor:
 
 
 def reversed_cholesky(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
-    """Return lower triangular L with L L^T = P (H / h + d I) P, for the first d that succeeds.
+    """Return lower triangular L with L L^T = R (G / h + d I) R, for the first d that succeeds.
 
-    h is the mean of H's diagonal, which cancels out in GPTQ's updates. d starts at `damping` and is
-    multiplied by ten until it succeeds. P takes rows and columns of H in the reverse of `order`.
+    G is H with rows and columns in `order`, and R reverses the order of rows or columns. h is the
+    mean of H's diagonal, which cancels out in GPTQ's updates. d starts at `damping`, or at 1e-12 if
+    that is larger, and is multiplied by ten until the factorization succeeds. Return the identity
+    if H is zero.
     """
     mean = float(hessian.diagonal().mean())
     if mean <= 0:  # all inputs are zero
@@ -235,9 +239,9 @@ def reversed_cholesky(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
 def inverse_factor_rows(lower: Tensor, start: int, end: int) -> Tensor:
     """Return rows `start` to `end` of U, without the columns before `start`, which are zero.
 
-    U is upper triangular, with U^T U = (H / h + d I)^-1. With L and P of `reversed_cholesky`, it is
-    P L^-1 P. Only the rows of one block of columns are computed at a time, because all of them need
-    as much memory as H.
+    U is upper triangular, with U^T U = (G / h + d I)^-1. With G, L and R of `reversed_cholesky`, it
+    is R L^-1 R. Only the rows of one block of columns are computed at a time, because all of them
+    need as much memory as H.
     """
     size = len(lower)
     units = lower.new_zeros(end - start, size)

@@ -36,8 +36,8 @@ class Grid:
     def stored_as(self, dtype: torch.dtype) -> Grid:
         """Return the grid with scales that `dtype` represents exactly.
 
-        Scales below the normal numbers of `dtype` have few digits there. They are rounded up, so
-        that the codes still reach the largest value of their row.
+        Scales are rounded to the nearest number of `dtype`. Those below its normal numbers have few
+        digits and are rounded up, so that the codes still reach the largest value of their row.
         """
         rounded = self.scale.to(dtype).to(self.scale.dtype)
         limits = torch.finfo(dtype)
@@ -48,16 +48,17 @@ class Grid:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Convert a 16-bit tensor to float32, so that later results are rounded only once."""
+    """Convert a tensor of at most 16 bits to float32, so that later results are rounded once."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
 def grid_of(rows: Tensor, bits: int, *, symmetric: bool = True) -> Grid:
     """Return a grid for each row of a (rows, n) tensor of finite values.
 
-    If symmetric, Z = 0 and codes range from -(2^(b-1) - 1) to 2^(b-1) - 1, so -q is also a code.
-    One bit has only the codes -1 and 0. Otherwise S = (rmax - rmin) / (qmax - qmin) and Z =
-    round(qmin - rmin / S). This range is widened to include zero, which then has a code.
+    If symmetric, Z = 0 and codes range from -(2^(b-1) - 1) to 2^(b-1) - 1, so -q is also a code. A
+    symmetric grid of one bit has only the codes -1 and 0. If not symmetric, S = (rmax - rmin) /
+    (qmax - qmin) and Z = round(qmin - rmin / S). The range from rmin to rmax is widened to include
+    zero, which then has a code.
     """
     check_bits(bits, "a grid has")
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1

@@ -1,7 +1,7 @@
 """Weights on an even grid, stored as packed codes of r = S (q - Z).
 
 The layer itself is unchanged. Its weight becomes a parametrization that unpacks the codes whenever
-the weight is read, so any layer with a weight can be compressed.
+the weight is read, so any layer with a parameter `weight` can be compressed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A linear layer that multiplies integers: int8 weights, and inputs rounded dynamically.
 
-The result is defined by integer arithmetic, so it has the same bits on every machine. Only the time
-depends on the exact product that is used (see `products`).
+The sums of products are exact integers, so the result has the same bits on every machine. The
+implementation of the product changes only the time (see `products`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,11 @@ from tinyml.validation import check_finite
 class Int8Linear(FastestLinear):
     """A layer y = (q_x q_w^T) s_x s_w + bias, with a scale per token and a scale per output.
 
-    With may_stay_float=True the faster implementation is used for each number of tokens: this
-    product, or the dense weight in float. `explain` returns the choice and the times. `.to(dtype)`
-    converts the bias and the results; the codes and their scales remain the same. Scales are
-    float64 if the weight is, and float32 otherwise.
+    Results have the type of the inputs. With may_stay_float=True, the layer computes in float with
+    the dense weight for numbers of tokens for which the integer product is not clearly faster.
+    `explain` returns the choice and the times. `.to(dtype)` converts the bias and the type of
+    `weight`; the codes and their scales remain the same. Scales are float64 if the weight is, and
+    float32 otherwise.
     """
 
     weight_codes: Tensor
@@ -52,8 +53,8 @@ class Int8Linear(FastestLinear):
         return self._buffers["weight_codes"], self._buffers["scale"]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
-        # The codes were rounded with these scales, so only the layer's inputs, outputs and bias
-        # change their type. A conversion of types leaves integers unchanged.
+        # The codes were rounded with these scales, so a conversion must not round the scales. It
+        # leaves integers unchanged.
         scale = self.scale
         super()._apply(fn, recurse)
         with torch.inference_mode(mode=False):
@@ -61,7 +62,11 @@ class Int8Linear(FastestLinear):
         return self
 
     def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
-        """Return, per number of tokens, the implementation, the exact product and all times."""
+        """Return the timing of the exact products for each number of tokens.
+
+        If the layer may stay in float, the timing of its implementations precedes that of the
+        products.
+        """
         weights = self._weights()
         products = [f"{n} tokens: {weights.choice(self.example(n).float())}" for n in tokens]
         if self.always:

@@ -1,11 +1,11 @@
-"""Weights as palettes: 2^b shared values and a b-bit code per weight.
+"""Weights as palettes: at most 2^b shared values and a b-bit code per weight.
 
 In one dimension a cluster is an interval. After one sort and prefix sums, an iteration of Lloyd's
-algorithm costs k binary searches, and it runs to the exact fixed point. From evenly spaced
-centroids this point can be several times worse than the optimum. Therefore it starts at the exact
-optimum for a summary of the values, found by dynamic programming (Wang and Song, "Ckmeans.1d.dp",
-2011). The palette is a parameter, so its gradient is the sum over the weights of a cluster ("Deep
-Compression", Han et al., 2016, section 3.3).
+algorithm costs k binary searches, so it can run until no value changes its cluster. From evenly
+spaced centroids, the error of this fixed point can be several times the optimum. Therefore Lloyd's
+algorithm starts at the exact optimum for a summary of the values, found by dynamic programming
+(Wang and Song, "Ckmeans.1d.dp", 2011). The palette is a parameter. The gradient of a palette value
+is the sum of the gradients of its weights ("Deep Compression", Han et al., 2016, section 3.3).
 """
 
 from __future__ import annotations
@@ -31,11 +31,12 @@ def kmeans_quantize(
     layers: Sequence[type[nn.Module]] = QUANTIZABLE,
     protect: Sequence[str] = (),
 ) -> nn.Module:
-    """Return a copy of `model` in which each weight is one of 2^bits values of its layer.
+    """Return a copy of `model` in which the weights of a layer have at most 2^bits values.
 
-    `bits` may be a mapping from layer names to bits; other layers, and those that `protect` names,
-    are unchanged. The palettes can be trained like any parameter; the codes do not change. Zeros of
-    pruned weights are clustered like other values and move with their centroid.
+    Layers of the types in `layers` are compressed. `bits` may be a mapping from layer names to
+    bits; other layers, and those that `protect` names, are unchanged. The palettes can be trained
+    like any parameter; the codes do not change. Zeros of pruned weights are clustered like other
+    values and move with their centroid.
     """
 
     def compress(layer: nn.Module, bits: int) -> Palette:
@@ -80,7 +81,7 @@ class Palette(CompressedWeight):
         return palette.index_select(0, codes.int()).view(self.shape)
 
 
-#: The largest number of clusters, for codes of 8 bits. `best_intervals` then needs 1024^2 numbers.
+#: The largest number of clusters, for codes of 8 bits.
 _MOST_CLUSTERS = 256
 _MOST_ITERATIONS = 10_000
 #: The largest number of distinct values that are clustered without a summary.
@@ -89,13 +90,15 @@ _MOST_POINTS_WITHOUT_SUMMARY = 1024
 
 @torch.no_grad()
 def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    """Run Lloyd's algorithm from the optimum for a summary of the values to its fixed point.
+    """Return the centroids of `values`, and the index of each value's centroid.
 
-    The summary is the values themselves if at most 1024 are distinct, so that the result is
-    optimal. Otherwise it is the means of about 1024 intervals. Return the centroids and the index
-    of each value's centroid. The min(k, distinct values) centroids are float64 and ascending. The
-    indices are int16 and have the shape of `values`, so `centroids[indices.int()]` are the rounded
-    values.
+    Lloyd's algorithm starts at the optimum for a summary of the values and runs to its fixed point,
+    for at most 10,000 iterations. If at most 1024 values are distinct, the summary is the values
+    themselves, and the result is optimal. Otherwise the summary is the means of 512 to 1023
+    intervals.
+
+    The min(k, distinct values) centroids are float64 and ascending. The indices are int16 and have
+    the shape of `values`, so `centroids[indices.int()]` are the rounded values.
     """
     if not 1 <= k <= _MOST_CLUSTERS:
         raise ValueError(f"expected 1 to {_MOST_CLUSTERS} clusters, got {k}")
@@ -155,7 +158,7 @@ def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
     """Return the k centroids with the least squared error for sorted points with counts.
 
     cost[c][i] = min over j of cost[c - 1][j - 1] + the error of points j..i around their mean. This
-    takes k n^2 steps and n^2 numbers for n points, so n should be at most several thousand.
+    takes k n^2 steps and memory for about 2 n^2 numbers, so n should be at most several thousand.
     """
     n, k = points.numel(), min(k, points.numel())
     # Squares of scaled points neither overflow nor vanish.
@@ -179,7 +182,11 @@ def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
 
 
 def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """Return the means and counts of up to 2 `bins` intervals, half by width and half by count."""
+    """Return the means and counts of `bins` to 2 `bins` - 1 intervals of the sorted values.
+
+    Their edges are those of `bins` intervals of equal count and those of `bins` intervals of equal
+    width.
+    """
     first, last = float(ordered[0]), float(ordered[-1])
     widths = torch.linspace(first, last, bins + 1, dtype=torch.float64, device=ordered.device)
     by_width = torch.searchsorted(ordered, widths[1:-1].to(ordered))

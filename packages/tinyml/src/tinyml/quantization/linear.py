@@ -40,17 +40,22 @@ def quantize(
 ) -> nn.Module:
     """Return a copy of `model` whose weights are `bits`-bit integers on a grid.
 
-    There is one scale per output channel (row), or per group of `group_size` inputs. `bits` may be
-    a mapping from layer names to bits; other layers, and those that `protect` names, are unchanged.
+    There is one scale per output channel (row), or per group of `group_size` inputs; with
+    symmetric=False there is also a zero point. Layers of the types in `layers` are quantized,
+    except those that `protect` names. With activations="float", `bits` may be a mapping from layer
+    names to bits, and other layers are unchanged. The model is then smaller but not faster.
 
-    activations="dynamic" also rounds the inputs of linear layers to int8 and multiplies integers
-    (see `Int8Linear`), with the same bits on every machine. activations="auto", with 8 or 4 bits,
-    is for speed: linear layers use the implementation that was measured to be fastest for the
-    number of tokens. Float32 is one of the implementations and needs a dense weight in memory.
-    Layers that no implementation makes faster are unchanged. 4-bit groups have 32 inputs by
-    default, and layers whose inputs they do not divide are unchanged. With activations="float" the
-    model is smaller but not faster. `progress(name, done, total)` is called after each layer that
-    "auto" or "dynamic" has replaced or left unchanged.
+    activations="dynamic" takes 8 bits and replaces linear layers only. It also rounds their inputs
+    to int8 and multiplies integers (see `Int8Linear`), with the same bits on every machine.
+
+    activations="auto" takes 8 or 4 bits and replaces linear layers only. For each number of tokens,
+    a layer uses the product of its codes if this was measured to be clearly faster than float.
+    Otherwise, and inside torch.compile, it uses float, which needs a dense weight in memory. Layers
+    without a clearly faster product are unchanged. With 4 bits, `group_size` is 32 by default, and
+    layers whose number of inputs is not a multiple of 32 are then unchanged.
+
+    `progress(name, done, total)` is called after each layer that "auto" or "dynamic" has replaced
+    or left unchanged.
     """
     if activations not in ("float", "dynamic", "auto"):
         raise ValueError(f"expected activations 'float', 'dynamic' or 'auto', got {activations!r}")
@@ -79,7 +84,7 @@ def quantize(
 
 
 def _int4_layer(layer: nn.Module, group_size: int | None, symmetric: bool) -> Int4Linear | None:
-    """Return the layer with 4-bit weights, or None if the kernel does not support it."""
+    """Return the layer with 4-bit weights, or None if the default group does not divide it."""
     if group_size is None and outputs_first(layer, weight_of(layer)).shape[1] % 32:
         return None
     grid = _on_grid(layer, 4, 32 if group_size is None else group_size, symmetric)

@@ -3,16 +3,16 @@
 Note [Exact products]
 Every implementation returns the same integers, so the choice changes the time but never a bit.
 A sum of int8 products is exact in float32 while no partial sum exceeds 2^24. The weights determine
-when this holds: 127 times the sum of |w| along a row bounds every partial sum. Longer rows are
-summed in parts, whose totals are added as integers. This also holds if torch rounds the inputs of
-float32 products to bfloat16 or TF32, which represent all codes.
+when this holds: 127 times the sum of |w| along a row bounds every partial sum. If a row exceeds
+this bound, sums are computed in parts, whose totals are added as integers. The sums are also exact
+if torch rounds the inputs of float32 products to bfloat16 or TF32, which represent all codes.
 
-Without int8 dot products (VNNI, AMX), a CPU adds pairs of products in 16 bits, and `torch._int_mm`
-saturates (pytorch issue 136746). It is used only if it returns the right integers for extreme
-weights and inputs.
+Without int8 dot products (VNNI, AMX), an x86 CPU adds pairs of products in 16 bits, and
+`torch._int_mm` saturates (pytorch issue 136746). It is used only if it returns the right integers
+for extreme weights and inputs.
 
 An instruction may exist and still be slow, so the CPU's flags are not used. At the first product of
-a shape class, all exact implementations are timed, and the fastest is used.
+a shape class, all supported implementations are timed, and the fastest exact one is used.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _chosen: dict[Any, Timing] = {}
 
 
 class Int8Weights:
-    """int8 codes (outputs, inputs), multiplied by the fastest exact implementation here.
+    """int8 codes (outputs, inputs), multiplied by the fastest exact implementation on this machine.
 
     `product(inputs)` takes integers (tokens, inputs) from -127 to 127, stored as floats, and
     returns exact sums (tokens, outputs) as float32 or int32 (Note [Exact products]).
@@ -57,7 +57,10 @@ class Int8Weights:
 
     @torch.no_grad()
     def choice(self, inputs: Tensor) -> Timing:
-        """Return the timing of the exact implementations for inputs like these, measured once."""
+        """Return the timing of the implementations for inputs like these, measured once.
+
+        Numbers of tokens that round up to the same power of two have one timing.
+        """
         if not inputs.numel():
             return Timing("float64", {}, {})
         shape_class = (len(inputs) - 1).bit_length(), *self.codes.shape
@@ -132,7 +135,7 @@ def _float64(weights: Int8Weights, inputs: Tensor) -> Tensor:
     return (inputs.double() @ weights.codes.t().double()).to(torch.int32)
 
 
-#: All implementations; "float64" is exact on every machine and checks the others.
+#: All implementations. "float64" is exact on every machine, and "int8" is compared with it.
 IMPLEMENTATIONS: dict[str, Callable[[Int8Weights, Tensor], Tensor]] = {
     "int8": _int8,
     "float32": _float32,

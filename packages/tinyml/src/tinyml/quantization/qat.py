@@ -1,7 +1,7 @@
 """Quantization-aware training: the forward pass rounds, and the gradient passes through.
 
 Layers compute with rounded weights. With `learn_scale` the steps of the grids are parameters.
-`convert` returns a model with identical outputs.
+`convert` returns a model with the same rounded weights, stored as integers.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def prepare_qat(
 
 @torch.no_grad()
 def convert(model: nn.Module) -> nn.Module:
-    """Return a copy of a model from `prepare_qat` with integer weights."""
+    """Return a copy of a model from `prepare_qat` whose rounded weights are stored as integers."""
     check_supported(model)
     model = copy.deepcopy(model)
     is_rounded = False

@@ -1,11 +1,11 @@
 """Differentiable rounding: the forward pass rounds to a grid, and the gradient passes through.
 
 The gradient of the rounding is the straight-through estimator (Bengio et al., 2013). If the grid is
-computed from the extremes of the weights, no weight lies outside its range. Then every weight has
-this gradient (Jacob et al., 2018, section 3.1). The largest weight has it too, even if the rounded
-quotient of this weight and the step is above the largest code. With a learned step, the gradient of
-weights outside the range is zero, and autograd computes the gradient of the step. See equations 3
-and 5 and section 2.2 of Esser et al., "Learned Step Size Quantization", 2020.
+computed from the extremes of the weights, every weight has this gradient (Jacob et al., 2018,
+section 3.1). The largest weight has it too, even if the rounded quotient of this weight and the
+step is above the largest code. With a learned step, the gradient of weights outside the range is
+zero, and autograd computes the gradient of the step. See equations 3 and 5 and section 2.2 of Esser
+et al., "Learned Step Size Quantization", 2020.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class RoundedWeight(CompressedWeight):
 
 
 def round_through(rows: Tensor, step: Tensor, low: int, high: int) -> Tensor:
-    """Return step * round(rows / step) in range, with the gradients of a learned step."""
+    """Return step * round(rows / step), clamped to the codes, with gradients of rows and step."""
     clipped = (rows / step).clamp(low, high)
     return step * same_value(clipped.round(), clipped)
 
