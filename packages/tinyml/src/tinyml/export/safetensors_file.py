@@ -44,7 +44,7 @@ _INT8 = "weight_codes"
 
 
 def save(model: nn.Module, path: str | Path) -> None:
-    """Write every tensor of the state dict once, in its compressed form, and a checksum of the file.
+    """Write every tensor of the state dict once, in its compressed form, and a checksum.
 
     Raise `ValueError` for models from `prepare_qat` that were not converted, for tensors on the
     meta device, and for types that safetensors does not store.

@@ -38,7 +38,7 @@ class Scale(nn.Module):
         return int(self.code_of_zero)
 
     def codes(self, values: Tensor) -> Tensor:
-        """Return the int8 codes of float values: halves are rounded up, and the range is clamped."""
+        """Return the int8 codes of float values, with halves rounded up, clamped to the range."""
         codes = (values.double() / self.scale).add_(0.5).floor_() + self.zero
         return codes.clamp(-128, 127).to(torch.int8)
 

@@ -158,7 +158,7 @@ class IntegerSum(RescaledValues):
 
 
 class IntegerCat(RescaledValues):
-    """A concatenation of channels, converted to one scale: Z + ((m_i (q_i - Z_i) + 2^(s-1)) >> s)."""
+    """A concatenation of channels in one scale: Z + ((m_i (q_i - Z_i) + 2^(s-1)) >> s)."""
 
     def forward(self, *codes: Tensor) -> Tensor:
         """Concatenate int8 values along their channels."""

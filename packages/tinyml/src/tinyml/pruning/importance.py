@@ -37,7 +37,7 @@ Loss = Callable[[nn.Module], Tensor]
 
 
 def check_criterion(criterion: str, loss: Loss | None) -> None:
-    """Raise `ValueError` for an unknown criterion, "taylor" without a loss, or a loss without it."""
+    """Raise `ValueError` for an unknown criterion, and unless "taylor" and a loss come together."""
     if criterion not in ("wanda", "magnitude", "bn_scale", "taylor"):
         raise ValueError(
             f"expected criterion 'wanda', 'magnitude', 'bn_scale' or 'taylor', got {criterion!r}"
