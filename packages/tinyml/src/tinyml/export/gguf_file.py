@@ -73,8 +73,8 @@ def save_gguf(
     compressed otherwise, and for weights so large or small that the float16 scales of `kind` change
     them.
 
-    The weights of layers that `protect` names, or whose number of inputs is not a multiple of the
-    block size, are stored dense and unchanged, and so are all other tensors.
+    All other tensors are stored dense and unchanged. These include the weights of layers that
+    `protect` names, and of layers whose number of inputs is not a multiple of the block size.
 
     `metadata` contains the keys that the reader of the file needs, such as "general.architecture",
     and `names` maps parameter names to names in the file. llama.cpp needs the keys and names of its

@@ -2,9 +2,9 @@
 
 Everything that does not depend on the input, such as the lookup of a palette, is computed while the
 graph is traced. If nothing else reads a product, the batch normalization after it becomes a part of
-its weight and bias; otherwise it becomes a product. An activation that only clamps, such as ReLU
-and ReLU6, is folded into the step before it if nothing else reads that step, because integers are
-clamped there anyway.
+its weight and bias; otherwise it becomes a product. If nothing else reads a step, an activation
+after it that only clamps, such as ReLU and ReLU6, is folded into the step. Integers are clamped
+there anyway.
 """
 
 from __future__ import annotations

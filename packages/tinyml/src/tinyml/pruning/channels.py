@@ -59,11 +59,11 @@ def prune_channels(
     The configuration of a transformers model receives the new sizes. If it cannot express them,
     `save_pretrained` raises an error.
 
-    The result is compared with the dense model in which the weights that read the removed units are
-    zero: at several batch sizes and lengths, and with a cache if the model has one. Only `inputs`
-    are compared if the model does not run in float64 on a CPU. Raise `ValueError` if outputs
-    differ, or if an attribute is read both as a number of units and as something else. Warn if the
-    result fails in training mode.
+    The result is compared with a dense model in which the weights that read the removed units are
+    zero. The outputs are compared at several batch sizes and lengths, and with a cache if the model
+    has one. Only those for `inputs` are compared if the model does not run in float64 on a CPU.
+    Raise `ValueError` if outputs differ, or if an attribute is read both as a number of units and
+    as something else. Warn if the result fails in training mode.
     """
     check_criterion(criterion, loss)
     if scope not in ("group", "global"):

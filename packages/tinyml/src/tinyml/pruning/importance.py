@@ -9,8 +9,8 @@
 
 By every criterion, a unit that is always zero is dead and ranks last. This is checked on the
 example and on noise in place of the inputs of every product, because an example may not excite
-every unit. The standard deviation of the noise is up to 100 times the root mean square of these
-inputs, or up to 100 if they are smaller than 1.
+every unit. The root mean square of the noise is up to 100 times that of these inputs, or up to 100
+if theirs is below 1.
 """
 
 from __future__ import annotations

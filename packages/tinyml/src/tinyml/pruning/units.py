@@ -2,8 +2,8 @@
 
 A unit is a channel, a feature or a head that can be pruned. A `Walk` visits every node once. The
 rule of the node's operator (see `rules`) returns the dimension of the result that contains units.
-Units that reach an operator without a rule, an operator that mixes them, or the output of the model
-cannot be removed; `Group.blocked_by` contains the reason.
+Units cannot be removed if they reach an operator without a rule, an operator that mixes them, or
+the output of the model. `Group.blocked_by` contains the reason.
 """
 
 from __future__ import annotations

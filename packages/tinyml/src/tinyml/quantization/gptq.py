@@ -1,9 +1,9 @@
 """GPTQ: rounding of weights that compensates for each error in the weights that follow.
 
 GPTQ (Frantar et al., "GPTQ", 2023) rounds one column after another and updates the later columns to
-compensate for the error. Each update minimizes the sum over the data of (W x - Q x)^2, which
+compensate for the error. Each update minimizes the sum over the data of (W x - Q x)^2. This sum
 depends on the data only through H = sum x x^T. GPTQ equals optimal brain quantization in a fixed
-order: a row of the Cholesky factor of H^-1 replaces inverting the remaining part of H at each step.
+order. A row of the Cholesky factor of H^-1 replaces inverting the remaining part of H at each step.
 H is singular for few or dependent inputs; its diagonal is increased until the factorization
 succeeds.
 

@@ -1,7 +1,7 @@
 """Packing of integers of 1 to 8 bits into bytes without unused bits.
 
 A width that divides 8 is packed by shifts. Any other width is a sum of such widths (3 = 2 + 1), and
-each of them is packed as a separate plane.
+each of them is packed as a separate plane. Only the last byte of a plane may have unused bits.
 """
 
 from __future__ import annotations
