@@ -1,10 +1,11 @@
 """A network that computes with integers from its first layer to its last.
 
 The scheme is that of Jacob et al., "Quantization and Training of Neural Networks for Efficient
-Integer-Arithmetic-Only Inference", 2018. A ReLU needs no layer if nothing else reads its input. The
-range after it starts at zero, whose code is the lowest, so clamping to int8 is the ReLU. Batch
-normalization is folded into the weights before it, or becomes a product. The result has the same
-integers on every machine, and `to_c` writes the network for a machine without torch.
+Integer-Arithmetic-Only Inference", 2018. A ReLU after a product or a sum needs no layer if nothing
+else reads their result. The range after it starts at zero, whose code is the lowest, so clamping to
+int8 is the ReLU. Batch normalization is folded into the weights before it, or becomes a product.
+The result has the same integers on every machine, and `to_c` writes the network for a machine
+without torch.
 """
 
 from __future__ import annotations

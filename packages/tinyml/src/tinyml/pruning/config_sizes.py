@@ -100,7 +100,8 @@ def _options(
 ) -> list[tuple[str, int]]:
     """Return the keys and numbers that change only tensors that differ in `small`.
 
-    A number may change by the ratio of the new and old size of any tensor that was changed.
+    A number may change by the ratio of the new and old size of any tensor that was changed. Numbers
+    that are invalid alone are included, because they may be valid with other changes.
     """
     changes = set()
     for name, shape in _tensors(dense).items():
