@@ -29,8 +29,9 @@ class IntegerModel(nn.Module):
 
     The model is traced by `torch.export`. It may contain Conv2d, Linear, BatchNorm, sums and
     products of values, concatenation along channels, maximum and mean pooling, and flattening.
-    torch's activations, powers, `exp`, `sqrt`, `abs` and `erf` become tables. The ranges are
-    measured on `batches`, whose first dimension is the batch. Raise `ValueError` for other
+    Activations become tables or clamps if `tinyml.exported.ELEMENTWISE` contains them, such as
+    GELU, powers and `exp`. So do `erf`, `log_sigmoid` and a PReLU with one parameter. The ranges
+    are measured on `batches`, whose first dimension is the batch. Raise `ValueError` for other
     operators.
     """
 
