@@ -43,6 +43,15 @@ def test_only_the_answer_carries_loss():
     assert torch.equal(targets[:, 50:72], tokens[:, 46:])
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
+def test_targets_of_tokens_of_any_integer_type_are_int64(dtype):
+    tokens = torch.tensor([[7, 3]])
+    answer = torch.tensor([[False, True]])
+    targets = SoftPrompt(1, 4).targets(tokens.to(dtype), answer)
+    assert targets.dtype == torch.int64
+    assert targets.tolist() == [[-100, 3, -100]]
+
+
 @given(st.integers(1, 6), st.integers(1, 9), st.integers(0, 10**6))
 def test_every_target_is_the_next_token(length, seq, seed):
     generator = torch.Generator().manual_seed(seed)

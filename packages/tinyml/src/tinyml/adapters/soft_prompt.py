@@ -47,7 +47,7 @@ class SoftPrompt(nn.Module):
                 f"expected carries_loss with one truth value per token {tuple(tokens.shape)}, got "
                 f"{tuple(carries_loss.shape)}"
             )
-        wanted = torch.where(carries_loss, tokens, IGNORED)
+        wanted = torch.where(carries_loss, tokens.long(), IGNORED)
         prompt = wanted.new_full((len(tokens), len(self.embeddings) - 1), IGNORED)
         end = wanted.new_full((len(tokens), 1), IGNORED)
         return torch.cat([prompt, wanted, end], dim=1)
