@@ -84,7 +84,7 @@ class CompressedWeight(nn.Module):
         if state.tolist() != self.format():
             raise RuntimeError(
                 f"expected a state dict of a weight with the format {self.format()}, got "
-                f"{state.tolist()}; compress the model as the saved one was, or load first"
+                f"{state.tolist()}; compress the model as the saved one was"
             )
 
 

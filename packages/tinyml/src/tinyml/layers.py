@@ -96,7 +96,10 @@ def layers_of(
             seen.add(key)
     if not layers:
         wanted = ", ".join(kind.__name__ for kind in kinds)
-        raise ValueError(f"{type(model).__name__} has no layer of the kinds {wanted}")
+        raise ValueError(
+            f"expected a {type(model).__name__} with layers of the kinds {wanted}, got none"
+            f"{' outside of protect' if protect else ''}"
+        )
     return layers
 
 

@@ -180,7 +180,11 @@ def _chosen(
         like = suggestion(min(unmatched), known)
         raise ValueError(f"no layer of {named} has a name like {sorted(unmatched)}{like}")
     if not chosen:
-        raise ValueError(f"{type(model).__name__} has no layer of {named} to adapt")
+        raise ValueError(
+            f"expected layers of {named} inside the {type(model).__name__}, got none"
+            f"{' outside of protect' if protected else ''}; a single layer is adapted inside a "
+            "module, or by tinyml.LoRA(layer)"
+        )
     return list(chosen)
 
 

@@ -66,8 +66,8 @@ def _tensors(grid: GridWeight) -> dict[str, Tensor]:
         )
     if not zero.all():
         raise ValueError(
-            "expected zero points above the lowest code, which the format cannot store, got one "
-            "that equals it; quantize with symmetric=True"
+            "expected zero points above the lowest code, got one that equals it, which the format "
+            "cannot store; quantize with symmetric=True"
         )
     order = range(per_word)
     group = torch.arange(inputs, dtype=torch.int32, device="cpu") // (inputs // scale.shape[1])

@@ -73,7 +73,7 @@ def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
     multiplier = (mantissa * 2**31).round().clamp(max=2**31 - 1)
     shift = 31 - exponent.long()
     if (shift < 1).any():
-        raise ValueError("a scale grows by 2^31 in one layer; the calibration range must be wrong")
+        raise ValueError("a scale grows by 2^30 in one layer; the calibration range must be wrong")
     # A longer shift of an int32 times a multiplier yields zero. So does a shift by 62 if the
     # magnitude of the int32 is less than 2^30.
     return multiplier.to(torch.int32), shift.clamp(max=62)
