@@ -153,7 +153,7 @@ def _rounds(
     """Return the milliseconds of interleaved calls, with the weights in the cache and out of it.
 
     Without `reference`, or if `is_long`, times out of the cache are missing. The rounds end early
-    if no call can replace the reference any more, or after a quarter of a second.
+    if no call can replace the reference any more, or after five rounds and a quarter of a second.
     """
     has_cold_rounds = reference is not None and not is_long
     fill_the_cache = torch.ones(_CACHE_BYTES // 4 if has_cold_rounds else 0).sum
