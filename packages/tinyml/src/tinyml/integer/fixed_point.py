@@ -64,9 +64,9 @@ def shifted(scaled: Tensor, shift: Tensor, after: Scale) -> Tensor:
 
 
 def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
-    """Return positive factors as m / 2^s, with int32 m in [2^30, 2^31) and int64 s, at most 62.
+    """Return positive factors as m / 2^s, with int32 m in [2^30, 2^31) and int64 s.
 
-    Raise `ValueError` if a factor is 2^30 or more.
+    Shifts above 62 are returned as 62. Raise `ValueError` if a factor is 2^30 or more.
     """
     mantissa, exponent = torch.frexp(factors.double())
     # A mantissa just below 1 would be rounded to 2^31.
