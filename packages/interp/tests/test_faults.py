@@ -142,7 +142,7 @@ def model() -> AttentionOnly:
             lambda: detect_heads([EVEN], TOKENS, queries=torch.tensor([0, 1, 2, 3])),
             r"queries are torch.int64 \(4,\); pass a slice, or booleans",
         ),
-        (lambda: repeated_tokens(1, 9, 5, periods=(3, 5)), r"\(3, 5\) must be within 1 and 4"),
+        (lambda: repeated_tokens(1, 9, 5, periods=(3, 5)), r"low <= high <= 4, got \(3, 5\)"),
         (
             lambda: AttentionOnly(vocabulary=3, context=3, d_model=5, layers=1, heads=2),
             "d_model 5 is not a multiple of 2 heads; pass d_head",

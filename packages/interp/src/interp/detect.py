@@ -9,9 +9,9 @@ The score of a head is its mean attention to the target keys of a kind:
     current     the current token
 
 The mean is over all queries that have a target key. `chance` is the score of uniform attention to
-the past. Padding is neither a query nor a key. Some head always has the best score of a kind, so
-each score has a p-value. The p-value is an upper bound of the probability that any head reaches
-this score if keys are permuted.
+the current and all earlier tokens. Padding is neither a query nor a key. Some head always has the
+best score of a kind, so each score has a p-value. The p-value is an upper bound of the probability
+that any head reaches this score if keys are permuted.
 
 Note [Clusters of queries]
 Queries of equal tokens are not independent observations: copies of a prompt, common prefixes and
@@ -131,13 +131,13 @@ def detect_heads(
 
     Args:
         patterns: (batch, heads, seq, seq) per layer, with rows that sum to 1, or to less if the
-            model has attention sinks (gpt-oss). Names of patterns become names of detected heads.
+            model has attention sinks (gpt-oss). Leave out the last column of `record_patterns`,
+            which is the sink. Names of patterns become names of detected heads.
         tokens: (batch, seq) or (seq,), or a prompt with `input_ids` and an `attention_mask`, or
             texts with `tokenizer`.
         queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq), by
-            default all. Booleans may be passed for a prompt without an `attention_mask`. Then equal
-            tokens at the start or the end count as padding if they are not queries and no query
-            attends to them.
+            default all. If a prompt without an `attention_mask` has booleans, equal tokens at the
+            start or the end count as padding if they are not queries and no query attends to them.
         tokenizer: A function from a text to token ids, or a tokenizer of transformers. Patterns of
             several texts must be those of the model called with `encode(tokenizer, texts)`.
 

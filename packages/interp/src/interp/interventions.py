@@ -77,7 +77,7 @@ def knock_out_attention(
     of -inf before the softmax. `heads` selects the affected heads; None selects all.
 
     Raises ValueError if an argument is not a sequence of indices. The replacement raises ValueError
-    for a query that would attend to no key and no sink, and for calls with a cache.
+    for a query that would attend to no key and no sink, and if a cache has earlier tokens.
     """
     query_index, key_index = _indices(queries, "queries"), _indices(keys, "keys")
     head_index = None if heads is None else _indices(heads, "heads")

@@ -287,7 +287,7 @@ def measure(metric: Metric, streams: Tensor) -> Tensor:
     """Evaluate the metric on n final residual streams; return one number per stream, (n,).
 
     Booleans and integers are converted to floating point. Raises ValueError if the metric returns
-    another shape, or if the number of one stream depends on another stream.
+    another shape, or if nan in the second stream changes the number of the first stream.
     """
     # Metrics may change their argument in place, and callers use the streams again.
     result = metric(streams.clone())

@@ -5,7 +5,7 @@
 Here W_1 = W_OV of the earlier head, and W_2 = W_QK^T (queries), W_QK (keys) or W_OV (values) of the
 later head. Let W_i = a_i b_i, with the QR decompositions a_2 = Q_2 R_2 and b_1^T = Q_1 R_1.
 Orthonormal factors do not change the Frobenius norm, so ||W_2 W_1|| = ||(R_2 b_2) (a_1 R_1^T)||.
-One matrix product computes it for an earlier layer and all heads of all later layers.
+Each matrix product computes it for all heads of an earlier layer and several heads of later layers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from interp.circuits.low_rank import LowRank, decomposable
 
 Kind = Literal["q", "k", "v"]
 
-# The number of entries of one block of products, 2 MiB in float32; larger blocks are not faster.
+#: The largest number of entries of one matrix product, unless a product with one later head has
+#: more. It is 2 MiB in float32; larger products are not faster.
 _BLOCK_NUMBERS = 1 << 19
 
 
@@ -30,7 +31,7 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
     Scores are 0 unless layer_1 < layer_2. `ov` and `qk` contain every head's circuit, with batch
     shape (layers, heads); `qk` is not needed for `kind="v"`. Two random circuits score about
     1 / sqrt(d_model). Half precision is converted to float32. Raises ValueError for an unknown
-    `kind`, a missing `qk`, and circuits of different models.
+    `kind`, a missing `qk`, and circuits whose shapes do not fit together.
     """
     reader = _reader(ov, qk, kind)
     layers, heads = ov.batch_shape
@@ -65,7 +66,7 @@ def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
 
 
 def _folded(matrix: LowRank) -> Tensor:
-    """Return `a R^T` with b^T = Q R, so that `a b` is the result times Q^T, which is orthonormal.
+    """Return `a R^T` with b^T = Q R: `a b` is the result times Q^T, which has orthonormal rows.
 
     The result is also scaled by a positive factor, which does not change scores.
     """

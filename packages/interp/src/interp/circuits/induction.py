@@ -97,7 +97,10 @@ def repeated_tokens(
     low, high = periods
     if not 0 < low <= high < min(vocabulary, length):
         most = min(vocabulary, length) - 1
-        raise ValueError(f"periods {periods} must be within 1 and {most}: all tokens differ")
+        raise ValueError(
+            f"expected periods with 1 <= low <= high <= {most}, got {periods}; the tokens of a "
+            "period are distinct, and one period must fit into the text"
+        )
     period = torch.randint(low, high + 1, (batch, 1), generator=generator)
     order = torch.rand(batch, vocabulary - 1, generator=generator).argsort(-1) + 1
     index = torch.arange(length - 1).expand(batch, -1)

@@ -145,7 +145,7 @@ def ov_circuit(w_v: Tensor, w_o: Tensor, *, heads: int, kv_heads: int | None = N
     `nn.Linear`; leading dimensions (layers) are kept.
     """
     v = _per_query_head(_split(w_v, heads if kv_heads is None else kv_heads, "w_v"), heads)
-    return LowRank(_split(w_o.mT, heads, "w_o").mT, v)
+    return LowRank(_split(w_o.mT, heads, "w_o.mT").mT, v)
 
 
 def synthesize(matrix: Tensor, rank: int) -> LowRank:
@@ -153,7 +153,7 @@ def synthesize(matrix: Tensor, rank: int) -> LowRank:
 
     It is the truncated SVD with the singular values split evenly between both factors. No other
     matrix of this rank is nearer in the Frobenius norm (Eckart and Young 1936), and a circuit of
-    this rank is reproduced exactly. Raises ValueError unless 1 <= rank <= min(m, n).
+    this rank is reproduced up to rounding. Raises ValueError unless 1 <= rank <= min(m, n).
     """
     if matrix.ndim < 2 or not 0 < rank <= min(matrix.shape[-2:]):
         raise ValueError(

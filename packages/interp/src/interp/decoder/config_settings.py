@@ -139,7 +139,7 @@ def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
         if config.get(name) is not None:
             return config[name]
     if default is None:
-        raise ValueError(f"config.json has no {' or '.join(names)}")
+        raise ValueError(f"expected the configuration to have {' or '.join(names)}, got none")
     return default
 
 

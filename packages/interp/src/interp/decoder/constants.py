@@ -1,6 +1,7 @@
 """Constants that a family applies outside its weights.
 
-`Decoder` has no modules for them, so they are folded into copies of the weights.
+`Decoder` has no modules for them, so they are folded into the weights. Scaled and shifted weights
+are copies.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Constants:
     def fold_into(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return the tensors of a checkpoint with the constants folded in.
 
-        If a tied embedding is scaled, the result also has a separate unembedding.
+        If the embedding or the logits are scaled, a tied unembedding becomes a separate tensor.
         """
         roles = roles_of(tensors)
         folded = dict(tensors)

@@ -2,9 +2,10 @@
 
     stream -> norm1 -> attention -> attention_out -> + -> norm2 -> mlp -> mlp_out -> +
 
-A norm that a family does not have is an `nn.Identity`, so that all families have the same sites:
+A norm that a family does not have is an `nn.Identity`. All families therefore have these sites,
+except for `position`, which needs learned positions, and `mid`:
 
-    embed, position                     the token and position embeddings
+    embed, position                     the token embeddings, and the learned positions
     blocks.*:input, blocks.*            the residual stream before and after a block
     blocks.*.mid                        the stream between attention and MLP, unless parallel
     blocks.*.attention.q, .k, .v        queries, keys, values of all heads, before norms, rotation
@@ -66,9 +67,9 @@ class Decoder(nn.Module):
         super().__init__()
         weights = Weights(tensors)
         self.settings = settings
-        #: The model that was passed to `describe`, or None.
+        #: The link to the model that was passed to `describe`, or None.
         self.source: Source | None = None
-        #: The comparisons with the described model that this decoder passed.
+        #: The comparisons under random weights that this decoder passed in `describe`.
         self.comparisons: tuple[Comparison, ...] = ()
         self.embed = weights.embedding("embed")
         self.embed_norm = weights.norm("embed_norm", settings)
@@ -262,8 +263,8 @@ class Decoder(nn.Module):
         lowest, highest = int(position_ids.min()), int(position_ids.max())
         if lowest < 0 or (table is not None and highest >= table):
             raise ValueError(
-                f"position_ids reach from {lowest} to {highest}; they must be within 0 and "
-                f"{'the length of the text' if table is None else table - 1}"
+                f"position_ids reach from {lowest} to {highest}; expected positions from 0 to "
+                f"{'any number' if table is None else table - 1}"
             )
         return position_ids.expand(tokens.shape)
 
@@ -289,7 +290,8 @@ class Decoder(nn.Module):
     def qk(self, distance: int = 0) -> LowRank:
         """Return W_QK of every head, (layers, heads), for keys `distance` positions earlier.
 
-        Biases, norms of queries and keys, and ALiBi are not included.
+        The scale and the cap of scores, biases, bounds, sinks, ALiBi and norms are left out, except
+        for the gains of norms inside latent attention.
         """
         self.require_fresh()
         return stack_layers([block.attention.qk(distance) for block in self.layers])

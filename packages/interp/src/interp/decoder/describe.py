@@ -52,11 +52,11 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
     most the model's number of positions. If the model has no such number, the default is halved
     until the model accepts texts of that length.
 
-    The decoder is compared with the model under random weights and under the model's own; see
-    `interp.decoder.verify`, and the errors in `Decoder.comparisons`. Weights into which a constant
-    is folded are copies: if the model later changes the originals, calling the decoder raises
-    RuntimeError. No other thread may call the model during `describe`. If `model` is a `Decoder`
-    and no settings are passed, it is returned unchanged.
+    The decoder is compared with the model under random weights, see `interp.decoder.verify`, and
+    under the model's own weights. `Decoder.comparisons` has the errors under random weights.
+    Weights into which a constant is folded are copies: if the model later changes the originals,
+    calling the decoder raises RuntimeError. No other thread may call the model during `describe`.
+    If `model` is a `Decoder` and no settings are passed, it is returned unchanged.
 
     Raises ValueError if no decoder reproduces the model's logits.
     """
@@ -123,7 +123,7 @@ def _require_known(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
         unknown = str(error)
     raise ValueError(
         f"model_type {kind!r} is not one of {', '.join(FAMILIES)}: {unknown}; record() and patch() "
-        "support any model, and describe() modules whose configuration does not name a family"
+        "support any model, and describe() supports modules whose configuration names no family"
     )
 
 

@@ -23,13 +23,14 @@ def neuron_attribution(
     """Return the term of each neuron in the logit of `targets`, (batch, seq, neurons) per layer.
 
     The terms of a layer and the term of its bias sum to the MLP's term in `attribution`. Raises
-    ValueError for mixtures of experts, and if a norm follows the MLP.
+    ValueError for blocks with a mixture of experts or without an MLP, and if a norm follows the
+    MLP.
     """
     for i, block in enumerate(model.layers):
         if not isinstance(block.mlp, DecoderMLP) or not isinstance(block.mlp_out, nn.Identity):
             raise ValueError(
-                f"the output of the MLP in layer {i} is not a sum over neurons (experts, a norm); "
-                "use attribution() of its whole output"
+                f"the output of the MLP in layer {i} is not a sum over neurons (experts, a norm, "
+                "or no MLP); use attribution() of its whole output"
             )
     with record(model, "norm:input", "blocks.*.mlp.down:input") as seen:
         forward(model, prompt)

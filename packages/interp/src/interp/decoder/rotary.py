@@ -26,7 +26,7 @@ class Rotary:
     angles: tuple[float, ...] = ()
     #: The scale of rotated queries and keys (YaRN, LongRoPE).
     scale: float = 1.0
-    #: The number of tokens beyond which all angles of a text differ from `angles`, or None.
+    #: The number of tokens beyond which a text has other angles than `angles`, or None.
     original_length: int | None = None
     #: The angles of longer texts with LongRoPE; () with dynamic scaling.
     long_angles: tuple[float, ...] = ()

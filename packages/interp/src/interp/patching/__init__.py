@@ -14,18 +14,19 @@ per layer, head and position of queries, keys, values, outputs or MLPs. Both ret
 each patch and in both runs. `drop_heads` ablates heads at all positions, for `interp.patch`.
 
 **Restarts.** A patch in layer l does not change the blocks before l. The corrupted run is therefore
-recorded once, and a patch restarts at the recorded input of block l. Over all layers, this halves
-the number of block calls.
+recorded once, and a patch restarts at the recorded input of block l. For patches in all
+layers, about half of the block computations remain.
 
-**Batching.** All patches run as one batch. The batch starts with the patches of layer 0, and the
-patches of layer l join at block l. Each block is called once per batch:
+**Batching.** Up to `batch` patches run together. A batch starts with the patches of its lowest
+layer, and the patches of layer l join at block l. Each block is called once per batch:
 
     block 0   patch patch                          patches in layer 0
     block 1   patch patch patch                    and patches in layer 1
     block 2   patch patch patch patch patch        and patches in layer 2
 
-**Causality.** A patch at position t cannot change positions before t. Only position t and later
-positions are computed; queries, keys and values of earlier positions come from the recorded run.
+**Causality.** A patch at position t cannot change positions before t. The projections and
+the MLPs therefore compute only position t and later positions. The attention between its
+projections computes all positions, with the recorded queries, keys and values of earlier ones.
 
 **Path patching** measures through which *receiver* a *sender* acts. A sender is the embedding, a
 head or an MLP. A receiver is a head's queries, keys or values, an MLP, or the final norm. The
@@ -47,12 +48,13 @@ largest estimates are also measured, and the errors of their estimates are repor
 
 Patching needs a `Decoder`: call `describe` on the model first. `patch_streams`, `patch_parts`,
 `patch_edges` and `edge_attribution` accept several pairs of prompts, (pairs, seq), and return
-means. A result also has the result of each pair in `pairs` and the `standard_error` of its
+means. Such a result also has the result of each pair in `pairs` and the `standard_error` of its
 values. `standard_error_of` computes the standard error of any quantity:
 
     result.standard_error_of(lambda mean: mean.recovered)
 
-With `tokenizer=`, all functions accept texts. `pairs_of` makes pairs and metrics from a table.
+With `tokenizer=`, these functions and `attribution_patching` accept texts. `pairs_of` makes pairs
+and metrics from a table.
 
 References: Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; Nanda 2023,
 "Attribution Patching"; Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit

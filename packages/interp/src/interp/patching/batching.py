@@ -54,7 +54,7 @@ class PatchBatch:
         an exception: positions interact there, so queries, keys and values are those of whole rows.
         """
         padding, embeddings, position_ids = self.run.layout
-        if embeddings is not None:  # (seq, d_model), or (1, seq, d_model) with position ids
+        if embeddings is not None:  # (1, seq, d_model)
             embeddings = embeddings.flatten(0, -2)[self.affected.nonzero()[:, 1]]
         name = f"blocks.{layer}.attention"
         fill = {

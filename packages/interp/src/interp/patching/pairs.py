@@ -18,7 +18,9 @@ def pairs_of(
     norm: Callable[[Tensor], Tensor] | None,
     unembed: nn.Linear | Tensor,
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Metric]]:
-    """Return clean prompts, corrupted prompts and one metric per pair, for all patching functions.
+    """Return clean prompts, corrupted prompts and one metric per pair, as for `patch_streams`.
+
+    They are also arguments of the other patching functions, except `attribution_patching`.
 
     `table` is a DataFrame or a mapping with four columns. "clean" and "corrupted" are texts; the
     two texts of a row must have the same number of tokens. "right" and "wrong" are the answers, as

@@ -65,7 +65,7 @@ class EdgeEffects(MeanOverPairs):
         """
         if self.exact is None:
             raise ValueError(
-                "these are exact effects, or no edge was measured; pass exact= to edge_attribution"
+                "expected estimates, got exact effects of patch_edges; use edge_attribution"
             )
         return self.values - self.exact
 

@@ -4,7 +4,8 @@
     logits, cache = model.run_with_cache("A text")
     cache["pattern", 5]
 
-Names and results equal those of TransformerLens. Everything else raises an error with its name.
+Names and results equal those of TransformerLens, except for the differences that the README lists.
+Other names raise an error with their name.
 """
 
 from interp.transformer_lens import patching, utils

@@ -108,9 +108,10 @@ class ActivationCache(Mapping[Any, Tensor]):
         incl_embeds: bool = True,
         **options: Any,
     ) -> Stack:
-        """Return the embeddings and the outputs of all earlier layers, which sum to the stream.
+        """Return the embeddings and the outputs of all earlier layers.
 
-        `mode` is "all", "attn" (no MLPs) or "mlp" (no attention).
+        They sum to the stream if `mode` is "all". `mode` may also be "attn" (no MLPs) or "mlp" (no
+        attention). `incl_embeds=False` leaves out the embeddings.
         """
         parts = {}
         if incl_embeds:

@@ -44,7 +44,7 @@ class FactoredMatrix:
         return FactoredMatrix(self.B.mT, self.A.mT)
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return (U, S, V), so that each matrix is U @ S.diag() @ V.mT."""
+        """Return (U, S, V), so that each matrix is U @ S.diag_embed() @ V.mT."""
         u, s, vh = self._product.svd()
         return u, s, vh.mT
 

@@ -457,9 +457,9 @@ class HookedDecoder(TextConversion):
     ) -> Any:
         """Continue texts or token ids by sampling, or greedily with `do_sample=False`.
 
-        The result has the type of the input, or is "str" or "tokens". Texts of different lengths
-        are padded on the left. After the token `eos_token_id`, by default the tokenizer's, a row is
-        filled with this token. Hooks receive the new tokens only. `verbose` has no effect.
+        `return_type` is "str", "tokens", or "input" for the type of the input. Texts of different
+        lengths are padded on the left. After the token `eos_token_id`, by default the tokenizer's,
+        a row is filled with this token. Hooks receive the new tokens only. `verbose` has no effect.
 
         Raises ValueError for a padded prompt without an `attention_mask`, and if `stop_at_eos` and
         no such token is known.

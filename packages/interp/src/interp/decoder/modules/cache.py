@@ -11,8 +11,8 @@ from torch import Tensor, nn
 class Cache:
     """Keys and values of earlier tokens, so that a `Decoder` is called with new tokens only.
 
-    A cache belongs to the first decoder that it is passed to. Keys are stored before their norm and
-    rotation. A call that raises an error adds nothing.
+    A cache belongs to the decoder that first adds tokens to it. Keys are stored before their norm
+    and rotation. A call that raises an error adds nothing.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,11 @@
 """Random float32 weights of a model, which make each property of the model visible in its logits.
 
 Note [Weights that share memory]
-A float32 copy of a large model would need twice its memory. Drawing its numbers would take longer
-than the forward passes. All weights of one size are therefore views of one buffer of random
-numbers, at different offsets: the buffer is little larger than the largest weight.
+A float32 copy of a bfloat16 model would need twice its memory. For a large model, drawing its
+numbers would take longer than the forward passes. All weights with the same standard deviation are
+therefore views of one buffer of random numbers, at different offsets. In a large model, the buffer
+is little larger than the largest of these weights. Weights with a mean other than 0, the gains of
+norms, are copies.
 """
 
 from __future__ import annotations
@@ -19,8 +21,8 @@ from torch import Tensor
 from interp.decoder.modules.settings import Settings
 from interp.decoder.names import is_norm_role
 
-#: The distance between the offsets of two weights in a buffer. It is a prime, so that no weight
-#: consists of the rows of another one.
+#: The distance between the offsets of successive weights in a buffer. It is a prime, so that
+#: neighboring weights do not consist of the same rows.
 _STRIDE = 1009
 
 
@@ -35,7 +37,7 @@ class Scale:
     inner_std: float = 1.5
     value_std: float = 1.0
     #: The standard deviation of the outputs of attention and MLP, if their inputs have size 1; by
-    #: default `stream_std`.
+    #: default `stream_std`. It is smaller in models of more than 4 layers.
     write_std: float | None = None
 
 
