@@ -19,11 +19,10 @@ repeated tokens repeat the same choice of a head. The queries of each distinct t
 a cluster c that counts once, with its mean x_c. Queries at the same position of several prompts are
 not independent either, if a head attends by position. The queries are therefore clustered by token
 and by position, and the p-value is the larger one of the two. A significant score needs several
-tokens and several positions. (For `first`, all queries of a prompt have the same target, so
-prompts that start with the same two tokens form a cluster.) Nothing
-is assumed about the dependence within a cluster or among a query's m target keys. Because exp is
-convex, E exp(t x_c) <= mean over q in c of mean_k exp(t m A_qk) for any t > 0, and by Chernoff's
-bound
+tokens and several positions. (For `first`, all queries of a prompt have the same target, so the
+prompts that start with the same two tokens form one cluster.) Nothing is assumed about the
+dependence within a cluster or among a query's m target keys. Because exp is convex,
+E exp(t x_c) <= mean over q in c of mean_k exp(t m A_qk) for any t > 0, and by Chernoff's bound
 
     p <= heads * min_t prod_c (mean over q in c of mean_k exp(t m A_qk)) / exp(t sum_c x_c)
 
@@ -131,8 +130,9 @@ def detect_heads(
 
     Args:
         patterns: (batch, heads, seq, seq) per layer, with rows that sum to 1, or to less if the
-            model has attention sinks (gpt-oss). Leave out the last column of `record_patterns`,
-            which is the sink. Names of patterns become names of detected heads.
+            model has attention sinks (gpt-oss). From the patterns that `record_patterns` returns
+            for such a model, leave out the last column, the sink. Names of patterns become names of
+            detected heads.
         tokens: (batch, seq) or (seq,), or a prompt with `input_ids` and an `attention_mask`, or
             texts with `tokenizer`.
         queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq), by

@@ -51,7 +51,7 @@ def rotary_angles(
     dims: int, theta: float | Tensor, divisors: float | Sequence[float] = 1.0
 ) -> tuple[float, ...]:
     """Return theta^(-2i / dims), divided by `divisors`, for the pairs i of `dims` dimensions."""
-    # Use float32, as every implementation does: the rounding errors matter at position 1,000.
+    # Use float32, as in transformers: the rounding errors matter at position 1,000.
     exponents = torch.arange(0, dims, 2, dtype=torch.int64, device="cpu").float() / dims
     inverse = torch.tensor(divisors, dtype=torch.float32, device="cpu") * theta**exponents
     return tuple((1.0 / inverse).tolist())

@@ -71,7 +71,8 @@ def patch_streams(
     """Patch the clean residual stream before each block into the corrupted run, per position.
 
     The `values` of the result are (layers, positions), means over the pairs. Raises TypeError if
-    `model` is not a `Decoder`, and ValueError for other wrong arguments.
+    `model` is not a `Decoder` or a text has no tokenizer. Raises ValueError for prompts and metrics
+    that do not fit together.
 
     Args:
         model: A decoder, as from `describe`.

@@ -418,7 +418,7 @@ class HookedDecoder(TextConversion):
         return weight.repeat_interleave(self.cfg.n_heads // weight.shape[1], dim=1)
 
     def tl_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the names and values of all weights."""
+        """Return the names and values of all weights except those of norms and experts."""
         return iter(weights_of(self.decoder).items())
 
     def loss_fn(

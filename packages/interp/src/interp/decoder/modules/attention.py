@@ -122,7 +122,7 @@ class DecoderAttention(nn.Module):
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
         scores = self.scores(q, k, padding, position_ids)  # [batch, heads, seq, keys]
-        # In half precision, the sum over keys is computed in float32, as in every family.
+        # In half precision, the softmax is computed in float32, as in most families.
         wide = torch.promote_types(scores.dtype, torch.float32)
         pattern = self.pattern(scores.softmax(-1, dtype=wide)[..., : k.shape[1]].to(x.dtype))
         values = self._clip(v).unflatten(-1, (self.kv_heads, -1)).transpose(1, 2)
