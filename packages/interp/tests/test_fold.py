@@ -91,6 +91,7 @@ def test_converting_a_folded_copy_keeps_the_original() -> None:
         {"windows": (2, None, 3)},
         {"alibi_slopes": (0.5, 0.25, 0.1)},
         {"activation": "relu"},
+        {"positions_in_attention": True},
     ],
     ids=lambda option: next(iter(option)),
 )

@@ -78,6 +78,7 @@ def fold_decoder(model: Decoder) -> Decoder:
     """Return a copy with folded norms and biases and the same log-probabilities.
 
     Norms of the stream are folded into their readers; norms of outputs, queries and keys are kept.
+    Norms before attention are kept if positions are added to the inputs of queries and keys.
     The stream is centered if every reader subtracts its mean (layer norm) and no norm follows a
     writer. The unembedding is centered if the logits have no cap. The original does not change.
     """
@@ -91,12 +92,15 @@ def fold_decoder(model: Decoder) -> Decoder:
         attention, readers = block.attention, list[nn.Linear]()
         for part in (attention.q, attention.k, attention.v):
             readers += part.readers if isinstance(part, Latent) else [part]
-        _fold_norm(block.norm1, *readers)
+        # Queries and keys may read the norm's output plus a position, which has no gain.
+        if not model.settings.positions_in_attention:
+            _fold_norm(block.norm1, *readers)
         _fold_norm(block.norm2, *_linears(block.mlp, "gate", "up", "router"))
         _fold_value_bias(attention)
     if _can_center(model):
-        tables = [model.embed] if model.position is None else [model.embed, model.position]
-        _center_writes(*tables)
+        _center_writes(model.embed)
+        if model.position is not None and not model.settings.positions_in_attention:
+            _center_writes(model.position)
         for block in model.layers:
             _center_writes(block.attention.o, *_linears(block.mlp, "down"))
     _fold_norm(model.norm, model.unembed)
