@@ -340,6 +340,11 @@ def test_the_default_context_is_1024_tokens_and_shorter_for_large_models(
     for affordable, context in ((200, 200), (12, 128)):
         monkeypatch.setattr(matching, "_FORWARD_FLOPS", affordable * flops)
         assert describe(model).settings.context == context
+    # A tied weight counts once.
+    model.head.weight = model.embed.weight
+    flops -= 2 * model.embed.weight.numel()
+    monkeypatch.setattr(matching, "_FORWARD_FLOPS", 200 * flops)
+    assert describe(model).settings.context == 200
 
 
 def test_texts_longer_than_the_verified_length_are_refused() -> None:

@@ -313,7 +313,8 @@ def _context(
                 "the context"
             )
         return requested
-    parameters = sum(tensor.numel() for tensor in tensors.values())
+    # A weight with two names, such as a tied embedding, counts once.
+    parameters = sum({id(tensor): tensor.numel() for tensor in tensors.values()}.values())
     # A forward pass computes about two FLOPs per parameter and token.
     affordable = int(_FORWARD_FLOPS / (2 * max(1, parameters)))
     if isinstance(configured, int):
