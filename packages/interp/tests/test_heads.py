@@ -1,6 +1,6 @@
 import torch
 from interp import LowRank, ov_circuit, qk_circuit
-from interp.circuits.heads import attention_head
+from interp.circuits.heads import attention_head, circuit_pattern
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -34,3 +34,12 @@ def test_heads_add_up_to_their_concatenation_and_to_torch() -> None:
         q, k, v, is_causal=True, enable_gqa=True
     )
     torch.testing.assert_close(added, torch_says.transpose(1, 2).flatten(-2) @ w_o.mT)
+
+
+def test_every_scale_is_applied_before_the_causal_mask() -> None:
+    torch.manual_seed(0)
+    x, w = random(5, 3), random(3, 3)
+    uniform = torch.ones(5, 5, dtype=torch.float64).tril()
+    uniform = uniform / uniform.sum(-1, keepdim=True)
+    torch.testing.assert_close(circuit_pattern(x, w, scale=0.0), uniform)
+    torch.testing.assert_close(circuit_pattern(x, w, scale=-2.0), circuit_pattern(x, -w, scale=2.0))

@@ -21,11 +21,12 @@ def circuit_pattern(
     A batch of circuits (heads) broadcasts against the leading dimensions of `x`.
     """
     scores = (x @ qk.a) @ (qk.b @ x.mT) if isinstance(qk, LowRank) else x @ qk @ x.mT
+    scores = scores * scale
     if causal:
         queries, keys = scores.shape[-2:]
         future = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
         scores = scores.masked_fill(future.triu(keys - queries + 1), float("-inf"))
-    return (scores * scale).softmax(dim=-1)
+    return scores.softmax(dim=-1)
 
 
 def attention_head(
