@@ -594,6 +594,26 @@ def test_wrong_folders_and_models_are_refused(tmp_path: Path) -> None:
         describe(nn.Sequential(nn.Linear(3, 3)))
 
 
+@pytest.mark.parametrize(
+    ("name", "role", "tensor"),
+    [
+        ("LlamaForCausalLM tied", "norm", "model.norm"),
+        ("LlamaForCausalLM tied", "embed", "model.embed_tokens"),
+        ("GPT2LMHeadModel", "position", "transformer.wpe"),
+    ],
+)
+def test_checkpoints_without_an_embedding_or_the_final_norm_are_refused(
+    name: str, role: str, tensor: str, tmp_path: Path
+) -> None:
+    """Without the final norm or positions, a decoder would run and have other logits."""
+    peer(name).save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    del state[f"{tensor}.weight"]
+    save_file(state, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=rf"no tensor for {role}\.weight; is a shard missing"):
+        load_decoder(tmp_path)
+
+
 def test_patterns_of_torch_attention_and_generation_are_recorded() -> None:
     torch.manual_seed(0)
     attention, x = nn.MultiheadAttention(8, 2, batch_first=True), torch.randn(1, 5, 8)
