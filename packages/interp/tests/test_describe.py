@@ -875,7 +875,10 @@ def test_descriptions_are_pickled(cls: str) -> None:
         ([[0, 1, 2, 0, 1]], "packed texts are not supported"),
         ([[0, 1, 3, 4, 5]], "must count up by 1"),
         ([[-1, 0, 1, 2, 3]], "reach from -1 to 3"),
-        ([[28, 29, 30, 31, 32]], "reach from 28 to 32; they must be within 0 and 31"),
+        (
+            [[28, 29, 30, 31, 32]],
+            "from 28 to 32; expected positions of at least 0 and at most 31",
+        ),
         ([[0, 1, 2]], r"position_ids are torch.int64 \(1, 3\); pass integers \(1, 5\)"),
         ([[0.0, 1, 2, 3, 4]], "pass integers"),
     ],

@@ -51,12 +51,13 @@ def logit_lens(
     """Decode streams (batch, seq, d_model), one per layer; the last is the model's final stream.
 
     The last stream must be the input of the final norm. Its output, such as the last of Hugging
-    Face's `hidden_states`, raises ValueError. The output is not detected for fewer than 4 positions
-    or for a stream as small as the norm's epsilon. `norm` is the final norm or None. `unembed` is
-    an `nn.Linear`, its weight (vocabulary, d_model), or any function from normalized streams to
-    logits. For a model that caps its logits (Gemma 2), pass `norm=None` and
-    `unembed=decoder.decode`. `targets` (batch, seq) are token ids whose log-probability and rank
-    are computed per layer. `top` is the number of most probable tokens to return.
+    Face's `hidden_states`, raises ValueError. The output is not detected for fewer than 4
+    positions, or if the stream's mean square is less than about 500 times the norm's epsilon.
+    `norm` is the final norm or None. `unembed` is an `nn.Linear`, its weight (vocabulary, d_model),
+    or any function from normalized streams to logits. For a model that caps its logits (Gemma 2),
+    pass `norm=None` and `unembed=decoder.decode`. `targets` (batch, seq) are token ids whose
+    log-probability and rank are computed per layer. `top` is the number of most probable tokens to
+    return.
     """
     if isinstance(residuals, Tensor) and residuals.ndim < 4:
         raise ValueError(

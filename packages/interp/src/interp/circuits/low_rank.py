@@ -175,7 +175,7 @@ def finite_eigenvalues(matrix: Tensor) -> Tensor:
     Raises ValueError for nan and inf.
     """
     if not bool(matrix.isfinite().all()):
-        # LAPACK would end the process with a segmentation fault.
+        # LAPACK may end the process with a segmentation fault.
         raise ValueError(
             "expected finite factors for eigenvalues, got a product with nan or inf; check the "
             "weights with isfinite()"

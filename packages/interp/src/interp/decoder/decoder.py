@@ -263,8 +263,8 @@ class Decoder(nn.Module):
         lowest, highest = int(position_ids.min()), int(position_ids.max())
         if lowest < 0 or (table is not None and highest >= table):
             raise ValueError(
-                f"position_ids reach from {lowest} to {highest}; expected positions from 0 to "
-                f"{'any number' if table is None else table - 1}"
+                f"position_ids reach from {lowest} to {highest}; expected positions of at least "
+                f"0{'' if table is None else f' and at most {table - 1}'}"
             )
         return position_ids.expand(tokens.shape)
 
