@@ -11,7 +11,8 @@ The score of a head is its mean attention to the target keys of a kind:
 The mean is over all queries that have a target key. `chance` is the score of uniform attention to
 the current and all earlier tokens. Padding is neither a query nor a key. Some head always has the
 best score of a kind, so each score has a p-value. The p-value is an upper bound of the probability
-that any head reaches this score if keys are permuted.
+that any head attends as much to its target keys if keys are permuted. In this bound, each
+cluster of queries counts once.
 
 Note [Clusters of queries]
 Queries of equal tokens are not independent observations: copies of a prompt, common prefixes and

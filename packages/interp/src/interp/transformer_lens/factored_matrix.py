@@ -50,17 +50,17 @@ class FactoredMatrix:
 
     @property
     def U(self) -> Tensor:
-        """The left singular vectors, the columns of (..., ldim, mdim)."""
+        """The left singular vectors, the columns of (..., ldim, k), k = min(ldim, mdim, rdim)."""
         return self.svd()[0]
 
     @property
     def S(self) -> Tensor:
-        """The singular values, (..., mdim)."""
+        """The singular values, (..., k), k = min(ldim, mdim, rdim)."""
         return self.svd()[1]
 
     @property
     def V(self) -> Tensor:
-        """The right singular vectors, the columns of (..., rdim, mdim)."""
+        """The right singular vectors, the columns of (..., rdim, k), k = min(ldim, mdim, rdim)."""
         return self.svd()[2]
 
     @property
