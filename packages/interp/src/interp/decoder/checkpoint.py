@@ -27,8 +27,8 @@ def load_decoder(
 
     Raises FileNotFoundError for a missing file. Raises ValueError for an unsupported architecture,
     for unused tensors, and for attention weights that are not whole heads. Also raises ValueError
-    if an embedding, the final norm or an untied unembedding is missing, or if a layer has no tensor
-    of a kind that another layer has. Other wrong shapes raise RuntimeError in the first call.
+    if an embedding, the final norm or an untied unembedding is missing. The same holds for a tensor
+    that is missing in some layers only. Other wrong shapes raise RuntimeError in the first call.
     """
     folder = Path(path)
     config = json.loads((folder / "config.json").read_text())

@@ -1,11 +1,11 @@
 """The link from a decoder to the described model, whose weights the decoder shares.
 
 Most weights of a `Decoder` are views of the model's weights and follow their changes. Others are
-copies: weights with a constant folded in (Gemma, Granite, Cohere), queries, keys and values that
-the checkpoint interleaves (GPT-NeoX, Bloom, Falcon), and latent projections (DeepSeek). If the
-original of a copy changes, RuntimeError is raised. The same holds for the constants of the model,
-because the decoder's settings contain them. Examples are the epsilon of a norm and the frequencies
-of rotary angles.
+copies: weights with a folded constant (Gemma, Granite, Cohere), interleaved queries, keys and
+values (GPT-NeoX, Bloom, Falcon), and latent projections (DeepSeek). If the original of a copy
+changes, RuntimeError is raised. The same holds for the constants of the model, because the
+decoder's settings contain them. Examples are the epsilon of a norm and the frequencies of rotary
+angles.
 """
 
 from __future__ import annotations
