@@ -459,7 +459,8 @@ class HookedDecoder(TextConversion):
 
         `return_type` is "str", "tokens", or "input" for the type of the input. Texts of different
         lengths are padded on the left. After the token `eos_token_id`, by default the tokenizer's,
-        a row is filled with this token. Hooks receive the new tokens only. `verbose` has no effect.
+        a row is filled with this token. Hooks receive the prompt first, and then the new
+        token of each call. `verbose` has no effect.
 
         Raises ValueError for a padded prompt without an `attention_mask`, and if `stop_at_eos` and
         no such token is known.
