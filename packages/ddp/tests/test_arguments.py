@@ -9,6 +9,8 @@ import torch.distributed as dist
 from ddp import DDP, all_reduce_gradients
 from ddp.options import BucketSize, check_restricted_arguments, select_bucket_size
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel.distributed import _MixedPrecision
 from worker_pool import run_ranks, try_ranks
 
@@ -147,6 +149,30 @@ def test_invalid_arguments_are_refused_with_the_remedy() -> None:
     assert "got '0' of type DDP; wrap its .module" in nested
     assert "grad_dtype=torch.float32; pass gradient_dtype" in dtype
     assert "sparse=False" in sparse
+
+
+def refuse_groups_devices_and_tensors() -> None:
+    group = dist.group.WORLD
+    mesh = init_device_mesh("cpu", (1,))
+    for arguments, error, message in (
+        ({"group": group, "device_mesh": mesh}, RuntimeError, "both process_group and device_mesh"),
+        ({"group": group, "process_group": group}, RuntimeError, "two names of one argument"),
+        ({"device_ids": [0, 1]}, ValueError, r"at most one entry in device_ids, got \[0, 1\]"),
+        ({"device_ids": [0]}, ValueError, r"a module on one GPU, got a module on \['cpu'\]"),
+        ({"devices": [0]}, TypeError, "DDP has no argument 'devices'"),
+    ):
+        with pytest.raises(error, match=message):
+            DDP(nn.Linear(2, 2), **arguments)
+    with pytest.raises(ValueError, match=r"'weight' is on the meta device; call module\.to_"):
+        DDP(nn.Linear(2, 2, device="meta"))
+    sharded = nn.Linear(2, 2)
+    sharded.weight = nn.Parameter(distribute_tensor(sharded.weight.detach(), mesh, [Shard(0)]))
+    with pytest.raises(ValueError, match="'weight' is a DTensor, which is sharded already"):
+        DDP(sharded)
+
+
+def test_groups_devices_and_tensors_that_cannot_be_used_are_refused() -> None:
+    run_ranks(refuse_groups_devices_and_tensors, 1)
 
 
 def allocate_too_much() -> list:

@@ -1,6 +1,7 @@
 """Buckets partition the parameters by dtype and size, in order."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -30,6 +31,13 @@ def test_assignment_is_a_partition_within_the_size(model, bucket_bytes, data):
         assert [position[index] for index in run] == sorted(position[index] for index in run)
         size = sum(parameters[i].numel() * parameters[i].element_size() for i in run)
         assert len(run) == 1 or (bucket_bytes and size <= bucket_bytes)
+    # A bucket is closed only if the next parameter of its dtype does not fit.
+    sizes = [parameter.nbytes for parameter in parameters]
+    for dtype in {parameter.dtype for parameter in parameters}:
+        of_dtype = [run for run in runs if parameters[run[0]].dtype == dtype]
+        for run, following in pairwise(sorted(of_dtype, key=lambda run: position[run[0]])):
+            used_bytes = sum(sizes[index] for index in run)
+            assert bucket_bytes == 0 or used_bytes + sizes[following[0]] > bucket_bytes
     if bucket_bytes == 0:
         assert len(runs) == len(parameters)
     if bucket_bytes == 10**6:

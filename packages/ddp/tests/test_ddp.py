@@ -55,6 +55,12 @@ def loss_of(model: nn.Module, tokens: torch.Tensor) -> torch.Tensor:
     return F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())
 
 
+def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
+    # The steps of SGD depend on the scale of the gradients, unlike those of Adam.
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9, weight_decay=0.01)
+
+
 def rank_order_all_reduce(tensor, op=None, group=None, async_op=False):
     """Add in the order of ranks at every element, unlike gloo's ring above two ranks."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
@@ -86,7 +92,7 @@ def train(
             model, DESIGNS[design], all_reduce=all_reduce, find_unused_parameters=True
         )
         sync = wrapped.finish_gradient_synchronization
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    optimizer = make_optimizer(model)
     for step in range(steps):
         optimizer.zero_grad(set_to_none=(seed + step) % 3 > 0)
         batch = batches(seed, step, world, accumulate)[rank].to(device)
@@ -114,7 +120,7 @@ def all_designs(seeds: list[int], steps: int, accumulate: int, ordered: bool) ->
 
 def train_in_one_process(seed: int, steps: int, accumulate: int, world: int) -> dict:
     model = Net(seed)
-    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+    optimizer = make_optimizer(model)
     for step in range(steps):
         optimizer.zero_grad()
         loss_of(model, batches(seed, step, world, accumulate).flatten(0, 2)).backward()

@@ -797,7 +797,7 @@ def first_step_of_a_copy(method: str) -> float:
     with copied.join() if method == "join" else nullcontext():
         for _ in range(steps):
             with copied.no_sync() if method == "finish" else nullcontext():
-                copied(torch.ones(1, 5)).sum().backward()
+                copied(torch.full((1, 5), 1.0 + dist.get_rank())).sum().backward()
             if method == "finish":
                 copied.finish_gradient_synchronization()
             with torch.no_grad():
@@ -808,8 +808,9 @@ def first_step_of_a_copy(method: str) -> float:
 
 @pytest.mark.parametrize("method", ["backward", "finish", "join"])
 def test_copy_connects_once_in_its_first_step(method: str) -> None:
-    # Five weights of 1, each with a gradient of 1, or half of it if one rank has no input.
-    expected = -2.5 if method == "join" else 0.0
+    # Five weights of 1. The mean of their gradients, 1 and 2, is 1.5. With join(), a second step
+    # has a gradient of 2 on rank 1 only.
+    expected = 5 * (1 - 1.5 - 1) if method == "join" else 5 * (1 - 1.5)
     assert results("first_step_of_a_copy", method) == [expected] * 2
 
 
@@ -905,8 +906,9 @@ def fails_in_backward() -> list[str]:
 
 
 def test_error_in_backward_pass_is_reported_on_every_rank() -> None:
-    outcomes = try_ranks(fails_in_backward, 2, timeout=60)
-    assert all(outcome.failed or outcome.value for outcome in outcomes)
+    first, second = try_ranks(fails_in_backward, 2, timeout=60)
+    assert "rank 1" in str(first.error)
+    assert second.value == ["division by zero"] * 2
 
 
 # ----- runs of the programs -----

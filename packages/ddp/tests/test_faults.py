@@ -52,19 +52,23 @@ def step(model: DDP, **kwargs) -> None:
     model.finish_gradient_synchronization()
 
 
-def average_sparse_flat() -> None:
+def average_sparse_gradients() -> None:
     module = nn.Sequential(nn.Embedding(5, 2, sparse=True), nn.Linear(2, 1))
-    module(torch.arange(3)).sum().backward()
+    nn.init.ones_(module[1].weight)
+    # Rank 0 uses the rows 0, 1 and 2, and rank 1 the rows 1, 2 and 3.
+    module(torch.arange(3) + dist.get_rank()).sum().backward()
     with pytest.raises(TypeError, match=r"expected a dense gradient of '0.weight'.*sparse=False"):
         all_reduce_gradients_flat(module)
     meter = Meter()
     all_reduce_gradients(module, meter=meter)
     assert module[0].weight.grad.is_sparse
     assert meter.last.buckets[0].gradient_bytes == 3 * 2 * 4  # three rows of two float32
+    rows = [[0.5, 0.5], [1.0, 1.0], [1.0, 1.0], [0.5, 0.5], [0.0, 0.0]]
+    assert module[0].weight.grad.to_dense().tolist() == rows
 
 
-def test_flat_average_refuses_sparse_gradients() -> None:
-    run_ranks(average_sparse_flat, 2)
+def test_sparse_gradients_are_averaged_per_parameter_and_refused_by_the_flat_average() -> None:
+    run_ranks(average_sparse_gradients, 2)
 
 
 def average_in_any_memory_order(average) -> None:
@@ -247,6 +251,28 @@ def test_an_exception_inside_no_sync_reaches_every_rank() -> None:
     assert second[0] == "bad batch"
     assert reason in second[1]
     assert reason in first[0]
+
+
+def train_the_module_instead_of_the_wrapper() -> None:
+    x = torch.ones(2, 5)
+    model = DDP(Branches())
+    model.module.trunk.weight.register_post_accumulate_grad_hook(lambda _: None)
+    with pytest.raises(RuntimeError, match="a parameter hook was registered after wrapping"):
+        model.module(x).backward()
+    module = Branches()
+    module.right.requires_grad_(False)
+    model = DDP(module)
+    module.right.requires_grad_(True)
+    with pytest.raises(RuntimeError, match="parameters changed since the last forward pass"):
+        model.module(x).backward()
+    model = DDP(Branches())
+    model.module.left = nn.Linear(5, 5)
+    with model.join(), pytest.raises(RuntimeError, match=r"parameters changed inside join\(\)"):
+        model(x)
+
+
+def test_changes_that_the_wrapper_cannot_detect_in_time_are_refused() -> None:
+    run_ranks(train_the_module_instead_of_the_wrapper, 1)
 
 
 # ----- lost ranks -----

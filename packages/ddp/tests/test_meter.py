@@ -9,7 +9,15 @@ from xml.etree import ElementTree
 
 import pytest
 import torch
-from ddp import DDP, Meter, all_reduce_gradients, all_reduce_gradients_flat
+from ddp import (
+    DDP,
+    BucketRecord,
+    Meter,
+    StepRecord,
+    all_reduce_gradients,
+    all_reduce_gradients_flat,
+)
+from ddp.metering.trace import events
 from torch import nn
 from worker_pool import run_ranks
 
@@ -168,18 +176,18 @@ def test_without_overlap_everything_is_exposed(design: str, tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("design", "overlaps"), [("overlapped", True), ("flat", False)])
 def test_trace_shows_the_overlap(design, overlaps, tmp_path) -> None:
-    events = [e for e in run(design, tmp_path)["trace"]["traceEvents"] if e["ph"] == "X"]
-    assert {event["pid"] for event in events} == {3}
-    (backward,) = (e for e in events if e["name"] == "loss and backward")
+    bars = [e for e in run(design, tmp_path)["trace"]["traceEvents"] if e["ph"] == "X"]
+    assert {bar["pid"] for bar in bars} == {3}
+    (backward,) = (e for e in bars if e["name"] == "loss and backward")
     assert backward["dur"] == pytest.approx(1e6 * LAYERS * COMPUTE)
-    buckets = [e for e in events if e["name"].startswith("bucket")]
+    buckets = [e for e in bars if e["name"].startswith("bucket")]
     end = backward["ts"] + backward["dur"]
     assert sum(e["ts"] + e["dur"] < end for e in buckets) == (LAYERS - 1 if overlaps else 0)
     assert all(e["dur"] == pytest.approx(1e6 * TRAVEL * (1 if overlaps else 6)) for e in buckets)
     assert all("weight" in e["args"]["parameters"] for e in buckets)
     # Ranges of one lane do not overlap, or the viewer would nest them.
-    for lane in {event["tid"] for event in events}:
-        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in events if e["tid"] == lane)
+    for lane in {bar["tid"] for bar in bars}:
+        spans = sorted((e["ts"], e["ts"] + e["dur"]) for e in bars if e["tid"] == lane)
         assert all(a[1] <= b[0] + 1 for a, b in pairwise(spans))
 
 
@@ -193,6 +201,14 @@ def test_chart_shows_hidden_and_exposed_communication(design, overlaps, tmp_path
     (waiting,) = (bar for bar in bars if bar.get("fill") == "#de2d26")
     # All bars have the same scale: the exposed part is as long as the wait.
     assert float(exposed[0].get("width")) == pytest.approx(float(waiting.get("width")), abs=0.02)
+
+
+def test_buckets_in_flight_together_have_separate_lanes_and_count_once_as_hidden() -> None:
+    spans = [(0.0, 3.0), (1.0, 4.0), (4.25, 6.0)]
+    buckets = tuple(BucketRecord((), 1, 4, 0, sent, done, 0.0) for sent, done in spans)
+    step = StepRecord((), backward=(0.0, 4.5), waiting=(4.5, 6.0), buckets=buckets)
+    assert step.hidden_seconds == 4.0 + 0.25
+    assert [event.lane for event in events([step]) if event.lane] == [1, 2, 1]
 
 
 def train_on_gloo() -> tuple:

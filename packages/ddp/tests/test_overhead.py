@@ -1,5 +1,7 @@
 """The overhead model: formula, optimum, and a fit that recovers the parameters of a sweep."""
 
+from dataclasses import replace
+
 import pytest
 from ddp import fit, optimal_bucket_bytes, overhead_seconds
 from hypothesis import given
@@ -31,10 +33,30 @@ def test_fit_recovers_the_parameters_of_a_sweep(bandwidth, latency, floor):
     counts = [best / 8, best / 2, best, best * 3, best * 8]
     seconds = [floor + overhead_seconds(size, bandwidth, latency, n) for n in counts]
     fitted = fit(size, counts, seconds)
-    assert fitted.bucket_bytes == pytest.approx(
-        optimal_bucket_bytes(size, bandwidth, latency), 0.02
-    )
-    assert fitted.seconds(best) == pytest.approx(seconds[2], 1e-3)
+    assert fitted.bandwidth == pytest.approx(bandwidth, 1e-6)
+    assert fitted.latency == pytest.approx(latency, 1e-6)
+    assert fitted.bucket_bytes == pytest.approx(optimal_bucket_bytes(size, bandwidth, latency))
+    for count, expected in zip(counts, seconds, strict=True):
+        assert fitted.seconds(count) == pytest.approx(expected)
+
+
+def test_fit_minimizes_the_squared_relative_errors():
+    size = 80e6
+    counts = [1, 2, 4, 8, 16, 32]
+    noise = [1.1, 0.95, 1.08, 0.9, 1.05, 0.97]
+    seconds = []
+    for count, factor in zip(counts, noise, strict=True):
+        seconds.append(factor * (0.01 + overhead_seconds(size, 1e9, 2e-3, count)))
+    fitted = fit(size, counts, seconds)
+
+    def error(overhead):
+        pairs = zip(counts, seconds, strict=True)
+        return sum((overhead.seconds(n) / expected - 1) ** 2 for n, expected in pairs)
+
+    for name in ("bandwidth", "latency", "floor"):
+        for factor in (0.99, 1.01):
+            changed = replace(fitted, **{name: factor * getattr(fitted, name)})
+            assert error(changed) > error(fitted)
 
 
 def test_sweep_without_trade_off_is_refused():

@@ -2,10 +2,12 @@
 
 import copy
 
+import ddp
 import pytest
 import torch
 import torch.distributed as dist
 from ddp import DDP
+from ddp.consistency import gradient_agreement
 from torch import nn
 from worker_pool import run_ranks
 
@@ -47,6 +49,27 @@ def test_find_unused_parameters_counts_missing_gradients_as_zero() -> None:
     assert run_ranks(train_experts, 3) == [True] * 3
 
 
+def train_experts_on_many_ranks() -> int:
+    """Train on three ranks as if two were the most; return how often names were compared."""
+    compare = gradient_agreement.check_same_gradients
+    calls = []
+
+    def count(*args, **options) -> set[str]:
+        calls.append(args)
+        return compare(*args, **options)
+
+    gradient_agreement.check_same_gradients = count
+    gradient_agreement.MAX_EXACT_RANKS = ddp.ddp.MAX_EXACT_RANKS = 2
+    train_experts()
+    with pytest.raises(ValueError, match="expected at most 2 ranks with divide_by_initial_world"):
+        DDP(nn.Linear(2, 2)).join(divide_by_initial_world_size=False)
+    return len(calls)
+
+
+def test_names_are_compared_if_sums_over_many_ranks_may_be_rounded() -> None:
+    assert run_ranks(train_experts_on_many_ranks, 3) == [3] * 3
+
+
 def train_with_uneven_inputs(by_initial: bool, accumulate: bool) -> dict:
     rank, world = dist.get_rank(), dist.get_world_size()
     # Rank r has r + 1 inputs; a parameter is unused on all ranks.
@@ -79,7 +102,7 @@ def train_with_uneven_inputs(by_initial: bool, accumulate: bool) -> dict:
     model(inputs[0, 0], 0).backward()
     model.finish_gradient_synchronization()
     dist.all_reduce = monitored
-    assert len(calls) <= model.meter.last.calls
+    assert len(calls) == model.meter.last.calls
     for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs)
     return {name: p.tolist() for name, p in module.named_parameters()}

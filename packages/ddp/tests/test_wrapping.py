@@ -1,7 +1,6 @@
 """Wrapping a module: initial broadcast, memory of gradients, order of buckets, imports."""
 
 import copy
-import gc
 import math
 import subprocess
 import sys
@@ -146,18 +145,21 @@ def test_bucket_sizes_follow_the_list() -> None:
 
 
 def train_with_several_forwards() -> bool:
+    def compute_loss(net: nn.Module, x: Tensor) -> Tensor:
+        return net(x[0]).sum() * net(x[1]).sum() + net(x[2]).square().sum()
+
     torch.manual_seed(1)
-    module = norm_net()
+    module = norm_net().double()
     module[1].eval()
     alone = copy.deepcopy(module)
     model = DDP(module, 100 / MIB)
     for _ in range(3):
         model.zero_grad()
         alone.zero_grad()
-        x = torch.randn(3, 2, 6)
-        (model(x[0]).sum() * model(x[1]).sum() + model(x[2]).square().sum()).backward()
+        batches = torch.randn(2, 3, 2, 6, dtype=torch.float64)
+        compute_loss(model, batches[dist.get_rank()]).backward()
         model.finish_gradient_synchronization()
-        (alone(x[0]).sum() * alone(x[1]).sum() + alone(x[2]).square().sum()).backward()
+        (sum(compute_loss(alone, x) for x in batches) / 2).backward()
         for ours, theirs in zip(model.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(ours.grad, theirs.grad)
     return True
@@ -167,21 +169,25 @@ def test_several_forwards_before_a_backward() -> None:
     assert run_ranks(train_with_several_forwards, 2) == [True, True]
 
 
-def wrap_again() -> list[int]:
+def wrap_again() -> list[float]:
+    """Return gradients after the first of two wrappers is deleted, without and with the second."""
     module = nn.Linear(3, 3)
     first = DDP(module)
     gone = weakref.ref(first)
     del first
     assert gone() is None
+    x = torch.full((1, 3), 1.0 + dist.get_rank())
+    module(x).sum().backward()
+    local = module.weight.grad[0, 0].item()
+    module.zero_grad()
     model = DDP(module, None)
-    model(torch.ones(1, 3)).sum().backward()
+    model(x).sum().backward()
     model.finish_gradient_synchronization()
-    gc.collect()
-    return [model.meter.last.calls, int(module.bias.grad[0])]
+    return [local, module.weight.grad[0, 0].item(), model.meter.last.calls]
 
 
 def test_deleted_wrapper_averages_nothing() -> None:
-    assert run_ranks(wrap_again, 2) == [[2, 1], [2, 1]]
+    assert run_ranks(wrap_again, 2) == [[1.0, 1.5, 2], [2.0, 1.5, 2]]
 
 
 def error_of(call: Callable[..., object], *args: Tensor) -> str:
