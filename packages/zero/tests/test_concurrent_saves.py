@@ -219,7 +219,7 @@ def test_a_save_that_is_killed_leaves_a_whole_checkpoint_and_no_lock(tmp_path, m
     path = tmp_path / "last"
     run_ranks(save_one, 2, str(path), 1.0, timeout=DEADLINE)
     (path / "notes.txt").write_text("mine")
-    try_ranks(die_at, 2, str(path), moment, timeout=DEADLINE)
+    assert try_ranks(die_at, 2, str(path), moment, timeout=DEADLINE)[0].exit_code == 3
     expected = [2.0] if moment == KILLED_AT[3] else [1.0]
     assert run_ranks(load_one, 2, str(path), timeout=DEADLINE) == [expected] * 2
     run_ranks(save_one, 2, str(path), 3.0, timeout=DEADLINE)

@@ -407,7 +407,16 @@ def test_a_group_added_with_another_dtype_on_one_rank_is_refused():
 
 
 def recover_from_a_broken_backward(stage):
-    model, optimizer = build(stage)
+    torch.manual_seed(0)
+    model, twin = (nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    # The steps of SGD depend on the scale of the gradients, unlike those of Adam.
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    if stage == 3:
+        model = FSDP(model)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    else:
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
 
     def explode(_):
         raise ArithmeticError("on purpose")
@@ -417,12 +426,14 @@ def recover_from_a_broken_backward(stage):
     with pytest.raises(ArithmeticError):
         model(inputs).sum().backward()
     optimizer.zero_grad()
-    twin, theirs = build(1)
-    step(model, optimizer)
-    step(twin, theirs)
+    model(torch.full((2, 5), 1.0 + dist.get_rank())).square().mean().backward()
+    optimizer.step()
+    for rank in range(2):
+        (twin(torch.full((2, 5), 1.0 + rank)).square().mean() / 2).backward()
+    theirs.step()
     whole = model.gather_full_params() if stage == 3 else dict(model.named_parameters())
     for name, value in twin.named_parameters():
-        torch.testing.assert_close(whole[name], value)
+        torch.testing.assert_close(whole[name].data, value.data)
     return True
 
 
@@ -533,6 +544,10 @@ def test_damaged_foreign_and_newer_checkpoints_are_refused_by_key(tmp_path):
         assert "0.weight is ((6, 5), torch.float32) in the checkpoint, ((7, 5)" in message
     damaged = tmp_path / "damaged"
     shutil.copytree(path, damaged)
+    checksums = damaged / "checksums.json"
+    checksums.rename(tmp_path / checksums.name)
+    assert "has lost its checksums" in run_ranks(load_it, 1, str(damaged), timeout=DEADLINE)[0]
+    (tmp_path / checksums.name).rename(checksums)
     file = next(damaged.glob("*.distcp"))
     os.truncate(file, file.stat().st_size - 1)
     assert f"{file.name} is damaged" in run_ranks(load_it, 1, str(damaged), timeout=DEADLINE)[0]

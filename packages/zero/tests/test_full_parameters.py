@@ -99,23 +99,32 @@ def test_shards_keep_dimensions_and_sparse_gradients_are_refused():
 
 def change_between_state_dicts():
     """Make several state dicts of one unit without a forward in between."""
-    model = FSDP(make(), shard=lambda name, module: not name)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    mean_square(model, batch(0, 0)).backward()
+    model, twin = FSDP(make(), shard=lambda name, module: not name), make()
+    ours, theirs = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, twin))
+    for module in (model, twin):
+        mean_square(module, batch(0, 0)).backward()
     loaded = make(1).state_dict()
+
+    def load_twice_the_values(module):
+        values = module.gather_full_params() if module is model else module.state_dict()
+        inner = module.module if module is model else module
+        inner.load_state_dict({name: 2 * value for name, value in values.items()})
+
     changes = {
-        "nothing": lambda: None,
-        "a step": optimizer.step,
-        "a load": lambda: model.module.load_state_dict(loaded),
-        "values of gather_full_params": lambda: model.module.load_state_dict(
-            {name: 2 * value for name, value in model.gather_full_params().items()}
-        ),
-        "data": lambda: [p.data.mul_(2) for p in model.parameters()],
+        "nothing": lambda module: None,
+        "a step": lambda module: (ours if module is model else theirs).step(),
+        "a load": lambda module: getattr(module, "module", module).load_state_dict(loaded),
+        "values of gather_full_params": load_twice_the_values,
+        "data": lambda module: [p.data.mul_(2) for p in module.parameters()],
     }
     for change in changes.values():
-        change()
+        for module in (model, twin):
+            change(module)
         state = {name: value.full_tensor() for name, value in model.module.state_dict().items()}
-        assert same(state, model.gather_full_params())
+        for values in (state, model.gather_full_params()):
+            assert values.keys() == twin.state_dict().keys()
+            for name, value in twin.state_dict().items():
+                torch.testing.assert_close(values[name], value, rtol=1e-9, atol=1e-12)
     return True
 
 
@@ -125,7 +134,7 @@ def test_state_dicts_have_the_values_of_their_time():
 
 def load_by_assignment():
     model, ours, twin, theirs = pair(lr=0.1)
-    state = {name: torch.full_like(value, 0.5) for name, value in twin.state_dict().items()}
+    state = make(1).state_dict()
     model.module.load_state_dict(state, assign=True)
     twin.load_state_dict(state)
     assert_alike(model, twin)

@@ -68,7 +68,8 @@ def train(shard, model, change=None, accumulate=1, steps=2, **options):
     shard(model, **options)
     model[1].set_modules_to_forward_prefetch([model[2]])
     model[2].set_modules_to_backward_prefetch([model[1]])
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    # The steps of SGD depend on the scale of the gradients, unlike those of Adam.
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for number in range(steps):
         for micro in range(accumulate):
             is_last = micro + 1 == accumulate
@@ -185,7 +186,7 @@ def use_methods(folder):
     assert not list(fully_shard(nn.Tanh()).parameters())
     save_checkpoint(folder, model, optimizer)
     other = build()
-    other_optimizer = torch.optim.AdamW(fully_shard(other).parameters(), lr=0.1)
+    other_optimizer = torch.optim.SGD(fully_shard(other).parameters(), lr=0.1, momentum=0.9)
     load_checkpoint(folder, other, other_optimizer)
     for name, value in other.state_dict().items():
         torch.testing.assert_close(value.full_tensor(), expected[name])
@@ -226,6 +227,7 @@ def refuse():
     fully_shard(tied[0])
     part = fully_shard(nn.Linear(4, 4), mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
     other_group = dist.new_group()
+    groups_of_one = [dist.new_group([rank]) for rank in range(2)]
     cases = [
         (lambda: fully_shard(tied), r"1\.weight is tied to a parameter that an earlier call"),
         (lambda: fully_shard(part), "FSDPLinear was passed to fully_shard before: pass it once"),
@@ -251,6 +253,10 @@ def refuse():
             "expected one group for a module and the modules within it",
         ),
         (lambda: zero.FSDP(nn.Sequential(part)), r"parameter 0\.weight is another FSDP's shard"),
+        (
+            lambda: zero.FSDP(nn.Linear(2, 2), group=groups_of_one[1 - dist.get_rank()]),
+            "expected a group that contains this rank, got one without global rank",
+        ),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

@@ -477,7 +477,15 @@ def drop(stage):
             if step == 3:
                 optimizer.zero_grad(set_to_none=False)
             module.zero_grad()
-    return assert_alike(model, twin)
+    assert_alike(model, twin)
+    if stage < 3:
+        backward(model, twin, 5)
+        if dist.get_rank() == 1:
+            model[0].bias.grad = None
+        message = r"parameter 1, of shape \(7,\), had its gradient cleared .* on some ranks only"
+        with pytest.raises(RuntimeError, match=message):
+            ours.step()
+    return True
 
 
 @pytest.mark.parametrize("stage", EVERY_STAGE)
@@ -587,10 +595,13 @@ def rearrange_data(stage):
     twin = copy.deepcopy(model)
     ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)
     theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    rank, world = dist.get_rank(), dist.get_world_size()
     for step in range(3):
+        torch.manual_seed(step)
+        batches = torch.randn(world, 4, 6, dtype=torch.float64)
+        model(batches[rank]).square().mean().backward()
+        (sum(twin(inputs).square().mean() for inputs in batches) / world).backward()
         for module, optimizer in ((model, ours), (twin, theirs)):
-            torch.manual_seed(step)
-            module(torch.randn(4, 6, dtype=torch.float64)).square().mean().backward()
             first, second, third = (module[index].weight for index in (1, 2, 3))
             first.data, second.data = second.data, first.data
             third.data = third.data.t()
@@ -828,8 +839,9 @@ def change_gradients_in_hooks():
         ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
         theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
         for step in range(2):
-            loss_of(model, step, 0).backward()
-            loss_of(twin, step, 0).backward()
+            loss_of(model, step, dist.get_rank()).backward()
+            # A single backward, so that the hooks run as often as on one rank.
+            (sum(loss_of(twin, step, rank) for rank in range(2)) / 2).backward()
         ours.step()
         theirs.step()
         assert_alike(model, twin)

@@ -588,14 +588,16 @@ def test_a_group_without_elements_is_stepped():
 def skip_parameters(stage):
     """Train without the last layer on rank 1, and without the middle one on all ranks."""
     model, twin = make_model(), make_model()
+    # The steps of SGD depend on the scale of the gradients, unlike those of Adam.
+    options = {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}
     ours = ShardedOptimizer(
         model.parameters(),
-        torch.optim.AdamW,
+        torch.optim.SGD,
         shard_gradients=stage == 2,
-        lr=0.1,
         bucket_size_mb=64 / 2**20,
+        **options,
     )
-    theirs = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    theirs = torch.optim.SGD(twin.parameters(), **options)
 
     def loss(module, rank):
         x = module[0](batch(0, rank)[0])
@@ -621,10 +623,13 @@ def test_parameters_unused_on_some_ranks_train_as_in_one_process(stage):
 def use_a_part_in_the_second_backward(stage):
     """Run a second backward without no_sync that reaches only one parameter of a bucket."""
     model, twin = make_model(), make_model()
+    rank, world = dist.get_rank(), dist.get_world_size()
     ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)
-    for module in (model, twin):
-        loss_of(module, 0, 0).backward()
-        module[3].bias.sum().backward()
+    loss_of(model, 0, rank).backward()
+    ((1 + rank) * model[3].bias.sum()).backward()
+    for other in range(world):
+        (loss_of(twin, 0, other) / world).backward()
+        ((1 + other) * twin[3].bias.sum() / world).backward()
     ours.step()
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b - 0.1 * b.grad)

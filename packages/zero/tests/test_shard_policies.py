@@ -135,20 +135,20 @@ def test_blocks_and_the_root_shard_all_parameters_of_a_model(name, units, world)
 
 def select():
     """Select modules by class and name, and by a predicate."""
-    names = ["blocks.1", "head", "embed"]
+    blocks = [f"blocks.{number}" for number in range(3)]
+    layers = [f"{block}.layer" for block in blocks]
+    chosen = ["blocks.1", "head", "embed"]
     policies = [
-        ((Conv1D, "head"), {"Linear", "Conv1D"}),
-        ([Conv1D, "head"], {"Linear", "Conv1D"}),
-        (Residual, {"Residual"}),
-        (lambda name, module: name in names, {"Residual", "Linear"}),
+        ((Conv1D, "head"), [*layers, "head"]),
+        ([Conv1D, "head"], [*layers, "head"]),
+        (Residual, blocks),
+        (lambda name, module: name in chosen, chosen),
     ]
-    for policy, classes in policies:
+    for policy, expected in policies:
         model, ours, twin, theirs = pair(3, "SGD", build=lambda: build("gpt2"), shard=policy)
-        root = "Blocks"
-        assert {type(m).__name__ for m, units in model._units_of.items() if units} <= {
-            *classes,
-            root,
-        }
+        names = {module: name for name, module in model.module.named_modules()}
+        # The unit of the root, whose name is empty, has the parameter `scale`.
+        assert {names[m] for m, units in model._units_of.items() if units} == {"", *expected}
         train(model, ours, twin, theirs, mean_square)
     for policy in (("block.1",), "layers", [nn.Linear, nn.Linear(2, 2)]):
         with pytest.raises(ValueError, match=r"a predicate or \"blocks\" as shard=, got "):

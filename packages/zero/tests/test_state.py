@@ -57,13 +57,15 @@ def inner(model, stage):
 
 
 def assert_same_state(ours, theirs):
-    """Compare nested dictionaries of whole tensors."""
+    """Compare nested dictionaries of whole tensors and other values."""
     assert ours.keys() == theirs.keys()
     for key, value in theirs.items():
         if isinstance(value, dict):
             assert_same_state(ours[key], value)
         elif isinstance(value, torch.Tensor):
             torch.testing.assert_close(ours[key], value, rtol=1e-9, atol=1e-12)
+        else:
+            assert ours[key] == value
 
 
 def reloaded(twin, theirs):

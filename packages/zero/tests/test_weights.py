@@ -453,6 +453,11 @@ def damage(path):
         load_checkpoint(path, make(1))
     file.write_bytes(good)
     load_checkpoint(path, make(1))
+    second = Path(path) / "other.safetensors"
+    second.write_bytes(good)
+    with pytest.raises(RuntimeError, match=r"0\.bias is in two files of .*: keep one"):
+        load_checkpoint(path, make(1))
+    second.unlink()
     index = {"weight_map": {"0.weight": "other.safetensors"}}
     (Path(path) / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(RuntimeError, match=r"other\.safetensors is missing"):
@@ -637,7 +642,7 @@ def test_survivors_of_a_death_after_the_rename_report_the_save(tmp_path):
 def load_it(path):
     model = make(1)
     load_checkpoint(path, model)
-    return True
+    return same(model.state_dict(), make().state_dict())
 
 
 def strided(path):
