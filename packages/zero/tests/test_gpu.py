@@ -31,14 +31,14 @@ def make_model():
     )
 
 
-def build(stage, group=None, dtype=None):
+def build(stage, group=None, dtype=None, optimizer_cls=torch.optim.AdamW, **options):
     model = make_model().to("meta" if torch.empty(0).is_meta else "cuda")
     if stage == 3:
         model = FSDP(model, dtype, group=group)
     if stage in (0, 3):
-        return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
-    options = {"group": group, "shard_gradients": stage == 2, "bucket_size_mb": 0.5, "lr": 1e-3}
-    return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
+        return model, optimizer_cls(model.parameters(), **options)
+    options |= {"group": group, "shard_gradients": stage == 2, "bucket_size_mb": 0.5}
+    return model, ShardedOptimizer(model.parameters(), optimizer_cls, **options)
 
 
 def loss_of(model, step, rank):
@@ -56,7 +56,10 @@ def whole(model):
 def against_one_process(stage, dtype, folder):
     rank, world = dist.get_rank(), dist.get_world_size()
     torch.cuda.set_device(rank)
-    (model, optimizer), (twin, theirs) = build(stage, dtype=dtype), build(0)
+    # The steps of SGD depend on the scale of the gradients, unlike those of Adam.
+    options = {"optimizer_cls": torch.optim.SGD, "lr": 0.1, "momentum": 0.9}
+    (model, optimizer), (twin, theirs) = build(stage, dtype=dtype, **options), build(0, **options)
+    start = whole(twin)
     for step in range(4):
         optimizer.zero_grad()
         loss_of(model, step, rank).backward()
@@ -65,12 +68,14 @@ def against_one_process(stage, dtype, folder):
         for other in range(world):
             (loss_of(twin, step, other) / world).backward()
         theirs.step()
-    tolerance = {"rtol": 1e-3, "atol": 1e-4} if dtype is None else {"rtol": 0.05, "atol": 0.01}
+    ours = whole(model)
     for name, value in whole(twin).items():
-        torch.testing.assert_close(whole(model)[name], value, **tolerance)
+        error = (ours[name] - value).norm() / (value - start[name]).norm()
+        # On a CPU, bfloat16 changes these weights by about 1 % of the training.
+        assert error < (1e-3 if dtype is None else 0.05), name
     save_checkpoint(folder, model, optimizer, extra={"step": 4})
     saved = whole(model)
-    resumed, its = build(stage, dtype=dtype)
+    resumed, its = build(stage, dtype=dtype, **options)
     assert load_checkpoint(folder, resumed, its) == {"step": 4}
     assert all(torch.equal(value, saved[name]) for name, value in whole(resumed).items())
     return True
