@@ -121,10 +121,12 @@ def test_records_and_patches_work_and_descriptions_are_right_or_refused(kind: st
     mask = torch.ones_like(tokens)
     mask[0, :5] = 0
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
-    with contextlib.suppress(TypeError):  # models without position_ids
+    try:
         theirs = model(tokens, attention_mask=mask, position_ids=positions).logits
-        ours = decoder(tokens, attention_mask=mask, position_ids=positions)
-        assert_close(ours[mask.bool()], theirs[mask.bool()])
+    except TypeError:  # models without position_ids
+        return
+    ours = decoder(tokens, attention_mask=mask, position_ids=positions)
+    assert_close(ours[mask.bool()], theirs[mask.bool()])
 
 
 def assert_close(ours: Tensor, theirs: Tensor) -> None:

@@ -1,5 +1,3 @@
-import contextlib
-
 import pytest
 import torch
 from interp import AttentionOnly, describe, patch, record
@@ -53,12 +51,10 @@ def test_patching_is_refused_inside_contexts_that_read_whole_rows() -> None:
     model = AttentionOnly(vocabulary=17, context=6, d_model=8, layers=2, heads=2)
     metric = logit_difference(None, model.unembed.weight, RIGHT, WRONG)
     for context in (record(model, "blocks.1"), patch(model, {"blocks.1": torch.clone})):
-        with (
-            contextlib.suppress(RuntimeError),  # The patch has not run.
-            context,
-            pytest.raises(ValueError, match=r"'blocks\.1' has a hook, as inside patch\(\)"),
-        ):
-            patch_streams(model, CLEAN, CORRUPTED, metric)
+        with context:
+            model(CLEAN)  # A patch that never runs is another error.
+            with pytest.raises(ValueError, match=r"'blocks\.1' has a hook, as inside patch\(\)"):
+                patch_streams(model, CLEAN, CORRUPTED, metric)
     model.blocks[0].mlp = Reversed()
     with pytest.raises(ValueError, match=r"'blocks\.0\.mlp' .* is a module of another library"):
         patch_streams(model, CLEAN, CORRUPTED, metric)

@@ -125,12 +125,19 @@ def test_patch_edges_equals_a_manual_forward_pass(family: str) -> None:
     edges = patch_edges(decoder, CLEAN, CORRUPTED, metric_of(decoder), batch=5)
     layers, heads = len(decoder.layers), decoder.layers[0].attention.heads
     assert len(edges.senders) == 1 + layers * (heads + 1)
+    compared = set()
     for (s, sender), (r, receiver) in itertools.product(
         enumerate(edges.senders), enumerate(edges.receivers)
     ):
         if edges.exists[s, r] and (s + r) % 7 == 0:  # a seventh of them, all kinds
+            compared |= {f"from {sender.kind}", f"to {receiver.kind}"}
             expected = by_hand(decoder, sender, receiver)
             assert edges.values[s, r].item() == pytest.approx(expected, rel=1e-9, abs=1e-12)
+    senders, receivers = ("embed", "head", "mlp"), ("q", "k", "v", "mlp", "final")
+    assert compared == {*(f"from {k}" for k in senders), *(f"to {k}" for k in receivers)}
+    effects = edges.values[edges.exists]
+    largest = effects[effects.abs().argsort(descending=True)[:5]]
+    assert [value for _, _, value in edges.top(5)] == largest.tolist()
     first_q, last_mlp = Node("q", 0, 0), Node("mlp", layers - 1)
     exists = {
         (a, b): edges.exists[i, j]

@@ -12,7 +12,7 @@ from figures import assert_at_most
 from interp import attribution, detect_heads, logit_lens, view
 
 WORDS = ["<b>", "</script>", "a&b", "\u2028", "naïve"]
-TOKENS = torch.tensor([[0, 1, 2, 0, 1]])
+TOKENS = torch.tensor([[2, 0, 1, 2, 2], [0, 1, 2, 0, 1]])
 
 
 class Page(HTMLParser):
@@ -44,25 +44,30 @@ class Page(HTMLParser):
 
 @pytest.fixture
 def page(tmp_path: Path) -> tuple[str, dict]:
+    """Return the page of the second of two examples, and the results that it shows."""
     torch.manual_seed(0)
-    patterns = torch.randn(2, 1, 3, 5, 5).softmax(-1)
-    streams = torch.randn(2, 1, 5, 4)
+    patterns = torch.randn(2, 2, 3, 5, 5).softmax(-1)
+    streams = torch.randn(2, 2, 5, 4)
     unembed = torch.randn(5, 4)
-    patching = torch.arange(20.0).view(2, 2, 5)
+    parts = {"a": streams[0], "b": streams[1]}
+    results = {
+        "patterns": patterns,
+        "heads": detect_heads(patterns, TOKENS),
+        "lens": logit_lens(streams, None, unembed),
+        "attributions": attribution(parts, None, unembed, TOKENS),
+        "patching": torch.arange(20.0).view(2, 2, 5),
+    }
     path = view(
         tmp_path / "page.html",
         tokens=WORDS,
-        patterns=patterns,
-        heads=detect_heads(patterns, TOKENS),
-        lens=logit_lens(streams, None, unembed),
-        attributions=attribution({"a": streams[0], "b": streams[1]}, None, unembed, TOKENS),
-        patching=patching,
+        example=1,
         vocabulary=WORDS,
         title="</title><script>{{data}}",
+        **results,
     )
     assert path == tmp_path / "page.html"
     assert [p.name for p in tmp_path.iterdir()] == ["page.html"]
-    return path.read_text(encoding="utf-8"), {"patterns": patterns, "patching": patching}
+    return path.read_text(encoding="utf-8"), results
 
 
 def test_page_is_self_contained_and_escapes_text(page: tuple[str, dict]) -> None:
@@ -74,24 +79,32 @@ def test_page_is_self_contained_and_escapes_text(page: tuple[str, dict]) -> None
 
 
 def test_page_data_round_trips(page: tuple[str, dict]) -> None:
-    data = json.loads(Page(page[0]).scripts[0])
+    data, results = json.loads(Page(page[0]).scripts[0]), page[1]
     assert data["tokens"] == WORDS
-    for layer, pattern in zip(data["patterns"], page[1]["patterns"], strict=True):
+    for layer, pattern in zip(data["patterns"], results["patterns"], strict=True):
         stored = torch.tensor(list(base64.b64decode(layer["weights"]))) / 255
-        assert (stored.view(3, 5, 5) - pattern[0]).abs().max() <= 1 / 510 + 1e-6
-    assert set(data["heads"]["scores"]) == {
-        "previous",
-        "duplicate",
-        "induction",
-        "first",
-        "current",
-    }
-    assert data["lens"]["top"][0][0][0] in WORDS
+        assert (stored.view(3, 5, 5) - pattern[1]).abs().max() <= 1 / 510 + 1e-6
+    heads, lens = results["heads"], results["lens"]
+    assert data["heads"]["chance"] == pytest.approx(heads.chance, rel=1e-5)
+    numbers = [
+        (data["lens"]["probabilities"], lens.top_probabilities[:, 1]),
+        (data["lens"]["entropy"], lens.entropy[:, 1]),
+        (data["lens"]["kl"], lens.kl_to_last[:, 1]),
+        (data["attribution"]["terms"], results["attributions"].terms[:, 1]),
+    ]
+    for kind in ("previous", "duplicate", "induction", "first", "current"):
+        numbers.append((data["heads"]["scores"].pop(kind), heads.scores[kind]))
+        numbers.append((data["heads"]["p_values"].pop(kind), heads.p_values[kind]))
+    assert not data["heads"]["scores"]
+    for stored, expected in numbers:
+        torch.testing.assert_close(torch.tensor(stored), expected, rtol=1e-5, atol=1e-6)
+    words = [[[WORDS[i] for i in row] for row in layer] for layer in lens.top_tokens[:, 1].tolist()]
+    assert data["lens"]["top"] == words
     assert data["attribution"]["names"] == ["a", "b"]
     patched = data["patching"]
     assert patched["rows"] == ["0.0", "0.1", "1.0", "1.1"]
     assert patched["across"] == "position"
-    assert torch.equal(torch.tensor(patched["values"]).view(2, 2, 5), page[1]["patching"])
+    assert torch.equal(torch.tensor(patched["values"]).view(2, 2, 5), results["patching"])
 
 
 def drawn(path: Path, folder: Path, *more: str) -> str:
@@ -136,7 +149,7 @@ def test_browser_draws_sorts_and_shows_values(page: tuple[str, dict], tmp_path: 
     assert text.count("<tr>") == (1 + 6) + (1 + 2)
     assert 'data-ready-ms="' in text
     assert re.search(r'role="tooltip"[^>]*>query 4 “naïve”\nkey 4 “naïve”', text)
-    heads = detect_heads(page[1]["patterns"], TOKENS).scores["induction"].flatten()
+    heads = page[1]["heads"].scores["induction"].flatten()
     order = [f"{i // 3} . {i % 3}" for i in heads.argsort(descending=True).tolist()]
     assert re.findall(r"<tr><th>(\d . \d)</th>", text) == order
     assert 'aria-sort="descending"' in text
