@@ -98,9 +98,11 @@ def test_resampling_by_label_keeps_runs_of_a_label_together(fit):
 @pytest.mark.filterwarnings("ignore:.* is far from any run:scaling.ScalingWarning")
 def test_every_extrapolation_has_an_interval(fit):
     best = fit.optimal(1e24)
-    assert best.loss in best.intervals["loss"]
     seen = fit.predict(1e12, 1e13)
-    assert float(seen) in seen.interval
+    answers = [(getattr(best, name), interval) for name, interval in best.intervals.items()]
+    assert len(answers) == 3
+    for value, interval in [*answers, (seen.loss, seen.interval)]:
+        assert 0 < interval.low < value < interval.high < np.inf
 
 
 def test_bootstrap_depends_on_chance_only_through_its_seed(fit):

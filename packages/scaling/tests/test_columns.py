@@ -251,12 +251,13 @@ def test_table_without_finished_runs_is_refused_with_the_reason():
 def test_column_in_another_unit_is_refused_unless_its_unit_is_passed(column, other, factor):
     columns = {"N": N, "D": D, "C": C}
     table = {column: columns[column] * factor, other: columns[other], "loss": LOSS}
-    with pytest.raises(ValueError, match=r"unit|scale"):
+    named = rf"'{column}'.*(unit|scale)"
+    with pytest.raises(ValueError, match=named):
         load_runs(table)
     ours = {"N": "parameters", "D": "tokens", "C": "compute"}
     runs = load_runs(table, units={ours[column]: 1 / factor, ours[other]: 1})
     np.testing.assert_allclose(runs.compute, C)
-    with pytest.raises(ValueError, match=r"unit|scale"):
+    with pytest.raises(ValueError, match=named):
         load_runs({**columns, column: columns[column] * factor, "loss": LOSS})
 
 

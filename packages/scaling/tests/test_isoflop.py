@@ -48,6 +48,7 @@ def test_default_is_within_one_percent_for_any_law_and_grid(law, span, per_budge
 
 def test_common_shape_has_the_exponents_of_the_law():
     fit = fit_isoflop(isoflop_runs(Law(1.8, 300, 900, 0.25, 0.45)))
+    assert len(fit.valleys) == 9
     for valley in fit.valleys:
         assert valley.shape == pytest.approx((0.25, 0.45), rel=1e-6)
         fitted = valley.predict(valley.runs.parameters)

@@ -43,9 +43,8 @@ def test_bands_of_an_isoflop_fit_are_the_intervals_of_its_optima():
     fit = fit_isoflop(isoflop_runs(noise=2e-3))
     _, growth, _ = plot(fit, up_to=1e24).axes  # valleys, N and D, color bar
     best = fit.optimal(1e24)
-    for name, line, band in zip(
-        ("parameters", "tokens"), growth.lines, growth.collections, strict=False
-    ):
+    names = ("parameters", "tokens")
+    for name, line, band in zip(names, growth.lines[:2], growth.collections, strict=True):
         assert line.get_ydata()[-1] == pytest.approx(getattr(best, name), rel=1e-9)
         vertices = band.get_paths()[0].vertices
         ends = vertices[np.isclose(vertices[:, 0], 1e24), 1]
