@@ -190,19 +190,19 @@ class Odd(nn.Module):
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "message"),
     [
-        {"rank": 8},  # fits one layer, not the other
-        {"rank": 2, "targets": ["wide", "query"]},
-        {"rank": 2, "dropout": 7.0},
-        {"rank": 2, "alpha": float("nan")},
-        {"rank": 2, "kinds": (nn.Linear, Odd)},
+        ({"rank": 8}, "expected 1 <= rank <= 2, .*got 8"),  # fits one layer, not the other
+        ({"rank": 2, "targets": ["wide", "query"]}, r"has a name like \['query'\]"),
+        ({"rank": 2, "dropout": 7.0}, r"between 0 and 1, but got 7\.0"),
+        ({"rank": 2, "alpha": float("nan")}, "finite alpha, got nan"),
+        ({"rank": 2, "kinds": (nn.Linear, Odd)}, "nn.Linear or nn.Embedding, got Odd"),
     ],
 )
-def test_adapters_go_in_all_or_not_at_all(arguments):
+def test_adapters_go_in_all_or_not_at_all(arguments, message):
     model = nn.Sequential(Odd())
     before = snapshot(model)
-    with pytest.raises((ValueError, TypeError)):
+    with pytest.raises((ValueError, TypeError), match=message):
         add_lora(model, **arguments)
     assert same(snapshot(model), before)
 

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from tinyml import kmeans_quantize, quantize, sensitivity
-from tinyml.pruning.sensitivity import prune_weight
 from tinyml.quantization.grid import grid_of
 from torch import nn
 
@@ -33,6 +32,14 @@ def accuracy(outputs, targets):
     return (outputs.argmax(1) == targets).float().mean()
 
 
+def pruned(weight, sparsity):
+    """Return a copy of a weight whose smallest values are zero."""
+    values = weight.flatten().clone()
+    smallest = sorted(range(len(values)), key=lambda i: abs(float(values[i])))
+    values[smallest[: round(sparsity * len(values))]] = 0
+    return values.view_as(weight)
+
+
 def whole(model, batches, metric, amounts):
     """Return the scan with a new copy of the model per trial."""
     layers = [n for n, m in model.named_modules() if isinstance(m, nn.Linear | nn.Conv2d)]
@@ -42,7 +49,7 @@ def whole(model, batches, metric, amounts):
             trial = copy.deepcopy(model).eval()
             if name:
                 weight = trial.get_submodule(name).weight
-                weight.data = prune_weight(weight.data, amount)
+                weight.data = pruned(weight.data, amount)
             with torch.no_grad():
                 scores = [float(metric(trial(x), y)) * len(y) for x, y in batches]
             values.setdefault(name, {})[amount] = sum(scores) / samples
@@ -78,6 +85,7 @@ def test_a_scan_over_bits_rounds_a_transposed_layer_as_quantize_does():
         return grid.dequantize(grid.quantize(weight))
 
     scan = sensitivity(model, [(inputs, targets)], loss, amounts=(2, 3), compress=rounded)
+    assert {name: [*values] for name, values in scan.values.items()} == {"0": [2, 3], "2": [2, 3]}
     for name, values in scan.values.items():
         for bits, value in values.items():
             quantized = quantize(model, {name: bits})

@@ -198,12 +198,17 @@ def test_implementation_with_lowest_median_is_selected(cost):
 
 def test_decisions_are_stored_per_machine(monkeypatch):
     decided = Timing("other", {"plain": 2.0, "other": 1.0}, {})
+    decided_elsewhere = Timing("plain", {"plain": 1.0}, {})
     store_timing("key", decided)
     assert stored_timing("key") == decided
-    monkeypatch.setattr(timing, "_machine", lambda: "another processor")
-    assert stored_timing("key") is None
-    store_timing("key", Timing("plain", {"plain": 1.0}, {}))
-    monkeypatch.undo()
+    with monkeypatch.context() as another_machine:
+        another_machine.setattr(timing, "_machine", lambda: "another processor")
+        assert stored_timing("key") is None
+        store_timing("key", decided_elsewhere)
+        store_timing("second key", decided)
+        assert stored_timing("key") == decided_elsewhere
+    assert stored_timing("key") == decided
+    assert stored_timing("second key") is None
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', "{"])
