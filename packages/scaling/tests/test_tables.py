@@ -756,15 +756,22 @@ def test_total_parameters_of_a_mixture_of_experts_are_refused():
     assert len(load_runs(base | {"num_experts": [1, 1, 1]})) == 3
 
 
+@pytest.mark.parametrize("column", ["attention_sparsity", "activation_sparsity"])
+def test_sparsity_of_attention_leaves_the_number_of_parameters(column):
+    base = {"params": BASE["N"], "D": BASE["D"], "loss": BASE["loss"]}
+    assert len(load_runs(base | {column: [0.0, 0.5, 0.0]})) == 3
+
+
 @pytest.mark.parametrize(
     ("column", "cell"),
     [
         *(("is_moe", flag) for flag in (True, "yes", 1)),
         *(("moe", "True"), ("use_moe", "x")),
+        *(("granularity", 8), ("sparsity", 0.875), ("expert_sparsity", 0.5)),
         *(("model", name) for name in ("Mixtral-8x7B", "qwen3-30B-A3B", "moe-1b", "64x1.5b")),
     ],
 )
-def test_mixture_of_experts_is_recognized_by_flags_and_names(column, cell):
+def test_mixture_of_experts_is_recognized_by_flags_numbers_and_names(column, cell):
     dense = "dense-7b" if column == "model" else False
     base = {"params": BASE["N"], "D": BASE["D"], "loss": BASE["loss"]}
     table = base | {column: [dense, cell, dense]}

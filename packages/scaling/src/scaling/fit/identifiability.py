@@ -30,8 +30,8 @@ def why_not_identified(parameters: Array, tokens: Array) -> str:
     if singular_values(columns).min() >= MIN_SINGULAR_VALUE:
         return ""
     cause = line_defect(parameters, tokens) or (
-        "log N and log D have too few distinct values, or one is a smooth function of the other, so"
-        " the terms of N and D cannot be told apart"
+        "log N, log D and their squares are almost linearly dependent over these runs, as they are"
+        " if all but a few runs lie on one curve, so the terms of N and D cannot be told apart"
     )
     return f"these {len(parameters)} runs do not identify a law: {cause}; {REMEDY}"
 

@@ -202,6 +202,11 @@ def _has_mixtures(reading: Reading, name: str) -> NDArray[np.bool_]:
     # count experts.
     if stem.endswith(("expert", "experts", "topk")) and "per" not in words:
         return parse_numbers(cells) > 1
+    if stem.endswith("granularity"):  # the number of experts into which one is split
+        return parse_numbers(cells) > 1
+    # A fraction of idle experts, or of pruned weights. Sparse attention keeps all parameters.
+    if words[-1:] == ["sparsity"] and not {"attention", "attn", "activation"} & {*words}:
+        return parse_numbers(cells) > 0
     if stem.endswith("moe"):
         return (parse_numbers(cells) > 1) | np.array([is_true(cell) for cell in cells])
     if reading.table.columns[name].dtype != object:
