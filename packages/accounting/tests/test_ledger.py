@@ -96,7 +96,8 @@ def test_tensors_of_every_layout_are_counted_while_they_live(layout: str) -> Non
         x = x + 1
         before = ledger.live_bytes
         converted = convert(x)
-        assert ledger.live_bytes - before >= nbytes
+        # A conversion may also leave indices behind.
+        assert nbytes <= ledger.live_bytes - before < 2 * nbytes
         del converted
     assert ledger.live_bytes - before <= 64
 

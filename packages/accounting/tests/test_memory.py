@@ -298,8 +298,6 @@ def test_devices_of_every_plan_store_all_parameters(
 def test_memory_is_sum_of_parts_and_grows_with_every_size(
     shape: Transformer, batch: int, seq: int
 ) -> None:
-    from dataclasses import replace
-
     def need(model: Transformer, **sizes: int) -> float:
         sizes = {"batch": batch, "seq": seq} | sizes
         memory = training_memory(model, **sizes)
@@ -307,8 +305,8 @@ def test_memory_is_sum_of_parts_and_grows_with_every_size(
         return memory.total
 
     least = need(shape)
-    assert need(shape, batch=batch + 1) >= least
-    assert need(shape, seq=seq + 1) >= least
+    assert need(shape, batch=batch + 1) > least
+    assert need(shape, seq=seq + 1) > least
     for field in ("d_model", "d_ff", "vocab_size", "head_dim"):
         assert need(replace(shape, **{field: getattr(shape, field) + 1})) >= least
     one_more = {"layers": shape.layers + 1, "attention_layers": None, "mlp_layers": None}
@@ -324,8 +322,8 @@ def test_more_sharding_and_less_keeping_need_less_memory() -> None:
     by_stage = [need(data=4, zero=stage) for stage in range(4)]
     assert by_stage == sorted(by_stage, reverse=True)
     assert len(set(by_stage)) == 4
-    saved = [need(recompute=how) for how in ("none", "selective", "full")]
-    assert saved == sorted(saved, reverse=True)
+    stored, without_scores, inputs = (need(recompute=how) for how in ("none", "selective", "full"))
+    assert stored > without_scores > inputs
     assert need(tensor=4) > need(tensor=4, sequence_parallel=True)
     assert need(data=4, context=2) < need(data=4)
 
