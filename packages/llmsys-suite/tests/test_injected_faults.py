@@ -74,9 +74,11 @@ def dry_run():
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.label)
 def test_each_fault_patches_code_that_exists(fault):
     assert {*fault.variants} <= {*VARIANTS}
-    patches = fault.make(dry_run())
+    made = fault.make(dry_run())
+    patches = made if isinstance(made, list) else [made]
+    assert patches
     with ExitStack() as stack:
-        for patch in patches if isinstance(patches, list) else [patches]:
+        for patch in patches:
             if entries := getattr(patch, "in_dict", None):
                 # Patching a dict would also add a key that no code reads.
                 assert {*patch.values} <= {*entries}

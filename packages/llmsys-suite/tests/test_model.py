@@ -80,6 +80,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
     at = [rotate(torch.stack([x] * 32), rope), rotate(torch.stack([y] * 32), rope)]
     torch.testing.assert_close(at[0].norm(dim=-1), x.norm().expand(32))
     torch.testing.assert_close(at[0][5] @ at[1][2], at[0][25] @ at[1][22], rtol=1e-5, atol=1e-6)
+    assert abs(at[0][5] @ at[1][2] - at[0][5] @ at[1][3]) > 1e-3
 
 
 @pytest.mark.parametrize(

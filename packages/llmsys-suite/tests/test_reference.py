@@ -67,12 +67,12 @@ def test_the_reference_imports_nothing_of_what_it_checks(module, allowed):
 def test_a_few_rows_at_a_time_are_the_batch(monkeypatch):
     weights = weights_of(Decoder(SHAPE))
     tokens, targets = torch.randint(0, 256, (2, 5, 9))
-    whole, slopes = plain.gradients(weights, tokens, targets, SHAPE.num_heads)
+    whole, expected = plain.gradients(weights, tokens, targets, SHAPE.num_heads)
     monkeypatch.setattr(reference, "SCORE_BYTES", 8 * SHAPE.num_heads * 9**2 * 2)
     assert reference.mean_loss(weights, tokens, targets, SHAPE.num_heads) == pytest.approx(whole)
-    value, slopes = reference.gradients(weights, tokens, targets, SHAPE.num_heads)
+    value, actual = reference.gradients(weights, tokens, targets, SHAPE.num_heads)
     assert value == pytest.approx(whole)
-    assert reference.furthest(slopes, slopes)[0] < 1e-12
+    assert reference.furthest(actual, expected)[0] < 1e-12
 
 
 @pytest.mark.fixed_seed("the independent sampler has its own generator")

@@ -188,7 +188,7 @@ def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(reported, t
         assert layout["empty"] == 0
         assert layout["faint"] == []
         assert width == 390 or layout["cut"] == []
-        # Links, train, learn, memory, scale and compress.
+        # Train, learn, memory, scale and compress.
         assert layout["pictures"] == 5
         assert abs(layout["contrast"]) > 500
         assert (layout["contrast"] > 0) == dark
