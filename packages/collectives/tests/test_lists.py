@@ -138,11 +138,18 @@ def by_torchs_names(where):
     tensor = torch.full((3,), rank + 1.0)
     group.reduce(tensor, 0, dist.ReduceOp.MAX).wait()
     assert tensor[0] == (world if rank == 0 else rank + 1)
-    group.allgather([torch.empty(3) for _ in range(world)], tensor).wait()
-    group.gather([torch.empty(3) for _ in range(world)] if rank == 1 else [], tensor, root=1).wait()
-    group.scatter(tensor, [torch.ones(3) for _ in range(world)] if rank == 0 else [], root=0).wait()
-    group.reduce_scatter(tensor, [torch.ones(3) for _ in range(world)]).wait()
-    assert tensor.tolist() == [1.0 * world] * 3
+    contributions = [float(world), *range(2, world + 1)]
+    gathered = [torch.empty(3) for _ in range(world)]
+    group.allgather(gathered, tensor).wait()
+    assert [part[0].item() for part in gathered] == contributions
+    gathered = [torch.empty(3) for _ in range(world)] if rank == 1 else []
+    group.gather(gathered, tensor, root=1).wait()
+    assert [part[0].item() for part in gathered] == (contributions if rank == 1 else [])
+    parts = [torch.full((3,), 10.0 + i) for i in range(world)]
+    group.scatter(tensor, parts if rank == 0 else [], root=0).wait()
+    assert tensor.tolist() == [10.0 + rank] * 3
+    group.reduce_scatter(tensor, parts).wait()
+    assert tensor.tolist() == [world * (10.0 + rank)] * 3
 
 
 @pytest.mark.parametrize("where", ["together", pytest.param("apart", marks=pytest.mark.exhaustive)])
@@ -196,7 +203,8 @@ def overlapping(where, numel):
         longer, shorter = buffer[:-1], moved[rank * numel :][:numel]
         shorter.copy_(whole(rank)[:numel])
         collectives.all_gather_into_tensor(longer, shorter)
-        assert torch.equal(longer.view(world, -1)[1], whole(1)[:numel]), shift
+        expected = torch.cat([whole(r)[:numel] for r in range(world)])
+        assert torch.equal(longer, expected), shift
 
         for algorithm in ("auto", "ring"):
             longer.copy_(whole(rank))
@@ -280,8 +288,11 @@ def lazy(where):
     gathered = torch.empty(4 * world, dtype=torch.complex64)
     collectives.all_gather_into_tensor(gathered, mine)
     assert torch.equal(gathered[:4], numbers[0].conj().resolve_conj())
-    received = torch.zeros(4, dtype=torch.complex64)
-    collectives.broadcast(mine.clone() if rank == 0 else received, 0)
+    # A clone would not be lazy.
+    received = numbers[0].conj() if rank == 0 else torch.zeros(4, dtype=torch.complex64)
+    assert received.is_conj() == (rank == 0)
+    collectives.broadcast(received, 0)
+    assert torch.equal(received.resolve_conj(), numbers[0].conj().resolve_conj())
     collectives.all_reduce(mine)
     assert torch.equal(mine.resolve_conj(), want)
     negative = torch.complex(torch.zeros(4), torch.ones(4)).conj().imag
