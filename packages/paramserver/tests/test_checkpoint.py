@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import sys
 from functools import partial
 from pathlib import Path
@@ -219,6 +220,27 @@ def test_a_checkpoint_of_another_state_or_policy_is_refused(tmp_path):
     fleet.kill()
     with pytest.raises(ValueError, match="expected LocalSteps with a checkpoint"):
         Worker(noisy_model(), [], checkpoint=tmp_path / "worker")
+
+
+@pytest.mark.parametrize(
+    ("policy", "other"),
+    [
+        (LocalSteps(2, OUTER), LocalSteps(4, OUTER)),
+        (LocalSteps(4, OUTER, fragments=2), LocalSteps(6, OUTER, fragments=3)),
+    ],
+    ids=["interval", "fragments"],
+)
+def test_a_checkpoint_of_another_policy_is_refused_also_without_its_journal(
+    tmp_path, policy, other
+):
+    fleet = Fleet(tmp_path, policy, 1)
+    train(fleet.start(), 2)
+    fleet.kill()
+    shutil.rmtree(tmp_path / "server-0")
+    fleet.policy = other
+    with pytest.raises(ValueError, match="expected a checkpoint of worker 0 with 0 accepted"):
+        fleet.start()
+    fleet.kill()
 
 
 def test_a_checkpoint_of_another_worker_is_refused(tmp_path):

@@ -2,6 +2,7 @@
 
 import errno
 import itertools
+import re
 import shutil
 import threading
 from functools import partial
@@ -459,11 +460,26 @@ OTHERS = {
 }
 
 
-@pytest.mark.parametrize(("written", "restarted"), OTHERS.values(), ids=OTHERS)
-def test_journal_of_other_settings_is_refused_by_name(tmp_path, written, restarted):
+OTHER_PARAMETERS = "expected the state of a shard with layout"
+#: The start of each error; by default, the policy is named.
+ERRORS = {
+    "optimizer": "expected a journal with optimizer Adam,",
+    "rate": "expected a journal with options of weight lr=0.2,",
+    "outer": "expected a journal with optimizer Adam,",
+    "outer rate": "expected a journal with options of weight lr=0.2,",
+    **dict.fromkeys(("names", "shapes", "types", "cut", "number"), OTHER_PARAMETERS),
+}
+
+
+@pytest.mark.parametrize("setting", OTHERS)
+def test_journal_of_other_settings_is_refused_by_name(tmp_path, setting):
+    written, restarted = OTHERS[setting]
     DiskJournal.start(tmp_path, written.core).close()
     before = restarted.state_dict()["parameters"].clone()
-    with pytest.raises(ValueError, match=r"expected a journal with|expected the state of a shard"):
+    error = ERRORS.get(
+        setting, f"expected a journal with policy {type(restarted.consistency).__name__}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(error)}"):
         DiskJournal(tmp_path).load(restarted.core)
     assert torch.equal(restarted.state_dict()["parameters"], before)
     assert restarted.core.journal is None
