@@ -74,8 +74,8 @@ def dry_run():
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.label)
 def test_each_fault_patches_code_that_exists(fault):
     assert {*fault.variants} <= {*VARIANTS}
-    made = fault.make(dry_run())
-    patches = made if isinstance(made, list) else [made]
+    patches = fault.make(dry_run())
+    patches = patches if isinstance(patches, list) else [patches]
     assert patches
     with ExitStack() as stack:
         for patch in patches:
