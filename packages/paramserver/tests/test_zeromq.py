@@ -1,6 +1,7 @@
 """Killed processes are restarted, and no push is lost or applied twice."""
 
 import errno
+import json
 import multiprocessing
 import os
 import random
@@ -412,10 +413,10 @@ def test_invalid_and_incomplete_messages_do_not_disturb_a_job(served):
         [b""],
         [b"{"],
         [b"[1,2,3]"],
-        [b'[0,0,0,0,3,0,0,0,0,0,-1,""]', b"short"],
-        [b'[0,0,0,0,3,0,0,0,0,-9,-1,""]', b"short"],
+        [b'[0,0,0,0,3,0,0,0,0,0,-1,-1,""]', b"short"],
+        [b'[0,0,0,0,3,0,0,0,0,-9,-1,-1,""]', b"short"],
         [b"[0,0,0,77]", b"a later chunk"],
-        [b"x"] * 9,
+        [b'[0,0,0,0,3,0,0,0,0,0,-1,-1,""]', *[b"x"] * 8],
     ):
         unknown.send_multipart(frames)
     with join_servers(job_of(), 1, [server.address]) as worker:
@@ -461,9 +462,10 @@ def test_a_message_of_many_frames_is_dropped(served):
     with join_servers(job_of(), 0, [server.address]) as worker:
         with zmq.Context() as context, context.socket(zmq.DEALER) as unknown:
             unknown.connect(server.address)
-            unknown.send_multipart([b"x"] * 100_000)
-            unknown.send(b'[0,0,0,0,3,0,0,0,0,0,-1,-1,""]')  # answered after the first message
+            unknown.send_multipart([b'[0,0,1,0,3,0,0,0,0,0,-1,-1,""]', *[b"x"] * 100_000])
+            unknown.send(b'[0,0,2,0,3,0,0,0,0,0,-1,-1,""]')
             assert unknown.poll(30_000)
+            assert json.loads(unknown.recv())[:2] == [0, 2]  # the first message has no answer
         assert count(worker, 3, 0.0) == 3
 
 
@@ -537,7 +539,8 @@ def test_a_key_may_act_only_as_its_ranks(served):
                 join_servers(job_of(), rank, [server.address], keys=of_second),
             ):
                 pass
-        abort_as(0, server.address, of_second)  # has no effect
+        session = worker._connections[0].session
+        abort_as(0, session, server.address, of_second)  # has no effect
         with join_servers(job_of(), 1, [server.address], keys=of_second) as other:
             count(other, 2, 0.0)
             other.leave()
@@ -548,9 +551,37 @@ def test_a_key_may_act_only_as_its_ranks(served):
     assert server.core.ledger.members[0].epoch == 1
 
 
-def abort_as(rank, address, keys):
-    """Report that the worker `rank` has failed, with the keys of another worker."""
+def test_a_later_chunk_of_another_key_is_ignored(tmp_path):
+    (server_public, server_secret), (first, _), (second, _) = (
+        tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(3)
+    )
+    job = Job(count, Vector(1, 2 * zeromq.CHUNK_BYTES // 8), UNIT_SGD, Asynchronous(), workers=0)
+    keys = Keys(server_public, server_secret, workers={0: first, 1: second})
+    server = open_server(job, 0, f"ipc://{tmp_path}/s", journal=None, keys=keys)
+
+    def receive(key, number, start, fields, chunk=b""):
+        head = json.dumps([0, 5, number, start, *fields]).encode()
+        user = {"User-Id": key}
+        frames = [SimpleNamespace(bytes=raw, buffer=raw, get=user.get) for raw in (b"w", head)]
+        server._receive([*frames, SimpleNamespace(buffer=memoryview(bytearray(chunk)))])
+
+    layout = server.core.replica.layout
+    receive(first, 1, 0, Message(Kind.JOIN, clock=5, text=layout).fields())
+    push = Message(Kind.PUSH, epoch=1, size=2 * zeromq.CHUNK_BYTES)
+    receive(first, 2, 0, push.fields(), bytes(zeromq.CHUNK_BYTES))
+    receive(second, 2, zeromq.CHUNK_BYTES, (), b"\xff" * zeromq.CHUNK_BYTES)
+    assert server.core.replica.version == 0
+    assert server._incoming[0].data.received == zeromq.CHUNK_BYTES
+    receive(first, 2, zeromq.CHUNK_BYTES, (), bytes(zeromq.CHUNK_BYTES))
+    assert server.core.replica.version == 1
+    server.close()
+
+
+def abort_as(rank, session, address, keys):
+    """Report that the worker `rank` has failed, in its session, with keys of another worker."""
     connection = ZeroMQConnection(address, rank, 0, session=1, keys=keys)
+    # Not earlier: the connection would replace the worker's connections, which have its session.
+    connection.session = session
     connection.abort("an attack")
     connection.close()
 
