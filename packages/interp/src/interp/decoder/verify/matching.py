@@ -252,7 +252,7 @@ def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
         # Sharp scores amplify rounding errors: those of DeepSeek V3 with 3 layers reach 1.1e-5, and
         # deeper models have larger ones.
         Probe(name="large", scale=_LARGE, length=short, tolerance=2e-3),
-        # A first token attends to masked keys if the score of its own key is below the mask value.
+        # A first token attends to masked keys if its score for itself is below the mask value.
         Probe(name="huge", scale=_HUGE, length=min(4, short), rows=2),
         Probe(name="random", length=1, rows=2),
     ]
