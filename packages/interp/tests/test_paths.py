@@ -306,7 +306,7 @@ def test_unknown_edges_are_refused() -> None:
         patch_edges(decoder, CLEAN, CORRUPTED, metric, senders=[Node("head", 1, 0)])
     with pytest.raises(TypeError, match=r"got a Linear; pass describe\(model\)"):
         patch_edges(torch.nn.Linear(2, 2), CLEAN, CORRUPTED, metric)  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="pass exact= to edge_attribution"):
+    with pytest.raises(ValueError, match="got exact effects of patch_edges"):
         patch_edges(decoder, CLEAN, CORRUPTED, metric).error  # noqa: B018
 
 
