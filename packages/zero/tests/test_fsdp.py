@@ -222,7 +222,9 @@ def options():
     gradients = FSDP(make_model(), torch.bfloat16, gradient_dtype=torch.float32)
     assert steps_equal(gradients, make_model(), 0.02)
     for dtype in (torch.bfloat16, torch.float16):
-        assert steps_equal(FSDP(make_model(), dtype), make_model(), 0.02)
+        half = FSDP(make_model(), dtype)
+        assert half(torch.zeros(4, 3, dtype=torch.long)).dtype == dtype
+        assert steps_equal(half, make_model(), 0.02)
     return True
 
 
