@@ -126,6 +126,7 @@ def model() -> AttentionOnly:
         ),
         (lambda: attribution({}, None, torch.ones(5, 3), TOKENS), "at least one component"),
         (lambda: drop_heads(0, 2, heads=2), r"heads \(0, 2\) are not all within 0 and 1"),
+        (lambda: drop_heads(-1, heads=2), r"heads \(-1,\) are not all within 0 and 1"),
         (
             lambda: drop_heads(0, heads=3)(torch.ones(1, 4, 8)),
             "expected 8 features to be a multiple of heads, got heads=3",

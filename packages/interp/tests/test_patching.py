@@ -1,9 +1,13 @@
+import itertools
+from collections.abc import Mapping
+
 import pytest
 import torch
 from interp import AttentionOnly, describe, patch, record
 from interp.patching import (
     PatchingResult,
     attribution_patching,
+    drop_heads,
     logit_difference,
     patch_streams,
 )
@@ -19,6 +23,20 @@ def difference(logits: Tensor) -> Tensor:
     return logits[:, -1, RIGHT] - logits[:, -1, WRONG]
 
 
+def patched_by_hand(
+    model: nn.Module, clean: Mapping[str, Tensor], site: str, position: int
+) -> float:
+    """Return the difference after a whole forward pass in which one position of a site is clean."""
+
+    def put(x: Tensor) -> Tensor:
+        x = x.clone()
+        x[:, position] = clean[site][:, position]
+        return x
+
+    with patch(model, {site: put}):
+        return difference(model(CORRUPTED)).item()
+
+
 @pytest.mark.parametrize("batch", [64, 4])
 def test_patch_streams_equals_one_forward_pass_per_patch(decoder: nn.Module, batch: int) -> None:
     described = describe(decoder, rope_theta=100.0)
@@ -29,15 +47,7 @@ def test_patch_streams_equals_one_forward_pass_per_patch(decoder: nn.Module, bat
     assert scan.corrupted == pytest.approx(difference(decoder(CORRUPTED)).item())
     for i in range(3):
         for position in range(6):
-            site = f"layers.{i}:input"
-
-            def put(x: Tensor, site: str = site, position: int = position) -> Tensor:
-                x = x.clone()
-                x[:, position] = clean[site][:, position]
-                return x
-
-            with patch(decoder, {site: put}):
-                expected = difference(decoder(CORRUPTED)).item()
+            expected = patched_by_hand(decoder, clean, f"layers.{i}:input", position)
             assert scan.values[i, position].item() == pytest.approx(expected, rel=1e-5, abs=1e-7)
     # Equal tokens have equal inputs of block 0, so nothing is recovered at their positions.
     assert scan.recovered[0, [0, 1, 3, 5]].abs().max() < 1e-9
@@ -50,7 +60,10 @@ def test_patch_streams_equals_one_forward_pass_per_patch(decoder: nn.Module, bat
 def test_patching_is_refused_inside_contexts_that_read_whole_rows() -> None:
     model = AttentionOnly(vocabulary=17, context=6, d_model=8, layers=2, heads=2)
     metric = logit_difference(None, model.unembed.weight, RIGHT, WRONG)
-    for context in (record(model, "blocks.1"), patch(model, {"blocks.1": torch.clone})):
+    contexts = []
+    for site in ("blocks.1", "blocks.1:input"):
+        contexts += [record(model, site), patch(model, {site: torch.clone})]
+    for context in contexts:
         with context:
             model(CLEAN)  # A patch that never runs is another error.
             with pytest.raises(ValueError, match=r"'blocks\.1' has a hook, as inside patch\(\)"):
@@ -67,6 +80,20 @@ class Reversed(nn.Module):
         return x.flip(1)
 
 
+@pytest.mark.parametrize("shape", [None, (12,), (2, 5, 12)])
+def test_dropped_heads_are_zero_or_have_the_values_of_another_tensor(
+    shape: tuple[int, ...] | None,
+) -> None:
+    torch.manual_seed(0)
+    mixed = torch.randn(2, 5, 12)
+    other = None if shape is None else torch.randn(shape)
+    values = torch.zeros(12) if other is None else other
+    expected = mixed.clone()
+    expected[..., :4] = values[..., :4]
+    expected[..., 8:] = values[..., 8:]
+    assert torch.equal(drop_heads(0, 2, heads=3, to=other)(mixed), expected)
+
+
 def test_blocks_are_replayed_with_their_other_arguments() -> None:
     torch.manual_seed(0)
     model = AttentionOnly(
@@ -77,6 +104,11 @@ def test_blocks_are_replayed_with_their_other_arguments() -> None:
     everything = {"blocks.0:input": lambda x: model.embed(CLEAN)}
     with patch(model, everything):
         assert difference(model(CORRUPTED)).item() == pytest.approx(scan.clean)
+    with record(model, "blocks.*:input") as clean:
+        model(CLEAN)
+    for layer, position in itertools.product(range(2), range(6)):
+        expected = patched_by_hand(model, clean, f"blocks.{layer}:input", position)
+        assert scan.values[layer, position].item() == pytest.approx(expected)
 
 
 def test_attribution_patching_has_second_order_error() -> None:
