@@ -11,6 +11,8 @@ from scaling import (
 )
 from scaling.law import loss_of, optima_of
 from scaling.synthetic import CHINCHILLA
+from scaling.uncertainty.bootstrap import Bootstrap
+from scipy.special import ndtri, stdtrit
 
 TARGETS = [
     "alpha",
@@ -47,6 +49,20 @@ def test_bootstrap_intervals_cover_the_truth_in_95_percent_of_synthetic_tables(s
         covered += [t in resampled.interval(q) for t, q in zip(truths, TARGETS, strict=True)]
     assert (covered >= least).all(), covered
     assert (covered <= most).all(), covered
+
+
+@pytest.mark.parametrize("runs", [12, 20, 72])
+@pytest.mark.parametrize("bias", [-0.5, 0.0, 0.5])
+def test_interval_is_corrected_for_bias_and_for_the_five_fitted_constants(runs, bias):
+    """The half-width is t sqrt(n / (n - 5)) deviations about the estimate minus the bias."""
+    count = 20_001
+    deviations = bias + ndtri((np.arange(count) + 0.5) / count)
+    constants = np.tile(CHINCHILLA.constants, (count, 1))
+    constants[:, 3] += 0.01 * deviations
+    interval = Bootstrap(CHINCHILLA, constants, runs, runs).interval("alpha")
+    half = stdtrit(runs - 5, 0.975) * np.sqrt(runs / (runs - 5))
+    ends = np.array([interval.low, interval.high]) - CHINCHILLA.alpha
+    np.testing.assert_allclose(ends, 0.01 * np.array([-bias - half, -bias + half]), rtol=0.02)
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
