@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scaling import (
+    Interval,
     IsoflopFit,
     Law,
     backtest,
@@ -26,8 +27,10 @@ from scaling.uncertainty.drift import (
     PRIOR_VALLEY_DRIFT,
     RUN_NOISE_FACTOR,
     VALLEY_COVERAGE,
+    Drift,
     drift_per_decade,
 )
+from scaling.uncertainty.posterior import Prediction
 
 LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
 
@@ -87,6 +90,21 @@ def test_models_outside_the_runs_have_drift_in_every_direction():
     noise = fit.posterior.optimal(below.compute).intervals["parameters"]
     interval = below.intervals["parameters"]
     assert math.log(interval.high / interval.low) > 1.5 * math.log(noise.high / noise.low)
+
+
+@pytest.mark.parametrize(("decades", "factor"), [(0.25, 1.8**0.5), (0.5, 1.8), (1.5, 1.8)])
+def test_interval_of_a_run_beyond_the_runs_follows_its_formula(decades, factor):
+    """Noise of the mean and of the run is widened by a factor, and drift is added in quadrature."""
+    ranges = ((1e18, 1e21), (1e7, 1e10), (1e9, 1e12))
+    drift = Drift(start=1e21, ranges=ranges, cuts=(), size=0.5, loss=0.01)
+    mean = Prediction(2.5, Interval(2.5 * math.exp(-0.01), 2.5 * math.exp(0.02)))
+    residuals = np.tile([0.004, -0.004, 0.004], 35)
+    n, d = 1e10, 1e21 * 10**decades / 6e10
+    interval = drift.prediction_of_run(mean, n, d, residuals).interval
+    of_run = 0.004 * math.sqrt(105 / 100)
+    for half, end in ((0.01, interval.low), (0.02, interval.high)):
+        expected = math.hypot(factor * math.hypot(half, of_run), 1.959964 * 0.01 * decades)
+        assert abs(math.log(end / 2.5)) == pytest.approx(expected, rel=1e-6)
 
 
 def test_runs_that_follow_the_law_have_less_drift_than_published_tables():
