@@ -79,10 +79,7 @@ class PlainShardedOptimizer:
 
 
 class PlainFSDP(nn.Module):
-    """Stage 3: each child of `layers` is gathered before it runs.
-
-    For brevity, its full parameters are not freed afterwards, but they are not read either.
-    """
+    """Stage 3: each child of `layers` is gathered before it runs; for brevity, it is not freed."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
