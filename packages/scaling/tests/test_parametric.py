@@ -8,7 +8,7 @@ import pytest
 from figures import assert_at_most
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
-from scaling import Law, fit_law, fit_parametric, isoflop_runs, load_runs
+from scaling import Law, ScalingWarning, fit_law, fit_parametric, isoflop_runs, load_runs
 from scaling.bench import lbfgs
 from scaling.fit import newton, search
 from scaling.fit.varpro import Problem, _nonnegative_amplitudes
@@ -28,6 +28,14 @@ def rounding_of_exponents(law, runs):
     norm = np.linalg.norm(slope, axis=1)
     covariance = np.linalg.inv((slope / norm[:, None]) @ (slope / norm[:, None]).T)
     return 1.1e-16 * np.sqrt(np.diag(covariance))[3:] / norm[3:]
+
+
+def test_a_search_that_does_not_converge_is_reported_as_such(monkeypatch):
+    monkeypatch.setattr(search, "MAX_STEPS", 1)
+    with pytest.warns(ScalingWarning, match=r"none of \d+ starts converged") as caught:
+        fit = fit_parametric(isoflop_runs(noise=2e-3))
+    assert fit.proof.converged == 0
+    assert not any("several optima" in str(warning.message) for warning in caught)
 
 
 @pytest.mark.filterwarnings("ignore:column 'loss' is above 14 nats")

@@ -78,7 +78,12 @@ class Proof:
 
 
 def describe_optima(proof: Proof) -> str:
-    """Return the warning that the starts of a search did not all reach one optimum."""
+    """Return the warning that the starts of a search did not converge, or not to one optimum."""
+    if not proof.converged:
+        return (
+            f"none of {proof.starts} starts converged, so the result may not be an optimum; fit"
+            " more runs, or pass prove=True to try more starts"
+        )
     return (
         f"{proof.landed} of {proof.converged} converged starts reached the best objective: the data"
         " leave several optima"
