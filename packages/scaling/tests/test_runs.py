@@ -86,6 +86,7 @@ def test_budgets_group_runs_of_equal_compute():
     compute = np.array([1e15, 2e15, 1.01e15, 2.01e15, 1e15])
     runs = load_runs({"N": [1e6, 2e6, 3e6, 4e6, 5e6], "C": compute, "loss": [3.0] * 5})
     assert [sorted(group.rows) for group in runs.budgets()] == [[1, 3, 5], [2, 4]]
+    assert [sorted(group.rows) for group in runs.budgets(np.inf)] == [[1, 2, 3, 4, 5]]
 
 
 def test_without_highest_drops_the_worst_and_keeps_the_order():

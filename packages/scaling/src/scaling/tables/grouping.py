@@ -30,6 +30,7 @@ def cluster(values: Array, tolerance: float, longest: float = 2.0) -> NDArray[np
     logs = np.log(values[order])
     width = math.log1p(tolerance)
     is_start = np.diff(logs, prepend=-np.inf) > width
+    is_start[:1] = True  # also if `tolerance` is infinite
     for group in np.split(np.arange(len(logs)), np.flatnonzero(is_start[1:]) + 1):
         if len(group) and logs[group[-1]] - logs[group[0]] > math.log(longest):
             start = logs[group[0]]
