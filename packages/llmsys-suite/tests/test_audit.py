@@ -497,6 +497,23 @@ def test_ranks_may_begin_and_end_one_step_at_the_same_reading():
     assert "copied times" not in tampered(change)
 
 
+@pytest.mark.parametrize("ranks", [2, 3, 8])
+@pytest.mark.parametrize(("copied_steps", "passes"), [(1, True), (2, True), (3, False), (4, False)])
+def test_times_of_one_rank_that_another_reports_fail_at_any_number_of_ranks(
+    ranks, copied_steps, passes
+):
+    samples = []
+    for step in range(4):
+        for rank in range(ranks):
+            began = step + (0.0 if rank == 1 and step < copied_steps else 0.01 * rank)
+            sample = {"variant": PEER, "phase": WHOLE_STEP, "step": step, "rank": rank}
+            sample |= {"seconds": 0.5, "began": began, "ended": began + 0.5, "threads": 1}
+            samples.append(sample)
+    record = Record(replace(CONFIG, world=ranks), None, None, samples, {"threads": 1})
+    (check,) = (check for check in times.steps(record) if check.name == "copied times")
+    assert check.passed == passes
+
+
 @pytest.mark.parametrize(
     ("column", "factor", "name"),
     [

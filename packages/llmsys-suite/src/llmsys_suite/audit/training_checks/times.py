@@ -6,6 +6,7 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from itertools import combinations
 from operator import itemgetter
 
 from llmsys_suite.audit.check import Check, Sources, clock_ratio
@@ -21,7 +22,7 @@ def steps(record: Record) -> Iterator[Check]:
     """Compare the recorder's times with a second clock, and the threads with those of the audit.
 
     Two ranks that report the same readings of the second clock in more than half of the steps have
-    copied one of them. In single steps, ranks can begin and end at the same reading.
+    copied one of them. In single steps, ranks can start and end at the same reading.
     """
     pairs = []
     for (name, rank), rank_samples in record.steps.items():
@@ -29,11 +30,8 @@ def steps(record: Record) -> Iterator[Check]:
         pairs.append((1.0, clock_ratio(ratios), f"{name} rank {rank}"))
     recorder = Sources("the recorder", "another clock around it")
     yield recorder.all_equal("time of a step", pairs, CLOCK)
-    readings: dict[str, Counter[tuple[float, float]]] = defaultdict(Counter)
-    for (name, _), rank_samples in record.steps.items():
-        readings[name].update((s["began"], s["ended"]) for s in rank_samples)
-    copied = [name for name, counts in readings.items() if 2 * _repeated(counts) > len(counts)]
-    yield Sources("clocks of all ranks", "one reading per step").none("copied times", copied)
+    clocks = Sources("clocks of all ranks", "one reading per step")
+    yield clocks.none("copied times", _copied(record))
     threads = [
         (record.evidence["threads"], s["threads"], f"{name} rank {rank} step {s['step']}")
         for (name, rank), samples in record.steps.items()
@@ -42,8 +40,20 @@ def steps(record: Record) -> Iterator[Check]:
     yield Sources("torch in the step", "torch in the audit").all_equal("threads", threads)
 
 
-def _repeated(counts: Counter[tuple[float, float]]) -> int:
-    return sum(count > 1 for count in counts.values())
+def _copied(record: Record) -> list[str]:
+    """Return the variants of which two ranks have equal readings in more than half of the steps."""
+    ranks: dict[str, dict[tuple[float, float], list[int]]] = defaultdict(lambda: defaultdict(list))
+    for (name, rank), rank_samples in record.steps.items():
+        for s in rank_samples:
+            ranks[name][s["began"], s["ended"]].append(rank)
+    copied = []
+    for name, ranks_by_reading in ranks.items():
+        equal_steps: Counter[tuple[int, ...]] = Counter()
+        for equal_ranks in ranks_by_reading.values():
+            equal_steps.update(combinations(sorted(equal_ranks), 2))
+        if 2 * max(equal_steps.values(), default=0) > record.num_steps:
+            copied.append(name)
+    return copied
 
 
 def reported_times(record: Record) -> Iterator[Check]:
@@ -155,7 +165,10 @@ def bounds_of_median(values: list[float]) -> tuple[float, float]:
 
 
 def phases(record: Record) -> Iterator[Check]:
-    """Check that every step has its phases, that their sum fits, and the reported fractions."""
+    """Check the phases of every step after the warm-up, and the fractions of time in each phase.
+
+    Every step must have all of its phases, and their sum may exceed the step by one thousandth.
+    """
     parts: dict[tuple[str, int, int], list[list[Sample]]] = defaultdict(lambda: [[], []])
     for s in record.samples:
         if not s["warmup"]:
