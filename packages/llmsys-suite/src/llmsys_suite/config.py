@@ -117,7 +117,8 @@ class Layout:
     def num_microbatches(self, rows: int) -> int:
         """Return the number of microbatches into which a pipeline splits `rows` rows.
 
-        A microbatch has two rows, or one row if there would be fewer microbatches than ranks.
+        A microbatch has two rows. It has one row if `rows` is odd, or if there would be fewer
+        microbatches than ranks.
         """
         return rows // 2 if rows % 2 == 0 and rows // 2 >= self.pipeline else rows
 
@@ -136,7 +137,7 @@ LEAST_CONTEXT = 8
 #: Name of the tokenizer for which every byte is a token, and the size of its vocabulary.
 BYTES = "bytes"
 BYTE_VOCABULARY = 256
-#: Minimum of each numeric field of a configuration.
+#: Minimum of each integer field of a configuration.
 LEAST = {
     "world": 1,
     "steps": 1,
@@ -149,8 +150,8 @@ LEAST = {
     "vocabulary": BYTE_VOCABULARY,
     "context": LEAST_CONTEXT,
 }
-#: Arithmetic of the forward pass: tf32 rounds the inputs of float32 products, and bf16 is autocast
-#: to bfloat16. Weights, gradients, moments and messages are always float32.
+#: Arithmetic of products: tf32 rounds the inputs of float32 products, and bf16 runs forward passes
+#: under autocast to bfloat16. Weights, gradients, moments and messages are always float32.
 DTYPES = ("fp32", "tf32", "bf16")
 #: Default size of a vocabulary that is trained on the text.
 TRAINED_VOCABULARY = 4096
@@ -160,7 +161,7 @@ BYTE_STAGES = ("scale", "inspect")
 LOGS = {"tensorboard": "tensorboard", "wandb": "wandb"}
 #: Largest seed. A batch is drawn with about 10**6 times the seed, which must fit in 64 bits.
 MOST_SEED = 10**12
-# Stages in the order of a run, each with the stages whose results it reads.
+# Stages in the order of a run, each with the stages that it requires.
 STAGES: dict[str, tuple[str, ...]] = {
     "plan": (),
     "links": (),
@@ -255,7 +256,10 @@ def default_rows(preset: str, world: int) -> int:
 
 
 def with_dependencies(stages: list[str]) -> tuple[str, ...]:
-    """Return `stages` and their dependencies in the order of a run."""
+    """Return `stages`, their dependencies and `report`, in the order of a run.
+
+    Raises UsageError for an unknown stage.
+    """
     wanted: set[str] = set()
 
     def want(stage: str) -> None:

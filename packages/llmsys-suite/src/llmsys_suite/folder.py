@@ -1,9 +1,10 @@
 """The run folder: raw measurements and everything that is derived from them.
 
-- Files are written under another name and renamed, so that no file is ever incomplete. Samples are
-  appended line by line, so that measurements before an interruption are saved.
-- A finished folder is sealed: manifest.json contains the digest of every file and the format. Every
-  reader of the folder reports edited, truncated or differently formatted files.
+- JSON files and reports are written under another name and renamed, so that a reader never finds
+  them incomplete. Samples are appended line by line, so that measurements before an interruption
+  are saved.
+- A finished folder is sealed: manifest.json contains the format, and the digest of every file that
+  is not in a subfolder. `RunFolder.open` reports edited, truncated or differently formatted files.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Return the folder of a run; raise `UsageError` if its files have changed."""
+        """Return the folder of a run; raise `UsageError` as `require_whole` does."""
         if not (path / "summary.json").exists():
             raise UsageError(f"{path} is not a run folder: it has no summary.json")
         folder = cls(path)
@@ -134,7 +135,7 @@ class RunFolder:
         self.seal()
 
     def seal(self) -> None:
-        """Write the format and the digest of every file to the manifest."""
+        """Write the format to the manifest, and the digest of every file outside of subfolders."""
         digests = {name: _digest(self.path / name) for name in self._files()}
         self.write_json(MANIFEST, {"format": FORMAT, "files": digests})
 

@@ -17,7 +17,8 @@ def run(config: RunConfig) -> RunFolder:
     """Execute the run and return its folder.
 
     Raises:
-        UsageError: the run is not possible; nothing was written.
+        UsageError: the run is not possible. Nothing was written, except that under torchrun rank 0
+            may have created the run folder.
         RuntimeError: the run, or a check of its audit, failed; the message names the run folder.
     """
     status, out = execute(config)
@@ -30,7 +31,7 @@ def execute(config: RunConfig) -> tuple[int, Path]:
     """Execute the run; return its exit status and output folder.
 
     Raises:
-        UsageError: the run is not possible; nothing was written.
+        UsageError: the run is not possible; see `run`.
     """
     check(config)
     require_text(read_text(config.data), context=config.context)

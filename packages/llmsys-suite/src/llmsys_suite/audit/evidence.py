@@ -105,7 +105,10 @@ def count_flops(weights: Weights, rows: int, context: int, heads: int) -> tuple[
 
 
 def count_saved_bytes(run: Run) -> int:
-    """Return the bytes of the tensors that autograd saves in one step, besides parameters."""
+    """Return the bytes, without parameters, that autograd saves for one part of the batch.
+
+    `RunConfig.parts` is the number of parts.
+    """
     model = seeded(run, run.model)
     rows = run.config.rows // run.config.parts
     tokens = torch.zeros(rows, run.config.context, dtype=torch.long, device=run.device)

@@ -1,7 +1,7 @@
 """The audit's own set-ups of torch's DDP and FSDP2, timed in the same rounds as the run's.
 
-Every ratio of a run is relative to torch's DDP, SDPA or float32. If the run slowed its peer, all
-other variants would look fast. The audit therefore times its own DDP and FSDP2 in the same rounds.
+The ratios of variants are relative to torch's DDP. If the run slowed this peer, all other variants
+would look fast. The audit therefore times its own DDP and FSDP2 in the same rounds.
 
 Other programs lengthen the wall time of a step. Two other measures hardly depend on them: the time
 that a step needs, which is its wall time without waiting for a core, and its processor time.

@@ -1,8 +1,9 @@
-"""The independent reference of the audit: `plain.py` in float64, and distances from it.
+"""The independent reference of the audit: `plain.py`, in the dtype of the weights, and distances.
 
-Nothing here is shared with the code under test. Attention, normalization, rotation and loss are
-written as formulas. The sampler draws from numpy's Mersenne Twister and cuts rows from bytes. The
-optimizer follows its paper. Torch provides only tensor operations and autograd.
+Except for `measure.distance`, no code is shared with the code under test. Attention, normalization,
+rotation and loss are written as formulas. The sampler draws from numpy's Mersenne Twister and cuts
+rows from bytes. The optimizer follows its paper. Torch provides only tensor operations and
+autograd.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ from llmsys_suite.plain import AdamW, Weights, logits, loss, norm, softmax
 
 __all__ = ["AdamW", "batch", "distance", "furthest", "logits", "loss"]
 
-#: Maximum bytes of one layer's attention scores. A batch is split into parts that need no more.
+#: Maximum bytes of one layer's attention scores. A batch is split into parts that need no more, or
+#: into single rows if one row needs more.
 SCORE_BYTES = 2**22
 
 

@@ -22,7 +22,10 @@ Table = tuple[str, list[list[str]]]
 
 
 def shown_figures(folder: RunFolder) -> Check:
-    """Check every row of the tables in report.md and of the first tables in report.html."""
+    """Check each row of the tables in report.md, and of the tables in report.html before details.
+
+    The tables of `OTHER_TABLES` are not checked.
+    """
     stages = folder.summary["stages"]
     foreign = []
     for name, read in (("report.md", _markdown_tables), ("report.html", _html_tables)):

@@ -1,4 +1,4 @@
-"""The audit of a run: all checks during the run, and again later from its folder."""
+"""The audit of a run: all checks at its end, and those of `plan` and `train` from its folder."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
 def check_again(folder: RunFolder) -> list[Check]:
     """Return the checks of a folder; those of `plan` and `train` are recomputed from its records.
 
-    All other checks are read from the run's checks.json.
+    All other checks are read from the run's checks.json. Nothing is recomputed if results, evidence
+    or checks are missing, or if the report shows other figures than summary.json.
 
     Raises:
         UsageError: the run is incomplete or was not audited.

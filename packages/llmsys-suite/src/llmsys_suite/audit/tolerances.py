@@ -1,8 +1,7 @@
 """Tolerances that several checks share.
 
-A tolerance on weights, gradients or losses is the largest deviation that tests/test_honest.py
-measured in fault-free runs, times the factor stated in its comment. The other tolerances are chosen
-limits.
+A tolerance whose comment states a factor is this factor times the largest deviation that
+tests/test_honest.py measured in fault-free runs. The other tolerances are chosen limits.
 """
 
 from llmsys_suite.config import RunConfig

@@ -1,4 +1,4 @@
-"""The clock of this thread, its waits for a core, and the rate of a matrix product.
+"""The clock of a thread, the waits of the main thread for a core, and the rate of a product.
 
 The clock of a thread stops while another program has the core.
 """
@@ -19,7 +19,10 @@ def clock(device: torch.device) -> float:
 
 
 def core_wait_seconds() -> float:
-    """Return the seconds that the main thread of this process has waited for a core."""
+    """Return the seconds that the main thread of this process has waited for a core.
+
+    The result is 0 if the kernel does not count them.
+    """
     try:
         with open("/proc/self/schedstat") as file:
             return int(file.read().split()[1]) / 1e9

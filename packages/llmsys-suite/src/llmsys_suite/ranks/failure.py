@@ -60,14 +60,16 @@ def collect_stop_requests() -> Iterator[list[int]]:
 
 
 class FailureWatch:
-    """A thread that calls `on_failure(message)` once another rank has reported a failure.
+    """A thread that calls `on_failure(message)` after a failure.
+
+    A failure is one that a rank has reported, the loss of the store, or the removal of `folder`.
 
     Args:
         store: the store that all ranks share. The watch polls a clone, because a client of a
             `TCPStore` serves one call at a time and the main thread may wait in one.
         on_failure: called in the thread of the watch, at most once.
-        folder: the run folder of this rank. Its removal is reported as a failure, because a stage
-            that writes nothing for minutes would not notice it.
+        folder: the run folder, or None on ranks that do not write to it. Its removal is reported to
+            all ranks, because a stage that writes nothing for minutes would not notice it.
     """
 
     def __init__(

@@ -27,7 +27,10 @@ SAVING_SECONDS = 15.0
 
 
 def launch(config: RunConfig, module: str = "llmsys_suite.ranks.worker") -> int:
-    """Run `module` in one process per rank; return 0 if all succeed, 130 if interrupted, else 1."""
+    """Run `module` in one process per rank; return its exit status.
+
+    The status is 0 if all processes succeed, 130 after an interrupt, and 1 otherwise.
+    """
     with tempfile.TemporaryDirectory() as rendezvous:
         ranks: list[subprocess.Popen[bytes]] = []
         previous = signal.signal(signal.SIGTERM, _as_interrupt)

@@ -23,7 +23,7 @@ class Progress:
         self._print(f"{name} done in {time.perf_counter() - start_time:.1f} s")
 
     def update(self, done: int, total: int, note: str = "") -> None:
-        """Print the progress within the current stage after its first step and every tenth."""
+        """Print the progress after the first step and after each tenth of the stage's steps."""
         if done == 1 or 10 * done // total > 10 * (done - 1) // total:
             self._print(f"  {done}/{total} {note}")
 

@@ -9,7 +9,8 @@ from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.results import Audit, Plan, Train
 
-#: Runs that differ in one of these keys are not comparable; other differences are warnings.
+#: Runs that differ in one of these keys are not comparable. Differences in the keys of
+#: `SHOULD_AGREE` are warnings.
 MUST_AGREE = {
     "env.json": ("processor", "cores", "threads", "gpus"),
     "config.json": (

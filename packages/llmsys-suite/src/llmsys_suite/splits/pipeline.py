@@ -19,7 +19,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 
 from llmsys_suite.model import Block, Decoder, run_block
 
-#: The class of each schedule of `layout.STAGES_PER_RANK`.
+#: The class of each schedule of `config.STAGES_PER_RANK`.
 SCHEDULES: dict[str, Any] = {
     "GPipe": ScheduleGPipe,
     "1F1B": Schedule1F1B,

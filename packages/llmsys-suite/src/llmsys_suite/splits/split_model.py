@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SplitModel(Variant):
-    """The stages of a rank in a `Layout`, trained with AdamW.
+    """The stages of a rank in a `Layout`, trained with AdamW by default.
 
     Raises UsageError if the model cannot be split in this way.
     """

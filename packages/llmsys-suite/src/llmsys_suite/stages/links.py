@@ -1,4 +1,4 @@
-"""The links between the ranks: times of all-reduces by algorithm and size."""
+"""The links between the ranks: times of three collectives by algorithm and size."""
 
 from __future__ import annotations
 

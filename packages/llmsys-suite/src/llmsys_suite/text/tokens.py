@@ -2,7 +2,7 @@
 
 For a tokenizer, rank 0 encodes the text once, line by line, and writes the tokens and the tokenizer
 into the run folder. Every rank maps the files of tokens. A byte-pair vocabulary is trained on the
-training text only.
+start of the training text.
 """
 
 from __future__ import annotations
@@ -39,7 +39,10 @@ INT32 = np.dtype("<i4")
 
 
 class ByteCodec:
-    """Codec whose tokens are bytes. Invalid UTF-8 and unprintable characters decode to "·"."""
+    """Codec whose tokens are bytes.
+
+    Invalid UTF-8 decodes to "·", and so do unprintable characters except for tabs and newlines.
+    """
 
     def encode(self, text: str) -> list[int]:
         """Return the tokens of a text."""

@@ -1,7 +1,7 @@
 """Training in one process on the whole batch: the base class of all variants.
 
-A step consists of prepare, forward and backward, communicate and update. Each part is recorded as a
-phase.
+A step consists of prepare, forward and backward, communicate and update. The work of each part is
+recorded in phases.
 """
 
 from __future__ import annotations

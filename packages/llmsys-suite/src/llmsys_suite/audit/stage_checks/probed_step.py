@@ -43,7 +43,10 @@ ROUNDING = 2**-23
 
 
 def checks(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
-    """Repeat one step in float64 and compare it with the checkpoints, which are then deleted."""
+    """Repeat one step in float64, and compare it with its two checkpoints.
+
+    The checkpoints are deleted as soon as they have been read.
+    """
     folder = run.out / PROBE
     before = read_checkpoint(folder / "before")
     after = read_checkpoint(folder / "after")

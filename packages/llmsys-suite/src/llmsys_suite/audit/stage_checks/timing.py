@@ -36,7 +36,11 @@ def totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iterator[C
 
 
 def speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) -> Check:
-    """Check the reported medians over rounds of the peer's time divided by each contender's."""
+    """Check each reported speedup over the peer.
+
+    A speedup is the reciprocal of the median over rounds of the contender's time divided by the
+    peer's.
+    """
     peers = np.array(interleaved.seconds[peer])
     triples = [
         (1 / float(np.median(np.array(interleaved.seconds[name]) / peers)), value, name)
