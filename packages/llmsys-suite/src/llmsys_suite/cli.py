@@ -28,7 +28,7 @@ CANNOT_TELL = 3
 
 
 def main() -> None:
-    """Run the command line; on a usage error, print one line and exit with status 2."""
+    """Run the command line; on a `UsageError`, print one line and exit with status 2."""
     try:
         app()
     except UsageError as error:
@@ -115,7 +115,7 @@ def step(
         str, typer.Option(help="Sizes of `llmsys list` or shapes: A,B or all.")
     ] = "tiny",
     contexts: Annotated[str, typer.Option(help="Tokens per row: 128,512.")] = "128",
-    dtype: Annotated[str, typer.Option(help="fp32, bf16, fp16, or several.")] = "fp32",
+    dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16, or several.")] = "fp32",
     compile_: Annotated[bool, typer.Option("--compile", help="Measure torch.compile too.")] = False,
     checkpoint: Annotated[
         bool, typer.Option("--checkpoint", help="Measure activation checkpointing too.")
