@@ -1,6 +1,7 @@
 """A run folder keeps all measurements, however the run ends."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from llmsys_suite.config import RunConfig, UsageError
@@ -18,6 +19,23 @@ def test_a_new_folder_is_incomplete_until_finished(folder):
     assert not folder.complete
     folder.finish()
     assert folder.complete
+
+
+def test_threads_that_write_one_file_at_once_leave_one_whole_text(folder):
+    texts = ["1" * 100_000, "2" * 200_000]
+    folder.write_text("summary.json", texts[0])
+
+    def write(text):
+        for _ in range(100):
+            folder.write_text("summary.json", text)
+
+    with ThreadPoolExecutor(2) as threads:
+        writers = [threads.submit(write, text) for text in texts]
+        while not all(writer.done() for writer in writers):
+            assert (folder.path / "summary.json").read_text() in texts
+        for writer in writers:
+            writer.result()
+    assert not list(folder.path.glob(".*.part"))
 
 
 def test_the_configuration_comes_back_as_it_was(folder, tmp_path):

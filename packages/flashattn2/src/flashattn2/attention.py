@@ -138,7 +138,7 @@ def _call_cpu_kernel(
             return None
         differentiable: Tensor = kernel_attention(q, k, v, plan.spec, plan.method)
         return differentiable
-    is_causal = plan.spec.right != UNBOUNDED
+    is_causal = bool(plan.spec.right != UNBOUNDED)
     out, lse = aten.forward(q, k, v, plan.spec.scale, is_causal)
     return (out, lse.contiguous()) if return_lse else out
 

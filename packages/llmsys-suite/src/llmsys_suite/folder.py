@@ -12,6 +12,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import threading
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from datetime import datetime
@@ -70,8 +71,8 @@ class RunFolder:
         self.write_text(name, json.dumps(value, indent=1) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
-        """Write one text file atomically."""
-        beside = self.path / f".{name}.part"
+        """Write one text file atomically, also if several threads or ranks write it at once."""
+        beside = self.path / f".{name}.{os.getpid()}.{threading.get_ident()}.part"
         beside.write_text(text, encoding="utf-8")
         os.replace(beside, self.path / name)
 

@@ -1,8 +1,7 @@
 """A longer training run with the fastest variant, after which the model generates text.
 
 - A batch depends only on (seed, step), and any number of ranks can load a checkpoint of `zero`.
-  Training can therefore continue on other ranks as if it had not stopped. On SIGTERM a checkpoint
-  is saved before the run ends.
+  Training can therefore continue on other ranks. On SIGTERM a checkpoint is saved before the end.
 - One small all-reduce per step sums the ranks' losses and the number of ranks with a SIGTERM.
 """
 
