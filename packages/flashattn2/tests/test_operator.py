@@ -7,11 +7,13 @@ import torch
 import torch.nn.functional as F
 from flashattn2 import (
     attention_reference,
+    autograd_functions,
     flash_attention,
     flash_attention_varlen,
     flash_attention_with_kvcache,
     sdpa,
 )
+from flashattn2.attention import specify_call
 from flashattn2.operators import backward_op, forward_op
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -344,3 +346,15 @@ def test_mixed_dtypes_under_autocast_are_cast(packed):
         else:
             out = flash_attention(q, q, v)
     torch.testing.assert_close(out, expected)
+
+
+def test_a_compiled_forward_accepts_a_bound_that_became_symbolic():
+    """After calls with two bounds, a graph of the inner function contains a symbolic bound."""
+    torch._dynamo.reset()
+    compiled = torch.compile(autograd_functions._run, backend="aot_eager", fullgraph=True)
+    q = torch.randn(1, 2, 20, 16)
+    for is_causal in (True, False, True):
+        scores = is_causal, None, None, None
+        *tensors, spec, method, _ = specify_call(q, q, q, None, None, scores, True, "auto")
+        call = *tensors, None, None, spec, method
+        torch.testing.assert_close(compiled(*call), autograd_functions._run(*call))

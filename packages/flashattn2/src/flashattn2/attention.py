@@ -18,7 +18,7 @@ from flashattn2.backends import aten
 from flashattn2.compilation import is_untransformed
 from flashattn2.dispatch import Method, select_backend
 from flashattn2.plan_cache import Plan, look_up_plan, store_plan
-from flashattn2.spec import UNBOUNDED, AttentionSpec, Window, make_spec
+from flashattn2.spec import AttentionSpec, Window, make_spec
 from flashattn2.validation import check_dense, check_sinks, check_tensors, check_varlen
 
 
@@ -138,7 +138,7 @@ def _call_cpu_kernel(
             return None
         differentiable: Tensor = kernel_attention(q, k, v, plan.spec, plan.method)
         return differentiable
-    is_causal = bool(plan.spec.right != UNBOUNDED)
+    is_causal = plan.spec.has_right_bound()
     out, lse = aten.forward(q, k, v, plan.spec.scale, is_causal)
     return (out, lse.contiguous()) if return_lse else out
 

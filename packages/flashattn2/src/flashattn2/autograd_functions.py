@@ -18,7 +18,7 @@ from flashattn2.backends import aten
 from flashattn2.compilation import is_mapped, is_recorded, is_untransformed, needs_operator
 from flashattn2.dispatch import Method, select_backend
 from flashattn2.operators import backward, backward_op, forward, forward_op, map_sequences
-from flashattn2.spec import UNBOUNDED, AttentionSpec, make_spec
+from flashattn2.spec import AttentionSpec, make_spec
 from flashattn2.validation import check_dense
 
 
@@ -82,7 +82,7 @@ def _run(
 ) -> tuple[Tensor, Tensor]:
     """Run the forward pass of the selected backend."""
     if _can_call_kernel_directly(method, cu_q):
-        return aten.forward(q, k, v, spec.scale, bool(spec.right != UNBOUNDED))
+        return aten.forward(q, k, v, spec.scale, spec.has_right_bound())
     run: Callable[..., Any] = forward_op if needs_operator(q, k, v) else forward
     out, lse = run(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
     return out, lse
@@ -161,7 +161,7 @@ class _KernelAttention(torch.autograd.Function):
     def forward(
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, method: Method
     ) -> Tensor:
-        out, lse = aten.forward(q, k, v, spec.scale, bool(spec.right != UNBOUNDED))
+        out, lse = aten.forward(q, k, v, spec.scale, spec.has_right_bound())
         ctx.save_for_backward(q, k, v, out, lse)
         ctx.spec, ctx.method = spec, method
         return out

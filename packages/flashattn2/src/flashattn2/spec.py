@@ -38,6 +38,16 @@ class AttentionSpec:
     #: Scores are capped smoothly to (-softcap, softcap); 0 disables the cap.
     softcap: float = 0.0
 
+    def has_right_bound(self) -> bool:
+        """Return True if queries do not see all later keys.
+
+        torch's kernels require a plain bool. In a graph with a symbolic bound, a comparison
+        and its `bool` are symbolic, but the result of a branch is not.
+        """
+        if self.right == UNBOUNDED:  # noqa: SIM103
+            return False
+        return True
+
     def scalars(self) -> tuple[float, int, int, float]:
         """Return the fields in order, as `torch.library` operators accept them."""
         return self.scale, self.left, self.right, self.softcap

@@ -104,7 +104,7 @@ def forward_or_tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tu
     if find_obstacle(q, k, spec):
         return tiled.forward(q, k, v, spec)
     # With dynamic lengths in a graph, the right bound is symbolic, but the kernel needs a bool.
-    out, lse = forward(q, k, v, spec.scale, bool(spec.right != UNBOUNDED))
+    out, lse = forward(q, k, v, spec.scale, spec.has_right_bound())
     # The kernel returns the log-sum-exp as a view, which an operator must not return.
     return out, lse.clone(memory_format=torch.contiguous_format)
 
@@ -159,7 +159,7 @@ def _kernel_gradients(
         # Pad the output as well, because the forward pass has cut it to the head dim of v.
         q, k, v, out, grad_out = _pad_head_dims(q, k, v, out, grad_out)
     group = q.shape[1] // k.shape[1]
-    causal = bool(spec.right != UNBOUNDED)
+    causal = spec.has_right_bound()
     if group > 1:
         k, v = (x.repeat_interleave(group, dim=1) for x in (k, v))
     dq, dk, dv = _backward(grad_out, q, k, v, out, lse, 0.0, causal, scale=spec.scale)
