@@ -46,19 +46,15 @@ TAKES: dict[str, dict[str, Any]] = {
     "flops.utilization": {"achieved_flops": 1e12, "hardware": "H100", "dtype": "bf16"},
     "hardware.find": {"hardware": "H100"},
     "kv_cache.kv_cache": RUN | {"dtype": "int8", "tensor": 2},
-    "kv_cache.kv_entries": RUN,
     "memory.activations.activations": RUN | {"plan": Plan(), "precision": "fp32", "stage": 0},
     "memory.fits.fits": {
         **{"module": torch.nn.Linear(2, 2), "sample": torch.zeros(1, 2), "device": "H100"},
         "rounding": 512,
     },
     "memory.peak.peak_memory": RUN | {"plan": Plan(), "foreach": True},
-    "memory.peak.tensor_bytes": {"dtype": "fp32"},
     "memory.states.model_states": {**{"count": 9, "data": 2, "zero": 1, "precision": "fp32"}},
     "memory.training.training_memory": RUN | {"plan": Plan(), "stage": 0},
-    "parameters.lora_parameters": {"inputs": 3, "outputs": 4, "rank": 2},
     "parameters.parameters": {"model": MODEL, "active": True},
-    "parameters.soft_prompt_parameters": {"model": MODEL, "tokens": 3},
     "precision.bytes_of": {"dtype": "fp8"},
     "precision.recipe": {"precision": "fp32"},
     "search.answer.plan_for": {
@@ -78,14 +74,8 @@ TAKES: dict[str, dict[str, Any]] = {
         **LINKS,
     },
     "time.published.predicted": {"seconds": 1.0},
-    "time.roofline.intensity": {"m": 2, "k": 3, "n": 4, "dtype": "fp16"},
-    "time.roofline.matmul": {"m": 2, "k": 3, "n": 4, "dtype": "fp16"},
     "time.roofline.roofline": {"hardware": "H100", "shape": (2, 3, 4), "dtype": "fp16"},
-    "time.step.bucket_overhead_seconds": {
-        **{"model_bytes": 1e9, "bandwidth": 1e9, "latency": 1e-5, "num_buckets": 3}
-    },
     "time.step.group_link": {"hardware": HARDWARE["H100"], "stride": 2, "ranks": 3},
-    "time.step.optimal_bucket_bytes": {"model_bytes": 1e9, "bandwidth": 1e9, "latency": 1e-5},
     "time.step.step_time": RUN | {"plan": Plan(data=2), "hardware": "H100"},
 }
 # Internal functions, which are not documented.

@@ -22,7 +22,7 @@ from accounting import (
 )
 from accounting.breakdown import Breakdown
 from accounting.memory.activations import activations, head_activations
-from accounting.memory.peak import peak_memory, tensor_bytes
+from accounting.memory.peak import peak_memory
 from accounting.memory.states import device_parameters, model_states
 from accounting.search.plans import fewest_devices, plans_that_fit
 from hypothesis import given, settings
@@ -376,7 +376,6 @@ def test_searches_give_the_smallest_that_fits() -> None:
         return training_memory(shape, Plan(data=devices, zero=3), batch=0, seq=1).total
 
     assert need(count) <= limit < need(count - 1)
-    assert tensor_bytes(8, 16384, 16384) == 8 * 2**30
 
 
 @pytest.mark.parametrize("data", [8, 64, 8192])
@@ -490,8 +489,6 @@ def test_peak_memory_and_fits_refuse_linear_layers_in_fp8() -> None:
 
 @pytest.mark.parametrize("integer", [np.int32, torch.tensor])
 def test_integers_of_numpy_and_torch_do_not_overflow(integer: Any) -> None:
-    side = integer(2**16)
-    assert tensor_bytes(side, side) == 4 * 2**32
     shape = Transformer(layers=2, d_model=64, heads=4, vocab_size=100)
     expected = peak_memory(shape, batch=1024, seq=4096).total
     assert peak_memory(shape, batch=integer(1024), seq=integer(4096)).total == expected

@@ -8,7 +8,6 @@ gathers, pipeline and context traffic overlap with all compute. The traffic of t
 parallelism is not hidden. The hidden traffic in total takes at most the compute time of a step.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -212,25 +211,3 @@ def group_link(
     ports = min(inside, ranks)
     bandwidth = min(link.bandwidth, network.bandwidth * ports)
     return replace(network, bandwidth=bandwidth)
-
-
-@checks.entry(latency=0)
-def bucket_overhead_seconds(
-    model_bytes: float, *, bandwidth: float, latency: float, num_buckets: int
-) -> float:
-    """Return the seconds that data parallelism adds after the backward.
-
-    For s = `model_bytes` in n buckets, bandwidth w in bytes per second and launch overhead o =
-    `latency` in seconds, T(n) = s / (n w) + n o: the last bucket plus n launches. All other buckets
-    overlap with the backward.
-    """
-    return model_bytes / (num_buckets * bandwidth) + num_buckets * latency
-
-
-@checks.entry()
-def optimal_bucket_bytes(model_bytes: float, *, bandwidth: float, latency: float) -> float:
-    """Return the bucket bytes with the least overhead: sqrt(s o w), for n = sqrt(s / (w o)).
-
-    The symbols are those of `bucket_overhead_seconds`.
-    """
-    return math.sqrt(model_bytes * latency * bandwidth)
