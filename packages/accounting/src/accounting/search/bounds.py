@@ -81,7 +81,7 @@ class Stage(NamedTuple):
     """A kind of pipeline stage."""
 
     #: The first of the stages of this kind.
-    index: int
+    number: int
     is_last: bool
     #: True if `step_time` may use the collectives of this stage.
     is_inner: bool
@@ -119,7 +119,7 @@ class Bounds:
         least = 0.0
         for stage in self._stages_of(layout):
             memory = self._stage_memory(layout.tensor, layout.recompute, stage)
-            stored = in_flight(layout, stage.index) / layout.virtual_stages
+            stored = in_flight(layout, stage.number) / layout.virtual_stages
             saved = memory.saved * stored * self._tokens(layout)
             least = max(least, sharded * (memory.dense + memory.routed) + saved)
         return (1 - ROUNDING) * least
@@ -160,7 +160,7 @@ class Bounds:
         states += self._optimizer * (shard if zero else whole)
         saved = memory.saved * self._tokens(layout) / layout.virtual_stages
         temporary = self._temporary(layout.tensor, stage.is_last) * self._tokens(layout)
-        stored = in_flight(layout, stage.index)
+        stored = in_flight(layout, stage.number)
         if zero == 3 and layout.replicas > 1:
             few, every, block = self._gathered_bytes(stage, layout, expert)
             if layout.pipeline == 1:
@@ -297,13 +297,13 @@ class Bounds:
         kinds = layer_kinds(self._space.model)
         return tuple(
             Stage(
-                index=index,
-                is_last=index == pipeline - 1,
-                is_inner=0 < index < pipeline - 1 if pipeline > 2 else index == pipeline // 2,
+                number=number,
+                is_last=number == pipeline - 1,
+                is_inner=0 < number < pipeline - 1 if pipeline > 2 else number == pipeline // 2,
                 layers=tuple((kinds.index(kind), count) for kind, count in counts),
                 ends=ends,
             )
-            for (counts, ends), index in stages_by_kind(self._space.model, plan).items()
+            for (counts, ends), number in stages_by_kind(self._space.model, plan).items()
         )
 
     def _sum_memory(self, tensor: int, recompute: str, stage: Stage) -> Memory:

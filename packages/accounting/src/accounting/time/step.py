@@ -22,7 +22,7 @@ from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision
 from accounting.time.collective import Collective
 from accounting.time.communication import communication
-from accounting.time.efficiency import BANDWIDTH_FRACTION, stage_seconds
+from accounting.time.efficiency import BANDWIDTH_FRACTION, stage_rates
 from accounting.workload import WORKLOAD, Workload, workload
 
 _HIDDEN = {"context": 1.0, "pipeline": 1.0, "tensor": 0.0, "expert": 0.0}
@@ -100,20 +100,19 @@ def _stage_seconds(
     core = 1 / (device.peak(work.kind.activations) * device.attention_fraction)
     scores = product("attention", "s", flops=attention, seconds_per_flop=core)
     stage_model = plan.stage_model(model, stage)
-    arithmetic, traffic, elementwise = stage_seconds(
-        stage_model, plan, work, work.tokens(plan), device
-    )
+    rates, tokens = stage_rates(stage_model, plan, work, device), work.tokens(plan)
+    weights = rates.dense_weights + rates.routed_weights / plan.expert
 
     def per_microbatch(name: str, seconds: float) -> Breakdown:
         return product(name, "s", microbatches=plan.microbatches, each=seconds)
 
     return [
-        total("compute", "s", per_microbatch("matrices", arithmetic), scores),
+        total("compute", "s", per_microbatch("matrices", tokens * rates.arithmetic), scores),
         total(
             "bandwidth",
             "s",
-            per_microbatch("matrices", traffic),
-            per_microbatch("between them", elementwise),
+            per_microbatch("matrices", tokens * rates.traffic + weights),
+            per_microbatch("between them", tokens * rates.elementwise),
         ),
     ]
 
