@@ -250,7 +250,9 @@ def bytes_sent_by_pipeline():
 
 def test_a_pipeline_sends_the_predicted_bytes_over_each_boundary_in_each_direction():
     plan = accounting.Plan(pipeline=2, microbatches=4, schedule="gpipe")
-    predicted = accounting.communication(MODEL, plan, batch=ROWS, seq=CONTEXT, **SINGLE_PRECISION)
+    sent = {"batch": ROWS, "seq": CONTEXT, **SINGLE_PRECISION}
+    stages = [accounting.communication(MODEL, plan, stage=stage, **sent) for stage in (0, 1)]
     first, last = run_ranks(bytes_sent_by_pipeline, 2)
-    assert first == {"forward": predicted.boundaries["forward 0 to 1"].total, "backward": 0}
-    assert last == {"forward": 0, "backward": predicted.boundaries["backward 1 to 0"].total}
+    forward = stages[0]["activations to the next stage"].payload
+    assert first == {"forward": forward, "backward": 0}
+    assert last == {"forward": 0, "backward": stages[1]["gradients to the previous stage"].payload}

@@ -19,18 +19,14 @@ from accounting import (
     kv_cache,
     mfu,
     parameters,
+    roofline,
     training_memory,
 )
 from accounting.flops import utilization
-from accounting.kv_cache import kv_entries
 from accounting.memory.activations import activations
-from accounting.memory.peak import tensor_bytes
-from accounting.memory.training import model_states
-from accounting.parameters import lora_parameters, soft_prompt_parameters
+from accounting.memory.states import model_states
 from accounting.search.plans import fewest_devices
-from accounting.time.mesh import best_mesh, compute_bound_batch
-from accounting.time.roofline import intensity
-from accounting.time.step import bucket_overhead_seconds, optimal_bucket_bytes
+from accounting.time.mesh import compute_bound_batch
 from published_models import PUBLISHED
 
 
@@ -95,25 +91,18 @@ COURSE = {
     "2.7B": course_model(2560, 10240, 32, 32),
     "10B": course_model(4608, 12288, 50, 36),
 }
-MODELS = {name: Transformer.from_hf(entry.config) for name, entry in PUBLISHED.items()}
+MODELS = {"deepseek-v3": Transformer.from_hf(PUBLISHED["deepseek-v3"].config)}
 _CALLS = (
     activations,
-    best_mesh,
-    bucket_overhead_seconds,
     communication,
     compute_bound_batch,
     fewest_devices,
     flops,
-    intensity,
     kv_cache,
-    kv_entries,
-    lora_parameters,
     mfu,
     model_states,
-    optimal_bucket_bytes,
     parameters,
-    soft_prompt_parameters,
-    tensor_bytes,
+    roofline,
     training_memory,
     utilization,
 )
@@ -135,7 +124,7 @@ NAMESPACE: dict[str, Any] = {call.__name__: call for call in _CALLS} | {
 }
 
 _DATA = "communication(LAYER_TABLE, Plan(data=8))['gradients']"
-_PIPELINE = "communication(LAYER_TABLE, Plan(pipeline=8), batch=128, seq=4096).boundaries"
+_PIPELINE = "communication(LAYER_TABLE, Plan(pipeline=8), batch=128, seq=4096, stage=1)"
 _TENSOR = "communication(LAYER_TABLE, Plan(tensor=8), batch=128, seq=4096)"
 _FSDP = "communication(LAYER_TABLE, Plan(data=8, zero=3))"
 _MESH = "d_ff=53248, fsdp_axes=2, flops_per_second=4.6e14, axis_bytes_per_second=1.8e11"
@@ -163,7 +152,7 @@ ANSWERS = [
     Answer(
         "a1.4a",
         "KV entries per token, MHA",
-        "kv_entries(DEEPSEEK_MHA).total",
+        "kv_cache(DEEPSEEK_MHA, dtype='int8').total",
         1_998_848,
         "entries",
         "2*61*128*128",
@@ -171,7 +160,7 @@ ANSWERS = [
     Answer(
         "a1.4b",
         "KV entries per token, MQA",
-        "kv_entries(DEEPSEEK_MQA).total",
+        "kv_cache(DEEPSEEK_MQA, dtype='int8').total",
         15_616,
         "entries",
         "2*61*1*128",
@@ -179,7 +168,7 @@ ANSWERS = [
     Answer(
         "a1.4c",
         "KV entries per token, MLA as in DeepSeek-V3",
-        "kv_entries(MODELS['deepseek-v3']).total",
+        "kv_cache(MODELS['deepseek-v3'], dtype='int8').total",
         35_136,
         "entries",
         "61*(512+64)",
@@ -227,7 +216,7 @@ ANSWERS = [
     Answer(
         "c1.2a",
         "intensity of fp16 (4096x4096)@(4096x4096)",
-        "intensity(4096, 4096, 4096)",
+        "roofline('A100', shape=(4096, 4096, 4096)).intensity",
         4096 / 3,
         "FLOP/B",
         "2mkn / 2(mk+kn+mn)",
@@ -236,7 +225,7 @@ ANSWERS = [
     Answer(
         "c1.2b",
         "intensity of fp16 (4096x32)@(32x4096)",
-        "intensity(4096, 32, 4096)",
+        "roofline('A100', shape=(4096, 32, 4096)).intensity",
         1_073_741_824 / 34_078_720,
         "FLOP/B",
         "2mkn / 2(mk+kn+mn)",
@@ -245,7 +234,7 @@ ANSWERS = [
     Answer(
         "c1.2c",
         "intensity of fp16 (32x4096)@(4096x32)",
-        "intensity(32, 4096, 32)",
+        "roofline('A100', shape=(32, 4096, 32)).intensity",
         8_388_608 / 526_336,
         "FLOP/B",
         "2mkn / 2(mk+kn+mn)",
@@ -286,7 +275,7 @@ ANSWERS = [
     Answer(
         "c2.2a",
         "GPipe, 8 stages, batch 128 x 4096: forward over one boundary",
-        f"{_PIPELINE}['forward 0 to 1'].total",
+        f"{_PIPELINE}['activations to the next stage'].payload",
         4_294_967_296,
         "B",
         "128*4096*4096*2",
@@ -294,7 +283,7 @@ ANSWERS = [
     Answer(
         "c2.2b",
         "the same, backward",
-        f"{_PIPELINE}['backward 1 to 0'].total",
+        f"{_PIPELINE}['gradients to the previous stage'].payload",
         4_294_967_296,
         "B",
         "gradients of the activations",
@@ -302,7 +291,7 @@ ANSWERS = [
     Answer(
         "c2.2c",
         "the same, all 7 boundaries in both directions",
-        f"{_PIPELINE}.total",
+        f"7 * {_PIPELINE}.payload.total",
         60_129_542_144,
         "B",
         "7*2*4 GiB",
@@ -358,7 +347,7 @@ ANSWERS = [
     Answer(
         "m1.1d",
         "residual stream of the 2.7B model in fp32, batch 4, context 512",
-        "tensor_bytes(4, 512, COURSE['2.7B'].d_model, dtype='fp32')",
+        "4 * 512 * COURSE['2.7B'].d_model * 4",
         20 * 2**20,
         "B",
         "4*512*2560*4 = 20 MiB; 5, 10, 40 MiB at context 128, 256, 1024",
@@ -366,28 +355,10 @@ ANSWERS = [
     Answer(
         "m1.2",
         "one score matrix in fp32, batch 8, 16384 tokens",
-        "tensor_bytes(8, 16384, 16384, dtype='fp32')",
+        "8 * 16384 * 16384 * 4",
         8_589_934_592,
         "B",
         "8*16384^2*4",
-    ),
-    Answer(
-        "b2.3T",
-        "DDP overhead after the backward pass: s=1 GB, w=10 GB/s, o=1 ms, 10 buckets",
-        "bucket_overhead_seconds(1e9, bandwidth=1e10, latency=1e-3, num_buckets=10)",
-        0.02,
-        "s",
-        "T(n) = s/(n w) + n o",
-        1e-12,
-    ),
-    Answer(
-        "b2.3opt",
-        "the bucket size that minimizes it",
-        "optimal_bucket_bytes(1e9, bandwidth=1e10, latency=1e-3)",
-        1e8,
-        "B",
-        "sqrt(s o w), from n = sqrt(s / (w o))",
-        1e-12,
     ),
     Answer(
         "x.p",
@@ -490,7 +461,7 @@ ANSWERS = [
     Answer(
         "x.c4",
         "the lowest compute-bound batch per device over all X, 64 devices, comms summed",
-        f"best_mesh(64, {_MESH}).per_device",
+        "4 * (4.6e14 / 1.8e11) ** 2 / (2 * 1 * 53248)",
         245.29988722697058,
         "tokens/device",
         "4 alpha^2 / (M_X M_Y F), at X = 6.14",
@@ -535,7 +506,7 @@ ANSWERS = [
     Answer(
         "l1d",
         "bytes of a rank-8 update of a 4096x4096 matrix in fp32",
-        "4 * lora_parameters(4096, 4096, 8)",
+        "4 * 8 * (4096 + 4096)",
         262_144,
         "B",
         "4k(m+l), 1/256 of 4ml",
@@ -543,7 +514,7 @@ ANSWERS = [
     Answer(
         "s6b",
         "parameters of a soft prompt of 5 vectors",
-        "soft_prompt_parameters(GPT2, tokens=5)",
+        "5 * GPT2.embedding_dim",
         3_840,
         "parameters",
         "5 E, E = 768",
@@ -567,7 +538,7 @@ ANSWERS = [
     Answer(
         "f.d1",
         "words in 1e15 tokens",
-        "fermi.words(1e15)",
+        "1e15 / fermi.TOKENS_PER_WORD",
         7.142857e14,
         "words",
         "/1.4",
@@ -587,7 +558,7 @@ ANSWERS = [
     Answer(
         "f.e3",
         "H200s that hold 1T at 100 GB each",
-        "fermi.devices_for_bytes(2 * 1e12)",
+        "2 * 1e12 / 100e9",
         20,
         "devices",
         "2e12/1e11",
@@ -595,7 +566,7 @@ ANSWERS = [
     Answer(
         "f.e4",
         "H200s that hold 100T at 100 GB each",
-        "fermi.devices_for_bytes(2 * 1e14)",
+        "2 * 1e14 / 100e9",
         2000,
         "devices",
         "2e14/1e11",
@@ -628,7 +599,13 @@ ANSWERS = [
         1e-6,
     ),
     Answer(
-        "f.g1b", "tokens per minute", "fermi.tokens_per_minute(2e14)", 1.44, "", "60/41.67", 1e-9
+        "f.g1b",
+        "tokens per minute",
+        "60 / fermi.seconds_per_token(2e14)",
+        1.44,
+        "",
+        "60/41.67",
+        1e-9,
     ),
     Answer(
         "f.g2",
@@ -642,7 +619,7 @@ ANSWERS = [
     Answer(
         "f.g2b",
         "tokens per minute",
-        "fermi.tokens_per_minute(3.5e11)",
+        "60 / fermi.seconds_per_token(3.5e11)",
         822.857143,
         "",
         "60/0.0729",
@@ -705,7 +682,7 @@ ANSWERS = [
     Answer(
         "f.h4",
         "1e30 FLOP on 30 million H200s",
-        "fermi.wall_clock_hours(1e30, 30_000_000)",
+        "fermi.gpu_hours(1e30) / 30_000_000",
         4676.393565282454,
         "h",
         "194.85 days; 649.5 at 30 %",
@@ -731,7 +708,7 @@ ANSWERS = [
     Answer(
         "f.j1c",
         "its price",
-        "fermi.inference_usd(1e12, 1e6)",
+        "fermi.GPU_HOUR_USD * fermi.gpu_hours(2e18)",
         0.42087542,
         "USD",
         "1010.1 s at 1.5 USD per hour",
@@ -740,7 +717,7 @@ ANSWERS = [
     Answer(
         "f.j2",
         "tokens to recoup 1e9 USD at 120 USD per million",
-        "fermi.break_even_tokens(1e9)",
+        "1e9 / 120 * 1e6",
         8.3333333e12,
         "tokens",
         "1e9/120*1e6",
@@ -749,7 +726,7 @@ ANSWERS = [
     Answer(
         "f.j2b",
         "the same in essays",
-        "fermi.essays(fermi.break_even_tokens(1e9))",
+        "1e9 / 120 * 1e6 / fermi.TOKENS_PER_ESSAY",
         5.95238095e9,
         "essays",
         "/1400",
@@ -776,17 +753,24 @@ ANSWERS = [
     Answer(
         "f.k2b",
         "how far above it 700 W are",
-        "fermi.watts_above_landauer()",
+        "fermi.H200_WATTS / fermi.landauer_watts()",
         3.848e6,
         "",
         "700 W / least power",
         1e-4,
     ),
-    Answer("f.l1", "carbon cost of GPT-3", "fermi.carbon_usd()", 61_824, "USD", "552*112"),
+    Answer(
+        "f.l1",
+        "carbon cost of GPT-3",
+        "fermi.GPT3_TONNES_CO2 * fermi.CO2_USD_PER_TONNE",
+        61_824,
+        "USD",
+        "552*112",
+    ),
     Answer(
         "f.l1b",
         "as a share of 6 million USD",
-        "fermi.carbon_usd() / fermi.GPT3_COST_USD",
+        "fermi.GPT3_TONNES_CO2 * fermi.CO2_USD_PER_TONNE / fermi.GPT3_COST_USD",
         0.010304,
         "",
         "61,824/6e6",
@@ -795,45 +779,11 @@ ANSWERS = [
     Answer(
         "f.l2",
         "the same in burgers",
-        "fermi.burgers()",
+        "1000 * fermi.GPT3_TONNES_CO2 / (fermi.BURGER_KG * fermi.BEEF_KG_CO2_PER_KG)",
         97699.115,
         "burgers",
         "552000/(0.113*50)",
         1e-8,
-    ),
-    *(
-        Answer(
-            f"p.{name}",
-            f"parameters of {name}",
-            f"parameters(MODELS[{name!r}]).total",
-            entry.total,
-            "parameters",
-            "what transformers builds from its config.json",
-        )
-        for name, entry in PUBLISHED.items()
-    ),
-    *(
-        Answer(
-            f"pa.{name}",
-            f"active parameters of {name}",
-            f"parameters(MODELS[{name!r}], active=True).total",
-            entry.active,
-            "parameters",
-            "all but the experts that were not chosen",
-        )
-        for name, entry in PUBLISHED.items()
-        if entry.active
-    ),
-    *(
-        Answer(
-            f"kv.{name}",
-            f"KV bytes per token of {name} in bf16",
-            f"kv_cache(MODELS[{name!r}]).total",
-            entry.kv_bytes,
-            "B",
-            "2*L*kv*head_dim*2; MLA: L*(rank + rope)*2",
-        )
-        for name, entry in PUBLISHED.items()
     ),
     Answer(
         "r.palm",
@@ -879,7 +829,7 @@ ANSWERS = [
     Answer(
         "r.gpt3",
         "petaflop/s-days of GPT-3",
-        "fermi.petaflop_days(fermi.training_flops(175e9, 300e9))",
+        "fermi.training_flops(175e9, 300e9) / fermi.PETAFLOP_DAY",
         3640,
         "PF-day",
         "6ND/8.64e19; published 3,640",

@@ -185,16 +185,14 @@ def test_context_parallelism_passes_keys_and_values_around() -> None:
     assert traffic["keys, values and gradients"].wire == 2 * 4 * 3 * local
 
 
-def test_stage_boundaries_are_named_by_direction() -> None:
+def test_inner_stages_send_activations_and_gradients() -> None:
     plan = Plan(pipeline=4, microbatches=4)
-    boundaries = communication(SMALL, plan, batch=8, seq=16).boundaries
-    assert [part.name for part in boundaries][:2] == ["forward 0 to 1", "backward 1 to 0"]
-    assert {part.total for part in boundaries} == {8 * 16 * 64 * 2}
-    assert len(boundaries.parts) == 6
+    inner = communication(SMALL, plan, batch=8, seq=16, stage=1)
+    assert {collective.payload for collective in inner} == {8 * 16 * 64 * 2}
     # 4-bit numbers of 3 tokens do not fill a byte.
     narrow = Transformer(layers=2, d_model=65, heads=5, vocab_size=100)
     halves = communication(narrow, Plan(pipeline=2), batch=1, seq=3, activations="int4")
-    assert {part.total for part in halves.boundaries} == {97.5}
+    assert halves["activations to the next stage"].payload == 97.5
     ends = [communication(SMALL, plan, batch=8, seq=16, stage=s).collectives for s in (0, 1, 3)]
     assert [[c.name.split()[0] for c in end] for end in ends] == [
         ["activations"],

@@ -46,19 +46,15 @@ TAKES: dict[str, dict[str, Any]] = {
     "flops.utilization": {"achieved_flops": 1e12, "hardware": "H100", "dtype": "bf16"},
     "hardware.find": {"hardware": "H100"},
     "kv_cache.kv_cache": RUN | {"dtype": "int8", "tensor": 2},
-    "kv_cache.kv_entries": RUN,
     "memory.activations.activations": RUN | {"plan": Plan(), "precision": "fp32", "stage": 0},
     "memory.fits.fits": {
         **{"module": torch.nn.Linear(2, 2), "sample": torch.zeros(1, 2), "device": "H100"},
         "rounding": 512,
     },
     "memory.peak.peak_memory": RUN | {"plan": Plan(), "foreach": True},
-    "memory.peak.tensor_bytes": {"dtype": "fp32"},
     "memory.states.model_states": {**{"count": 9, "data": 2, "zero": 1, "precision": "fp32"}},
     "memory.training.training_memory": RUN | {"plan": Plan(), "stage": 0},
-    "parameters.lora_parameters": {"inputs": 3, "outputs": 4, "rank": 2},
     "parameters.parameters": {"model": MODEL, "active": True},
-    "parameters.soft_prompt_parameters": {"model": MODEL, "tokens": 3},
     "precision.bytes_of": {"dtype": "fp8"},
     "precision.recipe": {"precision": "fp32"},
     "search.answer.plan_for": {
@@ -66,26 +62,19 @@ TAKES: dict[str, dict[str, Any]] = {
         **{"memory_bytes": 1e9, "usd_per_hour": 2.0, "precision": "megatron_bf16", "tensor": 2},
     },
     "search.plans.fewest_devices": {
-        **{"model": MODEL, "memory_bytes": 1e9, "batch": 1, "seq": 8, "zero": 3, "most": 8},
-        **{"activation_bytes": 1.0, "sharded_activations": 0.5, "precision": "fp32"},
+        **{"model": MODEL, "memory_bytes": 1e9},
+        **{"activation_bytes": 1.0, "sharded_activations": 0.5},
     },
     "search.plans.plans_that_fit": RUN | {"hardware": "H100", "devices": 2, "most": 2},
     "time.communication.communication": RUN | {"plan": Plan(data=2), "weights": "bf16", "stage": 0},
     "time.goodput.goodput": {"work_hours": 9.0, "devices": 2, "interval_hours": 1.0},
-    "time.mesh.best_mesh": {"devices": 64, "d_ff": 53248, "fsdp_axes": 1} | LINKS,
     "time.mesh.compute_bound_batch": {
         **{"fsdp": 4, "tensor": 2, "d_ff": 53248, "comms": "summed"},
         **LINKS,
     },
     "time.published.predicted": {"seconds": 1.0},
-    "time.roofline.intensity": {"m": 2, "k": 3, "n": 4, "dtype": "fp16"},
-    "time.roofline.matmul": {"m": 2, "k": 3, "n": 4, "dtype": "fp16"},
     "time.roofline.roofline": {"hardware": "H100", "shape": (2, 3, 4), "dtype": "fp16"},
-    "time.step.bucket_overhead_seconds": {
-        **{"model_bytes": 1e9, "bandwidth": 1e9, "latency": 1e-5, "num_buckets": 3}
-    },
     "time.step.group_link": {"hardware": HARDWARE["H100"], "stride": 2, "ranks": 3},
-    "time.step.optimal_bucket_bytes": {"model_bytes": 1e9, "bandwidth": 1e9, "latency": 1e-5},
     "time.step.step_time": RUN | {"plan": Plan(data=2), "hardware": "H100"},
 }
 # Internal functions, which are not documented.
@@ -225,15 +214,9 @@ def test_every_argument_of_public_functions_is_checked(entry: str) -> None:
 
 
 @pytest.mark.parametrize("entry", ENTRIES)
-def test_misspelled_keyword_suggests_nearest_name(entry: str) -> None:
-    call, arguments = FUNCTIONS[entry], ENTRIES[entry]
-    named = inspect.signature(call).parameters.values()
-    name = max((p.name for p in named if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)), key=len)
-    for misspelled in (name[:2] + name[3:], name + "s", name[0] + name[2] + name[1] + name[3:]):
-        if misspelled in inspect.signature(call).parameters or len(name) < 4:
-            continue
-        with pytest.raises(TypeError, match=f"got '{misspelled}'; did you mean '"):
-            call(**arguments, **{misspelled: 1})
+def test_unknown_keyword_is_refused_with_known_ones(entry: str) -> None:
+    with pytest.raises(TypeError, match=r"expected one of the arguments .*, got 'bacth'"):
+        FUNCTIONS[entry](**ENTRIES[entry], bacth=1)
 
 
 @pytest.mark.parametrize("record", RECORDS, ids=lambda record: record.__name__)
@@ -246,21 +229,19 @@ def test_every_field_of_every_record_is_checked(record: type) -> None:
         value = arguments[field.name]
         for bad in wrong(field.name, value, optional="None" in str(field.type)):
             refused(record, arguments, field.name, bad)
-    with pytest.raises(TypeError, match=r"expected one of the .* fields .*did you mean"):
+    with pytest.raises(TypeError, match=r"expected one of the .* fields .*, got "):
         dataclasses.replace(built, **{max(arguments, key=len)[:-1]: 1})
 
 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ("plan MODEL --gpsu 8", "expected an option of .*, got --gpsu; did you mean '--gpus'"),
-        ("plan MODEL --gpus 8 --hardwre H100", "did you mean '--hardware'"),
-        ("serve MODEL --cach int8", "did you mean '--cache'"),
-        ("diff MODEL MODEL --sek 8", "did you mean '--seq'"),
-        ("plan MODEL --schdule gpipe", "did you mean '--schedule'"),
-        ("plna MODEL --gpus 8", "did you mean 'plan'"),
-        ("plan MODEL --gpus 8 --recompute ful", "did you mean 'full'"),
-        ("plan MODEL --gpus 8 --hardware H10", "did you mean 'H100'"),
+        ("plan MODEL --gpsu 8", "expected an option of .*, got --gpsu; see --help"),
+        ("serve MODEL --cach int8", "expected an option of .*, got --cach; see --help"),
+        ("diff MODEL MODEL --sek 8", "expected an option of .*, got --sek; see --help"),
+        ("plna MODEL --gpus 8", "expected the command to be one of plan, .*, got 'plna'"),
+        ("plan MODEL --gpus 8 --recompute ful", "to be one of none, selective, full, got 'ful'"),
+        ("plan MODEL --gpus 8 --hardware H10", "expected hardware to be one of .*, got 'H10'"),
         ("plan MODEL --gpus 8 --tokens -1", "expected 0 < tokens < inf, got -1"),
         ("plan MODEL --gpus 8 --tokens nan", "expected 0 < tokens < inf, got nan"),
         ("plan MODEL --gpus 0", "expected gpus >= 1, got 0"),
@@ -270,10 +251,10 @@ def test_every_field_of_every_record_is_checked(record: type) -> None:
         ("plan MODEL --gpus 8 --tp 3", "expected tensor = 3 to divide devices, got devices=8"),
         ("serve MODEL --seq 0", "expected seq >= 1, got 0"),
         ("serve MODEL --gpus -1", "expected gpus >= 1, got -1"),
-        ("serve MODEL --weights bf61", "did you mean 'bf16'"),
+        ("serve MODEL --weights bf61", "expected dtype to be one of .*, got 'bf61'"),
         ("diff MODEL MODEL --seq -1", "expected seq >= 1, got -1"),
-        ("serve layers=2,d_model=8,heads=2,vocab_size=9,kv_head=1", "did you mean 'kv_heads'"),
-        ("serve layers=2,d_model=8,heads=2,vocab_size=9,window.sise=1", "did you mean 'size'"),
+        ("serve layers=2,d_model=8,heads=2,vocab_size=9,kv_head=1", "fields .*, got 'kv_head'"),
+        ("serve layers=2,d_model=8,heads=2,vocab_size=9,window.sise=1", "Window fields .*, got"),
     ],
 )
 def test_every_word_of_the_command_line_is_checked(

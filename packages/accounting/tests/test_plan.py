@@ -32,11 +32,9 @@ from accounting.cli.serving import serving
 from accounting.hardware import find
 from accounting.memory.states import device_parameters
 from accounting.plan import even
-from accounting.search.memory_bound import MemoryBound
+from accounting.search.bounds import Bounds
 from accounting.search.plans import plans_that_fit
 from accounting.search.space import Space
-from accounting.search.stage_sizes import StageTable
-from accounting.search.time_bound import TimeBound
 from accounting.time.published import predicted
 from accounting.time.step import step_time
 from figures import assert_at_most
@@ -701,8 +699,7 @@ def test_bounds_of_a_plan_are_at_most_its_memory_and_time(
     model = BOUNDED_MODELS[name]
     work = Workload(batch=batch, seq=seq, precision=precision, fused_gate=True)
     space = Space(model, find("H100"), devices, work, {})
-    table = StageTable(space)
-    seconds, memory = TimeBound(space, table), MemoryBound(space, table)
+    bounds = Bounds(space)
     drawn = random.Random(0)
     compared = 0
     for layout in drawn.sample(space.layouts, min(20, len(space.layouts))):
@@ -711,10 +708,10 @@ def test_bounds_of_a_plan_are_at_most_its_memory_and_time(
         if plan is None:
             continue
         needed = training_memory(model, plan, work).total
-        assert memory.of_layout(layout) <= memory.of_candidate(candidate) <= needed, plan
+        assert bounds.least_bytes(layout) <= bounds.bytes(candidate) <= needed, plan
         step = step_time(model, plan, work, hardware="H100").total
-        assert seconds.of_layout(layout) <= seconds.of_candidate(candidate) <= step, plan
+        assert bounds.least_seconds(layout) <= bounds.seconds(candidate) <= step, plan
         # A loose bound would make the search slow.
-        assert seconds.of_candidate(candidate) >= 0.8 * step, plan
+        assert bounds.seconds(candidate) >= 0.8 * step, plan
         compared += 1
     assert compared > 10

@@ -10,9 +10,7 @@ from accounting.model.records import Experts
 from accounting.time.collective import Collective
 from accounting.time.efficiency import MATMUL_FRACTION
 from accounting.time.step import (
-    bucket_overhead_seconds,
     group_link,
-    optimal_bucket_bytes,
     step_time,
 )
 from hypothesis import given
@@ -80,18 +78,6 @@ def test_more_devices_each_compute_less_unless_communication_is_free() -> None:
     # One sequence per device hides little of the traffic of the gradients.
     assert 0.2 < shares[-1] < 0.9
     assert rates((1, 10, 1000), NO_NETWORK) == pytest.approx([result[0]] * 3)
-
-
-@given(s=st.floats(1e6, 1e12), w=st.floats(1e8, 1e12), o=st.floats(1e-6, 1e-2))
-def test_the_best_bucket_beats_twice_and_half_as_many(s: float, w: float, o: float) -> None:
-    best = s / optimal_bucket_bytes(s, bandwidth=w, latency=o)
-
-    def overhead(buckets: float) -> float:
-        return s / (buckets * w) + buckets * o
-
-    assert overhead(best) == pytest.approx(2 * (s * o / w) ** 0.5)
-    assert overhead(best) < min(overhead(best * 2), overhead(best / 2))
-    assert bucket_overhead_seconds(s, bandwidth=w, latency=o, num_buckets=3) == overhead(3)
 
 
 def test_the_precision_decides_how_fast_matrices_are_multiplied() -> None:

@@ -55,9 +55,6 @@ class Breakdown:
     def __iter__(self) -> Iterator[Breakdown]:
         return iter(self.parts)
 
-    def __int__(self) -> int:
-        return int(self.total)
-
     def __float__(self) -> float:
         return float(self.total)
 

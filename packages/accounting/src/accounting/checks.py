@@ -34,7 +34,7 @@ def entry(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable
     must be one of its values. `limits` maps an argument to its smallest value (for a float, only 0)
     or to a tuple of its allowed values. Integers of other libraries become Python integers.
     `forwarded` lists the keywords that `**kwargs` accepts. Any other keyword raises a `TypeError`
-    that suggests the nearest name.
+    that lists the known names.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -79,14 +79,11 @@ def _refuse_unknown(what: str, names: Iterable[str], known: Iterable[str]) -> No
     known = tuple(known)
     for name in names:
         if name not in known:
-            raise TypeError(
-                f"expected one of the {what}s {', '.join(known)}, got {name!r}"
-                f"{nearest(name, known)}"
-            )
+            raise TypeError(f"expected one of the {what}s {', '.join(known)}, got {name!r}")
 
 
 def named(kind: type[R]) -> type[R]:
-    """Make a dataclass refuse unknown fields with a message that suggests the nearest known name.
+    """Make a dataclass refuse unknown fields with a message that lists the known names.
 
     The class may list `derived_sizes`, which it computes if they are not passed. An explicit 0 for
     such a size is refused, except for a model with `heads=0`.
@@ -146,13 +143,6 @@ def number(
     return converted
 
 
-def flag(name: str, value: object) -> bool:
-    """Return a bool; raise `TypeError` for any other value, even if it is truthy or falsy."""
-    if not isinstance(value, bool):
-        raise TypeError(f"expected {name} to be True or False, got {value!r}")
-    return value
-
-
 def fields(
     kind: Any, values: Mapping[str, object], prefix: str = "", /, **limits: Any
 ) -> dict[str, int]:
@@ -195,23 +185,14 @@ def instance(name: str, value: object, kind: type | tuple[type, ...], expected: 
 
 
 def choice(name: str, value: object, allowed: Iterable[object]) -> None:
-    """Raise `ValueError` if a value is not allowed; suggest the nearest allowed one."""
+    """Raise `ValueError` that lists the allowed values if a value is not one of them."""
     known = tuple(allowed)
     for option in known:
         # 1 == True in Python, but neither is accepted in place of the other.
         if value is option or (type(value) is type(option) and value == option):
             return
     listed = ", ".join(map(str, known))
-    raise ValueError(f"expected {name} to be one of {listed}, got {value!r}{nearest(value, known)}")
-
-
-def nearest(value: object, known: Iterable[object]) -> str:
-    """Return `; did you mean ...?` if a known name is similar, and an empty string otherwise."""
-    from difflib import get_close_matches
-
-    names = {str(name).lower(): str(name) for name in known}
-    matches = get_close_matches(str(value).lower(), names, n=1, cutoff=0.6)
-    return f"; did you mean {names[matches[0]]!r}?" if matches else ""
+    raise ValueError(f"expected {name} to be one of {listed}, got {value!r}")
 
 
 def _typed(name: str, value: Any, rule: Rule) -> Any:
@@ -228,7 +209,7 @@ def _typed(name: str, value: Any, rule: Rule) -> Any:
     elif declared == "float":
         number(name, value, open=rule.limit is None and rule.default != 0)
     elif declared == "bool":
-        flag(name, value)
+        instance(name, value, bool, "True or False")
     elif declared == "str" and not isinstance(rule.limit, tuple):
         instance(name, value, str, "a name")
     elif declared == "Transformer" and isinstance(kind, type):

@@ -114,10 +114,7 @@ def find(hardware: str | Hardware) -> Hardware:
     for name, entry in HARDWARE.items():
         if _plain(name) == _plain(hardware):
             return entry
-    near = checks.nearest(hardware, HARDWARE)
-    raise ValueError(
-        f"expected hardware to be one of {', '.join(HARDWARE)}, got {hardware!r}{near}"
-    )
+    raise ValueError(f"expected hardware to be one of {', '.join(HARDWARE)}, got {hardware!r}")
 
 
 def _from_file(path: Path) -> Hardware:

@@ -54,9 +54,3 @@ def kv_cache(
         sizes = {"layers": len(mixer.layers), "sequences": batch}
         add_part(f"state of {mixer.name}", split(mixer.state, tensor), **sizes)
     return total(f"KV cache of {model.name}", "B", *parts)
-
-
-@checks.entry()
-def kv_entries(model: Transformer, *, seq: int = 1, batch: int = 1) -> Breakdown:
-    """Return the number of cached values, which is the cache size for a dtype of one byte."""
-    return kv_cache(model, seq=seq, batch=batch, dtype="int8")

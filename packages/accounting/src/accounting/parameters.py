@@ -41,18 +41,3 @@ def by_part(model: Transformer) -> list[tuple[str, list[Matrix]]]:
     order = list(dict.fromkeys(matrix.part for matrix in matrices(model)))
     listed = sorted(matrices(model), key=lambda matrix: order.index(matrix.part))
     return [(part, list(group)) for part, group in groupby(listed, lambda matrix: matrix.part)]
-
-
-@checks.entry()
-def lora_parameters(inputs: int, outputs: int, rank: int) -> int:
-    """Count the parameters r(m + n) of a low-rank update of one matrix.
-
-    The update is the product of `A` (inputs, rank) and `B` (rank, outputs).
-    """
-    return rank * (inputs + outputs)
-
-
-@checks.entry()
-def soft_prompt_parameters(model: Transformer, *, tokens: int) -> int:
-    """Count the parameters of a soft prompt: one embedding vector per token."""
-    return tokens * model.embedding_dim

@@ -98,15 +98,3 @@ def bubble(stages: int, microbatches: int) -> float:
     See Narayanan et al. 2021, section 2.2.
     """
     return (stages - 1) / microbatches
-
-
-def days(
-    step_flops: float,
-    tokens_per_step: float,
-    tokens: float,
-    devices: int,
-    peak: float,
-    utilization: float,
-) -> float:
-    """Return the days of a training run at a constant fraction of the peak."""
-    return step_flops * tokens / tokens_per_step / (devices * peak * utilization) / 86_400

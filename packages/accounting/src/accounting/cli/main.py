@@ -62,12 +62,10 @@ def _parser(command: str, about: str | None, *, models: int = 1) -> argparse.Arg
 
 
 def _options(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
-    """Parse the options; an unknown option raises `ValueError` with the nearest known one."""
+    """Parse the options; an unknown option raises `ValueError`."""
     options, unknown = parser.parse_known_args(words)
     if unknown:
-        known = [name for action in parser._actions for name in action.option_strings]
-        near = checks.nearest(unknown[0].split("=")[0], known)
-        raise ValueError(f"expected an option of {parser.prog}, got {unknown[0]}{near}; see --help")
+        raise ValueError(f"expected an option of {parser.prog}, got {unknown[0]}; see --help")
     return options
 
 

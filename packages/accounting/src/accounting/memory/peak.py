@@ -1,6 +1,5 @@
-"""The peak memory of a training step, and the bytes of single tensors."""
+"""The peak memory of a training step."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
@@ -274,10 +273,3 @@ def _first_block_and_table(model: Transformer) -> int:
     block = sum(m.size for m in layer_matrices if m.layers is not None and m.part != "norms")
     table = sum(m.size for m in layer_matrices if m.kind == "table" or m.part == "embedding")
     return block + (0 if model.tied else table)
-
-
-@checks.entry()
-def tensor_bytes(*shape: int, dtype: str = "fp32") -> int:
-    """Return the bytes of one tensor, such as a residual stream (B, S, d) or scores (B, S, S)."""
-    extents = [checks.whole("an extent of shape", extent, least=0) for extent in shape]
-    return math.ceil(math.prod(extents) * bytes_of(dtype))

@@ -1,7 +1,7 @@
 """The number of parameters on a device, and the bytes of weights, gradients and optimizer."""
 
 from collections import Counter
-from collections.abc import Hashable, Iterable
+from collections.abc import Iterable
 from dataclasses import replace
 from fractions import Fraction
 from functools import lru_cache
@@ -146,10 +146,14 @@ def distinct_stages(model: Transformer, plan: Plan) -> list[int]:
     return list(stages_by_kind(model, plan).values())
 
 
-def stages_by_kind(model: Transformer, plan: Plan) -> dict[Hashable, int]:
+#: The number of layers of each kind in a stage, and if it is the first and the last stage.
+StageKind = tuple[frozenset[tuple[tuple[bool, ...], int]], tuple[bool, bool]]
+
+
+def stages_by_kind(model: Transformer, plan: Plan) -> dict[StageKind, int]:
     """Return the first stage of each kind; stages with the same layers and ends are of one kind."""
-    kinds = _layer_kinds(model)
-    first: dict[Hashable, int] = {}
+    kinds = layer_kinds(model)
+    first: dict[StageKind, int] = {}
     for stage in range(plan.pipeline):
         counts = Counter(kinds[layer] for layer in plan.stage_layers(model, stage))
         ends = stage == 0, stage == plan.pipeline - 1
@@ -158,7 +162,7 @@ def stages_by_kind(model: Transformer, plan: Plan) -> dict[Hashable, int]:
 
 
 @lru_cache
-def _layer_kinds(model: Transformer) -> tuple[tuple[bool, ...], ...]:
+def layer_kinds(model: Transformer) -> tuple[tuple[bool, ...], ...]:
     """Return flags per layer: True for each component that it has, such as attention or window."""
     parts: list[Iterable[int]] = [
         model.attention_layers or (),
@@ -179,7 +183,7 @@ def one_layer(model: Transformer) -> Transformer:
 
     It has the embedding and the head of `model`.
     """
-    kinds = _layer_kinds(model)
+    kinds = layer_kinds(model)
     first = {kind: kinds.index(kind) for kind in kinds}
     layers = (part_of(model, (layer,), first=True, last=True) for layer in first.values())
     return replace(max(layers, key=lambda layer_model: layer_model.size), window=None)

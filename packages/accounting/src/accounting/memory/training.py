@@ -17,7 +17,6 @@ from accounting.memory.states import (
     stage_states,
     tied_table_gradients,
 )
-from accounting.memory.states import model_states as model_states
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan, fitted, in_flight
 from accounting.precision import Precision, bytes_of

@@ -7,7 +7,7 @@ from typing import Any
 from accounting import checks
 from accounting.model.family_tables import ALIASES, mixer_tables
 from accounting.model.formulas import FUNCTIONS, Table, value
-from accounting.model.records import MLA, Experts, Matrix, Mixer, Window
+from accounting.model.records import RECORDS, Matrix, Mixer, Window
 
 # Keys of a table that are not fields of a `Transformer`.
 _ABOUT = ("like", "fields", "let", "kinds", "refuse", "heads_known", "classes", "extra", "more")
@@ -190,8 +190,8 @@ class Config:
         """Evaluate the table entry of one argument of `Transformer`."""
         if key in ("attention_layers", "mlp_layers", "shared_kv_layers"):
             return self.where(entry)
-        if key in _RECORDS:
-            return self.record(_RECORDS[key], entry)
+        if key in RECORDS:
+            return self.record(RECORDS[key], entry)
         if key == "mixers":
             mixers = [self.mixer(row) for row in entry]
             return tuple(mixer for mixer in mixers if mixer.layers)
@@ -325,4 +325,3 @@ def _pair(value: Any) -> tuple[int, int]:
 #: Sizes that `Transformer` derives if they are missing, and `heads`; a file must not set them to 0.
 _DERIVED = ("heads", "kv_heads", "head_dim", "v_head_dim", "d_ff", "embedding_dim")
 _FUNCTIONS: Table = FUNCTIONS | {"act": activation, "same": _same, "pair": _pair, "count": _count}
-_RECORDS: dict[str, type] = {"experts": Experts, "window": Window, "mla": MLA}

@@ -10,7 +10,6 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from accounting import checks
 from accounting.model.family import family_arguments
 from accounting.model.family_tables import FAMILIES, REFUSED
 from accounting.model.formulas import Table
@@ -55,8 +54,8 @@ def _reason(family: str | None) -> str:
             "its module, also on the meta device"
         )
     return (
-        f"expected model_type to be one of {', '.join(sorted(FAMILIES))}, got {family!r}"
-        f"{checks.nearest(family, FAMILIES)}; describe another family with "
+        f"expected model_type to be one of {', '.join(sorted(FAMILIES))}, got {family!r}; "
+        "describe another family with "
         "Transformer(layers=..., d_model=..., ...)"
     )
 

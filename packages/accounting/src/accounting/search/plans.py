@@ -21,10 +21,8 @@ from accounting.memory.training import training_memory
 from accounting.model.transformer import Transformer
 from accounting.plan import CHOICES, Plan
 from accounting.precision import Precision, recipe
-from accounting.search.memory_bound import MemoryBound
+from accounting.search.bounds import ROUNDING, Bounds
 from accounting.search.space import Candidate, Layout, Space
-from accounting.search.stage_sizes import StageTable
-from accounting.search.time_bound import ROUNDING, TimeBound
 from accounting.time.step import step_time
 from accounting.workload import Workload
 
@@ -132,15 +130,14 @@ def _rank(fitting: FittingPlan) -> tuple[float, int]:
 
 def _fitting_by_time(space: Space, usable_bytes: float) -> Iterator[tuple[float, Candidate]]:
     """Yield the plans whose memory bound fits, in the order of the lower bounds of their time."""
-    table = StageTable(space)
-    seconds, memory = TimeBound(space, table), MemoryBound(space, table)
+    bounds = Bounds(space)
     return _ascending(
-        (layout for layout in space.layouts if memory.of_layout(layout) <= usable_bytes),
-        seconds.of_layout,
+        (layout for layout in space.layouts if bounds.least_bytes(layout) <= usable_bytes),
+        bounds.least_seconds,
         lambda layout: (
-            (seconds.of_candidate(candidate), candidate)
+            (bounds.seconds(candidate), candidate)
             for candidate in space.candidates(layout)
-            if memory.of_candidate(candidate) <= usable_bytes
+            if bounds.bytes(candidate) <= usable_bytes
         ),
     )
 
@@ -182,12 +179,12 @@ def _computed(space: Space, candidate: Candidate, usable_bytes: float) -> Fittin
 
 def least_memory(space: Space) -> float | None:
     """Return the least bytes per device over all plans, or None if no plan is valid."""
-    memory = MemoryBound(space, StageTable(space))
+    bounds = Bounds(space)
     least = math.inf
     plans = _ascending(
         space.layouts,
-        memory.of_layout,
-        lambda layout: ((memory.of_candidate(c), c) for c in space.candidates(layout)),
+        bounds.least_bytes,
+        lambda layout: ((bounds.bytes(c), c) for c in space.candidates(layout)),
     )
     for bound, candidate in plans:
         if bound >= least * (1 - ROUNDING):
@@ -216,48 +213,32 @@ def _check_degrees(model: Transformer, devices: int, fixed: dict[str, Any]) -> N
         )
 
 
-@checks.entry(zero=(0, 1, 2, 3))
+@checks.entry()
 def fewest_devices(
     model: Transformer,
     *,
     memory_bytes: float,
-    batch: int = 0,
-    seq: int = 1,
-    precision: str | Precision = "fp32",
-    zero: int = 3,
-    most: int = 1 << 20,
     activation_bytes: float = 0,
     sharded_activations: float = 0.0,
 ) -> int:
-    """Return the smallest number of data-parallel devices on which the model trains.
+    """Return the smallest number of devices over which ZeRO-3 can shard the model states in fp32.
 
-    Each device processes `batch` sequences, so with more devices each one needs less memory for
-    model states, but not for activations. `memory_bytes` is the memory of a device.
-    `activation_bytes` is added to the memory that a device needs; the fraction
-    `sharded_activations` of it is divided by the number of devices. Raises `ValueError` if `most`
-    devices do not suffice.
+    The states are weights, gradients and Adam's moments, and each device has `memory_bytes` bytes.
+    `activation_bytes` is added to the memory that a device needs. The fraction
+    `sharded_activations` of it is divided by the number of devices. Raises `ValueError` if
+    2**20 devices do not suffice.
     """
     checks.number("sharded_activations", sharded_activations, most=1, open=False)
 
     def fits(devices: int) -> bool:
-        plan = Plan(data=devices, zero=zero)
-        need = training_memory(model, plan, batch=batch * devices, seq=seq, precision=precision)
+        need = training_memory(model, Plan(data=devices, zero=3), batch=0).total
         whole = activation_bytes * (1 - sharded_activations + sharded_activations / devices)
-        return need.total + whole <= memory_bytes
+        return bool(need + whole <= memory_bytes)
 
-    # One device gathers no weights, so it may need less memory than two.
-    if fits(1):
-        return 1
+    most = 2**20
     if not fits(most):
         raise ValueError(
             f"{model.name} does not fit {memory_bytes:,.0f} bytes per device on up to {most:,} "
-            f"devices at zero={zero}; shard more (zero, tensor, pipeline) or pass a smaller batch"
+            "devices; pass fewer activation_bytes, or shard more of them"
         )
-    low, high = 2, most
-    while low < high:
-        middle = (low + high) // 2
-        if fits(middle):
-            high = middle
-        else:
-            low = middle + 1
-    return low
+    return bisect.bisect_left(range(most), True, lo=1, key=fits)

@@ -123,9 +123,7 @@ class Space:
         """Return True if plans with this tensor-parallel degree use sequence parallelism."""
         return bool(self.fixed.get("sequence_parallel", tensor > 1))
 
-    def reference(
-        self, tensor: int, pipeline: int, virtual: int, schedule: str, recompute: str = "none"
-    ) -> Plan:
+    def reference(self, tensor: int, pipeline: int, virtual: int, schedule: str) -> Plan:
         """Return a plan with one replica and one micro-batch per pipeline stage."""
         return Plan(
             tensor=tensor,
@@ -133,7 +131,6 @@ class Space:
             virtual_stages=virtual,
             schedule=schedule,
             microbatches=pipeline,
-            recompute=recompute,
             sequence_parallel=self.sequence_parallel(tensor),
         )
 

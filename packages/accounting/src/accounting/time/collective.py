@@ -57,27 +57,18 @@ def phases(operation: str) -> int:
     return 2 if operation == "all_reduce" else 1
 
 
-def ring_wire(operation: str, ranks: int, payload: float) -> float:
-    """Return the bytes that one device of a ring sends."""
-    if operation == "send":
-        return payload
-    return payload * phases(operation) * (ranks - 1) / ranks
-
-
 def seconds(operation: str, ranks: int, count: float, call_bytes: float, link: Link) -> float:
     """Return the time of `count` calls of a collective, each with a payload of `call_bytes`.
 
     A collective uses a ring or a double binary tree, whichever is faster. A `send` is one message
     per call.
     """
-    payload = count * call_bytes
-    wire_seconds = ring_wire(operation, ranks, payload) / link.bandwidth
+    payload_seconds = count * call_bytes / link.bandwidth
     if operation == "send":
-        return count * link.latency + wire_seconds
-    ring = count * phases(operation) * (ranks - 1) * link.latency + wire_seconds
-    tree_latency = math.ceil(math.log2(ranks)) * link.latency
-    tree = phases(operation) * (count * tree_latency + payload / link.bandwidth)
-    return min(ring, tree)
+        return count * link.latency + payload_seconds
+    ring = (ranks - 1) * (count * link.latency + payload_seconds / ranks)
+    tree = math.ceil(math.log2(ranks)) * count * link.latency + payload_seconds
+    return phases(operation) * min(ring, tree)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,8 +77,6 @@ class Communication:
 
     name: str
     collectives: tuple[Collective, ...]
-    #: Bytes that one replica sends across each pipeline boundary, per direction.
-    boundaries: Breakdown
 
     def __getitem__(self, name: str) -> Collective:
         for collective in self.collectives:

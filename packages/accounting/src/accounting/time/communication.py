@@ -5,7 +5,6 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from accounting import checks
-from accounting.breakdown import Breakdown, product, total
 from accounting.memory.states import device_parameters, fsdp_groups
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan, fitted
@@ -35,12 +34,10 @@ def communication(
     tokens = batch // (plan.data * plan.microbatches) * (seq // plan.context)
     size = bytes_of(activations)
     collectives = [*_states(model, plan, bytes_of(weights), bytes_of(gradients), stage)]
-    boundaries = total("stage boundaries", "B")
     if batch:
         collectives += token_collectives(model, plan, stage, tokens * size)
-        boundaries = _boundaries(plan, _sent_bytes(model, plan, tokens * size))
     nonempty = (c for c in collectives if c.ranks > 1 and c.count and c.call_bytes)
-    return Communication(name=model.name, collectives=tuple(nonempty), boundaries=boundaries)
+    return Communication(name=model.name, collectives=tuple(nonempty))
 
 
 def token_collectives(
@@ -58,13 +55,8 @@ def token_collectives(
         *_tensor(stage_model, model, plan, stream, stage),
         *_experts(stage_model, plan, stream),
         *_context(stage_model, model, plan, column_bytes),
-        *_pipeline(plan, _sent_bytes(model, plan, column_bytes), stage),
+        *_pipeline(plan, stream, stage),
     ]
-
-
-def _sent_bytes(model: Transformer, plan: Plan, column_bytes: Fraction) -> Fraction:
-    """Return the bytes that a device sends per call: the stream, or its shard of the sequence."""
-    return column_bytes * model.d_model / (plan.tensor if plan.sequence_parallel else 1)
 
 
 class StateCalls(NamedTuple):
@@ -196,7 +188,9 @@ def _context(
         )
 
 
-def _pipeline(plan: Plan, sent_bytes: int | Fraction, stage: int) -> Iterator[Collective]:
+def _pipeline(plan: Plan, stream: Fraction, stage: int) -> Iterator[Collective]:
+    # A device sends the stream, or its shard of the sequence.
+    sent_bytes = stream / (plan.tensor if plan.sequence_parallel else 1)
     forward = plan.virtual_stages - (stage == plan.pipeline - 1)
     backward = plan.virtual_stages - (stage == 0)
     for name, calls in (
@@ -204,20 +198,6 @@ def _pipeline(plan: Plan, sent_bytes: int | Fraction, stage: int) -> Iterator[Co
         ("gradients to the previous stage", backward),
     ):
         yield _over("pipeline", plan.pipeline, name, "send", calls * plan.microbatches, sent_bytes)
-
-
-def _boundaries(plan: Plan, sent_bytes: int | Fraction) -> Breakdown:
-    boundary_bytes = sent_bytes * plan.context * (plan.tensor if plan.sequence_parallel else 1)
-    parts = []
-    for left in range(plan.pipeline * plan.virtual_stages - 1 if plan.pipeline > 1 else 0):
-        stage, next_stage = left % plan.pipeline, (left + 1) % plan.pipeline
-        chunk = f", chunk {left // plan.pipeline}" if plan.virtual_stages > 1 else ""
-        for name in (
-            f"forward {stage} to {next_stage}{chunk}",
-            f"backward {next_stage} to {stage}{chunk}",
-        ):
-            parts.append(product(name, "B", microbatches=plan.microbatches, each=boundary_bytes))
-    return total("stage boundaries", "B", *parts)
 
 
 def _over(

@@ -86,23 +86,6 @@ def stage_rates(model: Transformer, plan: Plan, work: Workload, device: Hardware
     )
 
 
-def stage_seconds(
-    model: Transformer, plan: Plan, work: Workload, tokens: int, device: Hardware
-) -> tuple[float, float, float]:
-    """Return the seconds of the forward and backward of a micro-batch of `tokens` on a stage.
-
-    The three numbers are the arithmetic of the matrix products without attention, their memory
-    traffic, and the memory traffic of the operations between them. `model` is the stage's model.
-    """
-    rates = stage_rates(model, plan, work, device)
-    weights = rates.dense_weights + rates.routed_weights / plan.expert
-    return (
-        tokens * rates.arithmetic,
-        tokens * rates.traffic + weights,
-        tokens * rates.elementwise,
-    )
-
-
 def _elementwise_values(model: Transformer, plan: Plan, work: Workload, size: float) -> float:
     """Return the number of values per token that operations between matrix products move.
 

@@ -26,17 +26,14 @@ from accounting import checks
 class MeshBatch:
     """The smallest compute-bound batch on a mesh, in tokens."""
 
-    comms: Literal["summed", "overlapped"]
-    #: FSDP shards X, which need not be an integer at the optimum.
-    fsdp: float
+    #: FSDP shards X.
+    fsdp: int
     #: Tensor-parallel ranks Y.
-    tensor: float
+    tensor: int
     #: Ratio C / W of operations per second to bytes per second of one axis.
     alpha: float
     #: Tokens per device.
     per_device: float
-    #: Tokens per FSDP shard, B / X, which is easily confused with the tokens per device.
-    per_fsdp_shard: float
 
     @property
     def tokens(self) -> float:
@@ -63,49 +60,15 @@ def compute_bound_batch(
     Raises `ValueError` if no batch is compute-bound.
     """
     alpha = flops_per_second / axis_bytes_per_second
-    return _mesh(fsdp, tensor, d_ff, (fsdp_axes, tensor_axes), comms, alpha)
-
-
-@checks.entry()
-def best_mesh(
-    devices: int,
-    *,
-    d_ff: int,
-    flops_per_second: float,
-    axis_bytes_per_second: float,
-    fsdp_axes: int = 1,
-    tensor_axes: int = 1,
-) -> MeshBatch:
-    """Return the smallest compute-bound batch over all meshes with X Y = `devices`.
-
-    The communication is summed, and X need not be an integer.
-
-    At the optimum Y = M_Y F / (2 alpha) and T_fsdp = T_tp, and the batch per device is 4 alpha^2 /
-    (M_X M_Y F). Y is clamped to [1, `devices`]. Raises `ValueError` if no batch is compute-bound.
-    """
-    alpha = flops_per_second / axis_bytes_per_second
-    tensor = min(max(1.0, tensor_axes * d_ff / (2 * alpha)), float(devices))
-    return _mesh(devices / tensor, tensor, d_ff, (fsdp_axes, tensor_axes), "summed", alpha)
-
-
-def _mesh(
-    fsdp: float,
-    tensor: float,
-    d_ff: int,
-    axes: tuple[int, int],
-    comms: Literal["summed", "overlapped"],
-    alpha: float,
-) -> MeshBatch:
     # Time of tensor parallelism as a fraction of the compute time; the ratio does not depend on the
     # batch.
-    tensor_fraction = alpha * tensor / (axes[1] * d_ff)
+    tensor_fraction = alpha * tensor / (tensor_axes * d_ff)
     if tensor_fraction >= 1:
         raise ValueError(
-            f"expected tensor < {d_ff * axes[1] / alpha:.4g} (d_ff * tensor_axes / alpha), "
+            f"expected tensor < {d_ff * tensor_axes / alpha:.4g} (d_ff * tensor_axes / alpha), "
             f"got {tensor:g}; no batch is compute-bound from there on"
         )
-    per_device = alpha / (tensor * axes[0])
+    per_device = alpha / (tensor * fsdp_axes)
     if comms == "summed":
         per_device /= 1 - tensor_fraction
-    values = {"fsdp": fsdp, "tensor": tensor, "alpha": alpha, "per_device": per_device}
-    return MeshBatch(comms=comms, per_fsdp_shard=per_device * tensor, **values)
+    return MeshBatch(fsdp=fsdp, tensor=tensor, alpha=alpha, per_device=per_device)

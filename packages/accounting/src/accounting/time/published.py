@@ -10,7 +10,7 @@ import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -25,6 +25,9 @@ from accounting.precision import Precision, recipe
 from accounting.time.efficiency import MATMUL_FRACTION
 from accounting.time.step import OVERLAP, step_time
 from accounting.workload import Workload
+
+#: Chip, dtype of the matrix products, and `dense` or `MoE`.
+Group = tuple[str, str, str]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,6 +51,11 @@ class PublishedRun:
     assumed: str = ""
     #: True if constants of the time model were fitted to this source.
     fitted: bool = False
+
+    @cached_property
+    def group(self) -> Group:
+        """Return the properties on which the error of the prediction may depend."""
+        return group_of(self.model, self.hardware, self.precision)
 
 
 #: Columns of a table that are sizes of the model.
@@ -159,8 +167,6 @@ class Interval:
         return f"{self.middle:.4g} ({self.low:.4g} to {self.high:.4g})"
 
 
-#: Chip, dtype of the matrix products, and `dense` or `MoE`.
-Group = tuple[str, str, str]
 #: The half-width of an interval is this quantile of the errors of known sources.
 ERROR_QUANTILE = 0.8
 #: A group with fewer sources than this uses the widest known interval.
@@ -180,16 +186,23 @@ class LogRatio:
 
 
 @lru_cache
-def ratios() -> tuple[LogRatio, ...]:
-    """Return the log ratios of all runs."""
-    return tuple(
-        LogRatio(
-            source=run.source.split(",")[0],
-            group=group_of(run.model, run.hardware, run.precision),
-            with_all_constants=math.log(run.seconds / float(modeled(run).total)),
-            held_out=math.log(run.seconds / float(modeled(run, held_out=True).total)),
-        )
-        for run in RUNS
+def ratios(group: Group | None = None) -> tuple[LogRatio, ...]:
+    """Return the log ratios of the runs of a group, or of all runs for None."""
+    listed = (index for index, run in enumerate(RUNS) if group in (None, run.group))
+    return tuple(map(_ratio, listed))
+
+
+@cache
+def _ratio(index: int) -> LogRatio:
+    run = RUNS[index]
+    usual = held_out = math.log(run.seconds / float(modeled(run).total))
+    if run.fitted:
+        held_out = math.log(run.seconds / float(modeled(run, held_out=True).total))
+    return LogRatio(
+        source=run.source.split(",")[0],
+        group=run.group,
+        with_all_constants=usual,
+        held_out=held_out,
     )
 
 
@@ -259,10 +272,12 @@ def half_width(errors: Mapping[str, Sequence[float]]) -> float:
 
 
 def interval_group(
-    seen: Iterable[LogRatio], group: Group | None, least_sources: int = LEAST_SOURCES
+    seen: Iterable[LogRatio | PublishedRun],
+    group: Group | None,
+    least_sources: int = LEAST_SOURCES,
 ) -> Group | None:
     """Return the group if it has enough sources for a separate interval, and None otherwise."""
-    sources = {ratio.source for ratio in seen if ratio.group == group}
+    sources = {known.source.split(",")[0] for known in seen if known.group == group}
     return group if len(sources) >= least_sources else None
 
 
@@ -293,8 +308,8 @@ def coverage(group: Group | None = None) -> tuple[int, int, int]:
     it. Without a group, the runs of all groups that have too few sources are compared with the
     widest interval of the other sources.
     """
-    seen = ratios()
-    members = [ratio for ratio in seen if group == interval_group(seen, ratio.group)]
+    seen = ratios(group)
+    members = [ratio for ratio in seen if group == interval_group(RUNS, ratio.group)]
     sources = {ratio.source for ratio in members}
     covered = 0
     for source in sources:
@@ -323,11 +338,13 @@ def predicted(
     group = None
     if model is not None and hardware is not None and precision is not None:
         group = group_of(model, hardware, precision)
-    return replace(learned(ratios(), group).scaled(seconds), basis=_basis(group))
+    # The runs of other groups do not affect a separate interval.
+    seen = ratios(interval_group(RUNS, group))
+    return replace(learned(seen, group).scaled(seconds), basis=_basis(group))
 
 
 def _basis(group: Group | None) -> str:
-    separate = interval_group(ratios(), group)
+    separate = interval_group(RUNS, group)
     covered, runs, sources = coverage(separate)
     text = (
         f"{covered} of {counted(runs, 'run')} of {counted(sources, 'published source')} lie in the "
@@ -338,6 +355,6 @@ def _basis(group: Group | None) -> str:
     where = f"{group[0]} in {group[1]}, {group[2]}"
     if separate:
         return f"for {where}: {text}"
-    names = {ratio.source for ratio in ratios() if ratio.group == group}
+    names = {run.source.split(",")[0] for run in RUNS if run.group == group}
     known = f"{len(names)} of {LEAST_SOURCES} necessary sources" if names else "nothing"
     return f"{text}; {known} published here for {where}, so this is the widest known"

@@ -5,9 +5,9 @@ compute if its intensity is at least the ridge, `peak / bandwidth`.
 """
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 from accounting import checks
+from accounting.breakdown import plain
 from accounting.hardware import Hardware, find
 from accounting.precision import bytes_of
 
@@ -18,7 +18,7 @@ class Roofline:
 
     name: str
     flops: float
-    bytes: float | Fraction
+    bytes: float
     #: FLOP per byte.
     intensity: float
     #: Smallest intensity that is bound by compute on the device.
@@ -42,25 +42,11 @@ class Roofline:
 
 
 @checks.entry()
-def matmul(m: int, k: int, n: int, *, dtype: str = "fp16") -> tuple[int, int | Fraction]:
-    """Return the operations 2mkn and the minimal traffic in bytes of (m, k) @ (k, n)."""
-    moved = bytes_of(dtype) * (m * k + k * n + m * n)
-    return 2 * m * k * n, moved.numerator if moved.denominator == 1 else moved
-
-
-@checks.entry()
-def intensity(m: int, k: int, n: int, *, dtype: str = "fp16") -> float:
-    """Return the arithmetic intensity of (m, k) @ (k, n) in FLOP per byte."""
-    flops, moved = matmul(m, k, n, dtype=dtype)
-    return float(flops / moved)
-
-
-@checks.entry()
 def roofline(
     hardware: str | Hardware,
     *,
     flops: float | None = None,
-    bytes: float | Fraction | None = None,
+    bytes: float | None = None,
     shape: tuple[int, int, int] | None = None,
     dtype: str = "fp16",
 ) -> Roofline:
@@ -76,7 +62,10 @@ def roofline(
             raise ValueError("expected either shape=(m, k, n), or flops and bytes, got both")
         if not isinstance(shape, tuple | list) or len(shape) != 3:
             raise ValueError(f"expected shape=(m, k, n), got {shape}")
-        flops, bytes = matmul(*shape, dtype=dtype)
+        m, k, n = (checks.whole("an extent of shape", extent) for extent in shape)
+        flops = 2 * m * k * n
+        # Each of the three matrices moves through memory once.
+        bytes = plain(bytes_of(dtype) * (m * k + k * n + m * n))
     if not flops or not bytes:
         raise ValueError("expected shape=(m, k, n), or flops > 0 and bytes > 0, got neither")
     checks.number("flops", flops)
@@ -88,9 +77,9 @@ def roofline(
         name="operation" if shape is None else "x".join(map(str, shape)),
         flops=flops,
         bytes=bytes,
-        intensity=float(ratio),
+        intensity=ratio,
         ridge=ridge,
         bound="compute" if ratio >= ridge else "memory",
-        attainable_flops=min(peak, float(ratio) * bandwidth),
-        seconds=max(flops / peak, float(bytes) / bandwidth),
+        attainable_flops=min(peak, ratio * bandwidth),
+        seconds=max(flops / peak, bytes / bandwidth),
     )

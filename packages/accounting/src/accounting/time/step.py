@@ -8,7 +8,6 @@ gathers, pipeline and context traffic overlap with all compute. The traffic of t
 parallelism is not hidden. The hidden traffic in total takes at most the compute time of a step.
 """
 
-import math
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -23,7 +22,7 @@ from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision
 from accounting.time.collective import Collective
 from accounting.time.communication import communication
-from accounting.time.efficiency import BANDWIDTH_FRACTION, stage_seconds
+from accounting.time.efficiency import BANDWIDTH_FRACTION, stage_rates
 from accounting.workload import WORKLOAD, Workload, workload
 
 _HIDDEN = {"context": 1.0, "pipeline": 1.0, "tensor": 0.0, "expert": 0.0}
@@ -101,20 +100,19 @@ def _stage_seconds(
     core = 1 / (device.peak(work.kind.activations) * device.attention_fraction)
     scores = product("attention", "s", flops=attention, seconds_per_flop=core)
     stage_model = plan.stage_model(model, stage)
-    arithmetic, traffic, elementwise = stage_seconds(
-        stage_model, plan, work, work.tokens(plan), device
-    )
+    rates, tokens = stage_rates(stage_model, plan, work, device), work.tokens(plan)
+    weights = rates.dense_weights + rates.routed_weights / plan.expert
 
     def per_microbatch(name: str, seconds: float) -> Breakdown:
         return product(name, "s", microbatches=plan.microbatches, each=seconds)
 
     return [
-        total("compute", "s", per_microbatch("matrices", arithmetic), scores),
+        total("compute", "s", per_microbatch("matrices", tokens * rates.arithmetic), scores),
         total(
             "bandwidth",
             "s",
-            per_microbatch("matrices", traffic),
-            per_microbatch("between them", elementwise),
+            per_microbatch("matrices", tokens * rates.traffic + weights),
+            per_microbatch("between them", tokens * rates.elementwise),
         ),
     ]
 
@@ -212,25 +210,3 @@ def group_link(
     ports = min(inside, ranks)
     bandwidth = min(link.bandwidth, network.bandwidth * ports)
     return replace(network, bandwidth=bandwidth)
-
-
-@checks.entry(latency=0)
-def bucket_overhead_seconds(
-    model_bytes: float, *, bandwidth: float, latency: float, num_buckets: int
-) -> float:
-    """Return the seconds that data parallelism adds after the backward.
-
-    For s = `model_bytes` in n buckets, bandwidth w in bytes per second and launch overhead o =
-    `latency` in seconds, T(n) = s / (n w) + n o: the last bucket plus n launches. All other buckets
-    overlap with the backward.
-    """
-    return model_bytes / (num_buckets * bandwidth) + num_buckets * latency
-
-
-@checks.entry()
-def optimal_bucket_bytes(model_bytes: float, *, bandwidth: float, latency: float) -> float:
-    """Return the bucket bytes with the least overhead: sqrt(s o w), for n = sqrt(s / (w o)).
-
-    The symbols are those of `bucket_overhead_seconds`.
-    """
-    return math.sqrt(model_bytes * latency * bandwidth)

@@ -1,0 +1,388 @@
+"""Lower bounds on the memory and the step time of a plan, from the costs of single layers.
+
+The costs of a pipeline stage are the sum over its layers and its ends, the embedding and the head,
+so they are computed once per kind of layer. The bounds are `training_memory` and `step_time`
+without some terms. The bound of the memory omits the rounding of shards, cast weights, the
+gradients of a tied table and of the head, a recomputed block, and the moments of FSDP2 in a
+pipeline that are rarely the peak. The bound of the time omits the traffic between pipeline stages,
+which compute hides in most plans, and that of the ends for tensor parallelism.
+"""
+
+from collections import Counter
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from functools import cache
+from typing import NamedTuple
+
+from accounting.hardware import Link
+from accounting.memory.activations import activations
+from accounting.memory.backward import fullest_backward
+from accounting.memory.states import (
+    device_parameters,
+    fsdp_groups,
+    layer_kinds,
+    stages_by_kind,
+)
+from accounting.plan import Plan, in_flight, part_of
+from accounting.precision import bytes_of
+from accounting.search.space import Candidate, Layout, Space
+from accounting.time.collective import phases, seconds
+from accounting.time.communication import state_calls, token_collectives
+from accounting.time.efficiency import BANDWIDTH_FRACTION, stage_rates
+from accounting.time.step import OVERLAP, attention_flops, group_link
+
+#: Bounds are reduced by this fraction, because the order of a sum of floats changes its rounding.
+ROUNDING = 1e-9
+
+
+class Memory(NamedTuple):
+    """Memory per device of some layers or ends, before ZeRO and expert parallelism divide it."""
+
+    #: Parameters outside and inside experts.
+    dense: float
+    routed: float
+    #: Parameters outside the blocks, which are a part of `dense`.
+    ends: float
+    #: Bytes of activations that are saved per token of a micro-batch.
+    saved: float
+    #: Parameters of all devices.
+    size: float
+
+
+class Time(NamedTuple):
+    """Seconds of the forward and the backward of some layers or ends on a device."""
+
+    #: Matrix products without attention, per token.
+    arithmetic: float
+    #: Memory traffic per token.
+    traffic: float
+    #: Reads of the weights per micro-batch, outside and inside experts.
+    dense_weights: float
+    routed_weights: float
+    #: Attention per sequence, before tensor and context parallelism divide it.
+    attention: float
+    #: Ring phases of tensor parallelism, all-to-alls of expert parallelism, and ring passes of
+    #: context parallelism per micro-batch.
+    tensor_phases: float
+    exchanges: float
+    passes: float
+    #: Bytes per token that all ring passes of a micro-batch send to each rank.
+    pass_bytes: float
+
+
+class Traffic(NamedTuple):
+    """Seconds of some collectives, and the bytes that a device sends for them in rings."""
+
+    seconds: float
+    wire: float
+
+
+class Stage(NamedTuple):
+    """A kind of pipeline stage."""
+
+    #: The first of the stages of this kind.
+    number: int
+    is_last: bool
+    #: True if `step_time` may use the collectives of this stage.
+    is_inner: bool
+    #: The layer of each kind that represents it, with the number of such layers.
+    layers: tuple[tuple[int, int], ...]
+    #: True for a stage with the embedding, and for one with the head.
+    ends: tuple[bool, bool]
+
+
+class Bounds:
+    """Lower bounds for the layouts and candidates of a search."""
+
+    def __init__(self, space: Space) -> None:
+        self._space = space
+        kind = space.work.kind
+        self._weight = float(bytes_of(kind.weights))
+        self._gradient = float(bytes_of(kind.gradients))
+        self._gathered = float(bytes_of(kind.cast_weights or kind.weights))
+        self._optimizer = float(kind.bytes_per_parameter) - self._weight - self._gradient
+        self._sizes = {name: float(bytes_of(dtype)) for name, dtype in kind.wire_dtypes.items()}
+        # The optimizer reads and writes all model states once.
+        bandwidth = space.device.memory_bandwidth * BANDWIDTH_FRACTION
+        self._update_seconds = 2 * float(kind.bytes_per_parameter) / bandwidth
+        self._stages = cache(self._compute_stages)
+        self._memory = cache(self._compute_memory)
+        self._time = cache(self._compute_time)
+        self._temporary = cache(self._compute_temporary)
+        self._link = cache(self._find_link)
+        self._stage_memory = cache(self._sum_memory)
+        self._stage_time = cache(self._sum_time)
+
+    def least_bytes(self, layout: Layout) -> float:
+        """Return a lower bound on the memory of all plans of a layout."""
+        sharded = (self._weight + self._optimizer) / layout.replicas
+        least = 0.0
+        for stage in self._stages_of(layout):
+            memory = self._stage_memory(layout.tensor, layout.recompute, stage)
+            stored = in_flight(layout, stage.number) / layout.virtual_stages
+            saved = memory.saved * stored * self._tokens(layout)
+            least = max(least, sharded * (memory.dense + memory.routed) + saved)
+        return (1 - ROUNDING) * least
+
+    def bytes(self, candidate: Candidate) -> float:
+        """Return a lower bound on the memory of a plan."""
+        stages = self._stages_of(candidate.layout)
+        return (1 - ROUNDING) * max(self._stage_bytes(stage, candidate) for stage in stages)
+
+    def least_seconds(self, layout: Layout) -> float:
+        """Return a lower bound on the step time of all plans of a layout."""
+        largest_expert = max((expert for expert, _ in self._space.options(layout)), default=1)
+        busy, _ = self._busy_seconds(layout, largest_expert)
+        # The traffic of tensor parallelism is not hidden.
+        blocking = min(self._tensor_traffic(stage, layout).seconds for stage in self._inner(layout))
+        return (busy + blocking) * (1 + _idle(layout)) * (1 - ROUNDING)
+
+    def seconds(self, candidate: Candidate) -> float:
+        """Return a lower bound on the step time of a plan."""
+        layout, expert, zero = candidate
+        busy, compute = self._busy_seconds(layout, expert)
+        updated = 0.0
+        for stage in self._stages_of(layout):
+            memory = self._stage_memory(layout.tensor, layout.recompute, stage)
+            whole = memory.dense + memory.routed / expert
+            shard = (memory.dense + memory.routed) / layout.replicas
+            updated = max(updated, shard if zero else whole)
+        exposed = self._exposed_seconds(candidate, compute)
+        total = busy * (1 + _idle(layout)) + exposed + updated * self._update_seconds
+        return total * (1 - ROUNDING)
+
+    def _stage_bytes(self, stage: Stage, candidate: Candidate) -> float:
+        layout, expert, zero = candidate
+        memory = self._stage_memory(layout.tensor, layout.recompute, stage)
+        whole = memory.dense + memory.routed / expert
+        shard = (memory.dense + memory.routed) / layout.replicas
+        states = self._weight * (shard if zero == 3 else whole)
+        states += self._optimizer * (shard if zero else whole)
+        saved = memory.saved * self._tokens(layout) / layout.virtual_stages
+        temporary = self._temporary(layout.tensor, stage.is_last) * self._tokens(layout)
+        stored = in_flight(layout, stage.number)
+        if zero == 3 and layout.replicas > 1:
+            few, every, block = self._gathered_bytes(stage, layout, expert)
+            if layout.pipeline == 1:
+                # The gradients of a block exist in addition to the copy that is reduced.
+                beside = few + block * (self._gathered + self._gradient)
+                return states + self._gradient * shard + saved + temporary + beside
+            # See Note [FSDP2 under torch's pipeline schedules] in memory/fsdp_pipeline.py.
+            temporary, gradients = 0.0, self._gradient * whole
+        else:
+            few = every = 0.0
+            gradients = self._gradient * (shard if zero >= 2 else whole)
+            if layout.pipeline == 1:
+                return states + gradients + saved + temporary
+        # The first backward of a pipeline stage allocates the gradients. If no forward follows, it
+        # also frees the activations of a micro-batch.
+        later = (stored - 1) * saved + every
+        if layout.microbatches * layout.virtual_stages > stored:
+            later = stored * saved + few
+        return states + temporary + max(stored * saved + few, later + gradients)
+
+    def _gathered_bytes(
+        self, stage: Stage, layout: Layout, expert: int
+    ) -> tuple[float, float, float]:
+        """Return the bytes of gathered weights, of few and of all blocks, and a block's parameters.
+
+        With `reshard_after_forward`, few blocks are two.
+        """
+        blocks = [
+            self._memory(layout.tensor, layout.recompute, layer, False, False)
+            for layer, _ in stage.layers
+        ]
+        largest = max(blocks, key=lambda memory: memory.size)
+        block = largest.dense + largest.routed / expert
+        memory = self._stage_memory(layout.tensor, layout.recompute, stage)
+        every = self._gathered * (memory.dense + memory.routed / expert)
+        if not self._space.reshards:
+            return every, every, block
+        few = self._gathered * (memory.ends + 2 * block)
+        return min(few, every), every, block
+
+    def _busy_seconds(self, layout: Layout, expert: int) -> tuple[float, float]:
+        """Return the seconds of the slowest stage without traffic, and the largest compute time."""
+        sequences = self._space.work.batch / layout.data / layout.context
+        tokens = sequences * self._space.work.seq
+        slowest = most = 0.0
+        for stage in self._stages_of(layout):
+            time = self._stage_time(layout.tensor, layout.recompute, stage)
+            compute = tokens * time.arithmetic + sequences / layout.tensor * time.attention
+            moved = layout.microbatches * (time.dense_weights + time.routed_weights / expert)
+            slowest = max(slowest, compute + tokens * time.traffic + moved)
+            most = max(most, compute)
+        return slowest, most
+
+    def _exposed_seconds(self, candidate: Candidate, compute: float) -> float:
+        """Return the seconds of traffic that compute does not hide, plus its part of the bubble."""
+        layout, expert, zero = candidate
+        can_hide = (1.0 if zero == 3 else OVERLAP["data"]) * compute
+        call_bytes = self._tokens(layout) * self._space.model.d_model * self._sizes["activations"]
+        if self._space.model.experts:
+            call_bytes *= self._space.model.experts.per_token
+        results = []
+        for stage in self._inner(layout):
+            time = self._stage_time(layout.tensor, layout.recompute, stage)
+            tensor = self._tensor_traffic(stage, layout)
+            exchanges = layout.microbatches * time.exchanges
+            routed = self._traffic("all_to_all", layout.tensor, expert, exchanges, call_bytes)
+            context = self._context_traffic(stage, layout)
+            states = self._state_traffic(stage, candidate)
+            hidden = sum(min(part.seconds, can_hide) for part in states) + context.seconds
+            blocking = tensor.seconds + routed.seconds
+            parts = (tensor, routed, context, *states)
+            needs = sum(part.seconds for part in parts)
+            wire = sum(part.wire for part in parts)
+            results.append((wire, needs - min(hidden, compute) + blocking * _idle(layout)))
+        # `step_time` chooses the inner stage with the most bytes on the wire.
+        most = max(wire for wire, _ in results) * (1 - ROUNDING)
+        return min(exposed for wire, exposed in results if wire >= most)
+
+    def _tensor_traffic(self, stage: Stage, layout: Layout) -> Traffic:
+        call_bytes = self._tokens(layout) * self._space.model.d_model * self._sizes["activations"]
+        time = self._stage_time(layout.tensor, layout.recompute, stage)
+        count = layout.microbatches * time.tensor_phases
+        return self._traffic("all_gather", 1, layout.tensor, count, call_bytes)
+
+    def _context_traffic(self, stage: Stage, layout: Layout) -> Traffic:
+        time = self._stage_time(layout.tensor, layout.recompute, stage)
+        count = layout.microbatches * time.passes
+        if not count:
+            return Traffic(0.0, 0.0)
+        # A ring pass sends the blocks of all ranks.
+        call_bytes = time.pass_bytes / time.passes * self._tokens(layout) * layout.context
+        return self._traffic("all_gather", layout.tensor, layout.context, count, call_bytes)
+
+    def _state_traffic(self, stage: Stage, candidate: Candidate) -> list[Traffic]:
+        """Return the traffic of each collective of data parallelism."""
+        layout, expert, zero = candidate
+        memory = self._stage_memory(layout.tensor, layout.recompute, stage)
+        ends, reshards = memory.ends * (zero == 3), self._space.reshards
+        # Ranks with the same experts are `expert` times as far apart.
+        far = layout.tensor * expert, layout.replicas // expert
+        traffic = []
+        for count, stride, ranks, is_resharded in (
+            (memory.dense - ends, layout.tensor, layout.replicas, reshards),
+            (ends, layout.tensor, layout.replicas, False),
+            (memory.routed / expert, *far, reshards),
+        ):
+            for call in state_calls(zero, layout.pipeline, layout.microbatches, is_resharded):
+                size = count * self._sizes[call.payload]
+                traffic.append(self._traffic(call.operation, stride, ranks, call.calls, size))
+        return traffic
+
+    def _traffic(
+        self, operation: str, stride: int, ranks: int, count: float, call_bytes: float
+    ) -> Traffic:
+        if ranks == 1 or not count or not call_bytes:
+            return Traffic(0.0, 0.0)
+        link = self._link(stride, ranks, operation)
+        wire = phases(operation) * count * call_bytes * (ranks - 1) / ranks
+        return Traffic(seconds(operation, ranks, count, call_bytes, link), wire)
+
+    def _inner(self, layout: Layout) -> list[Stage]:
+        return [stage for stage in self._stages_of(layout) if stage.is_inner]
+
+    def _tokens(self, layout: Layout) -> float:
+        """Return the tokens of a micro-batch on a device."""
+        sequences = self._space.work.batch // (layout.data * layout.microbatches)
+        return sequences * self._space.work.seq / layout.context
+
+    def _stages_of(self, layout: Layout) -> tuple[Stage, ...]:
+        return self._stages(layout.pipeline, layout.virtual_stages, layout.schedule)
+
+    def _compute_stages(self, pipeline: int, virtual: int, schedule: str) -> tuple[Stage, ...]:
+        plan = self._space.reference(1, pipeline, virtual, schedule)
+        kinds = layer_kinds(self._space.model)
+        return tuple(
+            Stage(
+                number=number,
+                is_last=number == pipeline - 1,
+                is_inner=0 < number < pipeline - 1 if pipeline > 2 else number == pipeline // 2,
+                layers=tuple((kinds.index(kind), count) for kind, count in counts),
+                ends=ends,
+            )
+            for (counts, ends), number in stages_by_kind(self._space.model, plan).items()
+        )
+
+    def _sum_memory(self, tensor: int, recompute: str, stage: Stage) -> Memory:
+        return Memory(*_sum(lambda *layer: self._memory(tensor, recompute, *layer), stage))
+
+    def _sum_time(self, tensor: int, recompute: str, stage: Stage) -> Time:
+        return Time(*_sum(lambda *layer: self._time(tensor, recompute, *layer), stage))
+
+    def _compute_memory(
+        self, tensor: int, recompute: str, layer: int, first: bool, last: bool
+    ) -> Memory:
+        """Return the memory of a layer, with the embedding if `first` and the head if `last`."""
+        model = part_of(self._space.model, (layer,), first, last)
+        plan = self._plan(tensor, recompute)
+        dense, routed = device_parameters(model, plan)
+        saved = activations(model, plan, replace(self._space.work, batch=1)).total
+        ends = fsdp_groups(model, plan, 0).ends
+        return Memory(dense, routed, ends, float(saved) / self._space.work.seq, model.size)
+
+    def _compute_time(
+        self, tensor: int, recompute: str, layer: int, first: bool, last: bool
+    ) -> Time:
+        """Return the time of a layer, with the embedding if `first` and the head if `last`."""
+        model = part_of(self._space.model, (layer,), first, last)
+        plan = self._plan(tensor, recompute)
+        device, work = self._space.device, replace(self._space.work, batch=1)
+        rates = stage_rates(model, plan, work, device)
+        attention = attention_flops(model, Plan(recompute=recompute), work, 0)
+        calls: Counter[str] = Counter()
+        pass_bytes = 0.0
+        # The few calls of the embedding and the head are omitted.
+        block = part_of(self._space.model, (layer,), first=False, last=False)
+        for call in token_collectives(block, plan, 0, bytes_of(work.kind.activations)):
+            calls[call.axis] += call.count * phases(call.operation)
+            pass_bytes += float(call.payload) * (call.axis == "context")
+        return Time(
+            arithmetic=rates.arithmetic,
+            traffic=rates.traffic + rates.elementwise,
+            dense_weights=rates.dense_weights,
+            routed_weights=rates.routed_weights,
+            attention=attention / (device.peak(work.kind.activations) * device.attention_fraction),
+            tensor_phases=calls["tensor"],
+            exchanges=calls["expert"],
+            passes=calls["context"],
+            pass_bytes=pass_bytes,
+        )
+
+    def _compute_temporary(self, tensor: int, is_last: bool) -> float:
+        """Return the bytes per token of tensors that exist only in a backward."""
+        work = replace(self._space.work, batch=1)
+        temporary = fullest_backward(self._space.model, self._plan(tensor, "none"), work, is_last)
+        # The loss has a few bytes that do not grow with the tokens.
+        return (float(temporary.total) - 8) / work.seq
+
+    def _plan(self, tensor: int, recompute: str) -> Plan:
+        sequence_parallel = self._space.sequence_parallel(tensor)
+        return Plan(tensor=tensor, recompute=recompute, sequence_parallel=sequence_parallel)
+
+    def _find_link(self, stride: int, ranks: int, operation: str) -> Link:
+        return group_link(self._space.device, stride=stride, ranks=ranks, operation=operation)
+
+
+def _sum(costs_of: Callable[[int, bool, bool], Iterable[float]], stage: Stage) -> list[float]:
+    """Return the costs of the layers and the ends of a stage.
+
+    `costs_of` returns the costs of a layer, with the embedding and the head if the flags are True.
+    """
+    terms = [(count, costs_of(layer, False, False)) for layer, count in stage.layers]
+    if any(stage.ends):
+        # The costs of the ends are those that they add to a layer.
+        layer = stage.layers[0][0]
+        terms += [(1, costs_of(layer, *stage.ends)), (-1, costs_of(layer, False, False))]
+    counts, costs = zip(*terms, strict=True)
+    return [
+        sum(count * value for count, value in zip(counts, values, strict=True))
+        for values in zip(*costs, strict=True)
+    ]
+
+
+def _idle(layout: Layout) -> float:
+    """Return the seconds of the pipeline bubble per second of a stage's work."""
+    return (layout.pipeline - 1) / (layout.microbatches * layout.virtual_stages)
