@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from ddp.bench.designs import Design, Timing
-from ddp.metering.overhead import Overhead, fit, optimal_bucket_bytes, overhead_seconds
+from ddp.metering.overhead import optimal_bucket_bytes, overhead_seconds
 
 Row = dict[str, float | int | str]
 
@@ -116,14 +116,9 @@ class Measured:
         return row
 
     def _sweep_rows(self, swept: Sequence[Design]) -> list[Row]:
-        """Compare the sweep with the overhead model, predicted from the link and fitted."""
+        """Compare the sweep with the overhead that the model predicts from the link."""
         counts = [design.meter.last.calls for design in swept if design.meter]
         exposed = [median(self.seconds(design.name, "after_backward")) for design in swept]
-        fitted: Overhead | None
-        try:
-            fitted = fit(self.model_bytes, counts, exposed)
-        except ValueError:
-            fitted = None
         best = min(swept, key=lambda design: float(median(self.seconds(design.name))))
         bandwidth = self.link.bandwidth
         latency = self.link.latency
@@ -139,7 +134,6 @@ class Measured:
                     "step_ms": _median_ms(step),
                     "after_backward_ms": 1e3 * measured,
                     "model_ms": 1e3 * predicted,
-                    "fitted_ms": 1e3 * fitted.seconds(count) if fitted else "-",
                     "ratio_to_best_p50": median(step / self.seconds(best.name)),
                 }
             )
@@ -149,7 +143,6 @@ class Measured:
                 "bandwidth_gbps": bandwidth / 1e9,
                 "latency_ms": 1e3 * latency,
                 "predicted_mb": self.link.best_mb(self.model_bytes),
-                "fitted_mb": fitted.bucket_bytes / 2**20 if fitted else "-",
                 "best_design": best.name,
             }
         )
