@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from ddp import BucketRecord, Meter
 from ddp.bench.designs import Design, busy_transformer, designs, transformer
-from ddp.bench.measure import SIZES_MB, _cores_per_rank, _default_workloads, bench
+from ddp.bench.measure import SIZES_MB, _cores_per_rank, bench
 from ddp.bench.rows import Link, Measured, median_of_runs
 from torch import nn
 from worker_pool import run_ranks
@@ -108,15 +108,13 @@ def test_one_design_alone_needs_no_second_copy_of_the_model() -> None:
     assert [design.model is module for design in two] == [False, True]
 
 
-def hosts() -> tuple:
-    usual = _default_workloads()
+def cores_on_two_hosts() -> float:
     socket.gethostname = lambda: f"host {dist.get_rank()}"
-    return usual, _default_workloads(), _cores_per_rank()
+    return _cores_per_rank()
 
 
-def test_bench_over_a_network_adds_a_batch_that_hides_communication() -> None:
-    small, busy = "ddp.bench.designs:transformer", "ddp.bench.designs:busy_transformer"
-    assert run_ranks(hosts, 2) == [([small], [small, busy], os.cpu_count())] * 2
+def test_ranks_on_different_hosts_do_not_share_cores() -> None:
+    assert run_ranks(cores_on_two_hosts, 2) == [os.cpu_count()] * 2
 
 
 def test_workload_is_the_one_that_the_results_describe() -> None:
