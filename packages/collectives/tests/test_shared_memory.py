@@ -100,22 +100,6 @@ def test_asynchronous_operations_progress_while_the_caller_computes():
     run_ranks(overlap, 2)
 
 
-def in_order():
-    rank, world = dist.get_rank(), dist.get_world_size()
-    tensor = torch.full((1000,), 1.0)
-    works = [collectives.all_reduce(tensor, async_op=True) for _ in range(3)]
-    collectives.all_reduce(tensor)
-    assert all(work.is_completed() for work in works)
-    assert works[0].get_future().wait()[0] is tensor
-    other = torch.tensor([rank])
-    collectives.broadcast(other, 1)
-    return tensor[0].item() == world**4 and other.item() == 1
-
-
-def test_operations_run_in_the_order_of_the_calls():
-    assert all(run_ranks(in_order, 2))
-
-
 def peak_bytes(call):
     """Return the peak bytes that torch's allocator had allocated while `call` ran."""
     with torch.profiler.profile(profile_memory=True) as profile:

@@ -86,12 +86,9 @@ class Measured:
             "gradient_bytes": last.gradient_bytes if last else "-",
             "extra_bytes": last.extra_bytes if last else "-",
             "communication_share": "-",
-            "exposed_ratio_to_flat": "-",
         }
         if "none" in self.names:
             row["communication_share"] = 1 - float(median(self.seconds("none") / step))
-        if "flat" in self.names and last:
-            row["exposed_ratio_to_flat"] = median(after / self.seconds("flat", "after_backward"))
         row |= self._ratios(step)
         row["cpu_ratio_to_torch_tuned"] = "-"
         if "torch tuned" in self.names:
@@ -171,12 +168,8 @@ class Measured:
             "wire_ms": 1e3 * wire,
             "overlap_bound_ms": 1e3 * (step + exposed),
             "cpu_bound_ms": 1e3 * cpu_bound,
-            "bound_exposed_ratio_to_flat": "-",
         }
         bound = max(step + exposed, cpu_bound)
-        if "flat" in self.names:
-            flat = median(self.seconds("flat", "after_backward"))
-            row["bound_exposed_ratio_to_flat"] = exposed / flat
         for reference in REFERENCES:
             key = f"bound_ratio_to_{reference.replace(' ', '_')}"
             is_measured = reference in self.names
