@@ -12,14 +12,18 @@ COLUMNS = {"size_bytes", "count", "type", "redop", "time_us", "algbw_gbps", "bus
 IN_PLACE = {"in_place_time_us", "in_place_algbw_gbps", "in_place_busbw_gbps", "in_place_wrong"}
 
 
-def small_bench():
+def small_benches():
+    """Return the rows of all cases, and those of one case of another size."""
     interleaved._num_rounds = lambda size, quick: 2
-    return bench.bench(quick=True, sizes=(64 << 10,))
+    measured = bench.bench(quick=True, sizes=(64 << 10,))
+    return measured, bench.bench(quick=True, sizes=(1 << 10,), cases=("all_gather",))
 
 
 def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
-    measured, nothing = run_ranks(small_bench, 2)
-    assert nothing == []
+    (measured, of_one_case), nothing = run_ranks(small_benches, 2)
+    assert nothing == ([], [])
+    # Only the requested case is measured.
+    assert {(row["case"], row["size_bytes"]) for row in of_one_case} == {("all_gather", 1 << 10)}
     assert {row["case"] for row in measured} == {"all_reduce", "reduce_scatter", "all_gather"}
     reduced = {row["algorithm"] for row in measured if row["case"] == "all_reduce"}
     assert reduced >= {"gloo", "auto", "ring", "tree", "shared_empty"}
@@ -47,13 +51,3 @@ def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
 def test_sizes_without_an_element_per_rank_are_refused():
     with pytest.raises(ValueError, match=r"at least 16 bytes.* got 8"):
         bench.bench(sizes=[1024, 8], worlds=[2, 4])
-
-
-def one_case():
-    interleaved._num_rounds = lambda size, quick: 1
-    return bench.bench(quick=True, sizes=(1 << 10,), cases=("all_gather",))
-
-
-def test_only_requested_cases_are_measured():
-    measured, _ = run_ranks(one_case, 2)
-    assert {row["case"] for row in measured} == {"all_gather"}
