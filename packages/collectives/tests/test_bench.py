@@ -1,12 +1,8 @@
 """The benchmark returns checked rows with nccl-tests' columns."""
 
-import signal
-import subprocess
-from types import SimpleNamespace
-
 import pytest
 from collectives import bench
-from collectives.bench import interleaved, rows
+from collectives.bench import interleaved
 from collectives.bench.plot import plot
 from worker_pool import run_ranks
 
@@ -16,14 +12,18 @@ COLUMNS = {"size_bytes", "count", "type", "redop", "time_us", "algbw_gbps", "bus
 IN_PLACE = {"in_place_time_us", "in_place_algbw_gbps", "in_place_busbw_gbps", "in_place_wrong"}
 
 
-def small_bench():
+def small_benches():
+    """Return the rows of all cases, and those of one case of another size."""
     interleaved._num_rounds = lambda size, quick: 2
-    return bench.bench(quick=True, sizes=(64 << 10,))
+    measured = bench.bench(quick=True, sizes=(64 << 10,))
+    return measured, bench.bench(quick=True, sizes=(1 << 10,), cases=("all_gather",))
 
 
 def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
-    measured, nothing = run_ranks(small_bench, 2)
-    assert nothing == []
+    (measured, of_one_case), nothing = run_ranks(small_benches, 2)
+    assert nothing == ([], [])
+    # Only the requested case is measured.
+    assert {(row["case"], row["size_bytes"]) for row in of_one_case} == {("all_gather", 1 << 10)}
     assert {row["case"] for row in measured} == {"all_reduce", "reduce_scatter", "all_gather"}
     reduced = {row["algorithm"] for row in measured if row["case"] == "all_reduce"}
     assert reduced >= {"gloo", "auto", "ring", "tree", "shared_empty"}
@@ -51,25 +51,3 @@ def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
 def test_sizes_without_an_element_per_rank_are_refused():
     with pytest.raises(ValueError, match=r"at least 16 bytes.* got 8"):
         bench.bench(sizes=[1024, 8], worlds=[2, 4])
-
-
-def two_cases():
-    interleaved._num_rounds = lambda size, quick: 1
-    start = subprocess.Popen
-    programs = []
-
-    def record(*args):
-        programs.append(start(*args))
-        return programs[-1]
-
-    rows.subprocess = SimpleNamespace(Popen=record)
-    measured = bench.bench(quick=True, sizes=(1 << 10,), cases=("all_gather", "busy_core"))
-    return measured, [program.returncode for program in programs]
-
-
-def test_only_requested_cases_are_measured_and_one_program_keeps_a_core_busy():
-    (measured, exit_codes), (_, exit_codes_of_others) = run_ranks(two_cases, 2)
-    assert {row["case"] for row in measured} == {"all_gather", "busy_core"}
-    assert {row["wrong"] for row in measured} == {0}
-    assert exit_codes == [-signal.SIGKILL]
-    assert exit_codes_of_others == []

@@ -16,7 +16,6 @@ from collectives.algorithms import dispatch
 from collectives.groups import communicator
 from collectives.shared_memory import engine
 from collectives.shared_memory.arena import ONE_SHOT_BYTES, PIECE_BYTES
-from figures import assert_at_least
 from worker_pool import run_ranks, try_ranks
 
 DTYPES = (*engine.DTYPES, torch.int8, torch.complex64)
@@ -135,28 +134,6 @@ def many_ticks(num_calls):
 )
 def test_short_calls_never_read_data_of_another_tick(world, num_calls):
     run_ranks(many_ticks, world, num_calls)
-
-
-def busy():
-    """Return the seconds of an asynchronous all-reduce while Python computes: gloo's and ours."""
-    tensor, seconds = torch.zeros(25 << 18), []
-    for _ in range(9):
-        turn = []
-        for call in (dist.all_reduce, collectives.all_reduce):
-            collectives.barrier()
-            start = time.perf_counter()
-            work = call(tensor, async_op=True)
-            while not work.is_completed():
-                sum(range(1000))
-            turn.append(time.perf_counter() - start)
-        seconds.append(turn)
-    return sorted(theirs / ours for theirs, ours in seconds)[len(seconds) // 2]
-
-
-@pytest.mark.timing
-def test_asynchronous_call_beside_busy_python_is_faster_than_gloo():
-    ratio = min(run_ranks(busy, 2))
-    assert_at_least("collectives: gloo over ours beside busy Python", 1.5, ratio)
 
 
 PATHS = pytest.mark.parametrize("compiled", [True, False], ids=["engine", "python"])

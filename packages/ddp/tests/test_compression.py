@@ -115,30 +115,6 @@ def test_gradient_dtype_of_the_same_size_is_sent() -> None:
     assert run_ranks(bytes_of_other_dtype, 2) == [1.0, 1.0]
 
 
-def final_losses() -> list[float]:
-    return [final_loss(gradient_dtype) for gradient_dtype in (None, torch.bfloat16)]
-
-
-def final_loss(gradient_dtype: torch.dtype | None) -> float:
-    model = DDP(net(), 2000 / MIB, gradient_dtype=gradient_dtype)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
-    generator = torch.Generator().manual_seed(dist.get_rank())
-    teacher = torch.randn(24, 8, generator=torch.Generator().manual_seed(9))
-    for _ in range(80):
-        x = torch.randn(32, 24, generator=generator)
-        loss = (model(x) - torch.tanh(x @ teacher / 5)).square().mean()
-        optimizer.zero_grad()
-        loss.backward()
-        model.finish_gradient_synchronization()
-        optimizer.step()
-    return loss.item()
-
-
-def test_training_with_bfloat16_on_the_wire_reaches_a_similar_loss() -> None:
-    plain, rounded = run_ranks(final_losses, 2)[0]
-    assert rounded < 1.2 * plain < 0.06
-
-
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e5m2])
 def test_dtypes_that_would_lose_gradients_are_refused(dtype: torch.dtype) -> None:
     with pytest.raises(ValueError, match="floating-point dtype of at least 16 bits"):

@@ -270,6 +270,32 @@ def train_compiled() -> bool:
     return True
 
 
+def train_copy_of_compiled_wrapper() -> bool:
+    """Train a copy of a compiled wrapper like one process, while the original does not change."""
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
+    alone = copy.deepcopy(module)
+    weights = [parameter.tolist() for parameter in module.parameters()]
+    model = DDP(module, 100 / MIB)
+    model.compile(backend="eager")
+    batch = torch.randn(4, 6)
+    rank_batch = batch[2 * dist.get_rank() :][:2]
+    model(rank_batch).square().mean().backward()
+    copied = copy.deepcopy(model)
+    for _ in range(3):
+        for net in (model, copied, alone):
+            net.zero_grad()
+        model(rank_batch).square().mean().backward()
+        copied(rank_batch).square().mean().backward()
+        alone(batch).square().mean().backward()
+        for ours, expected in zip(copied.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(ours.grad, expected.grad)
+            with torch.no_grad():
+                ours -= 0.1 * ours.grad
+                expected -= 0.1 * expected.grad
+    return weights == [parameter.tolist() for parameter in module.parameters()]
+
+
 class Block(nn.Module):
     """A block that is compiled in place, which torch 2.11 does not do with `nn.Sequential`."""
 
@@ -389,6 +415,7 @@ def train_all_compiled() -> dict[str, Any]:
         "changed buffer": change_buffer_of_compiled_wrapper(DDP),
         "of torch": change_buffer_of_compiled_wrapper(nn.parallel.DistributedDataParallel),
         "one process": train_compiled(),
+        "copy": train_copy_of_compiled_wrapper(),
     }
 
 
@@ -433,6 +460,11 @@ def test_compiled_wrapper_uses_the_buffers_that_torch_ddp_uses() -> None:
 @pytest.mark.filterwarnings("default")
 def test_compiled_module_and_compiled_wrapper_train_like_one_process() -> None:
     assert [rank["one process"] for rank in outcomes_of_compiled_models()] == [True, True]
+
+
+@pytest.mark.filterwarnings("default")
+def test_copy_of_a_compiled_wrapper_trains_independently() -> None:
+    assert [rank["copy"] for rank in outcomes_of_compiled_models()] == [True, True]
 
 
 def test_importing_and_wrapping_do_not_import_the_compiler() -> None:

@@ -2,7 +2,7 @@
 
 from ddp.ddp import DDP
 from ddp.metering.meter import Meter
-from ddp.metering.overhead import Overhead, fit, optimal_bucket_bytes, overhead_seconds
+from ddp.metering.overhead import optimal_bucket_bytes, overhead_seconds
 from ddp.metering.records import BucketRecord, StepRecord
 from ddp.naive import all_reduce_gradients, all_reduce_gradients_flat
 
@@ -10,11 +10,9 @@ __all__ = [
     "DDP",
     "BucketRecord",
     "Meter",
-    "Overhead",
     "StepRecord",
     "all_reduce_gradients",
     "all_reduce_gradients_flat",
-    "fit",
     "optimal_bucket_bytes",
     "overhead_seconds",
 ]

@@ -7,19 +7,15 @@ Sizes and bandwidths are defined as in nccl-tests. The size is that of the whole
 size / time, and busbw is algbw times 2(n-1)/n for all-reduce, and (n-1)/n for reduce-scatter and
 all-gather. `ratio` is the backend's own time divided by ours in the same round (in place for
 all-reduce). `wire_bytes` are the bytes that a rank passes to TCP per call, the maximum over the
-ranks. `runs` is the algorithm that ran. Each rank needs memory for twice the largest size. The case
-`busy_core` is the all-reduce while another program computes on one core.
+ranks. `runs` is the algorithm that ran. Each rank needs memory for twice the largest size.
 """
 
 import argparse
 import itertools
 import json
 import os
-import subprocess
-import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -51,9 +47,6 @@ FUNCTIONS = {
     "all_gather": "all_gather_into_tensor",
 }
 CASES = tuple(FUNCTIONS)
-BUSY_CORE = "busy_core"
-# The times beside another program vary, and the 10th percentile of few rounds is their minimum.
-BUSY_ROUNDS = 41
 
 
 def bench(
@@ -116,24 +109,8 @@ def _measure(device: str, sizes: Sequence[int], quick: bool, cases: Sequence[str
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     rows = []
     for case, size in itertools.product(cases, sizes):
-        if case != BUSY_CORE:
-            rows += _rows(case, size, device, quick)
-            continue
-        # One program on the machine of rank 0 occupies one core.
-        with _program_that_computes() if dist.get_rank() == 0 else nullcontext():
-            rounds = 0 if quick else BUSY_ROUNDS
-            beside = _rows("all_reduce", size, device, quick, rounds)
-        rows += [row | {"case": case} for row in beside]
+        rows += _rows(case, size, device, quick)
     return rows
-
-
-@contextmanager
-def _program_that_computes() -> Iterator[None]:
-    with subprocess.Popen([sys.executable, "-c", "while True: pass"]) as program:
-        try:
-            yield
-        finally:
-            program.kill()
 
 
 class _Case:
@@ -192,7 +169,7 @@ class _Case:
         return sum(_num_wrong(part, block) for part, block in zip(parts, expected, strict=False))
 
 
-def _rows(kind: str, size: int, device: str, quick: bool, rounds: int = 0) -> list[Row]:
+def _rows(kind: str, size: int, device: str, quick: bool) -> list[Row]:
     case = _Case(kind, size, device)
     expected = [_values(rank, device) for rank in range(dist.get_world_size())]
     if kind != "all_gather":
@@ -202,9 +179,8 @@ def _rows(kind: str, size: int, device: str, quick: bool, rounds: int = 0) -> li
     for prefix, in_place in modes.items():
         run = case.run_in_place if in_place else case.run
         wrong = {name: case.count_wrong(name, expected, in_place=in_place) for name in case.calls}
-        times = time_interleaved(
-            {name: partial(run, name) for name in case.calls}, size, quick, device, rounds=rounds
-        )
+        contenders = {name: partial(run, name) for name in case.calls}
+        times = time_interleaved(contenders, size, quick, device)
         for name, row in rows.items():
             for column, value in _speed(kind, size, times[name]).items():
                 row[prefix + column] = value
@@ -305,8 +281,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "--cases",
         nargs="+",
         default=CASES,
-        choices=(*CASES, BUSY_CORE),
-        help="the cases to measure; by default all but busy_core",
+        choices=CASES,
+        help="the cases to measure; by default all",
     )
     parser.add_argument("--plot", type=Path, help="plot the bandwidth by size to this file")
     args = parser.parse_args(argv)

@@ -48,7 +48,7 @@ class BenchOptions:
 
     device: str = "cpu"
     quick: bool = False
-    model: str = ""
+    model: str = "ddp.bench.designs:transformer"
     designs: str = ""
     all_reduce: str = ""
     allocate: str = ""
@@ -114,25 +114,10 @@ def _rows(options: BenchOptions) -> list[Row]:
     device = torch.device(options.device)
     link = _measure_link(device, options.quick)
     rows: list[Row] = []
-    for path in options.model.split(",") if options.model else _default_workloads():
+    for path in options.model.split(","):
         rows += _measure(options, _import_name(path), link, device).rows
         gc.collect()
     return rows if dist.get_rank() == 0 else []
-
-
-def _default_workloads() -> list[str]:
-    """Return the paths of the workloads: a small batch, and on several hosts also a large batch.
-
-    Each network namespace counts as a host.
-    """
-    names = ["transformer", "busy_transformer"] if _count_hosts() > 1 else ["transformer"]
-    return [f"ddp.bench.designs:{name}" for name in names]
-
-
-def _count_hosts() -> int:
-    network = Path("/proc/self/ns/net")
-    host = (socket.gethostname(), network.exists() and os.readlink(network))
-    return len(set(gather_objects(host)))
 
 
 def _cores_per_rank() -> float:
@@ -238,7 +223,11 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--model", default="", help="module:name of one or several workloads")
+    parser.add_argument(
+        "--model",
+        default=BenchOptions.model,
+        help="module:name of one or several workloads, separated by commas",
+    )
     parser.add_argument("--designs", default="", help="names, such as none,flat,25 MB,predicted")
     parser.add_argument("--all-reduce", default="", help="module:name, for the designs 'given'")
     parser.add_argument("--allocate", default="", help="module:name, for the designs 'given'")

@@ -11,7 +11,7 @@ from statistics import median
 import numpy as np
 
 from ddp.bench.designs import Design, Timing
-from ddp.metering.overhead import Overhead, fit, optimal_bucket_bytes, overhead_seconds
+from ddp.metering.overhead import optimal_bucket_bytes, overhead_seconds
 
 Row = dict[str, float | int | str]
 
@@ -86,12 +86,9 @@ class Measured:
             "gradient_bytes": last.gradient_bytes if last else "-",
             "extra_bytes": last.extra_bytes if last else "-",
             "communication_share": "-",
-            "exposed_ratio_to_flat": "-",
         }
         if "none" in self.names:
             row["communication_share"] = 1 - float(median(self.seconds("none") / step))
-        if "flat" in self.names and last:
-            row["exposed_ratio_to_flat"] = median(after / self.seconds("flat", "after_backward"))
         row |= self._ratios(step)
         row["cpu_ratio_to_torch_tuned"] = "-"
         if "torch tuned" in self.names:
@@ -116,14 +113,9 @@ class Measured:
         return row
 
     def _sweep_rows(self, swept: Sequence[Design]) -> list[Row]:
-        """Compare the sweep with the overhead model, predicted from the link and fitted."""
+        """Compare the sweep with the overhead that the model predicts from the link."""
         counts = [design.meter.last.calls for design in swept if design.meter]
         exposed = [median(self.seconds(design.name, "after_backward")) for design in swept]
-        fitted: Overhead | None
-        try:
-            fitted = fit(self.model_bytes, counts, exposed)
-        except ValueError:
-            fitted = None
         best = min(swept, key=lambda design: float(median(self.seconds(design.name))))
         bandwidth = self.link.bandwidth
         latency = self.link.latency
@@ -139,7 +131,6 @@ class Measured:
                     "step_ms": _median_ms(step),
                     "after_backward_ms": 1e3 * measured,
                     "model_ms": 1e3 * predicted,
-                    "fitted_ms": 1e3 * fitted.seconds(count) if fitted else "-",
                     "ratio_to_best_p50": median(step / self.seconds(best.name)),
                 }
             )
@@ -149,7 +140,6 @@ class Measured:
                 "bandwidth_gbps": bandwidth / 1e9,
                 "latency_ms": 1e3 * latency,
                 "predicted_mb": self.link.best_mb(self.model_bytes),
-                "fitted_mb": fitted.bucket_bytes / 2**20 if fitted else "-",
                 "best_design": best.name,
             }
         )
@@ -178,12 +168,8 @@ class Measured:
             "wire_ms": 1e3 * wire,
             "overlap_bound_ms": 1e3 * (step + exposed),
             "cpu_bound_ms": 1e3 * cpu_bound,
-            "bound_exposed_ratio_to_flat": "-",
         }
         bound = max(step + exposed, cpu_bound)
-        if "flat" in self.names:
-            flat = median(self.seconds("flat", "after_backward"))
-            row["bound_exposed_ratio_to_flat"] = exposed / flat
         for reference in REFERENCES:
             key = f"bound_ratio_to_{reference.replace(' ', '_')}"
             is_measured = reference in self.names

@@ -6,7 +6,6 @@ orders streams and takes almost no time. Use torch.profiler there.
 
 from __future__ import annotations
 
-import json
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,7 +15,7 @@ from pathlib import Path
 from ddp.communication import BucketReduction
 from ddp.extensions import Extension, Step
 from ddp.metering.records import BucketRecord, Span, StepRecord
-from ddp.metering.trace import chrome_trace, svg, write
+from ddp.metering.trace import svg, write
 
 
 class Meter(Extension):
@@ -55,12 +54,14 @@ class Meter(Extension):
         self.steps.append(StepRecord(tuple(self._forwards), backward, waiting, tuple(buckets)))
         self._forwards.clear()
 
-    def write_trace(self, path: str | Path, rank: int = 0) -> None:
-        """Write a Chrome trace to `path`, or a chart of the last step if `path` ends in .svg."""
-        if str(path).endswith(".svg"):
-            write(path, svg({f"rank {rank}": self.last}))
-        else:
-            write(path, json.dumps(chrome_trace(self.steps, rank)))
+    def write_trace(self, path: str | Path) -> None:
+        """Write a chart of the last step to `path`, which must end in .svg."""
+        if not str(path).endswith(".svg"):
+            raise ValueError(
+                f"expected a path that ends in .svg, got {str(path)!r}; use torch.profiler for a "
+                "Chrome trace"
+            )
+        write(path, svg({"last step": self.last}))
 
 
 def _bucket_record(reduction: BucketReduction) -> BucketRecord:

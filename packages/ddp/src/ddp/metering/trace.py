@@ -1,12 +1,11 @@
-"""Charts of the last steps: a Chrome trace for Perfetto, or an SVG for a report."""
+"""A chart of one step per design, as an SVG."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 from xml.sax.saxutils import escape
 
 from ddp.metering.records import BucketRecord, Span, StepRecord
@@ -37,51 +36,22 @@ class Event:
     name: str
     start: float
     stop: float
-    details: Mapping[str, object]
+    #: Names of the parameters of a bucket; empty for computation.
+    parameters: str = ""
 
 
-def events(steps: Iterable[StepRecord]) -> list[Event]:
-    """Return the events of `steps`; events of one lane do not overlap."""
-    result: list[Event] = []
-    #: Stop time of the last event of each communication lane.
+def events(step: StepRecord) -> list[Event]:
+    """Return the events of a step; events of one lane do not overlap."""
+    result = [Event(0, "forward", *span) for span in step.forwards]
+    result.append(Event(0, "loss and backward", *step.backward))
+    result.append(Event(0, "waiting for gradients", *step.waiting))
+    # Stop time of the last event of each communication lane.
     lane_stops: list[float] = []
-    for step in steps:
-        result += [Event(0, "forward", *span, {}) for span in step.forwards]
-        result.append(Event(0, "loss and backward", *step.backward, {}))
-        result.append(Event(0, "waiting for gradients", *step.waiting, {}))
-        for number, bucket in enumerate(step.buckets):
-            lane = _claim_lane(lane_stops, bucket)
-            details = {
-                "parameters": ", ".join(bucket.parameters),
-                "gradient_bytes": bucket.gradient_bytes,
-                "exposed_ms": 1e3 * bucket.exposed_seconds,
-            }
-            result.append(Event(1 + lane, f"bucket {number}", bucket.sent, bucket.done, details))
+    for number, bucket in enumerate(step.buckets):
+        lane = _claim_lane(lane_stops, bucket)
+        names = ", ".join(bucket.parameters)
+        result.append(Event(1 + lane, f"bucket {number}", bucket.sent, bucket.done, names))
     return result
-
-
-def chrome_trace(steps: Iterable[StepRecord], rank: int = 0) -> dict[str, Any]:
-    """Return `steps` as a Chrome trace: one process per rank, one thread per lane."""
-    step_events = events(steps)
-    bars: list[dict[str, Any]] = []
-    for event in step_events:
-        bars.append(
-            {
-                "name": event.name,
-                "ph": "X",
-                "pid": rank,
-                "tid": event.lane,
-                "args": dict(event.details),
-                "ts": 1e6 * event.start,
-                "dur": 1e6 * (event.stop - event.start),
-            }
-        )
-    num_lanes = 1 + max((event.lane for event in step_events), default=0)
-    for lane in range(num_lanes):
-        name = f"communication {lane - 1}" if lane else "computation"
-        thread = {"name": "thread_name", "ph": "M", "pid": rank, "tid": lane}
-        bars.append(thread | {"args": {"name": name}})
-    return {"traceEvents": bars, "displayTimeUnit": "ms"}
 
 
 def svg(steps: Mapping[str, StepRecord], *, width: int = 900) -> str:
@@ -97,7 +67,7 @@ def svg(steps: Mapping[str, StepRecord], *, width: int = 900) -> str:
     y = 24
     for name, step in steps.items():
         start, stop = spans[name]
-        step_events = events([step])
+        step_events = events(step)
         parts.append(_text(_LEFT - 8, y + 12, name, anchor="end"))
         for event in step_events:
             top = y + _ROW_HEIGHT * min(event.lane, _MAX_LANES)
@@ -155,8 +125,7 @@ def _bar(x: float, y: float, width: float, color: str, event: Event) -> str:
     if width <= 0:
         return ""
     milliseconds = 1e3 * (event.stop - event.start)
-    parameters = event.details.get("parameters", "")
-    title = escape(f"{event.name}: {milliseconds:.3g} ms {parameters}")
+    title = escape(f"{event.name}: {milliseconds:.3g} ms {event.parameters}")
     return (
         f'<rect x="{x:.2f}" y="{y:.2f}" width="{width:.2f}" height="{_ROW_HEIGHT - 3}" '
         f'fill="{color}"><title>{title}</title></rect>'
