@@ -130,11 +130,9 @@ def a_run(path, **config):
             runs, ["few"], {"exponent": 0.4, "scale": 1.0}, [],
             {"compute_flops": 4e10, "parameters": 9e3, "low": 7e3, "high": 1.2e4}),
         "inspect": of.Inspect(
-            ablation={"layer": 1, "head": 2, "loss": 2.5},
             heads=[{"kind": "previous", "layer": 1, "head": 2, "score": 0.5,
                                           "chance": 0.1, "by_chance": False}],
-                    lens=[{"after": "blocks.1", "target_loss": 2.0, "entropy": 1.0}],
-                    attribution=[]),
+                    lens=[{"after": "blocks.1", "target_loss": 2.0, "entropy": 1.0}]),
         "compress": of.Compress([{"method": f"method {i}", "size_bytes": 2**20 / (1 + i),
                                "smaller": 1.0 + i, "heldout_loss": 1.7 + i / 9, "speedup_p50": 1.0}
                               for i in range(7)], interleaved),

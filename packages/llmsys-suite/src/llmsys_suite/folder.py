@@ -24,7 +24,7 @@ from llmsys_suite.results import from_json, to_json
 
 Sample = dict[str, Any]
 #: Version of the folder's format, increased whenever the content of its files changes.
-FORMAT = 13
+FORMAT = 14
 MANIFEST = "manifest.json"
 #: Files that are read later. Every run writes the first four.
 RECORDS = (

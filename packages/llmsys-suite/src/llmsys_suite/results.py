@@ -125,12 +125,10 @@ class Scale:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Logit lens, kinds of heads, attribution, and an ablation."""
+    """Logit lens, and kinds of heads."""
 
     lens: Rows
     heads: Rows
-    attribution: Rows
-    ablation: Row
 
 
 @dataclass(frozen=True)

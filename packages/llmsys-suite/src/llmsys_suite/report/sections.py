@@ -161,14 +161,9 @@ def _scale(scale: of.Scale, *_: Any) -> Section:
 def _inspect(inspect: of.Inspect, *_: Any) -> Section:
     real = [head["kind"] for head in inspect.heads if not head["by_chance"]]
     kinds = f"heads for {', '.join(real)}" if real else "no head beyond chance"
-    cut = inspect.ablation
-    finding = (
-        f"The trained model has {kinds}. Without head {cut['layer']}.{cut['head']} its loss is "
-        f"{cut['loss']:.3f}, and {inspect.lens[-1]['target_loss']:.3f} with it."
-    )
     shown = pick(inspect.heads, COLUMNS["inspect"])
-    folded = [("logit lens", inspect.lens), ("attribution", inspect.attribution)]
-    return Section("inspect", finding, shown, "", folded)
+    lens = [("logit lens", inspect.lens)]
+    return Section("inspect", f"The trained model has {kinds}.", shown, "", lens)
 
 
 def _compress(compress: of.Compress, _: Results, folder: RunFolder) -> Section:
