@@ -352,8 +352,7 @@ def split(dimension: str, change: Callable[[Any], Any], method: str = "communica
     """Call `change(model)` after a method of models that are split along one dimension only."""
 
     def changed(result: Any, model: Any, *_: Any) -> Any:
-        layout = model.layout
-        if getattr(layout, dimension) == model.run.world and not layout.sequence:
+        if getattr(model.layout, dimension) == model.run.world:
             change(model)
         return result
 

@@ -14,9 +14,7 @@ def all_layouts(config: ModelConfig, world: int) -> dict[str, Layout]:
     return {
         "pipeline (GPipe)": Layout(pipeline=world, schedule="GPipe"),
         "pipeline (1F1B)": Layout(pipeline=world),
-        "pipeline (interleaved)": Layout(pipeline=world, schedule="interleaved"),
         "tensor (Megatron)": Layout(tensor=world),
-        "tensor and sequence": Layout(tensor=world, sequence=True),
     } | ({"data x tensor": Layout(data=world // group, tensor=group)} if group > 1 else {})
 
 

@@ -1,4 +1,4 @@
-"""The model split over ranks with torch's tools: by layers, inside layers and by tokens.
+"""The model split over ranks with torch's tools: by layers and inside layers.
 
 Every split starts from the initial weights of one process, and its steps are timed.
 """
