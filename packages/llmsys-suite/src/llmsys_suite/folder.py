@@ -170,18 +170,10 @@ class RunFolder:
             file.write("".join(json.dumps(sample) + "\n" for sample in samples))
 
     def samples(self) -> list[Sample]:
-        """Return the raw measurements before the first invalid line, which a kill may truncate."""
-        lines = (self.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-        rows: list[Sample] = []
-        try:
-            # Parsed in one call, samples share the strings of their keys, which saves memory.
-            rows = json.loads(f"[{','.join(lines)}]")
-        except json.JSONDecodeError:
-            for line in lines:
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError:
-                    break
+        """Return the raw measurements without the last line if a kill has truncated it."""
+        whole = (self.path / "samples.jsonl").read_text(encoding="utf-8").rpartition("\n")[0]
+        # Parsed in one call, samples share the strings of their keys, which saves memory.
+        rows: list[Sample] = json.loads(f"[{','.join(whole.splitlines())}]")
         return rows
 
     def _files(self) -> list[str]:
