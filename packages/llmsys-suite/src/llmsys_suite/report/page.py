@@ -14,7 +14,7 @@ from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.report import plots
 from llmsys_suite.report.sections import Section, sections
 from llmsys_suite.report.sentences import fastest
-from llmsys_suite.report.tables import Row, evidence_of, planned
+from llmsys_suite.report.tables import Row
 from llmsys_suite.report.unaudited import OF_THE_RUN, unaudited
 
 if TYPE_CHECKING:
@@ -130,8 +130,6 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
         f'<p class="{"bad" if line.startswith("FAILED") else _mood(line)}">{html.escape(line)}</p>'
         for line in lines[1:]
     )
-    if isinstance(results.get("plan"), of.Plan):
-        first += _table(planned(results, evidence_of(folder)))
     curve = samples = ""
     if isinstance(learn := results.get("learn"), of.Learn):
         curve = f"<figure>{plots.learning(learn, folder.config.loss_unit)}</figure>"
