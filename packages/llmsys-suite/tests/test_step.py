@@ -169,7 +169,7 @@ def test_kinds_of_operators_are_distinguished():
         (["--rows", "0"], "`rows` >= 1, got 0"),
         (["--time-limit", "0"], "--time-limit 0"),
         (["--profile"], "--profile writes operators; name a folder with --out"),
-        (["--out", "/proc/none"], "cannot write to /proc/none"),
+        (["--out", "/proc/none"], "/proc/none cannot be written"),
         (["--out", "."], ". exists and is not empty"),
     ],
 )

@@ -30,7 +30,8 @@ class Step:
         self.case, self.device = case, torch.device(case.device)
         self.model = Decoder(case.model, plain_attention).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.tokens = torch.randint(case.vocabulary, (case.rows, case.context), device=self.device)
+        shape = (case.rows, case.context)
+        self.tokens = torch.randint(case.model.vocabulary, shape, device=self.device)
         self.loss_of = torch.compile(self.model.loss) if case.compile else self.model.loss
         self.scaler = torch.amp.GradScaler(
             case.device, init_scale=LOSS_SCALE, enabled=case.dtype == "fp16"
