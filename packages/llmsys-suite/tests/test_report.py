@@ -126,7 +126,7 @@ def a_run(path, **config):
         "memory": of.Memory(rows=4, peaks=[peaks],
                             training_timeline=line, largest=""),
         "scale": of.Scale(
-            runs, ["few"], {"exponent": 0.4, "scale": 1.0}, [],
+            runs, ["few"], {"exponent": 0.4, "scale": 1.0},
             {"compute_flops": 4e10, "parameters": 9e3, "low": 7e3, "high": 1.2e4}),
         "inspect": of.Inspect(
             heads=[{"kind": "previous", "layer": 1, "head": 2, "score": 0.5,
@@ -185,8 +185,8 @@ def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(reported, t
         assert layout["empty"] == 0
         assert layout["faint"] == []
         assert width == 390 or layout["cut"] == []
-        # Train, learn, memory, scale and compress.
-        assert layout["pictures"] == 5
+        # Train, learn, memory and scale.
+        assert layout["pictures"] == 4
         assert abs(layout["contrast"]) > 500
         assert (layout["contrast"] > 0) == dark
 

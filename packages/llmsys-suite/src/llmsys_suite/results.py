@@ -119,7 +119,6 @@ class Scale:
     runs: Rows
     warnings: list[str]
     law: dict[str, float] = field(default_factory=dict)
-    valleys: Rows = field(default_factory=list)
     extrapolated: dict[str, float] = field(default_factory=dict)
 
 

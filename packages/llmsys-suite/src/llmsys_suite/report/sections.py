@@ -177,8 +177,7 @@ def _compress(compress: of.Compress, _: Results, folder: RunFolder) -> Section:
         f"The smallest file whose loss is at most 1 % higher is that of {best['method']}: "
         f"{best['smaller']:.2g} times smaller, {best['heldout_loss'] - whole:+.4f} {unit}."
     )
-    shown = pick(rows, COLUMNS["compress"])
-    return Section("compress", finding, shown, plots.compression(rows, unit))
+    return Section("compress", finding, pick(rows, COLUMNS["compress"]))
 
 
 def _audit(_: of.Audit, __: Results, folder: RunFolder) -> Section:

@@ -134,16 +134,11 @@ def fit(rows: list[dict[str, float]]) -> Scale:
         except ValueError as error:
             return Scale(rows, [str(error)])
     assert optimum.intervals is not None
-    valleys = [
-        {"compute_flops": v.compute, "parameters": v.parameters, "loss": v.loss}
-        for v in law.valleys
-    ]
     ends = optimum.intervals["parameters"]
     size = {"parameters": optimum.parameters, "low": ends.low, "high": ends.high}
     return Scale(
         rows,
         [str(warning.message) for warning in caught],
         {"scale": law.scale, "exponent": law.exponent},
-        valleys,
         {"compute_flops": at} | size,
     )
