@@ -89,8 +89,6 @@ def _gradients(run: Run, name: str, layout: splits.Layout, exact: Exact) -> Chec
     make = partial(torch.optim.SGD, lr=RATE, foreach=False)
     split = splits.SplitModel(run, run.model, layout, make)
     split.step(*split.batch(0))
-    # Discard the phases that the recorder timed outside of its steps.
-    run.recorder.take()
     moved = {n: (exact.start[n] - w.double()) / RATE for n, w in split.weights().items()}
     distances = run.gather(reference.furthest(moved, exact.gradients))
     ranks = [(distance, f"rank {rank} {where}") for rank, (distance, where) in enumerate(distances)]
