@@ -19,7 +19,7 @@ from llmsys_suite.text.data import load_corpus
 from worker_pool import run_ranks
 
 SHAPE = ModelConfig(d_model=16, d_ff=32, num_layers=4, num_heads=4, context=16)
-STEPS = 10
+STEPS = 4
 CONFIG = RunConfig(world=2, rows=4, context=16, learning_rate=1e-2)
 
 
