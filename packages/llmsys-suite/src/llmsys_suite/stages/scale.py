@@ -98,7 +98,7 @@ def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float
     tokens, targets = (
         t.to(run.device) for t in run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=CONTEXT)
     )
-    with torch.no_grad():
+    with torch.no_grad(), run.in_float32():
         loss = float(model.loss(tokens, targets))
     return {
         "width": width,
