@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -190,13 +191,12 @@ def claim(config: RunConfig) -> RunConfig:
     """
     if config.out is not None:
         return _claim(config, config.out)
-    name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    for number in range(2, 100):
-        try:
+    second = datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    names = [second, *(f"{second}.{number}" for number in range(2, 100))]
+    for name in names:
+        with contextlib.suppress(FolderTaken):
             return _claim(config, Path("runs") / name)
-        except FolderTaken:
-            name = f"{name.partition('.')[0]}.{number}"
-    raise UsageError(f"runs/{name} and 98 folders before it are taken; name one with --out")
+    raise UsageError(f"runs/{second} to runs/{names[-1]} are taken; name a folder with --out")
 
 
 def _claim(config: RunConfig, out: Path) -> RunConfig:
