@@ -328,8 +328,8 @@ def test_many_processes_claim_one_folder_and_one_succeeds(tmp_path):
         "from llmsys_suite.config import RunConfig; claim(RunConfig(out=Path(sys.argv[1])))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
-    processes = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(8)]
-    assert sorted(process.wait(60) for process in processes) == [0, *[1] * 7]
+    processes = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(4)]
+    assert sorted(process.wait(60) for process in processes) == [0, 1, 1, 1]
 
 
 @pytest.mark.exhaustive
