@@ -24,8 +24,6 @@ class Section:
     rows: Sequence[Row] = ()
     picture: str = ""
     folded: Sequence[tuple[str, Sequence[Row] | str]] = ()
-    #: Indices of the rows that are shown in red.
-    failed: frozenset[int] = frozenset()
 
 
 def sections(folder: RunFolder) -> Iterator[Section]:
@@ -182,11 +180,10 @@ def _compress(compress: of.Compress, _: Results, folder: RunFolder) -> Section:
 
 def _audit(_: of.Audit, __: Results, folder: RunFolder) -> Section:
     checks = folder.read_json("checks.json")
-    shown = pick(checks, COLUMNS["audit"])
-    failed = frozenset(i for i, check in enumerate(checks) if not check["passed"])
+    failed = pick([check for check in checks if not check["passed"]], COLUMNS["audit"])
     finding = f"{len(checks) - len(failed)} of {len(checks)} checks passed."
-    red = [shown[i] for i in sorted(failed)]
-    return Section("audit", finding, red, "", [("all checks", shown)], frozenset(range(len(red))))
+    every = pick(checks, COLUMNS["audit"])
+    return Section("audit", finding, failed, folded=[("all checks", every)])
 
 
 MAKERS: dict[str, Callable[..., Section]] = {
