@@ -5,6 +5,7 @@ import json
 import random
 import re
 import shutil
+import statistics
 import subprocess
 from dataclasses import fields, replace
 from types import SimpleNamespace
@@ -19,7 +20,7 @@ from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import CORE_WAIT
 from llmsys_suite.report import plots
 from llmsys_suite.report.page import headline, write_report
-from llmsys_suite.report.sentences import against, fastest
+from llmsys_suite.report.sentences import against, fastest, interval
 from llmsys_suite.report.unaudited import OF_THE_RUN, UNAUDITED, Unaudited, unaudited
 
 ENVIRONMENT = {
@@ -221,14 +222,18 @@ def test_sentences_follow_from_their_numbers(tmp_path, monkeypatch):
     assert "from one process's loss is 2.0e-01 (pipeline (GPipe))." in text
 
 
-def test_a_contender_is_faster_or_slower_only_if_nine_tenths_of_the_rounds_agree():
+def test_the_interval_of_a_median_holds_the_true_one_and_few_rounds_cannot_tell():
+    noise = random.Random(0)
+    covered = 0
+    for _ in range(400):
+        middle, low, high = interval([noise.lognormvariate(0, 0.5) for _ in range(20)])
+        assert low <= middle <= high
+        covered += low <= 1 <= high
+    assert 0.95 <= covered / 400 < 0.99
+    assert "Cannot tell a from b in 5 rounds" in against("a", "b", [0.5] * 5)
     assert against("a", "b", [0.5 + i / 100 for i in range(9)]).endswith("faster.")
-    assert against("a", "b", [0.9] * 18 + [1.1] * 2).endswith("faster.")
-    assert against("a", "b", [0.9] * 17 + [1.1] * 3).startswith("Cannot tell a from b")
-    assert against("a", "b", [1.1] * 18 + [0.9] * 2).endswith("slower.")
-    assert "a takes 1.10 of b's time (80 % of rounds: 1.00 to 1.20)" in against(
-        "a", "b", [1.0, 1.1, 1.2]
-    )
+    assert against("a", "b", [0.9, 0.95, 1.0, 1.02, 1.1, 1.2, 1.3]).startswith("Cannot tell")
+    assert statistics.median([1, 2]) == interval([1, 2])[0]
 
 
 def test_the_report_of_an_interrupted_run_lists_missing_stages(tmp_path):

@@ -28,13 +28,10 @@ class Interleaved:
         """Return the median time of the contender `name` over rounds, in milliseconds."""
         return statistics.median(self.seconds[name]) * 1e3
 
-    def ratios_to(self, peer: str, name: str) -> list[float]:
-        """Return the contender's time divided by the peer's in each round."""
-        return [a / b for a, b in zip(self.seconds[name], self.seconds[peer], strict=True)]
-
     def ratio_to(self, peer: str, name: str) -> float:
-        """Return the median of `ratios_to`."""
-        return statistics.median(self.ratios_to(peer, name))
+        """Return the median over rounds of the contender's time divided by the peer's."""
+        pairs = zip(self.seconds[name], self.seconds[peer], strict=True)
+        return statistics.median(a / b for a, b in pairs)
 
 
 def time_interleaved(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import statistics
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 from llmsys_suite.folder import Sample
@@ -112,18 +111,14 @@ def loss_curves(samples: list[Sample]) -> dict[str, list[float]]:
 
 def ratio_row(steps: dict[int, float], peer: dict[int, float]) -> dict[str, float]:
     """Return the median, p10 and p90 of the time divided by torch DDP's in the same round."""
-    ratios = [steps[step] / peer[step] for step in steps if step in peer]
+    ratios = sorted(steps[step] / peer[step] for step in steps if step in peer)
     if not ratios:
         return {}
-    low, middle, high = percentiles(ratios)
-    return {"ratio_p50": middle, "ratio_p10": low, "ratio_p90": high}
-
-
-def percentiles(values: Sequence[float]) -> tuple[float, float, float]:
-    """Return the 10th percentile, the median and the 90th percentile."""
-    ordered = sorted(values)
-    left_out = len(ordered) // 10
-    return ordered[left_out], statistics.median(ordered), ordered[-1 - left_out]
+    return {
+        "ratio_p50": statistics.median(ratios),
+        "ratio_p10": ratios[len(ratios) // 10],
+        "ratio_p90": ratios[-1 - len(ratios) // 10],
+    }
 
 
 def phase_shares(samples: list[Sample], variant: str) -> dict[str, float]:

@@ -11,7 +11,7 @@ from typing import Any
 from llmsys_suite import results as of
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.report import plots
-from llmsys_suite.report.sentences import against, fastest
+from llmsys_suite.report.sentences import fastest, interleaved_against
 from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, evidence_of, pick, planned
 
 
@@ -67,11 +67,10 @@ def _links(links: of.Links, *_: Any) -> Section:
 def _attention(attention: of.Attention, *_: Any) -> Section:
     rows = attention.rows
     ours = min((r for r in rows if r["kernel"] != "SDPA"), key=lambda r: r["forward_backward_ms"])
-    ratios = attention.interleaved.ratios_to("SDPA", ours["kernel"])
     shown = pick(rows, COLUMNS["attention"])
     return Section(
         "attention",
-        against(ours["kernel"], "SDPA", ratios),
+        interleaved_against(attention.interleaved, ours["kernel"], "SDPA"),
         shown,
         folded=[("why this kernel", attention.explain)],
     )

@@ -6,23 +6,43 @@ import math
 import statistics
 from collections.abc import Sequence
 
+from scipy.stats import quantile_test
+
 from llmsys_suite.folder import RunFolder
-from llmsys_suite.measure.samples import PEER, SINGLE, percentiles
+from llmsys_suite.measure.interleaved import Interleaved
+from llmsys_suite.measure.samples import PEER, SINGLE
 from llmsys_suite.report.compare import has_enough_rounds, round_ratios
 from llmsys_suite.results import Plan
 
 
-def against(name: str, peer: str, ratios: Sequence[float]) -> str:
-    """Return a sentence on the time of `name` over the time of `peer` in the same rounds.
+def interval(values: Sequence[float], among: int = 1) -> tuple[float, float, float]:
+    """Return the median and a 95 % interval from order statistics.
 
-    It decides only if the 10th and the 90th percentile are on the same side of 1.
+    The interval is unbounded if there are too few values. It is corrected for the choice of the
+    best of `among` variants.
     """
-    low, middle, high = percentiles(ratios)
-    spread = f"80 % of rounds: {low:.2f} to {high:.2f}"
-    sentence = f"{name} takes {middle:.2f} of {peer}'s time ({spread})"
+    test = quantile_test(values, p=0.5)
+    low, high = test.confidence_interval(confidence_level=1 - 0.05 / among)
+    if math.isnan(low):
+        low, high = 0.0, math.inf
+    return statistics.median(values), float(low), float(high)
+
+
+def against(name: str, peer: str, ratios: Sequence[float], among: int = 1) -> str:
+    """Return a sentence on the time of `name` over the time of `peer` in the same rounds."""
+    middle, low, high = interval(ratios, among)
+    if not math.isfinite(high):
+        return f"Cannot tell {name} from {peer} in {len(ratios)} rounds: {middle:.2f} of its time."
+    sentence = f"{name} takes {middle:.2f} of {peer}'s time (95 % interval {low:.2f} to {high:.2f})"
     if low <= 1 <= high:
         return f"Cannot tell {name} from {peer}: {sentence}."
     return f"{sentence}: {'faster' if high < 1 else 'slower'}."
+
+
+def interleaved_against(interleaved: Interleaved, name: str, peer: str) -> str:
+    """Return the sentence of `against` for two contenders of interleaved timings."""
+    pairs = zip(interleaved.seconds[name], interleaved.seconds[peer], strict=True)
+    return against(name, peer, [a / b for a, b in pairs])
 
 
 def fastest(folder: RunFolder) -> str:
@@ -51,4 +71,4 @@ def fastest(folder: RunFolder) -> str:
         )
     ratios = {name: [math.exp(log) for log in logs] for name, (logs, _) in decided.items()}
     best = min(ratios, key=lambda name: statistics.median(ratios[name]))
-    return against(best, PEER, ratios[best])
+    return against(best, PEER, ratios[best], len(ratios))

@@ -12,7 +12,6 @@ from dataclasses import asdict
 from typing import Any
 
 from llmsys_suite.environment import GIB, available_memory_bytes
-from llmsys_suite.measure.samples import percentiles
 from llmsys_suite.step.case import PHASES, STEPS, WARMUPS, Case
 
 Row = dict[str, Any]
@@ -73,12 +72,13 @@ def row(case: Case, measured: dict[str, Any], warmup: int) -> Row:
         values = [1e3 * seconds[part] for seconds in counted]
         result[f"{phase}_mean_ms"] = statistics.mean(values)
         result[f"{phase}_std_ms"] = statistics.stdev(values)
-    low, middle, high = percentiles([1e3 * sum(seconds) for seconds in counted])
+    whole = sorted(1e3 * sum(seconds) for seconds in counted)
+    middle = statistics.median(whole)
     peak = middle / 1e3 * measured["product_rate"]
     return result | {
-        "step_p10_ms": low,
+        "step_p10_ms": whole[len(whole) // 10],
         "step_p50_ms": middle,
-        "step_p90_ms": high,
+        "step_p90_ms": whole[-1 - len(whole) // 10],
         "tokens_per_s": case.tokens / (middle / 1e3),
         "mfu": case.useful_flops() / peak,
         "hfu": case.executed_flops() / peak,
