@@ -241,7 +241,7 @@ def bytes_sent_by_pipeline():
 
         return counted
 
-    (stage,) = model.stages
+    stage = model.schedule._stage
     stage.get_fwd_send_ops = count("forward", stage.get_fwd_send_ops)
     stage.get_bwd_send_ops = count("backward", stage.get_bwd_send_ops)
     model.forward_backward(*batch)

@@ -962,6 +962,9 @@ def parametric(data: Path) -> list[Row]:
 def parallel() -> list[Row]:
     """Time ten steps of the model on two ranks, with pipeline and with tensor parallelism."""
     rows: list[Row] = _stages("parallel")["parallel"]["rows"]
+    for row in rows:
+        seconds = row.pop("seconds")
+        row |= {"iterations": len(seconds), "total_s": sum(seconds)}
     return rows
 
 

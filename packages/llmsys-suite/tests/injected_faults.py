@@ -352,8 +352,7 @@ def split(dimension: str, change: Callable[[Any], Any], method: str = "communica
     """Call `change(model)` after a method of models that are split along one dimension only."""
 
     def changed(result: Any, model: Any, *_: Any) -> Any:
-        layout = model.layout
-        if getattr(layout, dimension) == model.run.world and not layout.sequence:
+        if getattr(model.layout, dimension) == model.run.world:
             change(model)
         return result
 
@@ -505,11 +504,6 @@ class _Remembered(torch.autograd.Function):
         return (*ctx.slopes, None, None, None, None)
 
 
-def swapped_components(result: Any) -> None:
-    first, second = result.attribution[:2]
-    first["mean_logit"], second["mean_logit"] = second["mean_logit"], first["mean_logit"]
-
-
 def faster(name: str, column: str) -> Callable[[Any], None]:
     """Return a change that divides the times of one contender by three."""
 
@@ -610,20 +604,6 @@ def checkpoint_state(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patc
         original(run, variant, state | change(state) if name == CHECKPOINT else state, name)
 
     return around(learn, "save", save)
-
-
-def ablates_another_head(run: Run) -> Patch:
-    def change(result: Any) -> None:
-        model: Any = run.trained
-        context = min(64, model.config.context)
-        batch = run.corpus.heldout_batch(rows=4, context=context)
-        layer = result.ablation["layer"]
-        head = (result.ablation["head"] + 1) % model.config.num_heads
-        with torch.no_grad():
-            loss = inspect.loss_without(model, layer, head, *batch)
-        result.ablation.update(head=head, loss=loss)
-
-    return edit(inspect, change)
 
 
 class _Threads:
@@ -830,13 +810,6 @@ FAULTS: list[Fault] = [
         after(inspect, "attention_patterns", lambda layers, *_: [(p + p.flip(-1)) / 2 for p in layers])),
     Fault("inspect", "the lens is read a layer early", lambda run:
         edit(inspect, lambda result: result.lens.pop())),
-    Fault("inspect", "a component is missing from the attributions", lambda run:
-        edit(inspect, lambda result: result.attribution.pop(1))),
-    Fault("inspect", "the ablated head is not the reported one", lambda run:
-        around(inspect, "loss_without", lambda original, model, layer, head, *batch: original(
-            model, layer, (head + 1) % model.config.num_heads, *batch))),
-    Fault("inspect", "the ablation does nothing", lambda run:
-        around(inspect, "loss_without", lambda _, model, layer, head, *batch: float(model.loss(*batch)))),
     # Compress.
     Fault("compress", "sizes leave out half of the bits", lambda run: after(tinyml, "size_of", halved_bits)),
     Fault("compress", "the loss is that of the uncompressed model", lambda run:
@@ -873,7 +846,6 @@ FAULTS: list[Fault] = [
     Fault("parallel", "1F1B is GPipe", lambda run:
         mock.patch.dict(SCHEDULES, {"1F1B": SCHEDULES["GPipe"]})),
     Fault("attention", "a kernel returns its last result", lambda run: kernel(remembers())),
-    Fault("inspect", "two components are swapped in the attributions", lambda run: edit(inspect, swapped_components)),
     Fault("links", "wire bytes of one algorithm are trebled", lambda run:
         rows(links, lambda row: {"wire_bytes": row["wire_bytes"] * (3 if row["algorithm"] == "ring" else 1)})),
     Fault("scale", "runs are trained with another seed than the reported one", lambda run:
@@ -918,7 +890,6 @@ FAULTS: list[Fault] = [
     Fault("learn", "the last loss is missing from the checkpoint", lambda run: checkpoint_state(lambda state: {"losses": state["losses"][:-1]})),
     Fault("parallel", "the time of all iterations is shorter by 15 %", lambda run:
         rows(parallel, lambda row: {"iteration_ms": 0.85 * row["iteration_ms"], "seconds": [0.85 * s for s in row["seconds"]]})),
-    Fault("inspect", "the ablated head is not the one in the table", ablates_another_head),
     Fault("compress", "a grid of 4 bits has 8", lambda run: mock.patch.dict(compress.METHODS, {"linear, 4 bits": lambda model: tinyml.quantize(model, 8)})),
     Fault("compress", "nine tenths are pruned instead of half", lambda run: mock.patch.dict(compress.METHODS, {"half pruned": lambda model: tinyml.prune(model, 0.9).model})),
     Fault("compress", "codebooks of 2 bits have 1", lambda run: mock.patch.dict(compress.METHODS, {"k-means, 2 bits": lambda model: tinyml.kmeans_quantize(model, 1)})),

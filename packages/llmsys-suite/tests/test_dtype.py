@@ -1,17 +1,21 @@
 """The dtype of a run decides the arithmetic of products, and nothing else."""
 
+import itertools
 import types
 from dataclasses import replace
 
 import pytest
 import torch
 from llmsys_suite.audit import evidence
+from llmsys_suite.audit.stage_checks import attention as attention_checks
 from llmsys_suite.audit.tolerances import loss_tolerance, weight_tolerance
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.resolution import check, resolve
+from llmsys_suite.stages import attention, scale
 from llmsys_suite.step.case import Case
+from llmsys_suite.text.data import Corpus
 from llmsys_suite.variants.single import Variant
 from torch import nn
 
@@ -87,6 +91,58 @@ def test_saved_bytes_are_counted_in_the_dtype_of_the_run(tmp_path):
         run.config = replace(run.config, data=text, steps=1, warmup=0)
         saved[dtype] = evidence.recompute(run)["saved_bytes"]
     assert saved["bf16"] < saved["fp32"]
+
+
+def test_the_held_out_loss_of_scale_is_computed_in_float32(monkeypatch):
+    run = a_run("tf32")
+    run.corpus = Corpus(torch.arange(4000) % 256, torch.arange(20_000) % 256)
+    precisions = []
+
+    def loss(model, tokens, targets):
+        if not torch.is_grad_enabled():
+            precisions.append((run.config.dtype, torch.get_float32_matmul_precision()))
+        return model(tokens).float().square().mean()
+
+    monkeypatch.setattr(Decoder, "loss", loss)
+    monkeypatch.setattr(scale, "HELDOUT_ROWS", 2)
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        scale.train_one(run, 1.0, 4, 0)
+    finally:
+        torch.set_float32_matmul_precision(before)
+    assert precisions == [("fp32", "highest")]
+
+
+def rounded_to_tf32(x):
+    """Return x with the 11 significant bits of tf32; the gradient passes unchanged."""
+    mantissa, exponent = torch.frexp(x.detach())
+    rounded = torch.ldexp((mantissa * 2**11).round() / 2**11, exponent)
+    return x + (rounded - x.detach())
+
+
+def tf32_attention(q, k, v, *, is_causal):
+    q, k, v = map(rounded_to_tf32, (q, k, v))
+    scores = q @ k.transpose(-2, -1) / q.shape[-1] ** 0.5
+    future = torch.ones_like(scores[0, 0], dtype=torch.bool).triu(1)
+    return rounded_to_tf32(scores.masked_fill(future, float("-inf")).softmax(-1)) @ v
+
+
+@pytest.mark.parametrize(
+    ("dtype", "factor", "passes"), [("fp32", 1, False), ("tf32", 1, True), ("tf32", 1.01, False)]
+)
+def test_the_audit_of_attention_allows_the_rounding_of_tf32_in_tf32_only(
+    monkeypatch, dtype, factor, passes
+):
+    run = a_run(dtype)
+    kernels = {
+        "SDPA": lambda q, k, v, *, is_causal: factor * tf32_attention(q, k, v, is_causal=is_causal)
+    }
+    monkeypatch.setattr(attention, "KERNELS", kernels)
+    monkeypatch.setattr(attention_checks, "KERNELS", kernels)
+    result = attention.run(run)
+    checks = itertools.islice(attention_checks.checks(run, result), 3)
+    assert {check.name: check.passed for check in checks}["outputs and gradients"] == passes
 
 
 def test_tf32_is_refused_without_a_gpu_and_unknown_dtypes_everywhere(monkeypatch):

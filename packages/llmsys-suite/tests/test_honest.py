@@ -76,9 +76,9 @@ def assert_between(seeds):
 
 @pytest.mark.fixed_seed("the independent sampler has its own generator")
 def test_tolerances_are_a_few_times_the_honest_distance():
-    assert_between(range(3))
+    assert_between(range(1))
 
 
 @pytest.mark.exhaustive
 def test_tolerances_are_a_few_times_the_honest_distance_over_many_seeds():
-    assert_between(range(3, 60))
+    assert_between(range(1, 60))

@@ -19,7 +19,7 @@ from llmsys_suite.text.data import load_corpus
 from worker_pool import run_ranks
 
 SHAPE = ModelConfig(d_model=16, d_ff=32, num_layers=4, num_heads=4, context=16)
-STEPS = 10
+STEPS = 4
 CONFIG = RunConfig(world=2, rows=4, context=16, learning_rate=1e-2)
 
 
@@ -98,9 +98,6 @@ def test_microbatches_are_whole_rows_for_any_number_of_rows():
             count = Layout(pipeline=ranks).num_microbatches(rows)
             assert rows % count == 0
             assert count == rows or count >= ranks
-    interleaved = Layout(pipeline=2, schedule="interleaved")
-    assert interleaved.why_not(SHAPE, 8) == ""
-    assert "5 microbatches do not split into rounds" in interleaved.why_not(SHAPE, 10)
 
 
 @pytest.mark.parametrize(
@@ -108,14 +105,8 @@ def test_microbatches_are_whole_rows_for_any_number_of_rows():
     [
         (Layout(tensor=2), {"num_heads": 1}, "num_heads 1 does not split over 2 ranks"),
         (Layout(tensor=2), {"d_ff": 33}, "d_ff 33 does not split over 2 ranks"),
-        (Layout(tensor=2, sequence=True), {"context": 15}, "context 15 does not split over 2"),
         (Layout(data=3), {}, "4 rows do not split over 3 groups"),
         (Layout(pipeline=2), {"num_layers": 1}, "1 layers do not make 2 stages"),
-        (
-            Layout(pipeline=2, schedule="interleaved"),
-            {"num_layers": 3},
-            "3 layers do not make 4 stages",
-        ),
     ],
 )
 def test_models_that_cannot_be_split_are_refused(monkeypatch, layout, change, complaint):

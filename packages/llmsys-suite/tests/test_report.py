@@ -2,18 +2,15 @@
 
 import html
 import json
-import os
 import random
 import re
 import shutil
 import statistics
 import subprocess
-import threading
 from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import pytest
-from figures import assert_at_most
 from llmsys_suite import results as of
 from llmsys_suite.audit import run as audit
 from llmsys_suite.audit.report_tables import shown_figures
@@ -127,14 +124,12 @@ def a_run(path, **config):
         "memory": of.Memory(rows=4, peaks=[peaks],
                             training_timeline=line, largest=""),
         "scale": of.Scale(
-            runs, ["few"], {"exponent": 0.4, "scale": 1.0}, [],
+            runs, ["few"], {"exponent": 0.4, "scale": 1.0},
             {"compute_flops": 4e10, "parameters": 9e3, "low": 7e3, "high": 1.2e4}),
         "inspect": of.Inspect(
-            ablation={"layer": 1, "head": 2, "loss": 2.5},
             heads=[{"kind": "previous", "layer": 1, "head": 2, "score": 0.5,
                                           "chance": 0.1, "by_chance": False}],
-                    lens=[{"after": "blocks.1", "target_loss": 2.0, "entropy": 1.0}],
-                    attribution=[]),
+                    lens=[{"after": "blocks.1", "target_loss": 2.0, "entropy": 1.0}]),
         "compress": of.Compress([{"method": f"method {i}", "size_bytes": 2**20 / (1 + i),
                                "smaller": 1.0 + i, "heldout_loss": 1.7 + i / 9, "speedup_p50": 1.0}
                               for i in range(7)], interleaved),
@@ -188,74 +183,10 @@ def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(reported, t
         assert layout["empty"] == 0
         assert layout["faint"] == []
         assert width == 390 or layout["cut"] == []
-        # Train, learn, memory, scale and compress.
-        assert layout["pictures"] == 5
+        # Train, learn, memory and scale.
+        assert layout["pictures"] == 4
         assert abs(layout["contrast"]) > 500
         assert (layout["contrast"] > 0) == dark
-
-
-#: Resolves to when the first of the page was painted, after its navigation began.
-PAINTED = """new Promise(resolve => new PerformanceObserver(seen => seen.getEntries()
-  .filter(entry => entry.name == "first-contentful-paint")
-  .forEach(entry => resolve(entry.startTime))).observe({type: "paint", buffered: true}))"""
-
-
-def painted_ms(page, scratch):
-    """When a browser without a window painted it, asked through a pair of pipes."""
-    (commands, asking), (answering, answers) = os.pipe(), os.pipe()
-    browse = [the_browser(), "--headless", "--no-sandbox", "--disable-gpu",
-              f"--user-data-dir={scratch}/profile", "--remote-debugging-pipe"]  # fmt: skip
-    # It reads commands from its third file and writes answers to its fourth.
-    piped = f'exec "$@" 3<&{commands} 4>&{answers}'
-    with (
-        subprocess.Popen(
-            ["bash", "-c", piped, "-", *browse],
-            pass_fds=(commands, answers),
-            stderr=subprocess.DEVNULL,
-        ) as browser,
-        open(asking, "wb", buffering=0) as out,
-        open(answering, "rb") as back,
-    ):
-        os.close(commands)
-        os.close(answers)
-        patience = threading.Timer(60, browser.kill)
-        patience.start()
-
-        def ask(number, method, session=None, **params):
-            message = {"id": number, "method": method, "params": params}
-            message |= {"sessionId": session} if session else {}
-            out.write(json.dumps(message).encode() + b"\0")
-            text = b""
-            while True:
-                text += (byte := back.read(1))
-                assert byte, "the browser ended"
-                if byte == b"\0":
-                    received = json.loads(text[:-1])
-                    if received.get("id") == number:
-                        return received["result"]
-                    text = b""
-
-        try:
-            tab = ask(1, "Target.createTarget", url="about:blank")["targetId"]
-            session = ask(2, "Target.attachToTarget", targetId=tab, flatten=True)["sessionId"]
-            # A browser that is open has painted something before.
-            for number, url in ((3, "data:text/html,<p>something"), (5, page.as_uri())):
-                ask(number, "Page.navigate", session, url=url)
-                painted = ask(
-                    number + 1, "Runtime.evaluate", session, expression=PAINTED, awaitPromise=True
-                )["result"]["value"]
-            return painted
-        finally:
-            patience.cancel()
-            browser.kill()
-
-
-@pytest.mark.timing
-def test_the_page_is_painted_within_a_second(tmp_path):
-    folder = a_run(tmp_path / "run")
-    write_report(folder)
-    milliseconds = painted_ms(folder.path / "report.html", tmp_path)
-    assert_at_most("suite: time to paint the report", 1000, milliseconds, "ms")
 
 
 def test_every_stage_has_a_sentence_and_a_small_table(reported):

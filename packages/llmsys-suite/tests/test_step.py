@@ -169,7 +169,7 @@ def test_kinds_of_operators_are_distinguished():
         (["--rows", "0"], "`rows` >= 1, got 0"),
         (["--time-limit", "0"], "--time-limit 0"),
         (["--profile"], "--profile writes operators; name a folder with --out"),
-        (["--out", "/proc/none"], "cannot write to /proc/none"),
+        (["--out", "/proc/none"], "/proc/none cannot be written"),
         (["--out", "."], ". exists and is not empty"),
     ],
 )
@@ -194,7 +194,7 @@ def test_the_tables_are_printed_and_kept(tmp_path, monkeypatch):
         report.benchmark(
             sizes="mini,mini",
             contexts="16,016",
-            dtypes="fp32,bf16,fp32",
+            dtypes="bf16,bf16",
             compiled=False,
             checkpointed=True,
             rows=1,
@@ -209,7 +209,7 @@ def test_the_tables_are_printed_and_kept(tmp_path, monkeypatch):
     assert "e+0" not in text
     assert " 0% |" not in text
     rows = json.loads((out / "rows.json").read_text())["rows"]
-    assert len(rows) == 16
+    assert len(rows) == 8
     assert all(phase["top"] for row in rows for phase in row["operators"])
 
 

@@ -71,10 +71,6 @@ def size_of(name: str) -> Size:
     return size
 
 
-#: Number of stages per rank in each schedule of a pipeline.
-STAGES_PER_RANK = {"GPipe": 1, "1F1B": 1, "interleaved": 2}
-
-
 @dataclass(frozen=True)
 class Layout:
     """A grid of ranks (Narayanan et al. 2021, section 3).
@@ -86,32 +82,18 @@ class Layout:
     data: int = 1
     pipeline: int = 1
     tensor: int = 1
-    #: The order of forward and backward passes in the pipeline, a key of STAGES_PER_RANK.
+    #: The order of forward and backward passes in the pipeline: "GPipe" or "1F1B".
     schedule: str = "1F1B"
-    #: True to split the norms and residual sums by tokens (Korthikanti et al. 2022, section 4.2).
-    sequence: bool = False
-
-    @property
-    def num_stages(self) -> int:
-        """The number of stages of the pipeline."""
-        return self.pipeline * STAGES_PER_RANK[self.schedule]
 
     def why_not(self, size: Size, rows: int) -> str:
-        """Return the reason why this layout does not fit a model and `rows`, or an empty string.
-
-        With `sequence`, `size` must also have the model's context and vocabulary (`ModelConfig`).
-        """
-        if size.num_layers < self.num_stages:
-            return f"{size.num_layers} layers do not make {self.num_stages} stages"
-        names = ("num_heads", "d_ff", *(("context", "vocabulary") if self.sequence else ()))
-        for name in names:
+        """Return the reason why this layout does not fit a model and `rows`, or an empty string."""
+        if size.num_layers < self.pipeline:
+            return f"{size.num_layers} layers do not make {self.pipeline} stages"
+        for name in ("num_heads", "d_ff"):
             if (value := getattr(size, name)) % self.tensor:
                 return f"{name} {value} does not split over {self.tensor} ranks"
         if rows % self.data:
             return f"{rows} rows do not split over {self.data} groups"
-        count = self.num_microbatches(rows // self.data)
-        if self.schedule == "interleaved" and count % max(1, count // self.pipeline):
-            return f"{count} microbatches do not split into rounds of {self.pipeline} ranks"
         return ""
 
     def num_microbatches(self, rows: int) -> int:
@@ -123,13 +105,12 @@ class Layout:
         return rows // 2 if rows % 2 == 0 and rows // 2 >= self.pipeline else rows
 
     def bubble(self, rows: int) -> float:
-        """Return the idle fraction (p - 1) / (m s + p - 1) of a step without communication.
+        """Return the idle fraction (p - 1) / (m + p - 1) of a step without communication.
 
-        There are p ranks with s stages each and m microbatches (Narayanan et al. 2021, section
-        2.2).
+        There are p ranks and m microbatches (Narayanan et al. 2021, section 2.2).
         """
-        work = self.num_microbatches(rows) * STAGES_PER_RANK[self.schedule]
-        return (self.pipeline - 1) / (work + self.pipeline - 1)
+        idle = self.pipeline - 1
+        return idle / (self.num_microbatches(rows) + idle)
 
 
 #: Minimum context. `memory` also uses half of it, and previous-token heads need two positions.

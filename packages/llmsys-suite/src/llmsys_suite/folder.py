@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -24,7 +25,7 @@ from llmsys_suite.results import from_json, to_json
 
 Sample = dict[str, Any]
 #: Version of the folder's format, increased whenever the content of its files changes.
-FORMAT = 13
+FORMAT = 14
 MANIFEST = "manifest.json"
 #: Files that are read later. Every run writes the first four.
 RECORDS = (
@@ -170,18 +171,10 @@ class RunFolder:
             file.write("".join(json.dumps(sample) + "\n" for sample in samples))
 
     def samples(self) -> list[Sample]:
-        """Return the raw measurements before the first invalid line, which a kill may truncate."""
-        lines = (self.path / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-        rows: list[Sample] = []
-        try:
-            # Parsed in one call, samples share the strings of their keys, which saves memory.
-            rows = json.loads(f"[{','.join(lines)}]")
-        except json.JSONDecodeError:
-            for line in lines:
-                try:
-                    rows.append(json.loads(line))
-                except json.JSONDecodeError:
-                    break
+        """Return the raw measurements without the last line if a kill has truncated it."""
+        whole = (self.path / "samples.jsonl").read_text(encoding="utf-8").rpartition("\n")[0]
+        # Parsed in one call, samples share the strings of their keys, which saves memory.
+        rows: list[Sample] = json.loads(f"[{','.join(whole.splitlines())}]")
         return rows
 
     def _files(self) -> list[str]:
@@ -198,13 +191,12 @@ def claim(config: RunConfig) -> RunConfig:
     """
     if config.out is not None:
         return _claim(config, config.out)
-    name = datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    for number in range(2, 100):
-        try:
+    second = datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    names = [second, *(f"{second}.{number}" for number in range(2, 100))]
+    for name in names:
+        with contextlib.suppress(FolderTaken):
             return _claim(config, Path("runs") / name)
-        except FolderTaken:
-            name = f"{name.partition('.')[0]}.{number}"
-    raise UsageError(f"runs/{name} and 98 folders before it are taken; name one with --out")
+    raise UsageError(f"runs/{second} to runs/{names[-1]} are taken; name a folder with --out")
 
 
 def _claim(config: RunConfig, out: Path) -> RunConfig:

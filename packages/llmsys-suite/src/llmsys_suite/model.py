@@ -179,7 +179,7 @@ class SwiGLU(nn.Module):
         return out_BTD
 
 
-def rotary_frequencies(head_dim: int, base: float = ROPE_BASE) -> Tensor:
+def rotary_frequencies(head_dim: int) -> Tensor:
     """Return the angle per position, in radians, of each pair of dims; shape (head_dim / 2,).
 
     See Su et al. 2021, section 3.2. Raises ValueError if `head_dim` is odd.
@@ -189,7 +189,8 @@ def rotary_frequencies(head_dim: int, base: float = ROPE_BASE) -> Tensor:
             f"rotary positions need an even head_dim, got {head_dim}; choose d_model and num_heads "
             "so that d_model / num_heads is even"
         )
-    return base ** (-torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu") / head_dim)
+    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")
+    return ROPE_BASE ** (-pairs / head_dim)
 
 
 def rotary_table(head_dim: int, context: int) -> Tensor:

@@ -119,18 +119,15 @@ class Scale:
     runs: Rows
     warnings: list[str]
     law: dict[str, float] = field(default_factory=dict)
-    valleys: Rows = field(default_factory=list)
     extrapolated: dict[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Inspect:
-    """Logit lens, kinds of heads, attribution, and an ablation."""
+    """Logit lens, and kinds of heads."""
 
     lens: Rows
     heads: Rows
-    attribution: Rows
-    ablation: Row
 
 
 @dataclass(frozen=True)

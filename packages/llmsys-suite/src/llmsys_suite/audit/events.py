@@ -13,19 +13,16 @@ from unittest import mock
 
 from torch.distributed.pipelining import PipelineStage
 
-#: The kind of an event, the stage and the microbatch.
-Event = tuple[str, int, int]
-
 
 @contextmanager
-def recorded() -> Iterator[list[Event]]:
-    """Yield a list of the passes that this rank's pipeline stages run inside the block."""
-    events: list[Event] = []
+def recorded() -> Iterator[list[str]]:
+    """Yield a list of the passes, "forward" or "backward", that this rank runs in the block."""
+    events: list[str] = []
 
     def record(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        def call(stage: PipelineStage, chunk: int, *args: Any, **options: Any) -> Any:
-            events.append((kind, stage.stage_index, chunk))
-            return original(stage, chunk, *args, **options)
+        def call(*args: Any, **options: Any) -> Any:
+            events.append(kind)
+            return original(*args, **options)
 
         return call
 
@@ -37,10 +34,10 @@ def recorded() -> Iterator[list[Event]]:
         yield events
 
 
-def most_in_flight(events: list[Event]) -> int:
+def most_in_flight(events: list[str]) -> int:
     """Return the largest number of forward passes whose backward passes have not yet run."""
     most = flying = 0
-    for kind, _, _ in events:
+    for kind in events:
         flying += 1 if kind == "forward" else -1
         most = max(most, flying)
     return most
@@ -49,15 +46,10 @@ def most_in_flight(events: list[Event]) -> int:
 def expected_in_flight(split: str, rank: int, ranks: int, microbatches: int) -> int | None:
     """Return the expected result of `most_in_flight` on a rank; None for a split without pipeline.
 
-    GPipe: Huang et al. 2019, section 2.3. 1F1B: Narayanan et al. 2021, section 2.2.1. Interleaved:
-    section 2.2.2 with two stages per rank.
+    GPipe: Huang et al. 2019, section 2.3. 1F1B: Narayanan et al. 2021, section 2.2.1.
     """
     if split == "pipeline (GPipe)":
         return microbatches
     if split == "pipeline (1F1B)":
         return min(microbatches, ranks - rank)
-    if split == "pipeline (interleaved)":
-        # A round has as many microbatches as ranks, or more if there are too few for two rounds.
-        per_round = microbatches // max(1, microbatches // ranks)
-        return min(2 * microbatches, 2 * (ranks - rank - 1) + per_round + 1)
     return None

@@ -113,8 +113,6 @@ def _time_peer(
     ratios = _time_ratios(run, name, calls | {"audit": step})
     for variant in variants.values():
         variant.close()
-    # Discard the phases that the recorder timed outside of any step.
-    run.recorder.take()
     return ratios
 
 

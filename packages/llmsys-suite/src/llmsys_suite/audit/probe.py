@@ -55,8 +55,6 @@ def _probe_one(run: Run, name: str, start: Weights, exact: Weights) -> dict[str,
         batch = run.batch(0, rows=run.world, shared=not variant.alone)
         evidence = _observe(variant, start, exact, *batch)
     variant.close()
-    # Discard the phases that the recorder timed outside of any step.
-    run.recorder.take()
     run.barrier()
     return evidence
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
-from unittest import mock
 
 import numpy as np
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from llmsys_suite import plain
 from llmsys_suite.measure.distance import distance, furthest
-from llmsys_suite.plain import AdamW, Weights, logits, loss, norm, softmax
+from llmsys_suite.plain import AdamW, Weights, logits, loss, softmax
 
 __all__ = ["AdamW", "batch", "distance", "furthest", "logits", "loss"]
 
@@ -72,19 +71,6 @@ def patterns(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
     attention: list[Tensor] = []
     logits(weights, tokens_BT, heads, attention)
     return attention
-
-
-def streams(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
-    """Return the residual stream before each normalization, from the first block to the head."""
-    inputs: list[Tensor] = []
-
-    def record(x_BTD: Tensor, gain: Tensor) -> Tensor:
-        inputs.append(x_BTD)
-        return norm(x_BTD, gain)
-
-    with mock.patch.object(plain, "norm", record):
-        logits(weights, tokens_BT, heads)
-    return inputs
 
 
 def spread(text: bytes, rows: int, context: int) -> tuple[Tensor, Tensor]:

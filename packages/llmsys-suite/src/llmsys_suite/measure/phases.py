@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from llmsys_suite.folder import Sample
-from llmsys_suite.measure.interleaved import now, synchronize
+from llmsys_suite.measure.interleaved import now
 from llmsys_suite.measure.samples import WHOLE_STEP
 
 
@@ -27,7 +27,7 @@ class Recorder:
         self.device = device
         self._samples: list[Sample] = []
         self._labels: Sample = {}
-        #: Phases on a GPU: name, and the events at their start and end.
+        #: Phases of the current step on a GPU: name, and the events at their start and end.
         self._events: list[tuple[str, Any, Any]] = []
 
     @contextmanager
@@ -35,15 +35,23 @@ class Recorder:
         """Time one whole step; entries that the caller adds to the yielded dict join its sample."""
         self._labels = {"stage": stage, "variant": variant, "step": step, "warmup": warmup}
         extra: Sample = {}
-        begin = now(self.device)
-        yield extra
-        self._keep(WHOLE_STEP, now(self.device) - begin, extra)
-        self._read_events()
+        try:
+            begin = now(self.device)
+            yield extra
+            self._keep(WHOLE_STEP, now(self.device) - begin, extra)
+            for name, begin_event, end_event in self._events:
+                self._keep(name, begin_event.elapsed_time(end_event) / 1e3, {})
+        finally:
+            self._labels = {}
+            self._events.clear()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time one phase of the current step."""
+        """Time one phase of the current step; outside of a step, only label it."""
         with named_range(name, self.device):
+            if not self._labels:
+                yield
+                return
             if self.device.type == "cuda":
                 begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 begin_event.record()
@@ -57,22 +65,12 @@ class Recorder:
 
     def take(self) -> list[Sample]:
         """Return the samples since the last call, and discard them here."""
-        if self._events:
-            # Phases outside of any step: the device may not have reached their events.
-            synchronize(self.device)
-            self._read_events()
         taken, self._samples = self._samples, []
         return taken
 
     def _keep(self, phase: str, seconds: float, extra: Sample) -> None:
         extra.update(self._labels, rank=self.rank, phase=phase, seconds=seconds)
         self._samples.append(extra)
-
-    def _read_events(self) -> None:
-        """Store the times of all phases on the GPU, which must have reached their events."""
-        for name, begin, end in self._events:
-            self._keep(name, begin.elapsed_time(end) / 1e3, {})
-        self._events.clear()
 
 
 @contextmanager

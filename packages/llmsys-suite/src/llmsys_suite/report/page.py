@@ -14,7 +14,7 @@ from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.report import plots
 from llmsys_suite.report.sections import Section, sections
 from llmsys_suite.report.sentences import fastest
-from llmsys_suite.report.tables import Row, evidence_of, planned
+from llmsys_suite.report.tables import Row
 from llmsys_suite.report.unaudited import OF_THE_RUN, unaudited
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ table { border-collapse: collapse; margin: .6rem 0; font-variant-numeric: tabula
   font-size: .87rem; } th, td { padding: .12rem .45rem; text-align: right;
   border-bottom: 1px solid var(--line); overflow-wrap: normal; }
 th:first-child, td:first-child { text-align: left; padding-left: 0; }
-tr.failed td { color: var(--red); } svg { max-width: 100%; height: auto; display: block; }
+#audit .two td { color: var(--red); } svg { max-width: 100%; height: auto; display: block; }
 pre { background: var(--card); padding: .6rem; white-space: pre-wrap; font-size: .8rem; margin: 0; }
 figure { margin: .4rem 0; } figcaption, summary { color: var(--soft); font-size: .87rem; }
 @media print { nav, details { display: none; } section { break-inside: avoid; } }
@@ -130,8 +130,6 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
         f'<p class="{"bad" if line.startswith("FAILED") else _mood(line)}">{html.escape(line)}</p>'
         for line in lines[1:]
     )
-    if isinstance(results.get("plan"), of.Plan):
-        first += _table(planned(results, evidence_of(folder)))
     curve = samples = ""
     if isinstance(learn := results.get("learn"), of.Learn):
         curve = f"<figure>{plots.learning(learn, folder.config.loss_unit)}</figure>"
@@ -168,7 +166,7 @@ def _section(section: Section) -> str:
     parts = [f'<section id="{section.title}"><h2>{section.title}</h2>']
     parts.append(f'<p class="finding">{html.escape(section.finding)}</p><div class="two">')
     parts += [f"<figure>{section.picture}</figure>"] if section.picture else []
-    parts.append(_table(section.rows, section.failed) + "</div>")
+    parts.append(_table(section.rows) + "</div>")
     if label := unaudited(section.title):
         parts.append(f'<p class="soft">{html.escape(label)}</p>')
     for name, inside in section.folded:
@@ -177,15 +175,15 @@ def _section(section: Section) -> str:
     return "".join(parts) + "</section>"
 
 
-def _table(rows: Sequence[Row], failed: frozenset[int] = frozenset()) -> str:
+def _table(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
     columns = _columns(rows)
     head = "".join(f"<th>{html.escape(c.replace('_', ' '))}</th>" for c in columns)
     lines = []
-    for i, row in enumerate(rows):
+    for row in rows:
         cells = "".join(f"<td>{html.escape(_cell(row.get(c, '')))}</td>" for c in columns)
-        lines.append(f"<tr{' class=failed' if i in failed else ''}>{cells}</tr>")
+        lines.append(f"<tr>{cells}</tr>")
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
 
 

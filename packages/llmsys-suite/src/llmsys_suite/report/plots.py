@@ -131,7 +131,7 @@ def timeline(name: str, points: Sequence[tuple[str, float]]) -> str:
 
 
 def isoflop(scale: Scale) -> str:
-    """Draw loss against size per budget, each valley's minimum, and the extrapolated interval."""
+    """Draw loss against size per budget, and the interval of the extrapolated size."""
 
     def draw(axes: Axes) -> None:
         budgets = list(dict.fromkeys(run["compute_flops"] for run in scale.runs))
@@ -148,8 +148,6 @@ def isoflop(scale: Scale) -> str:
                 linewidth=1,
                 label=f"{budget:.2g} FLOPs",
             )
-        for valley in scale.valleys:
-            axes.plot(valley["parameters"], valley["loss"], "*", color=INK, markersize=9)
         if at := scale.extrapolated:
             label = f"best size at {at['compute_flops']:.0e}, 95 %"
             axes.axvspan(at["low"], at["high"], color=COLORS[5], alpha=0.2, label=label)
@@ -157,7 +155,7 @@ def isoflop(scale: Scale) -> str:
         _plain_ticks(axes)
         below(axes, 3)
 
-    return figure(draw, "IsoFLOP valleys; stars are fitted optima", height=4.0)
+    return figure(draw, "Held-out loss against size for each budget", height=4.0)
 
 
 def _plain_ticks(axes: Axes) -> None:
@@ -170,16 +168,3 @@ def _plain_ticks(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:.3g}"))
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_minor_formatter(NullFormatter())
-
-
-def compression(rows: Sequence[dict[str, Any]], unit: str) -> str:
-    """Draw the held-out loss of each compression method against its size in MiB."""
-
-    def draw(axes: Axes) -> None:
-        for color, row in zip(COLORS, rows, strict=False):
-            at = row["size_bytes"] / 2**20, row["heldout_loss"]
-            axes.plot(*at, "o", color=color, markersize=7, label=row["method"])
-        axes.set(xlabel="MiB", ylabel=f"held-out {unit}")
-        below(axes)
-
-    return figure(draw, "Held-out loss against bytes", height=3.4)

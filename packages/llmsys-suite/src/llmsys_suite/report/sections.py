@@ -24,8 +24,6 @@ class Section:
     rows: Sequence[Row] = ()
     picture: str = ""
     folded: Sequence[tuple[str, Sequence[Row] | str]] = ()
-    #: Indices of the rows that are shown in red.
-    failed: frozenset[int] = frozenset()
 
 
 def sections(folder: RunFolder) -> Iterator[Section]:
@@ -161,14 +159,9 @@ def _scale(scale: of.Scale, *_: Any) -> Section:
 def _inspect(inspect: of.Inspect, *_: Any) -> Section:
     real = [head["kind"] for head in inspect.heads if not head["by_chance"]]
     kinds = f"heads for {', '.join(real)}" if real else "no head beyond chance"
-    cut = inspect.ablation
-    finding = (
-        f"The trained model has {kinds}. Without head {cut['layer']}.{cut['head']} its loss is "
-        f"{cut['loss']:.3f}, and {inspect.lens[-1]['target_loss']:.3f} with it."
-    )
     shown = pick(inspect.heads, COLUMNS["inspect"])
-    folded = [("logit lens", inspect.lens), ("attribution", inspect.attribution)]
-    return Section("inspect", finding, shown, "", folded)
+    lens = [("logit lens", inspect.lens)]
+    return Section("inspect", f"The trained model has {kinds}.", shown, "", lens)
 
 
 def _compress(compress: of.Compress, _: Results, folder: RunFolder) -> Section:
@@ -181,17 +174,15 @@ def _compress(compress: of.Compress, _: Results, folder: RunFolder) -> Section:
         f"The smallest file whose loss is at most 1 % higher is that of {best['method']}: "
         f"{best['smaller']:.2g} times smaller, {best['heldout_loss'] - whole:+.4f} {unit}."
     )
-    shown = pick(rows, COLUMNS["compress"])
-    return Section("compress", finding, shown, plots.compression(rows, unit))
+    return Section("compress", finding, pick(rows, COLUMNS["compress"]))
 
 
 def _audit(_: of.Audit, __: Results, folder: RunFolder) -> Section:
     checks = folder.read_json("checks.json")
-    shown = pick(checks, COLUMNS["audit"])
-    failed = frozenset(i for i, check in enumerate(checks) if not check["passed"])
+    failed = pick([check for check in checks if not check["passed"]], COLUMNS["audit"])
     finding = f"{len(checks) - len(failed)} of {len(checks)} checks passed."
-    red = [shown[i] for i in sorted(failed)]
-    return Section("audit", finding, red, "", [("all checks", shown)], frozenset(range(len(red))))
+    every = pick(checks, COLUMNS["audit"])
+    return Section("audit", finding, failed, folded=[("all checks", every)])
 
 
 MAKERS: dict[str, Callable[..., Section]] = {

@@ -1,4 +1,4 @@
-"""The splits that the stage `parallel` compares, and those of them that fit a model."""
+"""The splits that the stage `parallel` compares."""
 
 from __future__ import annotations
 
@@ -8,21 +8,15 @@ from llmsys_suite.config import Layout
 from llmsys_suite.model import ModelConfig
 
 
-def all_layouts(config: ModelConfig, world: int) -> dict[str, Layout]:
-    """Return the layouts that the stage `parallel` compares, by name."""
-    group = group_size(config, world)
-    return {
+def possible_layouts(config: ModelConfig, world: int, rows: int) -> dict[str, Layout]:
+    """Return the layouts that the stage `parallel` compares, by name, if they fit the model."""
+    layouts = {
         "pipeline (GPipe)": Layout(pipeline=world, schedule="GPipe"),
         "pipeline (1F1B)": Layout(pipeline=world),
-        "pipeline (interleaved)": Layout(pipeline=world, schedule="interleaved"),
         "tensor (Megatron)": Layout(tensor=world),
-        "tensor and sequence": Layout(tensor=world, sequence=True),
-    } | ({"data x tensor": Layout(data=world // group, tensor=group)} if group > 1 else {})
-
-
-def possible_layouts(config: ModelConfig, world: int, rows: int) -> dict[str, Layout]:
-    """Return the layouts of `all_layouts` that fit the model and the rows."""
-    layouts = all_layouts(config, world)
+    }
+    if (group := group_size(config, world)) > 1:
+        layouts["data x tensor"] = Layout(data=world // group, tensor=group)
     return {name: split for name, split in layouts.items() if not split.why_not(config, rows)}
 
 

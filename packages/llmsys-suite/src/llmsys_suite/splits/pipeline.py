@@ -1,11 +1,8 @@
 """Consecutive blocks of a model as stages of a pipeline (Huang et al. 2019).
 
-torch.distributed.pipelining sends activations and gradients between stages, in three schedules:
-
-- GPipe;
-- 1F1B, whose backward passes start as early as possible, so that fewer activations are saved;
-- interleaved 1F1B with two shorter stages per rank, which has half of the bubble and sends twice
-  the bytes (Narayanan et al. 2021).
+torch.distributed.pipelining sends activations and gradients between stages, in two schedules: GPipe
+and 1F1B. The backward passes of 1F1B start as early as possible, so that fewer activations are
+saved (Narayanan et al. 2021).
 """
 
 from __future__ import annotations
@@ -15,16 +12,12 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from llmsys_suite.model import Block, Decoder, run_block
 
-#: The class of each schedule of `config.STAGES_PER_RANK`.
-SCHEDULES: dict[str, Any] = {
-    "GPipe": ScheduleGPipe,
-    "1F1B": Schedule1F1B,
-    "interleaved": ScheduleInterleaved1F1B,
-}
+#: The class of each schedule of a `Layout`.
+SCHEDULES: dict[str, Any] = {"GPipe": ScheduleGPipe, "1F1B": Schedule1F1B}
 
 
 class LayerRange(nn.Module):
@@ -62,7 +55,6 @@ class LayerRange(nn.Module):
         The input is tokens in the first stage and the residual stream in the others.
         """
         with self.autocast():
-            # Cut the table before the embedding, which may split the tokens over ranks.
             rope = self.rope[:, : x.shape[1]]
             if self.embedding is not None:
                 x = self.embedding(x)

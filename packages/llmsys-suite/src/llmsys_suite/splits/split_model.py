@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from llmsys_suite.config import Layout, UsageError
 from llmsys_suite.model import Block, ModelConfig
 from llmsys_suite.splits.pipeline import SCHEDULES, LayerRange, cross_entropy
-from llmsys_suite.splits.tensor import split_blocks, split_ends
+from llmsys_suite.splits.tensor import split_blocks
 from llmsys_suite.variants.initial_weights import with_weights
 from llmsys_suite.variants.single import Variant
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 class SplitModel(Variant):
-    """The stages of a rank in a `Layout`, trained with AdamW by default.
+    """The part of a model that a rank has in a `Layout`, trained with AdamW by default.
 
     Raises UsageError if the model cannot be split in this way.
     """
@@ -62,25 +62,17 @@ class SplitModel(Variant):
         self.slices = mesh["tensor"]
         self.data_rank = self.replicas.get_local_rank()
         self.data_world = self.replicas.size()
-        first, count = self.pipeline.get_local_rank(), layout.num_stages
-        self.reports_rows = first == self.slices.get_local_rank() == 0
-        #: This rank's stages by number.
-        self.ranges = {
-            number: LayerRange(self.decoder, number, count, self.run.autocast)
-            for number in range(first, count, layout.pipeline)
-        }
-        for layers in self.ranges.values():
-            if layout.tensor > 1:
-                split_blocks(layers.layers(), self.slices, sequence=layout.sequence)
-            if layout.sequence:
-                split_ends(layers, self.slices)
-        self.model = nn.ModuleList(self.ranges.values())
+        stage = self.pipeline.get_local_rank()
+        self.reports_rows = stage == self.slices.get_local_rank() == 0
+        self.layers = LayerRange(self.decoder, stage, layout.pipeline, self.run.autocast)
+        if layout.tensor > 1:
+            split_blocks(self.blocks(), self.slices)
+        self.model = self.layers
         # Free the layers of the other ranks.
         del self.decoder
         self.optimizer = self.make(self.model.parameters())
-        #: Stages and schedule are created in the first step, because they depend on the number of
-        #: rows, which a checkpoint may set.
-        self.stages: list[PipelineStage] = []
+        #: Created in the first step, because it depends on the number of rows, which a checkpoint
+        #: may set.
         self.schedule: Any = None
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
@@ -98,7 +90,10 @@ class SplitModel(Variant):
         rank, ranks = self.pipeline.get_local_rank(), self.pipeline.size()
         with self.phase("backward"):
             if self.schedule is None:
-                self._make_schedule(len(tokens))
+                stage = PipelineStage(self.layers, rank, ranks, self.device, group=group)
+                self.schedule = SCHEDULES[self.layout.schedule](
+                    stage, self.layout.num_microbatches(len(tokens)), loss_fn=cross_entropy
+                )
             if rank == 0:
                 self.schedule.step(tokens)
             elif rank == ranks - 1:
@@ -111,24 +106,11 @@ class SplitModel(Variant):
         return float(total)
 
     def _forward_backward_whole(self, tokens: Tensor, targets: Tensor) -> float:
-        (layers,) = self.ranges.values()
         with self.phase("forward"):
-            loss = cross_entropy(layers(tokens), targets)
+            loss = cross_entropy(self.layers(tokens), targets)
         with self.phase("backward"):
             loss.backward()
         return float(loss.detach())
-
-    def _make_schedule(self, rows: int) -> None:
-        group, count = self.pipeline.get_group(), self.layout.num_stages
-        self.stages = [
-            PipelineStage(layers, number, count, self.device, group=group)
-            for number, layers in self.ranges.items()
-        ]
-        self.schedule = SCHEDULES[self.layout.schedule](
-            self.stages if len(self.stages) > 1 else self.stages[0],
-            self.layout.num_microbatches(rows),
-            loss_fn=cross_entropy,
-        )
 
     def communicate(self) -> None:
         """Average the gradients of this rank's part of the model over the replicas."""
@@ -156,7 +138,7 @@ class SplitModel(Variant):
 
     def named_parameters(self) -> dict[str, nn.Parameter]:
         """Return this rank's parameters under their names in the unsplit model."""
-        return {n: p for layers in self.ranges.values() for n, p in layers.named_parameters()}
+        return dict(self.layers.named_parameters())
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full, unsplit parameters by name, on every rank."""
@@ -164,7 +146,7 @@ class SplitModel(Variant):
 
     def blocks(self) -> list[Block]:
         """Return the blocks of this rank."""
-        return [block for layers in self.ranges.values() for block in layers.layers()]
+        return self.layers.layers()
 
     def evaluated_model(self) -> nn.Module:
         """Return a new, unsplit model with the current weights."""

@@ -1,4 +1,4 @@
-"""Analysis of the trained model: predictions after each layer, kinds of heads, attribution."""
+"""Analysis of the trained model: predictions after each layer, and kinds of heads."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import interp
 import torch
 from interp.detect import HeadScores
 from interp.lens import Lens
-from interp.patching import drop_heads
 from torch import Tensor
 
 from llmsys_suite.model import Decoder
@@ -28,20 +27,16 @@ def run(run: Run) -> Inspect | None:
 
 
 def examine(run: Run) -> Inspect:
-    """Return logit lens, kinds of heads, attribution and an ablation; write inspect.html."""
+    """Return the logit lens and the kinds of heads; write inspect.html."""
     assert run.folder is not None
     model = run.trained
     assert isinstance(model, Decoder)
     context = min(64, model.config.context)
     tokens, targets = (t.to(run.device) for t in run.corpus.heldout_batch(rows=4, context=context))
-    blocks = range(len(model.blocks))
-    sites = ["embedding", *(f"blocks.{i}" for i in blocks)]
-    parts = [f"blocks.{i}.{part}" for i in blocks for part in ("attention", "ffn")]
-    with interp.record(model, *sites, *parts) as seen:
+    sites = ["embedding", *(f"blocks.{i}" for i in range(len(model.blocks)))]
+    with interp.record(model, *sites) as seen:
         model(tokens)
     lens = interp.logit_lens({s: seen[s] for s in sites}, model.norm, model.head, targets=targets)
-    written = {name: seen[name] for name in ("embedding", *parts)}
-    credit = interp.attribution(written, model.norm, model.head, targets, final=seen[sites[-1]])
     repeated_tokens = repeated(context, model.config.vocabulary).to(run.device)
     heads = interp.detect_heads(attention_patterns(model, repeated_tokens), repeated_tokens)
     patterns = attention_patterns(model, tokens)
@@ -51,21 +46,10 @@ def examine(run: Run) -> Inspect:
         patterns=patterns,
         heads=interp.detect_heads(patterns, tokens),
         lens=lens,
-        attributions=credit,
         vocabulary=[chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in range(256)],
         title="What the trained model does",
     )
-    cut = heads.best("previous")
-    loss = loss_without(model, cut.layer, cut.head, tokens, targets)
-    return Inspect(
-        lens=lens_rows(lens),
-        heads=head_rows(heads),
-        attribution=[
-            {"component": name, "mean_logit": float(term.mean())}
-            for name, term in credit.named().items()
-        ],
-        ablation={"layer": cut.layer, "head": cut.head, "loss": loss},
-    )
+    return Inspect(lens=lens_rows(lens), heads=head_rows(heads))
 
 
 def lens_rows(lens: Lens) -> Rows:
@@ -83,13 +67,6 @@ def head_rows(heads: HeadScores) -> Rows:
     """Return each kind's best head: its score, the score expected by chance, and if it is noise."""
     best = map(heads.best, KINDS)
     return [asdict(head) | {"by_chance": head.is_noise} for head in best]
-
-
-def loss_without(model: Decoder, layer: int, head: int, tokens: Tensor, targets: Tensor) -> float:
-    """Return the loss with the output of one head set to zero."""
-    cut = drop_heads(head, heads=model.config.num_heads)
-    with interp.patch(model, {f"blocks.{layer}.attention.out:input": cut}):
-        return float(model.loss(tokens, targets))
 
 
 def attention_patterns(model: Decoder, tokens: Tensor) -> list[Tensor]:

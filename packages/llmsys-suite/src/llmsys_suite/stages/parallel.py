@@ -1,4 +1,4 @@
-"""The model split over ranks with torch's tools: by layers, inside layers and by tokens.
+"""The model split over ranks with torch's tools: by layers and inside layers.
 
 Every split starts from the initial weights of one process, and its steps are timed.
 """
@@ -64,8 +64,6 @@ def timed(run: Run, split: SplitModel) -> dict[str, Any]:
     passed_s = time.perf_counter() - start_time
     working = torch.tensor((time.process_time() - worked) / passed_s, device=run.device)
     dist.all_reduce(working)
-    # Discard the phases that the recorder timed outside of its steps.
-    run.recorder.take()
     losses, seconds, clocked_s = zip(*steps, strict=True)
     return {
         "seconds": list(seconds[1:]),

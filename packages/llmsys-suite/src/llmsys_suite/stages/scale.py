@@ -98,7 +98,7 @@ def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float
     tokens, targets = (
         t.to(run.device) for t in run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=CONTEXT)
     )
-    with torch.no_grad():
+    with torch.no_grad(), run.in_float32():
         loss = float(model.loss(tokens, targets))
     return {
         "width": width,
@@ -134,16 +134,11 @@ def fit(rows: list[dict[str, float]]) -> Scale:
         except ValueError as error:
             return Scale(rows, [str(error)])
     assert optimum.intervals is not None
-    valleys = [
-        {"compute_flops": v.compute, "parameters": v.parameters, "loss": v.loss}
-        for v in law.valleys
-    ]
     ends = optimum.intervals["parameters"]
     size = {"parameters": optimum.parameters, "low": ends.low, "high": ends.high}
     return Scale(
         rows,
         [str(warning.message) for warning in caught],
         {"scale": law.scale, "exponent": law.exponent},
-        valleys,
         {"compute_flops": at} | size,
     )

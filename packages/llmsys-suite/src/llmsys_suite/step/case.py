@@ -7,7 +7,7 @@ from typing import Any
 
 import accounting
 
-from llmsys_suite.config import BYTE_VOCABULARY, LEAST_CONTEXT, UsageError, size_of
+from llmsys_suite.config import LEAST_CONTEXT, UsageError, size_of
 from llmsys_suite.model import ModelConfig
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
@@ -32,7 +32,6 @@ class Case:
     compile: bool = False
     checkpoint: bool = False
     layers: int | None = None
-    vocabulary: int = BYTE_VOCABULARY
     device: str = "cpu"
 
     def __post_init__(self) -> None:
@@ -53,7 +52,7 @@ class Case:
     @property
     def model(self) -> ModelConfig:
         """The shape of the model."""
-        config = ModelConfig.named(self.size, vocabulary=self.vocabulary, context=self.context)
+        config = ModelConfig.named(self.size, context=self.context)
         return replace(
             config, num_layers=self.layers or config.num_layers, checkpoint=self.checkpoint
         )
@@ -103,7 +102,7 @@ class Case:
         return {key: values[key] for key in LABELS}
 
     def _shape(self) -> accounting.Transformer:
-        return size_of(self.size).described(layers=self.layers, vocabulary=self.vocabulary)
+        return size_of(self.size).described(layers=self.layers)
 
 
 LABELS = ("size", "layers", "context", "rows", "dtype", "compile", "checkpoint")

@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from llmsys_suite.config import SIZES, UsageError, count_gpus
-from llmsys_suite.folder import RunFolder
+from llmsys_suite.folder import RunFolder, create_folder
 from llmsys_suite.step import sweep
 from llmsys_suite.step.case import PHASES, Case
 
 Row = dict[str, Any]
+ROWS = "rows.json"
 
 
 def benchmark(
@@ -62,20 +63,11 @@ def benchmark(
     if not cases:
         raise UsageError("no case is requested; name sizes, contexts and dtypes as A,B")
     if out is not None:
-        _make_folder(out)
+        create_folder(out, ROWS, json.dumps(_table(cases, [])))
     yield from _measured_lines(cases, limit, profile, out)
     if device == "cuda":
         case = json.dumps(asdict(cases[0]))
         yield f"\nnsys profile -t cuda,nvtx -o step python -m llmsys_suite.step.process '{case}'"
-
-
-def _make_folder(out: Path) -> None:
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise UsageError(f"{out} exists and is not empty; name another folder with --out")
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot write to {out}: {error.strerror}") from None
 
 
 def _measured_lines(
@@ -87,11 +79,14 @@ def _measured_lines(
     for row in sweep.measure(cases, limit=limit, profile=profile):
         measured.append(row)
         if out is not None:  # after every row, in case of an interruption
-            table = {"cases": [asdict(case) for case in cases], "rows": measured}
-            RunFolder(out).write_json("rows.json", table)
+            RunFolder(out).write_json(ROWS, _table(cases, measured))
         yield _line(_cells(row))
     if out is not None:
-        yield f"\n{out}: rows.json"
+        yield f"\n{out}: {ROWS}"
+
+
+def _table(cases: Sequence[Case], rows: list[Row]) -> dict[str, Any]:
+    return {"cases": [asdict(case) for case in cases], "rows": rows}
 
 
 def _cells(row: Row) -> list[str]:

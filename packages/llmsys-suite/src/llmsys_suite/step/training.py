@@ -24,13 +24,14 @@ LOSS_SCALE = 1024.0
 class Step:
     """A decoder with random tokens, its optimizer, and a loss scaler, which fp16 enables."""
 
-    def __init__(self, case: Case, seed: int = 0) -> None:
-        torch.manual_seed(seed)
+    def __init__(self, case: Case) -> None:
+        torch.manual_seed(0)
         torch.set_float32_matmul_precision("high" if case.dtype == "tf32" else "highest")
-        self.case, self.device = case, torch.device(case.device)
+        self.device = torch.device(case.device)
         self.model = Decoder(case.model, plain_attention).to(self.device)
         self.optimizer = torch.optim.AdamW(self.model.parameters())
-        self.tokens = torch.randint(case.vocabulary, (case.rows, case.context), device=self.device)
+        shape = (case.rows, case.context)
+        self.tokens = torch.randint(case.model.vocabulary, shape, device=self.device)
         self.loss_of = torch.compile(self.model.loss) if case.compile else self.model.loss
         self.scaler = torch.amp.GradScaler(
             case.device, init_scale=LOSS_SCALE, enabled=case.dtype == "fp16"

@@ -42,8 +42,13 @@ def generate_text(
     A token is one byte unless `codec` defines other tokens. Raises UsageError for an invalid
     argument.
     """
-    if not (max_bytes > 0 and 0 < temperature < math.inf):
-        raise UsageError(f"max_bytes {max_bytes} and temperature {temperature:g} must be positive")
+    if max_bytes < 1:
+        raise UsageError(f"expected max_bytes >= 1, got {max_bytes}")
+    if not 0 < temperature < math.inf:
+        raise UsageError(
+            f"expected a temperature above 0 and below infinity, got {temperature:g}; 1 draws from "
+            "the predicted distribution, and 100 from almost equal chances"
+        )
     if not -(2**63) <= seed < 2**64:
         raise UsageError(f"expected a seed of 64 bits, got {seed}")
     codec = codec or ByteCodec()

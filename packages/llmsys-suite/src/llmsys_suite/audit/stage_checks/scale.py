@@ -61,8 +61,8 @@ def _columns(rows: results.Rows) -> Iterator[Check]:
 
 
 def fit_checks(result: results.Scale) -> Iterator[Check]:
-    """Compare the law, its extrapolation and its valleys with fits by numpy."""
-    factor, exponent, minima = _parabolas(result.runs)
+    """Compare the law and its extrapolation with fits by numpy."""
+    factor, exponent = _law(result.runs)
     at = result.extrapolated
     numpys = Sources("scaling", "polynomials by numpy")
     yield numpys.equal("exponent", exponent, result.law["exponent"], 1e-6)
@@ -72,13 +72,6 @@ def fit_checks(result: results.Scale) -> Iterator[Check]:
     beyond = scale.BEYOND * max(row["compute_flops"] for row in result.runs)
     budgets = Sources("scaling", "the largest budget")
     yield budgets.equal("extrapolated budget", beyond, at["compute_flops"], 1e-9)
-    yield numpys.equal("number of minima", len(minima), len(result.valleys))
-    valleys = []
-    for valley, budget in zip(result.valleys, sorted(minima), strict=False):
-        size, loss = minima[budget]
-        for key, value in (("compute_flops", budget), ("parameters", size), ("loss", loss)):
-            valleys.append((value, valley[key], f"{key} at {budget:.3g} FLOPs"))
-    yield numpys.all_equal("minima", valleys, 1e-5)
 
 
 def _trained_again(run: Run, row: results.Row) -> float:
@@ -103,25 +96,22 @@ def _trained_again(run: Run, row: results.Row) -> float:
     return reference.mean_loss(weights, *on_device(run, heldout), heads)
 
 
-def _parabolas(
-    rows: results.Rows,
-) -> tuple[float, float, dict[float, tuple[float, float]]]:
-    """Fit a parabola in log N around the best run of each budget, and a line through the minima.
+def _law(rows: results.Rows) -> tuple[float, float]:
+    """Return the factor and the exponent of the size that minimizes the loss, by budget.
 
-    Return the factor and the exponent of the line, and size and loss of each minimum by budget.
+    A parabola in log N is fitted around the best run of each budget, and a line through the minima.
     """
     budgets: dict[float, list[tuple[float, float]]] = {}
     for row in rows:
         pair = (math.log(row["parameters"]), row["loss"])
         budgets.setdefault(row["compute_flops"], []).append(pair)
-    minima = {}
+    minima = []
     for budget, runs in budgets.items():
         best = min(runs, key=lambda pair: pair[1])[0]
         close = sorted(runs, key=lambda pair: abs(pair[0] - best))[:4]
         sizes = [x for x, _ in close]
-        a, b, c = np.polyfit(sizes, [y for _, y in close], 2)
+        a, b, _ = np.polyfit(sizes, [y for _, y in close], 2)
         if a > 0 and min(sizes) <= -b / (2 * a) <= max(sizes):
-            minima[budget] = (math.exp(-b / (2 * a)), float(c - b * b / (4 * a)))
-    logs = [math.log(size) for size, _ in minima.values()]
-    exponent, height = np.polyfit([math.log(budget) for budget in minima], logs, 1)
-    return math.exp(height), float(exponent), minima
+            minima.append((math.log(budget), -b / (2 * a)))
+    exponent, height = np.polyfit([x for x, _ in minima], [y for _, y in minima], 1)
+    return math.exp(height), float(exponent)
