@@ -63,7 +63,7 @@ def prune_channels(
     zero. The outputs are compared at several batch sizes and lengths, and with a cache if the model
     has one. Only those for `inputs` are compared if the model does not run in float64 on a CPU.
     Raise `ValueError` if outputs differ, or if an attribute is read both as a number of units and
-    as something else. Warn if the result fails in training mode.
+    as something else.
     """
     check_criterion(criterion, loss)
     if scope not in ("group", "global"):
