@@ -9,7 +9,6 @@ import torch
 from tinyml import (
     add_lora,
     load_lora,
-    lora_state_dict,
     merge,
     merge_and_unload,
     prune_channels,
@@ -77,8 +76,9 @@ class Model(nn.Module):
 def adapted(is_transposed=False, targets=None):
     model = add_lora(Model(is_transposed), 2, alpha=3.0, parameters=NAMES, targets=targets)
     generator = torch.Generator().manual_seed(1)
-    for tensor in lora_state_dict(model).values():
-        tensor.copy_(torch.randn(tensor.shape, generator=generator))
+    for tensor in model.parameters():
+        if tensor.requires_grad:
+            tensor.data = torch.randn(tensor.shape, generator=generator)
     return model
 
 

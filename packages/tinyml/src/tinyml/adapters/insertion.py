@@ -1,4 +1,4 @@
-"""Insertion of adapters into a model, and their tensors.
+"""Insertion of adapters into a model.
 
 All adapters are created before the first one is installed, so an error leaves the model unchanged.
 """
@@ -193,17 +193,6 @@ def _has_adapters(name: str) -> str:
         f"expected a model without adapters, got one of {name}; add all adapters in one call, or "
         "call merge_and_unload(model) first"
     )
-
-
-def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return a state dict with the factors of the adapters, without their scaling alpha / r."""
-    check_supported(model)
-    adapters: dict[str, nn.Module] = {**adapters_of(model), **parameter_adapters(model)}
-    return {
-        f"{name}.{key}" if name else key: getattr(adapter, key).detach()
-        for name, adapter in adapters.items()
-        for key in ("lora_A", "lora_B")
-    }
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoRA]:
