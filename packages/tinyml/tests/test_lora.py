@@ -133,7 +133,7 @@ def test_bad_requests_say_what_to_ask_for():
         add_lora(mlp(), 2, targets=["query"])
     for targets in (None, ["2"]):
         with pytest.raises(
-            ValueError, match=r"without adapters, got one of 0; add all .* one call"
+            ValueError, match=r"without adapters, got one of 0; .* or add all .* one call"
         ):
             add_lora(add_lora(mlp(), 2, targets=["0"]), 2, targets=targets)
     with pytest.raises(ValueError, match=r"add_lora\(model\)"):
@@ -299,7 +299,7 @@ def test_what_is_merged_is_compressed_as_one_weight(tmp_path):
             save(small, tmp_path / "small.safetensors")
             assert torch.equal(load(plain, tmp_path / "small.safetensors")(inputs), small(inputs))
     assert model[0].merged
-    with pytest.raises(ValueError, match="merge them, or prune first"):
+    with pytest.raises(ValueError, match="without adapters, got one of 0; call merge_and_unload"):
         prune_channels(unmerge(model), 0.5, inputs)
 
 
@@ -376,7 +376,7 @@ def test_factors_that_change_while_merged_are_an_error(how):
 
 def test_dropout_that_attention_would_not_apply_is_refused():
     attention = nn.MultiheadAttention(16, 4)
-    with pytest.raises(ValueError, match=r"dropout=0.5 would have no effect; pass dropout=0"):
+    with pytest.raises(ValueError, match=r"dropout=0.5 would have no effect .*out_proj.* with protect"):
         add_lora(attention, 2, dropout=0.5)
     assert all(parameter.requires_grad for parameter in attention.parameters())
     add_lora(attention, 2)

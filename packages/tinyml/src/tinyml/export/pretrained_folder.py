@@ -20,7 +20,7 @@ from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement
 from tinyml.export.atomic_file import atomic_file
 from tinyml.export.shared_tensors import memory_of, separate, state_tensors
-from tinyml.pruning.config_sizes import is_described_by_config
+from tinyml.pruning.config_sizes import check_described_by_config
 from tinyml.quantization.grid_weight import GridWeight
 
 
@@ -35,11 +35,7 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
             f"expected a transformers model with a configuration, got {type(model).__name__}; "
             "use tinyml.save for other models"
         )
-    if not is_described_by_config(model):
-        raise ValueError(
-            "expected a model that its configuration describes, got a pruned model whose sizes the "
-            "configuration cannot express; prune all layers alike, or use tinyml.save"
-        )
+    check_described_by_config(model)
     if adapted := sorted(parameter_adapters(model)):
         raise _cannot_store(adapted[0], "an adapter")
     grids: dict[str, GridWeight] = {}
