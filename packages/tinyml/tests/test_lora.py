@@ -376,7 +376,9 @@ def test_factors_that_change_while_merged_are_an_error(how):
 
 def test_dropout_that_attention_would_not_apply_is_refused():
     attention = nn.MultiheadAttention(16, 4)
-    with pytest.raises(ValueError, match=r"dropout=0.5 would have no effect .*out_proj.* with protect"):
+    with pytest.raises(
+        ValueError, match=r"dropout=0.5 would have no effect .*out_proj.* with protect"
+    ):
         add_lora(attention, 2, dropout=0.5)
     assert all(parameter.requires_grad for parameter in attention.parameters())
     add_lora(attention, 2)

@@ -178,6 +178,10 @@ def test_a_second_adapter_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"without adapters, got one of .*experts.down;"):
         load_lora(model, tmp_path)
     assert all(adapter.lora_A.requires_grad for adapter in parameter_adapters(model).values())
+    layers = add_lora(Model(), 2, targets=["gate"])
+    with pytest.raises(ValueError, match=r"without adapters, got one of blocks.0.gate;"):
+        add_lora(layers, 2, parameters=["experts.up"])
+    assert layers.blocks[0].gate.lora_A.requires_grad
     plain = Model()
     with pytest.raises(ValueError, match="got both"):
         add_lora(plain, 2, parameters=["gate.weight"], targets=["gate"])
