@@ -155,23 +155,20 @@ def _compare(small: nn.Module, call: _Call, expected: list[Tensor], exact: bool)
     try:
         outputs = tensors_in(call(small))
     except Exception as error:  # the model's own code may raise anything
-        raise ValueError(f"{_complaint(small)} ({error}); {_REMEDY}") from error
+        raise _size_error(small, str(error)) from error
     alike = len(outputs) == len(expected) and all(
         map(_alike, outputs, expected, [exact] * len(outputs))
     )
     if not alike:
         shape = tuple(expected[0].shape) if expected else ()
-        raise ValueError(
-            f"{_complaint(small)} (outputs of shape {shape} are not those of the model with "
-            f"zeros); {_REMEDY}"
-        )
+        raise _size_error(small, f"outputs of shape {shape} are not those of the model with zeros")
 
 
-_REMEDY = "take it from the tensor's shape, or take out what is computed and not returned"
-
-
-def _complaint(model: nn.Module) -> str:
-    return f"{type(model).__name__} has a size written into its forward"
+def _size_error(model: nn.Module, why: str) -> ValueError:
+    return ValueError(
+        f"{type(model).__name__} has a size written into its forward ({why}); take it from the "
+        "tensor's shape, or take out what is computed and not returned"
+    )
 
 
 def _alike(ours: Tensor, exact: Tensor, in_double: bool) -> bool:
