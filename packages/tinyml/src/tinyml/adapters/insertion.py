@@ -156,11 +156,15 @@ def _chosen(
     """
     chosen: dict[nn.Module, None] = {}
     unmatched = set(targets or ())
+    of_protected: set[str] = set()
     named_modules = list(model.named_modules(remove_duplicate=False))
     protected_layers = {module for name, module in named_modules if name in protected}
     for full, module in named_modules:
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
-        if module in protected_layers or (targets is not None and not matching):
+        if module in protected_layers:
+            of_protected |= set(matching) if is_instance_of(module, kinds) else set()
+            continue
+        if targets is not None and not matching:
             continue
         if isinstance(module, Replacement):
             raise ValueError(
@@ -172,6 +176,11 @@ def _chosen(
             chosen[module] = None
             unmatched -= set(matching)
     named = [kind.__name__ for kind in kinds]
+    if excluded := sorted(unmatched & of_protected):
+        raise ValueError(
+            f"expected targets with layers outside of protect, got {excluded}, whose layers are "
+            "all protected; remove them from targets or from protect"
+        )
     if unmatched:
         known = [full.rpartition(".")[2] for full, _ in model.named_modules()]
         like = suggestion(min(unmatched), known)
