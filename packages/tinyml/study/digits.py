@@ -299,8 +299,7 @@ def main() -> None:
     parser.add_argument("--draw", action="store_true")
     arguments = parser.parse_args()
     if not arguments.draw:
-        seeds, epochs, processes = arguments.seeds, arguments.epochs, arguments.processes
-        rows = study(*digits(), PICTURES, seeds, epochs, processes)
+        rows = study(*digits(), PICTURES, arguments.seeds, arguments.epochs, arguments.processes)
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     for name, picture in pictures(json.loads(arguments.json.read_text())).items():
         save(picture, PICTURES / f"{name}.svg")
