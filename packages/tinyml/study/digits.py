@@ -1,7 +1,6 @@
 """A small VGG is trained and compressed by every method: result rows and plots.
 
     python packages/tinyml/study/digits.py                      scikit-learn's digits, five seeds
-    python packages/tinyml/study/digits.py --cifar FOLDER       CIFAR-10 (binary version)
     python packages/tinyml/study/digits.py --draw               redraw the plots from saved rows
 
 Each seed uses another split and another initialization. Intervals are 95 % confidence intervals of
@@ -23,7 +22,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from matplotlib.figure import Figure
@@ -291,29 +289,17 @@ def digits() -> tuple[Tensor, Tensor]:
     return images, torch.tensor(classes).long()
 
 
-def cifar(folder: Path) -> tuple[Tensor, Tensor]:
-    """Read the binary version's records: a label, then 3 x 32 x 32 bytes."""
-    files = sorted(folder.glob("data_batch_*.bin"))
-    raw = np.concatenate([np.fromfile(file, np.uint8).reshape(-1, 3073) for file in files])
-    images = torch.from_numpy(raw[:, 1:]).view(-1, 3, 32, 32).float() / 127.5 - 1
-    return images, torch.from_numpy(raw[:, 0].astype(np.int64))
-
-
 def main() -> None:
     """Measure, save the rows and plot them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, default=12)
-    parser.add_argument("--cifar", type=Path)
     parser.add_argument("--processes", type=int, default=1, help="seeds at a time")
     parser.add_argument("--json", type=Path, default=STUDY_FOLDER / "rows.json")
     parser.add_argument("--draw", action="store_true")
     arguments = parser.parse_args()
     if not arguments.draw:
-        images, labels = cifar(arguments.cifar) if arguments.cifar else digits()
-        rows = study(
-            images, labels, PICTURES, arguments.seeds, arguments.epochs, arguments.processes
-        )
+        rows = study(*digits(), PICTURES, arguments.seeds, arguments.epochs, arguments.processes)
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
     for name, picture in pictures(json.loads(arguments.json.read_text())).items():
         save(picture, PICTURES / f"{name}.svg")

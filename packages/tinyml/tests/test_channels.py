@@ -335,34 +335,6 @@ def test_a_weight_that_is_read_twice_stays():
             prune_channels(model, 0.5, X)
 
 
-class Auxiliary(nn.Module):
-    """A network with a second head in training mode."""
-
-    def __init__(self):
-        super().__init__()
-        self.first = nn.Linear(8, 16)
-        self.hidden = nn.Linear(16, 16)
-        self.norm = nn.BatchNorm1d(16)
-        self.head = nn.Linear(16, 4)
-        self.auxiliary = nn.Linear(16, 4)
-
-    def forward(self, x):
-        x = self.first(x).relu()
-        y = self.head(self.norm(self.hidden(x)).relu())
-        return (y, self.auxiliary(x)) if self.training else y
-
-
-def test_a_failure_in_training_mode_is_a_warning_that_protect_prevents():
-    model, x = Auxiliary().eval(), torch.randn(1, 8)
-    state = copy.deepcopy(model.state_dict())
-    with pytest.warns(UserWarning, match=r"fails in training mode \(.*auxiliary heads read"):
-        small = prune_channels(model, 0.5, x)
-    assert small.first.weight.shape == (8, 8)
-    small = prune_channels(model, 0.5, x, protect=["first"])
-    assert [part.shape for part in small.train()(torch.randn(3, 8))] == [(3, 4), (3, 4)]
-    assert all(torch.equal(tensor, state[name]) for name, tensor in model.state_dict().items())
-
-
 @dataclasses.dataclass
 class Outputs:
     logits: torch.Tensor

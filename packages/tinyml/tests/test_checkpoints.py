@@ -144,10 +144,6 @@ def test_generation_settings_are_saved_and_other_types_than_float16_refused(save
         (lambda m: quantize(m, 4, group_size=32), "Embedding with a GridWeight"),
         (lambda m: kmeans_quantize(m, {"model.layers.0.mlp.up_proj": 4}), "Linear with a Palette"),
         (lambda m: add_lora(quantize(m, 4, **WEIGHTS), targets=["q_proj"]), "with a LoRA"),
-        (
-            lambda m: prune_channels(m, {"model.layers.0.mlp.up_proj": 0.5}, TOKENS),
-            "all layers alike",
-        ),
         (lambda m: torch.compile(quantize(m, 4, group_size=32, **WEIGHTS)), "before torch.compile"),
         (lambda m: m, "got none"),
         (lambda m: nn.Sequential(m), "expected a transformers model"),
@@ -157,6 +153,15 @@ def test_generation_settings_are_saved_and_other_types_than_float16_refused(save
 def test_what_a_folder_cannot_store_is_refused(save, compress, match, tmp_path):
     with pytest.raises(ValueError, match=match):
         save(compress(llama()), tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_pruned_model_that_no_configuration_describes_is_refused(tmp_path):
+    small = prune_channels(llama(), {"model.layers.0.mlp.up_proj": 0.5}, TOKENS)
+    small = quantize(small.half(), 4, **WEIGHTS)
+    for save in (save_awq, save_gptq):
+        with pytest.raises(ValueError, match="all layers alike"):
+            save(small, tmp_path)
     assert not list(tmp_path.iterdir())
 
 

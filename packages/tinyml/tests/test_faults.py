@@ -17,7 +17,6 @@ from tinyml import (
     gptq,
     kmeans,
     kmeans_quantize,
-    lora_state_dict,
     prepare_qat,
     prune,
     prune_channels,
@@ -103,7 +102,6 @@ TAKES_PLAIN_MODELS = {
     "save": save,
     "save_gguf": lambda m, path: save_gguf(m, path, "Q8_0"),
     "save_lora": save_lora,
-    "lora_state_dict": lambda m, path: lora_state_dict(m),
     "convert": lambda m, path: convert(m),
 }
 
@@ -113,7 +111,7 @@ TAKES_PLAIN_MODELS = {
 def test_compiled_and_parallel_models_are_refused(name, wrap, tmp_path):
     # A compiled layer ran after its replacement, and files had names with a prefix.
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
-    if name in ("save_lora", "lora_state_dict"):
+    if name == "save_lora":
         add_lora(model, 2)
     with pytest.raises(ValueError, match=r"before torch.compile and data parallelism, got"):
         TAKES_PLAIN_MODELS[name](WRAPPED[wrap](model), tmp_path / "file")

@@ -191,7 +191,7 @@ class Decoder(nn.Module):
 def test_bad_calibration_says_so():
     with pytest.raises(ValueError, match="at least one batch"):
         gptq(nn.Linear(4, 4), [])
-    with pytest.raises(ValueError, match="nan or inf"):
+    with pytest.raises(ValueError, match="the calibration inputs, got nan or inf"):
         gptq(nn.Linear(4, 4), [torch.full((2, 4), float("nan"))])
 
 

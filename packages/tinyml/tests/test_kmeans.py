@@ -22,6 +22,13 @@ def test_packing_loses_nothing_and_wastes_nothing(bits, count, random):
     assert packed.numel() <= -(-count * bits // 8) + 2  # a partial byte for each of 3 planes
 
 
+@pytest.mark.parametrize("codes", [[-1, 3], [0, 16], [-8, 7], [0, 256]])
+def test_codes_out_of_range_are_not_packed(codes):
+    # Converted to bytes, 256 is 0 and -8 is 248, whose low bits are those of 8.
+    with pytest.raises(ValueError, match=f"from 0 to 15 for 4 bits, got {codes[0]} to {codes[1]}"):
+        pack(torch.tensor(codes), 4)
+
+
 def plain_lloyd(values, k):
     centroids = torch.linspace(float(values.min()), float(values.max()), k, dtype=torch.float64)
     codes = None

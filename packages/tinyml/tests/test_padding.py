@@ -61,6 +61,35 @@ def test_padding_does_not_count_after_sequences_are_joined():
     assert torch.equal(masked.layers(padded), exact(padded))
 
 
+class SequenceFirst(nn.Module):
+    """A model whose layers receive (seq, batch, width), as torch's encoders do by default."""
+
+    batch_first = False
+
+    def __init__(self, layers):
+        super().__init__()
+        self.layers = layers
+
+    def forward(self, inputs, *, attention_mask=None):
+        return self.layers(inputs.transpose(0, 1)).transpose(0, 1)
+
+
+def test_padding_does_not_count_in_layers_with_the_sequence_first():
+    model, batches = model_and_batches()
+    mask = torch.ones(2, 50, dtype=torch.long)
+    mask[1, 30:] = 0
+    padded = torch.stack(batches[:2])
+    padded[mask == 0] = 1e4
+    exact = gptq(model, [padded[mask == 1]])
+    masked = gptq(SequenceFirst(model), [{"inputs": padded, "attention_mask": mask}])
+    torch.testing.assert_close(masked.layers(padded), exact(padded))
+    square = {"inputs": padded[:, :2], "attention_mask": torch.tensor([[1, 1], [0, 1]])}
+    with pytest.raises(ValueError, match=r"batch_first=False, .*of shape \(2, 2\)"):
+        gptq(SequenceFirst(model), [square])
+    square["attention_mask"] = torch.ones(2, 2)
+    gptq(SequenceFirst(model), [square])
+
+
 def test_padding_of_an_encoder_and_a_decoder_is_refused():
     model, batches = model_and_batches()
     model = Masked(model)

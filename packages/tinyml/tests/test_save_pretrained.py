@@ -75,19 +75,18 @@ def logits(model):
         return model(TOKENS, **extra).logits
 
 
-@pytest.mark.parametrize("merged_before", [False, True])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
-    ("make", "targets"),
+    ("make", "targets", "dtype", "merged_before"),
     [
-        (llama, ["q_proj", "v_proj"]),
-        (llama, ["embed_tokens", "down_proj"]),
-        (lambda: llama(tied=True), ["q_proj"]),
-        (lambda: llama(tied=True), ["lm_head"]),
-        (lambda: llama(tied=True), ["embed_tokens", "lm_head"]),
-        (gpt2, ["c_attn", "c_proj"]),
-        (gpt2, ["wte"]),
-        (t5, ["q", "wo"]),
+        (llama, ["q_proj", "v_proj"], torch.float32, True),
+        (llama, ["embed_tokens", "down_proj"], torch.bfloat16, False),
+        (lambda: llama(tied=True), ["q_proj"], torch.float32, False),
+        (lambda: llama(tied=True), ["lm_head"], torch.bfloat16, True),
+        (lambda: llama(tied=True), ["embed_tokens", "lm_head"], torch.float32, False),
+        (lambda: llama(tied=True), ["embed_tokens", "lm_head"], torch.float32, True),
+        (gpt2, ["c_attn", "c_proj"], torch.bfloat16, True),
+        (gpt2, ["wte"], torch.float32, False),
+        (t5, ["q", "wo"], torch.float32, False),
     ],
 )
 def test_an_unloaded_model_survives_save_pretrained_bit_for_bit(

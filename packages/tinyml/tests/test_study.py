@@ -6,9 +6,7 @@ import sys
 from pathlib import Path
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
-import torch
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -63,14 +61,3 @@ def test_every_picture_is_drawn(rows, request, study, tmp_path):
     for name, picture in study.pictures(request.getfixturevalue(rows)).items():
         study.save(picture, tmp_path / name)
         ElementTree.parse(tmp_path / name)
-
-
-def test_records_of_cifar_are_read(study, tmp_path):
-    records = np.random.default_rng(0).integers(0, 10, (6, 3073), dtype=np.uint8)
-    for name, part in (("data_batch_1.bin", records[:4]), ("data_batch_2.bin", records[4:])):
-        part.tofile(tmp_path / name)
-    images, labels = study.cifar(tmp_path)
-    assert labels.tolist() == records[:, 0].tolist()
-    exact = torch.from_numpy(records[:, 1:]).view(6, 3, 32, 32) / 127.5 - 1
-    torch.testing.assert_close(images, exact)
-    assert study.Task(images, labels, 0, 1).model()(images).shape == (6, 10)

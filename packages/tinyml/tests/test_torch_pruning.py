@@ -123,7 +123,6 @@ def randomized(model):
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning:torchvision")
-@pytest.mark.filterwarnings("ignore:the pruned GoogLeNet fails in training mode")  # auxiliary heads
 @pytest.mark.parametrize("name", MODELS)
 def test_error_is_not_larger_than_torch_prunings(name):
     build, size = MODELS[name]

@@ -4,7 +4,7 @@ Functions that compress a model return a new model and leave their argument unch
 `load_lora`, `merge`, `unmerge` and `merge_and_unload` change the model that they receive.
 """
 
-from tinyml.adapters.insertion import add_lora, lora_state_dict
+from tinyml.adapters.insertion import add_lora
 from tinyml.adapters.lora import LoRA
 from tinyml.adapters.merging import merge, merge_and_unload, unmerge
 from tinyml.adapters.peft_files import load_lora, save_lora
@@ -43,7 +43,6 @@ __all__ = [
     "kmeans_quantize",
     "load",
     "load_lora",
-    "lora_state_dict",
     "merge",
     "merge_and_unload",
     "prepare_qat",

@@ -97,6 +97,14 @@ def warn_of_dense_weights(
         )
 
 
+def remove_parametrizations(module: nn.Module) -> None:
+    """Remove all parametrizations of a module, in place, with the tensors that they compute."""
+    # torch's function would also affect every copy of the model, because the copies share the
+    # generated class.
+    module.__class__ = type(module).__bases__[0]
+    del module._modules["parametrizations"]
+
+
 def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
     """Make a layer's weight a parameter again; return all layers of `model` that share it."""
     sharing = [m for m in model.modules() if weight_identity(m) == weight_identity(layer)]
@@ -104,10 +112,7 @@ def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
         stored = cast(Any, layer).parametrizations.weight.original
         weight = nn.Parameter(weight_of(layer).clone(), stored.requires_grad)
         for shared in sharing:
-            # torch.nn.utils.parametrize.remove_parametrizations would also affect every copy
-            # of the model, because the copies share the generated class.
-            shared.__class__ = type(shared).__bases__[0]
-            del shared._modules["parametrizations"]
+            remove_parametrizations(shared)
             shared.register_parameter("weight", weight)
     return sharing
 

@@ -154,14 +154,10 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
-def module_of(node: fx.Node) -> str:
-    """Return the name of the module whose forward created this node."""
-    stack = node.meta.get("nn_module_stack") or {}
-    paths = [path for path, _ in stack.values()]
-    return "" if not paths or paths[-1] == _MODEL[:-1] else str(paths[-1]).removeprefix(_MODEL)
-
-
 def described(node: fx.Node) -> str:
-    """Return the description of a node that error messages use."""
-    module = module_of(node)
+    """Return a node's name, operator and module, for error messages."""
+    stack = node.meta.get("nn_module_stack") or {}
+    # The path of the innermost module, such as "model.head"; "model" is the exported model itself.
+    path = ([path for path, _ in stack.values()] or [""])[-1]
+    module = str(path).removeprefix(_MODEL[:-1]).removeprefix(".")
     return f"{node.name} ({node.target}{f' in {module}' if module else ''})"

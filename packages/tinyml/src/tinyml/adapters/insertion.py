@@ -1,4 +1,4 @@
-"""Insertion of adapters into a model, and their tensors.
+"""Insertion of adapters into a model.
 
 All adapters are created before the first one is installed, so an error leaves the model unchanged.
 """
@@ -47,8 +47,7 @@ def add_lora(
     The update of a parameter is merged by `merge_and_unload` only. `dropout` applies to the inputs
     of the updates of linear layers. Embeddings and single parameters have no dropout, as in peft.
     """
-    if single_names := sorted(parameter_adapters(model)):
-        raise ValueError(_has_adapters(single_names[0]))
+    require_no_adapters(model)
     wanted = (
         targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
     )
@@ -62,8 +61,8 @@ def add_lora(
     chosen = [] if names and wanted is None else _chosen(model, tuple(kinds), wanted, protected)
     if dropout and not any(is_instance_of(base, (nn.Linear,)) for base in chosen):
         raise ValueError(
-            f"dropout={dropout} would have no effect, because updates of embeddings and of single "
-            "parameters have no dropout; pass dropout=0"
+            f"dropout={dropout} would have no effect on embeddings and single parameters, whose "
+            "updates have no dropout; pass dropout=0"
         )
     return insert_adapters(
         model, chosen, lambda base: new_layer_adapter(base, rank, alpha, dropout), single
@@ -153,17 +152,19 @@ def _chosen(
     """Return the layers to adapt.
 
     A layer that the model contains twice is left out if one of its names is protected. Raise
-    `ValueError` if the model has adapters, or a target matches no layer.
+    `ValueError` if a target matches no layer.
     """
     chosen: dict[nn.Module, None] = {}
     unmatched = set(targets or ())
+    of_protected: set[str] = set()
     named_modules = list(model.named_modules(remove_duplicate=False))
     protected_layers = {module for name, module in named_modules if name in protected}
     for full, module in named_modules:
-        if isinstance(module, LoRA):
-            raise ValueError(_has_adapters(full or "the model"))
         matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
-        if module in protected_layers or (targets is not None and not matching):
+        if module in protected_layers:
+            of_protected |= set(matching) if is_instance_of(module, kinds) else set()
+            continue
+        if targets is not None and not matching:
             continue
         if isinstance(module, Replacement):
             raise ValueError(
@@ -175,6 +176,11 @@ def _chosen(
             chosen[module] = None
             unmatched -= set(matching)
     named = [kind.__name__ for kind in kinds]
+    if excluded := sorted(unmatched & of_protected):
+        raise ValueError(
+            f"expected targets with layers outside of protect, got {excluded}, whose layers are "
+            "all protected; remove them from targets or from protect"
+        )
     if unmatched:
         known = [full.rpartition(".")[2] for full, _ in model.named_modules()]
         like = suggestion(min(unmatched), known)
@@ -188,22 +194,14 @@ def _chosen(
     return list(chosen)
 
 
-def _has_adapters(name: str) -> str:
-    return (
-        f"expected a model without adapters, got one of {name}; add all adapters in one call, or "
-        "call merge_and_unload(model) first"
-    )
-
-
-def lora_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """Return a state dict with the factors of the adapters, without their scaling alpha / r."""
-    check_supported(model)
-    adapters: dict[str, nn.Module] = {**adapters_of(model), **parameter_adapters(model)}
-    return {
-        f"{name}.{key}" if name else key: getattr(adapter, key).detach()
-        for name, adapter in adapters.items()
-        for key in ("lora_A", "lora_B")
-    }
+def require_no_adapters(model: nn.Module) -> None:
+    """Raise `ValueError` if a layer or a single parameter of `model` has an adapter."""
+    layers = [name for name, layer in model.named_modules() if isinstance(layer, LoRA)]
+    if names := sorted([*layers, *parameter_adapters(model)]):
+        raise ValueError(
+            f"expected a model without adapters, got one of {names[0] or 'the model'}; call "
+            "merge_and_unload(model) first, or add all adapters in one call"
+        )
 
 
 def adapters_of(model: nn.Module) -> dict[str, LoRA]:

@@ -51,13 +51,13 @@ class LoRA(LowRankUpdate, Replacement):
             raise TypeError("expected max_norm=None, got an embedding that rewrites its weight")
         weight = weight_of(base)
         self.transposed = isinstance(base, nn.Embedding) or is_conv1d(base)
-        if dropout and isinstance(base, NonDynamicallyQuantizableLinear):
+        if dropout and isinstance(base, nn.Embedding | NonDynamicallyQuantizableLinear):
+            # nn.MultiheadAttention reads the weight of its out_proj without calling the layer.
             raise ValueError(
-                "nn.MultiheadAttention reads the weight of out_proj without calling the layer, so "
-                f"dropout={dropout} would have no effect; pass dropout=0, or protect=['out_proj']"
+                f"dropout={dropout} would have no effect on embeddings and the out_proj of "
+                f"nn.MultiheadAttention, got {type(base).__name__}; pass dropout=0, or exclude the "
+                "layer with protect"
             )
-        if dropout and isinstance(base, nn.Embedding):
-            raise ValueError(f"dropout={dropout} has no effect on an embedding; pass dropout=0")
         self.dropout = nn.Dropout(dropout)
         outputs, inputs = weight.t().shape if self.transposed else weight.shape
         self.create_factors(weight, (outputs, inputs), rank, alpha)

@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from tinyml.adapters.low_rank_update import LowRankUpdate
 from tinyml.compressed_weight import refuse_save_pretrained
-from tinyml.conversion import without_autocast
+from tinyml.conversion import remove_parametrizations, without_autocast
 from tinyml.validation import check_finite, suggestion
 
 
@@ -135,9 +135,6 @@ def unload_parameters(model: nn.Module) -> None:
             for number, hook in list(hooks.items()):
                 if isinstance(getattr(hook, "__self__", None), ParameterLoRA):
                     del hooks[number]
-        # torch's removal of a parametrization would also affect copies of the model, because the
-        # copies share the generated class.
-        owner.__class__ = type(owner).__bases__[0]
-        del owner._modules["parametrizations"]
+        remove_parametrizations(owner)
         for key, tensor in updated.items():
             owner.register_parameter(key, nn.Parameter(tensor, requires_grad=False))

@@ -18,7 +18,12 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from tinyml.adapters.insertion import adapters_of, insert_adapters, new_layer_adapter
+from tinyml.adapters.insertion import (
+    adapters_of,
+    insert_adapters,
+    new_layer_adapter,
+    require_no_adapters,
+)
 from tinyml.adapters.lora import LoRA
 from tinyml.adapters.parameter_lora import (
     ParameterLoRA,
@@ -113,9 +118,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     pairs = _factors(folder, modules)
-    adapted = [name for name, module in modules.items() if isinstance(module, LoRA)]
-    if adapted := sorted([*adapted, *parameter_adapters(model)]):
-        raise ValueError(f"expected a model without adapters, got some at {first_names(adapted)}")
+    require_no_adapters(model)
     targeted = matching_parameters(model, config.get("target_parameters") or ())
     paths = _paths_in_file([f"{module}.{key}" for module, key in targeted])
     if unknown := sorted(pairs.keys() - modules.keys() - paths.keys()):

@@ -23,9 +23,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
-from tinyml.adapters.parameter_lora import parameter_adapters
+from tinyml.adapters.insertion import require_no_adapters
 from tinyml.compressed_weight import compressed_weight
-from tinyml.conversion import Replacement, dense_copy, make_dense, plain_copy
+from tinyml.conversion import dense_copy, make_dense, plain_copy
 from tinyml.export.atomic_file import atomic_file
 from tinyml.export.shared_tensors import memory_of, state_tensors
 from tinyml.layers import is_conv1d, layers_of, weight_of
@@ -83,9 +83,7 @@ def save_gguf(
     if kind not in _BLOCKS:
         raise ValueError(f"expected kind {', '.join(map(repr, _BLOCKS))}, got {kind!r}")
     rounded = plain_copy(model)
-    has_replacements = any(isinstance(module, Replacement) for module in rounded.modules())
-    if has_replacements or parameter_adapters(rounded):
-        raise ValueError("expected a model without adapters; call merge_and_unload(model) first")
+    require_no_adapters(rounded)
     _, width, _ = _BLOCKS[kind]
     blocks: dict[str, Bytes] = {}
     for name, layer in layers_of(rounded, (nn.Linear,), protect).items():

@@ -20,8 +20,9 @@ from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement
 from tinyml.export.atomic_file import atomic_file
 from tinyml.export.shared_tensors import memory_of, separate, state_tensors
-from tinyml.pruning.config_sizes import is_described_by_config
+from tinyml.pruning.config_sizes import check_described_by_config
 from tinyml.quantization.grid_weight import GridWeight
+from tinyml.quantization.pack import pack
 
 
 def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, GridWeight]:
@@ -35,11 +36,7 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
             f"expected a transformers model with a configuration, got {type(model).__name__}; "
             "use tinyml.save for other models"
         )
-    if not is_described_by_config(model):
-        raise ValueError(
-            "expected a model that its configuration describes, got a pruned model whose sizes the "
-            "configuration cannot express; prune all layers alike, or use tinyml.save"
-        )
+    check_described_by_config(model)
     if adapted := sorted(parameter_adapters(model)):
         raise _cannot_store(adapted[0], "an adapter")
     grids: dict[str, GridWeight] = {}
@@ -114,9 +111,8 @@ def pack_int32(codes: Tensor, bits: int, order: Sequence[int]) -> Tensor:
     The code at position `order[i]` of each word starts at bit `i * bits`. `order` has 32 / bits
     positions.
     """
-    words = codes.long().unflatten(-1, (-1, len(order)))
-    shifts = torch.arange(0, 32, bits, device=words.device)
-    return (words[..., list(order)] << shifts).sum(-1).to(torch.int32)
+    words = codes.unflatten(-1, (-1, len(order)))[..., list(order)]
+    return pack(words, bits).view(torch.int32).view(words.shape[:-1])
 
 
 def write_folder(

@@ -16,7 +16,6 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from tinyml.conversion import evaluation_mode
 from tinyml.exported import ELEMENTWISE, Exported, described, exported, operator_name
 from tinyml.integer.steps import (
     Concatenation,
@@ -31,36 +30,19 @@ from tinyml.integer.steps import (
     Table,
 )
 
-#: Numbers of samples with which a model is traced, and checked.
-_TRACED_SAMPLES, _CHECKED_SAMPLES = 7, 5
+#: The number of samples with which a model is traced. Other sizes in a model rarely equal it.
+_TRACED_SAMPLES = 23
 
 
 def trace(model: nn.Module, example: Tensor) -> list[Step]:
     """Return the steps of `model`, from the input to the output.
 
     Raise `ValueError` with the name of an operator that has no integer form. Also raise it if a
-    number of samples is written into the model's code, as in `x.view(2, -1)`.
+    number of samples is written into the model's code, as in `x.view(2, -1)`, except for the number
+    with which the model is traced.
     """
     example = example[:1].repeat(_TRACED_SAMPLES, *[1] * (example.dim() - 1))
-    walk = _Walk(exported(model, (example,)), len(example))
-    _require_any_batch(model, example[:_CHECKED_SAMPLES])
-    return walk.steps
-
-
-def _require_any_batch(model: nn.Module, example: Tensor) -> None:
-    """Raise `ValueError` unless the model runs and returns as many samples as `example` has."""
-    try:
-        with torch.no_grad(), evaluation_mode(model):
-            samples = len(model(example))
-    except RuntimeError as error:
-        raise ValueError(
-            f"expected a model for any number of samples, which fails for {len(example)}: {error}"
-        ) from error
-    if samples != len(example):
-        raise ValueError(
-            f"expected {len(example)} results for {len(example)} samples, got {samples}; let the "
-            "model read the number of samples, as in x.view(len(x), -1)"
-        )
+    return _Walk(exported(model, (example,)), len(example)).steps
 
 
 class _Walk:

@@ -15,8 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from tinyml.adapters.lora import LoRA
-from tinyml.adapters.parameter_lora import ParameterLoRA
+from tinyml.adapters.insertion import require_no_adapters
 from tinyml.conversion import dense_copy
 from tinyml.layers import is_conv1d, protected_modules
 from tinyml.pruning.config_sizes import update_config
@@ -63,7 +62,7 @@ def prune_channels(
     zero. The outputs are compared at several batch sizes and lengths, and with a cache if the model
     has one. Only those for `inputs` are compared if the model does not run in float64 on a CPU.
     Raise `ValueError` if outputs differ, or if an attribute is read both as a number of units and
-    as something else. Warn if the result fails in training mode.
+    as something else.
     """
     check_criterion(criterion, loss)
     if scope not in ("group", "global"):
@@ -149,10 +148,7 @@ def _ranked_copy(
 ) -> tuple[nn.Module, Walk, list[Group]]:
     """Return a dense copy, its walk, and the groups whose units can be removed, with scores."""
     model = dense_copy(model)
-    if any(isinstance(module, LoRA | ParameterLoRA) for module in model.modules()):
-        raise ValueError(
-            "expected a model without adapters, whose rank would change; merge them, or prune first"
-        )
+    require_no_adapters(model)  # their rank would change
     walk = Walk(model, inputs, RULES)
     written = [group for group in walk.groups() if group.writers]
     groups = [g for g in written if not g.blocked_by and g.layers("reader") and g.size > 1]

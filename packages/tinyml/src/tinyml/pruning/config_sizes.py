@@ -169,13 +169,14 @@ def _different(first: dict[Any, Any], second: dict[Any, Any]) -> set[Any]:
     return {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
 
 
-def is_described_by_config(model: nn.Module) -> bool:
-    """Return True unless `model` was pruned to sizes that its configuration cannot express."""
-    return _refuse_save_pretrained not in model._state_dict_pre_hooks.values()
-
-
-def _refuse_save_pretrained(*_: Any) -> None:
+def _refuse_save_pretrained(model: nn.Module, *_: Any) -> None:
     if called_by_save_pretrained():
+        check_described_by_config(model)
+
+
+def check_described_by_config(model: nn.Module) -> None:
+    """Raise `ValueError` if `model` was pruned to sizes that its configuration cannot express."""
+    if _refuse_save_pretrained in model._state_dict_pre_hooks.values():
         raise ValueError(
             "expected a model that its configuration describes, got a pruned model whose sizes the "
             "configuration cannot express, so from_pretrained could not load it; prune all layers "

@@ -9,7 +9,6 @@ effect on a shorter input.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -33,7 +32,7 @@ def check_equal(
 
     `sizes` are the old values of the attributes that were changed. Some variants are longer than
     these values, because an attribute may also be an attention window. If the dense model does not
-    run in float64 on the CPU, only `inputs` are compared. Warn if `small` fails in training mode.
+    run in float64 on the CPU, only `inputs` are compared.
     """
     small, dense, inputs, exact = _in_double(small, dense, inputs)
     with evaluation_mode(small), evaluation_mode(dense):
@@ -48,31 +47,6 @@ def check_equal(
                     continue
                 _compare(small, call, expected, exact)
                 break
-    _warn_of_training(small, dense, [_call(_resized(inputs, 0, 3)[1]), example])
-
-
-def _warn_of_training(small: nn.Module, dense: nn.Module, calls: Sequence[_Call]) -> None:
-    """Warn if the pruned model fails in training mode although the dense one runs.
-
-    Auxiliary heads run in training mode only, so the exported graph does not contain them. One call
-    has several samples, because a batch normalization needs them.
-    """
-    small, dense = copy.deepcopy(small).train(), copy.deepcopy(dense).train()  # buffers change
-    with torch.random.fork_rng(devices=[]):
-        for call in calls:
-            try:
-                call(dense)
-            except Exception:  # the model's own code may raise anything
-                continue
-            try:
-                call(small)
-            except Exception as error:
-                warnings.warn(
-                    f"the pruned {type(small).__name__} fails in training mode ({error}); to train "
-                    "it, prune again and exclude the layers that auxiliary heads read with protect",
-                    stacklevel=7,
-                )
-            return
 
 
 def _in_double(
@@ -181,23 +155,20 @@ def _compare(small: nn.Module, call: _Call, expected: list[Tensor], exact: bool)
     try:
         outputs = tensors_in(call(small))
     except Exception as error:  # the model's own code may raise anything
-        raise ValueError(f"{_complaint(small)} ({error}); {_REMEDY}") from error
+        raise _size_error(small, str(error)) from error
     alike = len(outputs) == len(expected) and all(
         map(_alike, outputs, expected, [exact] * len(outputs))
     )
     if not alike:
         shape = tuple(expected[0].shape) if expected else ()
-        raise ValueError(
-            f"{_complaint(small)} (outputs of shape {shape} are not those of the model with "
-            f"zeros); {_REMEDY}"
-        )
+        raise _size_error(small, f"outputs of shape {shape} are not those of the model with zeros")
 
 
-_REMEDY = "take it from the tensor's shape, or take out what is computed and not returned"
-
-
-def _complaint(model: nn.Module) -> str:
-    return f"{type(model).__name__} has a size written into its forward"
+def _size_error(model: nn.Module, why: str) -> ValueError:
+    return ValueError(
+        f"{type(model).__name__} has a size written into its forward ({why}); take it from the "
+        "tensor's shape, or take out what is computed and not returned"
+    )
 
 
 def _alike(ours: Tensor, exact: Tensor, in_double: bool) -> bool:

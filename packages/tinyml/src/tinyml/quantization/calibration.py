@@ -318,7 +318,7 @@ def _mask_of(model: nn.Module, batch: Any) -> Tensor | None:
 
     Masks without two dimensions are ignored. Raise `ValueError` if a mask has other values than 0
     and 1, or only zeros. Also raise it for padding of an encoder-decoder model, whose layers
-    receive the tokens of two sequences.
+    receive the tokens of two sequences, and if the batch may be any of two axes.
     """
     if not isinstance(batch, Mapping):
         return None
@@ -334,6 +334,7 @@ def _mask_of(model: nn.Module, batch: Any) -> Tensor | None:
                 "with (mask == 0).long()"
             )
         if not is_encoder_decoder:
+            _check_axes(model, name, mask)
             return cast(Tensor, mask.bool())
         if not bool(mask.all()):
             raise ValueError(
@@ -343,12 +344,28 @@ def _mask_of(model: nn.Module, batch: Any) -> Tensor | None:
     return None
 
 
+def _check_axes(model: nn.Module, name: str, mask: Tensor) -> None:
+    """Raise `ValueError` if inputs (batch, seq) and (seq, batch) of layers look alike."""
+    is_symmetric = mask.shape[0] != mask.shape[1] or torch.equal(mask, mask.t())
+    if is_symmetric or all(getattr(m, "batch_first", True) for m in model.modules()):
+        return
+    raise ValueError(
+        f"expected batches whose number of sequences is not their length, because the model has "
+        f"layers with batch_first=False, got {name} of shape {tuple(mask.shape)} with padding; add "
+        "or remove a sequence"
+    )
+
+
 def _without_padding(inputs: Tensor, mask: Tensor | None) -> Tensor:
     """Return inputs (..., width) as (tokens, width), without padding if the mask fits."""
     flat = inputs.reshape(-1, inputs.shape[-1])
+    if mask is None:
+        return flat
     # Blocks of experts flatten the batch and the sequence before their layers.
-    if mask is not None and inputs.shape[:-1] in (mask.shape, (mask.numel(),)):
+    if inputs.shape[:-1] in (mask.shape, (mask.numel(),)):
         return flat[mask.flatten()]
+    if inputs.shape[:-1] == mask.t().shape:  # layers with batch_first=False
+        return flat[mask.t().flatten()]
     return flat
 
 

@@ -42,7 +42,7 @@ from tinyml.layers import (
 from tinyml.quantization.calibration import visit_layers
 from tinyml.quantization.grid import Grid, as_rows, grid_of, wide
 from tinyml.quantization.grid_weight import GridWeight
-from tinyml.validation import Progress, check_bits, first_names, require_batches
+from tinyml.validation import Progress, check_bits, check_finite, first_names, require_batches
 
 
 @torch.inference_mode(mode=False)  # inference tensors do not count their modifications
@@ -160,8 +160,8 @@ def gptq_codes(
     later columns, which is the same sum with less memory traffic.
     """
     outputs, inputs = weight.shape
-    if not (_is_finite(weight) and _is_finite(hessian)):
-        raise ValueError("expected finite weights and calibration inputs, got nan or inf")
+    check_finite("the weight", weight)
+    check_finite("the calibration inputs", hessian)
     scale, zero = (part.double().view(outputs, -1) for part in (grid.scale, grid.zero))
     group = inputs // scale.shape[1]
     order = torch.arange(inputs, device=weight.device)
@@ -248,7 +248,3 @@ def inverse_factor_rows(lower: Tensor, start: int, end: int) -> Tensor:
     units.diagonal(size - end).fill_(1)
     rows = torch.linalg.solve_triangular(lower, units, upper=False, left=False)
     return rows[:, : size - start].flip(0, 1)
-
-
-def _is_finite(tensor: Tensor) -> bool:
-    return bool(torch.isfinite(torch.stack(torch.aminmax(tensor))).all())

@@ -1,4 +1,4 @@
-"""Packing of integers of 1 to 8 bits into bytes without unused bits.
+"""Packing of integers of b bits, 1 to 8, so that n of them need at most b n / 8 + 3 bytes.
 
 A width that divides 8 is packed by shifts. Any other width is a sum of such widths (3 = 2 + 1), and
 each of them is packed as a separate plane. Only the last byte of a plane may have unused bits.
@@ -12,9 +12,12 @@ from torch import Tensor
 
 def pack(codes: Tensor, bits: int) -> Tensor:
     """Pack codes from 0 to 2^bits - 1 of any shape into a flat uint8 tensor."""
+    if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 2**bits:
+        raise ValueError(
+            f"expected codes from 0 to {2**bits - 1} for {bits} bits, got {int(codes.min())} to "
+            f"{int(codes.max())}; subtract the lowest code first"
+        )
     flat = codes.reshape(-1).to(torch.uint8)
-    if flat.numel() and int(codes.max()) >= 2**bits:
-        raise ValueError(f"code {int(codes.max())} does not fit in {bits} bits")
     parts: list[Tensor] = []
     shift = 0
     for width in _planes(bits):
