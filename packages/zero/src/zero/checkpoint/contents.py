@@ -47,8 +47,7 @@ class Contents:
 
     def shape_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """Return the shape and dtype of a stored tensor of the model."""
-        stored = self.source.tensors[self.model[name]]
-        return stored[0], stored[1]
+        return self.source.tensors[self.model[name]]
 
 
 def read_contents(source: Folder | Weights, names: Collection[str], prefix: str | None) -> Contents:
