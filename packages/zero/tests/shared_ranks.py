@@ -98,7 +98,9 @@ def run_in_order(functions, cases):
 
     functions: the functions of the test file by name.
     """
-    rank, world, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    rank = dist.get_rank()
+    world = dist.get_world_size()
+    backend = dist.get_backend()
     path = os.environ["STORE_FILE"]
     reports = dist.FileStore(f"{path}-reports", world)
     outcomes = []
