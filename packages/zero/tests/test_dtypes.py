@@ -15,14 +15,12 @@ from zero import FSDP, Communicator, ShardedOptimizer, load_checkpoint, save_che
 from zero.parameter_checks import is_trainable_dtype
 from zero_training import assert_alike, pair, train
 
-DEADLINE = 300.0
-
 
 def serve(cases):
     return run_in_order(globals(), cases)
 
 
-ONE_RANK = SharedRanks(serve, 1)
+TWO_RANKS = SharedRanks(serve, 2)
 THREE_RANKS = SharedRanks(serve, 3)
 DTYPES = [
     "float16",
@@ -95,7 +93,7 @@ def build(bits=0):
     return model._apply(lambda t: t.double() if t.dtype == torch.float32 and t.dim() else t)
 
 
-@THREE_RANKS.case((2,), (3,))
+@TWO_RANKS.case((2,), (3,))
 def train_everything(stage):
     folder = case_folder()
     shard = {"shard": (nn.Linear, nn.Conv2d)} if stage == 3 else {}
@@ -123,7 +121,7 @@ def train_everything(stage):
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
 def test_every_dtype_and_memory_format_trains_and_is_saved(stage):
-    assert all(THREE_RANKS.run(train_everything, stage))
+    assert all(TWO_RANKS.run(train_everything, stage))
 
 
 @THREE_RANKS.case()
@@ -202,7 +200,7 @@ def test_averages_of_large_halves_do_not_overflow(stage):
     assert all(THREE_RANKS.run(average_large_halves, stage))
 
 
-@ONE_RANK.case()
+@TWO_RANKS.case()
 def refuse_dtypes_of_gradients():
     layer = nn.Linear(3, 3, dtype=torch.bfloat16)
     if not hasattr(layer.weight, "grad_dtype"):
@@ -217,10 +215,10 @@ def refuse_dtypes_of_gradients():
 
 
 def test_parameters_with_gradients_of_another_dtype_are_refused():
-    assert all(ONE_RANK.run(refuse_dtypes_of_gradients))
+    assert all(TWO_RANKS.run(refuse_dtypes_of_gradients))
 
 
-@ONE_RANK.case()
+@TWO_RANKS.case()
 def refuse_dtypes_without_arithmetic():
     for dtype in (torch.float8_e4m3fn, torch.complex32):
         parameter = nn.Parameter(torch.ones(7).to(dtype))
@@ -233,4 +231,4 @@ def refuse_dtypes_without_arithmetic():
 
 
 def test_trainable_parameters_of_dtypes_without_arithmetic_are_refused():
-    assert all(ONE_RANK.run(refuse_dtypes_without_arithmetic))
+    assert all(TWO_RANKS.run(refuse_dtypes_without_arithmetic))

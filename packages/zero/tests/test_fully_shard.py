@@ -22,8 +22,6 @@ from shared_ranks import SharedRanks, case_folder, run_in_order
 from zero import FSDPModule, fully_shard, load_checkpoint, save_checkpoint
 from zero_training import batch
 
-DEADLINE = 300.0
-
 
 def serve(cases):
     return run_in_order(globals(), cases)

@@ -20,8 +20,6 @@ from shared_ranks import SharedRanks, case_folder, run_in_order
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero_training import assert_alike
 
-DEADLINE = 300.0
-
 
 def serve(cases):
     return run_in_order(globals(), cases)

@@ -20,8 +20,6 @@ from zero import (
 from zero.gloo_collectives import direct_all_reduce
 from zero_training import assert_alike, batch, make, mean_square
 
-DEADLINE = 300.0
-
 
 def serve(cases):
     return run_in_order(globals(), cases)

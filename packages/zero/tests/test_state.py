@@ -18,7 +18,6 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -26,14 +25,13 @@ from shared_ranks import SharedRanks, case_folder, run_in_order
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero_training import assert_alike, batch, make, mean_square, pair, train
 
-DEADLINE = 600.0
-
 
 def serve(cases):
     return run_in_order(globals(), cases)
 
 
 TWO_RANKS = SharedRanks(serve, 2)
+OTHER_RANKS = [SharedRanks(serve, world) for world in (1, 4)]
 FULL = StateDictOptions(full_state_dict=True)
 KINDS = {
     "AdamW": {"amsgrad": True},
@@ -90,7 +88,9 @@ def load_by_torch(folder, model, optimizer):
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
-def torchs_tools(stage, name, folder):
+@TWO_RANKS.case((2, "AdamW"), (3, "AdamW"))
+def torchs_tools(stage, name):
+    folder = case_folder()
     model, ours, twin, theirs = trained(stage, name)
     part = inner(model, stage)
     expected = get_optimizer_state_dict(twin, theirs)
@@ -138,12 +138,14 @@ def torchs_tools(stage, name, folder):
     [n if n in SAMPLED else pytest.param(n, marks=pytest.mark.exhaustive) for n in KINDS],
 )
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
-def test_torchs_tools_get_save_and_set_whole_optimizer_states(tmp_path, stage, name):
-    world = 3 if stage == 3 else 2
-    assert all(run_ranks(torchs_tools, world, stage, name, str(tmp_path), timeout=DEADLINE))
+def test_torchs_tools_get_save_and_set_whole_optimizer_states(stage, name):
+    assert all(TWO_RANKS.run(torchs_tools, stage, name))
 
 
-def whole_matrices(name, world, folder):
+@TWO_RANKS.case(("Muon",), ("Adafactor",))
+def whole_matrices(name):
+    folder = case_folder()
+    world = dist.get_world_size()
     model, ours, twin, theirs = trained(3, name, steps=3)
     # With closures, clipping by norm, and a layer that is frozen for some steps.
     for number in range(3):
@@ -182,10 +184,10 @@ def whole_matrices(name, world, folder):
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 @pytest.mark.parametrize(
-    "world", [pytest.param(world, marks=pytest.mark.exhaustive) for world in (1, 4)] + [2]
+    "ranks", [TWO_RANKS, *[pytest.param(r, marks=pytest.mark.exhaustive) for r in OTHER_RANKS]]
 )
-def test_optimizers_of_whole_matrices_equal_one_process_at_stage_3(tmp_path, name, world):
-    assert all(run_ranks(whole_matrices, world, name, world, str(tmp_path / "x"), timeout=DEADLINE))
+def test_optimizers_of_whole_matrices_equal_one_process_at_stage_3(name, ranks):
+    assert all(ranks.run(whole_matrices, name))
 
 
 CREATED_IN_THE_CONSTRUCTOR = [
