@@ -1,6 +1,5 @@
 """A checkpoint of any stage at any world size is resumed exactly at any other."""
 
-import copy
 import sys
 from math import prod
 from pathlib import Path
@@ -19,12 +18,20 @@ from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from shared_ranks import SharedRanks, case_folder, run_in_order
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.checkpoint.planner import boxes
 from zero_training import assert_alike, batch, flip_bits, make, mean_square, pair
 from zero_training import train as train_alike
 
 DEADLINE = 300.0
+
+
+def serve(cases):
+    return run_in_order(globals(), cases)
+
+
+TWO_RANKS = SharedRanks(serve, 2)
 FULL = StateDictOptions(full_state_dict=True)
 
 
@@ -243,8 +250,10 @@ def compiled(module):
     return OptimizedModule(module, lambda forward: forward)
 
 
-def name_it(path):
+@TWO_RANKS.case()
+def name_it():
     """Save compiled, tied and nested models, and load them by every name of a tied tensor."""
+    path = case_folder()
     torch.manual_seed(0)
     model = Tiny()
     parts = {"compiled": compiled(Tiny()), "plain": Tiny()}
@@ -282,12 +291,14 @@ def name_it(path):
     return True
 
 
-def test_names_are_the_unwrapped_modules_and_tied_tensors_keep_all_names(tmp_path):
-    assert all(run_ranks(name_it, 2, str(tmp_path), timeout=DEADLINE))
+def test_names_are_the_unwrapped_modules_and_tied_tensors_keep_all_names():
+    assert all(TWO_RANKS.run(name_it))
 
 
-def compiled_as_a_whole(path):
+@TWO_RANKS.case()
+def compiled_as_a_whole():
     """Save and load models that torch.compile wraps, one of which is sharded."""
+    path = case_folder()
     model, optimizer = build_plain(3, 0)
     save_checkpoint(path, compiled(model), optimizer)
     other, _ = build_plain(0, 1)
@@ -295,8 +306,8 @@ def compiled_as_a_whole(path):
     return all(torch.equal(v, other.state_dict()[k]) for k, v in model.gather_full_params().items())
 
 
-def test_a_compiled_model_is_saved_and_loaded(tmp_path):
-    assert all(run_ranks(compiled_as_a_whole, 2, str(tmp_path / "last"), timeout=DEADLINE))
+def test_a_compiled_model_is_saved_and_loaded():
+    assert all(TWO_RANKS.run(compiled_as_a_whole))
 
 
 def save_beside_others(folder):
@@ -330,7 +341,9 @@ def test_other_programs_files_and_symbolic_links_are_kept(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"real", "runs"}
 
 
-def continue_in_another_dtype(path):
+@TWO_RANKS.case()
+def continue_in_another_dtype():
+    path = case_folder()
     model, optimizer, *_ = pair(3)
     mean_square(model, batch(0, dist.get_rank())).backward()
     optimizer.step()
@@ -371,57 +384,14 @@ def step_as_one_process(model, optimizer, values, states, dtype):
     assert_alike(model, twin, rtol=tolerance, atol=tolerance)
 
 
-def load_in_inference_mode(path):
-    """Load a checkpoint and state dicts in inference mode, and continue training."""
-    for stage in (0, 1, 3):
-
-        def build(seed, steps, stage=stage):
-            model = make(seed)
-            if stage == 0:
-                optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-            else:
-                model, optimizer, *_ = pair(stage, build=lambda: make(seed))
-            continue_training(model, optimizer, steps)
-            return model, optimizer
-
-        def continue_training(model, optimizer, steps):
-            for _ in range(steps):
-                optimizer.zero_grad()
-                mean_square(model, batch(0, 0)).backward()
-                optimizer.step()
-
-        model, optimizer = build(0, 2)
-        folder = f"{path}-{stage}"
-        save_checkpoint(folder, model, optimizer)
-        states = model.state_dict(), optimizer.state_dict()
-        states = copy.deepcopy(states)
-        continue_training(model, optimizer, 2)
-        values = model.gather_full_params() if stage == 3 else model.state_dict()
-        for reads_file in (True, False):
-            ours, resumed = build(1, 1)
-            with torch.inference_mode():
-                if reads_file:
-                    load_checkpoint(folder, ours, resumed)
-                else:
-                    ours.load_state_dict(states[0])
-                    resumed.load_state_dict(states[1])
-            continue_training(ours, resumed, 2)
-            assert_alike(ours, cast(values, torch.float64))
-    return True
-
-
-def test_a_load_in_inference_mode_can_be_continued(tmp_path):
-    assert all(run_ranks(load_in_inference_mode, 2, str(tmp_path / "last"), timeout=DEADLINE))
-
-
 def cast(values, dtype):
     module = make().to(dtype)
     module.load_state_dict(values)
     return module
 
 
-def test_training_continues_in_another_dtype(tmp_path):
-    assert all(run_ranks(continue_in_another_dtype, 2, str(tmp_path / "last"), timeout=DEADLINE))
+def test_training_continues_in_another_dtype():
+    assert all(TWO_RANKS.run(continue_in_another_dtype))
 
 
 class Averaging(torch.optim.Optimizer):
@@ -441,8 +411,10 @@ class Averaging(torch.optim.Optimizer):
                 parameter.sub_(state["average"].to(parameter.dtype), alpha=group["lr"])
 
 
-def resume_state_of_another_dtype(path):
+@TWO_RANKS.case()
+def resume_state_of_another_dtype():
     """Continue after a load as without it, with float32 state of bfloat16 parameters."""
+    path = case_folder()
     for stage, resumed_stage in ((1, 3), (3, 1)):
         folder = f"{path}-{stage}"
         model, optimizer = build_bfloat16(stage)
@@ -482,13 +454,14 @@ def full_values(model):
     return {name: value.detach() for name, value in model.named_parameters()}
 
 
-def test_state_of_another_dtype_than_its_parameter_is_resumed_exactly(tmp_path):
-    path = str(tmp_path / "last")
-    assert all(run_ranks(resume_state_of_another_dtype, 2, path, timeout=DEADLINE))
+def test_state_of_another_dtype_than_its_parameter_is_resumed_exactly():
+    assert all(TWO_RANKS.run(resume_state_of_another_dtype))
 
 
-def save_before_the_first_step(path):
+@TWO_RANKS.case()
+def save_before_the_first_step():
     """Save and load state that an optimizer creates when it is constructed."""
+    path = case_folder()
     for stage in (1, 3):
         folder = f"{path}-{stage}"
         model, optimizer, *_ = pair(stage, "Adagrad", initial_accumulator_value=0.5)
@@ -500,5 +473,5 @@ def save_before_the_first_step(path):
     return True
 
 
-def test_state_that_an_optimizer_creates_in_its_constructor_is_saved(tmp_path):
-    assert all(run_ranks(save_before_the_first_step, 2, str(tmp_path / "last")))
+def test_state_that_an_optimizer_creates_in_its_constructor_is_saved():
+    assert all(TWO_RANKS.run(save_before_the_first_step))

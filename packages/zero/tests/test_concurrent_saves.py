@@ -120,18 +120,17 @@ def test_a_file_system_without_locks_is_refused(tmp_path):
 
 def save_on_separate_disks(path):
     """Save on ranks that see different folders under one path, like hosts without a shared disk."""
+    save_one(path, 1.0)
     if dist.get_rank() == 1:
         storage.draft_folder = lambda path, token: Path(f"{path}-of-host-1", token)
     with pytest.raises(RuntimeError, match=r"rank 1: .*save to a file system that all hosts share"):
         save_checkpoint(path, filled(2.0))
-    return True
+    return load_one(path)
 
 
 def test_a_file_system_that_not_all_ranks_share_is_refused(tmp_path):
     path = str(tmp_path / "last")
-    run_ranks(save_one, 2, path, 1.0, timeout=DEADLINE)
-    assert all(run_ranks(save_on_separate_disks, 2, path, timeout=DEADLINE))
-    assert run_ranks(load_one, 2, path, timeout=DEADLINE) == [[1.0]] * 2
+    assert run_ranks(save_on_separate_disks, 2, path, timeout=DEADLINE) == [[1.0]] * 2
     assert [entry.name for entry in tmp_path.iterdir()] == ["last"]
 
 
@@ -314,6 +313,8 @@ def replace_while_loading(path):
     """Load a checkpoint that another job replaces after the load has checked it."""
     from zero.checkpoint.loading import Loading
 
+    save_one(path, 1.0)
+    save_one(f"{path}-new", 2.0)
     fill = Loading.fill
 
     def replace_then_fill(self):
@@ -330,13 +331,12 @@ def replace_while_loading(path):
 
 
 def test_a_checkpoint_that_is_replaced_during_a_load_is_refused(tmp_path):
-    path = str(tmp_path / "last")
-    run_ranks(save_one, 2, path, 1.0, timeout=DEADLINE)
-    run_ranks(save_one, 2, f"{path}-new", 2.0, timeout=DEADLINE)
-    assert all(run_ranks(replace_while_loading, 2, path, timeout=DEADLINE))
+    assert all(run_ranks(replace_while_loading, 2, str(tmp_path / "last"), timeout=DEADLINE))
 
 
 def load_different(folder):
+    for rank in range(2):
+        save_one(f"{folder}/rank{rank}", 1.0 + rank)
     path = Path(folder) / f"rank{dist.get_rank()}"
     with pytest.raises(RuntimeError, match="ranks found different checkpoints"):
         load_checkpoint(path, filled(0.0))
@@ -344,6 +344,4 @@ def load_different(folder):
 
 
 def test_ranks_that_find_different_checkpoints_are_refused(tmp_path):
-    for rank in range(2):
-        run_ranks(save_one, 2, str(tmp_path / f"rank{rank}"), 1.0 + rank, timeout=DEADLINE)
     assert all(run_ranks(load_different, 2, str(tmp_path), timeout=DEADLINE))

@@ -7,15 +7,21 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from shared_ranks import SharedRanks, case_folder, run_in_order
 from zero import FSDP, Communicator, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.parameter_checks import is_trainable_dtype
 from zero_training import assert_alike, pair, train
 
-DEADLINE = 300.0
+
+def serve(cases):
+    return run_in_order(globals(), cases)
+
+
+TWO_RANKS = SharedRanks(serve, 2)
+THREE_RANKS = SharedRanks(serve, 3)
 DTYPES = [
     "float16",
     "bfloat16",
@@ -87,7 +93,9 @@ def build(bits=0):
     return model._apply(lambda t: t.double() if t.dtype == torch.float32 and t.dim() else t)
 
 
-def train_everything(stage, folder):
+@TWO_RANKS.case((2,), (3,))
+def train_everything(stage):
+    folder = case_folder()
     shard = {"shard": (nn.Linear, nn.Conv2d)} if stage == 3 else {}
     # At stage 3 all ranks get rank 0's values; the codes are in no optimizer.
     bits = dist.get_rank() if stage == 3 else 0
@@ -112,11 +120,11 @@ def train_everything(stage, folder):
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
-def test_every_dtype_and_memory_format_trains_and_is_saved(tmp_path, stage):
-    world = 3 if stage == 3 else 2
-    assert all(run_ranks(train_everything, world, stage, str(tmp_path), timeout=DEADLINE))
+def test_every_dtype_and_memory_format_trains_and_is_saved(stage):
+    assert all(TWO_RANKS.run(train_everything, stage))
 
 
+@THREE_RANKS.case()
 def move_and_sum():
     communicator, rank = Communicator(), dist.get_rank()
     for name in DTYPES:
@@ -148,7 +156,7 @@ def move_and_sum():
 
 
 def test_collectives_support_every_dtype():
-    assert all(run_ranks(move_and_sum, 3, timeout=DEADLINE))
+    assert all(THREE_RANKS.run(move_and_sum))
 
 
 class Scaled(nn.Module):
@@ -162,6 +170,7 @@ class Scaled(nn.Module):
         return (self.values * scale).sum()
 
 
+@THREE_RANKS.case((1,), (2,), (3,))
 def average_large_halves(stage):
     """Average float16 gradients whose sum over ranks exceeds the largest float16."""
     model = nn.ModuleList([Scaled(), Scaled()])
@@ -188,9 +197,10 @@ def average_large_halves(stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_averages_of_large_halves_do_not_overflow(stage):
-    assert all(run_ranks(average_large_halves, 3, stage, timeout=DEADLINE))
+    assert all(THREE_RANKS.run(average_large_halves, stage))
 
 
+@TWO_RANKS.case()
 def refuse_dtypes_of_gradients():
     layer = nn.Linear(3, 3, dtype=torch.bfloat16)
     if not hasattr(layer.weight, "grad_dtype"):
@@ -205,9 +215,10 @@ def refuse_dtypes_of_gradients():
 
 
 def test_parameters_with_gradients_of_another_dtype_are_refused():
-    assert all(run_ranks(refuse_dtypes_of_gradients, 1, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(refuse_dtypes_of_gradients))
 
 
+@TWO_RANKS.case()
 def refuse_dtypes_without_arithmetic():
     for dtype in (torch.float8_e4m3fn, torch.complex32):
         parameter = nn.Parameter(torch.ones(7).to(dtype))
@@ -220,4 +231,4 @@ def refuse_dtypes_without_arithmetic():
 
 
 def test_trainable_parameters_of_dtypes_without_arithmetic_are_refused():
-    assert all(run_ranks(refuse_dtypes_without_arithmetic, 1, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(refuse_dtypes_without_arithmetic))

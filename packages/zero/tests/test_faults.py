@@ -4,11 +4,12 @@ import copy
 import errno
 import os
 import re
-import shutil
 import signal
 import subprocess
+import sys
 import time
 from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,19 +19,30 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, distribute_tensor
 from worker_pool import run_ranks, try_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shared_ranks import SharedRanks, case_folder, run_in_order
 from zero import (
     FSDP,
     Communicator,
     ShardedOptimizer,
-    broadcast_buffers,
     diagnostics,
     direct_reduce_scatter,
     fully_shard,
     load_checkpoint,
 )
 from zero import save_checkpoint as save
+from zero.checkpoint import checkpoint
 
 DEADLINE = 300.0
+
+
+def serve(cases):
+    return run_in_order(globals(), cases)
+
+
+TWO_RANKS = SharedRanks(serve, 2)
 
 
 def exhaustive(value):
@@ -159,18 +171,19 @@ def test_a_host_of_the_store_that_hangs_is_named(tmp_path):
     assert "rank 0 died or hangs" in str(outcomes[1].error)
 
 
+@TWO_RANKS.case((1,), (3,))
 def different_models(stage):
-    build(stage, width=6 + dist.get_rank())
+    with pytest.raises(ValueError, match=r"\(7, 5\).* on rank 1"):
+        build(stage, width=6 + dist.get_rank())
+    return True
 
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_models_that_differ_are_refused_on_every_rank(stage):
-    for outcome in try_ranks(different_models, 2, stage, timeout=DEADLINE):
-        assert isinstance(outcome.error, ValueError)
-        assert "on rank 1" in str(outcome.error)
-        assert "(7, 5)" in str(outcome.error)
+    assert all(TWO_RANKS.run(different_models, stage))
 
 
+@TWO_RANKS.case()
 def refuse_bad_groups():
     model = nn.Linear(2, 3)
     with pytest.raises(ValueError, match="empty parameter list: pass"):
@@ -187,19 +200,6 @@ def refuse_bad_groups():
         )
     with pytest.raises(ValueError, match="parameter bias, of shape"):
         ShardedOptimizer([("bias", model.bias), ("bias", model.bias)], torch.optim.SGD)
-    for name, why in (("LBFGS", "one vector"), ("SparseAdam", "dense")):
-        with pytest.raises(ValueError, match=f"{name} cannot be sharded.*{why}"):
-            ShardedOptimizer(model.parameters(), getattr(torch.optim, name))
-
-    class Coupled(torch.optim.SGD):
-        """Scales every step by the norm of all the gradients."""
-
-        def step(self, closure=None):
-            nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], 1e-3)
-            return super().step(closure)
-
-    with pytest.raises(ValueError, match="Coupled cannot be sharded: its step on one parameter"):
-        ShardedOptimizer(model.parameters(), Coupled)
     embedding = nn.Embedding(4, 2, sparse=True)
     optimizer = ShardedOptimizer(embedding.parameters(), torch.optim.SGD)
     with pytest.raises(TypeError, match=r"got one with layout .* of shape \(4, 2\)"):
@@ -216,6 +216,7 @@ def refuse_bad_groups():
     return True
 
 
+@TWO_RANKS.case((1,), (3,))
 def refuse_shared_memory(stage):
     for tie in ("data", "transposed", "part"):
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
@@ -248,11 +249,13 @@ def build_sharded(model, stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_that_share_memory_are_refused(stage):
-    assert all(run_ranks(refuse_shared_memory, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(refuse_shared_memory, stage))
 
 
-def refuse_expanded_buffers(path):
+@TWO_RANKS.case()
+def refuse_expanded_buffers():
     """Refuse buffers that cannot be written to, before anything is changed."""
+    path = case_folder()
 
     def build(buffer):
         model = nn.Linear(4, 4)
@@ -263,8 +266,9 @@ def refuse_expanded_buffers(path):
     expected = r"separate memory for each element of (buffer )?mask, got .*: register the result"
     with pytest.raises(ValueError, match=expected):
         FSDP(build(expanded))
+    model = build(expanded)
     with pytest.raises(ValueError, match=expected):
-        broadcast_buffers(build(expanded))
+        ShardedOptimizer(model.parameters(), torch.optim.SGD, module=model)
     save(path, build(expanded.contiguous()))
     model = build(expanded)
     before = model.weight.clone()
@@ -277,10 +281,11 @@ def refuse_expanded_buffers(path):
     return True
 
 
-def test_buffers_made_by_expand_are_refused(tmp_path):
-    assert all(run_ranks(refuse_expanded_buffers, 2, str(tmp_path / "last"), timeout=DEADLINE))
+def test_buffers_made_by_expand_are_refused():
+    assert all(TWO_RANKS.run(refuse_expanded_buffers))
 
 
+@TWO_RANKS.case()
 def refuse_parameters_of_before():
     """Refuse hooks and an optimizer that were created for parameters before FSDP replaced them."""
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
@@ -302,9 +307,10 @@ def refuse_parameters_of_before():
 
 
 def test_hooks_and_optimizers_from_before_sharding_are_refused():
-    assert all(run_ranks(refuse_parameters_of_before, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(refuse_parameters_of_before))
 
 
+@TWO_RANKS.case((1,), (3,))
 def refuse_other_tensors(stage):
     model = nn.Linear(4, 4)
     mesh = init_device_mesh("cpu", (2,))
@@ -316,9 +322,10 @@ def refuse_other_tensors(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_of_other_classes_of_tensors_are_refused(stage):
-    assert all(run_ranks(refuse_other_tensors, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(refuse_other_tensors, stage))
 
 
+@TWO_RANKS.case()
 def refuse_ddp():
     whole = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     for sharded in (FSDP(copy.deepcopy(whole)), fully_shard(copy.deepcopy(whole))):
@@ -328,9 +335,10 @@ def refuse_ddp():
 
 
 def test_torchs_ddp_refuses_a_sharded_model():
-    assert all(run_ranks(refuse_ddp, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(refuse_ddp))
 
 
+@TWO_RANKS.case()
 def refuse_replaced_parameters():
     inputs = torch.randn(2, 5, dtype=torch.float64)
     replacement = torch.zeros(7, 5, dtype=torch.float64)
@@ -367,15 +375,16 @@ def refuse_replaced_parameters():
 
 
 def test_parameters_that_were_replaced_after_wrapping_are_refused():
-    assert all(run_ranks(refuse_replaced_parameters, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(refuse_replaced_parameters))
 
 
 def test_bad_arguments_are_refused_with_a_remedy():
-    assert run_ranks(refuse_bad_groups, 1, timeout=DEADLINE) == [True]
+    assert all(TWO_RANKS.run(refuse_bad_groups))
     with pytest.raises(RuntimeError, match="expected an initialized process group: call"):
         Communicator()
 
 
+@TWO_RANKS.case()
 def pass_sets():
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(3)]
     group = {"params": parameters[:1]}
@@ -392,54 +401,7 @@ def pass_sets():
 
 
 def test_sets_of_parameters_are_refused():
-    assert all(run_ranks(pass_sets, 1, timeout=DEADLINE))
-
-
-def dtype_of_group():
-    optimizer = ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.SGD)
-    dtype = torch.float64 if dist.get_rank() else torch.float32
-    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2, dtype=dtype))]})
-
-
-def test_a_group_added_with_another_dtype_on_one_rank_is_refused():
-    for outcome in try_ranks(dtype_of_group, 2, timeout=DEADLINE):
-        assert "float64') on rank 1 but ((2,), 'torch.float32') on rank 0" in str(outcome.error)
-
-
-def recover_from_a_broken_backward(stage):
-    torch.manual_seed(0)
-    model, twin = (nn.Sequential(nn.Linear(5, 6), nn.Linear(6, 3)) for _ in range(2))
-    twin.load_state_dict(model.state_dict())
-    # The steps of SGD depend on the scale of the gradients, unlike those of Adam.
-    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
-    if stage == 3:
-        model = FSDP(model)
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    else:
-        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
-
-    def explode(_):
-        raise ArithmeticError("on purpose")
-
-    inputs = torch.ones(2, 5, requires_grad=True)
-    inputs.register_hook(explode)
-    with pytest.raises(ArithmeticError):
-        model(inputs).sum().backward()
-    optimizer.zero_grad()
-    model(torch.full((2, 5), 1.0 + dist.get_rank())).square().mean().backward()
-    optimizer.step()
-    for rank in range(2):
-        (twin(torch.full((2, 5), 1.0 + rank)).square().mean() / 2).backward()
-    theirs.step()
-    whole = model.gather_full_params() if stage == 3 else dict(model.named_parameters())
-    for name, value in twin.named_parameters():
-        torch.testing.assert_close(whole[name].data, value.data)
-    return True
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_training_continues_after_an_exception_in_backward(stage):
-    assert all(run_ranks(recover_from_a_broken_backward, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(pass_sets))
 
 
 def first_checkpoint(path):
@@ -536,38 +498,58 @@ def test_a_save_interrupted_between_its_renames_loads_the_previous(tmp_path):
     assert run_ranks(load_it, 1, str(path), timeout=DEADLINE)[0][0] == 1
 
 
-def test_damaged_foreign_and_newer_checkpoints_are_refused_by_key(tmp_path):
-    path = tmp_path / "last"
-    run_ranks(first_checkpoint, 2, str(path), timeout=DEADLINE)
-    assert "no checkpoint at" in run_ranks(load_it, 1, str(tmp_path / "none"), timeout=DEADLINE)[0]
-    for message in run_ranks(load_it, 2, str(path), 7, timeout=DEADLINE):
-        assert "0.weight is ((6, 5), torch.float32) in the checkpoint, ((7, 5)" in message
-    damaged = tmp_path / "damaged"
-    shutil.copytree(path, damaged)
-    checksums = damaged / "checksums.json"
-    checksums.rename(tmp_path / checksums.name)
-    assert "has lost its checksums" in run_ranks(load_it, 1, str(damaged), timeout=DEADLINE)[0]
-    (tmp_path / checksums.name).rename(checksums)
-    file = next(damaged.glob("*.distcp"))
-    os.truncate(file, file.stat().st_size - 1)
-    assert f"{file.name} is damaged" in run_ranks(load_it, 1, str(damaged), timeout=DEADLINE)[0]
-    file.unlink()
-    assert f"{file.name} is missing" in run_ranks(load_it, 1, str(damaged), timeout=DEADLINE)[0]
-    metadata = damaged / ".metadata"
-    metadata.write_bytes(metadata.read_bytes()[:20])
-    assert ".metadata is damaged" in run_ranks(load_it, 1, str(damaged), timeout=DEADLINE)[0]
+@TWO_RANKS.case()
+def refuse_damaged_checkpoints():
+    """Load checkpoints that are absent, of another model, newer or damaged."""
+    folder = case_folder()
+    path = Path(folder, "last")
+    first_checkpoint(path)
+    assert "no checkpoint at" in load_it(f"{folder}/none")
+    message = load_it(path, 7)
+    assert "0.weight is ((6, 5), torch.float32) in the checkpoint, ((7, 5)" in message
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "VERSION", 5)
+        first_checkpoint(f"{folder}/newer")
+    assert "expected format 4, got 5" in load_it(f"{folder}/newer")
+    checksums = path / "checksums.json"
+    file = sorted(path.glob("*.distcp"))[0]
+    metadata = path / ".metadata"
+    damages = {
+        "has lost its checksums": lambda: checksums.rename(Path(folder, checksums.name)),
+        f"{file.name} is damaged": lambda: (
+            Path(folder, checksums.name).rename(checksums),
+            os.truncate(file, file.stat().st_size - 1),
+        ),
+        f"{file.name} is missing": file.unlink,
+        ".metadata is damaged": lambda: metadata.write_bytes(metadata.read_bytes()[:20]),
+    }
+    for message, damage in damages.items():
+        dist.barrier()
+        if dist.get_rank() == 0:
+            damage()
+        dist.barrier()
+        assert message in load_it(path)
+    return True
 
 
-def save_an_object(path):
+def test_damaged_foreign_and_newer_checkpoints_are_refused_by_key():
+    assert all(TWO_RANKS.run(refuse_damaged_checkpoints))
+
+
+@TWO_RANKS.case()
+def save_an_object():
+    path = case_folder()
     model, optimizer = build(1)
-    save(path, model, optimizer, extra={"clock": time.monotonic})
+    with pytest.raises(
+        RuntimeError,
+        match=r"rank 0: TypeError: expected plain values .* in `extra`.* load",
+    ):
+        save(path, model, optimizer, extra={"clock": time.monotonic})
+    return True
 
 
-def test_an_extra_that_could_not_be_loaded_is_not_saved(tmp_path):
-    for outcome in try_ranks(save_an_object, 2, str(tmp_path / "checkpoint"), timeout=DEADLINE):
-        message = str(outcome.error)
-        assert "rank 0: TypeError: expected plain values and tensors in `extra`" in message
-        assert "got time.monotonic, which a load would refuse" in message
+def test_an_extra_that_could_not_be_loaded_is_not_saved():
+    assert all(TWO_RANKS.run(save_an_object))
 
 
 class DottedKeys(torch.optim.SGD):
@@ -580,70 +562,48 @@ class DottedKeys(torch.optim.SGD):
                 self.state[parameter]["a.b"] = torch.zeros_like(parameter)
 
 
-def save_dotted_keys(path):
+@TWO_RANKS.case()
+def save_dotted_keys():
     """Save state that only one rank has, and that a checkpoint cannot store."""
+    path = case_folder()
     model = nn.Linear(5, 3, bias=False)
     optimizer = ShardedOptimizer(model.parameters(), DottedKeys, elementwise=False, lr=0.1)
     step(model, optimizer)
-    save(path, model, optimizer)
+    with pytest.raises(
+        RuntimeError, match="was not saved: rank 0: ValueError: expected names without dots"
+    ):
+        save(f"{path}/checkpoint", model, optimizer)
+    return not os.listdir(path)
 
 
-def test_state_that_one_rank_cannot_save_is_reported_on_every_rank(tmp_path):
-    path = str(tmp_path / "checkpoint")
-    for outcome in try_ranks(save_dotted_keys, 2, path, timeout=DEADLINE):
-        message = str(outcome.error)
-        assert "was not saved: rank 0: ValueError: expected names without dots" in message
-    assert not list(tmp_path.iterdir())
+def test_state_that_one_rank_cannot_save_is_reported_on_every_rank():
+    assert all(TWO_RANKS.run(save_dotted_keys))
 
 
-def save_newer(path):
-    from zero.checkpoint import checkpoint
-
-    checkpoint.VERSION = 5
-    return first_checkpoint(path)
-
-
-def test_a_checkpoint_of_a_newer_format_is_refused(tmp_path):
-    run_ranks(save_newer, 1, str(tmp_path / "newer"), timeout=DEADLINE)
-    message = run_ranks(load_it, 1, str(tmp_path / "newer"), timeout=DEADLINE)[0]
-    assert "expected format 4, got 5" in message
-
-
-def wrap_twice(what):
+@TWO_RANKS.case()
+def refuse_to_wrap_twice():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
-    if what == "sharded optimizer":
-        first = ShardedOptimizer(model.parameters(), torch.optim.SGD)
-        second = ShardedOptimizer(model[0].named_parameters(), torch.optim.SGD)
-        return first, second
+    first = ShardedOptimizer(model.parameters(), torch.optim.SGD)
+    with pytest.raises(ValueError, match=r"weight, of shape .4, 4., belongs to another Sharded"):
+        ShardedOptimizer(model[0].named_parameters(), torch.optim.SGD)
+    del first
     sharded = FSDP(model)
-    if what == "fsdp":
-        return FSDP(sharded)
-    if what == "fsdp within":
-        return FSDP(nn.Sequential(sharded, nn.Linear(4, 4)))
-    if what == "fsdp's module":
-        return FSDP(model)
-    return ShardedOptimizer(sharded.parameters(), torch.optim.SGD, shard_gradients=True)
+    with pytest.raises(ValueError, match=r"parameter module\.0\.weight is another FSDP's shard"):
+        FSDP(sharded)
+    with pytest.raises(ValueError, match=r"parameter 0\.module\.0\.weight is another FSDP's"):
+        FSDP(nn.Sequential(sharded, nn.Linear(4, 4)))
+    with pytest.raises(ValueError, match=r"parameter 0\.weight is another FSDP's shard"):
+        FSDP(model)
+    with pytest.raises(ValueError, match=r"parameter 0\.weight is a shard of FSDP"):
+        ShardedOptimizer(sharded.parameters(), torch.optim.SGD, shard_gradients=True)
+    return True
 
 
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        (
-            "sharded optimizer",
-            "parameter weight, of shape .4, 4., belongs to another ShardedOptimizer",
-        ),
-        ("fsdp", "parameter module.0.weight is another FSDP's shard"),
-        ("fsdp within", "parameter 0.module.0.weight is another FSDP's shard"),
-        ("fsdp's module", "parameter 0.weight is another FSDP's shard"),
-        ("fsdp, sharded optimizer", "parameter 0.weight is a shard of FSDP"),
-    ],
-)
-def test_wrapping_twice_is_refused_by_name(what, words):
-    for outcome in try_ranks(wrap_twice, 2, what):
-        assert isinstance(outcome.error, ValueError)
-        assert re.search(words, str(outcome.error))
+def test_wrapping_twice_is_refused_by_name():
+    assert all(TWO_RANKS.run(refuse_to_wrap_twice))
 
 
+@TWO_RANKS.case()
 def use_one_after_the_other():
     """Shard parameters of a deleted optimizer by another one, and by FSDP."""
     model = nn.Linear(4, 4)
@@ -655,4 +615,4 @@ def use_one_after_the_other():
 
 
 def test_parameters_of_a_deleted_optimizer_can_be_sharded_again():
-    assert all(run_ranks(use_one_after_the_other, 2))
+    assert all(TWO_RANKS.run(use_one_after_the_other))

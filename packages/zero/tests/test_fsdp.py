@@ -1,7 +1,9 @@
 """Stage 3 equals unsharded training."""
 
+import sys
 from contextlib import nullcontext
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +13,11 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from worker_pool import run_ranks
-from zero import FSDP
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shared_ranks import SharedRanks, run_in_order
+from zero import FSDP, ShardedOptimizer
 from zero.fsdp.unit import UnitState
 
 # The element-wise optimizers of torch.optim, which can step flat shards.
@@ -20,6 +26,15 @@ ELEMENTWISE = (
     "ASGD",
 )  # fmt: skip
 DEADLINE = 300.0
+
+
+def serve(cases):
+    return run_in_order(globals(), cases)
+
+
+TWO_RANKS = SharedRanks(serve, 2)
+# The first compilation imports torch's compiler, which takes longer than all other cases.
+COMPILING_RANKS = SharedRanks(serve, 2)
 
 
 def exhaustive(*values):
@@ -111,30 +126,6 @@ def test_fsdp_is_bit_equal_to_unsharded_training(name, world):
             assert torch.equal(value, expected[key]), key
 
 
-def one_process_on_the_whole_batch():
-    model, twin = FSDP(make_model().double()), make_model().double()
-    # The steps of SGD depend on the scale of the gradients, unlike those of Adam.
-    ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (model, twin))
-    world = dist.get_world_size()
-    for step in range(3):
-        ours.zero_grad()
-        loss_of(model, step, dist.get_rank()).backward()
-        ours.step()
-        theirs.zero_grad()
-        sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()
-        theirs.step()
-    whole = model.gather_full_params()
-    for name, parameter in twin.named_parameters():
-        torch.testing.assert_close(whole[name], parameter.data)
-    make_model().load_state_dict(whole)
-    return True
-
-
-@pytest.mark.parametrize("world", [1, exhaustive(2), exhaustive(3), 4])
-def test_fsdp_equals_one_process_and_keeps_the_unwrapped_modules_names(world):
-    assert run_ranks(one_process_on_the_whole_batch, world, timeout=DEADLINE) == [True] * world
-
-
 class Checkpointed(Tiny):
     def forward(self, tokens):
         x = self.embed(tokens) + self.position
@@ -210,6 +201,7 @@ def steps_equal(ours, theirs, tolerance, micro_batches=1):
     return True
 
 
+@TWO_RANKS.case()
 def options():
     exact = 1e-5
     assert steps_equal(FSDP(make_model()), make_model(), exact, micro_batches=3)
@@ -229,9 +221,10 @@ def options():
 
 
 def test_accumulation_clipping_checkpointing_shard_classes_and_half_precision():
-    assert all(run_ranks(options, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(options))
 
 
+@COMPILING_RANKS.case((True,))
 def compiled_blocks(has_inner_units):
     torch._dynamo.reset()
     shard = (Block, nn.Embedding, nn.Linear) if has_inner_units else (Block,)
@@ -244,7 +237,27 @@ def compiled_blocks(has_inner_units):
     "has_inner_units", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
 )
 def test_compiled_blocks_train_equally_under_the_original_names(has_inner_units):
-    assert all(run_ranks(compiled_blocks, 2, has_inner_units, timeout=DEADLINE))
+    assert all(COMPILING_RANKS.run(compiled_blocks, has_inner_units))
+
+
+@COMPILING_RANKS.case()
+def compile_with_buffers():
+    """Return the buffers that forwards of a compiled module use if each rank changes them."""
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False).eval())
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
+    run = torch.compile(model, backend="eager")
+    used = []
+    for step in range(2):
+        model[1].running_mean.fill_(10 * step + dist.get_rank())
+        run(torch.ones(2, 4)).sum().backward()
+        used.append(model[1].running_mean[0].item())
+        optimizer.step()
+    return used
+
+
+def test_buffers_of_a_compiled_module_are_synchronized():
+    assert COMPILING_RANKS.run(compile_with_buffers) == [[0, 10]] * 2
 
 
 class Outer(nn.Module):
@@ -258,6 +271,7 @@ class Outer(nn.Module):
         nn.init.ones_(self.inner.weight)
 
 
+@TWO_RANKS.case()
 def on_the_meta_device():
     with torch.device("meta"):
         model = Stack(False)
@@ -283,9 +297,10 @@ def on_the_meta_device():
 
 
 def test_modules_on_the_meta_device_are_initialized_as_if_unsharded():
-    assert all(run_ranks(on_the_meta_device, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(on_the_meta_device))
 
 
+@TWO_RANKS.case()
 def evaluate_between_steps():
     """Run a forward without a backward between steps, which must not leave stale weights."""
     model, twin = FSDP(build(Stack, False)), build(Stack, False)
@@ -304,9 +319,10 @@ def evaluate_between_steps():
 
 
 def test_a_forward_alone_leaves_no_stale_weights():
-    assert all(run_ranks(evaluate_between_steps, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(evaluate_between_steps))
 
 
+@TWO_RANKS.case()
 def gathers_in_flight():
     """Return, for each layer in forward and backward, if another layer was being gathered."""
     model = FSDP(build(Stack, False), shard=(nn.Linear, nn.Embedding))
@@ -331,7 +347,7 @@ def gathers_in_flight():
 
 
 def test_the_next_layer_is_gathered_while_one_runs():
-    for seen, _ in run_ranks(gathers_in_flight, 2, timeout=DEADLINE):
+    for seen, _ in TWO_RANKS.run(gathers_in_flight):
         # No layer follows the last of five layers in forward, or the first one in backward.
         assert seen["forward"] == [True] * 4 + [False]
         assert seen["backward"].count(True) == 2 * 4

@@ -14,15 +14,20 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
-from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 import zero
+from shared_ranks import SharedRanks, case_folder, run_in_order
 from zero import FSDPModule, fully_shard, load_checkpoint, save_checkpoint
 from zero_training import batch
 
-DEADLINE = 300.0
+
+def serve(cases):
+    return run_in_order(globals(), cases)
+
+
+TWO_RANKS = SharedRanks(serve, 2)
 
 
 class Block(nn.Sequential):
@@ -48,11 +53,8 @@ def tie(model):
     model[3].weight = model[0].weight
 
 
-def freeze(model):
+def freeze_and_recompute(model):
     model[1].requires_grad_(False)
-
-
-def recompute(model):
     model[1].recompute = model[2].recompute = True
 
 
@@ -91,16 +93,18 @@ def train(shard, model, change=None, accumulate=1, steps=2, **options):
     return {**values, "norms": torch.stack(norms)}, optimizer
 
 
+@TWO_RANKS.case()
 def run_programs():
     """Run programs with torch's implementation and with this package's."""
     programs = {
         "usual": {},
-        "mesh": {"mesh": init_device_mesh("cpu", (dist.get_world_size(),))},
-        "kept": {"reshard_after_forward": False},
+        "mesh, kept": {
+            "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
+            "reshard_after_forward": False,
+        },
         "accumulated": {"accumulate": 3},
         "tied": {"change": tie},
-        "frozen": {"change": freeze},
-        "recomputed": {"change": recompute},
+        "frozen, recomputed": {"change": freeze_and_recompute},
         "skipped": {"change": skip},
     }
     for name, options in programs.items():
@@ -113,9 +117,10 @@ def run_programs():
 
 
 def test_programs_of_fsdp2_train_equally_with_one_import_changed():
-    assert all(run_ranks(run_programs, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(run_programs))
 
 
+@TWO_RANKS.case()
 def mix_precision():
     """Cast parameters, inputs and outputs as torch does, also with a policy per module."""
     half, single = torch.bfloat16, torch.float32
@@ -145,9 +150,10 @@ def mix_precision():
 
 
 def test_policies_of_mixed_precision_cast_as_torchs():
-    assert all(run_ranks(mix_precision, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(mix_precision))
 
 
+@TWO_RANKS.case()
 def reduce_by_default():
     """Compute in bfloat16; without `reduce_dtype`, gradients are reduced in float32."""
     layer = nn.Linear(4, 3, bias=False)
@@ -160,9 +166,10 @@ def reduce_by_default():
 
 
 def test_gradients_are_reduced_in_the_dtype_of_the_parameters_by_default():
-    assert all(run_ranks(reduce_by_default, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(reduce_by_default))
 
 
+@TWO_RANKS.case()
 def synchronize_some():
     """Hold back the gradients of one block only, and sum them in a later backward."""
     results = []
@@ -181,10 +188,12 @@ def synchronize_some():
 
 
 def test_gradients_of_some_modules_are_held_back_as_torch_holds_them():
-    assert all(run_ranks(synchronize_some, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(synchronize_some))
 
 
-def use_methods(folder):
+@TWO_RANKS.case()
+def use_methods():
+    folder = case_folder()
     model = build()
     expected, optimizer = train(fully_shard, model)
     assert isinstance(model, FSDPModule)
@@ -215,8 +224,8 @@ def use_methods(folder):
     return True
 
 
-def test_sharded_modules_have_fsdp2s_methods_and_are_saved(tmp_path):
-    assert all(run_ranks(use_methods, 2, str(tmp_path / "last"), timeout=DEADLINE))
+def test_sharded_modules_have_fsdp2s_methods_and_are_saved():
+    assert all(TWO_RANKS.run(use_methods))
 
 
 class OverridingPolicy(NamedTuple):
@@ -229,6 +238,7 @@ class OverridingPolicy(NamedTuple):
     param_dtype_override_fn: Any = len
 
 
+@TWO_RANKS.case()
 def refuse():
     tied = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     tied[1].weight = tied[0].weight
@@ -273,4 +283,4 @@ def refuse():
 
 
 def test_arguments_and_models_without_an_equivalent_are_refused():
-    assert all(run_ranks(refuse, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(refuse))

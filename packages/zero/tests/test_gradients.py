@@ -11,20 +11,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.algorithms.join import Join
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from worker_pool import run_ranks, try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from shared_ranks import SharedRanks, case_folder, run_in_order
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero_training import assert_alike
 
-DEADLINE = 300.0
+
+def serve(cases):
+    return run_in_order(globals(), cases)
+
+
+ONE_RANK = SharedRanks(serve, 1)
+TWO_RANKS = SharedRanks(serve, 2)
+THREE_RANKS = SharedRanks(serve, 3)
+OTHER_SIZES = [(TWO_RANKS, 1), (THREE_RANKS, 1), (THREE_RANKS, 2), (TWO_RANKS, 3)]
 # Stage 1 differs from stage 2 where averages overwrite local gradients.
 EVERY_STAGE = [1, 2, 3]
-OTHER_SIZES = [(2, 1), (3, 1), (3, 2), (2, 3)]
 STAGES = [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3]
 
 
@@ -159,30 +165,31 @@ EDITS = {
 }
 
 
+@TWO_RANKS.case((2,))
+@THREE_RANKS.case((3,))
 def edit(stage):
     """Change gradients between backward and step by each function of EDITS."""
-    for name, change in EDITS.items():
-        model, ours, twin, theirs = pair(stage)
-        for step in range(2):
-            backward(model, twin, step)
-            for module, optimizer in ((model, ours), (twin, theirs)):
-                change(list(module.parameters()))
-                optimizer.step()
-                optimizer.zero_grad()
-        assert assert_alike(model, twin), name
+    model, ours, twin, theirs = pair(stage)
+    for step, (name, change) in enumerate(EDITS.items()):
+        backward(model, twin, step)
+        for module, optimizer in ((model, ours), (twin, theirs)):
+            change(list(module.parameters()))
+            optimizer.step()
+            optimizer.zero_grad()
+        assert_alike(model, twin, case=name)
     return True
 
 
 @pytest.mark.parametrize(
-    ("world", "stage"),
+    ("ranks", "stage"),
     [
-        (2, 2),
-        (3, 3),
+        (TWO_RANKS, 2),
+        (THREE_RANKS, 3),
         *[pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in OTHER_SIZES],
     ],
 )
-def test_gradients_changed_by_any_means_step_as_in_one_process(stage, world):
-    assert all(run_ranks(edit, world, stage, timeout=DEADLINE))
+def test_gradients_changed_by_any_means_step_as_in_one_process(stage, ranks):
+    assert all(ranks.run(edit, stage))
 
 
 def weight_norms(parameters):
@@ -214,26 +221,28 @@ PARAMETER_READS = {
 }
 
 
+@THREE_RANKS.case((3,))
 def read_parameters(stage):
     """Read parameters between steps and in the loss, where norms include all elements."""
-    for name, (before, after) in {**PARAMETER_READS, "loss": (None, None)}.items():
-        model, ours, twin, theirs = pair(stage)
-        for step in range(3):
-            backward(model, twin, step)
-            if name == "loss":
-                for module in (model, twin):
-                    penalties(list(module.parameters())).backward()
-            for module, optimizer in ((model, ours), (twin, theirs)):
-                if before is not None:
-                    before(list(module.parameters()))
-                optimizer.step()
-                if after is not None:
-                    after(list(module.parameters()))
-                optimizer.zero_grad()
-        assert assert_alike(model, twin), name
+    model, ours, twin, theirs = pair(stage)
+    reads = {**PARAMETER_READS, "loss": (None, None)}
+    for step, (name, (before, after)) in enumerate([*reads.items()] * 2):
+        backward(model, twin, step)
+        if name == "loss":
+            for module in (model, twin):
+                penalties(list(module.parameters())).backward()
+        for module, optimizer in ((model, ours), (twin, theirs)):
+            if before is not None:
+                before(list(module.parameters()))
+            optimizer.step()
+            if after is not None:
+                after(list(module.parameters()))
+            optimizer.zero_grad()
+        assert_alike(model, twin, case=name)
     return True
 
 
+@TWO_RANKS.case()
 def penalize_by_batch():
     """Train with penalties whose weight depends on this rank's batch."""
     model, twin = make_model(), make_model()
@@ -256,13 +265,14 @@ def penalize_by_batch():
 
 
 def test_gradients_of_penalties_are_averaged_over_ranks():
-    assert all(run_ranks(penalize_by_batch, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(penalize_by_batch))
 
 
 def test_parameters_read_outside_forward_count_all_elements():
-    assert all(run_ranks(read_parameters, 3, 3, timeout=DEADLINE))
+    assert all(THREE_RANKS.run(read_parameters, 3))
 
 
+@TWO_RANKS.case()
 def read_whole_shapes():
     model, _, twin, _ = pair(3)
     weight, whole = next(iter(model.parameters())), next(iter(twin.parameters()))
@@ -287,9 +297,10 @@ def read_whole_shapes():
 
 
 def test_reads_of_parameters_that_need_other_ranks_elements_are_refused_or_gathered():
-    assert all(run_ranks(read_whole_shapes, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(read_whole_shapes))
 
 
+@THREE_RANKS.case((2,), (3,))
 def norms(stage):
     model, ours, twin, _ = pair(stage)
     assert ours.param_groups
@@ -331,11 +342,13 @@ def norms(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_norms_and_sums_of_gradients_are_over_all_ranks(stage):
-    assert all(run_ranks(norms, 3, stage, timeout=DEADLINE))
+    assert all(THREE_RANKS.run(norms, stage))
 
 
-def change_before_backward(stage, folder):
+@TWO_RANKS.case((2,), (3,))
+def change_before_backward(stage):
     """Change parameters whose earlier values a graph has saved; one process refuses this too."""
+    folder = case_folder()
     model, ours, _, _ = pair(stage)
     module = getattr(model, "module", model)
     state = {k: v.clone() for k, v in make_model().state_dict().items()}
@@ -364,11 +377,11 @@ def change_before_backward(stage, folder):
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
-def test_a_backward_through_changed_parameters_is_refused(stage, tmp_path):
-    folder = str(tmp_path / "saved")
-    assert all(run_ranks(change_before_backward, 2, stage, folder, timeout=DEADLINE))
+def test_a_backward_through_changed_parameters_is_refused(stage):
+    assert all(TWO_RANKS.run(change_before_backward, stage))
 
 
+@THREE_RANKS.case((2,), (3,))
 def clip_over_two_groups(stage):
     """Clip, in one call, gradients that are sharded over all ranks and over some of them."""
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
@@ -397,15 +410,18 @@ def clip_over_two_groups(stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_norms_of_gradients_of_several_groups_are_over_the_ranks_of_each(stage):
-    assert all(run_ranks(clip_over_two_groups, 3, stage, timeout=DEADLINE))
+    assert all(THREE_RANKS.run(clip_over_two_groups, stage))
 
 
-def scale(stage, scaler_cls):
+SCALERS = {"GradScaler": torch.amp.GradScaler, "ShardedGradScaler": ShardedGradScaler}
+
+
+@TWO_RANKS.case((2, "GradScaler"), (3, "GradScaler"))
+def scale(stage, name):
     """Train with a loss scaler; one step is skipped because rank 1 overflows."""
     model, ours, twin, theirs = pair(stage, torch.optim.SGD, lr=0.2, momentum=0.9)
     options = {"init_scale": 1024.0, "growth_interval": 2}
-    sharded = scaler_cls is ShardedGradScaler
-    scaler = scaler_cls("cpu", **options)
+    scaler = SCALERS[name]("cpu", **options)
     reference = torch.amp.GradScaler("cpu", **options)
     for step in range(6):
         bad = step == 2
@@ -424,19 +440,19 @@ def scale(stage, scaler_cls):
             s.step(optimizer)
             s.update()
             optimizer.zero_grad()
-        assert scaler.get_scale() == reference.get_scale(), (step, sharded)
+        assert scaler.get_scale() == reference.get_scale(), step
     return assert_alike(model, twin)
 
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    "scaler_cls",
-    [torch.amp.GradScaler, pytest.param(ShardedGradScaler, marks=pytest.mark.exhaustive)],
+    "name", ["GradScaler", pytest.param("ShardedGradScaler", marks=pytest.mark.exhaustive)]
 )
-def test_loss_scalers_of_torch_step_and_skip_as_in_one_process(stage, scaler_cls):
-    assert all(run_ranks(scale, 2, stage, scaler_cls, timeout=DEADLINE))
+def test_loss_scalers_of_torch_step_and_skip_as_in_one_process(stage, name):
+    assert all(TWO_RANKS.run(scale, stage, name))
 
 
+@TWO_RANKS.case((2,), (3,))
 def give_up(stage):
     """Clear the gradients of a backward under no_sync(), and keep those of another."""
     model, ours, twin, theirs = pair(stage, torch.optim.SGD)
@@ -459,9 +475,10 @@ def give_up(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_of_an_abandoned_step_are_discarded(stage):
-    assert all(run_ranks(give_up, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(give_up, stage))
 
 
+@TWO_RANKS.case((1,), (2,), (3,))
 def drop(stage):
     """Skip a batch by `model.zero_grad()`, and accumulate another one."""
     model, ours, twin, theirs = pair(stage, torch.optim.SGD)
@@ -490,9 +507,10 @@ def drop(stage):
 
 @pytest.mark.parametrize("stage", EVERY_STAGE)
 def test_cleared_gradients_are_discarded_and_others_accumulate(stage):
-    assert all(run_ranks(drop, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(drop, stage))
 
 
+@TWO_RANKS.case((1,), (2,), (3,))
 def accumulate(stage):
     """Run backwards with and without no_sync in every order, and edit the last gradients."""
     for synced in ((True, True), (False, True), (True, False, True), (False, False)):
@@ -524,16 +542,17 @@ def accumulate(stage):
 
 @pytest.mark.parametrize("stage", EVERY_STAGE)
 def test_backwards_accumulate_in_any_order_of_no_sync(stage):
-    assert all(run_ranks(accumulate, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(accumulate, stage))
 
 
 def double_gradient(parameter):
     parameter.grad.mul_(2.0)
 
 
-def hook(stage):
-    """Register linear hooks before and after the reducer's, which act as in one process."""
-    model, ours, twin, theirs = pair(stage, torch.optim.SGD)
+@TWO_RANKS.case()
+def hook_shards():
+    """Register linear hooks before and after a step, which act as in one process."""
+    model, ours, twin, theirs = pair(3, torch.optim.SGD)
     seen = []
     for step in range(3):
         if step == 1:
@@ -541,10 +560,7 @@ def hook(stage):
                 for parameter in module.parameters():
                     parameter.register_post_accumulate_grad_hook(double_gradient)
                     parameter.register_post_accumulate_grad_hook(lambda p: seen.append(p))
-        # A single backward, so that the hooks run as often as on one rank.
-        loss_of(model, step, dist.get_rank()).backward()
-        world = dist.get_world_size()
-        sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()
+        backward_once(model, twin, step)
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
@@ -552,11 +568,44 @@ def hook(stage):
     return assert_alike(model, twin)
 
 
-@pytest.mark.parametrize("stage", STAGES)
-def test_post_accumulate_hooks_run_whenever_they_were_registered(stage):
-    assert all(run_ranks(hook, 2, stage, timeout=DEADLINE))
+def backward_once(model, twin, step):
+    """Run a single backward of all parts of a batch, so that hooks run as often as on one rank."""
+    loss_of(model, step, dist.get_rank()).backward()
+    world = dist.get_world_size()
+    sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()
 
 
+def test_post_accumulate_hooks_of_shards_run_whenever_they_were_registered():
+    assert all(TWO_RANKS.run(hook_shards))
+
+
+@TWO_RANKS.case((1,), (2,))
+def hook_parameters(stage):
+    """Register hooks before the optimizer is constructed, and one that reads `.grad` after it."""
+    model, twin = make_model(), make_model()
+    for module in (model, twin):
+        for parameter in module.parameters():
+            parameter.register_post_accumulate_grad_hook(double_gradient)
+    ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)
+    theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
+    for step in range(2):
+        backward_once(model, twin, step)
+        for optimizer in (ours, theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_alike(model, twin)
+    model[0].weight.register_post_accumulate_grad_hook(double_gradient)
+    with pytest.raises(RuntimeError, match="a hook that is registered before the optimizer is"):
+        loss_of(model, 2, dist.get_rank()).backward()
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_hooks_from_before_the_optimizer_run_and_later_reads_are_refused(stage):
+    assert all(TWO_RANKS.run(hook_parameters, stage))
+
+
+@TWO_RANKS.case((2,), (3,))
 def give_other_memory(stage):
     model, ours, twin, theirs = pair(stage)
     for step in range(4):
@@ -579,9 +628,10 @@ def give_other_memory(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_with_assigned_data_are_trained(stage):
-    assert all(run_ranks(give_other_memory, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(give_other_memory, stage))
 
 
+@TWO_RANKS.case((1,), (2,))
 def rearrange_data(stage):
     """Exchange the `.data` of two parameters, and transpose that of a third one."""
 
@@ -613,9 +663,10 @@ def rearrange_data(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_exchanged_and_transposed_data_are_trained(stage):
-    assert all(run_ranks(rearrange_data, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(rearrange_data, stage))
 
 
+@TWO_RANKS.case((1,), (3,))
 def exchange_for_averages(stage):
     """Evaluate with averages of the parameters, which are exchanged by their `.data`."""
     model, ours, twin, theirs = pair(stage)
@@ -645,26 +696,25 @@ def exchange_for_averages(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_are_exchanged_for_their_averages(stage):
-    assert all(run_ranks(exchange_for_averages, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(exchange_for_averages, stage))
 
 
+@TWO_RANKS.case((2,), (3,))
 def change_dtype(stage):
     model, ours, _, _ = pair(stage)
     for parameter in model.parameters():
         parameter.data = parameter.data.float()
-    if stage == 3:
-        loss_of(model, 0, 0)
-    ours.step()
+    with pytest.raises(RuntimeError, match=r"expected .*\.float64 on cpu, got .*\.float32 on cpu"):
+        loss_of(model, 0, 0) if stage == 3 else ours.step()
+    return True
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_dtype_changed_after_wrapping_is_refused(stage):
-    for outcome in try_ranks(change_dtype, 2, stage, timeout=DEADLINE):
-        assert "expected" in str(outcome.error)
-        assert "float32" in str(outcome.error)
-        assert "float64" in str(outcome.error)
+    assert all(TWO_RANKS.run(change_dtype, stage))
 
 
+@TWO_RANKS.case((2,), (3,))
 def freeze(stage):
     """Freeze and unfreeze layers during training, including one that was wrapped frozen."""
     world = dist.get_world_size()
@@ -698,19 +748,10 @@ def freeze(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_freezing_after_wrapping_trains_as_in_one_process(stage):
-    assert all(run_ranks(freeze, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(freeze, stage))
 
 
-def refuse_join():
-    with pytest.raises(TypeError, match="run its last batch, and multiply the loss by zero"):
-        Join([FSDP(make_model())])
-    return True
-
-
-def test_join_is_refused_at_stage_3():
-    assert run_ranks(refuse_join, 1, timeout=DEADLINE) == [True]
-
-
+@ONE_RANK.case()
 def refuse_copies():
     model = FSDP(nn.Sequential(nn.Linear(3, 3)))
     for what in (model, model.module):
@@ -734,7 +775,7 @@ def refuse_copies():
 
 
 def test_copies_of_fsdp_are_refused():
-    assert all(run_ranks(refuse_copies, 1, timeout=DEADLINE))
+    assert all(ONE_RANK.run(refuse_copies))
 
 
 class Tied(nn.Module):
@@ -752,6 +793,7 @@ class Tied(nn.Module):
         return x @ self.embed.weight.T
 
 
+@TWO_RANKS.case()
 def read_without_calling():
     def make_layer():
         return nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
@@ -792,9 +834,10 @@ def read_without_calling():
 
 
 def test_weights_read_without_calling_their_module_need_a_unit_of_the_reader():
-    assert all(run_ranks(read_without_calling, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(read_without_calling))
 
 
+@TWO_RANKS.case()
 def take_averages_of_others():
     """Assign averages of other parameters and of an earlier step to `.grad`."""
     parameters = nn.ParameterList(torch.zeros(4, dtype=torch.float64) for _ in range(3))
@@ -822,9 +865,10 @@ def take_averages_of_others():
 
 
 def test_averages_of_other_parameters_are_copied_or_refused():
-    assert all(run_ranks(take_averages_of_others, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(take_averages_of_others))
 
 
+@TWO_RANKS.case()
 def change_gradients_in_hooks():
     """Change `.grad` in hooks of a second backward, which adds to averages."""
     for value, options in ((None, {"alpha": 0.5}), (1.0, {}), (torch.tensor(2.0), {"alpha": 3})):
@@ -849,9 +893,10 @@ def change_gradients_in_hooks():
 
 
 def test_additions_in_hooks_of_a_second_backward_are_exact():
-    assert all(run_ranks(change_gradients_in_hooks, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(change_gradients_in_hooks))
 
 
+@ONE_RANK.case()
 def combine_shapes_and_dtypes():
     """Combine averages with tensors of other shapes and dtypes."""
     shapes = [(2, 3), (3, 2), (4,)]
@@ -874,15 +919,16 @@ def combine_shapes_and_dtypes():
 
 
 def test_averages_are_combined_by_torchs_rules_for_shapes_and_dtypes():
-    assert all(run_ranks(combine_shapes_and_dtypes, 1, timeout=DEADLINE))
+    assert all(ONE_RANK.run(combine_shapes_and_dtypes))
 
 
+@TWO_RANKS.case()
 def misuse_all():
     """Misuse the sharded parameters after a backward; return the message of each error."""
     messages = {}
+    model, ours, twin, _ = pair(3)
+    backward(model, twin, 0)
     for name, (act, _) in MISUSES.items():
-        model, ours, twin, _ = pair(3)
-        backward(model, twin, 0)
         with pytest.raises(RuntimeError) as error:
             act(dict(model.module.named_parameters()), ours)
         messages[name] = str(error.value)
@@ -900,7 +946,6 @@ def assign(value):
 
 
 MISUSES = {
-    "one rank": (drop_on_one_rank, "0.weight has a gradient on some ranks only"),
     "whole": (assign(lambda _: torch.ones(7, 5).double()), "), got shape (7, 5) or the elements"),
     "another's": (assign(lambda n: n["3.weight"].grad), "or the elements of another shard"),
     "row": (lambda n, _: n["0.weight"].grad.__setitem__(0, 0.0), "full_tensor"),
@@ -937,16 +982,19 @@ MISUSES = {
         "full_tensor",
     ),
     "product": (lambda n, _: n["3.weight"].detach() @ n["0.weight"].detach(), "full_tensor"),
+    # The gradients of all other misuses must be on both ranks, so this one is the last.
+    "one rank": (drop_on_one_rank, "0.weight has a gradient on some ranks only"),
 }
 
 
 def test_operations_that_need_the_whole_gradient_raise():
-    for messages in run_ranks(misuse_all, 2, timeout=DEADLINE):
+    for messages in TWO_RANKS.run(misuse_all):
         for name, (_, message) in MISUSES.items():
             assert message in messages[name]
 
 
-def hook_steps(optimizer_cls):
+@THREE_RANKS.case(("SGD",), ("Adafactor",))
+def hook_steps(name):
     """Clip in a hook before each step, and scale parameters by norms in hooks after it."""
 
     def clip(optimizer, args, kwargs):
@@ -959,7 +1007,7 @@ def hook_steps(optimizer_cls):
     handle = register_optimizer_step_post_hook(rescale_after)
     model, twin = make_model(), make_model()
     model = FSDP(model)
-    hooked = [optimizer_cls(m.parameters(), lr=0.1) for m in (model, twin)]
+    hooked = [getattr(torch.optim, name)(m.parameters(), lr=0.1) for m in (model, twin)]
     for optimizer in hooked:
         optimizer.register_step_pre_hook(clip)
         optimizer.register_step_post_hook(rescale_after)
@@ -972,6 +1020,7 @@ def hook_steps(optimizer_cls):
     return assert_alike(model, twin)
 
 
+@TWO_RANKS.case()
 def hook_all_steps():
     """Decay the parameters in a hook after each step of any optimizer."""
     model, ours, twin, theirs = pair(1, torch.optim.SGD)
@@ -995,14 +1044,15 @@ def hook_all_steps():
 
 
 def test_global_hooks_run_once_per_step_at_stage_1():
-    assert all(run_ranks(hook_all_steps, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(hook_all_steps))
 
 
-@pytest.mark.parametrize("optimizer_cls", [torch.optim.SGD, torch.optim.Adafactor])
-def test_hooks_of_a_step_see_whole_tensors_at_stage_3(optimizer_cls):
-    assert all(run_ranks(hook_steps, 3, optimizer_cls, timeout=DEADLINE))
+@pytest.mark.parametrize("name", ["SGD", "Adafactor"])
+def test_hooks_of_a_step_see_whole_tensors_at_stage_3(name):
+    assert all(THREE_RANKS.run(hook_steps, name))
 
 
+@TWO_RANKS.case()
 def hook_tensors():
     """Register hooks on shards, which get and may replace the average of each backward."""
     model, ours, twin, theirs = pair(3, torch.optim.SGD)
@@ -1022,4 +1072,4 @@ def hook_tensors():
 
 
 def test_hooks_on_shards_see_the_average():
-    assert all(run_ranks(hook_tensors, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(hook_tensors))

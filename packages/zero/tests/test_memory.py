@@ -9,11 +9,11 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allocator import peak_bytes, peak_of_events
+from shared_ranks import SharedRanks, run_in_order
 from zero import FSDP, ShardedOptimizer, memory_report, zero_stage_bytes
 from zero.bench import build
 
@@ -21,7 +21,13 @@ WIDTH = 128
 LAYERS = 4
 VOCABULARY = 512
 TOKENS = 96
-DEADLINE = 300.0
+
+
+def serve(cases):
+    return run_in_order(globals(), cases)
+
+
+RANKS = {world: SharedRanks(serve, world) for world in (1, 2, 3, 4)}
 
 
 def exhaustive(*values):
@@ -61,24 +67,16 @@ def loss(model):
     return F.cross_entropy(model(tokens), tokens)
 
 
+@RANKS[2].case((2,), (3,))
 def allocator_and_report(stage):
-    return peak_bytes(*make_build(stage)(None), loss), memory_report(make_build(stage), loss)
+    peak = peak_bytes(*make_build(stage)(None), loss)
+    return peak, memory_report(make_build(stage), loss), dist.get_backend()
 
 
 @cache
 def peaks_and_reports(stage, world):
-    """Return the allocator's peak and the report of each rank."""
-    return run_ranks(allocator_and_report, world, stage, timeout=DEADLINE)
-
-
-def get_backend():
-    return dist.get_backend()
-
-
-@cache
-def backend_of_ranks():
-    """Return the backend of the ranks that tests start; it may not be gloo."""
-    return run_ranks(get_backend, 1, timeout=DEADLINE)[0]
+    """Return the allocator's peak, the report and the backend of each rank."""
+    return RANKS[world].run(allocator_and_report, stage)
 
 
 SIZES = [exhaustive(0, 1), exhaustive(1, 2), (2, 2), exhaustive(2, 3), (3, 2), exhaustive(3, 4)]
@@ -86,10 +84,10 @@ SIZES = [exhaustive(0, 1), exhaustive(1, 2), (2, 2), exhaustive(2, 3), (3, 2), e
 
 @pytest.mark.parametrize(("stage", "world"), SIZES)
 def test_the_measured_peak_is_within_one_percent_of_the_predicted(stage, world):
-    # The prediction assumes that a bucket is reduced until the next ones are full. A backend that
-    # is faster than gloo has fewer buckets in memory.
-    least = 0.99 if backend_of_ranks() == "gloo" else 0.9
-    for _, result in peaks_and_reports(stage, world):
+    for _, result, backend in peaks_and_reports(stage, world):
+        # The prediction assumes that a bucket is reduced until the next ones are full. A backend
+        # that is faster than gloo has fewer buckets in memory.
+        least = 0.99 if backend == "gloo" else 0.9
         for moment, measured in zip(result.predicted, result.measured, strict=True):
             for kind in ("parameters", "gradients", "optimizer", "buffers"):
                 assert getattr(moment, kind) == getattr(measured, kind), (moment.name, kind)
@@ -99,7 +97,7 @@ def test_the_measured_peak_is_within_one_percent_of_the_predicted(stage, world):
 
 @pytest.mark.parametrize(("stage", "world"), SIZES)
 def test_counted_bytes_equal_the_allocators(stage, world):
-    for allocated, result in peaks_and_reports(stage, world):
+    for allocated, result, _ in peaks_and_reports(stage, world):
         # The dispatch mode does not see allocations within an operator.
         assert result.measured_peak == pytest.approx(allocated, rel=0.01)
 
@@ -111,15 +109,19 @@ def test_a_reused_address_counts_as_released():
     assert peak_of_events([(7, -100), (1, 5)]) == 5
 
 
-def peaks_beside_torchs_own():
-    peaks = {str(stage): peak_bytes(*make_build(stage)(None), loss) for stage in (1, 2, 3)}
+@RANKS[2].case()
+def peaks_of_stage_1_and_torchs():
+    peaks = {"1": peak_bytes(*make_build(1)(None), loss)}
     for name in ("ddp", "ddp_zero_redundancy", "fsdp2_layers"):
         peaks[name] = peak_bytes(*build(name, make_build(0)(None)[0]), loss)
     return peaks
 
 
 def test_each_stage_has_a_lower_peak_than_the_previous_and_than_torchs():
-    for peaks in run_ranks(peaks_beside_torchs_own, 2, timeout=DEADLINE):
+    others = RANKS[2].run(peaks_of_stage_1_and_torchs)
+    stages = [peaks_and_reports(stage, 2) for stage in (2, 3)]
+    for peaks, (second, *_), (third, *_) in zip(others, *stages, strict=True):
+        peaks |= {"2": second, "3": third}
         assert peaks["3"] < peaks["2"] < peaks["1"] < peaks["ddp"]
         # Equal but for the step count of each piece of a parameter.
         assert peaks["1"] < 1.0001 * peaks["ddp_zero_redundancy"]
@@ -171,6 +173,7 @@ def test_the_report_names_the_parameters_that_stay_whole():
     assert reasons.keys() == {name for name, _ in make_build(0)(None)[0].named_parameters()}
 
 
+@RANKS[2].case()
 def parameter_bytes_while_running():
     model, _ = make_build(3)(None)
     largest = 0
@@ -195,7 +198,7 @@ def test_stage_3_stores_its_shards_and_two_full_layers():
     model, _ = make_build(0)(None)
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     layers = [sum(p.numel() for p in linear.parameters()) for linear in linears]
-    for unsharded, sharded_bytes in run_ranks(parameter_bytes_while_running, 2, timeout=DEADLINE):
+    for unsharded, sharded_bytes in RANKS[2].run(parameter_bytes_while_running):
         total = 4 * sum(p.numel() for p in model.parameters())
         assert sharded_bytes == pytest.approx(total / 2, rel=0.001)
         assert max(layers) * 4 < unsharded <= 2 * max(layers) * 4

@@ -21,6 +21,7 @@ from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from shared_ranks import SharedRanks, case_folder, run_in_order
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.dtensors import full_entries
 from zero.optimizer import optimizer_trial
@@ -46,6 +47,15 @@ REFUSED = {
     "SparseAdam": "needs sparse gradients",
 }
 DEADLINE = 300.0
+
+
+def serve(cases):
+    return run_in_order(globals(), cases)
+
+
+ONE_RANK = SharedRanks(serve, 1)
+TWO_RANKS = SharedRanks(serve, 2)
+THREE_RANKS = SharedRanks(serve, 3)
 
 
 def exhaustive(*values):
@@ -187,6 +197,7 @@ def test_stage_2_frees_each_gradient_as_it_becomes_ready():
         assert most <= everything / 4 + 3 * everything / 12 * 5 / 4 + everything / 12
 
 
+@TWO_RANKS.case()
 def chosen_splits():
     """Return the number of elements on this rank, for known and for declared classes."""
     sizes = []
@@ -199,7 +210,7 @@ def chosen_splits():
 
 
 def test_the_caller_can_choose_the_split():
-    sizes = run_ranks(chosen_splits, 2, timeout=DEADLINE)
+    sizes = TWO_RANKS.run(chosen_splits)
     assert [(known, declared) for known, _, declared in sizes] == [(39, 39)] * 2
     # 5x7 and 3 | 7x3, 3x3, 7, 3: in descending order, each to the least loaded rank.
     assert sorted(whole for _, whole, _ in sizes) == [38, 40]
@@ -211,6 +222,7 @@ def weights_and_biases(module):
     return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
 
 
+@THREE_RANKS.case((2,))
 def train_unevenly(stage):
     """Train with 4, 2 and 0 batches, clipping, a schedule and accumulation."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -272,9 +284,10 @@ def train_unevenly(stage):
 
 @pytest.mark.parametrize("stage", [exhaustive(1), 2])
 def test_ranks_with_fewer_inputs_join_the_collectives_of_the_others(stage):
-    assert all(run_ranks(train_unevenly, 3, stage, timeout=DEADLINE))
+    assert all(THREE_RANKS.run(train_unevenly, stage))
 
 
+@THREE_RANKS.case()
 def copy_buffers_in_join():
     """Set a buffer before each forward; return the values that the forwards used."""
     rank = dist.get_rank()
@@ -294,10 +307,11 @@ def copy_buffers_in_join():
 
 
 def test_join_uses_the_buffers_of_the_last_rank_with_inputs():
-    outcomes = run_ranks(copy_buffers_in_join, 3, timeout=DEADLINE)
+    outcomes = THREE_RANKS.run(copy_buffers_in_join)
     assert outcomes == [[2, 0], [2, 12, 21, 0], [2, 12, 0]]
 
 
+@TWO_RANKS.case()
 def keep_gradients_in_join():
     """Train with 3 and 1 batches, without clearing the gradients before the last batch."""
     rank = dist.get_rank()
@@ -333,9 +347,10 @@ def keep_gradients_in_join():
 
 
 def test_gradients_that_are_not_cleared_in_join_accumulate():
-    assert all(run_ranks(keep_gradients_in_join, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(keep_gradients_in_join))
 
 
+@ONE_RANK.case()
 def call_state_dict_hooks():
     """Register the hooks that torch's optimizers call for state dicts."""
     optimizer = ShardedOptimizer(make_model().parameters(), torch.optim.SGD, lr=0.1)
@@ -351,7 +366,7 @@ def call_state_dict_hooks():
 
 
 def test_hooks_of_state_dicts_are_called():
-    [calls] = run_ranks(call_state_dict_hooks, 1, timeout=DEADLINE)
+    [calls] = ONE_RANK.run(call_state_dict_hooks)
     assert calls == ["before saving", 1, "after loading"]
 
 
@@ -367,8 +382,10 @@ class Numbers(nn.Module):
         return self.scale * self.vector.square().sum()
 
 
-def load_state_of_a_number(path):
+@TWO_RANKS.case()
+def load_state_of_a_number():
     """Load the state of optimizers that store numbers beside a parameter without dimensions."""
+    path = case_folder()
     for name in ("NAdam", "ASGD"):
         for stage in (1, 3):
             model, ours, twin, theirs = pair(stage, name, build=Numbers)
@@ -386,8 +403,8 @@ def load_state_of_a_number(path):
     return True
 
 
-def test_the_state_of_a_parameter_without_dimensions_is_loaded(tmp_path):
-    assert all(run_ranks(load_state_of_a_number, 2, str(tmp_path / "step"), timeout=DEADLINE))
+def test_the_state_of_a_parameter_without_dimensions_is_loaded():
+    assert all(TWO_RANKS.run(load_state_of_a_number))
 
 
 class ListedState(torch.optim.SGD):
@@ -447,6 +464,7 @@ class StoredGradients(torch.optim.SGD):
                 self.state[parameter]["previous"] = parameter.grad
 
 
+@TWO_RANKS.case()
 def store_gradients():
     for stage in (1, 2, 3):
         stepped(stage, StoredGradients, 3)
@@ -454,9 +472,10 @@ def store_gradients():
 
 
 def test_gradients_that_an_optimizer_stores_are_copied():
-    assert all(run_ranks(store_gradients, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(store_gradients))
 
 
+@ONE_RANK.case()
 def step_with_unnamed_arguments():
     model = FSDP(make_model())
     model(torch.ones(2, 5)).sum().backward()
@@ -467,9 +486,10 @@ def step_with_unnamed_arguments():
 
 
 def test_arguments_that_a_trial_at_stage_3_does_not_know_are_refused():
-    assert all(run_ranks(step_with_unnamed_arguments, 1, timeout=DEADLINE))
+    assert all(ONE_RANK.run(step_with_unnamed_arguments))
 
 
+@TWO_RANKS.case((1,), (2,))
 def use_groups_and_closures(stage):
     """Use groups from generators, a scheduler, a closure, clipping and an added group."""
     model, twin = make_model(), make_model()
@@ -518,13 +538,14 @@ def use_groups_and_closures(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_groups_schedulers_closures_clipping_and_added_groups_work_as_in_torch(stage):
-    assert all(run_ranks(use_groups_and_closures, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(use_groups_and_closures, stage))
 
 
 #: Each change of the options on rank 1, with the step that is refused.
 DIFFERENT_OPTIONS = [("lr", 1), ("betas", 1), ("tensor", 1), ("numpy", 1), ("constructor", 0)]
 
 
+@TWO_RANKS.case((2,), (3,))
 def refuse_different_options(stage):
     """Check that steps are refused if options differ on rank 1, and only then."""
     for edit in ("equal", "lr", "betas", "tensor", "numpy", "constructor"):
@@ -565,9 +586,10 @@ def refuse_different_options(stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_options_that_differ_between_ranks_are_refused(stage):
-    assert all(run_ranks(refuse_different_options, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(refuse_different_options, stage))
 
 
+@TWO_RANKS.case()
 def shard_an_empty_group():
     """Step two parameter groups, one of which has no elements."""
     used, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 3))
@@ -582,9 +604,10 @@ def shard_an_empty_group():
 
 
 def test_a_group_without_elements_is_stepped():
-    assert run_ranks(shard_an_empty_group, 2) == [[-1.0] * 3] * 2
+    assert TWO_RANKS.run(shard_an_empty_group) == [[-1.0] * 3] * 2
 
 
+@TWO_RANKS.case((1,), (2,))
 def skip_parameters(stage):
     """Train without the last layer on rank 1, and without the middle one on all ranks."""
     model, twin = make_model(), make_model()
@@ -617,9 +640,10 @@ def skip_parameters(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_unused_on_some_ranks_train_as_in_one_process(stage):
-    assert all(run_ranks(skip_parameters, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(skip_parameters, stage))
 
 
+@TWO_RANKS.case((1,), (2,))
 def use_a_part_in_the_second_backward(stage):
     """Run a second backward without no_sync that reaches only one parameter of a bucket."""
     model, twin = make_model(), make_model()
@@ -638,9 +662,10 @@ def use_a_part_in_the_second_backward(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_backwards_without_no_sync_accumulate(stage):
-    assert all(run_ranks(use_a_part_in_the_second_backward, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(use_a_part_in_the_second_backward, stage))
 
 
+@TWO_RANKS.case(("AdamW",), ("Adafactor",), ("SGD",))
 def exchange_states(name):
     """Load the unsharded optimizer's state, save it, and continue."""
     options = (ELEMENTWISE | WHOLE)[name]
@@ -675,32 +700,7 @@ def exchange_states(name):
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "SGD"])
 def test_state_dicts_are_exchanged_with_unsharded_optimizers(name):
-    assert all(run_ranks(exchange_states, 2, name, timeout=DEADLINE))
-
-
-def one_process_on_the_whole_batch(stage):
-    model, twin = make_model().double(), make_model().double()
-    ours = ShardedOptimizer(model.parameters(), torch.optim.Adam, shard_gradients=stage == 2)
-    theirs = torch.optim.Adam(twin.parameters())
-    for step in range(3):
-        batches = [batch(step, rank) for rank in range(dist.get_world_size())]
-        inputs, targets = (torch.cat(part).double() for part in zip(*batches, strict=True))
-        mine = [part.double() for part in batches[dist.get_rank()]]
-        ours.zero_grad()
-        (model(mine[0]) - mine[1]).square().mean().backward()
-        ours.step()
-        theirs.zero_grad()
-        (twin(inputs) - targets).square().mean().backward()
-        theirs.step()
-    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-    return True
-
-
-@pytest.mark.parametrize("stage", [1, 2])
-@pytest.mark.parametrize("world", [1, exhaustive(2), exhaustive(3), 4])
-def test_stages_1_and_2_equal_one_process_on_the_whole_batch(world, stage):
-    assert all(run_ranks(one_process_on_the_whole_batch, world, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(exchange_states, name))
 
 
 class Signs(torch.optim.Optimizer):
@@ -1100,7 +1100,9 @@ def equal_to_the_unsharded(optimizer_cls, groups, dtype, path, **options):
     return ours.splits
 
 
-def unusual(path):
+@TWO_RANKS.case()
+def unusual():
+    path = case_folder()
     splits = equal_to_the_unsharded(Both, by_key, torch.float64, f"{path}/both")
     assert splits == ["parameters", "parameters"]
     listed = equal_to_the_unsharded(
@@ -1110,8 +1112,8 @@ def unusual(path):
     return True
 
 
-def test_optimizers_with_required_options_or_blocks_equal_one_process(tmp_path):
-    assert all(run_ranks(unusual, 2, str(tmp_path), timeout=DEADLINE))
+def test_optimizers_with_required_options_or_blocks_equal_one_process():
+    assert all(TWO_RANKS.run(unusual))
 
 
 RULES = {
@@ -1142,6 +1144,7 @@ def filters():
     return nn.Sequential(*layers).double()
 
 
+@TWO_RANKS.case((1,), (2,), (3,))
 def ruled(stage):
     rank, world = dist.get_rank(), dist.get_world_size()
     for rule in RULES:
@@ -1175,7 +1178,7 @@ def ruled(stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_optimizers_that_depend_on_shapes_get_whole_shapes(stage):
-    assert all(run_ranks(ruled, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(ruled, stage))
 
 
 def eight_bit(path):
@@ -1195,6 +1198,7 @@ def test_torchaos_eight_bit_adam_equals_the_unsharded_one(tmp_path):
     assert splits == [["parameters"]] * 2
 
 
+@THREE_RANKS.case((2, True))
 def step_two(stage, elementwise):
     for some in range(1, dist.get_world_size()):
         # Ranks have constructed different numbers of optimizers.
@@ -1252,9 +1256,10 @@ def make_layers():
     [exhaustive(1, True), (2, True), exhaustive(1, False), exhaustive(2, False)],
 )
 def test_two_optimizers_in_one_backward_equal_one_process(stage, elementwise):
-    assert all(run_ranks(step_two, 3, stage, elementwise, timeout=DEADLINE))
+    assert all(THREE_RANKS.run(step_two, stage, elementwise))
 
 
+@TWO_RANKS.case()
 def delete_one():
     """Delete one of two optimizers on all ranks, and then on some ranks only."""
     models = [nn.Linear(5, 5) for _ in range(2)]
@@ -1273,9 +1278,10 @@ def delete_one():
 
 
 def test_one_of_two_optimizers_can_be_deleted_on_all_ranks_only():
-    assert all(run_ranks(delete_one, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(delete_one))
 
 
+@TWO_RANKS.case((1,), (3,))
 def clear_state(stage):
     """Clear the state of both optimizers in place, and by assignment at stage 3."""
     for clear in ("assign", "clear") if stage == 3 else ("clear",):
@@ -1296,9 +1302,10 @@ def clear_state(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_cleared_state_is_cleared_on_all_ranks(stage):
-    assert all(run_ranks(clear_state, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(clear_state, stage))
 
 
+@ONE_RANK.case()
 def refuse_copies():
     optimizer = ShardedOptimizer(make().parameters(), torch.optim.AdamW)
     for act in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -1308,7 +1315,7 @@ def refuse_copies():
 
 
 def test_an_optimizer_cannot_be_copied_or_pickled():
-    assert all(run_ranks(refuse_copies, 1, timeout=DEADLINE))
+    assert all(ONE_RANK.run(refuse_copies))
 
 
 class ByAttribute(torch.optim.SGD):
@@ -1323,6 +1330,7 @@ class ByAttribute(torch.optim.SGD):
                     parameter.data.add_(parameter.grad, alpha=-group["lr"])
 
 
+@TWO_RANKS.case((1,), (3,))
 def keep_attributes(stage):
     def build():
         model = make()
@@ -1342,9 +1350,10 @@ def keep_attributes(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_attributes_of_parameters_are_kept(stage):
-    assert all(run_ranks(keep_attributes, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(keep_attributes, stage))
 
 
+@ONE_RANK.case()
 def load_other_groups():
     model = make()
     ours = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
@@ -1357,9 +1366,10 @@ def load_other_groups():
 
 
 def test_a_state_of_other_groups_is_refused():
-    assert all(run_ranks(load_other_groups, 1, timeout=DEADLINE))
+    assert all(ONE_RANK.run(load_other_groups))
 
 
+@TWO_RANKS.case()
 def change_groups():
     """Remove, add and replace parameters of an optimizer of whole matrices."""
 
@@ -1388,9 +1398,10 @@ def change_groups():
 
 
 def test_whole_parameters_keep_their_state_when_groups_change():
-    assert all(run_ranks(change_groups, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(change_groups))
 
 
+@TWO_RANKS.case()
 def step_two_models():
     """Step two models whose parameters have equal names and shapes with one optimizer."""
     models, twins = (nn.ModuleList([make(0), make(1)]) for _ in range(2))
@@ -1413,9 +1424,10 @@ def step_two_models():
 
 
 def test_whole_parameters_of_two_models_with_equal_names_are_not_confused():
-    assert all(run_ranks(step_two_models, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(step_two_models))
 
 
+@ONE_RANK.case()
 def move_parameters():
     """Change the groups and the state of a ShardedOptimizer in ways that would have no effect."""
     changes = [
@@ -1454,4 +1466,4 @@ def move_parameters():
 
 
 def test_groups_and_states_that_would_be_ignored_are_refused():
-    assert all(run_ranks(move_parameters, 1, timeout=DEADLINE))
+    assert all(ONE_RANK.run(move_parameters))

@@ -1,14 +1,25 @@
 """`plain.py` trains, and the real implementations are bit-equal to it."""
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from worker_pool import run_ranks
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from shared_ranks import SharedRanks, run_in_order
 from zero import FSDP, ShardedOptimizer
 from zero.plain import PlainFSDP, PlainShardedOptimizer
 
-DEADLINE = 300.0
+
+def serve(cases):
+    return run_in_order(globals(), cases)
+
+
+RANKS = {world: SharedRanks(serve, world) for world in (1, 2, 3)}
 
 
 def make_model():
@@ -29,6 +40,8 @@ def train(model, optimizer):
             optimizer.zero_grad()
 
 
+@RANKS[1].case((1,), (2,), (3,))
+@RANKS[3].case((1,), (2,), (3,))
 def plain_and_real(stage):
     plain, real = make_model(), make_model()
     if stage < 3:
@@ -56,6 +69,6 @@ def plain_and_real(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_each_stage_is_bit_equal_to_plain(stage, world):
-    for equal, state_numel in run_ranks(plain_and_real, world, stage, timeout=DEADLINE):
+    for equal, state_numel in RANKS[world].run(plain_and_real, stage):
         assert equal
         assert state_numel == (0 if stage == 3 else -(-78 // world))

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from shared_ranks import SharedRanks, run_in_order
 from zero import (
     FSDP,
     ShardedOptimizer,
@@ -20,7 +20,12 @@ from zero import (
 from zero.gloo_collectives import direct_all_reduce
 from zero_training import assert_alike, batch, make, mean_square
 
-DEADLINE = 300.0
+
+def serve(cases):
+    return run_in_order(globals(), cases)
+
+
+TWO_RANKS = SharedRanks(serve, 2)
 
 
 class Failing:
@@ -79,6 +84,7 @@ def train_step(model, optimizer, number):
     optimizer.step()
 
 
+@TWO_RANKS.case((1, False), (2, True), (3, False), (3, True))
 def fail_in_each_collective(stage, in_wait):
     """Return the number of collectives whose failure was recovered from, and was refused."""
     outcomes = {"retried": 0, "refused": 0}
@@ -125,11 +131,12 @@ def fail_in_each_collective(stage, in_wait):
     ],
 )
 def test_a_step_whose_collective_failed_is_retried_or_refused(stage, in_wait):
-    for outcomes in run_ranks(fail_in_each_collective, 2, stage, in_wait, timeout=DEADLINE):
+    for outcomes in TWO_RANKS.run(fail_in_each_collective, stage, in_wait):
         assert outcomes["retried"] > 2
         assert (outcomes["refused"] > 0) == (stage < 3)
 
 
+@TWO_RANKS.case((False,), (True,))
 def raise_in_a_step(whole):
     twin = make()
     model = FSDP(make())
@@ -165,9 +172,10 @@ def raise_in_a_step(whole):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_step_that_raised_at_stage_3_is_skipped_or_refused(whole):
-    assert all(run_ranks(raise_in_a_step, 2, whole, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(raise_in_a_step, whole))
 
 
+@TWO_RANKS.case((1,), (2,))
 def raise_between_groups(stage):
     """Return True if another step is refused after the optimizer updated one of two groups."""
     model = make()
@@ -194,9 +202,10 @@ def raise_between_groups(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_whose_optimizer_raised_cannot_be_repeated(stage):
-    assert all(run_ranks(raise_between_groups, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(raise_between_groups, stage))
 
 
+@TWO_RANKS.case((1,), (2,), (3,))
 def raise_in_backward(stage):
     model, optimizer = build(stage, Failing(in_wait=False))
     twin = make()
@@ -228,9 +237,10 @@ def raise_in_backward(stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_backward_that_raised_can_be_followed_by_another(stage):
-    assert all(run_ranks(raise_in_backward, 2, stage, timeout=60))
+    assert all(TWO_RANKS.run(raise_in_backward, stage))
 
 
+@TWO_RANKS.case((1,), (2,), (3,))
 def repeat_backward(stage):
     model, optimizer = build(stage, Failing(in_wait=False))
     twin = make()
@@ -265,9 +275,10 @@ def repeat_backward(stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_backward_that_raised_can_be_repeated_without_a_forward(stage):
-    assert all(run_ranks(repeat_backward, 2, stage, timeout=60))
+    assert all(TWO_RANKS.run(repeat_backward, stage))
 
 
+@TWO_RANKS.case()
 def lose_accumulated_gradients():
     """Accumulate gradients, raise in the next backward, and go on without clearing them."""
     model, optimizer = build(3, Failing(in_wait=False))
@@ -285,9 +296,10 @@ def lose_accumulated_gradients():
 
 
 def test_gradients_that_an_interrupted_backward_has_lost_are_refused():
-    assert all(run_ranks(lose_accumulated_gradients, 2, timeout=60))
+    assert all(TWO_RANKS.run(lose_accumulated_gradients))
 
 
+@TWO_RANKS.case()
 def write_through_data_on_one_rank():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = ShardedOptimizer([parameter], torch.optim.SGD, lr=0.1)
@@ -305,16 +317,23 @@ def write_through_data_on_one_rank():
 
 
 def test_a_refused_write_is_refused_until_it_is_undone():
-    assert all(run_ranks(write_through_data_on_one_rank, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(write_through_data_on_one_rank))
 
 
+@TWO_RANKS.case()
 def add_groups_that_differ():
     optimizer = ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=0.1)
     added = nn.Parameter(torch.ones(2))
-    other = nn.Parameter(torch.ones(2 + dist.get_rank()))
-    for _ in range(2):
-        with pytest.raises(ValueError, match=r"\(\(3,\), .* on rank 1 but .* on rank 0"):
-            optimizer.add_param_group({"params": [other]})
+    dtype = torch.float64 if dist.get_rank() else torch.float32
+    others = {
+        r"\(\(3,\), .* on rank 1 but .* on rank 0": torch.ones(2 + dist.get_rank()),
+        r"float64'\) on rank 1 but \(\(2,\), 'torch.float32'\) on rank 0": torch.ones(
+            2, dtype=dtype
+        ),
+    }
+    for message, other in others.items():
+        with pytest.raises(ValueError, match=message):
+            optimizer.add_param_group({"params": [nn.Parameter(other)]})
     optimizer.add_param_group({"params": [added], "lr": 0.5})
     assert len(optimizer.param_groups) == 2
     first = optimizer.param_groups[0]["params"][0]
@@ -326,4 +345,4 @@ def add_groups_that_differ():
 
 
 def test_a_refused_group_leaves_the_optimizer_unchanged():
-    assert all(run_ranks(add_groups_that_differ, 2, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(add_groups_that_differ))

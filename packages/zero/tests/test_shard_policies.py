@@ -13,10 +13,18 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import transformers_families
 from allocator import peak_bytes
+from shared_ranks import SharedRanks, run_in_order
 from zero import FSDP, ShardedOptimizer, memory_report
 from zero_training import mean_square, pair, train
 
 DEADLINE = 300.0
+
+
+def serve(cases):
+    return run_in_order(globals(), cases)
+
+
+THREE_RANKS = SharedRanks(serve, 3)
 
 
 class Conv1D(nn.Module):
@@ -118,6 +126,7 @@ def assert_all_sharded(model, twin):
     assert abs(stored - total / dist.get_world_size()) <= len(model.units)
 
 
+@THREE_RANKS.case(("gpt2",), ("mixtral",), ("vit",), ("lstm",))
 def shard_everything(name):
     """Train with all parameters sharded; every rank stores 1/n of them."""
     model, ours, twin, theirs = pair(3, "SGD", build=lambda: build(name))
@@ -127,10 +136,9 @@ def shard_everything(name):
     return len(model.units)
 
 
-@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 3])
 @pytest.mark.parametrize(("name", "units"), [("gpt2", 4), ("mixtral", 4), ("vit", 3), ("lstm", 1)])
-def test_blocks_and_the_root_shard_all_parameters_of_a_model(name, units, world):
-    assert run_ranks(shard_everything, world, name, timeout=DEADLINE) == [units] * world
+def test_blocks_and_the_root_shard_all_parameters_of_a_model(name, units):
+    assert THREE_RANKS.run(shard_everything, name) == [units] * 3
 
 
 def select():
@@ -148,7 +156,7 @@ def select():
         model, ours, twin, theirs = pair(3, "SGD", build=lambda: build("gpt2"), shard=policy)
         names = {module: name for name, module in model.module.named_modules()}
         # The unit of the root, whose name is empty, has the parameter `scale`.
-        assert {names[m] for m, units in model._units_of.items() if units} == {"", *expected}
+        assert {names[m] for m, units in model.units_of.items() if units} == {"", *expected}
         train(model, ours, twin, theirs, mean_square)
     for policy in (("block.1",), "layers", [nn.Linear, nn.Linear(2, 2)]):
         with pytest.raises(ValueError, match=r"a predicate or \"blocks\" as shard=, got "):

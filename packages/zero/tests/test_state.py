@@ -18,14 +18,20 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 from torch.distributed.tensor import DTensor
-from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from shared_ranks import SharedRanks, case_folder, run_in_order
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero_training import assert_alike, batch, make, mean_square, pair, train
 
-DEADLINE = 600.0
+
+def serve(cases):
+    return run_in_order(globals(), cases)
+
+
+TWO_RANKS = SharedRanks(serve, 2)
+OTHER_RANKS = [SharedRanks(serve, world) for world in (1, 4)]
 FULL = StateDictOptions(full_state_dict=True)
 KINDS = {
     "AdamW": {"amsgrad": True},
@@ -82,7 +88,9 @@ def load_by_torch(folder, model, optimizer):
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
-def torchs_tools(stage, name, folder):
+@TWO_RANKS.case((2, "AdamW"), (3, "AdamW"))
+def torchs_tools(stage, name):
+    folder = case_folder()
     model, ours, twin, theirs = trained(stage, name)
     part = inner(model, stage)
     expected = get_optimizer_state_dict(twin, theirs)
@@ -97,7 +105,7 @@ def torchs_tools(stage, name, folder):
     # Saved and loaded by torch into another model and optimizer; then a step.
     weights, state = get_state_dict(part, ours)
     dcp.save({"model": weights, "optimizer": state}, checkpoint_id=f"{folder}/torch")
-    for method in ("dcp", "ours", "full", "rank 0", "plain"):
+    for method in ("dcp", "ours", "rank 0", "plain"):
         other, optimizer, _, _ = pair(
             stage, name, build=matrices if name == "Muon" else make, **KINDS[name]
         )
@@ -107,10 +115,8 @@ def torchs_tools(stage, name, folder):
         elif method == "ours":
             load_checkpoint(f"{folder}/torch", other, optimizer)
         else:
-            state = copy.deepcopy(whole) if method != "rank 0" or dist.get_rank() == 0 else {}
-            options = StateDictOptions(
-                full_state_dict=True, broadcast_from_rank0=method == "rank 0"
-            )
+            state = copy.deepcopy(whole) if dist.get_rank() == 0 else {}
+            options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
             if method == "plain":
                 optimizer.load_state_dict(copy.deepcopy(theirs.state_dict()))
             else:
@@ -132,12 +138,14 @@ def torchs_tools(stage, name, folder):
     [n if n in SAMPLED else pytest.param(n, marks=pytest.mark.exhaustive) for n in KINDS],
 )
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
-def test_torchs_tools_get_save_and_set_whole_optimizer_states(tmp_path, stage, name):
-    world = 3 if stage == 3 else 2
-    assert all(run_ranks(torchs_tools, world, stage, name, str(tmp_path), timeout=DEADLINE))
+def test_torchs_tools_get_save_and_set_whole_optimizer_states(stage, name):
+    assert all(TWO_RANKS.run(torchs_tools, stage, name))
 
 
-def whole_matrices(name, world, folder):
+@TWO_RANKS.case(("Muon",), ("Adafactor",))
+def whole_matrices(name):
+    folder = case_folder()
+    world = dist.get_world_size()
     model, ours, twin, theirs = trained(3, name, steps=3)
     # With closures, clipping by norm, and a layer that is frozen for some steps.
     for number in range(3):
@@ -176,28 +184,10 @@ def whole_matrices(name, world, folder):
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 @pytest.mark.parametrize(
-    "world", [pytest.param(world, marks=pytest.mark.exhaustive) for world in (1, 4)] + [2]
+    "ranks", [TWO_RANKS, *[pytest.param(r, marks=pytest.mark.exhaustive) for r in OTHER_RANKS]]
 )
-def test_optimizers_of_whole_matrices_equal_one_process_at_stage_3(tmp_path, name, world):
-    assert all(run_ranks(whole_matrices, world, name, world, str(tmp_path / "x"), timeout=DEADLINE))
-
-
-def dropped_on_one_rank():
-    model, ours, _, _ = pair(3, "Muon", build=matrices)
-    mean_square(model, batch(0, 0)).backward()
-    if dist.get_rank():
-        model.module[0].weight.grad = None
-    with pytest.raises(RuntimeError, match=r"0\.weight has a gradient on some ranks only: set"):
-        ours.step()
-    model, _, _, _ = pair(3)
-    mean_square(model, batch(0, 0)).backward()
-    with pytest.raises(RuntimeError, match="LBFGS cannot be sharded"):
-        torch.optim.LBFGS(model.parameters()).step(lambda: 0.0)
-    return True
-
-
-def test_optimizers_that_cannot_step_shards_are_refused():
-    assert all(run_ranks(dropped_on_one_rank, 2, timeout=DEADLINE))
+def test_optimizers_of_whole_matrices_equal_one_process_at_stage_3(name, ranks):
+    assert all(ranks.run(whole_matrices, name))
 
 
 CREATED_IN_THE_CONSTRUCTOR = [
@@ -221,7 +211,9 @@ def assert_sharded_state(optimizer):
     assert_same_state(optimizer.state_dict(), state_dict)
 
 
-def use_state_from_the_constructor(folder, name):
+@TWO_RANKS.case(("Adagrad",))
+def use_state_from_the_constructor(name):
+    folder = case_folder()
     model, ours, twin, theirs = pair(3, name, initial_accumulator_value=0.5)
     assert_sharded_state(ours)
     # torch's function is the first that reads the state.
@@ -241,8 +233,8 @@ def use_state_from_the_constructor(folder, name):
 
 
 @pytest.mark.parametrize("name", CREATED_IN_THE_CONSTRUCTOR)
-def test_state_from_the_constructor_is_sharded_state(tmp_path, name):
-    assert all(run_ranks(use_state_from_the_constructor, 2, str(tmp_path / "x"), name))
+def test_state_from_the_constructor_is_sharded_state(name):
+    assert all(TWO_RANKS.run(use_state_from_the_constructor, name))
 
 
 class Moments(torch.optim.Optimizer):
@@ -270,7 +262,9 @@ def shard_moments(model, stage):
     return model, ShardedOptimizer(model.parameters(), Moments, elementwise=True)
 
 
-def resume_moments(folder, stage):
+@TWO_RANKS.case((1,), (3,))
+def resume_moments(stage):
+    folder = case_folder()
     twin = make()
     theirs = Moments(twin.parameters())
     model, ours = shard_moments(make(), stage)
@@ -291,5 +285,5 @@ def resume_moments(folder, stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_state_of_every_element_is_sharded_whatever_its_name(tmp_path, stage):
-    assert all(run_ranks(resume_moments, 2, str(tmp_path / "x"), stage))
+def test_state_of_every_element_is_sharded_whatever_its_name(stage):
+    assert all(TWO_RANKS.run(resume_moments, stage))

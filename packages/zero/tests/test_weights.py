@@ -17,6 +17,7 @@ from worker_pool import run_ranks, try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from shared_ranks import SharedRanks, case_folder, run_in_order
 from zero import (
     FSDP,
     ShardedOptimizer,
@@ -29,6 +30,14 @@ from zero.checkpoint.storage import find
 save_file = pytest.importorskip("safetensors.torch", reason="the format's own writer").save_file
 
 DEADLINE = 300.0
+
+
+def serve(cases):
+    return run_in_order(globals(), cases)
+
+
+ONE_RANK = SharedRanks(serve, 1)
+TWO_RANKS = SharedRanks(serve, 2)
 
 
 def make(seed=0):
@@ -68,8 +77,10 @@ FORMS = {
 }
 
 
-def read_torch_checkpoints(folder):
+@TWO_RANKS.case()
+def read_torch_checkpoints():
     """Load each form in which torch's users save into each stage, and continue training."""
+    folder = case_folder()
     for form, put in FORMS.items():
         model = make()
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
@@ -89,8 +100,8 @@ def read_torch_checkpoints(folder):
     return True
 
 
-def test_checkpoints_that_torch_wrote_are_resumed_at_any_stage(tmp_path):
-    assert all(run_ranks(read_torch_checkpoints, 2, str(tmp_path), timeout=DEADLINE))
+def test_checkpoints_that_torch_wrote_are_resumed_at_any_stage():
+    assert all(TWO_RANKS.run(read_torch_checkpoints))
 
 
 class Wrapped(nn.Module):
@@ -178,8 +189,10 @@ def numbered(order=(0, 1, 2), seed=0):
     return model, optimizer
 
 
-def read_numbers(folder):
+@ONE_RANK.case()
+def read_numbers():
     """Load states by numbers as names, numbers as positions, tied names and listed names."""
+    folder = case_folder()
     model, optimizer = numbered((2, 0, 1))
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=f"{folder}/names")
@@ -231,12 +244,14 @@ def read_numbers(folder):
     return True
 
 
-def test_states_are_matched_by_names_numbers_and_tied_names(tmp_path):
-    assert all(run_ranks(read_numbers, 1, str(tmp_path), timeout=DEADLINE))
+def test_states_are_matched_by_names_numbers_and_tied_names():
+    assert all(ONE_RANK.run(read_numbers))
 
 
-def refuse_uncertain_states(folder):
+@ONE_RANK.case()
+def refuse_uncertain_states():
     """Check that state which cannot be matched with certainty is refused."""
+    folder = case_folder()
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     step(model, optimizer)
@@ -266,8 +281,10 @@ def refuse_uncertain_states(folder):
     return True
 
 
-def load_into_other_groups(folder):
+@ONE_RANK.case()
+def load_into_other_groups():
     """Load one group into two groups, which have equal options but share no tensor."""
+    folder = case_folder()
     model = make()
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.05), foreach=False)
     step(model, optimizer)
@@ -285,16 +302,18 @@ def load_into_other_groups(folder):
     return True
 
 
-def test_groups_with_equal_options_can_be_divided(tmp_path):
-    assert all(run_ranks(load_into_other_groups, 1, str(tmp_path / "last"), timeout=DEADLINE))
+def test_groups_with_equal_options_can_be_divided():
+    assert all(ONE_RANK.run(load_into_other_groups))
 
 
-def test_states_that_cannot_be_matched_are_refused(tmp_path):
-    assert all(run_ranks(refuse_uncertain_states, 1, str(tmp_path), timeout=DEADLINE))
+def test_states_that_cannot_be_matched_are_refused():
+    assert all(ONE_RANK.run(refuse_uncertain_states))
 
 
-def two_models(folder):
+@ONE_RANK.case()
+def two_models():
     """Load a file in which two prefixes fit by `prefix=`, and one with a single prefix."""
+    folder = case_folder()
     state = make().state_dict()
     dcp.save({"ema": state, "live": make(1).state_dict()}, checkpoint_id=f"{folder}/two")
     dcp.save({"app": {"net": make(1).state_dict()}}, checkpoint_id=f"{folder}/usual")
@@ -334,12 +353,14 @@ def two_models(folder):
     return True
 
 
-def test_prefixes_are_found_and_mismatches_are_reported(tmp_path):
-    assert all(run_ranks(two_models, 1, str(tmp_path), timeout=DEADLINE))
+def test_prefixes_are_found_and_mismatches_are_reported():
+    assert all(ONE_RANK.run(two_models))
 
 
-def choose_between_prefixes(folder):
+@ONE_RANK.case()
+def choose_between_prefixes():
     """Load a file in which several prefixes fit, only if a single one can be meant."""
+    folder = case_folder()
 
     def without(state, *names):
         return {name: value for name, value in state.items() if name not in names}
@@ -375,12 +396,14 @@ def choose_between_prefixes(folder):
     return True
 
 
-def test_a_prefix_is_inferred_only_if_no_other_can_be_meant(tmp_path):
-    assert all(run_ranks(choose_between_prefixes, 1, str(tmp_path), timeout=DEADLINE))
+def test_a_prefix_is_inferred_only_if_no_other_can_be_meant():
+    assert all(ONE_RANK.run(choose_between_prefixes))
 
 
-def torch_files(folder):
+@ONE_RANK.case()
+def torch_files():
     """Files of torch.save are refused with the call that loads them, which works at stage 3."""
+    folder = case_folder()
     file = Path(folder, "weights.pt")
     torch.save(make().state_dict(), file)
     for path in (folder, file):
@@ -391,8 +414,8 @@ def torch_files(folder):
     return same(whole(model), make().state_dict())
 
 
-def test_torchs_files_of_weights_are_refused(tmp_path):
-    assert all(run_ranks(torch_files, 1, str(tmp_path), timeout=DEADLINE))
+def test_torchs_files_of_weights_are_refused():
+    assert all(ONE_RANK.run(torch_files))
 
 
 def read_back(path, stage):
@@ -486,8 +509,10 @@ def test_half_precision_is_loaded_in_the_models_dtype(tmp_path):
     assert all(run_ranks(half, 2, str(file), timeout=DEADLINE))
 
 
-def refuse_other_formats(folder):
+@TWO_RANKS.case()
+def refuse_other_formats():
     """Load folders with the files of DeepSpeed's and Megatron's checkpoints."""
+    folder = case_folder()
     step = Path(folder, "deepspeed", "global_step10")
     megatron = Path(folder, "megatron")
     if dist.get_rank() == 0:
@@ -511,8 +536,8 @@ def refuse_other_formats(folder):
     return True
 
 
-def test_checkpoints_of_deepspeed_and_megatron_are_refused_with_the_tool_that_converts(tmp_path):
-    assert all(run_ranks(refuse_other_formats, 2, str(tmp_path), timeout=DEADLINE))
+def test_checkpoints_of_deepspeed_and_megatron_are_refused_with_the_tool_that_converts():
+    assert all(TWO_RANKS.run(refuse_other_formats))
 
 
 class Buffers(nn.Module):
@@ -527,8 +552,10 @@ class Buffers(nn.Module):
             self.register_buffer(f"buffer_{dtype}".replace(".", "_"), values.view(dtype))
 
 
-def every_dtype(folder):
+@TWO_RANKS.case()
+def every_dtype():
     """Exchange tensors of every dtype with the format's reference implementation."""
+    folder = case_folder()
     import safetensors.torch
 
     theirs = Buffers(fill=1)
@@ -561,9 +588,9 @@ def every_dtype(folder):
     return True
 
 
-def test_every_dtype_of_safetensors_is_loaded_or_refused(tmp_path):
+def test_every_dtype_of_safetensors_is_loaded_or_refused():
     pytest.importorskip("safetensors")
-    assert all(run_ranks(every_dtype, 2, str(tmp_path), timeout=DEADLINE))
+    assert all(TWO_RANKS.run(every_dtype))
 
 
 def peak_of_loading(path, features):
@@ -645,8 +672,10 @@ def load_it(path):
     return same(model.state_dict(), make().state_dict())
 
 
-def strided(path):
+@ONE_RANK.case()
+def strided():
     """Save and load parameters and buffers that are not contiguous."""
+    path = case_folder()
     models = []
     for seed in range(2):
         model = make(seed)
@@ -658,5 +687,5 @@ def strided(path):
     return same(models[1].state_dict(), models[0].state_dict())
 
 
-def test_non_contiguous_tensors_are_saved_and_loaded(tmp_path):
-    assert all(run_ranks(strided, 1, str(tmp_path / "last"), timeout=DEADLINE))
+def test_non_contiguous_tensors_are_saved_and_loaded():
+    assert all(ONE_RANK.run(strided))

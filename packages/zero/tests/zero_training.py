@@ -1,5 +1,6 @@
 """Helpers of several tests: a small model, trained sharded and in one process."""
 
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -58,8 +59,11 @@ def mean_square(model, inputs):
     return model(inputs).square().mean()
 
 
-def assert_alike(model, twin, rtol=1e-9, atol=1e-12):
-    """Assert that a sharded model has the same parameters as another model."""
+def assert_alike(model, twin, rtol=1e-9, atol=1e-12, case=""):
+    """Assert that a sharded model has the same parameters as another model.
+
+    A failure names the parameter, and the case if one is passed.
+    """
     whole = (
         model.gather_full_params() if isinstance(model, FSDP) else dict(model.named_parameters())
     )
@@ -68,7 +72,9 @@ def assert_alike(model, twin, rtol=1e-9, atol=1e-12):
         if value.dtype not in (torch.float32, torch.float64):
             # torch cannot compare all other dtypes.
             both = [value.to(torch.complex128) for value in both]
-        torch.testing.assert_close(*both, rtol=rtol, atol=atol)
+        label = f"{case}: {name}" if case else name
+        message = partial("{}: {}".format, label)
+        torch.testing.assert_close(*both, rtol=rtol, atol=atol, msg=message)
     return True
 
 

@@ -6,7 +6,7 @@ from zero.fsdp.fully_shard import FSDPModule, fully_shard
 from zero.gloo_collectives import direct_all_gather, direct_reduce_scatter
 from zero.memory import MemoryReport, Moment, memory_report, zero_stage_bytes
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.process_groups import Communicator, DryRun, broadcast_buffers, wire_bytes
+from zero.process_groups import Communicator, DryRun, wire_bytes
 
 __all__ = [
     "FSDP",
@@ -16,7 +16,6 @@ __all__ = [
     "MemoryReport",
     "Moment",
     "ShardedOptimizer",
-    "broadcast_buffers",
     "direct_all_gather",
     "direct_reduce_scatter",
     "fully_shard",

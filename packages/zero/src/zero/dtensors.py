@@ -42,13 +42,11 @@ class Run:
         """
         if not isinstance(value, Tensor):
             return value
-        is_part = has_elements(key, value.shape, whole_shape) and value.shape != self.shape
-        # If two runs of a parameter shared a tensor, it would be updated twice per step. A copy
-        # that is created in inference mode could not be updated.
-        with torch.inference_mode(False), torch.no_grad():
-            if is_part:
-                return value.reshape(-1)[self.start : self.stop].clone().view(self.shape)
-            return value.clone()
+        value = value.detach()
+        # If two runs of a parameter shared a tensor, it would be updated twice per step.
+        if has_elements(key, value.shape, whole_shape) and value.shape != self.shape:
+            return value.reshape(-1)[self.start : self.stop].clone().view(self.shape)
+        return value.clone()
 
 
 def shard_rows(whole: Tensor, communicator: Communicator) -> DTensor:

@@ -31,9 +31,8 @@ from zero.fsdp.unit import Unit
 from zero.fsdp.wrapping import original_name
 from zero.gradients.averaged import AveragedGradient
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.process_groups import DryRun
+from zero.process_groups import DryRun, Group
 
-Group = dist.ProcessGroup | DryRun | None
 Build = Callable[[Group], tuple[nn.Module, torch.optim.Optimizer]]
 Loss = Callable[[nn.Module], Tensor]
 

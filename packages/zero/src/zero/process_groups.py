@@ -9,8 +9,7 @@ collective fails, its error names the ranks that caused the failure.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -107,6 +106,8 @@ class Communicator:
                 )
             group = group.get_group()
         self.group = group
+        # The default group may be destroyed and created again while this communicator is alive.
+        self._process_group: Any = group or dist.group.WORLD
         self.bytes: Counter[str] = Counter()
         self.device = torch.device("cpu")
         self._reduce_scatter = reduce_scatter_tensor or dist.reduce_scatter_tensor
@@ -142,16 +143,6 @@ class Communicator:
         if dist.get_backend(group) == "nccl":
             self.device = torch.device("cuda")
         self.sums_in_place = self._reduce_scatter is direct_reduce_scatter
-
-    @contextmanager
-    def allow_collectives_in_join(self) -> Iterator[None]:
-        """Allow collectives within the context, where ranks without inputs call them too."""
-        before = self.is_joining
-        self.is_joining = False
-        try:
-            yield
-        finally:
-            self.is_joining = before
 
     def check_not_joining(self) -> None:
         """Raise RuntimeError within `Join`: ranks without inputs would not call the collective."""
@@ -196,10 +187,6 @@ class Communicator:
     def uses_same_groups(self, other: Communicator) -> bool:
         """Return True if both communicators use the same process-group object."""
         return self._process_group is other._process_group
-
-    @property
-    def _process_group(self) -> Any:
-        return self.group or dist.group.WORLD
 
     def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "") -> Work:
         """Start `output = sum over ranks of input[block of this rank]`.
@@ -340,15 +327,6 @@ class _FinishedWork:
 
 
 FINISHED = _FinishedWork()
-
-
-def broadcast_buffers(module: nn.Module, group: Group = None) -> None:
-    """Copy the first rank's buffers to all other ranks of `group`; every rank must call it.
-
-    FSDP does this before a forward pass, as torch's DDP does. At stages 1 and 2 the module is not
-    wrapped: `ShardedOptimizer(..., module=model)` does the same.
-    """
-    Communicator(group).broadcast_buffers(module)
 
 
 def wire_bytes(payload: dict[str, int], world: int) -> float:

@@ -88,8 +88,6 @@ def _header_objects(
     return objects
 
 
-# State that is created in inference mode could not be updated by a step.
-@torch.inference_mode(False)
 @torch.no_grad()
 def load_checkpoint(
     path: str | os.PathLike[str],

@@ -47,8 +47,7 @@ class Contents:
 
     def shape_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """Return the shape and dtype of a stored tensor of the model."""
-        stored = self.source.tensors[self.model[name]]
-        return stored[0], stored[1]
+        return self.source.tensors[self.model[name]]
 
 
 def read_contents(source: Folder | Weights, names: Collection[str], prefix: str | None) -> Contents:
@@ -219,10 +218,7 @@ def _state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
 def _find_name(
     parameter: str, strip: str, names: set[str], name_of: Mapping[Any, str | int]
 ) -> str | int | None:
-    """Return the model's name of a stored parameter, or its number; None if it is unknown.
-
-    name_of: maps the members of the stored groups to their names, or to themselves.
-    """
+    """Return the model's name of a stored parameter, or its number; None if it is unknown."""
     if parameter.isdigit() and int(parameter) in name_of:
         return name_of[int(parameter)]
     name = parameter.removeprefix(strip)

@@ -74,10 +74,7 @@ class Loading:
             unwrapped(self.model).load_state_dict(self.contents.modules, strict=False)
 
     def _match_model(self, parts: list[Part]) -> list[Part]:
-        """Return the model's parts that are in the checkpoint.
-
-        Raise ValueError if the checkpoint belongs to another model.
-        """
+        """Return the model's parts that are in the checkpoint."""
         saved = self.contents.model
         part_of = {part.name: part for part in parts}
         for name, first in self.tied.items():

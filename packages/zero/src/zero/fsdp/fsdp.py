@@ -18,7 +18,7 @@ from zero.fsdp.optimizer_hooks import install
 from zero.fsdp.shard import find_sharded, replaced_parameters
 from zero.fsdp.unit import Unit
 from zero.fsdp.unit_schedule import UnitSchedule
-from zero.fsdp.wrapping import Materialize, ShardPolicy, make_units, original_name
+from zero.fsdp.wrapping import ShardPolicy, make_units, materialize_module, original_name
 from zero.parameter_checks import check_module, check_parameters, refuse_ddp
 from zero.process_groups import Collective, Communicator, DryRun, Group
 
@@ -102,10 +102,10 @@ class FSDP(UnitSchedule):
             [(original_name(name), p) for name, p in named if p not in ignored], self.communicator
         )
         target = torch.device(device) if device else self.communicator.device
-        self.units, self._units_of = make_units(
+        self.units, self.units_of = make_units(
             module,
             shard,
-            None if isinstance(group, DryRun) else Materialize(target, initialize),
+            None if isinstance(group, DryRun) else partial(materialize_module, target, initialize),
             partial(Unit, self.communicator, compute_dtype, gradient_dtype),
             ignored,
         )
@@ -169,10 +169,6 @@ class FSDP(UnitSchedule):
             for unit in synced:
                 unit.gradients.sync = True
 
-    def units_of(self, module: nn.Module) -> list[Unit]:
-        """Return the units that a module needs unsharded while it runs."""
-        return self._units_of.get(module, [])
-
     def remove_hooks(self) -> None:
         """Remove the hooks of this FSDP from the modules and the parameters.
 
@@ -200,18 +196,11 @@ class FSDP(UnitSchedule):
             for parameter in unit.parameters:
                 parameter.name = f"{names[inner.module]}.{parameter.name}"
         self.units += inner.units
-        for module, units in inner._units_of.items():
-            self._units_of.setdefault(module, []).extend(units)
+        for module, units in inner.units_of.items():
+            self.units_of.setdefault(module, []).extend(units)
             self.input_dtypes[module] = inner.compute_dtype
         self.input_dtypes |= inner.input_dtypes
         self.output_dtypes |= inner.output_dtypes
-
-    def join_hook(self, **options: Any) -> Any:
-        """Raise TypeError: torch's `Join` skips layers, and every rank must run the same layers."""
-        raise TypeError(
-            "FSDP does not support Join: let a rank without inputs run its last batch, and "
-            "multiply the loss by zero"
-        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> FSDP:
         raise TypeError(

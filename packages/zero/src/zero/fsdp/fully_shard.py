@@ -68,7 +68,7 @@ def fully_shard(
     )
     if policy.reduce_dtype is None:
         # As in torch since 2.15, gradients are reduced in the dtype of the sharded parameter.
-        for unit in fsdp.units_of(module):
+        for unit in fsdp.units_of.get(module, []):
             unit.gradients.dtype = unit.shard.dtype
     if not policy.cast_forward_inputs:
         fsdp.input_dtypes[module] = None
@@ -187,7 +187,7 @@ def _fsdp_of(module: Any) -> FSDP:
 def _units_of(module: Any, recurse: bool = False) -> list[Unit]:
     fsdp = _fsdp_of(module)
     modules = _sharded_modules(module) if recurse else [module]
-    return [unit for sharded in modules for unit in fsdp.units_of(sharded)]
+    return [unit for sharded in modules for unit in fsdp.units_of.get(sharded, [])]
 
 
 def _sharded_modules(module: Any) -> list[Any]:

@@ -50,7 +50,8 @@ class UnitSchedule(nn.Module):
     #: Input and output dtypes of modules that override the defaults, `compute_dtype` and None.
     input_dtypes: dict[nn.Module, torch.dtype | None]
     output_dtypes: dict[nn.Module, torch.dtype]
-    _units_of: dict[nn.Module, list[Unit]]
+    #: The units that each module needs unsharded while it runs.
+    units_of: dict[nn.Module, list[Unit]]
 
     def _init_runtime_state(self) -> None:
         #: True if the latest forward ran with gradients and synchronization. As in DDP, the next
@@ -83,12 +84,12 @@ class UnitSchedule(nn.Module):
 
     def _hook_modules(self) -> None:
         # The root starts and ends a forward, even if it has no unit.
-        self._units_of.setdefault(self.module, [])
-        for module in self._units_of:
+        self.units_of.setdefault(self.module, [])
+        for module in self.units_of:
             self._hook_module(module)
             for inner in module.modules():
-                if inner in self._units_of and inner is not module:
-                    self._outer_units.setdefault(inner, set()).update(self._units_of[module])
+                if inner in self.units_of and inner is not module:
+                    self._outer_units.setdefault(inner, set()).update(self.units_of[module])
         parameters_of: dict[nn.Module, dict[str, ShardedParameter]] = {}
         for unit in self.units:
             for parameter in unit.parameters:
@@ -161,7 +162,7 @@ class UnitSchedule(nn.Module):
             # An interrupt may have prevented the end of an earlier forward.
             self._num_running = 0
         self._begin_forward()
-        units = self._units_of[module]
+        units = self.units_of[module]
         self._position[module] = len(self._forward_order)
         for unit in units:
             unit.unshard()
@@ -186,7 +187,7 @@ class UnitSchedule(nn.Module):
 
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free a module's units, and hook the gradients of its outputs."""
-        units = self._units_of[module]
+        units = self.units_of[module]
         try:
             for unit in units:
                 unit.check_unchanged()
@@ -232,7 +233,7 @@ class UnitSchedule(nn.Module):
         unsharded: list[Unit] = []
         if torch.is_grad_enabled():
             # The last layer of forward is the first of backward, and the root ends after it.
-            unsharded = [*self._forward_order[-1:], *self._units_of[self.module]]
+            unsharded = [*self._forward_order[-1:], *self.units_of[self.module]]
             unsharded += [u for u in self._forward_order if not u.reshard_after_forward]
         for unit in self.units:
             unit.keep_unsharded = False
@@ -280,7 +281,7 @@ class UnitSchedule(nn.Module):
     def _before_backward(self, module: nn.Module, position: int) -> None:
         """Gather a module's units before its backward, and prefetch the previous ones."""
         self._begin_backward()
-        for unit in self._units_of[module]:
+        for unit in self.units_of[module]:
             unit.wait_for_unshard()
         previous = self._forward_order[max(0, position - self.prefetch) : position]
         for unit in reversed(previous):
@@ -290,14 +291,14 @@ class UnitSchedule(nn.Module):
     def _before_double_backward(self, module: nn.Module) -> None:
         """Gather a module's units for a double backward (`create_graph`), which reads weights."""
         self._begin_backward()
-        for unit in self._units_of[module]:
+        for unit in self.units_of[module]:
             unit.wait_for_unshard()
             unit.keep_unsharded = True
 
     def _after_backward(self, module: nn.Module) -> None:
         """Free a module's units after its backward, except those of modules around it."""
         outer = self._outer_units.get(module, ())
-        for unit in self._units_of[module]:
+        for unit in self.units_of[module]:
             if unit not in outer:
                 unit.reshard()
 

@@ -50,7 +50,7 @@ class _Plan:
 def make_units(
     root: nn.Module,
     policy: ShardPolicy,
-    materialize: Materialize | None,
+    materialize: Callable[[nn.Module, Owners], None] | None,
     make_unit: MakeUnit,
     ignored: set[nn.Parameter],
 ) -> tuple[list[Unit], dict[nn.Module, list[Unit]]]:
@@ -204,33 +204,31 @@ def reads_weight_in_backward(module: nn.Module, fsdp_hooks: Collection[int] = ()
     return not is_plain or bool(hooks or _global_forward_pre_hooks or _global_forward_hooks)
 
 
-@dataclass(frozen=True)
-class Materialize:
-    """The allocation and initialization of tensors that are still on the meta device."""
-
-    device: torch.device
-    initialize: Callable[[nn.Module], None] | None
-
-    def __call__(self, module: nn.Module, owners: Owners) -> None:
-        """Allocate and initialize the parameters and buffers of a module, without submodules."""
-        tensors = {**module._parameters, **module._buffers}
-        meta = {name: t for name, t in tensors.items() if t is not None and t.is_meta}
-        for name, old in meta.items():
-            new = torch.empty_like(old, device=self.device)
-            if new.is_floating_point():
-                # NaN exposes tensors that neither the initialization nor a checkpoint fills.
-                new.fill_(nan)
-            if isinstance(old, nn.Parameter):
-                parameter = nn.Parameter(new, old.requires_grad)
-                parameter.__dict__.update(vars(old))
-                for owner, attribute in owners[old]:
-                    owner._parameters[attribute] = parameter
-            else:
-                module._buffers[name] = new
-        if self.initialize is None:
-            _reset_parameters(module, bool(meta))
-        elif meta:
-            self.initialize(module)
+def materialize_module(
+    device: torch.device,
+    initialize: Callable[[nn.Module], None] | None,
+    module: nn.Module,
+    owners: Owners,
+) -> None:
+    """Allocate and initialize a module's tensors on the meta device, without submodules."""
+    tensors = {**module._parameters, **module._buffers}
+    meta = {name: t for name, t in tensors.items() if t is not None and t.is_meta}
+    for name, old in meta.items():
+        new = torch.empty_like(old, device=device)
+        if new.is_floating_point():
+            # NaN exposes tensors that neither the initialization nor a checkpoint fills.
+            new.fill_(nan)
+        if isinstance(old, nn.Parameter):
+            parameter = nn.Parameter(new, old.requires_grad)
+            parameter.__dict__.update(vars(old))
+            for owner, attribute in owners[old]:
+                owner._parameters[attribute] = parameter
+        else:
+            module._buffers[name] = new
+    if initialize is None:
+        _reset_parameters(module, bool(meta))
+    elif meta:
+        initialize(module)
 
 
 ReadHook = Callable[[nn.Parameter], nn.Parameter]

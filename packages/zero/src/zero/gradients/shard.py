@@ -204,10 +204,7 @@ def _whole_tensor_error(name: str) -> RuntimeError:
 
 
 def _check_same_elements(name: str, leaves: Sequence[Any]) -> None:
-    """Raise RuntimeError unless tensors are gradients of the same elements, or 0-dimensional.
-
-    leaves: the arguments of a call.
-    """
+    """Raise RuntimeError unless tensors are gradients of the same elements, or 0-dimensional."""
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     gradients = [tensor for tensor in tensors if isinstance(tensor, ShardGradient)]
     others = [tensor for tensor in tensors if tensor.numel() != 1 or tensor.dim()]

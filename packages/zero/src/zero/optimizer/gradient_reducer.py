@@ -28,7 +28,6 @@ import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import compress
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -70,8 +69,8 @@ class GradientReducer:
         self._pieces: dict[nn.Parameter, list[tuple[Bucket, Piece]]] = {}
         self._shard_pieces: dict[nn.Parameter, list[tuple[Bucket, Piece]]] = {}
         self._flat_gradients: list[Tensor] = []
-        #: The id of this reducer's hook on each parameter.
-        self._hook_ids: dict[nn.Parameter, int] = {}
+        #: The parameters that have this reducer's hook.
+        self._hooked: set[nn.Parameter] = set()
         self._hook_handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove_hooks, self._hook_handles)
         self._averages = Averages()
@@ -85,7 +84,6 @@ class GradientReducer:
         #: A weak reference to the callback that ends the backward. Only the engine keeps the
         #: callback alive, so the reference is dead if an exception has interrupted that backward.
         self._end_callback: Callable[[], Callable[[], None] | None] = lambda: None
-        self._postponed: list[nn.Parameter] = []
         self._group_member = GroupMember(self, communicator)
 
     def add(self, buckets: list[Bucket], partition: Partition) -> None:
@@ -172,8 +170,8 @@ class GradientReducer:
         if self.in_backward:
             raise RuntimeError(
                 "this gradient is being reduced, because backward is running: read .grad after "
-                "backward, or in a hook of a parameter that runs before the gradient is collected; "
-                "do not wrap the model in DDP, which would average the gradients again"
+                "backward, or in a hook that is registered before the optimizer is constructed; do "
+                "not wrap the model in DDP, which would average the gradients again"
             )
         self._queue.drain()
         return [
@@ -238,12 +236,13 @@ class GradientReducer:
                 reducer._gradient_ready(parameter)  # type: ignore[arg-type]
 
         for parameter in self._pieces:
-            if parameter.requires_grad and parameter not in self._hook_ids:
+            if parameter.requires_grad and parameter not in self._hooked:
                 handle = parameter.register_post_accumulate_grad_hook(on_accumulated)
-                self._hook_ids[parameter] = handle.id
+                self._hooked.add(parameter)
                 self._hook_handles.append(handle)
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
+        """Collect a gradient, and launch the buckets that are next in order and complete."""
         if self.in_backward and self._end_callback() is None:
             self._discard_backward()
         if not self.in_backward:
@@ -252,26 +251,6 @@ class GradientReducer:
             callback = partial(GradientReducer._end_backward, self)
             self._end_callback = weakref.ref(callback)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
-        self._collect_postponed()
-        # A hook that the caller registered after this reducer's must still see the plain gradient.
-        # This reducer's hook moves to the end, and the gradient is collected in the next hook or at
-        # the end of backward.
-        hooks: dict[int, Any] = parameter._post_accumulate_grad_hooks
-        hook_id = self._hook_ids[parameter]
-        if next(reversed(hooks)) != hook_id:
-            hooks[hook_id] = hooks.pop(hook_id)
-            self._postponed.append(parameter)
-        else:
-            self._collect_ready(parameter)
-
-    def _collect_postponed(self) -> None:
-        postponed = self._postponed
-        self._postponed = []
-        for parameter in postponed:
-            self._collect_ready(parameter)
-
-    def _collect_ready(self, parameter: nn.Parameter) -> None:
-        """Collect a gradient, and launch the buckets that are next in order and complete."""
         if any(parameter not in bucket.missing for bucket, _ in self._pieces[parameter]):
             # Two reentrant checkpoints use this parameter. The first part of its gradient may be in
             # flight, so this part stays local until `finish`.
@@ -312,7 +291,6 @@ class GradientReducer:
 
     def _finish_backward(self) -> None:
         """Launch the remaining buckets; parameters that were not reached contribute zeros."""
-        self._collect_postponed()
         self.in_backward = False
         if self._launch_order is None:
             self._launch_order = self._agree_on_order()
@@ -339,7 +317,6 @@ class GradientReducer:
             bucket.missing = {parameter for parameter, _ in bucket.pieces}
         self._num_launched = 0
         self._ready_order = []
-        self._postponed = []
 
     def _adopt_edits(self) -> None:
         """Copy averages that the caller has assigned to `.grad` into the buckets."""

@@ -75,28 +75,15 @@ def how_to_split(
     if elementwise is False:
         return "parameters"
     shape_list = [tuple(shape) for shape in shapes]
-    dtype_list = sorted(set(dtypes), key=str)
-    description = (
-        f"{make} {options} {group} {device} {elementwise} {as_columns} {shape_list} {dtype_list}"
-    )
-    key = cls, description
-    if key not in _verified:
-        trial = Trial(cls, make or cls, options, group or {}, as_columns)
-        cuda_devices = [device.index or 0] if device is not None and device.type == "cuda" else []
-        with torch.random.fork_rng(cuda_devices), torch.device(device or "cpu"):
-            if elementwise:
-                trial.check_elements(shape_list)
-            else:
-                trial.check_parameters(shape_list)
-            trial.check_dtypes(dtype_list)
-    # The description may contain an address, which may belong to another object later.
-    if " at 0x" not in description:
-        _verified.add(key)
+    trial = Trial(cls, make or cls, options, group or {}, as_columns)
+    cuda_devices = [device.index or 0] if device is not None and device.type == "cuda" else []
+    with torch.random.fork_rng(cuda_devices), torch.device(device or "cpu"):
+        if elementwise:
+            trial.check_elements(shape_list)
+        else:
+            trial.check_parameters(shape_list)
+        trial.check_dtypes(dtypes)
     return "elements" if elementwise else "parameters"
-
-
-#: The class, and a description of options and shapes, of each optimizer that passed a trial.
-_verified: set[tuple[type[Optimizer], str]] = set()
 
 
 def options_from(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:

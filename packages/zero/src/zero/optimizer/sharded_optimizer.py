@@ -320,8 +320,13 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if self._uneven_inputs:
             self._uneven_inputs.announce("clip", max_norm)
         self.reducer.finish()
-        with self.communicator.allow_collectives_in_join():
+        # Ranks that have joined call this method too.
+        is_joining = self.communicator.is_joining
+        self.communicator.is_joining = False
+        try:
             return nn.utils.clip_grad_norm_(list(self.flat.views), max_norm)
+        finally:
+            self.communicator.is_joining = is_joining
 
     def join_hook(self, **options: Any) -> UnevenInputs:
         """Return the hook for `torch.distributed.algorithms.Join`, which handles uneven inputs."""

@@ -45,8 +45,6 @@ def dtensor_state_dict(
     return {"state": state, "param_groups": numbered}
 
 
-# Tensors that are created in inference mode cannot be updated by a step.
-@torch.inference_mode(False)
 @torch.no_grad()
 def load_state_dict(
     groups: Groups, shards: Shards, inner: torch.optim.Optimizer, state_dict: dict[str, Any]
