@@ -477,6 +477,10 @@ def test_the_example_of_the_readme_runs(model: HookedDecoder) -> None:
             lambda m: m.run_with_cache(TOKENS)[1].stack_neuron_results,
             "'stack_neuron_results'; for neurons, use interp.decoder.neurons",
         ),
+        (
+            lambda m: m.run_with_cache(TOKENS)[1].decompose_resid(mode="attention"),
+            "expected mode 'all', 'attn' or 'mlp', got 'attention'",
+        ),
         (lambda m: m.run_with_cache(TOKENS, stop_at_layer=3), "from 0 to 2, got 3"),
         (lambda m: m(TOKENS, stop_at_layer=-1), "from 0 to 2, got -1"),
         (lambda m: m.run_with_cache(TOKENS, remove_batch_dim=True), "is .2, 12, 24.; only a batch"),

@@ -11,10 +11,12 @@ patch that never ran raise errors.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -38,9 +40,9 @@ def record(
 
     A site is a module's name (its output) or `name:input` (its input). `*` matches one part of a
     dotted name and `**` one or more parts. If a module has several inputs or outputs, the first
-    tensor is recorded. `detach=False` records the tensors themselves, attached to the graph. With
-    `names="transformer_lens"`, the sites of a `Decoder` have TransformerLens's names, and queries,
-    keys, values and z are split into heads.
+    tensor is recorded. Outputs may be sequences, mappings or dataclasses. `detach=False` records
+    the tensors themselves, attached to the graph. With `names="transformer_lens"`, the sites of a
+    `Decoder` have TransformerLens's names, and queries, keys, values and z are split into heads.
 
     Raises ValueError for a site that matches no module. With `detach=False`, raises RuntimeError on
     exit if the model changed a recorded tensor in place.
@@ -218,6 +220,16 @@ def _on_output(
             return None
         items = [*output[:index], new, *output[index + 1 :]]
         return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
+    if is_dataclass(output) and not isinstance(output, type):
+        name = _first_tensor(
+            site, ((field.name, getattr(output, field.name)) for field in fields(output))
+        )
+        new = action(getattr(output, name))
+        if new is None:
+            return None
+        changed = copy.copy(output)
+        object.__setattr__(changed, name, new)  # The dataclass may be frozen.
+        return changed
     raise TypeError(
         f"the output of {site!r} is a {type(output).__name__} without a tensor; choose a site "
         "whose module returns tensors"
