@@ -506,6 +506,22 @@ def test_unsupported_names_and_arguments_are_refused(
         call(model)
 
 
+@torch.no_grad()
+def test_weights_are_changed_in_place_and_not_replaced(model: HookedDecoder) -> None:
+    """A new tensor would have no effect on the decoder."""
+    expected = model(TOKENS)
+    model.blocks[0].attn.W_Q.data[1] = 0
+    assert not model.decoder.layers[0].attention.q.weight[4:8].any()
+    assert not torch.allclose(model(TOKENS), expected)
+    for owner, name in (
+        (model.blocks[0].attn, "W_Q"),
+        (model, "W_E"),
+        (model.blocks[1].mlp, "b_in"),
+    ):
+        with pytest.raises(AttributeError, match=f"expected '{name}' to be read only"):
+            setattr(owner, name, torch.zeros(1))
+
+
 def test_tokenizers_without_bos_and_models_with_post_norms_are_refused(
     model: HookedDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
