@@ -100,6 +100,7 @@ def test_gradients_flow_through_records_and_patches(model: AttentionOnly) -> Non
         lambda x: {"loss": None, "hidden": x},
         lambda x: Pair(None, x),
         lambda x: Output(None, x),
+        lambda x: {0: None, 1: x},
     ],
 )
 def test_first_tensor_of_packed_outputs_is_recorded(pack: object) -> None:

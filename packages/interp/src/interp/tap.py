@@ -207,33 +207,42 @@ def _on_output(
 ) -> Any:
     if isinstance(output, Tensor):
         return action(output)
+    entries = _entries_of(output)
+    if entries is None:
+        raise TypeError(
+            f"the output of {site!r} is a {type(output).__name__} without a tensor; choose a site "
+            "whose module returns tensors"
+        )
+    key = _first_tensor(site, entries.items())
+    new = action(entries[key])
+    return None if new is None else _rebuilt(output, entries, key, new)
+
+
+def _entries_of(output: Any) -> dict[Any, Any] | None:
+    """Return the entries of a mapping, a sequence or a dataclass by key; None for other objects."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, tuple | list):
+        return dict(enumerate(output))
+    if is_dataclass(output) and not isinstance(output, type):
+        return {field.name: getattr(output, field.name) for field in fields(output)}
+    return None
+
+
+def _rebuilt(output: Any, entries: Mapping[Any, Any], key: Any, new: Tensor) -> Any:
+    """Return a container like `output` with a new entry."""
+    rebuild: Callable[..., Any] = type(output)
+    changed = {**entries, key: new}
     if isinstance(output, Mapping):
         # A dict and Hugging Face's ModelOutput are both constructed from keywords.
-        key = _first_tensor(site, output.items())
-        new = action(output[key])
-        rebuild: Callable[..., Any] = type(output)
-        return None if new is None else rebuild(**{**output, key: new})
+        has_names = all(isinstance(name, str) for name in changed)
+        return rebuild(**changed) if has_names else rebuild(changed)
     if isinstance(output, tuple | list):
-        index = _first_tensor(site, enumerate(output))
-        new = action(output[index])
-        if new is None:
-            return None
-        items = [*output[:index], new, *output[index + 1 :]]
-        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
-    if is_dataclass(output) and not isinstance(output, type):
-        name = _first_tensor(
-            site, ((field.name, getattr(output, field.name)) for field in fields(output))
-        )
-        new = action(getattr(output, name))
-        if new is None:
-            return None
-        changed = copy.copy(output)
-        object.__setattr__(changed, name, new)  # The dataclass may be frozen.
-        return changed
-    raise TypeError(
-        f"the output of {site!r} is a {type(output).__name__} without a tensor; choose a site "
-        "whose module returns tensors"
-    )
+        items = list(changed.values())
+        return rebuild(*items) if hasattr(output, "_fields") else rebuild(items)
+    copied = copy.copy(output)
+    object.__setattr__(copied, key, new)  # The dataclass may be frozen.
+    return copied
 
 
 def _on_input(
