@@ -3,6 +3,7 @@
 import functools
 import itertools
 import json
+import re
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -534,12 +535,22 @@ def test_loaded_gpt2_is_tied_and_limited_to_its_positions(tmp_path: Path) -> Non
     with pytest.raises(ValueError, match="at most 32 tokens, the number of learned positions, got"):
         decoder(torch.zeros(1, 33, dtype=torch.long))
     config_json = json.loads((tmp_path / "config.json").read_text())
-    (tmp_path / "config.json").write_text(json.dumps(config_json | {"model_type": "llama"}))
-    with pytest.raises(ValueError, match="fit nowhere in the decoder"):
+    del config_json["tie_word_embeddings"]
+    (tmp_path / "config.json").write_text(json.dumps(config_json))
+    assert load_decoder(tmp_path).unembed.weight.shape == (37, 24)
+    state = load_file(tmp_path / "model.safetensors")
+    head = {"lm_head.weight": state["transformer.wte.weight"] + 1}
+    save_file(state | head, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"lm_head\.weight that differs from .* or omits it"):
+        load_decoder(tmp_path)
+    save_file(state, tmp_path / "model.safetensors")
+    config_json |= {"model_type": "llama", "tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(config_json))
+    with pytest.raises(ValueError, match=r"no tensor for blocks\.\*\.mlp\.gate\.weight"):
         load_decoder(tmp_path)
 
 
-def test_wrong_folders_and_models_are_refused(tmp_path: Path) -> None:
+def test_wrong_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"config\.json"):
         load_decoder(tmp_path)
     peer("LlamaForCausalLM").save_pretrained(tmp_path)
@@ -563,8 +574,11 @@ def test_wrong_folders_and_models_are_refused(tmp_path: Path) -> None:
     state["model.layers.1.mlp.up_proj.weight"] = single
     head = state.pop("lm_head.weight")
     save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=r"no unembedding .* tie_word_embeddings = false"):
-        load_decoder(tmp_path)
+    omitted = {key: value for key, value in config_json.items() if key != "tie_word_embeddings"}
+    for config in (config_json, omitted):  # The default of this family is false.
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        with pytest.raises(ValueError, match=r"no unembedding .* tie_word_embeddings = false"):
+            load_decoder(tmp_path)
     save_file(state | {"lm_head.weight": head}, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config_json | {"tie_word_embeddings": True}))
     with pytest.raises(ValueError, match=r"lm_head\.weight that differs from model\.embed_tokens"):
@@ -578,9 +592,16 @@ def test_wrong_folders_and_models_are_refused(tmp_path: Path) -> None:
     save_file(state, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match=r"model\.extra .* has no known role"):
         load_decoder(tmp_path)
+    del state["model.extra"]
+    save_file(state | {"model.norm.bias": single[0].clone()}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match=r"fit nowhere in the decoder: norm\.bias"):
+        load_decoder(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"model\.safetensors"):
         load_decoder(tmp_path)
+
+
+def test_wrong_tokens_and_models_are_refused() -> None:
     decoder = describe(peer("LlamaForCausalLM"))
     with pytest.raises(ValueError, match="reach from 0 to 40; this vocabulary has 37"):
         decoder(torch.tensor([[0, 40]]))
@@ -594,24 +615,21 @@ def test_wrong_folders_and_models_are_refused(tmp_path: Path) -> None:
         describe(nn.Sequential(nn.Linear(3, 3)))
 
 
-@pytest.mark.parametrize(
-    ("name", "role", "tensor"),
-    [
-        ("LlamaForCausalLM tied", "norm", "model.norm"),
-        ("LlamaForCausalLM tied", "embed", "model.embed_tokens"),
-        ("GPT2LMHeadModel", "position", "transformer.wpe"),
-    ],
-)
-def test_checkpoints_without_an_embedding_or_the_final_norm_are_refused(
-    name: str, role: str, tensor: str, tmp_path: Path
-) -> None:
-    """Without the final norm or positions, a decoder would run and have other logits."""
-    peer(name).save_pretrained(tmp_path)
+@pytest.mark.parametrize("name", SAMPLED)
+def test_checkpoints_without_a_kind_of_tensor_are_refused(name: str, tmp_path: Path) -> None:
+    """Without norms, biases or gates in all layers, a decoder would run and have other logits."""
+    peer(name).float().save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
-    del state[f"{tensor}.weight"]
-    save_file(state, tmp_path / "model.safetensors")
-    with pytest.raises(ValueError, match=rf"no tensor for {role}\.weight; is a shard missing"):
-        load_decoder(tmp_path)
+    kinds: dict[str, list[str]] = {}
+    for tensor in state:
+        kinds.setdefault(re.sub(r"\.\d+\.", ".*.", tensor), []).append(tensor)
+    assert len(kinds) >= 7
+    load_decoder(tmp_path)
+    for tensors in kinds.values():
+        partial = {key: value for key, value in state.items() if key not in tensors}
+        save_file(partial, tmp_path / "model.safetensors")
+        with pytest.raises(ValueError, match=r"has no|missing\?|no attention|two different"):
+            load_decoder(tmp_path)
 
 
 def test_patterns_of_torch_attention_and_generation_are_recorded() -> None:

@@ -93,6 +93,10 @@ def model() -> AttentionOnly:
             lambda: edge_attribution(DECODER, TOKENS, TOKENS, torch.sum, exact=-1),
             "expected exact >= 0, got -1",
         ),
+        (
+            lambda: patch_streams(DECODER, TOKENS, TOKENS, torch.sum, batch=0),
+            "expected batch >= 1, .* got 0",
+        ),
         (lambda: neuron_attribution(DECODER, TOKENS, -TOKENS), "at least 0 in targets, got -4"),
         (
             lambda: neuron_attribution(DECODER, TOKENS, TOKENS[:, 0]),

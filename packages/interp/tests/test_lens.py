@@ -55,11 +55,10 @@ def test_lens_equals_its_formula_and_ends_in_the_model(
         torch.testing.assert_close(lens.kl_to_last[i], (p * (p / q).log()).sum(-1))
         chosen = q.gather(-1, targets[..., None])
         torch.testing.assert_close(lens.target_log_probability[i], chosen[..., 0].log())
-        assert torch.equal(lens.target_rank[i], (q > chosen).sum(-1))
     assert torch.equal(lens.top_probabilities[-1], logits.log_softmax(-1).topk(3).values.exp())
     by_weight = logit_lens(list(seen.values()), model.norm, model.head.weight, top=3)
     torch.testing.assert_close(by_weight.top_probabilities, lens.top_probabilities)
-    assert by_weight.target_rank is None
+    assert by_weight.target_log_probability is None
 
 
 @pytest.mark.parametrize("make", NORMS)

@@ -1,5 +1,6 @@
 from collections import namedtuple
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,6 +9,14 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 Pair = namedtuple("Pair", "mask hidden")
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An output of a model, as custom models define it."""
+
+    loss: Tensor | None
+    hidden: Tensor
 
 
 class Returns(nn.Module):
@@ -90,6 +99,8 @@ def test_gradients_flow_through_records_and_patches(model: AttentionOnly) -> Non
         lambda x: [None, x],
         lambda x: {"loss": None, "hidden": x},
         lambda x: Pair(None, x),
+        lambda x: Output(None, x),
+        lambda x: {0: None, 1: x},
     ],
 )
 def test_first_tensor_of_packed_outputs_is_recorded(pack: object) -> None:

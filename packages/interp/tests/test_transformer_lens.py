@@ -62,14 +62,18 @@ def pair(family: str, is_processed: bool) -> tuple[Any, HookedDecoder]:
     return models
 
 
-@pytest.fixture
-def model() -> HookedDecoder:
+def random_model(heads: int) -> HookedDecoder:
     torch.manual_seed(0)
-    decoder = random_decoder("gpt2", vocabulary=37, d_model=24, layers=2, heads=6).double()
+    decoder = random_decoder("gpt2", vocabulary=37, d_model=24, layers=2, heads=heads).double()
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)
     return HookedDecoder(decoder, Tokenizer())
+
+
+@pytest.fixture
+def model() -> HookedDecoder:
+    return random_model(heads=6)
 
 
 class Tokenizer:
@@ -320,8 +324,9 @@ def test_backward_hooks_receive_and_replace_gradients(model: HookedDecoder) -> N
 
 
 @torch.no_grad()
-def test_patching_functions_equal_a_loop_over_all_patches(model: HookedDecoder) -> None:
-    clean, corrupted = TOKENS[:, :3], TOKENS[:, 4:7]
+def test_patching_functions_equal_a_loop_over_all_patches() -> None:
+    model = random_model(heads=3)
+    clean, corrupted = TOKENS[:, :2], TOKENS[:, 4:6]
     _, cache = model.run_with_cache(clean)
     metric = lambda logits: logits[:, -1, 5].sum()  # noqa: E731
     functions = [name for name in dir(patching) if name.startswith("get_act_patch")]
@@ -329,20 +334,20 @@ def test_patching_functions_equal_a_loop_over_all_patches(model: HookedDecoder) 
     results = {name: getattr(patching, name)(model, corrupted, cache, metric) for name in functions}
     every = slice(None)
     indices: dict[str, tuple[str, tuple[int, ...], Callable[..., tuple[Any, ...]]]] = {
-        "resid_pre": ("resid_pre", (2, 3), lambda p: (every, p)),
-        "resid_mid": ("resid_mid", (2, 3), lambda p: (every, p)),
-        "attn_out": ("attn_out", (2, 3), lambda p: (every, p)),
-        "mlp_out": ("mlp_out", (2, 3), lambda p: (every, p)),
-        "attn_head_pattern_all_pos": ("pattern", (2, 6), lambda h: (every, h)),
-        "attn_head_pattern_by_pos": ("pattern", (2, 6, 3), lambda h, p: (every, h, p)),
+        "resid_pre": ("resid_pre", (2, 2), lambda p: (every, p)),
+        "resid_mid": ("resid_mid", (2, 2), lambda p: (every, p)),
+        "attn_out": ("attn_out", (2, 2), lambda p: (every, p)),
+        "mlp_out": ("mlp_out", (2, 2), lambda p: (every, p)),
+        "attn_head_pattern_all_pos": ("pattern", (2, 3), lambda h: (every, h)),
+        "attn_head_pattern_by_pos": ("pattern", (2, 3, 2), lambda h, p: (every, h, p)),
         "attn_head_pattern_dest_src_pos": (
-            "pattern", (2, 6, 3, 3), lambda h, p, s: (every, h, p, s)
+            "pattern", (2, 3, 2, 2), lambda h, p, s: (every, h, p, s)
         ),
     }  # fmt: skip
     for part, name in (("out", "z"), ("q", "q"), ("k", "k"), ("v", "v")):
         by_pos, all_pos = f"attn_head_{part}_by_pos", f"attn_head_{part}_all_pos"
-        indices[by_pos] = (name, (2, 3, 6), lambda p, h: (every, p, h))
-        indices[all_pos] = (name, (2, 6), lambda h: (every, every, h))
+        indices[by_pos] = (name, (2, 2, 3), lambda p, h: (every, p, h))
+        indices[all_pos] = (name, (2, 3), lambda h: (every, every, h))
     for suffix, (name, shape, index_of) in indices.items():
         values = results[f"get_act_patch_{suffix}"]
         assert values.shape == shape
@@ -477,6 +482,10 @@ def test_the_example_of_the_readme_runs(model: HookedDecoder) -> None:
             lambda m: m.run_with_cache(TOKENS)[1].stack_neuron_results,
             "'stack_neuron_results'; for neurons, use interp.decoder.neurons",
         ),
+        (
+            lambda m: m.run_with_cache(TOKENS)[1].decompose_resid(mode="attention"),
+            "expected mode 'all', 'attn' or 'mlp', got 'attention'",
+        ),
         (lambda m: m.run_with_cache(TOKENS, stop_at_layer=3), "from 0 to 2, got 3"),
         (lambda m: m(TOKENS, stop_at_layer=-1), "from 0 to 2, got -1"),
         (lambda m: m.run_with_cache(TOKENS, remove_batch_dim=True), "is .2, 12, 24.; only a batch"),
@@ -500,6 +509,22 @@ def test_unsupported_names_and_arguments_are_refused(
 ) -> None:
     with pytest.raises((ValueError, AttributeError, KeyError), match=message):
         call(model)
+
+
+@torch.no_grad()
+def test_weights_are_changed_in_place_and_not_replaced(model: HookedDecoder) -> None:
+    """A new tensor would have no effect on the decoder."""
+    expected = model(TOKENS)
+    model.blocks[0].attn.W_Q.data[1] = 0
+    assert not model.decoder.layers[0].attention.q.weight[4:8].any()
+    assert not torch.allclose(model(TOKENS), expected)
+    for owner, name in (
+        (model.blocks[0].attn, "W_Q"),
+        (model, "W_E"),
+        (model.blocks[1].mlp, "b_in"),
+    ):
+        with pytest.raises(AttributeError, match=f"expected '{name}' to be read only"):
+            setattr(owner, name, torch.zeros(1))
 
 
 def test_tokenizers_without_bos_and_models_with_post_norms_are_refused(

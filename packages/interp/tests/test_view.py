@@ -103,7 +103,6 @@ def test_page_data_round_trips(page: tuple[str, dict]) -> None:
     assert data["attribution"]["names"] == ["a", "b"]
     patched = data["patching"]
     assert patched["rows"] == ["0.0", "0.1", "1.0", "1.1"]
-    assert patched["across"] == "position"
     assert torch.equal(torch.tensor(patched["values"]).view(2, 2, 5), results["patching"])
 
 

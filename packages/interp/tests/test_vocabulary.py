@@ -24,18 +24,6 @@ def test_zero_layers_are_bigrams() -> None:
     assert torch.linalg.matrix_rank(table) == 4
 
 
-def test_full_circuits_act_on_one_hot_tokens(ov: LowRank) -> None:
-    torch.manual_seed(0)
-    embed, unembed = random(11, 8), random(11, 8)
-    s, t = 4, 9
-    full_ov, full_qk = unembed @ ov @ embed.mT, embed @ ov @ embed.mT
-    assert full_ov.rank == 3
-    entry = unembed[s] @ ov[1, 2].dense() @ embed[t]
-    torch.testing.assert_close(full_ov[1, 2].dense()[s, t], entry)
-    score = embed[s] @ ov[1, 2].dense() @ embed[t]
-    torch.testing.assert_close(full_qk[1, 2].dense()[s, t], score)
-
-
 def test_copying_eigenvalues_are_those_of_the_vocabulary_squared_matrix(ov: LowRank) -> None:
     torch.manual_seed(0)
     embed, unembed = random(11, 8), random(11, 8)

@@ -2,7 +2,7 @@
 
 The two computations alternate (A B A B ...). `ratio` is the peer's time divided by our time, and
 `error` is the largest difference divided by the largest result. If the peer would compute many
-heads or forward passes of equal cost, it computes only a sample, and its time is scaled up.
+forward passes of equal cost, it computes only a sample, and its time is scaled up.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from interp.circuits.composition import composition_scores
 from interp.circuits.low_rank import LowRank
-from interp.circuits.vocabulary import copying_eigenvalues
 from interp.decoder.decoder import Decoder
 from interp.decoder.describe import describe
 from interp.decoder.modules.settings import Settings
@@ -41,7 +40,7 @@ Peer = Callable[[LowRank, LowRank], Tensor]
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Run the benchmarks of copying and patching; return one row per case.
+    """Run the benchmarks of patching; return one row per case.
 
     The models have the size of GPT-2 small, or a small size if `quick`.
     """
@@ -49,11 +48,12 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     small = {"vocabulary": 1000, "d_model": 96, "layers": 3, "heads": 3}
     sizes = small if quick else {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
     models = {name: random_decoder(name, **sizes).to(device) for name in ("gpt2", "llama")}
-    rows = [copying(models["gpt2"])]
     length = 8 if quick else 15
-    for shape, model in models.items():
-        rows += [patching(model, shape, part, length) for part in (":input", "attention.o:input")]
-    return rows
+    return [
+        patching(model, shape, part, length)
+        for shape, model in models.items()
+        for part in (":input", "attention.o:input")
+    ]
 
 
 def random_decoder(
@@ -179,33 +179,6 @@ class _Largest(TorchDispatchMode):
                 if isinstance(tensor, Tensor):
                     self.bytes = max(self.bytes, tensor.nbytes)
         return out
-
-
-def copying(model: Decoder, *, sample: int = 36) -> Row:
-    """Compare `copying_eigenvalues` with a separate product over the vocabulary for each head.
-
-    The peer computes about `sample` heads, evenly spaced, and its time is scaled up.
-    """
-    ov = model.ov()
-    embed, unembed = model.embed.weight, model.unembed.weight
-    layers, heads = ov.batch_shape
-    every = list(itertools.product(range(layers), range(heads)))
-    chosen = every[:: max(1, len(every) // sample)]
-
-    def each_head_folded() -> Tensor:
-        values = [
-            torch.linalg.eigvals((ov[i, j].b @ embed.T) @ (unembed @ ov[i, j].a)) for i, j in chosen
-        ]
-        return torch.stack(values).sum(-1).real
-
-    def ours() -> Tensor:
-        values = copying_eigenvalues(ov, embed, unembed).sum(-1).real
-        return torch.stack([values[index] for index in chosen])
-
-    scaled = len(every) / len(chosen)
-    return _compared(
-        "copying_eigenvalues", _sizes(ov), each_head_folded, ours, pairs=2, scaled=scaled
-    )
 
 
 def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int = 24) -> Row:

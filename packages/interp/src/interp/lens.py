@@ -35,8 +35,6 @@ class Lens:
     kl_to_last: Tensor
     #: (layers, ...), or None without `targets`.
     target_log_probability: Tensor | None
-    #: (layers, ...), or None without `targets`; 0 is the most probable token.
-    target_rank: Tensor | None
 
 
 @torch.no_grad()
@@ -56,8 +54,7 @@ def logit_lens(
     `norm` is the final norm or None. `unembed` is an `nn.Linear`, its weight (vocabulary, d_model),
     or any function from normalized streams to logits. For a model that caps its logits (Gemma 2),
     pass `norm=None` and `unembed=decoder.decode`. `targets` (batch, seq) are token ids whose
-    log-probability and rank are computed per layer. `top` is the number of most probable tokens to
-    return.
+    log-probability is computed per layer. `top` is the number of most probable tokens to return.
     """
     if isinstance(residuals, Tensor) and residuals.ndim < 4:
         raise ValueError(
@@ -95,8 +92,7 @@ def logit_lens(
             _expected(last, last - log_p),
         ]
         if targets is not None:
-            chosen = log_p.gather(-1, targets[..., None])
-            row += [chosen[..., 0], (log_p > chosen).sum(-1)]
+            row.append(log_p.gather(-1, targets[..., None])[..., 0])
         rows.append(row)
     columns = [torch.stack(column) for column in zip(*rows, strict=True)]
     return Lens(
@@ -106,7 +102,6 @@ def logit_lens(
         entropy=columns[2],
         kl_to_last=columns[3],
         target_log_probability=None if targets is None else columns[4],
-        target_rank=None if targets is None else columns[5],
     )
 
 

@@ -11,10 +11,12 @@ patch that never ran raise errors.
 
 from __future__ import annotations
 
+import copy
 import difflib
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
 from functools import partial
 from typing import Any
 
@@ -38,9 +40,9 @@ def record(
 
     A site is a module's name (its output) or `name:input` (its input). `*` matches one part of a
     dotted name and `**` one or more parts. If a module has several inputs or outputs, the first
-    tensor is recorded. `detach=False` records the tensors themselves, attached to the graph. With
-    `names="transformer_lens"`, the sites of a `Decoder` have TransformerLens's names, and queries,
-    keys, values and z are split into heads.
+    tensor is recorded. Outputs may be sequences, mappings or dataclasses. `detach=False` records
+    the tensors themselves, attached to the graph. With `names="transformer_lens"`, the sites of a
+    `Decoder` have TransformerLens's names, and queries, keys, values and z are split into heads.
 
     Raises ValueError for a site that matches no module. With `detach=False`, raises RuntimeError on
     exit if the model changed a recorded tensor in place.
@@ -205,23 +207,42 @@ def _on_output(
 ) -> Any:
     if isinstance(output, Tensor):
         return action(output)
+    entries = _entries_of(output)
+    if entries is None:
+        raise TypeError(
+            f"the output of {site!r} is a {type(output).__name__} without a tensor; choose a site "
+            "whose module returns tensors"
+        )
+    key = _first_tensor(site, entries.items())
+    new = action(entries[key])
+    return None if new is None else _rebuilt(output, entries, key, new)
+
+
+def _entries_of(output: Any) -> dict[Any, Any] | None:
+    """Return the entries of a mapping, a sequence or a dataclass by key; None for other objects."""
+    if isinstance(output, Mapping):
+        return dict(output)
+    if isinstance(output, tuple | list):
+        return dict(enumerate(output))
+    if is_dataclass(output) and not isinstance(output, type):
+        return {field.name: getattr(output, field.name) for field in fields(output)}
+    return None
+
+
+def _rebuilt(output: Any, entries: Mapping[Any, Any], key: Any, new: Tensor) -> Any:
+    """Return a container like `output` with a new entry."""
+    rebuild: Callable[..., Any] = type(output)
+    changed = {**entries, key: new}
     if isinstance(output, Mapping):
         # A dict and Hugging Face's ModelOutput are both constructed from keywords.
-        key = _first_tensor(site, output.items())
-        new = action(output[key])
-        rebuild: Callable[..., Any] = type(output)
-        return None if new is None else rebuild(**{**output, key: new})
+        has_names = all(isinstance(name, str) for name in changed)
+        return rebuild(**changed) if has_names else rebuild(changed)
     if isinstance(output, tuple | list):
-        index = _first_tensor(site, enumerate(output))
-        new = action(output[index])
-        if new is None:
-            return None
-        items = [*output[:index], new, *output[index + 1 :]]
-        return type(output)(*items) if hasattr(output, "_fields") else type(output)(items)
-    raise TypeError(
-        f"the output of {site!r} is a {type(output).__name__} without a tensor; choose a site "
-        "whose module returns tensors"
-    )
+        items = list(changed.values())
+        return rebuild(*items) if hasattr(output, "_fields") else rebuild(items)
+    copied = copy.copy(output)
+    object.__setattr__(copied, key, new)  # The dataclass may be frozen.
+    return copied
 
 
 def _on_input(

@@ -12,6 +12,7 @@ Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -69,12 +70,17 @@ class LowRank:
             return self.apply(x[None])[..., 0, :]
         return (x @ self.b.mT) @ self.a.mT
 
-    def __getitem__(self, index: int | slice | tuple[int | slice, ...]) -> LowRank:
-        """Index the batch dimensions."""
+    def __getitem__(self, index: Any) -> LowRank:
+        """Index the batch dimensions; raise IndexError for an index that exceeds them."""
         batch = self.batch_shape
-        a, b = (f.expand(*batch, *f.shape[-2:])[index] for f in (self.a, self.b))
-        if a.ndim < 2 or a.shape[-2:] != self.a.shape[-2:]:
-            raise IndexError(f"index {index!r} exceeds the batch dimensions {tuple(batch)}")
+        # The slices of the matrix belong to the index, so that "..." stands for batch dimensions.
+        every = (*(index if isinstance(index, tuple) else (index,)), slice(None), slice(None))
+        try:
+            a, b = (f.expand(*batch, *f.shape[-2:])[every] for f in (self.a, self.b))
+        except IndexError as error:
+            raise IndexError(
+                f"index {index!r} exceeds the batch dimensions {tuple(batch)}"
+            ) from error
         return LowRank(a, b)
 
     def __matmul__(self, other: LowRank | Tensor) -> LowRank:

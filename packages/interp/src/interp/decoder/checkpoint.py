@@ -13,7 +13,7 @@ from torch import Tensor
 from interp.decoder.config_settings import settings_from_config
 from interp.decoder.constants import constants_of
 from interp.decoder.decoder import Decoder
-from interp.decoder.families import FAMILIES, Family
+from interp.decoder.expected_weights import TIED, missing_weights
 from interp.decoder.names import canonical_weights, count_layers, roles_of
 
 
@@ -27,8 +27,8 @@ def load_decoder(
 
     Raises FileNotFoundError for a missing file. Raises ValueError for an unsupported architecture,
     for unused tensors, and for attention weights that are not whole heads. Also raises ValueError
-    if an embedding, the final norm or an untied unembedding is missing. The same holds for a tensor
-    that is missing in some layers only. Other wrong shapes raise RuntimeError in the first call.
+    if a tensor is missing, in one layer or in all of them. Other wrong shapes raise RuntimeError in
+    the first call.
     """
     folder = Path(path)
     config = json.loads((folder / "config.json").read_text())
@@ -38,8 +38,10 @@ def load_decoder(
         with safe_open(file, framework="pt", device=str(device)) as opened:
             for key in opened.keys():  # noqa: SIM118  (safe_open is not a mapping)
                 tensors[key] = opened.get_tensor(key).to(dtype)
-    _require_outer_weights(tensors, FAMILIES[config["model_type"]], folder)
-    _drop_tied_unembedding(tensors, config.get("tie_word_embeddings"), folder)
+    if "embed.weight" not in roles_of(tensors).values():
+        raise ValueError(f"{folder} has no tensor for embed.weight; is a shard missing?")
+    is_tied = bool(config.get("tie_word_embeddings", config["model_type"] in TIED))
+    _drop_tied_unembedding(tensors, is_tied, folder)
     layers, expected_layers = count_layers(tensors), len(settings.windows)
     if layers != expected_layers:
         raise ValueError(f"{folder} holds {layers} layers, its config.json says {expected_layers}")
@@ -47,29 +49,19 @@ def load_decoder(
     weights = canonical_weights(folded, d_head=settings.d_head, heads=settings.heads)
     weights = {name: weight.contiguous() for name, weight in weights.items()}
     _require_equal_layers(weights, folder)
+    if missing := missing_weights(weights, config, settings):
+        raise ValueError(f"{folder} has no tensor for {', '.join(missing)}; is a shard missing?")
     return Decoder(weights, settings).to(device)
 
 
-def _require_outer_weights(tensors: Mapping[str, Tensor], family: Family, folder: Path) -> None:
-    """Raise ValueError if an embedding or the final norm is missing."""
-    expected = ["embed.weight"]
-    if not family.bare_norms:
-        expected.append("norm.weight")
-    if not family.rotary and not family.alibi:
-        expected.append("position.weight")
-    roles = set(roles_of(tensors).values())
-    if missing := [role for role in expected if role not in roles]:
-        raise ValueError(f"{folder} has no tensor for {', '.join(missing)}; is a shard missing?")
-
-
-def _drop_tied_unembedding(tensors: dict[str, Tensor], is_tied: bool | None, folder: Path) -> None:
+def _drop_tied_unembedding(tensors: dict[str, Tensor], is_tied: bool, folder: Path) -> None:
     """Drop a copy of a tied embedding; raise ValueError if `is_tied` contradicts the tensors."""
     names = {role: name for name, role in roles_of(tensors).items()}
     embed, unembed = names.get("embed.weight"), names.get("unembed.weight")
-    if is_tied is False and unembed is None:
+    if not is_tied and unembed is None:
         raise ValueError(
             f"{folder} has no unembedding (lm_head.weight), and its config.json has "
-            "tie_word_embeddings = false; is a shard missing?"
+            "tie_word_embeddings = false, or omits it; is a shard missing?"
         )
     if not is_tied or embed is None or unembed is None:
         return
@@ -77,7 +69,8 @@ def _drop_tied_unembedding(tensors: dict[str, Tensor], is_tied: bool | None, fol
         # Versions of transformers disagree on which of the two tensors is used.
         raise ValueError(
             f"{folder} has an unembedding {unembed} that differs from {embed}, and its config.json "
-            "has tie_word_embeddings = true; set it to false, or remove the unembedding"
+            "has tie_word_embeddings = true, or omits it; set it to false, or remove the "
+            "unembedding"
         )
     del tensors[unembed]
 

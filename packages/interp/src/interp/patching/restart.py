@@ -33,6 +33,8 @@ class Restart:
             raise TypeError(
                 f"expected a Decoder, got a {type(model).__name__}; pass describe(model)"
             )
+        if batch < 1:
+            raise ValueError(f"expected batch >= 1, the patches that run together, got {batch}")
         self.model, self.batch = model, batch
         projection_sites = [f"blocks.*.attention.{part}" for part in "qkv"]
         # The arguments of the first block: stream, padding, position embeddings, positions, cache.

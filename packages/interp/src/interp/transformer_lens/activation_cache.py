@@ -111,8 +111,11 @@ class ActivationCache(Mapping[Any, Tensor]):
         """Return the embeddings and the outputs of all earlier layers.
 
         They sum to the stream if `mode` is "all". `mode` may also be "attn" (no MLPs) or "mlp" (no
-        attention). `incl_embeds=False` leaves out the embeddings.
+        attention). `incl_embeds=False` leaves out the embeddings. Raises ValueError for another
+        mode.
         """
+        if mode not in ("all", "attn", "mlp"):
+            raise ValueError(f"expected mode 'all', 'attn' or 'mlp', got {mode!r}")
         parts = {}
         if incl_embeds:
             parts["embed"] = self["embed"]

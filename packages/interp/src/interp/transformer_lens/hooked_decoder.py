@@ -52,6 +52,10 @@ class Submodule:
     def __init__(self, model: HookedDecoder, name: str) -> None:
         self._model, self._name = model, name
 
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        _require_no_weight(attribute)
+        super().__setattr__(attribute, value)
+
     def __getattr__(self, attribute: str) -> Any:
         # copy.copy looks up attributes before they are set.
         if attribute.startswith("_"):
@@ -63,6 +67,15 @@ class Submodule:
         if any(other.startswith(f"{name}.") for other in members):
             return Submodule(self._model, name)
         raise AttributeError(f"the model has no {name!r}; {self._model.remedy_for(name)}")
+
+
+def _require_no_weight(attribute: str) -> None:
+    """Raise AttributeError if a program would set a weight, which would have no effect."""
+    if attribute.startswith(("W_", "b_")):
+        raise AttributeError(
+            f"expected {attribute!r} to be read only, because a new tensor would not be a weight "
+            "of the decoder; change it in place, as in model.blocks[0].attn.W_Q.data[...] = x"
+        )
 
 
 class _Stopped(Exception):
@@ -114,6 +127,10 @@ class HookedDecoder(TextConversion):
         #: The blocks, with weights such as `blocks[0].attn.W_Q` and hook points.
         self.blocks = [Submodule(self, f"blocks.{i}") for i in range(self.cfg.n_layers)]
         self._hooks: list[_Hook] = []
+
+    def __setattr__(self, attribute: str, value: Any) -> None:
+        _require_no_weight(attribute)
+        super().__setattr__(attribute, value)
 
     def __call__(self, input: Input, return_type: str | None = "logits", **options: Any) -> Any:
         """Return logits, the mean next-token "loss", "both" or None for texts or token ids.

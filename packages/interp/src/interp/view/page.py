@@ -119,12 +119,9 @@ def _heat_map(values: Tensor, tokens: list[str]) -> dict[str, Any]:
     indices = itertools.product(*map(range, values.shape[:-1]))
     rows = [".".join(map(str, index)) for index in indices]
     return {
-        "title": "Patching",
-        "note": "The values of patches per position.",
         "rows": rows,
         "columns": [f"{i} {token}" for i, token in enumerate(tokens)],
         "down": "layer" if values.ndim == 2 else "layer.head",
-        "across": "position",
         "values": values.reshape(len(rows), -1).tolist(),
     }
 
