@@ -46,7 +46,7 @@ def opened(folder, **kwargs):
 
 
 def state_of(server):
-    state = server.state_dict()
+    state = server.core.replica.snapshot()
     return state["version"], state["parameters"].numpy().tobytes(), str(state["optimizer"])
 
 

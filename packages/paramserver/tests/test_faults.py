@@ -351,8 +351,3 @@ def test_invalid_arguments_are_refused_with_the_remedy():
         run(train, model(), SGD, transport="pigeon")
     with pytest.raises(ValueError, match="expected parameters that require a gradient, got none"):
         run(train, nn.ReLU(), SGD)
-    server = Server(trainable_parameters(model()), SGD, workers=1)
-    with pytest.raises(ValueError, match="expected the state of a shard"):
-        server.load_state_dict(
-            Server(trainable_parameters(nn.Linear(2, 2)), SGD, workers=1).state_dict()
-        )

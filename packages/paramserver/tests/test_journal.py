@@ -64,7 +64,7 @@ def steps(server, count, seed=0):
 
 
 def state_of(server):
-    state = server.state_dict()
+    state = server.core.replica.snapshot()
     return state["parameters"].tolist(), state["version"], str(state["optimizer"])
 
 
@@ -475,13 +475,13 @@ ERRORS = {
 def test_journal_of_other_settings_is_refused_by_name(tmp_path, setting):
     written, restarted = OTHERS[setting]
     DiskJournal.start(tmp_path, written.core).close()
-    before = restarted.state_dict()["parameters"].clone()
+    before = restarted.core.replica.newest.clone()
     error = ERRORS.get(
         setting, f"expected a journal with policy {type(restarted.consistency).__name__}"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(error)}"):
         DiskJournal(tmp_path).load(restarted.core)
-    assert torch.equal(restarted.state_dict()["parameters"], before)
+    assert torch.equal(restarted.core.replica.newest, before)
     assert restarted.core.journal is None
 
 

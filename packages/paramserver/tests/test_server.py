@@ -239,31 +239,6 @@ def test_pull_reads_a_single_version():
     assert server.version == 40
 
 
-def test_server_continues_from_its_state():
-    def serve(steps, state=None):
-        server = Server(trainable_parameters(model()), ADAMW, workers=1)
-        if state:
-            server.load_state_dict(state)
-        worker = Worker(model(), server)
-        for step in steps:
-            worker.pull()
-            worker.module(torch.full((2, 5), float(step), dtype=torch.float64)).sum().backward()
-            worker.push()
-        saved = server.state_dict()
-        copied = saved["parameters"].clone()
-        worker.pull()
-        worker.module[0].bias.grad = torch.ones(7, dtype=torch.float64)
-        worker.push()  # must not change the saved state
-        assert torch.equal(saved["parameters"], copied)
-        assert saved["optimizer"]["state"][0]["step"] == saved["version"]
-        return saved
-
-    whole = serve(range(6))
-    resumed = serve(range(3, 6), serve(range(3)))
-    assert whole["version"] == resumed["version"] == 6
-    assert torch.equal(whole["parameters"], resumed["parameters"])
-
-
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize("scaled", [False, True])
 def test_stale_gradient_is_scaled_down_on_request(scaled, servers):

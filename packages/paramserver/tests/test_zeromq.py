@@ -762,7 +762,7 @@ def test_restarted_server_keeps_its_random_initial_parameters(tmp_path):
         job = Job(count, nn.Linear(3, 3), UNIT_SGD, Asynchronous(), workers=0)
         server = open_server(job, 0, f"ipc://{tmp_path}/x", journal=tmp_path / "state")
         server.close()
-        return server.core.replica.state_dict()["parameters"]
+        return server.core.replica.newest
 
     assert torch.equal(opened(), opened())
 

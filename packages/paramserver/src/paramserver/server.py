@@ -9,7 +9,6 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
 from torch import Tensor
 
@@ -178,20 +177,6 @@ class Server:
         with self._changed:
             self.core.mark_lost(worker, reason)
             self._changed.notify_all()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the parameters, the optimizer's state and the version."""
-        with self._changed:
-            return self.core.replica.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict` of a server with the same shard, before workers connect.
-
-        Raises:
-            ValueError: `state` is of another shard.
-        """
-        with self._changed:
-            self.core.restart(state)
 
 
 class LocalConnection(Connection):

@@ -167,7 +167,6 @@ def _set_history(replica: Replica, old: Sequence[Replica], values: Values) -> No
     updater.load_state_dict(state | {"scheduler": former["scheduler"]})
     replica.position = first.position
     replica.version = first.version
-    replica.base_version = first.base_version
     replica.staleness = Counter(first.staleness)
     replica.next_push = dict(first.next_push)
     replica._accepted = set(first._accepted)
