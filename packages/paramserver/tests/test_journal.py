@@ -439,7 +439,6 @@ def slower(parameters):  # its address must not appear in the settings
 OTHERS = {
     "policy": (of(), of(Asynchronous())),
     "bound": (of(), of(StaleSynchronous(3))),
-    "scaled": (of(Asynchronous()), of(Asynchronous(scale_by_staleness=True))),
     "averages": (of(BulkSynchronous()), of(LocalSteps(2))),
     "steps": (of(LocalSteps(4)), of(LocalSteps(2))),
     "fragments": (of(LocalSteps(4)), of(LocalSteps(4, fragments=2))),

@@ -240,13 +240,12 @@ def test_pull_reads_a_single_version():
 
 
 @pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_stale_gradient_is_scaled_down_on_request(scaled, servers):
+def test_staleness_is_the_number_of_updates_since_the_pull(servers):
     module = nn.Linear(2, 1, bias=False)
     parameters = trainable_parameters(module)
     with torch.no_grad():
         module.weight.zero_()
-    policy = Asynchronous(scale_by_staleness=scaled)
+    policy = Asynchronous()
     hosts = [
         Server(parameters, partial(torch.optim.SGD, lr=1.0), policy, workers=3, shard=shard)
         for shard in partition(parameters, servers)
@@ -258,8 +257,7 @@ def test_stale_gradient_is_scaled_down_on_request(scaled, servers):
         worker.module.weight.grad = -torch.ones(1, 2)
         worker.push()
     workers[0].pull()
-    expected = 1 + 1 / 2 + 1 / 3 if scaled else 3.0
-    torch.testing.assert_close(workers[0].module.weight.detach(), torch.full((1, 2), expected))
+    torch.testing.assert_close(workers[0].module.weight.detach(), torch.full((1, 2), 3.0))
     assert hosts[0].staleness == {0: 1, 1: 1, 2: 1}
 
 

@@ -44,7 +44,6 @@ class Replica:
         memory: Tensor | None = None,
     ) -> None:
         local = policy if isinstance(policy, LocalSteps) else None
-        self._scale_by_staleness = getattr(policy, "scale_by_staleness", False)
         self.shard = shard
         self.layout = layout(shard, policy)
         #: Number of log entries that were replayed.
@@ -170,9 +169,6 @@ class Replica:
                 case Write(pushes, staleness):
                     self._preserve_pending_reads()
                     gradients = [self._staged.pop(push) for push in pushes]
-                    if self._scale_by_staleness and staleness[0]:
-                        for gradient in gradients[0]:
-                            gradient.div_(1 + staleness[0])
                     self._apply(pushes[0][2] % len(self._fragments), gradients)
                     self._accepted.clear()
                     self.staleness.update(staleness)
