@@ -25,7 +25,9 @@ from paramserver import (
     convert_journal,
 )
 from paramserver import __main__ as command_line
-from paramserver.journal import DiskJournal, JournalError, require_journals
+from paramserver.journal.disk_journal import DiskJournal
+from paramserver.journal.files import JournalError
+from paramserver.journal.recovery import require_journals
 from paramserver_training import ADAMW, SGD, assert_equal_parameters, batch, model
 
 

@@ -12,7 +12,9 @@ import pytest
 import torch
 from paramserver import Asynchronous, Server, Worker, partition
 from paramserver.__main__ import main
-from paramserver.journal import DiskJournal, JournalError, recover
+from paramserver.journal.disk_journal import DiskJournal
+from paramserver.journal.files import JournalError
+from paramserver.journal.recovery import recover
 from paramserver.protocol.core import Core
 from torch import nn
 

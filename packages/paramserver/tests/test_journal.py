@@ -21,7 +21,7 @@ from paramserver import (
     partition,
 )
 from paramserver.compression import Integers
-from paramserver.journal import DiskFullError, DiskJournal
+from paramserver.journal.disk_journal import DiskFullError, DiskJournal
 from paramserver.server import LocalConnection
 from torch import nn
 

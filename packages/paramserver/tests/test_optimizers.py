@@ -22,7 +22,7 @@ from paramserver import (
     Worker,
     partition,
 )
-from paramserver.journal import DiskJournal
+from paramserver.journal.disk_journal import DiskJournal
 from paramserver_training import assert_equal_parameters, batch, model
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.5)

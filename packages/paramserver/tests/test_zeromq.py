@@ -38,7 +38,8 @@ from paramserver import (
     run,
 )
 from paramserver import __main__ as command_line
-from paramserver.journal import DiskJournal, JournalError
+from paramserver.journal.disk_journal import DiskJournal
+from paramserver.journal.files import JournalError
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running import launch, supervise
 from paramserver.running.supervise import join_servers, open_server, read_final_state

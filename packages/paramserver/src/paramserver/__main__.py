@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paramserver.journal import recover, require_journals
+from paramserver.journal.recovery import recover, require_journals
 from paramserver.running.conversion import convert_journal
 from paramserver.running.job import Job
 from paramserver.running.supervise import join_servers, open_server

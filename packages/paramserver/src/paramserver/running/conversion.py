@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from paramserver.consistency import as_local_steps
-from paramserver.journal import DiskJournal, JournalError, journal_folders, restore
-from paramserver.journal.files import sync_folder
+from paramserver.journal.disk_journal import DiskJournal, restore
+from paramserver.journal.files import JournalError, sync_folder
+from paramserver.journal.recovery import journal_folders
 from paramserver.partition import Piece
 from paramserver.protocol.core import Core
 from paramserver.protocol.records import Replayed

@@ -30,7 +30,7 @@ from typing import Any
 
 import torch
 
-from paramserver.journal import DiskFullError, DiskJournal
+from paramserver.journal.disk_journal import DiskFullError, DiskJournal
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import LIMIT, OBSERVER, Kind, Message, failure
 from paramserver.transport.chunks import CHUNK_BYTES, BufferPool, ChunkReceiver, chunk_bounds
