@@ -179,16 +179,11 @@ class Ledger:
         """Append the entries of `log` that this ledger does not have yet.
 
         Raises:
-            ValueError: `log` does not continue the history of this ledger. Nothing has changed.
+            ValueError: `log` does not continue the history of this ledger, which must not be used
+                any more. Validation therefore replays a received log on a copy first.
         """
-        new = self._continuation(log)
-        if not new.entries:
-            return
-        trial = self.copy()
-        for entry in new.entries:
-            trial._check(entry)
-            trial._append(entry)
-        for entry in new.entries:
+        for entry in self._continuation(log).entries:
+            self._check(entry)
             self._append(entry)
 
     def copy(self) -> "Ledger":
