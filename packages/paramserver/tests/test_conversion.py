@@ -202,6 +202,8 @@ def test_results_that_depend_on_the_number_of_servers_are_not_converted(tmp_path
     with pytest.raises(ValueError, match="expected an elementwise optimizer"):
         convert_journal(replace(whole_tensors, servers=2), tmp_path / "old", tmp_path / "new")
     assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match=f"expected journals of servers in {tmp_path}, got none"):
+        convert_journal(whole_tensors, tmp_path, tmp_path / "new")
 
 
 def test_journals_that_do_not_match_or_are_overwritten_are_refused(tmp_path, capsys, monkeypatch):

@@ -37,8 +37,8 @@ def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
         target: folder of the new journals, which must not exist.
 
     Raises:
-        ValueError: `target` exists, or the result of the training would depend on the number of
-            servers.
+        ValueError: `source` has no journals, `target` exists, or the result of the training would
+            depend on the number of servers.
         JournalError: a journal is damaged, or the journals do not match.
         RuntimeError: another process uses a journal.
     """
@@ -71,6 +71,11 @@ def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
 def _restore_cores(job: Job, source: Path) -> list[Core]:
     """Return the cores of the servers in `source`, all at the same position of the log."""
     folders = journal_folders(source)
+    if not folders:
+        raise ValueError(
+            f"expected journals of servers in {source}, got none; pass the folder that `run` or "
+            "`serve` received as its journal"
+        )
     former = replace(job, servers=len(folders))
     cores = [former.server(shard, elastic=True).core for shard in former.shards()]
     for core, folder in zip(cores, folders, strict=True):
