@@ -463,7 +463,7 @@ def test_a_message_of_many_frames_is_dropped(served):
     with join_servers(job_of(), 0, [server.address]) as worker:
         with zmq.Context() as context, context.socket(zmq.DEALER) as unknown:
             unknown.connect(server.address)
-            unknown.send_multipart([b'[0,0,1,0,3,0,0,0,0,0,-1,-1,""]', *[b"x"] * 100_000])
+            unknown.send_multipart([b'[0,0,1,0,3,0,0,0,0,0,-1,-1,""]', *[b"x"] * 10_000])
             unknown.send(b'[0,0,2,0,3,0,0,0,0,0,-1,-1,""]')
             assert unknown.poll(30_000)
             assert json.loads(unknown.recv())[:2] == [0, 2]  # the first message has no answer
@@ -720,6 +720,13 @@ def test_command_line_names_the_argument_that_is_wrong(tmp_path, monkeypatch, ca
         "join", "mine:job", *serve, "--rank", "0", "--keys", str(tmp_path / "key.public")
     )
     assert "pass the file that `keys FILE` wrote, not FILE.public" in error
+    command_line.main(["keys", str(tmp_path / "pair")])
+    both = "--keys", str(tmp_path / "pair"), "--peer"
+    for command in (
+        ("serve", "mine:job", *serve, *both, f"0={tmp_path / 'pair'}"),
+        ("join", "mine:job", *serve, "--rank", "0", *both, str(tmp_path / "pair")),
+    ):
+        assert "expected a public key of 40 characters in" in error_of(*command)
     assert "expected --before FILE:BYTE" in error_of("recover", str(tmp_path), "--before", "12")
 
 
