@@ -253,6 +253,8 @@ def test_push_refused_by_one_server_is_discarded_by_all(monkeypatch):
             writes_to_second_server.release()
         return written
 
+    for worker in (bad, good):
+        worker.pull()
     monkeypatch.setattr(bad._payload, "write", late)
     bad.module.x.grad = torch.full((SIZE,), -1.0)
     bad.module.x.grad[0] = float("nan")
