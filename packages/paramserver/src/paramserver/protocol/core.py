@@ -61,8 +61,7 @@ class Core:
         self.answer_data = replica.newest
         #: Reason for each loss after which training continued, by worker.
         self.lost: dict[int, str] = {}
-        #: True if workers may join at any time.
-        self.elastic = elastic
+        self._elastic = elastic
         #: True if training continues after the loss of a worker. Otherwise the other workers wait
         #: until the worker rejoins, or training fails if no worker can rejoin.
         self._continues_after_loss = allow_missing or (elastic and not consistency.averages)
@@ -90,7 +89,7 @@ class Core:
         Raises:
             Exception: the request is invalid or cannot be answered; the worker receives the error.
         """
-        log = validate(self, worker, message, session)
+        log = self.validate(worker, message, session)
         # A HEARTBEAT comes from a thread of the worker and does not end a wait of the worker.
         waited = None if message.kind is Kind.HEARTBEAT else self.waits.end(worker)
         self._check_losses(worker, message)
@@ -102,6 +101,17 @@ class Core:
         if reply is None:
             self.waits.start(worker, message, now, waited)
         return reply
+
+    def validate(self, worker: int, message: Message, session: int | None = None) -> Log | None:
+        """Return the log that a request contains, or None; see `validation.validate`."""
+        return validate(
+            worker,
+            message,
+            session,
+            replica=self.replica,
+            ledger=self.ledger,
+            elastic=self._elastic,
+        )
 
     def check(self, now: float) -> list[tuple[int, Exception]]:
         """Return the workers whose wait has timed out, each with its error.
@@ -150,7 +160,7 @@ class Core:
             self.lost[worker] = message
             if self.is_first:
                 self.ledger.leave(worker)  # the replica replays this entry with the next answer
-        elif not self.elastic:
+        elif not self._elastic:
             self.failure = self.failure or message
 
     def snapshot(self) -> dict[str, Any]:
@@ -244,13 +254,13 @@ class Core:
 
     def _join(self, worker: int, message: Message) -> Message:
         replica = self.replica
-        if self.elastic:
+        if self._elastic:
             self.lost.pop(worker, None)
         if message.number:  # the index of the server; only server 0 decides which workers take part
             return Message(Kind.OK, position=replica.position)
         if replica.shard.servers > 1 and not self.ledger.can_replay_from(message.position):
             return Message(Kind.REREAD, position=replica.position)
-        if self.elastic:
+        if self._elastic:
             # The field `clock` of a JOIN contains the number of the session.
             self.ledger.join(worker, public_session_id(message.clock))
             self._replay_own_log()
@@ -303,7 +313,7 @@ class Core:
             )
         # Elastic workers may resend a push whose answer was lost. Otherwise a second push of one
         # clock means that two workers use the same number.
-        may_repeat = self.elastic and message.kind in (Kind.PUSH, Kind.COMMIT)
+        may_repeat = self._elastic and message.kind in (Kind.PUSH, Kind.COMMIT)
         is_repeated = may_repeat and message.clock == member.clock - 1
         if message.clock != member.clock and not is_repeated:
             raise wrong_clock(worker, message.clock, member.clock)

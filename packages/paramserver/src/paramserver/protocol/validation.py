@@ -1,15 +1,11 @@
 """Validation of requests: the sender, the fields and the log, before anything changes."""
 
 import hashlib
-from typing import TYPE_CHECKING
 
 from paramserver.protocol.ledger import Ledger
 from paramserver.protocol.log import Log
 from paramserver.protocol.messages import OBSERVER, Kind, Message, PeerLost, check_request
 from paramserver.protocol.replica import Replica
-
-if TYPE_CHECKING:
-    from paramserver.protocol.core import Core
 
 _KINDS_WITH_LOG = (Kind.FETCH, Kind.REPLAY, Kind.END)
 _FIRST_SERVER_KINDS = (
@@ -17,8 +13,16 @@ _FIRST_SERVER_KINDS = (
 )  # fmt: skip
 
 
-def validate(core: "Core", worker: int, message: Message, session: int | None) -> Log | None:
-    """Validate a request to `core` and return the log that it contains, or None.
+def validate(
+    worker: int,
+    message: Message,
+    session: int | None,
+    *,
+    replica: Replica,
+    ledger: Ledger,
+    elastic: bool,
+) -> Log | None:
+    """Validate a request and return the log that it contains, or None.
 
     `session` is the session number with which the sender joined, or None if the transport
     guarantees that the sender is `worker`.
@@ -31,8 +35,6 @@ def validate(core: "Core", worker: int, message: Message, session: int | None) -
     """
     check_request(worker, message)
     kind = message.kind
-    replica = core.replica
-    ledger = core.ledger
     shard = replica.shard
     if kind in (Kind.PUSH, Kind.PULL) and shard.servers > 1:
         raise ValueError(f"{kind!r} needs a single server, there are {shard.servers}")
@@ -53,7 +55,7 @@ def validate(core: "Core", worker: int, message: Message, session: int | None) -
         ledger = _preview(log, replica, ledger)
     if kind is Kind.JOIN:
         _check_join(worker, message, replica)
-        if worker not in ledger.members and not core.elastic:
+        if worker not in ledger.members and not elastic:
             raise ValueError(f"worker {worker} is unknown; there are {len(ledger.members)} workers")
     elif worker != OBSERVER:
         _check_sender(worker, message, session, ledger)

@@ -36,7 +36,6 @@ import torch
 from paramserver.journal.disk_journal import DiskFullError, DiskJournal
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import LIMIT, OBSERVER, Kind, Message, failure
-from paramserver.protocol.validation import validate
 from paramserver.transport.chunks import CHUNK_BYTES, BufferPool, ChunkReceiver, chunk_bounds
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, import_zmq
 from paramserver.transport.zeromq_connection import MAX_CHUNKS, Keys
@@ -172,7 +171,7 @@ class ZeroMQServer:
         request = _Request(received.name, received.key, message, no_data, now)
         try:
             self._check_sender(received, message)
-            validate(self.core, worker, message, received.session)
+            self.core.validate(worker, message, received.session)
             if message.kind is Kind.HEARTBEAT:
                 self.core.handle(worker, message, None, now, session=received.session)
                 return False
