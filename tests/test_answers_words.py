@@ -14,7 +14,7 @@ POLICIES = {
     "target": (
         "BulkSynchronous()",
         "StaleSynchronous(bound=4)",
-        "Asynchronous(scale_by_staleness=False)",
+        "Asynchronous()",
     ),
     "link": ("data-parallel", "DiLoCo", "DiLoCo, 4 bits, 5 fragments, overlap 5"),
 }

@@ -394,7 +394,7 @@ def simulate(seed, **options):
     for server in world.servers:
         server.start()
         server.core._replay(first.core.ledger.log_from(server.core.replica.position))
-        stored = server.core.replica.state_dict()["parameters"][: world.ids * 8].view(torch.float64)
+        stored = server.core.replica.newest[: world.ids * 8].view(torch.float64)
         torch.testing.assert_close(stored, world.oracle.versions[-1])
         assert server.core.replica.version == len(world.oracle.versions) - 1
     return world

@@ -25,7 +25,7 @@ from paramserver import (
     run,
 )
 from paramserver.checkpoint import read_checkpoint, write_checkpoint
-from paramserver.journal import DiskJournal
+from paramserver.journal.disk_journal import DiskJournal
 from paramserver_training import batch
 
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)

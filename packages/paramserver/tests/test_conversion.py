@@ -25,7 +25,9 @@ from paramserver import (
     convert_journal,
 )
 from paramserver import __main__ as command_line
-from paramserver.journal import DiskJournal, JournalError, require_journals
+from paramserver.journal.disk_journal import DiskJournal
+from paramserver.journal.files import JournalError
+from paramserver.journal.recovery import require_journals
 from paramserver_training import ADAMW, SGD, assert_equal_parameters, batch, model
 
 
@@ -200,6 +202,8 @@ def test_results_that_depend_on_the_number_of_servers_are_not_converted(tmp_path
     with pytest.raises(ValueError, match="expected an elementwise optimizer"):
         convert_journal(replace(whole_tensors, servers=2), tmp_path / "old", tmp_path / "new")
     assert not (tmp_path / "new").exists()
+    with pytest.raises(ValueError, match=f"expected journals of servers in {tmp_path}, got none"):
+        convert_journal(whole_tensors, tmp_path, tmp_path / "new")
 
 
 def test_journals_that_do_not_match_or_are_overwritten_are_refused(tmp_path, capsys, monkeypatch):

@@ -24,7 +24,7 @@ from paramserver import (
     Worker,
     partition,
 )
-from paramserver.journal import DiskJournal
+from paramserver.journal.disk_journal import DiskJournal
 from paramserver_training import ADAMW, batch, model
 
 SPEC = OptimizerSpec(ADAMW, partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9))

@@ -12,7 +12,9 @@ import pytest
 import torch
 from paramserver import Asynchronous, Server, Worker, partition
 from paramserver.__main__ import main
-from paramserver.journal import DiskJournal, JournalError, recover
+from paramserver.journal.disk_journal import DiskJournal
+from paramserver.journal.files import JournalError
+from paramserver.journal.recovery import recover
 from paramserver.protocol.core import Core
 from torch import nn
 
@@ -46,7 +48,7 @@ def opened(folder, **kwargs):
 
 
 def state_of(server):
-    state = server.state_dict()
+    state = server.core.replica.snapshot()
     return state["version"], state["parameters"].numpy().tobytes(), str(state["optimizer"])
 
 

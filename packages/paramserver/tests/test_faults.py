@@ -273,9 +273,10 @@ def test_waiting_workers_do_not_wake_each_other():
 
 def test_beats_keep_a_slow_worker():
     server, workers = pair(timeout=5.0, allow_missing=True)
+    workers[0].pull()
     push(workers[0])
     now = time.monotonic()
-    pull = Message(Kind.PULL, clock=1, number=1)
+    pull = Message(Kind.PULL, clock=1, number=2)
     assert server.core.handle(0, pull, None, now) is None
     for second in range(1, 9):
         server.core.handle(1, Message(Kind.HEARTBEAT), None, now + second)
@@ -285,9 +286,10 @@ def test_beats_keep_a_slow_worker():
 
 def test_beats_of_a_waiting_worker_do_not_excuse_a_silent_one():
     server, workers = pair(timeout=5.0, allow_missing=True)
+    workers[0].pull()
     push(workers[0])
     now = time.monotonic()
-    pull = Message(Kind.PULL, clock=1, number=1)
+    pull = Message(Kind.PULL, clock=1, number=2)
     for second in range(7):
         server.core.handle(0, Message(Kind.HEARTBEAT), None, now + second)
         if server.core.handle(0, pull, None, now + second):
@@ -311,6 +313,17 @@ def test_pushing_twice_in_a_synchronous_step_is_refused_and_disturbs_nobody():
     assert workers[1].pull() == workers[0].pull() == 1
 
 
+def test_a_worker_must_pull_before_its_first_push():
+    """After a restart its module has the initial parameters, and the servers have others."""
+    server, workers = pair(Asynchronous())
+    workers[0].pull()
+    push(workers[0])
+    restarted = Worker(model(), server, rank=0)
+    with pytest.raises(RuntimeError, match="worker 0 must pull before its first push"):
+        push(restarted)
+    assert server.version == 1
+
+
 def test_a_finished_or_unknown_worker_cannot_take_part():
     server, workers = pair(Asynchronous(), allow_missing=True)
     server.mark_lost(1, "done")  # so that finishing does not wait
@@ -328,6 +341,17 @@ def test_two_workers_with_one_number_are_refused():
     push(workers[0])
     with pytest.raises(ValueError, match="worker 0 is at clock 0, but the server has 1"):
         twin.pull()
+
+
+def test_workers_that_train_one_module_are_refused():
+    module = model()
+    server = Server(trainable_parameters(module), SGD, workers=2)
+    first = Worker(module, server, rank=0)
+    with pytest.raises(ValueError, match=r"the module of worker 0 for worker 1.*copy\.deepcopy"):
+        Worker(module, server, rank=1)
+    assert Worker(module, server, rank=0).position == 0  # the same worker, created once more
+    first.leave()
+    Worker(module, server, rank=1)
 
 
 def test_invalid_arguments_are_refused_with_the_remedy():
@@ -351,8 +375,3 @@ def test_invalid_arguments_are_refused_with_the_remedy():
         run(train, model(), SGD, transport="pigeon")
     with pytest.raises(ValueError, match="expected parameters that require a gradient, got none"):
         run(train, nn.ReLU(), SGD)
-    server = Server(trainable_parameters(model()), SGD, workers=1)
-    with pytest.raises(ValueError, match="expected the state of a shard"):
-        server.load_state_dict(
-            Server(trainable_parameters(nn.Linear(2, 2)), SGD, workers=1).state_dict()
-        )

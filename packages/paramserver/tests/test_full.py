@@ -14,7 +14,7 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
 
 from paramserver import Asynchronous, Server, Worker, run
-from paramserver.journal import DiskJournal
+from paramserver.journal.disk_journal import DiskJournal
 from paramserver_training import SGD, model, train
 from test_journal import state_of
 

@@ -56,7 +56,7 @@ def a_step_in_threads(dtype, policy, push, servers=2):
         worker.finish()
 
     in_threads(*(partial(work, worker) for worker in group))
-    views = [host.shard.views(host.state_dict()["parameters"]) for host in hosts]
+    views = [host.shard.views(host.core.replica._buffer) for host in hosts]
     return torch.cat([view.view(-1) for some in views for view in some])
 
 

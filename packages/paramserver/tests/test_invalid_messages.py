@@ -114,7 +114,7 @@ def fingerprint(server, *, waiting=False):
     """
     core, folder = server.core, server._journal.folder
     replica = core.replica
-    digest = hashlib.sha256(replica.state_dict()["parameters"].numpy().tobytes())
+    digest = hashlib.sha256(replica._buffer.numpy().tobytes())
     for name in sorted(replica._staged):
         for gradient in replica._staged[name]:
             digest.update(gradient.numpy().tobytes())
@@ -275,7 +275,7 @@ def restarted(job, number, folder):
     server = open_server(job, number, f"ipc://{folder}/r", journal=folder / "state")
     replica = server.core.replica
     members = {w: (m.active, m.epoch, m.clock) for w, m in server.core.ledger.members.items()}
-    known = replica.version, replica.position, replica.state_dict()["parameters"], members
+    known = replica.version, replica.position, replica._buffer, members
     server.close()
     return known
 
@@ -300,7 +300,7 @@ def play(job, messages, number, folder, seed, tries):
     player.close()
     version, position, parameters, members = restarted(job, number, folder)
     assert (version, position) == (core.replica.version, core.replica.position)
-    assert torch.equal(parameters, core.replica.state_dict()["parameters"])
+    assert torch.equal(parameters, core.replica._buffer)
     known = core.ledger.copy()
     for worker, member in known.members.items():
         written = members.get(worker, (False, 0, 0))
@@ -459,7 +459,7 @@ def test_a_text_of_a_rank_is_limited_before_it_is_received(length):
 
 
 def state_of(server):
-    return server.core.ledger.state(), server.state_dict()["parameters"].tolist()
+    return server.core.ledger.state(), server.core.replica._buffer.tolist()
 
 
 def invalid_requests(layout, position):

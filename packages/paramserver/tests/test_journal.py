@@ -21,7 +21,7 @@ from paramserver import (
     partition,
 )
 from paramserver.compression import Integers
-from paramserver.journal import DiskFullError, DiskJournal
+from paramserver.journal.disk_journal import DiskFullError, DiskJournal
 from paramserver.server import LocalConnection
 from torch import nn
 
@@ -64,7 +64,7 @@ def steps(server, count, seed=0):
 
 
 def state_of(server):
-    state = server.state_dict()
+    state = server.core.replica.snapshot()
     return state["parameters"].tolist(), state["version"], str(state["optimizer"])
 
 
@@ -439,7 +439,6 @@ def slower(parameters):  # its address must not appear in the settings
 OTHERS = {
     "policy": (of(), of(Asynchronous())),
     "bound": (of(), of(StaleSynchronous(3))),
-    "scaled": (of(Asynchronous()), of(Asynchronous(scale_by_staleness=True))),
     "averages": (of(BulkSynchronous()), of(LocalSteps(2))),
     "steps": (of(LocalSteps(4)), of(LocalSteps(2))),
     "fragments": (of(LocalSteps(4)), of(LocalSteps(4, fragments=2))),
@@ -475,13 +474,13 @@ ERRORS = {
 def test_journal_of_other_settings_is_refused_by_name(tmp_path, setting):
     written, restarted = OTHERS[setting]
     DiskJournal.start(tmp_path, written.core).close()
-    before = restarted.state_dict()["parameters"].clone()
+    before = restarted.core.replica.newest.clone()
     error = ERRORS.get(
         setting, f"expected a journal with policy {type(restarted.consistency).__name__}"
     )
     with pytest.raises(ValueError, match=f"^{re.escape(error)}"):
         DiskJournal(tmp_path).load(restarted.core)
-    assert torch.equal(restarted.state_dict()["parameters"], before)
+    assert torch.equal(restarted.core.replica.newest, before)
     assert restarted.core.journal is None
 
 

@@ -322,6 +322,19 @@ def test_compressed_workers_have_equal_parameters_and_bounded_errors(compression
     assert all(host.version == 10 for host in hosts)
 
 
+def train_and_return_parameters(worker):
+    train(worker, 4)
+    worker.finish()
+    return {name: p.detach().clone() for name, p in worker.module.named_parameters()}
+
+
+def test_result_contains_the_parameters_of_the_workers_with_compression():
+    policy = LocalSteps(2, OUTER, Integers(4))
+    result = run(train_and_return_parameters, model(), INNER, policy, workers=1)
+    for name, parameter in result.parameters.items():
+        assert torch.equal(parameter, result.values[0][name])
+
+
 @given(
     values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=3000),
     bits=st.sampled_from([4, 8]),

@@ -22,7 +22,7 @@ from paramserver import (
     Worker,
     partition,
 )
-from paramserver.journal import DiskJournal
+from paramserver.journal.disk_journal import DiskJournal
 from paramserver_training import assert_equal_parameters, batch, model
 
 ADAMW = partial(torch.optim.AdamW, lr=0.05, weight_decay=0.5)
@@ -316,6 +316,11 @@ def groups_by_dimension(parameters):
             r"expected `groups` to return options for some parameter, got none for any of 0\.wei",
         ),
         (OptimizerSpec(MOMENTUM, lr_scheduler.ReduceLROnPlateau), {}, "ReduceLROnPlateau"),
+        (
+            OptimizerSpec(MOMENTUM, lambda _: lr_scheduler.StepLR(MOMENTUM([torch.ones(1)]), 1)),
+            {},
+            "expected a scheduler of the optimizer that its factory receives",
+        ),
         (lambda _: SGD(model().parameters()), {}, "of the parameters that its factory receives"),
         (lambda p: SGD(list(p)[1:]), {}, "of the parameters that its factory receives"),
         (

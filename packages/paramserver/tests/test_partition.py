@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import assume, given
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from paramserver import partition
 
@@ -23,6 +23,7 @@ def tensors(shapes, servers):
     return named
 
 
+@settings(max_examples=30)
 @given(shapes=SHAPES, servers=st.integers(1, 6))
 def test_each_element_is_stored_once(shapes, servers):
     parameters = tensors(shapes, servers)
@@ -35,6 +36,7 @@ def test_each_element_is_stored_once(shapes, servers):
     assert all((part_counts == 1).all() for part_counts in counts.values())
 
 
+@settings(max_examples=30)
 @given(shapes=SHAPES, servers=st.integers(1, 6))
 def test_shard_sizes_differ_by_less_than_an_element(shapes, servers):
     parameters = tensors(shapes, servers)
@@ -43,6 +45,7 @@ def test_shard_sizes_differ_by_less_than_an_element(shapes, servers):
         assert abs(shard.nbytes - total / servers) < 8 + 1
 
 
+@settings(max_examples=30)
 @given(shapes=SHAPES, servers=st.integers(1, 4))
 def test_views_share_the_buffer_and_never_overlap(shapes, servers):
     for shard in partition(tensors(shapes, servers), servers):

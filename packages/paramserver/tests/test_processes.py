@@ -43,9 +43,11 @@ def compute_for_long(worker, folder):
     time.sleep(600)
 
 
-def run_for_long(transport, folder, temporary):
-    """Call `run` in this process, which is then killed."""
+def run_for_long(transport, method, folder, temporary):
+    """Call `run` in this process, which is then killed; `method` starts the processes."""
     tempfile.tempdir = temporary
+    context = multiprocessing.get_context(method)
+    multiprocessing.get_context = lambda _: context
     run(
         compute_for_long,
         model(),
@@ -73,17 +75,23 @@ def until(condition, seconds):
 
 
 @pytest.mark.parametrize(
-    "transport", [pytest.param("shared_memory", marks=pytest.mark.exhaustive), "zeromq"]
+    ("transport", "method"),
+    [
+        ("zeromq", "fork"),  # a fork server of the caller would take seconds to start
+        pytest.param("shared_memory", "forkserver", marks=pytest.mark.exhaustive),
+        pytest.param("zeromq", "forkserver", marks=pytest.mark.exhaustive),
+    ],
 )
-def test_no_process_outlives_a_killed_caller(transport, tmp_path):
+def test_no_process_outlives_a_killed_caller(transport, method, tmp_path):
     if transport == "zeromq":
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
-    noted, temporary = tmp_path / "noted", Path(f"/tmp/{os.getpid()}-{transport[0]}")
+    noted, temporary = tmp_path / "noted", Path(f"/tmp/{os.getpid()}-{transport[0]}-{method}")
     noted.mkdir()
     temporary.mkdir()  # a socket's address has at most a hundred characters
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
-    caller = context.Process(target=run_for_long, args=(transport, str(noted), str(temporary)))
+    arguments = transport, method, str(noted), str(temporary)
+    caller = context.Process(target=run_for_long, args=arguments)
     caller.start()
     try:
         assert until(lambda: len(list(noted.iterdir())) == 2, 300)

@@ -48,6 +48,7 @@ def push_and_pull(worker):
     def error(pushes):
         return float((table[worker.rank].detach() - pushes * values).abs().sum())
 
+    worker.pull()
     for _ in range(REPEAT):
         push()
     worker.pull()

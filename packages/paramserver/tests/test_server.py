@@ -183,7 +183,7 @@ class Counting(nn.Module):
         worker.push()
 
 
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     bound=st.integers(0, 4),
     workers=st.integers(2, 4),
@@ -239,39 +239,13 @@ def test_pull_reads_a_single_version():
     assert server.version == 40
 
 
-def test_server_continues_from_its_state():
-    def serve(steps, state=None):
-        server = Server(trainable_parameters(model()), ADAMW, workers=1)
-        if state:
-            server.load_state_dict(state)
-        worker = Worker(model(), server)
-        for step in steps:
-            worker.pull()
-            worker.module(torch.full((2, 5), float(step), dtype=torch.float64)).sum().backward()
-            worker.push()
-        saved = server.state_dict()
-        copied = saved["parameters"].clone()
-        worker.pull()
-        worker.module[0].bias.grad = torch.ones(7, dtype=torch.float64)
-        worker.push()  # must not change the saved state
-        assert torch.equal(saved["parameters"], copied)
-        assert saved["optimizer"]["state"][0]["step"] == saved["version"]
-        return saved
-
-    whole = serve(range(6))
-    resumed = serve(range(3, 6), serve(range(3)))
-    assert whole["version"] == resumed["version"] == 6
-    assert torch.equal(whole["parameters"], resumed["parameters"])
-
-
 @pytest.mark.parametrize("servers", [1, 2])
-@pytest.mark.parametrize("scaled", [False, True])
-def test_stale_gradient_is_scaled_down_on_request(scaled, servers):
+def test_staleness_is_the_number_of_updates_since_the_pull(servers):
     module = nn.Linear(2, 1, bias=False)
     parameters = trainable_parameters(module)
     with torch.no_grad():
         module.weight.zero_()
-    policy = Asynchronous(scale_by_staleness=scaled)
+    policy = Asynchronous()
     hosts = [
         Server(parameters, partial(torch.optim.SGD, lr=1.0), policy, workers=3, shard=shard)
         for shard in partition(parameters, servers)
@@ -283,8 +257,7 @@ def test_stale_gradient_is_scaled_down_on_request(scaled, servers):
         worker.module.weight.grad = -torch.ones(1, 2)
         worker.push()
     workers[0].pull()
-    expected = 1 + 1 / 2 + 1 / 3 if scaled else 3.0
-    torch.testing.assert_close(workers[0].module.weight.detach(), torch.full((1, 2), expected))
+    torch.testing.assert_close(workers[0].module.weight.detach(), torch.full((1, 2), 3.0))
     assert hosts[0].staleness == {0: 1, 1: 1, 2: 1}
 
 
@@ -503,6 +476,7 @@ def test_memory_does_not_grow_with_pushes(policy, servers, pulls, pushes):
         gc.collect()
         return tracemalloc.get_traced_memory()[0]
 
+    worker.pull()
     push(20)
     tracemalloc.start()
     growth = -push(pushes // 2) + push(pushes // 2)

@@ -50,6 +50,8 @@ def group():
 
 
 def push(worker, value):
+    if worker.version < 0:
+        worker.pull()
     worker.module.x.grad = torch.full((ELEMENTS,), value)
     worker.push()
 
@@ -110,6 +112,7 @@ def test_update_copies_only_for_workers_that_still_read(group):
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_one_bad_element_in_any_chunk_is_refused_before_anything_is_applied(group, at, bad):
     _, (first, second) = group
+    first.pull()
     first.module.x.grad = torch.ones(ELEMENTS)
     first.module.x.grad[at] = bad
     with pytest.raises(ValueError, match="x is not finite in 1 of"):

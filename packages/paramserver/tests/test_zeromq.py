@@ -38,7 +38,8 @@ from paramserver import (
     run,
 )
 from paramserver import __main__ as command_line
-from paramserver.journal import DiskJournal, JournalError
+from paramserver.journal.disk_journal import DiskJournal
+from paramserver.journal.files import JournalError
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running import launch, supervise
 from paramserver.running.supervise import join_servers, open_server, read_final_state
@@ -462,7 +463,7 @@ def test_a_message_of_many_frames_is_dropped(served):
     with join_servers(job_of(), 0, [server.address]) as worker:
         with zmq.Context() as context, context.socket(zmq.DEALER) as unknown:
             unknown.connect(server.address)
-            unknown.send_multipart([b'[0,0,1,0,3,0,0,0,0,0,-1,-1,""]', *[b"x"] * 100_000])
+            unknown.send_multipart([b'[0,0,1,0,3,0,0,0,0,0,-1,-1,""]', *[b"x"] * 10_000])
             unknown.send(b'[0,0,2,0,3,0,0,0,0,0,-1,-1,""]')
             assert unknown.poll(30_000)
             assert json.loads(unknown.recv())[:2] == [0, 2]  # the first message has no answer
@@ -719,6 +720,13 @@ def test_command_line_names_the_argument_that_is_wrong(tmp_path, monkeypatch, ca
         "join", "mine:job", *serve, "--rank", "0", "--keys", str(tmp_path / "key.public")
     )
     assert "pass the file that `keys FILE` wrote, not FILE.public" in error
+    command_line.main(["keys", str(tmp_path / "pair")])
+    both = "--keys", str(tmp_path / "pair"), "--peer"
+    for command in (
+        ("serve", "mine:job", *serve, *both, f"0={tmp_path / 'pair'}"),
+        ("join", "mine:job", *serve, "--rank", "0", *both, str(tmp_path / "pair")),
+    ):
+        assert "expected a public key of 40 characters in" in error_of(*command)
     assert "expected --before FILE:BYTE" in error_of("recover", str(tmp_path), "--before", "12")
 
 
@@ -735,10 +743,14 @@ def test_loopback_addresses_need_no_keys(served):
             assert count(worker, 1, 0.0) == 1
 
 
-def test_an_address_that_is_taken_is_named(served):
-    address = served(job_of()).address
-    with pytest.raises(RuntimeError, match=f"listen at {address}: Address already in use"):
+@pytest.mark.parametrize("transport", ["tcp", "ipc"])
+def test_an_address_that_is_taken_is_named(served, transport, tmp_path):
+    new = "tcp://127.0.0.1:*" if transport == "tcp" else f"ipc://{tmp_path}/s"
+    address = served(job_of(), address=new).address
+    with pytest.raises(RuntimeError, match=f"listen at {address}: .*Address already in use"):
         open_server(job_of(), 0, address, journal=None)
+    with join_servers(job_of(), 0, [address]) as worker:
+        assert count(worker, 1, 0.0) == 1
 
 
 def test_workers_join_and_leave_while_others_train(served):
@@ -762,7 +774,7 @@ def test_restarted_server_keeps_its_random_initial_parameters(tmp_path):
         job = Job(count, nn.Linear(3, 3), UNIT_SGD, Asynchronous(), workers=0)
         server = open_server(job, 0, f"ipc://{tmp_path}/x", journal=tmp_path / "state")
         server.close()
-        return server.core.replica.state_dict()["parameters"]
+        return server.core.replica.newest
 
     assert torch.equal(opened(), opened())
 

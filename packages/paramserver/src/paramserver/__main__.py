@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paramserver.journal import recover, require_journals
+from paramserver.journal.recovery import recover, require_journals
 from paramserver.running.conversion import convert_journal
 from paramserver.running.job import Job
 from paramserver.running.supervise import join_servers, open_server
@@ -111,7 +111,7 @@ def _serve(arguments: argparse.Namespace) -> None:
 def _join(arguments: argparse.Namespace) -> None:
     job = _load_job(arguments.job)
     public, secret = _read_key_pair(arguments)
-    keys = Keys(public, secret, arguments.peer.read_text().strip()) if secret else None
+    keys = Keys(public, secret, _read_public_key(arguments.peer)) if secret else None
     with join_servers(
         job, arguments.rank, arguments.address, keys=keys, checkpoint=arguments.checkpoint
     ) as worker:
@@ -154,12 +154,23 @@ def _read_key_pair(arguments: argparse.Namespace) -> tuple[str, str]:
     return public, secret
 
 
+def _read_public_key(path: Path) -> str:
+    """Return the key in a FILE.public; raise `ValueError` for a file with other content."""
+    key = path.read_text().strip()
+    if len(key) != 40:
+        raise ValueError(
+            f"expected a public key of 40 characters in {path}, got {len(key)} characters; pass "
+            "the FILE.public that `keys FILE` wrote on the other machine"
+        )
+    return key
+
+
 def _read_worker_key(peer: str) -> tuple[int, str]:
     """Return the rank, and the public key in the file, of an argument `--peer RANK=FILE`."""
     rank, separator, path = peer.partition("=")
     if not separator or not rank.isdecimal():
         raise ValueError(f"expected --peer RANK=FILE, such as 0=worker.public, got {peer!r}")
-    return int(rank), Path(path).read_text().strip()
+    return int(rank), _read_public_key(Path(path))
 
 
 def _load_job(name: str) -> Job:

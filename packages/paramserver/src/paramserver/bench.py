@@ -106,6 +106,7 @@ def _time_pushes_and_pulls(worker: Worker, rounds: int) -> Times:
     assert isinstance(vector, _Vector)
     gradient = torch.randn_like(vector.x)
     times = []
+    worker.pull()
     for number in range(rounds + 1):
         vector.x.grad = gradient
         start = time.perf_counter()

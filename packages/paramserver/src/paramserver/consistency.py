@@ -54,15 +54,8 @@ class StaleSynchronous:
 
 @dataclass(frozen=True)
 class Asynchronous:
-    """No worker waits for another (Recht et al., "Hogwild!", 2011; Dean et al., 2012).
+    """No worker waits for another (Recht et al., "Hogwild!", 2011; Dean et al., 2012)."""
 
-    Args:
-        scale_by_staleness: whether a gradient is multiplied by 1 / (1 + s), where s is the number
-            of updates that were applied since the worker pulled (Zhang et al., "Staleness-aware
-            Async-SGD for Distributed Deep Learning", 2016, equation 7, counted from zero).
-    """
-
-    scale_by_staleness: bool = False
     bound: ClassVar[float] = math.inf
     averages: ClassVar[bool] = False
 

@@ -107,7 +107,7 @@ class Updater:
         _copy_options(self.optimizer)
         if spec.groups:
             _require_known_options(self.optimizer)
-        self._scheduler = _checked(spec.scheduler(self.optimizer)) if spec.scheduler else None
+        self._scheduler = _new_scheduler(spec.scheduler, self.optimizer) if spec.scheduler else None
 
     def step(self) -> None:
         """Clip and apply the gradients of `targets`, clear them, and advance the schedule."""
@@ -254,12 +254,22 @@ def _require_known_options(optimizer: Optimizer) -> None:
             )
 
 
-def _checked(scheduler: LRScheduler) -> LRScheduler:
-    """Return the scheduler if a journal can resume it.
+def _new_scheduler(
+    factory: Callable[[Optimizer], LRScheduler], optimizer: Optimizer
+) -> LRScheduler:
+    """Return the optimizer's scheduler if a journal can resume it.
 
     Raises:
-        ValueError: the scheduler needs the loss, or its state cannot be stored.
+        ValueError: the scheduler is of another optimizer or needs the loss, or its state cannot be
+            stored.
     """
+    scheduler = factory(optimizer)
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise ValueError(
+            "expected a scheduler of the optimizer that its factory receives, got one of another "
+            "optimizer, whose learning rate it would change instead; pass a function such as "
+            "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)"
+        )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
             "expected a scheduler of the number of updates, got ReduceLROnPlateau, which needs the "

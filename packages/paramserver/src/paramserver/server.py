@@ -7,11 +7,11 @@ awaited worker has been silent. Waiting for a slow worker has no time limit.
 
 import threading
 import time
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from paramserver.consistency import BulkSynchronous, Consistency
 from paramserver.optimizers import OptimizerFactory
@@ -87,6 +87,8 @@ class Server:
         )
         self._changed = threading.Condition()
         self._errors: dict[int, Exception] = {}
+        #: The module of each worker in this process.
+        self._modules = weakref.WeakValueDictionary[int, nn.Module]()
 
     @property
     def version(self) -> int:
@@ -98,8 +100,22 @@ class Server:
         """Number of applied gradients, by staleness: the versions between pull and update."""
         return self.core.replica.staleness
 
-    def connect(self, worker: int) -> "LocalConnection":
-        """Return a connection for worker number `worker` in this process."""
+    def connect(self, worker: int, module: nn.Module | None = None) -> "LocalConnection":
+        """Return a connection for worker number `worker` in this process, which trains `module`.
+
+        Raises:
+            ValueError: another worker that still trains has the same module.
+        """
+        with self._changed:
+            for other, used in self._modules.items():
+                if used is module and other != worker and other in self.core.ledger.active:
+                    raise ValueError(
+                        f"expected a separate module per worker, got the module of worker {other} "
+                        f"for worker {worker}, so their gradients would be added; pass "
+                        "copy.deepcopy(module)"
+                    )
+            if module is not None:
+                self._modules[worker] = module
         return LocalConnection(self, worker)
 
     def request(
@@ -178,20 +194,6 @@ class Server:
         with self._changed:
             self.core.mark_lost(worker, reason)
             self._changed.notify_all()
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the parameters, the optimizer's state and the version."""
-        with self._changed:
-            return self.core.replica.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load a `state_dict` of a server with the same shard, before workers connect.
-
-        Raises:
-            ValueError: `state` is of another shard.
-        """
-        with self._changed:
-            self.core.restart(state)
 
 
 class LocalConnection(Connection):

@@ -45,8 +45,9 @@ class Worker:
             GPUs. If the file exists, the worker continues exactly from it. With `LocalSteps` only.
 
     Raises:
-        ValueError: the arguments do not fit the policy, the servers store other parameters, or the
-            checkpoint is damaged or does not fit the job.
+        ValueError: the arguments do not fit the policy, the servers store other parameters, another
+            worker of this process trains `module`, or the checkpoint is damaged or does not fit
+            the job.
     """
 
     def __init__(
@@ -82,7 +83,9 @@ class Worker:
         self.rank = rank
         self._parameters = trainable_parameters(module)
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
-        self._connections = [s.connect(rank) if isinstance(s, Server) else s for s in servers]
+        self._connections = [
+            s.connect(rank, module) if isinstance(s, Server) else s for s in servers
+        ]
         shards = partition(self._parameters, len(servers))
         layouts = [layout(shard, local) for shard in shards]
         payload_type = partial(Changes, local) if local else Gradients
@@ -176,13 +179,18 @@ class Worker:
                 is not on the servers. The same error is raised if a parameter that is on the
                 servers has been frozen or reshaped. No gradient is applied, the gradients stay in
                 the module and the other workers are not affected.
-            RuntimeError: the worker has finished or left, or has to pull before it pushes again.
+            RuntimeError: the worker has finished or left, or has to pull before it pushes.
         """
         self._require_active()
         require_unchanged(self.module, self._parameters, self._shapes, self.rank)
         if self._local:
             self._local.step()
             return
+        if self.version < 0:
+            raise RuntimeError(
+                f"worker {self.rank} must pull before its first push: until then, its module may "
+                "differ from the servers' parameters, such as after a restart"
+            )
         self._exchange.push()
         for parameter in self._parameters.values():
             parameter.grad = None

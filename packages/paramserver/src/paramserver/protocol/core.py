@@ -61,8 +61,6 @@ class Core:
         self.answer_data = replica.newest
         #: Reason for each loss after which training continued, by worker.
         self.lost: dict[int, str] = {}
-        self._consistency = consistency
-        self._workers = workers
         self._elastic = elastic
         #: True if training continues after the loss of a worker. Otherwise the other workers wait
         #: until the worker rejoins, or training fails if no worker can rejoin.
@@ -165,11 +163,6 @@ class Core:
         elif not self._elastic:
             self.failure = self.failure or message
 
-    def restart(self, state: Mapping[str, Any]) -> None:
-        """Start a new log with `state`, which `Replica.state_dict` returned."""
-        self.replica.load_state_dict(state)
-        self.ledger = Ledger(self._workers, self._consistency, self.replica.version)
-
     def snapshot(self) -> dict[str, Any]:
         """Return the state from which a server can continue at this position of the log."""
         return {"replica": self.replica.snapshot(), "ledger": self.ledger.state()}
@@ -264,7 +257,7 @@ class Core:
         if self._elastic:
             self.lost.pop(worker, None)
         if message.number:  # the index of the server; only server 0 decides which workers take part
-            return Message(Kind.OK, number=replica.base_version, position=replica.position)
+            return Message(Kind.OK, position=replica.position)
         if replica.shard.servers > 1 and not self.ledger.can_replay_from(message.position):
             return Message(Kind.REREAD, position=replica.position)
         if self._elastic:
@@ -272,8 +265,9 @@ class Core:
             self.ledger.join(worker, public_session_id(message.clock))
             self._replay_own_log()
         member = self.ledger.members[worker]
-        numbers = member.epoch, member.clock, replica.base_version, replica.position
-        return Message(Kind.OK, *numbers, text=str(member.pushes))
+        return Message(
+            Kind.OK, member.epoch, member.clock, position=replica.position, text=str(member.pushes)
+        )
 
     def _read(self, worker: int, message: Message) -> Message | None:
         self._check_clock(worker, message)

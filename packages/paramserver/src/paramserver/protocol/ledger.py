@@ -63,13 +63,12 @@ class Ledger:
     Args:
         workers: number of workers from the start: 0 to `workers` - 1 are members.
         consistency: the policy.
-        version: number of updates before the first entry of the log.
     """
 
-    def __init__(self, workers: int, consistency: Consistency, version: int = 0) -> None:
-        #: Number of updates so far, including updates before the log.
-        self.version = version
-        self.members = {w: Member(read_version=version) for w in range(workers)}
+    def __init__(self, workers: int, consistency: Consistency) -> None:
+        #: Number of updates so far.
+        self.version = 0
+        self.members = {w: Member() for w in range(workers)}
         self._consistency = consistency
         self._workers = workers
         #: Accepted pushes of the current clock, which wait for the other workers' pushes. Only
@@ -180,21 +179,17 @@ class Ledger:
         """Append the entries of `log` that this ledger does not have yet.
 
         Raises:
-            ValueError: `log` does not continue the history of this ledger. Nothing has changed.
+            ValueError: `log` does not continue the history of this ledger, which must not be used
+                any more. Validation therefore replays a received log on a copy first.
         """
-        new = self._continuation(log)
-        if not new.entries:
-            return
-        trial = self.copy()
-        for entry in new.entries:
-            trial._check(entry)
-            trial._append(entry)
-        for entry in new.entries:
+        for entry in self._continuation(log).entries:
+            self._check(entry)
             self._append(entry)
 
     def copy(self) -> "Ledger":
         """Return a ledger with the same state and without stored entries."""
-        copied = Ledger(0, self._consistency, self.version)
+        copied = Ledger(0, self._consistency)
+        copied.version = self.version
         copied._workers = self._workers
         copied.members = {w: replace(member) for w, member in self.members.items()}
         copied._accepted = list(self._accepted)

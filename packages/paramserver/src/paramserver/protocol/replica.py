@@ -44,13 +44,10 @@ class Replica:
         memory: Tensor | None = None,
     ) -> None:
         local = policy if isinstance(policy, LocalSteps) else None
-        self._scale_by_staleness = getattr(policy, "scale_by_staleness", False)
         self.shard = shard
         self.layout = layout(shard, policy)
         #: Number of log entries that were replayed.
         self.position = 0
-        #: Version before the first entry of the log.
-        self.base_version = 0
         #: Number of updates applied so far.
         self.version = 0
         #: Number of applied gradients by staleness, in versions.
@@ -172,9 +169,6 @@ class Replica:
                 case Write(pushes, staleness):
                     self._preserve_pending_reads()
                     gradients = [self._staged.pop(push) for push in pushes]
-                    if self._scale_by_staleness and staleness[0]:
-                        for gradient in gradients[0]:
-                            gradient.div_(1 + staleness[0])
                     self._apply(pushes[0][2] % len(self._fragments), gradients)
                     self._accepted.clear()
                     self.staleness.update(staleness)
@@ -213,7 +207,7 @@ class Replica:
         del self._pending_reads[worker]
         fragment = -1
         data = self.newest if preserved is None else preserved
-        if pulled_version == version - 1 >= self.base_version and version == self.version:
+        if 0 <= pulled_version == version - 1 and version == self.version:
             fragment = self._changed
             data = self._change
         return version, data, fragment
@@ -223,42 +217,17 @@ class Replica:
         """The parameters that readers receive, including the rounding errors of compression."""
         return self._buffer if self._published is None else self._published
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return a copy of the parameters, the optimizer's state and the version."""
-        state = {"layout": self.shard.digest(), "parameters": self._buffer.clone()}
-        return state | {"version": self.version} | self._updater.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Start a new log from `state`; raise `ValueError` if it is the state of another shard."""
-        if state["layout"] != self.shard.digest():
-            raise ValueError(
-                f"expected the state of a shard with layout {self.shard.digest()}, which is server "
-                f"{self.shard.number} of {self.shard.servers}, got layout {state['layout']}; pass "
-                "the same parameters (names, shapes, dtypes) and `servers` as before, or "
-                "another folder. `python -m paramserver convert MODULE:JOB OLD NEW` converts "
-                "journals to another number of servers"
-            )
-        self._buffer.copy_(state["parameters"])
-        self._updater.load_state_dict(state)
-        self.version = self.base_version = state["version"]
-        self.position = 0
-        self._staged = {}
-        self._accepted = set()
-        self.next_push = {}
-        self._pending_reads = {}
-        self._published = self._buffer.clone() if self.compression else None
-        self._changed = 0
-        self._change = self.newest
-
     def snapshot(self) -> dict[str, Any]:
-        """Return `state_dict` with the replica's position in the log and the staged pushes."""
+        """Return a copy of the state, without the pending reads."""
         staged = {
             push: [gradient.clone() for gradient in gradients]
             for push, gradients in self._staged.items()
         }
-        return self.state_dict() | {
+        return self._updater.state_dict() | {
+            "layout": self.shard.digest(),
+            "parameters": self._buffer.clone(),
+            "version": self.version,
             "position": self.position,
-            "base_version": self.base_version,
             "terms": self._settings,
             "staleness": dict(self.staleness),
             "staged": staged,
@@ -282,9 +251,18 @@ class Replica:
                     f"expected a journal with {name} {current}, got one with {saved}; pass the "
                     "same setting, or another folder"
                 )
-        self.load_state_dict(state)
+        if state["layout"] != self.shard.digest():
+            raise ValueError(
+                f"expected the state of a shard with layout {self.shard.digest()}, which is server "
+                f"{self.shard.number} of {self.shard.servers}, got layout {state['layout']}; pass "
+                "the same parameters (names, shapes, dtypes) and `servers` as before, or "
+                "another folder. `python -m paramserver convert MODULE:JOB OLD NEW` converts "
+                "journals to another number of servers"
+            )
+        self._buffer.copy_(state["parameters"])
+        self._updater.load_state_dict(state)
+        self.version = state["version"]
         self.position = state["position"]
-        self.base_version = state["base_version"]
         self.staleness = Counter(state["staleness"])
         self._staged = dict(state["staged"])
         self.next_push = dict(state["next"])

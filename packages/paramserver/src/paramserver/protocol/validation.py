@@ -58,7 +58,7 @@ def validate(
         if worker not in ledger.members and not elastic:
             raise ValueError(f"worker {worker} is unknown; there are {len(ledger.members)} workers")
     elif worker != OBSERVER:
-        _check_sender(worker, message, session, ledger, elastic=elastic)
+        _check_sender(worker, message, session, ledger)
     return log
 
 
@@ -91,15 +91,12 @@ def _check_join(worker: int, message: Message, replica: Replica) -> None:
         )
 
 
-def _check_sender(
-    worker: int, message: Message, session: int | None, ledger: Ledger, *, elastic: bool
-) -> None:
+def _check_sender(worker: int, message: Message, session: int | None, ledger: Ledger) -> None:
     member = ledger.members.get(worker)
     if member is None or (session is not None and not member.sessions):
         if message.kind is Kind.HEARTBEAT:
             return  # the thread that sends it starts before the worker joins
-        text = "" if elastic else f"; there are {len(ledger.members)} workers"
-        raise ValueError(f"worker {worker} is unknown{text}: join first")
+        raise ValueError(f"worker {worker} is unknown: join first")
     outdated = f"this session of worker {worker} is outdated: the worker has rejoined"
     if session is not None and public_session_id(session) != member.sessions[-1]:
         raise PeerLost(f"{outdated}, or another process uses its number")

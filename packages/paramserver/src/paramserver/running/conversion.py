@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from paramserver.consistency import as_local_steps
-from paramserver.journal import DiskJournal, JournalError, journal_folders, restore
-from paramserver.journal.files import sync_folder
+from paramserver.journal.disk_journal import DiskJournal, restore
+from paramserver.journal.files import JournalError, sync_folder
+from paramserver.journal.recovery import journal_folders
 from paramserver.partition import Piece
 from paramserver.protocol.core import Core
 from paramserver.protocol.records import Replayed
@@ -36,8 +37,8 @@ def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
         target: folder of the new journals, which must not exist.
 
     Raises:
-        ValueError: `target` exists, or the result of the training would depend on the number of
-            servers.
+        ValueError: `source` has no journals, `target` exists, or the result of the training would
+            depend on the number of servers.
         JournalError: a journal is damaged, or the journals do not match.
         RuntimeError: another process uses a journal.
     """
@@ -70,6 +71,11 @@ def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
 def _restore_cores(job: Job, source: Path) -> list[Core]:
     """Return the cores of the servers in `source`, all at the same position of the log."""
     folders = journal_folders(source)
+    if not folders:
+        raise ValueError(
+            f"expected journals of servers in {source}, got none; pass the folder that `run` or "
+            "`serve` received as its journal"
+        )
     former = replace(job, servers=len(folders))
     cores = [former.server(shard, elastic=True).core for shard in former.shards()]
     for core, folder in zip(cores, folders, strict=True):
@@ -167,7 +173,6 @@ def _set_history(replica: Replica, old: Sequence[Replica], values: Values) -> No
     updater.load_state_dict(state | {"scheduler": former["scheduler"]})
     replica.position = first.position
     replica.version = first.version
-    replica.base_version = first.base_version
     replica.staleness = Counter(first.staleness)
     replica.next_push = dict(first.next_push)
     replica._accepted = set(first._accepted)

@@ -128,7 +128,7 @@ def _serve(
             thread.join(1.0)
             if report_losses:
                 report_losses(dict(server.core.lost))
-    parameters = server.state_dict()["parameters"].numpy().tobytes()
+    parameters = server.core.replica.newest.numpy().tobytes()
     return ServerReport(parameters, server.version, server.staleness)
 
 

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from paramserver.consistency import as_local_steps
-from paramserver.journal import DiskJournal, require_journals
+from paramserver.journal.disk_journal import DiskJournal
+from paramserver.journal.recovery import require_journals
 from paramserver.protocol.messages import OBSERVER, Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble_result
 from paramserver.running.processes import Processes, ReportLosses

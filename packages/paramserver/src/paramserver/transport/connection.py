@@ -135,8 +135,8 @@ class RemoteConnection(Connection):
         if self._awaits_answer:
             # The earlier answer may still arrive and be mistaken for the answer to this request.
             raise PeerLost(
-                f"an earlier request to {channel.peer} failed before it was answered; create the "
-                "servers and workers again, from its last state_dict()"
+                f"an earlier request to {channel.peer} failed before it was answered; start the "
+                "job again"
             )
         self._awaits_answer = True
         try:
@@ -148,7 +148,8 @@ class RemoteConnection(Connection):
                 pass
         except ConnectionError as error:
             raise PeerLost(
-                f"{channel.peer} is gone: {error}; restart from its last state_dict()"
+                f"{channel.peer} is gone: {error}; start the job again, or use ZeroMQ, where lost "
+                "servers can be restarted"
             ) from error
         self._awaits_answer = False
         raise_failure(channel.peer, answer)

@@ -17,10 +17,13 @@ addresses only. A thread of each worker sends a HEARTBEAT every second, even whi
 computes. This allows the server to distinguish a slow worker from a dead one.
 """
 
+import errno
 import json
 import logging
 import math
+import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -30,7 +33,7 @@ from typing import Any
 
 import torch
 
-from paramserver.journal import DiskFullError, DiskJournal
+from paramserver.journal.disk_journal import DiskFullError, DiskJournal
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import LIMIT, OBSERVER, Kind, Message, failure
 from paramserver.transport.chunks import CHUNK_BYTES, BufferPool, ChunkReceiver, chunk_bounds
@@ -91,8 +94,9 @@ class ZeroMQServer:
         self._authenticator = _authenticate(self._context, self._socket, keys) if keys else None
         self._keys = keys
         try:
+            _require_unused(address)
             self._socket.bind(address)
-        except zmq.ZMQError as error:
+        except (OSError, zmq.ZMQError) as error:
             self.close()
             raise RuntimeError(f"cannot listen at {address}: {error}") from error
         self.address: str = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
@@ -335,7 +339,17 @@ class _Received:
         return _Received(name.bytes, worker, session, number, offset, message, chunk, sender_key)
 
 
-def _authenticate(context: Any, socket: Any, keys: Keys) -> Any:
+def _require_unused(address: str) -> None:
+    """Raise `OSError` if a server listens at an ipc:// address, which ZeroMQ would take over."""
+    if not address.startswith("ipc://"):
+        return
+    with socket.socket(socket.AF_UNIX) as probe:
+        probe.setblocking(False)  # a server that is suspended may not accept
+        if probe.connect_ex(address[6:]) not in (errno.ENOENT, errno.ECONNREFUSED):
+            raise OSError(errno.EADDRINUSE, os.strerror(errno.EADDRINUSE))
+
+
+def _authenticate(context: Any, server: Any, keys: Keys) -> Any:
     """Accept connections of peers with known keys only; return the authenticator."""
     from zmq.auth.thread import ThreadAuthenticator
     from zmq.utils import z85
@@ -345,7 +359,7 @@ def _authenticate(context: Any, socket: Any, keys: Keys) -> Any:
     authenticator = ThreadAuthenticator(context)
     authenticator.start()
     authenticator.configure_curve_callback(domain="*", credentials_provider=provider)
-    socket.curve_publickey = keys.public.encode()
-    socket.curve_secretkey = keys.secret.encode()
-    socket.curve_server = True
+    server.curve_publickey = keys.public.encode()
+    server.curve_secretkey = keys.secret.encode()
+    server.curve_server = True
     return authenticator
