@@ -159,8 +159,8 @@ def _fit_messages(
     runs: Runs, problem: Problem, theta: Array, errors: Array, proof: Proof
 ) -> list[str]:
     messages = []
-    if proof.several or not proof.converged:
-        messages.append(describe_optima(proof))
+    if several := describe_optima(proof):
+        messages.append(several)
     if len(runs) == FEWEST_RUNS:
         messages.append(NO_FREEDOM)
     p_value = bend_p_value(problem, theta, errors)

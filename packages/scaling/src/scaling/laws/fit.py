@@ -173,8 +173,8 @@ def fit_law(
         )
     theta, proof = search(problem, loss, delta, prove)
     errors = newton.residuals(problem, theta)[0]
-    if proof.several or not proof.converged:
-        warnings.warn(describe_optima(proof), ScalingWarning, stacklevel=2)
+    if several := describe_optima(proof):
+        warnings.warn(several, ScalingWarning, stacklevel=2)
     if at_bound := _constants_at_bound(problem, theta):
         warnings.warn(
             f"{', '.join(at_bound)} of {form.name} ended at a bound: the rows do not determine it,"

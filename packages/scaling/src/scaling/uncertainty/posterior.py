@@ -98,9 +98,6 @@ class Prediction:
         lines = [f"loss {self.loss:.5g} {self.interval}"]
         return "\n".join(lines + [f"  {text}" for text in (self.coverage, self.reason) if text])
 
-    def __float__(self) -> float:
-        return self.loss
-
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Sample(ComparesArrays):
