@@ -320,6 +320,14 @@ def test_history_is_recognized_by_a_column_of_run_names(column):
     assert runs.tokens.tolist() == [8e9] * 3
 
 
+@pytest.mark.parametrize("history", [True, 1, 0, ["run_id"]])
+def test_history_is_a_column_or_false(history):
+    with pytest.raises(
+        ValueError, match="expected history to be the column of run names, or False"
+    ):
+        load_runs(history_rows("run_id"), history=history)
+
+
 @pytest.mark.parametrize("last", [0.0, 0.01, 0.1])
 def test_setting_of_a_run_is_the_largest_rate_of_its_history(last):
     """Schedules that end at one rate would hide that the peaks differ."""

@@ -7,7 +7,7 @@ starts that reach the result.
 
 import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
@@ -39,13 +39,8 @@ from scaling.uncertainty.diagnostics import (
     warn_of_prediction,
 )
 from scaling.uncertainty.drift import Drift, measure_drift
-from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
+from scaling.uncertainty.posterior import NO_FREEDOM, Posterior, Prediction, sample_posterior
 from scaling.units import Array
-
-NO_FREEDOM = (
-    "five runs leave no degrees of freedom for five constants: the law passes through all of them,"
-    " and every interval is infinite; train more runs"
-)
 
 #: A run is reported as an outlier if its residual exceeds this many robust standard deviations.
 OUTLIER_SPREADS = 10
@@ -98,8 +93,6 @@ class ParametricFit(Estimate):
             best = unidentified_optimum(compute, self.unidentified)
         else:
             best = self.drift.widen(self.posterior.optimal(compute))
-            if len(self.runs) == FEWEST_RUNS:
-                best = replace(best, reason=NO_FREEDOM)
         warn_of_optimum(best, self.runs)
         return best
 

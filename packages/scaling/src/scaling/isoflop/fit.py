@@ -72,8 +72,8 @@ class IsoflopFit(ComparesArrays):
         product = compute / self.flops_per_parameter_token(compute)
         tokens = Interval(product / high, product / low if low else math.inf)
         intervals = {"parameters": Interval(low, high), "tokens": tokens}
-        coverage = VALLEY_COVERAGE if self._decades_of_drift(compute) else ""
         reason = NO_FREEDOM if len(self.valleys) == 2 else ""
+        coverage = VALLEY_COVERAGE if self._decades_of_drift(compute) and not reason else ""
         best = Optimum(compute, n, product / n, math.nan, intervals, coverage, reason)
         warn_of_optimum(best, self.runs)
         return best
