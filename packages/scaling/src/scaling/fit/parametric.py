@@ -12,6 +12,7 @@ from functools import cached_property
 
 import numpy as np
 
+from scaling.fit import newton
 from scaling.fit.search import (
     FEWEST_RUNS,
     Estimate,
@@ -163,11 +164,9 @@ def _fit_messages(
             f" {p_value:.1g}); the intervals of `optimal` and `predict` include drift, those of"
             " `posterior` and `bootstrap` assume the law"
         )
-    lowest, highest = problem.bounds
-    for i, name in enumerate(CONSTANTS):
-        if theta[i] <= lowest[i] or theta[i] >= highest[i]:
-            value = problem.to_constants(theta)[i]
-            messages.append(f"{name} = {value:.4g} is at its bound: the data do not determine it")
+    for name in newton.constants_at_bound(problem, theta):
+        value = problem.to_constants(theta)[CONSTANTS.index(name)]
+        messages.append(f"{name} = {value:.4g} is at its bound: the data do not determine it")
     spread = 1.4826 * float(np.median(np.abs(errors - np.median(errors))))
     outliers = np.flatnonzero(np.abs(errors) > np.maximum(OUTLIER_SPREADS * spread, 1e-6))
     # A robust fit of few runs passes through most of them, so the other runs look like outliers.

@@ -186,7 +186,7 @@ def fit_law(
     errors = newton.residuals(problem, theta)[0]
     if several := describe_optima(proof):
         warnings.warn(several, ScalingWarning, stacklevel=2)
-    if at_bound := _constants_at_bound(problem, theta):
+    if at_bound := newton.constants_at_bound(problem, theta[0]):
         warnings.warn(
             f"{', '.join(at_bound)} of {form.name} ended at a bound: the rows do not determine it,"
             " or do not follow such a law",
@@ -208,14 +208,6 @@ def fit_law(
     if fit.reason:
         warnings.warn(fit.reason, ScalingWarning, stacklevel=2)
     return fit
-
-
-def _constants_at_bound(problem: Problem, theta: Array) -> list[str]:
-    """Return the names of the constants at a bound, and of the amplitudes of vanished terms."""
-    low, high = problem.bounds
-    at_bound = (theta[0] <= low) | (theta[0] >= high)
-    at_bound[: problem.num_terms] |= newton.vanished_terms(problem, theta)[0]
-    return [name for name, flag in zip(problem.form.constants, at_bound, strict=True) if flag]
 
 
 def _require_identified(form: Form, columns: Mapping[str, Array]) -> None:
