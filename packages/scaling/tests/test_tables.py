@@ -273,6 +273,7 @@ def test_wandb_csv_with_python_literals_and_levanter_gigaflops_is_read(tmp_path)
         for i in range(3):
             n, d = BASE["N"][i], BASE["D"][i]
             summary = {"eval/loss": BASE["loss"][i], "train/loss": 1.0, "_step": 10}
+            summary |= {"eval/macro_loss": BASE["loss"][i] + 0.1}
             summary |= {"throughput/total_tokens": d, "throughput/total_gflops": 6 * n * d / 1e9}
             summary |= {"throughput/tokens_per_second": 1e5, "grad/norm": float("nan")}
             writer.writerow(
@@ -282,6 +283,7 @@ def test_wandb_csv_with_python_literals_and_levanter_gigaflops_is_read(tmp_path)
     np.testing.assert_allclose(runs.loss, BASE["loss"])
     np.testing.assert_allclose(runs.compute, 6 * np.multiply(BASE["N"], BASE["D"]))
     assert "'summary.throughput/total_gflops'" in runs.explanation
+    assert "loss by 'summary.eval/loss', not 'summary.eval/macro_loss'" in runs.explanation
 
 
 def test_run_that_diverged_at_the_end_of_a_history_is_reported():
