@@ -185,9 +185,9 @@ def test_every_answer_with_infinite_intervals_has_a_reason(cause):
         fit = fit_parametric(runs[[0, 7, 27, 64, 71]])
         answers = [bootstrap(fit, resamples=100).optimal(1e19)]
     else:
-        # The losses rise, so most sampled laws have a negative amplitude. Here one law is sampled.
+        # The losses rise, so most sampled laws have a negative amplitude. Here both of two have one.
         fit = fit_parametric(dataclasses.replace(runs, loss=10 - runs.loss))
-        fit.__dict__["posterior"] = sample_posterior(fit, draws=1)
+        fit.__dict__["posterior"] = sample_posterior(fit, draws=2)
         answers = []
     answers += [fit.optimal(1e19), fit.optimal(1e24), fit.posterior.optimal(1e19)]
     answers += [fit.predict(1e9, 1e10), fit.predict(1e12, 1e14), fit.posterior.predict(1e9, 1e10)]

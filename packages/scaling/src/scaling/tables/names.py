@@ -70,8 +70,8 @@ FULL_LOSS_RANK = 20.0
 HELD_OUT_RANK = 10.0
 OTHER_UNIT_RANK = -3.0
 
-#: Term for an average over corpora whose name says so, such as levanter's `eval/macro_loss`. The loss
-#: without such a word is preferred.
+#: Term for an average over corpora whose name says so, such as levanter's `eval/macro_loss`. The
+#: loss without such a word is preferred.
 AVERAGE_RANK = -1.0
 
 
