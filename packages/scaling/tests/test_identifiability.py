@@ -185,7 +185,7 @@ def test_every_answer_with_infinite_intervals_has_a_reason(cause):
         fit = fit_parametric(runs[[0, 7, 27, 64, 71]])
         answers = [bootstrap(fit, resamples=100).optimal(1e19)]
     else:
-        # The losses rise, so most sampled laws have a negative amplitude. Here both of two have one.
+        # The losses rise, so most sampled laws have a negative amplitude: here, both of two laws.
         fit = fit_parametric(dataclasses.replace(runs, loss=10 - runs.loss))
         fit.__dict__["posterior"] = sample_posterior(fit, draws=2)
         answers = []
