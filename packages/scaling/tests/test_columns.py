@@ -225,10 +225,15 @@ def test_flags_and_exit_codes_are_states(column, good, bad):
 
 
 def test_unknown_state_is_refused_with_its_readings():
-    for word in ("TERMINATED", "stopped", "sort of", "7"):
+    unclear = "may mean finished or stopped early"
+    unknown = "is not a known state"
+    words = {"TERMINATED": unclear, "stopped": unclear, "sort of": unknown, "7": unknown}
+    for word, reading in words.items():
         table = {"N": N, "D": D, "loss": LOSS, "status": np.where(BAD, word, "FINISHED").tolist()}
-        with pytest.raises(ValueError, match=r"'status' says '.*' in row 1, .*where=.'status': "):
+        message = f"'status' says '.*' in row 1, which {reading}: .*where=.'status': .*ignore="
+        with pytest.raises(ValueError, match=message):
             load_runs(table)
+        assert len(load_runs(table, ignore="status")) == len(N)
         assert len(load_runs(table, where={"status": "FINISHED"})) == 64
         assert len(load_runs(table, where={"status": word})) == 8
 

@@ -134,8 +134,11 @@ def test_losses_that_rise_with_compute_do_not_give_negative_sizes():
     upside = load_runs({"N": runs.parameters, "D": runs.tokens, "loss": 10 - runs.loss})
     with pytest.warns(ScalingWarning, match="fewer than two budgets have a valley:\ncompute = 6e"):
         assert math.isnan(fit_isoflop(upside).scale)
+    with pytest.warns(ScalingWarning, match="A = .* is at its bound: the data do not determine it"):
+        fit = fit_parametric(upside)
+    assert any(message.startswith("B = ") for message in fit.warnings)
     with pytest.warns(ScalingWarning):
-        best = fit_parametric(upside).optimal(1e24)
+        best = fit.optimal(1e24)
     assert best.parameters > 0
     assert best.intervals["parameters"].low > 0
 

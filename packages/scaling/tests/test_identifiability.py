@@ -1,6 +1,7 @@
 """Fits of designs that do not identify a law have intervals from 0 to infinity, and the cause."""
 
 import copy
+import dataclasses
 import json
 import math
 import pickle
@@ -25,6 +26,7 @@ from scaling import (
 )
 from scaling.__main__ import main
 from scaling.fit.identifiability import MIN_SINGULAR_VALUE, singular_values, why_not_identified
+from scaling.uncertainty.posterior import sample_posterior
 
 LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
 SIZES = np.geomspace(3e7, 3e9, 12)
@@ -172,6 +174,40 @@ def test_fits_without_degrees_of_freedom_state_the_reason():
     assert (two.intervals["parameters"].low, two.intervals["parameters"].high) == (0, math.inf)
     assert fit_parametric(runs).optimal(1e22).reason == ""
     assert fit_isoflop(runs).optimal(1e22).reason == ""
+
+
+@pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
+@pytest.mark.parametrize("cause", ["five runs", "no sampled law"])
+def test_every_answer_with_infinite_intervals_has_a_reason(cause):
+    runs = isoflop_runs(LAW, noise=1e-3)
+    good = fit_parametric(runs)
+    if cause == "five runs":
+        fit = fit_parametric(runs[[0, 7, 27, 64, 71]])
+        answers = [bootstrap(fit, resamples=100).optimal(1e19)]
+    else:
+        # The losses rise, so most sampled laws have a negative amplitude: here, both of two laws.
+        fit = fit_parametric(dataclasses.replace(runs, loss=10 - runs.loss))
+        fit.__dict__["posterior"] = sample_posterior(fit, draws=2)
+        answers = []
+    answers += [fit.optimal(1e19), fit.optimal(1e24), fit.posterior.optimal(1e19)]
+    answers += [fit.predict(1e9, 1e10), fit.predict(1e12, 1e14), fit.posterior.predict(1e9, 1e10)]
+    for answer in answers:
+        assert cause in answer.reason
+        assert cause in str(answer)
+        assert answer.coverage == ""
+    for speedup in (effective_speedup(fit, good, 1e21), effective_speedup(good, fit, 1e21)):
+        assert (speedup.interval.low, speedup.interval.high) == (0, math.inf)
+        assert cause in speedup.reason
+    assert effective_speedup(good, good, 1e21).reason == good.predict(1e9, 1e10).reason == ""
+
+
+def test_law_of_as_many_rows_as_constants_states_the_reason():
+    runs = isoflop_runs(LAW, noise=1e-3)
+    with pytest.warns(ScalingWarning, match="5 rows leave no degrees of freedom for the 5"):
+        fit = fit_law("chinchilla", runs[[0, 7, 27, 64, 71]])
+    assert (fit.interval("alpha").low, fit.interval("alpha").high) == (-math.inf, math.inf)
+    speedup = effective_speedup(fit, fit_law("chinchilla", runs), 1e21)
+    assert (speedup.interval.high, speedup.reason) == (math.inf, fit.reason)
 
 
 def test_one_run_off_the_line_does_not_identify_the_law():

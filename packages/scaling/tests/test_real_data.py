@@ -64,7 +64,6 @@ def test_isoflop_laws(isoflops, options, at_1e23, at_1e24):
     ("method", "at_1e23", "at_1e24"),
     [
         ("minimum", 70_054_233_905, 206_118_539_185),
-        ("minimum-linear", 50_022_250_339, 126_757_767_920),
         ("minimum-offset", 39_792_543_901, 85_491_134_810),
     ],
 )

@@ -386,6 +386,16 @@ def test_interval_covers_the_best_rate_of_random_rates(
     assert np.mean(covered) == pytest.approx(expected, abs=tolerance)
 
 
+def test_interval_from_zero_to_infinity_states_the_reason():
+    """Three rates of one seed fix a parabola, but do not show the noise of its bottom."""
+    rows = curve(1e-3) + curve(1e-3, size=128)[2:5]
+    sweep = fit_sweep(rows)
+    assert np.isfinite(sweep.best_rates).all()
+    assert [math.isinf(interval.high) for interval in sweep.intervals] == [False, True]
+    assert "at batch sizes 128 have intervals of (0, inf), because" in sweep.explanation
+    assert "(0, inf)" not in fit_sweep(curve(1e-3)).explanation
+
+
 STUCK_RATES = [1e-4, 1.78e-4, 3.16e-4, 5.6e-4, 1e-3, 1.78e-3, 3.16e-3, 5.6e-3, 1e-2]
 
 

@@ -273,6 +273,7 @@ def test_wandb_csv_with_python_literals_and_levanter_gigaflops_is_read(tmp_path)
         for i in range(3):
             n, d = BASE["N"][i], BASE["D"][i]
             summary = {"eval/loss": BASE["loss"][i], "train/loss": 1.0, "_step": 10}
+            summary |= {"eval/macro_loss": BASE["loss"][i] + 0.1}
             summary |= {"throughput/total_tokens": d, "throughput/total_gflops": 6 * n * d / 1e9}
             summary |= {"throughput/tokens_per_second": 1e5, "grad/norm": float("nan")}
             writer.writerow(
@@ -282,6 +283,7 @@ def test_wandb_csv_with_python_literals_and_levanter_gigaflops_is_read(tmp_path)
     np.testing.assert_allclose(runs.loss, BASE["loss"])
     np.testing.assert_allclose(runs.compute, 6 * np.multiply(BASE["N"], BASE["D"]))
     assert "'summary.throughput/total_gflops'" in runs.explanation
+    assert "loss by 'summary.eval/loss', not 'summary.eval/macro_loss'" in runs.explanation
 
 
 def test_run_that_diverged_at_the_end_of_a_history_is_reported():
@@ -318,6 +320,14 @@ def test_history_is_recognized_by_a_column_of_run_names(column):
     with pytest.warns(ScalingWarning, match="9 earlier ones are left out"):
         runs = load_runs(history_rows(column))
     assert runs.tokens.tolist() == [8e9] * 3
+
+
+@pytest.mark.parametrize("history", [True, 1, 0, ["run_id"]])
+def test_history_is_a_column_or_false(history):
+    with pytest.raises(
+        ValueError, match="expected history to be the column of run names, or False"
+    ):
+        load_runs(history_rows("run_id"), history=history)
 
 
 @pytest.mark.parametrize("last", [0.0, 0.01, 0.1])
@@ -1062,12 +1072,12 @@ def test_units_of_loss_and_kinds_of_parameters_are_explained():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"N": [100, 200, 400]}, r"column 'N' is 100 in row 1: fewer than 1000 parameters.*1e6"),
+        ({"N": [100, 200, 400]}, r"'N' is 100 in row 1: expected at least 1000 parameters.*1e6"),
         ({"D": [10, 20, 20]}, r"column 'D' is 10 in row 1"),
         ({"D": [1e4, 2e4, 2e4]}, r"'N' and 'D' are 1e\+08 and 1e\+04 in row 1.*not on one scale"),
         ({"C": [6e15, 2.4e16, 4.8e16]}, "column 'C' is .* a unit is wrong"),
         ({"C": [6e18, 2.4e22, 4.8e19]}, "column 'C' is 2.4e[+]22 in row 2"),
-        ({"D": [1e10, 20, 2e10]}, "column 'D' is 20 in row 2: .* other rows .* correct the cell"),
+        ({"D": [1e10, 20, 2e10]}, "column 'D' is 20 in row 2: expected .* correct the cell"),
         ({"N": [100, 200, 400], "D": [2e4, 4e4, 4e4]}, r"'N' is 100 .* units=.'parameters': 1e6"),
         ({"loss": [18.5, 17.3, 15.1]}, "column 'loss' is 18.5 in row 1, and above 14 nats in most"),
         ({"loss": [306, 299, 280]}, "column 'loss' is 306 in row 1, and above 14 nats in most"),
@@ -1080,10 +1090,10 @@ def test_numbers_on_the_wrong_scale_are_refused_with_their_cell(change, message)
 
 def test_throughput_is_refused_with_its_remedy():
     table = {**BASE, "tflops": [400, 410, 420]}
-    with pytest.raises(ValueError, match=r"leave FLOPs per second out with ignore=\['tflops'\]"):
+    with pytest.raises(ValueError, match=r"leave out FLOPs per second with ignore=\['tflops'\]"):
         load_runs(table)
     table.pop("D")
-    message = r"pass units={'compute': 1e3} .* per second out with ignore=\['tflops'\]"
+    message = r"pass units={'compute': 1e3} .* per second with ignore=\['tflops'\]"
     with pytest.raises(ValueError, match=message):
         load_runs(table)
 

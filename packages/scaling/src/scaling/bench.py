@@ -1,4 +1,4 @@
-"""Benchmarks of the fit (against L-BFGS-B), the bootstrap, misleading shortcuts and the sweeps."""
+"""Benchmarks of the fit (against L-BFGS-B), the bootstrap, the first answer and the sweeps."""
 
 import argparse
 import itertools
@@ -15,17 +15,14 @@ import numpy as np
 from scipy.optimize import curve_fit, minimize
 
 from scaling.fit.parametric import fit_parametric
-from scaling.isoflop.fit import fit_isoflop
 from scaling.runs import Runs, ScalingWarning, load_runs
 from scaling.sweeps.batch_size import SETTINGS, exact_rate, sweep_learning_rate
-from scaling.synthetic import CHINCHILLA, isoflop_runs, planned_runs
+from scaling.synthetic import CHINCHILLA, isoflop_runs
 from scaling.uncertainty.bootstrap import bootstrap
 from scaling.units import Array
 
 T = TypeVar("T")
 Row = dict[str, float | int | str]
-
-SHORTCUTS = ("minimum", "minimum-linear", "minimum-offset")
 
 
 def bench(*, device: str = "cpu", quick: bool = False, data: Path | None = None) -> list[Row]:
@@ -45,7 +42,7 @@ def bench(*, device: str = "cpu", quick: bool = False, data: Path | None = None)
     seconds, _ = _timed(lambda: bootstrap(fit, resamples=resamples))
     row: Row = {"case": "bootstrap", "runs": len(noisy), "resamples": resamples}
     rows += [{**row, "time_s": seconds}, *_answers(100_000 // (100 if quick else 1))]
-    return [*rows, *_shortcuts(), *_sweeps(device, quick)]
+    return [*rows, *_sweeps(device, quick)]
 
 
 def _timed(function: Callable[[], T]) -> tuple[float, T]:
@@ -103,33 +100,11 @@ def _answers(count: int) -> list[Row]:
     ]
 
 
-def _shortcuts() -> list[Row]:
-    """Return each method's best size at 1e24 FLOPs, from noiseless runs, and its ratio to truth."""
-    runs = planned_runs()
-    truth = CHINCHILLA.optimal(1e24).parameters
-    sizes = {method: shortcut(runs, method)(1e24) for method in SHORTCUTS}
-    options: dict[str, dict[str, Any]] = {
-        "parabola": {},
-        "parabola, all 8": {"nearest": 8},
-        "parabola, nearest 5": {"nearest": 5},
-    }
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ScalingWarning)
-        for method, option in options.items():
-            sizes[method] = fit_isoflop(runs, **option).optimal(1e24).parameters
-    sizes["parametric"] = fit_parametric(runs).law.optimal(1e24).parameters
-    return [
-        {"case": "noiseless", "method": method, "n_1e24": n, "over_truth": n / truth}
-        for method, n in sizes.items()
-    ]
-
-
 def shortcut(runs: Runs, method: str) -> Callable[[float], float]:
     """Return a function from compute to the best size, as found by a misleading method.
 
     The method uses the best run of each budget. "minimum" fits a line in logs through these runs.
-    "minimum-linear" fits a C^b by least squares in N. "minimum-offset" fits a C^b + c, which
-    contradicts C = 6 N D.
+    "minimum-offset" fits a C^b + c by least squares in N, which contradicts C = 6 N D.
     """
     best = [group[[int(np.argmin(group.loss))]] for group in runs.budgets()]
     c = np.array([run.compute[0] for run in best])
@@ -137,14 +112,12 @@ def shortcut(runs: Runs, method: str) -> Callable[[float], float]:
     exponent, intercept = np.polyfit(np.log(c), np.log(n), 1)
     if method == "minimum":
         return lambda compute: float(np.exp(intercept) * compute**exponent)
-    # curve_fit uses absolute step sizes, so compute and sizes are divided by their means.
-    start = [np.exp(intercept) * c.mean() ** exponent / n.mean(), exponent]
-    if method == "minimum-offset":
-        start.append(0.0)
 
-    def law(c: Any, a: float, b: float, offset: float = 0.0) -> Any:
+    def law(c: Any, a: float, b: float, offset: float) -> Any:
         return a * c**b + offset
 
+    # curve_fit uses absolute step sizes, so compute and sizes are divided by their means.
+    start = [np.exp(intercept) * c.mean() ** exponent / n.mean(), exponent, 0.0]
     constants, _ = curve_fit(law, c / c.mean(), n / n.mean(), start, maxfev=20_000)
     return lambda compute: float(n.mean() * law(compute / c.mean(), *constants))
 

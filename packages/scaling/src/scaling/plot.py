@@ -12,10 +12,8 @@ import numpy as np
 from scaling.extras import require_module
 from scaling.fit.parametric import ParametricFit
 from scaling.isoflop.fit import IsoflopFit
-from scaling.law import Optimum
 from scaling.runs import ScalingWarning
 from scaling.sweeps.sweep import Sweep
-from scaling.units import Array
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,7 +65,10 @@ def panels(result: Drawable, up_to: float) -> list[Callable[["Axes"], None]]:
 def _plot_optima(axes: "Axes", fit: ParametricFit | IsoflopFit, up_to: float) -> None:
     """Draw N and D of the optimum over compute, with their bands."""
     compute = np.geomspace(fit.runs.compute.min(), up_to, 40)
-    best = _optima(fit, compute)
+    with warnings.catch_warnings():
+        # The bands show the uncertainty of which `optimal` warns.
+        warnings.simplefilter("ignore", ScalingWarning)
+        best = [fit.optimal(c) for c in compute.tolist()]
     for name, color in (("parameters", "C0"), ("tokens", "C1")):
         axes.plot(compute, [getattr(b, name) for b in best], color, label=f"{name}, 95 %")
         intervals = [b.intervals[name] for b in best if b.intervals]
@@ -81,13 +82,6 @@ def _plot_optima(axes: "Axes", fit: ParametricFit | IsoflopFit, up_to: float) ->
     axes.axvline(fit.runs.compute.max(), color="0.6", ls=":", label="largest run")
     axes.set(xscale="log", yscale="log", xlabel="compute (FLOPs)", title="Compute-optimal N and D")
     axes.legend(loc="upper left", fontsize=8)
-
-
-def _optima(fit: ParametricFit | IsoflopFit, compute: Array) -> list[Optimum]:
-    """Return the optima without the warnings of `optimal`, because the bands show uncertainty."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", ScalingWarning)
-        return [fit.optimal(float(c)) for c in compute]
 
 
 def _plot_valleys(axes: "Axes", fit: IsoflopFit) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -124,7 +124,7 @@ def load_runs(
     columns: Mapping[str, str] | None = None,
     units: Mapping[str, float] | None = None,
     where: Mapping[str, Any] | None = None,
-    history: str | bool | None = None,
+    history: str | Literal[False] | None = None,
     ignore: str | Sequence[str] = (),
 ) -> Runs:
     """Load runs from CSV, JSON or JSONL, a data frame, a mapping of columns or records.

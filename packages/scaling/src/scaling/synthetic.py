@@ -43,20 +43,3 @@ def isoflop_runs(
     # Without units, `load_runs` rejects the unusual tokens per parameter that some laws imply.
     units = {"parameters": 1.0, "tokens": 1.0, "loss": 1.0}
     return load_runs({"parameters": n, "tokens": d, "compute": c, "loss": loss}, units=units)
-
-
-def planned_runs(law: Law = CHINCHILLA, *, budgets: Sequence[float] = BUDGETS) -> Runs:
-    """Return noiseless IsoFLOP runs on a grid that was planned without knowing the optimum.
-
-    Each budget has eight sizes. Their tokens span 0.8e9 to 20e9 for budgets up to 1e20 FLOPs and
-    5e9 to 200e9 for larger ones, so the optimum is not centered.
-    """
-    sizes = []
-    tokens = []
-    for compute in budgets:
-        fewest, most = (0.8e9, 20e9) if compute <= 1e20 else (5e9, 200e9)
-        tokens.append(np.geomspace(most, fewest, 8))
-        sizes.append(compute / (FLOPS_PER_PARAMETER_TOKEN * tokens[-1]))
-    n = np.concatenate(sizes)
-    d = np.concatenate(tokens)
-    return load_runs({"parameters": n, "tokens": d, "loss": law.predict(n, d)})

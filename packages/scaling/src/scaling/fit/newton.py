@@ -34,6 +34,14 @@ def vanished_terms(problem: Problem, theta: Array) -> NDArray[np.bool_]:
     return vanished
 
 
+def constants_at_bound(problem: Problem, theta: Array) -> list[str]:
+    """Return the names of the constants at a bound, and of the amplitudes of vanished terms."""
+    low, high = problem.bounds
+    at_bound = (theta <= low) | (theta >= high)
+    at_bound[: problem.num_terms] |= vanished_terms(problem, theta[None])[0]
+    return [name for name, flag in zip(problem.form.constants, at_bound, strict=True) if flag]
+
+
 @dataclass(frozen=True)
 class PolishResult:
     """The results of S minimizations: parameters (S, P), objectives (S,) and flags (S,)."""

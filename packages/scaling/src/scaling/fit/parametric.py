@@ -7,11 +7,12 @@ starts that reach the result.
 
 import math
 import warnings
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 
+from scaling.fit import newton
 from scaling.fit.search import (
     FEWEST_RUNS,
     Estimate,
@@ -39,13 +40,8 @@ from scaling.uncertainty.diagnostics import (
     warn_of_prediction,
 )
 from scaling.uncertainty.drift import Drift, measure_drift
-from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
+from scaling.uncertainty.posterior import NO_FREEDOM, Posterior, Prediction, sample_posterior
 from scaling.units import Array
-
-NO_FREEDOM = (
-    "five runs leave no degrees of freedom for five constants: the law passes through all of them,"
-    " and every interval is infinite; train more runs"
-)
 
 #: A run is reported as an outlier if its residual exceeds this many robust standard deviations.
 OUTLIER_SPREADS = 10
@@ -98,8 +94,6 @@ class ParametricFit(Estimate):
             best = unidentified_optimum(compute, self.unidentified)
         else:
             best = self.drift.widen(self.posterior.optimal(compute))
-            if len(self.runs) == FEWEST_RUNS:
-                best = replace(best, reason=NO_FREEDOM)
         warn_of_optimum(best, self.runs)
         return best
 
@@ -159,8 +153,8 @@ def _fit_messages(
     runs: Runs, problem: Problem, theta: Array, errors: Array, proof: Proof
 ) -> list[str]:
     messages = []
-    if proof.several or not proof.converged:
-        messages.append(describe_optima(proof))
+    if several := describe_optima(proof):
+        messages.append(several)
     if len(runs) == FEWEST_RUNS:
         messages.append(NO_FREEDOM)
     p_value = bend_p_value(problem, theta, errors)
@@ -170,11 +164,9 @@ def _fit_messages(
             f" {p_value:.1g}); the intervals of `optimal` and `predict` include drift, those of"
             " `posterior` and `bootstrap` assume the law"
         )
-    lowest, highest = problem.bounds
-    for i, name in enumerate(CONSTANTS):
-        if theta[i] <= lowest[i] or theta[i] >= highest[i]:
-            value = problem.to_constants(theta)[i]
-            messages.append(f"{name} = {value:.4g} is at its bound: the data do not determine it")
+    for name in newton.constants_at_bound(problem, theta):
+        value = problem.to_constants(theta)[CONSTANTS.index(name)]
+        messages.append(f"{name} = {value:.4g} is at its bound: the data do not determine it")
     spread = 1.4826 * float(np.median(np.abs(errors - np.median(errors))))
     outliers = np.flatnonzero(np.abs(errors) > np.maximum(OUTLIER_SPREADS * spread, 1e-6))
     # A robust fit of few runs passes through most of them, so the other runs look like outliers.

@@ -67,23 +67,20 @@ class Proof:
     complete: bool
 
     @property
-    def several(self) -> bool:
-        """True if converged starts reached different optima."""
-        return self.landed < self.converged
-
-    @property
     def holds(self) -> bool:
         """True if the whole grid was used and all converged starts, at least one, agree."""
         return self.complete and self.landed == self.converged > 0
 
 
 def describe_optima(proof: Proof) -> str:
-    """Return the warning that the starts of a search did not converge, or not to one optimum."""
+    """Return why the result of a search may not be the only optimum; empty if it is."""
     if not proof.converged:
         return (
             f"none of {proof.starts} starts converged, so the result may not be an optimum; fit"
             " more runs, or pass prove=True to try more starts"
         )
+    if proof.landed == proof.converged:
+        return ""
     return (
         f"{proof.landed} of {proof.converged} converged starts reached the best objective: the data"
         " leave several optima"
@@ -174,7 +171,7 @@ def search(
     # Several results may have the same objective. Return the result with the least first constant,
     # which is E for Chinchilla's law.
     best = int(np.argmin(np.where(landed, ends.theta[:, 0], np.inf)))
-    if proof.several and not prove and dimensions < 3:
+    if proof.landed < proof.converged and not prove and dimensions < 3:
         return search(problem, loss, delta, True)
     return ends.theta[[best]], proof
 

@@ -61,6 +61,17 @@ class LawFit(ComparesArrays):
         """Number of rows minus the number of fitted constants."""
         return len(self.residuals) - len(self.constants)
 
+    @property
+    def reason(self) -> str:
+        """The reason why the intervals are infinite; empty if they are not."""
+        if self.freedom > 0:
+            return ""
+        return (
+            f"{len(self.residuals)} rows leave no degrees of freedom for the"
+            f" {len(self.constants)} constants of {self.form.name}, so every interval is infinite;"
+            " add rows"
+        )
+
     def resampled_constants(self, seed: int = 0) -> Array:
         """Return the constants (RESAMPLES, P) of refits to rows that are drawn with replacement."""
         n = len(self.problem.log_target)
@@ -94,8 +105,8 @@ class LawFit(ComparesArrays):
 
         The ends are quantiles of 400 resamples. Their distances from the estimate are multiplied by
         sqrt(n / (n - P)) for n rows and P fitted constants. If the estimate and the lower end are
-        positive, the distances are those of the logarithms. Without degrees of freedom the interval
-        is infinite.
+        positive, the distances are those of the logarithms. The interval is infinite if there is a
+        `reason`.
 
         Raises:
             ValueError: The constant is unknown, or the function does not return a finite number
@@ -113,13 +124,12 @@ class LawFit(ComparesArrays):
                 f"expected one finite number for the fitted constants, got {estimate}; the interval"
                 " is widened around this number"
             )
-        n = len(self.residuals)
-        if self.freedom <= 0:
+        if self.reason:
             return Interval(-math.inf, math.inf)
         rows = self.resampled_constants()
         values = [evaluate(dict(zip(self.form.constants, row, strict=True))) for row in rows]
         ends = np.array(quantiles(values, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2]))
-        widening = math.sqrt(n / self.freedom)
+        widening = math.sqrt(len(self.residuals) / self.freedom)
         if estimate > 0 and ends[0] > 0:
             low, high = estimate * (ends / estimate) ** widening
         else:
@@ -153,7 +163,8 @@ def fit_law(
             tokens that do not identify the law also raise it, and so does a constant target of a
             law with a constant term.
 
-    A `ScalingWarning` reports several optima, a failure to converge, and constants at a bound.
+    A `ScalingWarning` reports several optima, a failure to converge, constants at a bound, and as
+    many rows as constants.
     """
     form = _resolve_form(form)
     columns, log_target = _columns(form, rows)
@@ -173,9 +184,9 @@ def fit_law(
         )
     theta, proof = search(problem, loss, delta, prove)
     errors = newton.residuals(problem, theta)[0]
-    if proof.several or not proof.converged:
-        warnings.warn(describe_optima(proof), ScalingWarning, stacklevel=2)
-    if at_bound := _constants_at_bound(problem, theta):
+    if several := describe_optima(proof):
+        warnings.warn(several, ScalingWarning, stacklevel=2)
+    if at_bound := newton.constants_at_bound(problem, theta[0]):
         warnings.warn(
             f"{', '.join(at_bound)} of {form.name} ended at a bound: the rows do not determine it,"
             " or do not follow such a law",
@@ -183,7 +194,7 @@ def fit_law(
             stacklevel=2,
         )
     values = map(float, problem.to_constants(theta)[0])
-    return LawFit(
+    fit = LawFit(
         form,
         dict(zip(form.constants, values, strict=True)),
         objective_value(errors, loss, delta),
@@ -194,14 +205,9 @@ def fit_law(
         loss,
         delta,
     )
-
-
-def _constants_at_bound(problem: Problem, theta: Array) -> list[str]:
-    """Return the names of the constants at a bound, and of the amplitudes of vanished terms."""
-    low, high = problem.bounds
-    at_bound = (theta[0] <= low) | (theta[0] >= high)
-    at_bound[: problem.num_terms] |= newton.vanished_terms(problem, theta)[0]
-    return [name for name, flag in zip(problem.form.constants, at_bound, strict=True) if flag]
+    if fit.reason:
+        warnings.warn(fit.reason, ScalingWarning, stacklevel=2)
+    return fit
 
 
 def _require_identified(form: Form, columns: Mapping[str, Array]) -> None:

@@ -152,10 +152,7 @@ def _names_in(text: str) -> set[str]:
     }
 
 
-def _load_catalog() -> dict[str, Form]:
-    text = files("scaling.laws").joinpath("catalog.toml").read_text("utf-8")
-    return {name: Form(name, **law) for name, law in tomllib.loads(text).items()}
-
+_PUBLISHED = tomllib.loads(files("scaling.laws").joinpath("catalog.toml").read_text("utf-8"))
 
 #: Published laws by name.
-CATALOG = _load_catalog()
+CATALOG = {name: Form(name, **law) for name, law in _PUBLISHED.items()}

@@ -18,6 +18,7 @@ from scipy.special import stdtrit
 from scaling.equality import ComparesArrays
 from scaling.law import Interval
 from scaling.runs import ScalingWarning
+from scaling.tables.cells import list_some
 from scaling.units import Array
 
 #: Rates within this factor of the rate with the lowest loss are part of the fitted curve. A factor
@@ -79,7 +80,8 @@ class Sweep(ComparesArrays):
     runs: int
     #: Number of diverged runs. A rate at which any run diverged is not used.
     diverged: int
-    #: Description of the columns that were read from a table and of the runs that were left out.
+    #: Description of the columns that were read from a table, of the runs that were left out, and
+    #: of the reason for intervals of (0, inf).
     explanation: str = ""
 
     @property
@@ -145,6 +147,23 @@ def build_sweep(task: str, optimizer: str, rates: Array, sizes: Array, by_seed: 
         intervals,
         runs=int((~np.isnan(by_seed)).sum()),
         diverged=int(np.isposinf(by_seed).sum()),
+        explanation=_explain_unbounded(sizes, best, intervals),
+    )
+
+
+def _explain_unbounded(sizes: Array, best: Array, intervals: Sequence[Interval]) -> str:
+    """Return why best rates have intervals of (0, inf); empty if all intervals are finite."""
+    unbounded = [
+        f"{size:g}"
+        for size, rate, interval in zip(sizes, best, intervals, strict=True)
+        if math.isfinite(rate) and math.isinf(interval.high)
+    ]
+    if not unbounded:
+        return ""
+    return (
+        f"the best rates at batch sizes {list_some(unbounded)} have intervals of (0, inf), because"
+        " their runs do not measure the noise: train three or more seeds, or more rates near the"
+        " best"
     )
 
 

@@ -279,7 +279,8 @@ def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> 
         log_losses[i, : len(losses), j] = np.log([loss for _, loss in losses])
     sweep = build_sweep("table", "table", rates, sizes, log_losses)
     read = ", ".join(f"{quantity} by {name!r}" for quantity, name in chosen.items())
-    return replace(sweep, explanation="\n".join([read, *messages]))
+    lines = filter(None, [read, *messages, sweep.explanation])
+    return replace(sweep, explanation="\n".join(lines))
 
 
 def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:

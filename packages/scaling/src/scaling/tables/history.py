@@ -46,12 +46,17 @@ STRICT_SIZE_TOLERANCE = 1e-4
 LATE_START = 1.5
 
 
-def keep_last_rows(reading: Reading, history: str | bool | None) -> bool:
+def keep_last_rows(reading: Reading, history: object) -> bool:
     """Drop all but the last row of each run, and return True, if the table is a history of runs."""
     if history is False:
         reading.choices.append("every row is a run, by history=False")
         return False
-    if isinstance(history, str) and history not in reading.table.columns:
+    if not (history is None or isinstance(history, str)):
+        raise ValueError(
+            "expected history to be the column of run names, or False if every row is a run, got"
+            f" history = {history!r}"
+        )
+    if history is not None and history not in reading.table.columns:
         present = list(reading.table.columns)
         raise ValueError(f"history={history!r} is not a column; they are {present}")
     progress = reading.values["tokens" if "tokens" in reading.values else "compute"]
@@ -150,7 +155,7 @@ def _report_missing_ends(reading: Reading, column: str) -> None:
 
 
 def _find_run_ends(
-    reading: Reading, named: str | bool | None, size: Array, progress: Array
+    reading: Reading, named: str | None, size: Array, progress: Array
 ) -> tuple[str, NDArray[np.intp]] | None:
     """Return the column that identifies the runs of a history, and the index of each run's end.
 
@@ -167,7 +172,7 @@ def _find_run_ends(
     candidates = [names[c] for c in WORDS["run_columns"] if c in names]
     if rising:
         candidates += [names[c] for c in ("name", "experiment") if c in names]
-    if isinstance(named, str):
+    if named is not None:
         candidates = [named]
     unique_names = ""
     repeated = ""
@@ -190,7 +195,7 @@ def _find_run_ends(
             repeated = repeated or column
     if repeated and not unique_names:
         _raise_repeated_tokens(reading, repeated, progress)
-    if isinstance(named, str) and not unique_names:
+    if named is not None and not unique_names:
         raise ValueError(
             f"history={named!r}: the rows of a run must have one size and different tokens; if the"
             " tokens are those of the whole training, pass only the last row of each run"

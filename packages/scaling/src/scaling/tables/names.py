@@ -70,6 +70,10 @@ FULL_LOSS_RANK = 20.0
 HELD_OUT_RANK = 10.0
 OTHER_UNIT_RANK = -3.0
 
+#: Term for an average over corpora whose name says so, such as levanter's `eval/macro_loss`. The
+#: loss without such a word is preferred.
+AVERAGE_RANK = -1.0
+
 
 @dataclass(frozen=True)
 class Column:
@@ -332,6 +336,8 @@ def _recognize_loss(name: str, words: list[str]) -> Column | None:
     # Nats are preferred to bits and perplexity.
     if not is_nats:
         rank += OTHER_UNIT_RANK
+    if {"macro", "micro"} & {*words}:
+        rank += AVERAGE_RANK
     return Column(name, unit, description, rank)
 
 

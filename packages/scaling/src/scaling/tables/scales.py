@@ -67,16 +67,11 @@ def _require_smallest(reading: Reading) -> None:
         cell = f"column {name!r} is {reading.values[origin][i]:.5g} in row {reading.rows[i]}"
         if origin != k:
             cell += f", which leaves {values[i]:.3g} {k}"
-        if np.median(values) >= FEWEST:
-            remedy = "other rows are on another scale: correct the cell"
-        else:
-            remedy = (
-                "the column counts thousands, millions or billions: pass"
-                f" units={{{origin!r}: {USUAL_UNITS[origin]}}}, for example"
-            )
-        if len(name) == 1:
-            remedy += ", or leave out a column of layers or widths"
-        raise ValueError(f"{cell}: fewer than {FEWEST:g} {k} are not a run; {remedy}")
+        raise ValueError(
+            f"{cell}: expected at least {FEWEST:g} {k}; correct the cell, pass"
+            f" units={{{origin!r}: {USUAL_UNITS[origin]}}} if the column counts millions, for"
+            f" example, or leave out a column of layers or widths with ignore=[{name!r}]"
+        )
 
 
 def _require_ratio(reading: Reading, with_unit: Container[str]) -> None:
@@ -98,12 +93,15 @@ def _require_ratio(reading: Reading, with_unit: Container[str]) -> None:
         first, second = (f"{values[k][i]:.4g}" for k in present)
         confirmed = ", ".join(f"{k!r}: 1" for k in present if k != "loss")
         scaled = "tokens" if "tokens" in chosen else "compute"
+        or_ignore = ""
+        if "compute" in chosen:
+            or_ignore = f", or leave out FLOPs per second with ignore=[{chosen['compute'].name!r}]"
         raise ValueError(
             f"columns {chosen[present[0]].name!r} and {chosen[present[1]].name!r} are {first} and"
             f" {second} in row {reading.rows[i]}, {ratio[i]:.2g} tokens per parameter, outside"
             f" {low:g} to {high:g}: they are not on one scale; pass units={{{scaled!r}: 1e3}} or"
             f" 1e6 or 1e9, for example, or confirm the numbers with units={{{confirmed}}}"
-            f"{_throughput_remedy(reading)}"
+            f"{or_ignore}"
         )
     for k in ("parameters", "tokens"):
         smallest = SMALLEST_MEDIAN[k]
@@ -156,17 +154,10 @@ def _require_compute(reading: Reading) -> None:
     raise ValueError(
         f"column {names['compute']!r} is {values['compute'][i]:.4g} in row {reading.rows[i]},"
         f" {ratio[i]:.3g} times 6 N D of {names['parameters']!r} = {n[i]:.4g} and"
-        f" {names['tokens']!r} = {d[i]:.4g}: a unit is wrong; correct the cell, or pass"
-        f" units={{'compute': {1 / ratio[i]:.0e}}}{_throughput_remedy(reading)}"
+        f" {names['tokens']!r} = {d[i]:.4g}: a unit is wrong; correct the cell, pass"
+        f" units={{'compute': {1 / ratio[i]:.0e}}}, or leave out FLOPs per second with"
+        f" ignore=[{names['compute']!r}]"
     )
-
-
-def _throughput_remedy(reading: Reading) -> str:
-    """Return a remedy for a column of compute that may be a rate, such as `tflops`."""
-    column = reading.columns.get("compute")
-    if column is None or column.name not in reading.table.columns:
-        return ""
-    return f", or leave FLOPs per second out with ignore=[{column.name!r}]"
 
 
 def _require_loss(reading: Reading) -> None:

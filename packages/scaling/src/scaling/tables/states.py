@@ -264,11 +264,13 @@ def _finished_states(name: str, texts: list[str], table: Table) -> set[str] | No
         return None
     for text in {*texts} - known - {""}:
         row = table.rows[texts.index(text)]
-        reading = "finished or stopped early" if text in STATES["unclear"] else "neither known"
+        reading = "is not a known state"
+        if text in STATES["unclear"]:
+            reading = "may mean finished or stopped early"
         raise ValueError(
-            f"column {name!r} says {text!r} in row {row}, which may be {reading}: expected words"
-            " such as 'finished', 'completed', 'failed' or 'running'; select the finished runs"
-            f" with where={{{name!r}: …}}, or leave the column out"
+            f"column {name!r} says {text!r} in row {row}, which {reading}: expected words such as"
+            " 'finished', 'completed', 'failed' or 'running'; select the finished runs with"
+            f" where={{{name!r}: …}}, or read all rows with ignore=[{name!r}]"
         )
     return {*STATES["finished"]}
 

@@ -19,7 +19,7 @@ from scaling.fit.search import Estimate, refit
 from scaling.law import CONSTANTS, LEVEL, Interval, quantiles
 from scaling.runs import BUDGET_TOLERANCE, Runs, ScalingWarning
 from scaling.tables.grouping import cluster
-from scaling.uncertainty.posterior import Sample, Target
+from scaling.uncertainty.posterior import NO_FREEDOM, Sample, Target
 
 #: Smallest number of resamples, of which 2.5 are beyond each end of an interval.
 FEWEST_RESAMPLES = 100
@@ -43,9 +43,9 @@ class Bootstrap(Sample):
         t and of the normal distribution. Without degrees of freedom the interval is (0, inf).
         """
         values, estimate = self.evaluate(target)
-        freedom = self.runs - len(CONSTANTS)
-        if freedom <= 0:
+        if self.reason:
             return Interval(0.0, math.inf)
+        freedom = self.runs - len(CONSTANTS)
         below = ((values < estimate).mean() + (values <= estimate).mean()) / 2
         bias = ndtri(np.clip(below, 0.01, 0.99))
         student = stdtrit(min(freedom, self.sample_size - 1), 0.5 + LEVEL / 2)
@@ -99,7 +99,8 @@ def bootstrap(
             ScalingWarning,
             stacklevel=2,
         )
-    return Bootstrap(fit.law, problem.to_constants(ends.theta), n, count)
+    reason = NO_FREEDOM if n <= len(CONSTANTS) else ""
+    return Bootstrap(fit.law, problem.to_constants(ends.theta), n, count, reason=reason)
 
 
 def _groups(runs: Runs, by: str | Sequence[object]) -> NDArray[np.intp]:

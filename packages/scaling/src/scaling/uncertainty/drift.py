@@ -121,7 +121,8 @@ class Drift(ComparesArrays):
         intervals = {}
         for name, interval in (best.intervals or {}).items():
             intervals[name] = _widen(interval, getattr(best, name), per_decade[name] * decades)
-        return replace(best, intervals=intervals, coverage=COVERAGE if decades else "")
+        coverage = COVERAGE if decades and not best.reason else ""
+        return replace(best, intervals=intervals, coverage=coverage)
 
     def prediction_of_run(
         self, mean: Prediction, parameters: float, tokens: float, residuals: Array
@@ -134,7 +135,8 @@ class Drift(ComparesArrays):
         ratio = RUN_NOISE_FACTOR ** min(decades / RUN_NOISE_RAMP, 1.0)
         with_noise = _widen(mean.interval, mean.loss, run_noise(residuals))
         interval = _widen(with_noise, mean.loss, self.loss * decades, ratio)
-        return Prediction(mean.loss, interval, COVERAGE if decades else "")
+        coverage = COVERAGE if decades and not mean.reason else ""
+        return Prediction(mean.loss, interval, coverage, mean.reason)
 
     def decades(self, compute: float) -> float:
         """Return the decades of a compute above `start` or below the smallest run; otherwise 0."""

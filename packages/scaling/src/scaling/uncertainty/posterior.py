@@ -23,7 +23,7 @@ the intervals, which could otherwise change by a factor of two if a few runs are
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -77,6 +77,16 @@ NORMAL_PER_MEDIAN = 1.4826
 #: Residuals are limited to this many standard deviations, estimated by the median.
 LARGEST_RESIDUAL = 5.0
 
+NO_FREEDOM = (
+    "five runs leave no degrees of freedom for five constants: the law passes through all of them,"
+    " and every interval is infinite; train more runs"
+)
+
+NO_LAWS = (
+    "no sampled law near the fitted law has positive E, A and B, so every interval is infinite: the"
+    " losses do not fall with parameters and tokens as the law does; check them, or train more runs"
+)
+
 #: The name of a constant, "exponent" (that of C in N_opt), or a function from the constants of
 #: several laws (laws, 5) to a number for each of them (laws,).
 Target = str | Callable[[Array], Array]
@@ -91,15 +101,13 @@ class Prediction:
     #: The coverage measured for such intervals on published tables; empty if the interval does not
     #: include drift.
     coverage: str = ""
-    #: The reason why the runs do not identify the loss, which is then nan; empty if they do.
+    #: The reason why the interval is (0, inf); empty if it is not. If the runs do not identify the
+    #: loss, it is nan.
     reason: str = ""
 
     def __str__(self) -> str:
         lines = [f"loss {self.loss:.5g} {self.interval}"]
         return "\n".join(lines + [f"  {text}" for text in (self.coverage, self.reason) if text])
-
-    def __float__(self) -> float:
-        return self.loss
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -109,6 +117,8 @@ class Sample(ComparesArrays):
     law: Law
     #: E, A, B, alpha and beta of each law, (laws, 5).
     constants: Array
+    #: The reason why every interval is (0, inf); empty if they are not.
+    reason: str = field(default="", kw_only=True)
 
     def interval(self, target: Target) -> Interval:
         """Return the interval of a constant, of "exponent", or of a function of the constants."""
@@ -149,31 +159,31 @@ class Sample(ComparesArrays):
                 return values
 
             intervals[name] = self.interval(field)
-        return replace(best, intervals=intervals)
+        return replace(best, intervals=intervals, reason=self.reason)
 
     def predict(self, parameters: float, tokens: float) -> Prediction:
         """Return the loss by the fitted law, with an interval of the mean, without run noise."""
         require_model(parameters, tokens)
         loss = self.law.predict(parameters, tokens)
-        return Prediction(loss, self.interval(lambda laws: loss_of(laws, parameters, tokens)))
+        interval = self.interval(lambda laws: loss_of(laws, parameters, tokens))
+        return Prediction(loss, interval, reason=self.reason)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Posterior(Sample):
     """A weighted sample of the laws that are consistent with the runs of a fit."""
 
-    #: The weight of each law, (laws,); the weights sum to 1. Empty without degrees of freedom, or
-    #: if no law near the fitted one has positive terms.
+    #: The weight of each law, (laws,); the weights sum to 1. Empty if there is a `reason`.
     weights: Array
 
     def interval(self, target: Target) -> Interval:
         """Return the interval of a constant, of "exponent", or of a function of the constants.
 
-        The ends are weighted quantiles. Without degrees of freedom the interval is (0, inf). Raises
+        The ends are weighted quantiles. The interval is (0, inf) if there is a `reason`. Raises
         `ValueError` if the quantity is NaN for a law.
         """
         values, estimate = self.evaluate(target)
-        if not len(self.weights):
+        if self.reason:
             return Interval(0.0, math.inf)
         low, high = quantiles(values, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2], self.weights)
         return Interval(min(low, estimate), max(high, estimate))
@@ -181,17 +191,17 @@ class Posterior(Sample):
     def log_deviation(self, values: Array) -> float:
         """Return the standard deviation over the laws of the log of a positive quantity.
 
-        It is inf without degrees of freedom.
+        It is inf if there is a `reason` for infinite intervals.
         """
-        if not len(self.weights):
+        if self.reason:
             return math.inf
         logs = np.log(values)
         mean = self.weights @ logs
         return math.sqrt(float(self.weights @ (logs - mean) ** 2))
 
     def resample(self, count: int, seed: int) -> Array:
-        """Return constants (count, 5) of laws drawn by weight; none without degrees of freedom."""
-        if not len(self.weights):
+        """Return constants (count, 5) of laws drawn by weight; none if there is a `reason`."""
+        if self.reason:
             return np.empty((0, len(CONSTANTS)))
         draws = np.random.default_rng(seed).choice(len(self.weights), count, p=self.weights)
         constants: Array = self.constants[draws]
@@ -201,9 +211,8 @@ class Posterior(Sample):
 def sample_posterior(fit: Estimate, *, draws: int = DRAWS) -> Posterior:
     """Sample the laws consistent with the runs of a fit: see Note [Sampling the posterior]."""
     freedom = len(fit.runs) - len(CONSTANTS)
-    unbounded = Posterior(fit.law, fit.law.constants[None], np.empty(0))
     if freedom <= 0:
-        return unbounded
+        return _unbounded_posterior(fit, NO_FREEDOM)
     # Noiseless runs have only rounding errors.
     noise = max(fit_noise(fit), 1e-12)
     random = np.random.default_rng(0)
@@ -213,9 +222,13 @@ def sample_posterior(fit: Estimate, *, draws: int = DRAWS) -> Posterior:
     log_weights = likelihood + exponents.log_prior - exponents.log_density
     possible = (constants > 0).all(1) & np.isfinite(log_weights)
     if not possible.any():
-        return unbounded
+        return _unbounded_posterior(fit, NO_LAWS)
     weights = np.where(possible, np.exp(log_weights - log_weights[possible].max()), 0.0)
     return Posterior(fit.law, constants[possible], weights[possible] / weights.sum())
+
+
+def _unbounded_posterior(fit: Estimate, reason: str) -> Posterior:
+    return Posterior(fit.law, fit.law.constants[None], np.empty(0), reason=reason)
 
 
 class _Exponents(NamedTuple):

@@ -48,6 +48,8 @@ class Speedup:
     loss: float
     factor: float
     interval: Interval
+    #: The reason why the interval is (0, inf); empty if it is not.
+    reason: str = ""
 
 
 def effective_speedup(
@@ -59,8 +61,8 @@ def effective_speedup(
     loss, divided by `compute`. It is inf if `b` never reaches the loss. Both losses must be
     measured on the same text. The 95 % interval combines the spread over pairs of laws consistent
     with the runs of `a` and `b` with two further errors. These are the drift of both laws beyond
-    their runs, and their lack of fit. If either fit has no degrees of freedom, the interval is
-    (0, inf).
+    their runs, and their lack of fit. If either fit has no finite intervals, the interval is
+    (0, inf), and `reason` says why.
 
     Args:
         a: The result of `fit_parametric`, or of `fit_law` with a law of parameters and tokens.
@@ -83,8 +85,8 @@ def effective_speedup(
     log_factor = float(second.log_compute(second.constants, loss)[0]) - math.log(compute)
     factor = math.exp(log_factor)
     best = float(loss[0])
-    if not (len(first.sample) and len(second.sample)):
-        return Speedup(compute, best, factor, Interval(0.0, math.inf))
+    if reason := first.reason or second.reason:
+        return Speedup(compute, best, factor, Interval(0.0, math.inf), reason)
     losses = first.best_loss(first.sample, np.full(PAIRS, math.log(compute)))
     log_factors = second.log_compute(second.sample, losses) - math.log(compute)
     low, high = quantiles(log_factors, [0.025, 0.975])
@@ -113,8 +115,10 @@ class _Recipe:
     inputs: Mapping[str, float]
     #: The fitted constants, (1, P).
     constants: Array
-    #: Constants of `PAIRS` laws, (PAIRS, P); empty without degrees of freedom.
+    #: Constants of `PAIRS` laws, (PAIRS, P); empty if there is a `reason`.
     sample: Array
+    #: The reason why the law has no finite intervals; empty if it has.
+    reason: str
     #: Factor that widens an interval of the sample to account for the number of fitted constants.
     widening: float
     #: Log of the compute above which drift grows, and the drift of log loss per decade.
@@ -201,17 +205,19 @@ def _recipe_of(fit: Fit, inputs: Mapping[str, float], seed: int) -> _Recipe:
         theta = problem.from_constants(fit.law.constants)
         start = fit.drift.start
         drift = fit.drift.loss
+        reason = fit.posterior.reason
     else:
         constants = np.array([*fit.constants.values()])
         sample = np.empty((0, len(constants)))
-        if fit.freedom > 0:
+        if not fit.reason:
             sample = fit.resampled_constants(seed)[:PAIRS]
         widening = math.sqrt(len(fit.residuals) / max(fit.freedom, 1))
         theta = fit.theta[0]
         product = problem.columns["parameters"] * problem.columns["tokens"]
         start = drift_start(FLOPS_PER_PARAMETER_TOKEN * product)
         drift = PRIOR_LOSS_DRIFT
+        reason = fit.reason
     lack = lack_of_fit(problem, theta, fit.residuals)
     used = {name: inputs[name] for name in needed}
     log_start = math.log(start)
-    return _Recipe(form, used, constants[None], sample, widening, log_start, drift, lack)
+    return _Recipe(form, used, constants[None], sample, reason, widening, log_start, drift, lack)
