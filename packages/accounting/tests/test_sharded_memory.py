@@ -128,14 +128,14 @@ def test_zero_3_peak_equals_fsdp_mem_tracker(seed: int) -> None:
 
 
 @pytest.mark.parametrize(
-    "seed", [5, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(6, 20))]
+    "seed", [4, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(5, 20))]
 )
 def test_zero_3_peak_with_accumulated_gradients_equals_fsdp_mem_tracker(seed: int) -> None:
     agrees(seed, microbatches=2 + seed % 2)
 
 
 @pytest.mark.parametrize(
-    "seed", [7, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(8, 24))]
+    "seed", [22, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(7, 22))]
 )
 def test_zero_3_peak_without_gradient_sync_equals_fsdp_mem_tracker(seed: int) -> None:
     agrees(seed, microbatches=2 + seed % 2, unsharded=True)
