@@ -1,5 +1,6 @@
 import itertools
 import math
+import re
 
 import numpy as np
 import pytest
@@ -134,9 +135,10 @@ def test_losses_that_rise_with_compute_do_not_give_negative_sizes():
     upside = load_runs({"N": runs.parameters, "D": runs.tokens, "loss": 10 - runs.loss})
     with pytest.warns(ScalingWarning, match="fewer than two budgets have a valley:\ncompute = 6e"):
         assert math.isnan(fit_isoflop(upside).scale)
-    with pytest.warns(ScalingWarning, match="A = .* is at its bound: the data do not determine it"):
+    with pytest.warns(ScalingWarning):
         fit = fit_parametric(upside)
-    assert any(message.startswith("B = ") for message in fit.warnings)
+    for name in ("A", "B"):
+        assert any(re.match(f"{name} = .* is at its bound", m) for m in fit.warnings)
     with pytest.warns(ScalingWarning):
         best = fit.optimal(1e24)
     assert best.parameters > 0
