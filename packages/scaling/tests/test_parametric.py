@@ -74,7 +74,8 @@ def hard_runs(count):
         noise = np.exp(random.choice([1e-3, 1e-2, 5e-2]) * random.standard_t(2, runs))
         loss = law.predict(n, d) * noise
         if loss.max() < 19:
-            yield load_runs({"N": n, "D": d, "loss": loss}, units={"loss": 1})
+            units = {"parameters": 1, "tokens": 1, "loss": 1}
+            yield load_runs({"N": n, "D": d, "loss": loss}, units=units)
 
 
 def test_fit_law_reports_several_optima_as_fit_parametric_does():
