@@ -103,7 +103,7 @@ def test_the_report_is_one_page_that_fetches_nothing(finished):
     out, _ = finished
     page = (out / "report.html").read_text()
     assert len(page.encode()) <= 1e6
-    assert page.count("<svg") == 5
+    assert page.count("<svg") == 4
     assert not re.search(r"<(script|link|img|iframe)", page)
     assert not re.search(r"(src|href)=['\"]http", page)
 
