@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from interp.decoder import config_settings, constants, expected_weights, families
+from interp.decoder import config_settings, constants, families
 from interp.decoder.checkpoint import load_decoder
 from interp.decoder.fold import fold_decoder
 from interp.decoder.rotary import scaled_rotary
@@ -119,7 +119,7 @@ def test_changed_options_are_read_as_transformers_reads_them(name: str, tmp_path
 @pytest.mark.parametrize("name", families.FAMILIES)
 def test_omitted_options_have_the_defaults_of_transformers(name: str) -> None:
     config_class = CONFIG_MAPPING[name]
-    assert config_class().tie_word_embeddings == (name in expected_weights.TIED)
+    assert config_class().tie_word_embeddings == families.FAMILIES[name].tied
     whole = config_class(num_experts_per_tok=2).to_dict()  # DeepSeek V2 has no default
     config_settings.settings_from_config(whole)
     for option in whole.keys() - {"model_type"}:

@@ -14,6 +14,16 @@ def model_and_batches():
     return model, list(torch.randn(4, 50, 64))
 
 
+def model_and_padded_batch():
+    """Return a model, inputs of two sequences, and the mask of the padding in the second one."""
+    model, batches = model_and_batches()
+    mask = torch.ones(2, 50, dtype=torch.long)
+    mask[1, 30:] = 0
+    padded = torch.stack(batches[:2])
+    padded[mask == 0] = 1e4
+    return model, padded, mask
+
+
 class Masked(nn.Module):
     """A model of tokens that is called with keyword arguments, as those of transformers."""
 
@@ -26,11 +36,7 @@ class Masked(nn.Module):
 
 
 def test_keyword_batches_are_calibrated_on_without_their_padding():
-    model, batches = model_and_batches()
-    mask = torch.ones(2, 50, dtype=torch.long)
-    mask[1, 30:] = 0
-    padded = torch.stack(batches[:2])
-    padded[mask == 0] = 1e4
+    model, padded, mask = model_and_padded_batch()
     exact = gptq(model, [padded[mask == 1]])
     batch = {"inputs": padded, "attention_mask": mask}
     masked = gptq(Masked(model), [batch])
@@ -52,10 +58,7 @@ class Flattening(nn.Module):
 
 
 def test_padding_does_not_count_after_sequences_are_joined():
-    model, batches = model_and_batches()
-    mask = torch.ones(2, 50, dtype=torch.long)
-    mask[1, 30:] = 0
-    padded = torch.stack(batches[:2])
+    model, padded, mask = model_and_padded_batch()
     exact = gptq(model, [padded[mask == 1]])
     masked = gptq(Flattening(model), [{"inputs": padded, "attention_mask": mask}])
     assert torch.equal(masked.layers(padded), exact(padded))
@@ -75,19 +78,20 @@ class SequenceFirst(nn.Module):
 
 
 def test_padding_does_not_count_in_layers_with_the_sequence_first():
-    model, batches = model_and_batches()
-    mask = torch.ones(2, 50, dtype=torch.long)
-    mask[1, 30:] = 0
-    padded = torch.stack(batches[:2])
-    padded[mask == 0] = 1e4
+    model, padded, mask = model_and_padded_batch()
     exact = gptq(model, [padded[mask == 1]])
     masked = gptq(SequenceFirst(model), [{"inputs": padded, "attention_mask": mask}])
     torch.testing.assert_close(masked.layers(padded), exact(padded))
     square = {"inputs": padded[:, :2], "attention_mask": torch.tensor([[1, 1], [0, 1]])}
-    with pytest.raises(ValueError, match=r"batch_first=False, .*of shape \(2, 2\)"):
+    with pytest.raises(ValueError, match=r"batch_first=False, .* a mask of shape \(2, 2\)"):
         gptq(SequenceFirst(model), [square])
     square["attention_mask"] = torch.ones(2, 2)
     gptq(SequenceFirst(model), [square])
+    # The order of tokens that a model with the sequence first has joined is not known.
+    joined = nn.Sequential(nn.Identity(), model)
+    joined.batch_first = False
+    with pytest.raises(ValueError, match=r"inputs of shape \(100, 64\) for a mask"):
+        gptq(Flattening(joined), [{"inputs": padded, "attention_mask": mask}])
 
 
 def test_padding_of_an_encoder_and_a_decoder_is_refused():

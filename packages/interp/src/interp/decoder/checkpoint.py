@@ -13,7 +13,8 @@ from torch import Tensor
 from interp.decoder.config_settings import settings_from_config
 from interp.decoder.constants import constants_of
 from interp.decoder.decoder import Decoder
-from interp.decoder.expected_weights import TIED, missing_weights
+from interp.decoder.expected_weights import missing_weights
+from interp.decoder.families import FAMILIES
 from interp.decoder.names import canonical_weights, count_layers, roles_of
 
 
@@ -40,7 +41,7 @@ def load_decoder(
                 tensors[key] = opened.get_tensor(key).to(dtype)
     if "embed.weight" not in roles_of(tensors).values():
         raise ValueError(f"{folder} has no tensor for embed.weight; is a shard missing?")
-    is_tied = bool(config.get("tie_word_embeddings", config["model_type"] in TIED))
+    is_tied = bool(config.get("tie_word_embeddings", FAMILIES[config["model_type"]].tied))
     _drop_tied_unembedding(tensors, is_tied, folder)
     layers, expected_layers = count_layers(tensors), len(settings.windows)
     if layers != expected_layers:

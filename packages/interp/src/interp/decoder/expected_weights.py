@@ -41,9 +41,6 @@ _BIASES: Mapping[str, Mapping[tuple[str, bool], tuple[str, ...]]] = {
 }
 _USUAL_BIASES = {("attention_bias", False): _ATTENTION}
 _UNGATED = ("gpt2", "phi", "gpt_neox", "gptj", "starcoder2", "opt", "bloom", "falcon")
-#: Families whose unembedding is the embedding, unless the configuration has tie_word_embeddings.
-TIED = ("gpt2", "gemma", "gemma2", "gemma3_text", "starcoder2", "cohere", "cohere2", "opt", "bloom",
-        "falcon")  # fmt: skip
 #: Families whose layer norms have no biases.
 _WITHOUT_NORM_BIASES = ("cohere", "cohere2")
 #: Families whose parallel blocks have one norm.

@@ -38,6 +38,8 @@ class Family:
     fixed_activation: str | None = None
     #: True for latent attention and routing as in DeepSeek.
     latent: bool = False
+    #: The default of `tie_word_embeddings`: True if the unembedding is the embedding.
+    tied: bool = False
     #: The epsilon of norms if the configuration does not name one.
     eps: float = 1e-5
     #: Options that transformers fills in if a configuration omits them.
@@ -50,21 +52,23 @@ _YARN_OF_GPT_OSS = {
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
 FAMILIES: Mapping[str, Family] = {
-    "gpt2": Family(centered=True, rotary=False),
+    "gpt2": Family(tied=True, centered=True, rotary=False),
     "llama": Family(eps=1e-6),
     "mistral": Family(windowed=True, eps=1e-6, defaults=_WINDOW),
     "mixtral": Family(windowed=True, default_theta=1e6, defaults={"num_experts_per_tok": 2}),
     "qwen2": Family(windowed=True, eps=1e-6),
     "qwen3": Family(windowed=True, eps=1e-6, defaults={"head_dim": 128}),
     "qwen3_moe": Family(windowed=True, eps=1e-6, defaults={"num_experts_per_tok": 8}),
-    "gemma": Family(eps=1e-6, defaults={"head_dim": 256}),
+    "gemma": Family(tied=True, eps=1e-6, defaults={"head_dim": 256}),
     "gemma2": Family(
+        tied=True,
         windowed=True,
         eps=1e-6,
         defaults=_WINDOW
         | {"head_dim": 256, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     ),
     "gemma3_text": Family(
+        tied=True,
         windowed=True,
         default_theta=1e6,
         local_theta=1e4,
@@ -83,17 +87,22 @@ FAMILIES: Mapping[str, Family] = {
     "stablelm": Family(
         centered=True, parallel_option="use_parallel_residual", rotary_fraction=0.25
     ),
-    "starcoder2": Family(centered=True, windowed=True),
-    "cohere": Family(centered=True, parallel=True, interleaved=True, default_theta=5e5),
+    "starcoder2": Family(tied=True, centered=True, windowed=True),
+    "cohere": Family(tied=True, centered=True, parallel=True, interleaved=True, default_theta=5e5),
     "cohere2": Family(
-        centered=True, parallel=True, interleaved=True, windowed=True, defaults=_WINDOW
+        tied=True, centered=True, parallel=True, interleaved=True, windowed=True, defaults=_WINDOW
     ),
     "granite": Family(eps=1e-6),
-    "opt": Family(centered=True, rotary=False, positions_skip_padding=True),
+    "opt": Family(tied=True, centered=True, rotary=False, positions_skip_padding=True),
     "bloom": Family(
-        centered=True, rotary=False, alibi=True, positions_skip_padding=True, activation="gelu_new"
+        tied=True,
+        centered=True,
+        rotary=False,
+        alibi=True,
+        positions_skip_padding=True,
+        activation="gelu_new",
     ),
-    "falcon": Family(centered=True, parallel=True, parallel_option="parallel_attn"),
+    "falcon": Family(tied=True, centered=True, parallel=True, parallel_option="parallel_attn"),
     "gpt_oss": Family(
         windowed=True,
         default_theta=1.5e5,

@@ -166,7 +166,9 @@ def _fit_messages(
         )
     for name in newton.constants_at_bound(problem, theta):
         value = problem.to_constants(theta)[CONSTANTS.index(name)]
-        messages.append(f"{name} = {value:.4g} is at its bound: the data do not determine it")
+        messages.append(
+            f"{name} = {value:.4g} is at its bound or has vanished: the data do not determine it"
+        )
     spread = 1.4826 * float(np.median(np.abs(errors - np.median(errors))))
     outliers = np.flatnonzero(np.abs(errors) > np.maximum(OUTLIER_SPREADS * spread, 1e-6))
     # A robust fit of few runs passes through most of them, so the other runs look like outliers.

@@ -154,7 +154,7 @@ class _Replay:
             if first == stage.first:
                 stage.layers = [name for name in stage.layers if name in self._reached]
                 stage.batches.add(number)
-                stage.add(_without_padding(self._copy, _mask_of(self._model, batch)))
+                stage.add(_without_padding(self._copy, self._model, batch))
         return stage
 
     def _run_to_next_layer(self, number: int, batch: Any) -> None:
@@ -318,7 +318,7 @@ def _mask_of(model: nn.Module, batch: Any) -> Tensor | None:
 
     Masks without two dimensions are ignored. Raise `ValueError` if a mask has other values than 0
     and 1, or only zeros. Also raise it for padding of an encoder-decoder model, whose layers
-    receive the tokens of two sequences, and if the batch may be any of two axes.
+    receive the tokens of two sequences.
     """
     if not isinstance(batch, Mapping):
         return None
@@ -334,7 +334,6 @@ def _mask_of(model: nn.Module, batch: Any) -> Tensor | None:
                 "with (mask == 0).long()"
             )
         if not is_encoder_decoder:
-            _check_axes(model, name, mask)
             return cast(Tensor, mask.bool())
         if not bool(mask.all()):
             raise ValueError(
@@ -344,29 +343,30 @@ def _mask_of(model: nn.Module, batch: Any) -> Tensor | None:
     return None
 
 
-def _check_axes(model: nn.Module, name: str, mask: Tensor) -> None:
-    """Raise `ValueError` if inputs (batch, seq) and (seq, batch) of layers look alike."""
-    is_symmetric = mask.shape[0] != mask.shape[1] or torch.equal(mask, mask.t())
-    if is_symmetric or all(getattr(m, "batch_first", True) for m in model.modules()):
-        return
-    raise ValueError(
-        f"expected batches whose number of sequences is not their length, because the model has "
-        f"layers with batch_first=False, got {name} of shape {tuple(mask.shape)} with padding; add "
-        "or remove a sequence"
-    )
+def _without_padding(inputs: Tensor, model: nn.Module, batch: Any) -> Tensor:
+    """Return inputs (..., width) as (tokens, width), without padding if the batch's mask fits.
 
-
-def _without_padding(inputs: Tensor, mask: Tensor | None) -> Tensor:
-    """Return inputs (..., width) as (tokens, width), without padding if the mask fits."""
+    Raise `ValueError` if the tokens may be in two orders, by sequence or by position.
+    """
     flat = inputs.reshape(-1, inputs.shape[-1])
+    mask = _mask_of(model, batch)
     if mask is None:
         return flat
-    # Blocks of experts flatten the batch and the sequence before their layers.
-    if inputs.shape[:-1] in (mask.shape, (mask.numel(),)):
-        return flat[mask.flatten()]
-    if inputs.shape[:-1] == mask.t().shape:  # layers with batch_first=False
-        return flat[mask.t().flatten()]
-    return flat
+    # Blocks of experts join the sequences before their layers.
+    is_joined = inputs.shape[:-1] == (mask.numel(),)
+    # Layers with batch_first=False receive (seq, batch, width).
+    fitting = [m.flatten() for m in (mask, mask.t()) if is_joined or inputs.shape[:-1] == m.shape]
+    if not fitting:
+        return flat
+    is_sequence_first = not all(getattr(m, "batch_first", True) for m in model.modules())
+    if is_sequence_first and not torch.equal(fitting[0], fitting[-1]):
+        raise ValueError(
+            "expected inputs whose axes show the order of their tokens, because the model has "
+            f"layers with batch_first=False, got inputs of shape {tuple(inputs.shape)} for a mask "
+            f"of shape {tuple(mask.shape)} with padding; pass batches without padding, or with "
+            "another number of sequences than their length"
+        )
+    return flat[fitting[0]]
 
 
 def _copied(value: Any) -> Any:
