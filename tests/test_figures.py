@@ -1,6 +1,7 @@
 """Assertions on figures fail beyond their margin, in one direction, and print both values."""
 
 import ast
+from functools import cache
 
 import figures
 import pytest
@@ -41,15 +42,27 @@ def test_every_figure_is_listed_whether_it_is_reached_or_not():
     assert [line.split(":")[0] for line in figures.measured_figures] == ["first", "second"]
 
 
+@cache
+def calls_of_functions(path):
+    """Return the names of the functions that each function of a file calls directly."""
+    functions = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)]
+    return {
+        function.name: {
+            node.func.id
+            for node in ast.walk(function)
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
+        }
+        for function in functions
+    }
+
+
 def functions_called(path, name):
     """Return the names that a test calls, directly or through functions of its file."""
-    tree = ast.parse(path.read_text())
-    bodies = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    calls = calls_of_functions(path)
     called, waiting = set(), [name]
     while waiting:
-        node = bodies[waiting.pop()]
-        names = {ast.unparse(n.func) for n in ast.walk(node) if isinstance(n, ast.Call)}
-        waiting += [n for n in names - called if n in bodies]
+        names = calls[waiting.pop()]
+        waiting += [n for n in names - called if n in calls]
         called |= names
     return called
 
