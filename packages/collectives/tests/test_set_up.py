@@ -105,3 +105,27 @@ def test_rank_that_fails_does_not_fail_slower_ranks_at_ticks_that_it_has_complet
     with pytest.raises(collectives.RankLost, match="rank 5") as caught:
         slow.sync()
     assert caught.value.ranks == (5,)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_rank_that_leaves_during_a_check_of_the_peers_is_not_blamed(compiled, monkeypatch):
+    # At the timeout, all survivors leave at about the same time. Each of them then lowers its
+    # clock, and once looked as if it had not made the call.
+    if not compiled:
+        monkeypatch.setattr(engine, "library", lambda: None)
+    names = (4, 5, 6)
+    mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in names]
+    waiting, leaving = (
+        Arena(mappings, [os.getpid()] * 3, rank, names=names, timeout=0.0) for rank in range(2)
+    )
+    leaving._clocks[1][0] = 1
+
+    class LateProcess:
+        def has_ended(self):
+            leaving.leave(6)
+            return False
+
+    waiting._processes[2] = LateProcess()
+    with pytest.raises(collectives.RankLost, match="rank 6 is lost, as rank 5 reported") as caught:
+        waiting.sync()
+    assert caught.value.ranks == (6,)

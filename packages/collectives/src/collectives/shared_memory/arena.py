@@ -206,7 +206,9 @@ class Arena:
         dead_late = [i for i in dead if i in late]
         if dead_late:
             self._fail(dead_late, "died")
-        if late and time.monotonic() > deadline:
+        # A rank that has failed since lowers its clock. The next check reads the reason.
+        has_failed = any(self._failures[i][0] for i in late)
+        if late and not has_failed and time.monotonic() > deadline:
             self._report(late, f"did not make the call within the timeout of {self.timeout:g} s")
 
     def _late_positions(self, tick: int) -> list[int]:
