@@ -3,6 +3,8 @@
 import hashlib
 import itertools
 import random
+import threading
+import time
 from collections import Counter
 
 import collectives
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from collectives import collective
 from collectives.algorithms import dispatch, gloo
+from collectives.algorithms.gloo import GlooGroups
 from collectives.choice import tuning
 from collectives.choice.cost import MIN_WINS, Sample, candidates
 from collectives.groups import communicator
@@ -18,7 +22,10 @@ from collectives.shared_memory import segment
 from sent_bytes import counted
 from worker_pool import run_ranks
 
-WORLDS = (1, 2, 3, 4, 5, 6)
+# The numbers of ranks of a group, and how often each is drawn. Five ranks need a tree of three
+# levels, and are on three hosts if two ranks share a host.
+WORLDS = {1: 1, 2: 5, 3: 3, 4: 3, 5: 2}
+MORE_WORLDS = WORLDS | {6: 2}
 DTYPES = (
     torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
     torch.int8, torch.uint8, torch.bool, torch.complex64,
@@ -125,26 +132,26 @@ def let_hosts_have(ranks):
     segment.host_identity = lambda: f"host {dist.get_rank() // ranks}"
 
 
-def random_sequences(first, last):
-    """Run sequences of up to three pending calls on groups of 1 to 6 ranks; count the calls.
+def random_sequences(worlds, count):
+    """Run sequences of up to three pending calls on groups of several sizes; count the calls.
 
     The groups of the same ranks differ in which of them share a host.
     """
     groups = {}
-    for ranks in RANKS_PER_HOST:
-        let_hosts_have(ranks)
-        for world in WORLDS:
-            group = dist.new_group(list(range(world)))
+    for ranks, world in itertools.product(RANKS_PER_HOST, worlds):
+        ranks = min(ranks, world)
+        if (ranks, world) not in groups:
+            let_hosts_have(ranks)
+            groups[ranks, world] = group = dist.new_group(list(range(world)))
             if dist.get_rank() < world:
-                groups[ranks, world] = group
                 # Default prices, so that "auto" does not measure.
                 communicator(group).cost_models |= dict.fromkeys(KINDS, collectives.CostModel())
     done = Counter()
-    for number in range(first, last):
+    for number in range(count):
         choose = random.Random(number)
         generator = torch.Generator().manual_seed(number)
-        world = choose.choices(WORLDS, weights=(1, 5, 3, 3, 2, 2))[0]
-        ranks = choose.choice(RANKS_PER_HOST)
+        world = choose.choices([*worlds], weights=worlds.values())[0]
+        ranks = min(choose.choice(RANKS_PER_HOST), world)
         if dist.get_rank() >= world:
             continue
         let_hosts_have(ranks)
@@ -159,14 +166,19 @@ def random_sequences(first, last):
 
 
 @pytest.mark.parametrize(
-    ("count", "covered"), [(300, 0.75), pytest.param(3000, 1.0, marks=pytest.mark.exhaustive)]
+    ("worlds", "count", "covered"),
+    [
+        (WORLDS, 300, 0.75),
+        pytest.param(MORE_WORLDS, 3000, 1.0, marks=pytest.mark.exhaustive),
+    ],
+    ids=["usual", "all"],
 )
-def test_random_sequences_equal_float64_result(count, covered):
-    done = run_ranks(random_sequences, max(WORLDS), 0, count, timeout=900)[0]
+def test_random_sequences_equal_float64_result(worlds, count, covered):
+    done = run_ranks(random_sequences, max(worlds), worlds, count, timeout=900)[0]
     assert done.total() > count
     kinds, _, _, dtypes, _, layouts, hosts = map(set, zip(*done, strict=True))
     assert (kinds, dtypes, layouts) == (set(KINDS), set(DTYPES), set(LAYOUTS))
-    assert {sum(ranks) for ranks in hosts} == set(WORLDS)
+    assert {sum(ranks) for ranks in hosts} == worlds.keys()
     # Every algorithm runs on every topology that supports it, with every op.
     called = {(kind, algorithm, ranks) for kind, algorithm, *_, ranks in done}
     combinations = {
@@ -204,8 +216,8 @@ def every_combination():
             torch.testing.assert_close(out.double(), want, rtol=1e-6, atol=2e-6)
 
 
-def test_long_float_tensors_agree_with_float64():
-    run_ranks(every_combination, 3)
+def test_long_float_tensors_agree_with_float64(results):
+    assert results == [None] * 3
 
 
 def same_bits():
@@ -218,8 +230,7 @@ def same_bits():
     return digests
 
 
-def test_all_ranks_get_identical_bits():
-    results = run_ranks(same_bits, 3)
+def test_all_ranks_get_identical_bits(results):
     assert results == [results[0]] * 3
     assert len(results[0]) == 3
 
@@ -259,8 +270,8 @@ def uneven_exchange():
             assert torch.equal(out, want)
 
 
-def test_all_to_all_accepts_splits_of_any_length():
-    run_ranks(uneven_exchange, 3)
+def test_all_to_all_accepts_splits_of_any_length(results):
+    assert results == [None] * 3
 
 
 def wire_bytes(world):
@@ -300,7 +311,7 @@ def by_gloo():
         samples=(Sample(kind, "gloo", 1, tuple(hosts), 1e-9),)
     )
     go = {"algorithm": "gloo"}
-    for numel in (0, 1, 1000, 70_001):
+    for numel in (0, 1000):
         everyone = torch.randn(
             world, numel, generator=torch.Generator().manual_seed(numel)
         ).double()
@@ -346,8 +357,8 @@ def by_gloo():
         collectives.all_to_all_single(torch.ones(world), torch.ones(world), **go)
 
 
-def test_gloo_algorithm_equals_our_algorithms():
-    run_ranks(by_gloo, 3)
+def test_gloo_algorithm_equals_our_algorithms(results):
+    assert results == [None] * 3
 
 
 def make_more_kinds_of_calls_than_gloo_runs():
@@ -370,6 +381,66 @@ def test_gloo_runs_a_limited_number_of_kinds_of_calls():
     assert run_ranks(make_more_kinds_of_calls_than_gloo_runs, 2) == [2, 2]
 
 
+def exchange_more_kinds_than_gloo_runs():
+    """Queue several all-to-alls on rank 0 before the first one runs; rank 1 waits for each."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    store = dist.distributed_c10d._get_default_store()
+    segment.host_identity = lambda: f"host {rank}"
+    gloo.MAX_GROUPS = 2
+    collectives.barrier()
+    works, outputs = [], []
+    if rank == 1:
+        store.wait(["all calls are queued"])
+    for numel in (2, 4, 6, 8, 2):
+        outputs.append(torch.empty(numel))
+        local = torch.full((numel,), float(rank))
+        works.append(collectives.all_to_all_single(outputs[-1], local, async_op=True))
+        if rank == 1:
+            works[-1].wait()
+    if rank == 0:
+        store.set("all calls are queued", "")
+    for work, output in zip(works, outputs, strict=True):
+        work.wait()
+        assert output.view(world, -1).unique(dim=1).tolist() == [[0.0], [1.0]]
+    return len(communicator().gloo.groups)
+
+
+def test_number_of_gloo_groups_does_not_depend_on_the_progress_of_a_rank():
+    # Otherwise the ranks would choose different algorithms for the same call.
+    assert run_ranks(exchange_more_kinds_than_gloo_runs, 2, timeout=60) == [2, 2]
+
+
+def reduce_twice_without_waiting():
+    """Reduce a tensor with gaps twice; the first call is asynchronous and nobody waits for it."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    segment.host_identity = lambda: f"host {rank}"
+    go = {"algorithm": "gloo"}
+    tensor = torch.zeros(4, 2)[:, 0]
+    collectives.all_reduce(tensor, **go)
+    progress, flatten, run = communicator().progress, collective.flatten, GlooGroups.run
+
+    def flatten_and_wait(tensor):
+        flat = flatten(tensor)
+        if threading.current_thread() is threading.main_thread():
+            while progress.last is not None:
+                time.sleep(0.001)
+        return flat
+
+    def run_late(self, *args):
+        time.sleep(0.1)
+        run(self, *args)
+
+    collective.flatten, GlooGroups.run = flatten_and_wait, run_late
+    tensor.fill_(1.0)
+    collectives.all_reduce(tensor, async_op=True, **go)
+    collectives.all_reduce(tensor, **go)
+    return tensor.tolist() == [world**2] * 4
+
+
+def test_connected_call_reads_its_input_after_earlier_calls():
+    assert run_ranks(reduce_twice_without_waiting, 2) == [True, True]
+
+
 def reduce_nan(ranks_per_host):
     """Reduce a NaN of each rank with every op and algorithm, and by gloo wherever it can run."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -390,8 +461,8 @@ def reduce_nan(ranks_per_host):
 
 
 @pytest.mark.parametrize("ranks_per_host", [3, 1])
-def test_nan_of_any_rank_reaches_every_rank(ranks_per_host):
-    run_ranks(reduce_nan, 3, ranks_per_host)
+def test_nan_of_any_rank_reaches_every_rank(ranks_per_host, results):
+    assert results == [None] * 3
 
 
 def tuned_once():
@@ -401,7 +472,7 @@ def tuned_once():
     groups = [dist.new_group(list(range(world))) for _ in range(2)]
     models, measured_kinds = [], []
     tune = dispatch.tune
-    tuning.SECONDS_PER_SIZE = 0.1
+    tuning.SECONDS_PER_SIZE = 0.01
 
     def counted_tune(kind, *args, **options):
         measured_kinds.append(kind)
@@ -427,3 +498,14 @@ def test_hosts_are_measured_once_and_gloo_is_a_candidate():
         assert same
         assert measured == {"ring", "tree", "gloo"}
         assert measured_kinds == ["all_reduce"]
+
+
+# Cases that run in one start of ranks: see `conftest.py`.
+CASES = {
+    "test_long_float_tensors_agree_with_float64": (3, "gloo", every_combination, ()),
+    "test_all_ranks_get_identical_bits": (3, "gloo", same_bits, ()),
+    "test_all_to_all_accepts_splits_of_any_length": (3, "gloo", uneven_exchange, ()),
+    "test_gloo_algorithm_equals_our_algorithms": (3, "gloo", by_gloo, ()),
+    "test_nan_of_any_rank_reaches_every_rank[3]": (3, "gloo", reduce_nan, (3,)),
+    "test_nan_of_any_rank_reaches_every_rank[1]": (3, "gloo", reduce_nan, (1,)),
+}

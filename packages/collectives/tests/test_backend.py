@@ -135,29 +135,30 @@ TRAINERS = {
 }
 
 
-def run(backend, trainer, *args):
-    if backend == "collectives":
-        import collectives.backend  # noqa: F401
-    world = int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(os.environ["STORE_FILE"] + backend, world)
-    dist.init_process_group(backend, store=store, rank=int(os.environ["RANK"]), world_size=world)
-    assert dist.get_backend() == backend
-    result = TRAINERS[trainer](*args)
-    dist.destroy_process_group()
-    return [tensor.tolist() for tensor in result]
+def by_backend(function):
+    """Return the results of a function on groups of gloo and of the registered backend."""
+    results = []
+    for backend in ("gloo", "collectives"):
+        begin(backend)
+        assert dist.get_backend() == backend
+        results.append(function())
+        dist.destroy_process_group()
+    return results
 
 
-def both(trainer, folder):
-    return [
-        run(b, trainer, *[f"{folder}/{b}"] * (trainer == "dcp")) for b in ("gloo", "collectives")
-    ]
+def train_all():
+    """Return the parameters of every trainer by name."""
+    folder = f"{os.environ['STORE_FILE']}-{dist.get_backend()}-checkpoint"
+    return {
+        name: [torch.tensor(tensor.tolist()) for tensor in train(*[folder] * (name == "dcp"))]
+        for name, train in TRAINERS.items()
+    }
 
 
-@pytest.mark.parametrize("trainer", TRAINERS)
-def test_trainer_gives_same_parameters_as_on_gloo(trainer, tmp_path):
-    for on_gloo, on_ours in run_ranks(both, 2, trainer, str(tmp_path), backend=""):
-        for a, b in zip(on_gloo, on_ours, strict=True):
-            torch.testing.assert_close(torch.tensor(b), torch.tensor(a), rtol=1e-6, atol=1e-7)
+def test_trainer_gives_same_parameters_as_on_gloo():
+    for on_gloo, on_ours in run_ranks(by_backend, 2, train_all, backend=""):
+        assert on_gloo.keys() == TRAINERS.keys()
+        torch.testing.assert_close(on_ours, on_gloo, rtol=1e-6, atol=1e-7)
 
 
 def redistributed(hosts):
@@ -191,7 +192,7 @@ def begin(backend="collectives", seconds=60):
     import collectives.backend  # noqa: F401
 
     world = int(os.environ["WORLD_SIZE"])
-    store = dist.FileStore(os.environ["STORE_FILE"], world)
+    store = dist.FileStore(f"{os.environ['STORE_FILE']}-{backend}", world)
     dist.init_process_group(
         backend,
         store=store,
@@ -337,8 +338,8 @@ def without_options():
     group.allreduce([torch.full((5,), 3)], dist.ReduceOp.MAX).wait()
 
 
-def test_methods_accept_every_signature_of_torch():
-    run_ranks(without_options, 2, backend="")
+def test_methods_accept_every_signature_of_torch(results):
+    assert results == [None, None]
 
 
 def polled():
@@ -350,8 +351,8 @@ def polled():
     assert work.is_success()
 
 
-def test_polled_handle_reports_completion():
-    run_ranks(polled, 2, backend="")
+def test_polled_handle_reports_completion(results):
+    assert results == [None, None]
 
 
 def futures_of_finished_calls():
@@ -368,8 +369,8 @@ def futures_of_finished_calls():
         assert future.value()[0].tolist() == [2.0] * 3
 
 
-def test_future_is_completed_when_its_handle_is():
-    run_ranks(futures_of_finished_calls, 2, backend="")
+def test_future_is_completed_when_its_handle_is(results):
+    assert results == [None, None]
 
 
 def test_future_of_a_call_whose_data_have_moved_is_completed():
@@ -402,8 +403,8 @@ def nested():
     return first.wait()[0][0].item(), [tensor[0].item() for tensor in ones]
 
 
-def test_callbacks_can_start_collectives_and_wait_for_them():
-    assert run_ranks(nested, 2, backend="", timeout=60) == [(4.0, [2.0] * 4)] * 2
+def test_callbacks_can_start_collectives_and_wait_for_them(results):
+    assert results == [(4.0, [2.0] * 4)] * 2
 
 
 def hooks():
@@ -443,9 +444,8 @@ def hooks():
     }
 
 
-def hooked(backend):
+def train_with_hooks():
     """Return the parameters after three steps with each hook."""
-    begin(backend)
     values = {}
     for name, (state, hook) in hooks().items():
         network = DistributedDataParallel(model(), bucket_cap_mb=0.001)
@@ -457,15 +457,13 @@ def hooked(backend):
         torch.manual_seed(5)
         steps(network, torch.optim.SGD(network.parameters(), lr=0.01))
         values[name] = [p.detach().tolist() for p in network.parameters()]
-    dist.destroy_process_group()
     return values
 
 
 @pytest.mark.filterwarnings("ignore")
 def test_ddp_communication_hooks_give_same_parameters_as_on_gloo():
-    on_gloo, on_ours = (
-        run_ranks(hooked, 2, backend, backend="", timeout=90) for backend in ("gloo", "collectives")
-    )
+    results = run_ranks(by_backend, 2, train_with_hooks, backend="")
+    on_gloo, on_ours = zip(*results, strict=True)
     assert len(on_gloo[0]) >= 8
     for name in on_gloo[0]:
         for a, b in zip(on_gloo[0][name], on_ours[0][name], strict=True):
@@ -491,8 +489,8 @@ def from_two_threads():
     return [tensor[0].item() for tensor in tensors]
 
 
-def test_first_calls_can_come_from_two_threads():
-    assert run_ranks(from_two_threads, 2) == [[3.0, 3.0]] * 2
+def test_first_calls_can_come_from_two_threads(results):
+    assert results == [[3.0, 3.0]] * 2
 
 
 def groups_from_two_threads():
@@ -514,8 +512,8 @@ def groups_from_two_threads():
     return [tensor[0].item() for tensor in tensors]
 
 
-def test_groups_can_be_used_from_threads_in_any_order():
-    assert run_ranks(groups_from_two_threads, 2) == [[3.0, 3.0]] * 2
+def test_groups_can_be_used_from_threads_in_any_order(results):
+    assert results == [[3.0, 3.0]] * 2
 
 
 def new_timeout():
@@ -589,14 +587,19 @@ def timeouts_of_single_calls():
     return True
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_one_call_can_have_another_timeout():
-    assert all(run_ranks(timeouts_of_single_calls, 2, backend=""))
+# Scenarios that wait, which run beside the other tests: see `conftest.py`.
+WAITING = {
+    "test_one_call_can_have_another_timeout": ((timeouts_of_single_calls, 2), {"backend": ""}),
+    "test_changed_timeout_applies_to_later_calls": ((new_timeout, 2), {"backend": ""}),
+}
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_changed_timeout_applies_to_later_calls():
-    assert run_ranks(new_timeout, 2, backend="")[0] == [60.0, 31.0, 32.0]
+def test_one_call_can_have_another_timeout(outcomes):
+    assert [outcome.value for outcome in outcomes] == [True, True], outcomes
+
+
+def test_changed_timeout_applies_to_later_calls(outcomes):
+    assert [outcome.value for outcome in outcomes] == [[60.0, 31.0, 32.0]] * 2, outcomes
 
 
 def profiled():
@@ -620,11 +623,23 @@ def profiled_too_shortly():
             work.wait()
 
 
-@pytest.mark.filterwarnings("ignore")
-def test_profiler_can_stop_before_an_asynchronous_call_ends():
-    run_ranks(profiled_too_shortly, 2, backend="")
+def test_profiler_can_stop_before_an_asynchronous_call_ends(results):
+    assert results == [None, None]
 
 
-def test_profiler_records_our_calls():
+def test_profiler_records_our_calls(results):
     want = ["collectives:all_reduce"] * 2 + ["collectives:barrier", "collectives:broadcast"]
-    assert run_ranks(profiled, 2, backend="") == [want] * 2
+    assert results == [want] * 2
+
+
+# Cases that run in one start of ranks: see `conftest.py`.
+CASES = {
+    "test_methods_accept_every_signature_of_torch": (2, "", without_options, ()),
+    "test_polled_handle_reports_completion": (2, "", polled, ()),
+    "test_future_is_completed_when_its_handle_is": (2, "", futures_of_finished_calls, ()),
+    "test_callbacks_can_start_collectives_and_wait_for_them": (2, "", nested, ()),
+    "test_profiler_can_stop_before_an_asynchronous_call_ends": (2, "", profiled_too_shortly, ()),
+    "test_profiler_records_our_calls": (2, "", profiled, ()),
+    "test_first_calls_can_come_from_two_threads": (2, "gloo", from_two_threads, ()),
+    "test_groups_can_be_used_from_threads_in_any_order": (2, "gloo", groups_from_two_threads, ()),
+}

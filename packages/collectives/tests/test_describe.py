@@ -27,7 +27,8 @@ def test_description_of_a_group_on_one_host():
 
 def apart():
     segment.host_identity = lambda: f"host {dist.get_rank()}"
-    tuning.SECONDS_PER_SIZE = 0.02
+    # Each algorithm is measured in one round only.
+    tuning.SECONDS_PER_SIZE = 0.0
     before = str(collectives.describe())
     collectives.all_reduce(torch.ones(10))
     group = collectives.describe()

@@ -21,7 +21,7 @@ from worker_pool import run_ranks, try_ranks
 DTYPES = (*engine.DTYPES, torch.int8, torch.complex64)
 
 
-ALL_SIZES_OF = (torch.float32, torch.bfloat16, torch.int8)
+ALL_SIZES_OF = (torch.float32, torch.bfloat16)
 
 
 def sizes(dtype, all_sizes):
@@ -130,7 +130,7 @@ def many_ticks(num_calls):
 
 @pytest.mark.parametrize(
     ("world", "num_calls"),
-    [(2, 3000), (4, 1000), pytest.param(4, 20_000, marks=pytest.mark.exhaustive)],
+    [(2, 1500), (4, 400), pytest.param(4, 20_000, marks=pytest.mark.exhaustive)],
 )
 def test_short_calls_never_read_data_of_another_tick(world, num_calls):
     run_ranks(many_ticks, world, num_calls)
@@ -174,7 +174,7 @@ def queued(compiled):
     rank, world = dist.get_rank(), dist.get_world_size()
     ranks = torch.arange(world)
     wants, works = [], []
-    for i in range(40):
+    for i in range(23):
         for work, result, want in calls_of_round(i, rank, world, ranks):
             works.append(work)
             wants.append((result, want))
@@ -280,6 +280,8 @@ def computes_until_over(work):
 
 
 TIMEOUT = 4.0
+# The survivors of a rank that hangs compute until the timeout.
+TIMEOUT_OF_HANGS = 2.0
 
 
 def fails_beside_python(compiled, how):
@@ -293,6 +295,9 @@ def fails_beside_python(compiled, how):
     tensors = [torch.ones(400_000) for _ in range(4)]
     collectives.all_reduce(tensors[0], async_op=True).wait()
     collectives.barrier()
+    if how == "hangs":
+        limit = timedelta(seconds=TIMEOUT_OF_HANGS)
+        dist.distributed_c10d._set_pg_timeout(limit, dist.group.WORLD)
     odd = rank == world - 1
     if odd and how != "differs":
         if how == "hangs":
@@ -339,7 +344,7 @@ def test_fault_is_reported_in_time_while_the_caller_computes(how, compiled):
     outcomes = try_ranks(fails_beside_python, 3, compiled, how, backend="")
     for outcome in outcomes[: 3 if how == "differs" else 2]:
         assert not outcome.failed, outcome.trace
-        assert outcome.value < {"dies": TIMEOUT, "hangs": TIMEOUT + 2, "differs": TIMEOUT}[how]
+        assert outcome.value < (TIMEOUT_OF_HANGS + 2 if how == "hangs" else TIMEOUT)
 
 
 def interrupted():

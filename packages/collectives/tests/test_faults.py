@@ -68,22 +68,28 @@ def fail(store, where, algorithm, how):
     return caught.value.ranks, seconds
 
 
+# In "pairs", rank 1 is not the leader of its host.
+USUAL_DEATHS = [
+    ("together", "auto"),
+    ("apart", "ring"),
+    ("apart", "gloo"),
+    ("pairs", "hierarchical"),
+]
+DEATHS = [*USUAL_DEATHS, ("together", "ring"), ("apart", "tree"), ("pairs", "ring")]
+
+
 @pytest.mark.parametrize(
     ("where", "algorithm"),
     [
-        ("together", "auto"),
-        pytest.param("together", "ring", marks=pytest.mark.exhaustive),
-        ("apart", "ring"),
-        pytest.param("apart", "tree", marks=pytest.mark.exhaustive),
-        ("apart", "gloo"),
-        # Rank 1 is not the leader of its host.
-        ("pairs", "hierarchical"),
-        pytest.param("pairs", "ring", marks=pytest.mark.exhaustive),
+        *USUAL_DEATHS,
+        *(
+            pytest.param(*case, marks=pytest.mark.exhaustive)
+            for case in DEATHS
+            if case not in USUAL_DEATHS
+        ),
     ],
 )
-def test_dead_rank_is_named_by_all_other_ranks(where, algorithm):
-    world = 4 if where == "pairs" else 3
-    outcomes = try_ranks(fail_within, world, where, algorithm, "dies", backend="")
+def test_dead_rank_is_named_by_all_other_ranks(where, algorithm, outcomes):
     # A death is noticed long before the timeout.
     assert_rank_1_is_named(outcomes, LONG_TIMEOUT / 2)
 
@@ -261,8 +267,8 @@ def disagree(where, algorithm):
         ("pairs", "hierarchical"),
     ],
 )
-def test_mismatch_is_raised_on_every_rank_and_names_the_deviating_one(where, algorithm):
-    first, *others = run_ranks(disagree, 3, where, algorithm)
+def test_mismatch_is_raised_on_every_rank_and_names_the_deviating_one(where, algorithm, results):
+    first, *others = results
     assert all(messages == first for messages in others)
     assert "rank 1 called all_reduce(shape (1001,), torch.float32, SUM" in first["shape"]
     assert "shape (10, 100)" in first["layout"]
@@ -297,8 +303,8 @@ def deviate_by_torchs_names(where):
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_registered_backend_compares_calls(where):
-    run_ranks(deviate_by_torchs_names, 3, where, backend="", timeout=120)
+def test_registered_backend_compares_calls(where, results):
+    assert results == [None] * 3
 
 
 def pass_different_shapes(where):
@@ -323,8 +329,8 @@ def pass_different_shapes(where):
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_sizes_can_be_compared_instead_of_shapes(where):
-    assert run_ranks(pass_different_shapes, 2, where, backend="") == [[8.0] * 6] * 2
+def test_sizes_can_be_compared_instead_of_shapes(where, results):
+    assert results == [[8.0] * 6] * 2
 
 
 def end(work, what, group):
@@ -457,8 +463,8 @@ def pass_nan(where):
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_nan_is_traced_to_its_rank(where):
-    run_ranks(pass_nan, 3, where)
+def test_nan_is_traced_to_its_rank(where, results):
+    assert results == [None] * 3
 
 
 def fail_asynchronously():
@@ -620,8 +626,8 @@ def pass_bad_arguments():
     return communicator().topology.hosts, t.tolist()
 
 
-def test_bad_arguments_are_refused_before_data_move():
-    assert run_ranks(pass_bad_arguments, 2) == [([[0, 1]], [2.0] * 4)] * 2
+def test_bad_arguments_are_refused_before_data_move(results):
+    assert results == [([[0, 1]], [2.0] * 4)] * 2
 
 
 def test_call_without_process_group_is_refused():
@@ -662,11 +668,11 @@ def pass_inconsistent_splits(where, algorithm, checked, surpluses=(1, -1, 700_00
         ("apart", "ring", True),
     ],
 )
-def test_inconsistent_splits_are_raised_on_every_rank(where, algorithm, checked):
-    for results in run_ranks(pass_inconsistent_splits, 3, where, algorithm, checked):
-        assert len(results) == 3
+def test_inconsistent_splits_are_raised_on_every_rank(where, algorithm, checked, results):
+    for errors in results:
+        assert len(errors) == 3
         for case, surplus in enumerate((1, -1, 700_000)):
-            message, ranks, untouched = results[case]
+            message, ranks, untouched = errors[case]
             sent = 3 * (2 + surplus)
             assert f"rank 0 sends {sent} elements to rank 1, which expects 6" in message
             assert ranks == (0, 1)
@@ -688,9 +694,9 @@ def pass_inconsistent_split_to_itself(where):
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_inconsistent_split_of_a_rank_to_itself_is_raised_on_every_rank(where):
+def test_inconsistent_split_of_a_rank_to_itself_is_raised_on_every_rank(where, results):
     # Without the error, the one row would be repeated three times.
-    assert run_ranks(pass_inconsistent_split_to_itself, 2, where) == [[], [0.0] * 3]
+    assert results == [[], [0.0] * 3]
 
 
 def scenario(function, world, *args, backend=""):
@@ -716,6 +722,12 @@ WAITING = {
             fail_within, 4 if where == "pairs" else 3, where, algorithm, "hangs"
         )
         for case, (where, algorithm) in HANGS.items()
+    },
+    **{
+        f"test_dead_rank_is_named_by_all_other_ranks[{where}-{algorithm}]": scenario(
+            fail_within, 4 if where == "pairs" else 3, where, algorithm, "dies"
+        )
+        for where, algorithm in DEATHS
     },
     **{
         f"test_mismatch_without_comparison_is_raised_at_the_timeout[{case}]": scenario(
@@ -860,3 +872,61 @@ def test_all_steps_of_a_group_creation_share_one_timeout(backend, outcomes):
 def test_inconsistent_splits_between_hosts_are_raised_at_the_timeout(outcomes):
     for outcome in outcomes:
         assert [ranks for _, ranks, _ in outcome.value.values()] == [(0, 1)], outcome
+
+
+# Cases that run in one start of ranks: see `conftest.py`.
+CASES = {
+    "test_bad_arguments_are_refused_before_data_move": (2, "gloo", pass_bad_arguments, ()),
+    **{
+        f"test_mismatch_is_raised_on_every_rank_and_names_the_deviating_one[{where}-{algorithm}]": (
+            3,
+            "gloo",
+            disagree,
+            (where, algorithm),
+        )
+        for where, algorithm in (
+            ("together", "auto"),
+            ("together", "ring"),
+            ("apart", "auto"),
+            ("apart", "ring"),
+            ("apart", "tree"),
+            ("pairs", "auto"),
+            ("pairs", "hierarchical"),
+        )
+    },
+    **{
+        f"test_inconsistent_splits_are_raised_on_every_rank[{where}-{algorithm}-{checked}]": (
+            3,
+            "gloo",
+            pass_inconsistent_splits,
+            (where, algorithm, checked),
+        )
+        for where, algorithm, checked in (
+            ("together", "auto", False),
+            ("together", "ring", False),
+            ("apart", "ring", True),
+        )
+    },
+}
+for _where in PLACES:
+    CASES |= {
+        f"test_registered_backend_compares_calls[{_where}]": (
+            3,
+            "",
+            deviate_by_torchs_names,
+            (_where,),
+        ),
+        f"test_sizes_can_be_compared_instead_of_shapes[{_where}]": (
+            2,
+            "",
+            pass_different_shapes,
+            (_where,),
+        ),
+        f"test_nan_is_traced_to_its_rank[{_where}]": (3, "gloo", pass_nan, (_where,)),
+        f"test_inconsistent_split_of_a_rank_to_itself_is_raised_on_every_rank[{_where}]": (
+            2,
+            "gloo",
+            pass_inconsistent_split_to_itself,
+            (_where,),
+        ),
+    }

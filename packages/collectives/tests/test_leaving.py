@@ -126,23 +126,33 @@ def leave(backend, where, part):
     return [float(world)], caught.value.ranks, seconds
 
 
+# The backend, the hosts, and whether a subgroup is destroyed.
+USUAL_EXITS = [
+    ("collectives", "together", True),
+    ("collectives", "apart", False),
+    ("gloo", "apart", True),
+]
+OTHER_EXITS = [
+    case
+    for case in itertools.product(
+        ("collectives", "gloo"), ("together", "apart", "pairs"), (False, True)
+    )
+    if case not in USUAL_EXITS
+]
+
+
 @pytest.mark.parametrize(
     ("backend", "where", "part"),
     [
-        ("collectives", "together", True),
-        ("collectives", "apart", False),
-        ("gloo", "apart", True),
-        *(
-            pytest.param(*case, marks=pytest.mark.exhaustive)
-            for case in itertools.product(
-                ("collectives", "gloo"), ("together", "apart", "pairs"), (False, True)
-            )
-        ),
+        *USUAL_EXITS,
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHER_EXITS),
     ],
 )
-def test_rank_that_destroys_its_group_is_named_at_once(backend, where, part):
-    for total, ranks, seconds in run_ranks(leave, 4, backend, where, part, backend=""):
-        assert total == [4.0]
+def test_rank_that_destroys_its_group_is_named_at_once(backend, where, part, outcomes):
+    for outcome in outcomes:
+        assert not outcome.failed, outcome.trace
+        total, ranks, seconds = outcome.value
+        assert total == [len(outcomes)]
         assert ranks == (1,)
         # A busy machine may take seconds, but much less than the timeout.
         assert seconds < TIMEOUT / 2
@@ -176,23 +186,27 @@ def wait_for_a_message(how, where):
     return seconds
 
 
+USUAL_WAITS = [
+    ("sender hangs", "together"),
+    ("receiver hangs", "together"),
+    ("sender destroys", "together"),
+    ("sender aborts", "together"),
+    ("receiver aborts", "together"),
+]
+OTHER_WAITS = [(f"sender {event}", "apart") for event in ("hangs", "destroys", "aborts")]
+
+
 @pytest.mark.parametrize(
     ("how", "where"),
     [
-        ("sender hangs", "together"),
-        ("receiver hangs", "together"),
-        ("sender destroys", "together"),
-        ("sender aborts", "together"),
-        ("receiver aborts", "together"),
-        *(
-            pytest.param(f"sender {event}", "apart", marks=pytest.mark.exhaustive)
-            for event in ("hangs", "destroys", "aborts")
-        ),
+        *USUAL_WAITS,
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHER_WAITS),
     ],
 )
-def test_wait_for_a_message_ends_at_the_timeout_or_with_the_group(how, where):
+def test_wait_for_a_message_ends_at_the_timeout_or_with_the_group(how, where, outcomes):
+    assert not any(outcome.failed for outcome in outcomes), outcomes
     # A busy machine may take seconds, but much less than the timeout of the group.
-    assert run_ranks(wait_for_a_message, 2, how, where, backend="")[0] < TIMEOUT / 2
+    assert outcomes[0].value < TIMEOUT / 2
 
 
 def receive_from_any_rank():
@@ -232,8 +246,8 @@ def leave_in_order(backend, where, rounds):
 @pytest.mark.parametrize(
     ("backend", "where", "rounds"),
     [
-        ("collectives", "apart", 6),
-        ("gloo", "together", 6),
+        ("collectives", "apart", 3),
+        ("gloo", "together", 3),
         *(
             pytest.param(*case, 20, marks=pytest.mark.exhaustive)
             for case in itertools.product(("collectives", "gloo"), ("together", "apart"))
@@ -533,19 +547,23 @@ def lose_two_ranks(backend, where, how):
     return sums
 
 
+USUAL_LOSSES = [("collectives", "together", "dies"), ("collectives", "apart", "dies")]
+OTHER_LOSSES = [
+    ("collectives", "pairs", "dies"),
+    ("collectives", "together", "hangs"),
+    ("collectives", "apart", "hangs"),
+    ("gloo", "apart", "dies"),
+]
+
+
 @pytest.mark.parametrize(
     ("backend", "where", "how"),
     [
-        ("collectives", "together", "dies"),
-        ("collectives", "apart", "dies"),
-        pytest.param("collectives", "pairs", "dies", marks=pytest.mark.exhaustive),
-        pytest.param("collectives", "together", "hangs", marks=pytest.mark.exhaustive),
-        pytest.param("collectives", "apart", "hangs", marks=pytest.mark.exhaustive),
-        pytest.param("gloo", "apart", "dies", marks=pytest.mark.exhaustive),
+        *USUAL_LOSSES,
+        *(pytest.param(*case, marks=pytest.mark.exhaustive) for case in OTHER_LOSSES),
     ],
 )
-def test_survivors_of_lost_ranks_rebuild_their_group(backend, where, how):
-    outcomes = try_ranks(lose_two_ranks, 4, backend, where, how, backend="")
+def test_survivors_of_lost_ranks_rebuild_their_group(backend, where, how, outcomes):
     for rank in (0, 3):
         # Each call multiplies the sum 1 + 3 + 4, and then 1 + 4, by the number of ranks.
         assert outcomes[rank].value == [[8.0 * 3], [5.0 * 2]], outcomes
@@ -726,6 +744,27 @@ WAITING = {
             {"backend": "", "timeout": 300},
         )
         for name, arguments in ENDS.items()
+    },
+    **{
+        f"test_survivors_of_lost_ranks_rebuild_their_group[{'-'.join(case)}]": (
+            (lose_two_ranks, 4, *case),
+            {"backend": ""},
+        )
+        for case in USUAL_LOSSES + OTHER_LOSSES
+    },
+    **{
+        f"test_rank_that_destroys_its_group_is_named_at_once[{'-'.join(map(str, case))}]": (
+            (leave, 4 if "pairs" in case else 3, *case),
+            {"backend": ""},
+        )
+        for case in USUAL_EXITS + OTHER_EXITS
+    },
+    **{
+        f"test_wait_for_a_message_ends_at_the_timeout_or_with_the_group[{'-'.join(case)}]": (
+            (wait_for_a_message, 2, *case),
+            {"backend": ""},
+        )
+        for case in USUAL_WAITS + OTHER_WAITS
     },
 }
 

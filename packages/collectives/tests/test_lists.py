@@ -5,6 +5,7 @@ import mmap
 import os
 import warnings
 from datetime import timedelta
+from itertools import product
 
 import collectives
 import numpy as np
@@ -24,6 +25,10 @@ from worker_pool import run_ranks
 # The last one is longer than a slot of shared memory and, if complex, than a piece of a message.
 SHAPES = ((), (0,), (5,), (3, 4), (70_001,))
 DTYPES = (torch.float32, torch.bfloat16, torch.int64, torch.bool, torch.complex64, torch.int8)
+ALL_CASES = [(shape, dtype) for shape in SHAPES for dtype in DTYPES]
+SHAPES_OF_FLOATS = [(shape, torch.float32) for shape in SHAPES]
+# Every dtype also in a tensor with gaps between its elements and in a long one.
+USUAL_CASES = [*SHAPES_OF_FLOATS, *product(SHAPES[-2:], DTYPES[1:])]
 
 
 class NoViews(TorchDispatchMode):
@@ -48,45 +53,44 @@ def contribution(rank, shape, dtype, salt=0):
     return values.to(dtype) if len(shape) < 2 else values.t().contiguous().t().to(dtype)
 
 
-def everything(where, by=collectives):
+def everything(where, cases, by=collectives):
     """Compare every collective with its definition, by our or by torch's names."""
     if where == "apart":
         apart()
     rank, world = dist.get_rank(), dist.get_world_size()
-    for shape in SHAPES:
-        for dtype in DTYPES:
-            local, root = contribution(rank, shape, dtype), (len(shape) + 1) % world
-            everyone = [contribution(r, shape, dtype) for r in range(world)]
-            room = [torch.empty_like(local) for _ in range(world)]
-            by.all_gather(room, local)
-            assert all(map(torch.equal, room, everyone))
+    for shape, dtype in cases:
+        local, root = contribution(rank, shape, dtype), (len(shape) + 1) % world
+        everyone = [contribution(r, shape, dtype) for r in range(world)]
+        room = [torch.empty_like(local) for _ in range(world)]
+        by.all_gather(room, local)
+        assert all(map(torch.equal, room, everyone))
 
-            room = [torch.empty_like(local) for _ in range(world)] if rank == root else None
-            by.gather(local, room, dst=root)
-            assert rank != root or all(map(torch.equal, room, everyone))
+        room = [torch.empty_like(local) for _ in range(world)] if rank == root else None
+        by.gather(local, room, dst=root)
+        assert rank != root or all(map(torch.equal, room, everyone))
 
-            parts = [contribution(r, shape, dtype, salt=root + 1) for r in range(world)]
-            out = torch.empty_like(local)
-            by.scatter(out, parts if rank == root else None, src=root)
-            assert torch.equal(out, parts[rank])
+        parts = [contribution(r, shape, dtype, salt=root + 1) for r in range(world)]
+        out = torch.empty_like(local)
+        by.scatter(out, parts if rank == root else None, src=root)
+        assert torch.equal(out, parts[rank])
 
-            sends = [contribution(10 * rank + to, shape, dtype) for to in range(world)]
-            room = [torch.empty_like(local) for _ in range(world)]
-            by.all_to_all(room, sends)
-            want = [contribution(10 * source + rank, shape, dtype) for source in range(world)]
-            assert all(map(torch.equal, room, want))
+        sends = [contribution(10 * rank + to, shape, dtype) for to in range(world)]
+        room = [torch.empty_like(local) for _ in range(world)]
+        by.all_to_all(room, sends)
+        want = [contribution(10 * source + rank, shape, dtype) for source in range(world)]
+        assert all(map(torch.equal, room, want))
 
-            total = everyone[0].clone()
-            for tensor in everyone[1:]:
-                total = total + tensor
-            mine = local.clone()
-            by.reduce(mine, dst=root)
-            assert torch.equal(mine, total if rank == root else local)
+        total = everyone[0].clone()
+        for tensor in everyone[1:]:
+            total = total + tensor
+        mine = local.clone()
+        by.reduce(mine, dst=root)
+        assert torch.equal(mine, total if rank == root else local)
 
-            sends = [contribution(10 * rank + to, shape, dtype) for to in range(world)]
-            by.reduce_scatter(out, sends)
-            want = [contribution(10 * source + rank, shape, dtype) for source in range(world)]
-            assert torch.equal(out, sum(want[1:], want[0]))
+        sends = [contribution(10 * rank + to, shape, dtype) for to in range(world)]
+        by.reduce_scatter(out, sends)
+        want = [contribution(10 * source + rank, shape, dtype) for source in range(world)]
+        assert torch.equal(out, sum(want[1:], want[0]))
     # Unlike gloo's, our all_to_all accepts tensors of different lengths.
     room = [torch.empty(source + 1) for source in range(world)]
     works = by.all_to_all(room, [torch.full((rank + 1,), 1.0 * rank)] * world, async_op=True)
@@ -95,11 +99,19 @@ def everything(where, by=collectives):
 
 
 @pytest.mark.parametrize(
-    ("where", "world"),
-    [("together", 3), ("apart", 3), pytest.param("together", 2, marks=pytest.mark.exhaustive)],
+    ("where", "world", "cases"),
+    [
+        ("together", 3, USUAL_CASES),
+        ("apart", 3, USUAL_CASES),
+        *(
+            pytest.param(where, world, ALL_CASES, marks=pytest.mark.exhaustive)
+            for where, world in (("together", 2), ("together", 3), ("apart", 3))
+        ),
+    ],
+    ids=lambda value: f"{len(value)}-cases" if isinstance(value, list) else None,
 )
-def test_collectives_with_lists_and_roots_match_their_definition(where, world):
-    run_ranks(everything, world, where)
+def test_collectives_with_lists_and_roots_match_their_definition(where, world, cases):
+    run_ranks(everything, world, where, cases)
 
 
 def by_torchs_names(where):
@@ -109,7 +121,7 @@ def by_torchs_names(where):
     store = dist.FileStore(os.environ["STORE_FILE"], world)
     limit = timedelta(seconds=30)
     dist.init_process_group("collectives", store=store, rank=rank, world_size=world, timeout=limit)
-    everything(where, dist)
+    everything(where, SHAPES_OF_FLOATS, dist)
     objects = [None] * world
     dist.all_gather_object(objects, {"rank": rank, "padding": "x" * 1000 * rank})
     assert [entry["rank"] for entry in objects] == list(range(world))
@@ -179,8 +191,8 @@ def uneven(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_lists_of_different_sizes_match_their_definition(where):
-    run_ranks(uneven, 3, where)
+def test_lists_of_different_sizes_match_their_definition(where, results):
+    assert results == [None] * 3
 
 
 def overlapping(where, numel):
@@ -233,9 +245,9 @@ def overlapping(where, numel):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_inputs_that_overlap_outputs_are_read_before_they_are_overwritten(where):
+def test_inputs_that_overlap_outputs_are_read_before_they_are_overwritten(where, results):
     # With three ranks, a sum on its way through a ring is stored once before it is complete.
-    run_ranks(overlapping, 3, where, 70_001)
+    assert results == [None] * 3
 
 
 def differing(where):
@@ -265,11 +277,11 @@ def differing(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_difference_between_lists_is_raised_on_every_rank(where):
-    messages = run_ranks(differing, 3, where)
-    assert messages[0] == messages[1] == messages[2]
-    assert "to rank 2" in messages[0][1]
-    assert "scatter(shape (5,), torch.float32, from rank 0)" in messages[0][3]
+def test_difference_between_lists_is_raised_on_every_rank(where, results):
+    messages = results[0]
+    assert results == [messages] * 3
+    assert "to rank 2" in messages[1]
+    assert "scatter(shape (5,), torch.float32, from rank 0)" in messages[3]
 
 
 def lazy(where):
@@ -302,8 +314,8 @@ def lazy(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_lazy_conjugates_and_negatives_are_resolved(where):
-    run_ranks(lazy, 2, where)
+def test_lazy_conjugates_and_negatives_are_resolved(where, results):
+    assert results == [None, None]
 
 
 def versions():
@@ -344,10 +356,10 @@ def versions():
     return {name: {tensor._version > 0 for tensor in tensors} for name, tensors in outputs.items()}
 
 
-def test_autograd_notices_every_tensor_that_is_overwritten():
-    for rank, results in enumerate(run_ranks(versions, 2)):
+def test_autograd_notices_every_tensor_that_is_overwritten(results):
+    for rank, are_changed_by_name in enumerate(results):
         unchanged = {"reduce": rank != 1, "broadcast": rank == 1, "gather": rank != 0}
-        for name, are_changed in results.items():
+        for name, are_changed in are_changed_by_name.items():
             assert are_changed <= {not unchanged.get(name, False)}, (rank, name)
 
 
@@ -373,8 +385,7 @@ def from_unwritable_tensors(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_tensors_that_are_only_read_may_be_expanded_or_read_only(where):
-    results = run_ranks(from_unwritable_tensors, 2, where)
+def test_tensors_that_are_only_read_may_be_expanded_or_read_only(where, results):
     assert results == [([0.0] * 5, [total] * 5) for total in (2.0, 1.0)]
 
 
@@ -416,8 +427,8 @@ def in_inference_mode(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_tensors_of_inference_mode_can_be_written_to_outside_of_it(where):
-    assert run_ranks(in_inference_mode, 2, where) == [[2] * 4] * 2
+def test_tensors_of_inference_mode_can_be_written_to_outside_of_it(where, results):
+    assert results == [[2] * 4] * 2
 
 
 def reduce_or_refuse(dtype, op):
@@ -500,8 +511,8 @@ def refused():
     return ones.tolist()
 
 
-def test_unsupported_tensors_are_refused_before_data_move():
-    assert run_ranks(refused, 2) == [[2.0] * 4] * 2
+def test_unsupported_tensors_are_refused_before_data_move(results):
+    assert results == [[2.0] * 4] * 2
 
 
 def overlapping_in_order():
@@ -521,8 +532,8 @@ def overlapping_in_order():
     return results
 
 
-def test_overlapping_input_is_read_after_earlier_calls():
-    assert run_ranks(overlapping_in_order, 2) == [[[3.0], [3.0]]] * 2
+def test_overlapping_input_is_read_after_earlier_calls(results):
+    assert results == [[[3.0], [3.0]]] * 2
 
 
 def test_overlap_is_that_of_bytes_not_of_storages():
@@ -572,3 +583,36 @@ def test_arguments_have_the_names_and_the_order_of_torch(name):
     assert ours[: len(theirs)] == theirs
     # The timeout of a barrier is missing from some versions of torch.
     assert set(ours[len(theirs) :]) <= {"algorithm", "timeout"}
+
+
+# Cases that run in one start of ranks: see `conftest.py`.
+CASES = {
+    "test_autograd_notices_every_tensor_that_is_overwritten": (2, "gloo", versions, ()),
+    "test_unsupported_tensors_are_refused_before_data_move": (2, "gloo", refused, ()),
+    "test_overlapping_input_is_read_after_earlier_calls": (2, "gloo", overlapping_in_order, ()),
+}
+for _where in ("together", "apart"):
+    CASES |= {
+        f"{test}[{_where}]": (world, "gloo", function, (_where, *arguments))
+        for test, world, function, *arguments in (
+            ("test_lists_of_different_sizes_match_their_definition", 3, uneven),
+            (
+                "test_inputs_that_overlap_outputs_are_read_before_they_are_overwritten",
+                3,
+                overlapping,
+                70_001,
+            ),
+            ("test_difference_between_lists_is_raised_on_every_rank", 3, differing),
+            ("test_lazy_conjugates_and_negatives_are_resolved", 2, lazy),
+            (
+                "test_tensors_that_are_only_read_may_be_expanded_or_read_only",
+                2,
+                from_unwritable_tensors,
+            ),
+            (
+                "test_tensors_of_inference_mode_can_be_written_to_outside_of_it",
+                2,
+                in_inference_mode,
+            ),
+        )
+    }

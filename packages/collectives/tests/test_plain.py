@@ -38,6 +38,6 @@ def all_of_them():
         assert torch.equal(received, everyone[0])
 
 
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize("world", [pytest.param(2, marks=pytest.mark.exhaustive), 3, 4])
 def test_minimal_implementation_sums_and_the_package_equals_it(world):
     run_ranks(all_of_them, world)

@@ -61,6 +61,24 @@ def test_state_follows_from_the_executors_of_unfinished_calls(supported, executo
     assert ended.is_set()
 
 
+def test_every_thread_waits_for_the_queued_calls():
+    # Otherwise the synchronous call of one thread would run before calls that were made earlier.
+    queue = ProgressQueue(None, on_end=lambda: None)
+    gate = threading.Event()
+    _, work = submit(queue, engine=False, gate=gate)
+    threads = [threading.Thread(target=queue.wait_for_last) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+    gate.set()
+    for thread in threads:
+        thread.join()
+    assert work.is_completed()
+    assert queue.last is None
+    queue.close()
+
+
 def test_engine_is_not_used_while_a_synchronous_call_runs():
     queue = ProgressQueue(None, on_end=lambda: None)
     with queue.running:

@@ -166,8 +166,7 @@ def all_to_all_single(
     if algorithm == "auto" and is_even and _should_use_gloo(comm, output, input):
         shape = (input.numel(),)
         call = describe_call(comm, "all_to_all", input, "auto", outputs=[output], shape=shape)
-        if comm.gloo.has_room_for(call.packed):
-            return run(comm, call, async_op, output, input)
+        return run(comm, call, async_op, output, input)
     lengths_out = split_lengths("output", output, output_sizes, comm.world)
     lengths_in = split_lengths("input", input, input_sizes, comm.world)
     # Shapes may differ between ranks. The lengths are compared when the call runs.
@@ -209,12 +208,12 @@ def run(
             return [flatten(output)]
         return [flatten(output), flatten(input.clone() if must_copy else input)]
 
-    if not async_op and call.packed in comm.gloo.groups:
+    if not async_op and call.packed in comm.gloo.groups and comm.can_run_connected(output):
         tensors = flat_tensors()
-        if comm.run_connected(call, *tensors):
-            if is_written:
-                copy_back(output, tensors[0])
-            return None
+        comm.run_connected(call, *tensors)
+        if is_written:
+            copy_back(output, tensors[0])
+        return None
 
     def body(packed: bytes) -> None:
         # The input is not copied before this point, because earlier calls may still write to it.

@@ -194,22 +194,24 @@ class Communicator:
             self.progress.submit(work, job)
         return work
 
-    def run_connected(self, call: Call, *tensors: Tensor) -> bool:
-        """Run a synchronous call for which a gloo group exists, with less overhead than `run`.
-
-        Return False, without running the call, if it needs a feature that only `run` supports.
-        """
+    def can_run_connected(self, output: Tensor) -> bool:
+        """Return True unless a call needs a feature that `run` supports and `run_connected` not."""
         if self.progress.last or self.compare_calls or self.find_nan or _profiler_enabled():
             return False
-        if call_timeout.get() is not None or tensors[0].is_inference():
-            return False
+        return call_timeout.get() is None and not output.is_inference()
+
+    def run_connected(self, call: Call, *tensors: Tensor) -> None:
+        """Run a synchronous call for which a gloo group exists, with less overhead than `run`.
+
+        `can_run_connected` must be True before the tensors are flattened, because earlier calls may
+        still write to them.
+        """
         with self.progress.running:
             self.start_call(call.packed)
             try:
                 self.gloo.run(call.kind, call.packed, tensors, call.op, call.root, self.timeout)
             except BaseException as error:
                 self.fail(error)
-        return True
 
     def fail(self, error: BaseException) -> NoReturn:
         """Raise the error that explains why the current call failed."""

@@ -33,6 +33,7 @@ BY_MESSAGES: dict[str, dict[str, Function]] = {
         "reduce_scatter": ring.reduce_scatter,
         "all_gather": ring.all_gather,
         "broadcast": ring.broadcast,
+        "all_to_all": ring.all_to_all_single,
     },
     "tree": {
         "all_reduce": tree.all_reduce,
@@ -52,7 +53,7 @@ IN_SHARED_MEMORY: dict[str, Function] = {
 
 
 def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
-    """Run a reduction, gather or broadcast on flat tensors: one tensor, or (output, input)."""
+    """Run a collective on flat tensors: one tensor, or (output, input) of equal parts."""
     algorithm = _prepare(comm, call, packed, max(tensor.nbytes for tensor in tensors))
     topology = comm.topology
     kind = call.steps
@@ -60,7 +61,7 @@ def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None
     argument: tuple[Any, ...] = (call.op,)
     if kind == "broadcast":
         argument = (call.root,)
-    elif kind == "all_gather":
+    elif kind in ("all_gather", "all_to_all"):
         argument = ()
     if algorithm == "shared_memory":
         shared = [topology.shared(tensors[0])] if kind == "all_reduce" else []
@@ -139,8 +140,9 @@ def _prepare(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
     if call.algorithm != "auto":
         return call.algorithm
     if call.kind == "all_to_all":
-        # This is an all-to-all of equal parts. It gets here only if gloo can run it.
-        return NATIVE
+        # This is an all-to-all of equal parts. It gets here only if gloo can run it. The room is
+        # checked when the call runs, because earlier calls may still create groups.
+        return NATIVE if comm.gloo.has_room_for(packed) else "ring"
     return _choose(comm, call, packed, size)
 
 

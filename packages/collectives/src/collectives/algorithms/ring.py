@@ -109,6 +109,12 @@ def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:
         point_to_point.exchange(sends, receives)
 
 
+def all_to_all_single(point_to_point: PointToPoint, out: Tensor, flat: Tensor) -> None:
+    """Send the i-th of equal parts of `flat` to rank i; write the received parts to `out`."""
+    world = point_to_point.world
+    all_to_all(point_to_point, out.tensor_split(world), flat.tensor_split(world))
+
+
 def all_to_all(
     point_to_point: PointToPoint, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> None:

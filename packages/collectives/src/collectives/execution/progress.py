@@ -69,7 +69,7 @@ class ProgressQueue:
         self.running = threading.Lock()
         #: Acquired while a call is queued, so that executors and the queue have the same order.
         self.submitting = threading.Lock()
-        #: The last asynchronous call, or None if it has finished or a call has waited for it.
+        #: The last asynchronous call, or None if it has finished.
         self.last: Work | None = None
         self._arena = arena
         self._on_end = on_end
@@ -90,9 +90,11 @@ class ProgressQueue:
 
     def wait_for_last(self) -> None:
         """Wait until all asynchronous calls so far have finished, successfully or not."""
-        last, self.last = self.last, None
-        if last is not None:
-            last.join()
+        last = self.last
+        if last is None:
+            return
+        last.join()
+        self._forget(last)
 
     def assign(self, make_job: Callable[[], Job | None], *, is_usable: bool) -> Job | None:
         """Choose the executor of a new call; return its job if the executor is the engine.
@@ -177,7 +179,11 @@ class ProgressQueue:
                 return
             work.run()
             # Neither the queue nor this thread, which waits now, may keep the call's tensors alive.
-            with self.submitting:
-                if self.last is work:
-                    self.last = None
+            self._forget(work)
             del work
+
+    def _forget(self, finished: Work) -> None:
+        """Reset `last` if it is this call, which has finished."""
+        with self.submitting:
+            if self.last is finished:
+                self.last = None
