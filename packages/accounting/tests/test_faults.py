@@ -199,21 +199,25 @@ def test_invalid_model_config_is_refused(tmp_path: Path) -> None:
         accounting.parameters(LLAMA)
 
 
-def imported(tmp_path: Path) -> list[str]:
-    """Return the CPU seconds of an import, followed by the names of the loaded modules."""
+def imported(bytecode: Path | None = None) -> list[str]:
+    """Return the CPU seconds of an import, followed by the names of the loaded modules.
+
+    All bytecode is read from the folder `bytecode`, or from its usual place for None.
+    """
     code = (
         "import sys, time; t = time.process_time(); import accounting; "
         "print(time.process_time() - t, *sys.modules)"
     )
-    # Bytecode is written on the first run, as in an installation.
-    ready = os.environ | {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    ready["PYTHONPATH"] = str(Path(accounting.__file__).parents[1])
+    ready = os.environ | {"PYTHONPATH": str(Path(accounting.__file__).parents[1])}
+    if bytecode is not None:
+        # Bytecode is written on the first run, as in an installation.
+        ready |= {"PYTHONPYCACHEPREFIX": str(bytecode), "PYTHONDONTWRITEBYTECODE": ""}
     done = subprocess.run([sys.executable, "-c", code], env=ready, capture_output=True, text=True)
     return done.stdout.split()
 
 
-def test_importing_needs_the_standard_library_alone(tmp_path: Path) -> None:
-    loaded = imported(tmp_path)[1:]
+def test_importing_needs_the_standard_library_alone() -> None:
+    loaded = imported()[1:]
     assert "accounting.fermi" in loaded
     assert not {"torch", "numpy", "scipy", "matplotlib"} & set(loaded)
 
@@ -327,17 +331,19 @@ def test_the_command_reads_false_as_false(spelled: str) -> None:
 
 
 def test_interleaving_and_older_devices_work_from_the_command_line(planned: Planned) -> None:
-    plan = planned("plan", SHAPE, "--gpus", "8", "--pp", "4", "--schedule", "interleaved")
+    few = ("--gpus", "8", "--batch", "16")
+    plan = planned("plan", SHAPE, *few, "--pp", "4", "--schedule", "interleaved")
     assert plan["schedule"] == "interleaved"
     assert plan["virtual_stages"] > 1
-    v100 = ("plan", SHAPE, "--gpus", "8", "--hardware", "V100", "--zero", "3")
+    v100 = ("plan", SHAPE, *few, "--hardware", "V100", "--zero", "3")
     done = run(*v100, "--json")
     assert json.loads(done.stdout)["precision"] == "mixed_fp16"
     wrong = run(*v100, "--precision", "mixed_bf16")
     assert wrong.stderr.startswith("error: expected a dtype that V100 lists")
     small = "layers=2,d_model=64,heads=4,vocab_size=99"
+    one = ["--gpus", "4", "--tp", "4", "--batch", "1"]
     for hardware in HARDWARE:
-        assert main(["plan", small, "--gpus", "4", "--tp", "4", "--hardware", hardware]) == 0
+        assert main(["plan", small, *one, "--hardware", hardware]) == 0
 
 
 @pytest.mark.parametrize(
@@ -378,6 +384,10 @@ def test_list_of_many_layers_is_not_the_name_of_a_file() -> None:
     layers = "+".join(map(str, range(100)))
     sizes = "layers=100,d_model=64,heads=4,vocab_size=9,experts.count=4,experts.per_token=2"
     assert read_model(f"{sizes},experts.layers={layers}").expert_layers == set(range(100))
+    single = read_model(f"{SHAPE},window.size=4,window.layers=3,attention_layers=3")
+    assert single.windowed_layers == set(single.attention_layers) == {3}
+    with pytest.raises(TypeError, match=r"expected window\.layers to list layers, .*got True"):
+        read_model(f"{SHAPE},window.size=4,window.layers=true")
 
 
 def test_replaced_sizes_do_not_leave_layers_of_the_original_model() -> None:

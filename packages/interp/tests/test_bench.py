@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from interp import LowRank, composition_scores
+from interp import LowRank, bench, composition_scores
 from interp.bench import _Largest, composition, describing, main
 
 PACKAGE = Path(__file__).parents[1]
@@ -65,8 +65,12 @@ def test_describe_meets_its_bounds_in_every_stored_row() -> None:
             assert row["memory"] < 2
 
 
-def test_composition_creates_nothing_larger_than_one_factor_of_the_circuits() -> None:
+def test_composition_creates_nothing_larger_than_one_factor_of_the_circuits(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The peer multiplies all pairs at once; sizes are read from the meta device."""
+    # The rate of a large product takes a second to measure.
+    monkeypatch.setattr(bench, "_product_rate", lambda: 100.0)
     torch.manual_seed(0)
     ov, qk = (LowRank(torch.randn(3, 4, 24, 2), torch.randn(3, 4, 2, 24)) for _ in range(2))
 

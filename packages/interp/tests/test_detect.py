@@ -32,7 +32,7 @@ def plain_score(
     return scores
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=12, deadline=None)
 @given(
     batch=st.integers(1, 3),
     heads=st.integers(1, 3),
@@ -107,9 +107,9 @@ def test_p_values_are_at_least_permutation_p_values() -> None:
         queries = mask.any(-1).nonzero()[:, 0].tolist()
         sampled = torch.zeros(3, 400)
         for query in queries:
-            for i in range(400):
-                drawn = torch.randperm(query + 1, generator=generator)[: int(mask[query].sum())]
-                sampled[:, i] += pattern[0, :, query, drawn].sum(-1) / len(queries)
+            order = torch.rand(400, query + 1, generator=generator).argsort(-1)
+            drawn = order[:, : int(mask[query].sum())]
+            sampled += pattern[0, :, query][:, drawn].sum(-1) / len(queries)
         fraction = (sampled >= result.scores[kind][0][:, None] - 1e-6).float().mean(-1)
         assert (result.p_values[kind][0] >= 0.8 * fraction).all()
 
@@ -174,7 +174,7 @@ def largest_count(trials: int) -> int:
     [
         pytest.param(name, models, marks=[] if is_fast else pytest.mark.exhaustive)
         for name in prompts_of_every_kind()
-        for models, is_fast in ((10, name in ("same prefix", "one other token")), (200, False))
+        for models, is_fast in ((6, name in ("same prefix", "one other token")), (200, False))
     ],
 )
 def test_one_random_model_in_twenty_has_a_significant_head(prompts: str, models: int) -> None:

@@ -8,6 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from interp import describe, record
@@ -399,6 +400,7 @@ def test_factored_matrices_equal_dense_matrices(model: HookedDecoder) -> None:
     matrix, dense = FactoredMatrix(a, b), a @ b
     vector = torch.randn(5)
     right, left = torch.randn(5, 7), torch.randn(7, 5)
+    rows = torch.tensor([True, False, True, False, True])
     pairs = [
         (matrix.AB, dense),
         (matrix.T.AB, dense.mT),
@@ -411,6 +413,12 @@ def test_factored_matrices_equal_dense_matrices(model: HookedDecoder) -> None:
         (matrix[1, 2].AB, dense[1, 2]),
         (matrix[:, -1].AB, dense[:, -1]),
         (matrix[0, 1, 3, -1].AB, dense[0, 1, 3:4, -1:]),
+        (matrix[..., 3].AB, dense[..., 3:4]),
+        (matrix[..., np.int64(1), :].AB, dense[..., 1:2, :]),
+        (matrix[..., torch.tensor(1), 2:].AB, dense[..., 1:2, 2:]),
+        (matrix[1, ..., -2:].AB, dense[1, :, :, -2:]),
+        (matrix[[0, 1], :, [3, 0, 1], rows].AB, dense[:, :, [3, 0, 1]][..., rows]),
+        ((matrix * torch.tensor([2.0])).AB, 2 * dense),
         (matrix.U @ matrix.S.diag_embed() @ matrix.V.mT, dense),
         (matrix.norm(), torch.linalg.matrix_norm(dense)),
         (matrix.eigenvalues.sum(-1).real, dense.diagonal(dim1=-2, dim2=-1).sum(-1)),
@@ -419,6 +427,11 @@ def test_factored_matrices_equal_dense_matrices(model: HookedDecoder) -> None:
         torch.testing.assert_close(ours, expected)
     assert (matrix.ldim, matrix.mdim, matrix.rdim, matrix.ndim) == (5, 2, 5, 4)
     assert "Hidden Dim(2)" in repr(matrix)
+    for refused in (None, True, (..., ...), (0, 0, 0, 0, 0), (0, 0, 5), (..., -6), (2,)):
+        with pytest.raises(IndexError):
+            matrix[refused]
+    with pytest.raises(ValueError, match=r"a tensor of one element, got \(3,\)"):
+        matrix * torch.ones(3)
     torch.testing.assert_close(model.OV.AB, model.decoder.ov().dense().mT)
     torch.testing.assert_close(model.QK.AB, model.decoder.qk().dense())
     weights = dict(model.tl_named_parameters())

@@ -50,7 +50,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     models = {name: random_decoder(name, **sizes).to(device) for name in ("gpt2", "llama")}
     length = 8 if quick else 15
     return [
-        patching(model, shape, part, length)
+        patching(model, shape, part, length, sample=8 if quick else 24)
         for shape, model in models.items()
         for part in (":input", "attention.o:input")
     ]

@@ -43,6 +43,8 @@ from interp.text import Texts, Tokenizer
 
 #: A head with a larger p-value is noise.
 _SIGNIFICANCE = 0.05
+#: The values of t at which the bound of the p-value is computed; see Note [Clusters of queries].
+_EXPONENTS = (0.1, 0.3, 0.7, 2.0, 4.0, 8.0, 20.0, 70.0, 300.0)
 #: A head with a smaller (score - chance) / (1 - chance) is noise.
 _MIN_EFFECT = 0.1
 
@@ -184,11 +186,9 @@ def detect_heads(
             weight = weights[kind].to(wide.device)
             score = torch.einsum("bhqk,bqk->h", wide, weight)
             scores[kind].append(score.cpu())
-            log_bounds = [
-                _log_bound(wide, visible, mask.to(wide.device), cluster.to(wide.device))
-                for cluster in clusters[kind]
-            ]
-            bounds[kind].append(torch.stack(log_bounds).amax(0).exp().cpu())
+            clusterings = [cluster.to(wide.device) for cluster in clusters[kind]]
+            log_bound = _log_bound(wide, visible, mask.to(wide.device), clusterings)
+            bounds[kind].append(log_bound.exp().cpu())
     stacked = {kind: torch.stack(values) for kind, values in scores.items()}
     heads = stacked["first"].numel()
     p_values = {kind: (torch.stack(p) * heads).clamp_max(1.0) for kind, p in bounds.items()}
@@ -255,23 +255,35 @@ def _visible_keys(pattern: Tensor, chosen: Tensor, real: Tensor) -> Tensor:
     return ((distance >= 0) & (distance <= reach)) & real[:, None, :]
 
 
-def _log_bound(pattern: Tensor, visible: Tensor, targets: Tensor, clusters: Tensor) -> Tensor:
-    """Return the log of the bound of each head's p-value; see Note [Clusters of queries]."""
-    row, query = (clusters >= 0).nonzero(as_tuple=True)
+def _log_bound(
+    pattern: Tensor, visible: Tensor, targets: Tensor, clusterings: list[Tensor]
+) -> Tensor:
+    """Return the log of the bound of each head's p-value; see Note [Clusters of queries].
+
+    It is the largest bound over all clusterings, which have the same queries.
+    """
+    row, query = (clusterings[0] >= 0).nonzero(as_tuple=True)
     if not len(row):
         return pattern.new_zeros(pattern.shape[1])
     weights = pattern[row, :, query]  # [n, heads, seq_k]
-    wanted = targets[row, query]  # [n, seq_k]
+    wanted = targets[row, query].to(pattern)  # [n, seq_k]
     seen = visible[row, query]  # [n, seq_k]
-    cluster = clusters[row, query].unique(return_inverse=True)[1]
-    size = cluster.bincount().to(pattern)
-    scale = wanted.sum(-1).to(pattern)[:, None, None]
-    observed = torch.einsum("nhk,nk,n->h", weights, wanted.to(pattern), 1 / size[cluster])
-    scaled = (scale * weights).masked_fill(~seen[:, None], float("-inf"))
+    attained = torch.einsum("nhk,nk->nh", weights, wanted)
+    scaled = wanted.sum(-1)[:, None, None] * weights
+    scaled = scaled.masked_fill(~seen[:, None], float("-inf"))
     log_keys = seen.sum(-1).to(pattern).log()[:, None]
+    # For each t, the log of the mean over keys, [n, heads].
+    log_means = {t: (t * scaled).logsumexp(-1) - log_keys for t in _EXPONENTS}
+    clusters = [x[row, query].unique(return_inverse=True)[1] for x in clusterings]
+    return torch.stack([_chernoff(attained, log_means, x) for x in clusters]).amax(0)
+
+
+def _chernoff(attained: Tensor, log_means: Mapping[float, Tensor], cluster: Tensor) -> Tensor:
+    """Return the log of Chernoff's bound (heads,) for one clustering (n,) of the queries."""
+    size = cluster.bincount().to(attained)
+    observed = (attained / size[cluster][:, None]).sum(0)
     log_p = []
-    for t in (0.1, 0.3, 0.7, 2.0, 4.0, 8.0, 20.0, 70.0, 300.0):
-        log_mean = (t * scaled).logsumexp(-1) - log_keys  # [n, heads]
+    for t, log_mean in log_means.items():
         largest = log_mean.new_full((len(size), log_mean.shape[1]), float("-inf"))
         largest = largest.scatter_reduce(0, cluster[:, None].expand_as(log_mean), log_mean, "amax")
         terms = (log_mean - largest[cluster]).exp()

@@ -74,6 +74,8 @@ def read_model(text: str) -> Transformer:
         if field in fields:
             raise ValueError(f"expected {name} once, got it twice")
         fields[field] = _read(value)
+        if name.endswith((".layers", "_layers")) and type(fields[field]) is int:
+            fields[field] = (fields[field],)
     records = {name: RECORDS[name](**values) for name, values in nested.items()}
     return Transformer(**sizes | records)
 
@@ -107,7 +109,7 @@ _QUANTIZATION = ("quantization_config", "compression_config")
 
 
 def _read(value: str) -> object:
-    """Parse a bool, an integer, layers such as `1+3+5`, or a name."""
+    """Parse a bool, an integer, several layers such as `1+3+5`, or a name."""
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
     try:

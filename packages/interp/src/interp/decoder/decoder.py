@@ -30,7 +30,7 @@ from interp.circuits.low_rank import LowRank, stack_layers
 from interp.decoder.modules.block import DecoderBlock
 from interp.decoder.modules.cache import Cache, require_cache_of
 from interp.decoder.modules.settings import Comparison, Settings
-from interp.decoder.modules.weights import Weights
+from interp.decoder.modules.weights import UnsetLinear, Weights
 from interp.decoder.source import Source
 from interp.lens import head_outputs, require_sum
 from interp.prompts import Prompt, forward, require_zeros_and_ones
@@ -81,7 +81,7 @@ class Decoder(nn.Module):
             self.unembed = weights.linear("unembed")
         else:
             vocabulary, d_model = self.embed.weight.shape
-            tied = nn.Linear(d_model, vocabulary, bias=False, device="meta")
+            tied = UnsetLinear(d_model, vocabulary, bias=False, device="meta")
             self.unembed = weights.share_memory("unembed", tied)  # its bias, if there is one
             self.unembed.weight = self.embed.weight
         if unused := sorted(tensors.keys() - weights.used):

@@ -88,6 +88,8 @@ def _describe(model: nn.Module, settings: dict[str, Any]) -> Decoder:
     else:
         candidates = list(_settings_from_module(model, tensors, theta))
     candidates = [replace(candidate, **settings) for candidate in candidates]
+    # Passed settings may make candidates equal.
+    candidates = [c for index, c in enumerate(candidates) if c not in candidates[:index]]
     constants = constants_of(model, config)
 
     def build(weights: Mapping[str, Tensor], chosen: Settings) -> Decoder:

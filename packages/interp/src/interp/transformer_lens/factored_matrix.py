@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from interp.circuits.low_rank import LowRank
@@ -86,15 +88,54 @@ class FactoredMatrix:
         return transposed.T if isinstance(transposed, FactoredMatrix) else transposed
 
     def __mul__(self, scalar: float | Tensor) -> FactoredMatrix:
+        if isinstance(scalar, Tensor):
+            if scalar.numel() != 1:
+                raise ValueError(
+                    f"expected a number or a tensor of one element, got {tuple(scalar.shape)}; "
+                    "multiply `.AB`, or `A` or `B`"
+                )
+            scalar = scalar.reshape(())
         return FactoredMatrix(self.A * scalar, self.B)
 
     __rmul__ = __mul__
 
     def __getitem__(self, index: Any) -> FactoredMatrix:
-        """Index the leading dimensions, rows and columns; one row or column stays a dimension."""
-        index = index if isinstance(index, tuple) else (index,)
-        batch = self.ndim - 2
-        inner = [slice(i, i + 1 or None) if isinstance(i, int) else i for i in index[batch:]]
+        """Index the leading dimensions, rows and columns; one row or column stays a dimension.
+
+        Rows and columns are selected independently of each other and of the leading dimensions.
+        Raises IndexError for indices that are out of range, and for new dimensions.
+        """
+        items = list(index) if isinstance(index, tuple) else [index]
+        ellipses = [position for position, item in enumerate(items) if item is Ellipsis]
+        omitted = self.ndim - len(items) + len(ellipses)
+        if omitted < 0 or len(ellipses) > 1 or any(map(_changes_dimensions, items)):
+            raise IndexError(
+                f"expected at most {self.ndim} integers, slices and vectors of indices, and at "
+                f"most one ellipsis, got {index!r}; index `.AB` for new dimensions"
+            )
+        for position in ellipses:
+            items[position : position + 1] = [slice(None)] * omitted
+        leading, inner = tuple(items[: self.ndim - 2]), items[self.ndim - 2 :]
         rows, columns = (*inner, slice(None), slice(None))[:2]
-        a, b = self.A[index[:batch]], self.B[index[:batch]]
-        return FactoredMatrix(a[..., rows, :], b[..., columns])
+        return FactoredMatrix(
+            self.A[leading][..., _as_slice(rows, self.ldim), :],
+            self.B[leading][..., _as_slice(columns, self.rdim)],
+        )
+
+
+def _changes_dimensions(item: Any) -> bool:
+    """Return True if an index stands for any other number of dimensions than one."""
+    if isinstance(item, Tensor):
+        return item.ndim > 1 or (item.ndim == 0 and item.dtype == torch.bool)
+    return item is None or isinstance(item, bool)
+
+
+def _as_slice(item: Any, size: int) -> Any:
+    """Return an integer as a slice of one row or column, and other indices unchanged."""
+    try:
+        position = operator.index(item)
+    except TypeError:
+        return item
+    if not -size <= position < size:
+        raise IndexError(f"index {position} is out of range for {size} rows or columns")
+    return slice(position % size, position % size + 1)

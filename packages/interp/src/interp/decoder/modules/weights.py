@@ -12,6 +12,13 @@ from interp.decoder.modules.settings import Settings
 Module = TypeVar("Module", bound=nn.Module)
 
 
+class UnsetLinear(nn.Linear):
+    """A linear layer whose weights are set later; their initialization would take longer."""
+
+    def reset_parameters(self) -> None:
+        """Leave the weights unset."""
+
+
 class Weights:
     """Tensors by canonical name, with a record of the names that were used."""
 
@@ -33,13 +40,12 @@ class Weights:
     def linear(self, name: str) -> nn.Linear:
         """Return an `nn.Linear` that shares the named weight and, if it exists, the named bias."""
         out_features, in_features = self.parameter(f"{name}.weight").shape
-        linear = nn.Linear(in_features, out_features, bias=False, device="meta")
+        linear = UnsetLinear(in_features, out_features, bias=False, device="meta")
         return self.share_memory(name, linear)
 
     def embedding(self, name: str) -> nn.Embedding:
         """Return an `nn.Embedding` that shares the named weight."""
-        rows, d_model = self.parameter(f"{name}.weight").shape
-        return self.share_memory(name, nn.Embedding(rows, d_model, device="meta"))
+        return nn.Embedding.from_pretrained(self.parameter(f"{name}.weight"))
 
     def norm(self, name: str, settings: Settings) -> nn.Module:
         """Return the norm with this name, or an `nn.Identity` if no weight has the name."""

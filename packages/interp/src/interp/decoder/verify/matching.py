@@ -96,11 +96,12 @@ def matching_settings(
     # Rounding may route a token to another expert, but rarely does so for both of two draws.
     seeds = range(2 if candidates[0].experts_used else 1)
     comparisons = []
+    descriptions = _Descriptions(random_weights, build)
     with evaluating(model):
         context = _context(model, tensors, roles, candidates[0])
         for probe in _probes(model, candidates[0], context):
             for seed in seeds:
-                errors = list(_errors(model, random_weights, probe, seed, candidates, build))
+                errors = list(_errors(model, descriptions, probe, seed, candidates))
                 if min(errors) <= probe.tolerance:
                     break
             else:
@@ -117,16 +118,43 @@ def matching_settings(
     return replace(candidates[0], context=context), tuple(comparisons)
 
 
+class _Descriptions:
+    """The descriptions of candidates under the latest random weights, which probes share."""
+
+    def __init__(self, random_weights: RandomWeights, build: Build) -> None:
+        self.random_weights = random_weights
+        self._build = build
+        self._latest: tuple[Scale, int] | None = None
+        self._decoders: list[tuple[Settings, Decoder]] = []
+
+    def draw(self, scale: Scale, seed: int) -> dict[str, Tensor]:
+        """Return the random weights of a scale, and use them for the descriptions that follow."""
+        if self._latest != (scale, seed):
+            # Descriptions may have copies of weights, so they are freed before the next draw.
+            self._decoders.clear()
+            self._latest = scale, seed
+        return self.random_weights.draw(scale, seed)
+
+    def decoder(self, weights: Mapping[str, Tensor], candidate: Settings) -> Decoder:
+        """Return the description of a candidate with the latest weights."""
+        # Settings that the caller passes may be lists, so candidates are not keys.
+        for known, decoder in self._decoders:
+            if known == candidate:
+                return decoder
+        self._decoders.append((candidate, self._build(weights, candidate)))
+        return self._decoders[-1][1]
+
+
 def _errors(
     model: nn.Module,
-    random_weights: RandomWeights,
+    descriptions: _Descriptions,
     probe: Probe,
     seed: int,
     candidates: Sequence[Settings],
-    build: Build,
 ) -> Iterator[float]:
     """Yield the `distance` between the logits of each description and those of the model."""
-    weights = random_weights.draw(probe.scale, seed)
+    weights = descriptions.draw(probe.scale, seed)
+    random_weights = descriptions.random_weights
     tokens = _tokens(random_weights.vocabulary, probe, seed, random_weights.device)
     if any(rotary.original_length for rotary in candidates[0].rotary):
         # Models with dynamic scaling keep the angles of the longest text until the next short text.
@@ -137,7 +165,7 @@ def _errors(
         if probe.window is not None:
             windows = tuple(window and probe.window for window in candidate.windows)
             candidate = replace(candidate, windows=windows)
-        decoder = build(weights, candidate)
+        decoder = descriptions.decoder(weights, candidate)
         with warnings.catch_warnings():
             # A padded probe without position ids tests the model's default, which may count
             # padding. The decoder warns of such positions.
