@@ -29,13 +29,10 @@ class SharedPrograms:
         programs: programs that `serve` runs. Other programs start their own ranks.
     """
 
-    def __init__(
-        self, serve: Callable, world: int, programs: list[Program], timeout: float = 180.0
-    ) -> None:
+    def __init__(self, serve: Callable, world: int, programs: list[Program]) -> None:
         self.serve = serve
         self.world = world
         self.programs = programs
-        self.timeout = timeout
         #: The results of each rank or the error of the start, by the function that starts ranks.
         self._outcomes: dict[Callable, list[dict[Program, Any]] | RankFailed] = {}
 
@@ -44,12 +41,12 @@ class SharedPrograms:
         program = (name, *arguments)
         if program not in self.programs:
             function = self.serve.__globals__[name]
-            return run_ranks(function, self.world, *arguments, timeout=self.timeout)
+            return run_ranks(function, self.world, *arguments)
         # The fixture `backend` replaces `run_ranks` by a partial function for another backend.
         key = run_ranks.func if isinstance(run_ranks, partial) else run_ranks
         if key not in self._outcomes:
             try:
-                self._outcomes[key] = run_ranks(self.serve, self.world, timeout=self.timeout)
+                self._outcomes[key] = run_ranks(self.serve, self.world)
             except RankFailed as error:
                 self._outcomes[key] = error
         outcomes = self._outcomes[key]
@@ -72,6 +69,6 @@ def run_all(functions: dict[str, Any], programs: list[Program]) -> dict[Program,
     for name, *arguments in programs:
         try:
             outcomes[name, *arguments] = functions[name](*arguments)
-        except Exception:
+        except BaseException:
             outcomes[name, *arguments] = Failure(traceback.format_exc())
     return outcomes

@@ -195,4 +195,4 @@ PROGRAMS = [
     ("train_sparse_with_hook", True),
     ("train_with_hook_that_transposes",),
 ]
-programs = SharedPrograms(run_programs, 2, PROGRAMS, timeout=60.0)
+programs = SharedPrograms(run_programs, 2, PROGRAMS)

@@ -179,4 +179,4 @@ PROGRAMS = [
     ("repeat_backward", False),
     ("repeat_backward", True),
 ]
-programs = SharedPrograms(run_programs, 2, PROGRAMS, timeout=60.0)
+programs = SharedPrograms(run_programs, 2, PROGRAMS)
