@@ -280,13 +280,13 @@ PROGRAMS = [
 programs = SharedPrograms(run_programs, 2, PROGRAMS)
 
 
-def train_compiled() -> bool:
+def train_compiled(compiler: str) -> bool:
     torch.manual_seed(0)
     module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     alone = copy.deepcopy(module)
-    model = DDP(torch.compile(module, backend="aot_eager"), 100 / MIB)
+    model = DDP(torch.compile(module, backend=compiler), 100 / MIB)
     whole = DDP(copy.deepcopy(module), 100 / MIB)
-    run_whole = torch.compile(whole, backend="aot_eager")
+    run_whole = torch.compile(whole, backend=compiler)
     batch = torch.randn(4, 6)
     rank_batch = batch[2 * dist.get_rank() :][:2]
     for _ in range(3):
@@ -448,7 +448,7 @@ def train_all_compiled() -> dict[str, Any]:
         "buffers": compile_wrapper_with_buffers(),
         "changed buffer": change_buffer_of_compiled_wrapper(DDP),
         "of torch": change_buffer_of_compiled_wrapper(nn.parallel.DistributedDataParallel),
-        "one process": train_compiled(),
+        "one process": train_compiled("eager"),
         "copy": train_copy_of_compiled_wrapper(),
     }
 
@@ -494,6 +494,12 @@ def test_compiled_wrapper_uses_the_buffers_that_torch_ddp_uses() -> None:
 @pytest.mark.filterwarnings("default")
 def test_compiled_module_and_compiled_wrapper_train_like_one_process() -> None:
     assert [rank["one process"] for rank in outcomes_of_compiled_models()] == [True, True]
+
+
+@pytest.mark.exhaustive
+@pytest.mark.filterwarnings("default")
+def test_modules_with_compiled_backward_passes_train_like_one_process() -> None:
+    assert run_ranks(train_compiled, 2, "aot_eager") == [True, True]
 
 
 @pytest.mark.filterwarnings("default")
