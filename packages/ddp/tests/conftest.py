@@ -16,6 +16,9 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
+# For the imports of `shared_programs`.
+sys.path.insert(0, str(Path(__file__).parent))
+
 ON_BOTH = {"test_ddp", "test_faults", "test_compat", "test_uneven"}
 #: Tests whose result depends on how a backend adds, and on what it reports of a lost rank.
 USUAL_ON_BOTH = {
@@ -25,11 +28,12 @@ USUAL_ON_BOTH = {
     "test_lost_rank_is_named_by_every_survivor",
 }
 
+#: Names of the functions of worker_pool that start ranks.
 START = ("run_ranks", "try_ranks")
 
 
 def pytest_generate_tests(metafunc):
-    if not any(hasattr(metafunc.module, name) for name in START):
+    if not any(hasattr(metafunc.module, name) for name in (*START, "SharedPrograms")):
         return
     names = [os.environ.get("DDP_TEST_BACKEND", "gloo")]
     values = list(names)
@@ -48,10 +52,11 @@ def backend(request, monkeypatch):
         return backend
     if find_spec(backend) is None:
         pytest.skip(f"the package {backend} is not installed")
-    for name in START:
-        if hasattr(request.module, name):
-            start = partial(start_ranks, getattr(request.module, name))
-            monkeypatch.setattr(request.module, name, start)
+    for module in (request.module, sys.modules.get("shared_programs")):
+        for name in START:
+            if hasattr(module, name):
+                start = partial(start_ranks, getattr(module, name))
+                monkeypatch.setattr(module, name, start)
     return backend
 
 

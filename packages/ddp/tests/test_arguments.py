@@ -101,11 +101,14 @@ def test_contradictory_values_of_sync_buffers_are_refused(synonym: str, value: b
 
 def pass_invalid_arguments() -> list[str]:
     errors = []
+    memory = torch.empty(100)
     for arguments in (
         {"bucket_size_mb": 0},
         {"bucket_size_mb": float("nan")},
         {"mixed_precision": _MixedPrecision(torch.bfloat16)},
         {"allocate": lambda numel, dtype, group: torch.empty(numel - 1, dtype=dtype)},
+        {"allocate": lambda numel, dtype, group: torch.empty(2 * numel, dtype=dtype)[::2]},
+        {"allocate": lambda numel, dtype, group: memory[:numel], "bucket_size_mb": None},
     ):
         try:
             DDP(nn.Linear(2, 2), **arguments)
@@ -138,13 +141,17 @@ def pass_invalid_arguments() -> list[str]:
 
 def test_invalid_arguments_are_refused_with_the_remedy() -> None:
     (outcome,) = try_ranks(pass_invalid_arguments, 1)
-    zero, nan, mixed, short, expanded, sparse_buffer, nested, dtype, sparse = outcome.value
+    zero, nan, mixed, short, strided, shared, *others = outcome.value
+    expanded, sparse_buffer, nested, dtype, sparse = others
     assert "elements of 'table' share memory" in expanded
     assert "expected bucket_size_mb > 0, got 0; pass None" in zero
     assert "bucket_size_mb > 0, got nan" in nan
     assert "is not supported: torch.autocast and gradient_dtype replace it" in mixed
-    assert "got (10,), torch.float32" in short
+    assert "got (10,) with strides (1,), torch.float32" in short
     assert "shape (11,), torch.float32" in short
+    assert "a contiguous tensor of shape (11,)" in strided
+    assert "with strides (2,)" in strided
+    assert "overlapping memory for the bucket of" in shared
     assert "'adjacency' to be a dense tensor, got torch.sparse_coo" in sparse_buffer
     assert "got '0' of type DDP; wrap its .module" in nested
     assert "grad_dtype=torch.float32; pass gradient_dtype" in dtype

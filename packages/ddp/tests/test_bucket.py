@@ -7,7 +7,7 @@ import pytest
 import torch
 from ddp.assignment import assign_buckets
 from ddp.bucket import RANK_FLAGS, make_bucket
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -16,6 +16,7 @@ shapes = st.lists(st.integers(0, 7), max_size=3)
 models = st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=12)
 
 
+@settings(max_examples=40)
 @given(model=models, bucket_bytes=st.sampled_from([0, 1, 64, 200, 10**6]), data=st.data())
 def test_assignment_is_a_partition_within_the_size(model, bucket_bytes, data):
     parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in model]
@@ -44,6 +45,7 @@ def test_assignment_is_a_partition_within_the_size(model, bucket_bytes, data):
         assert len(runs) == len({dtype for _, dtype in model})
 
 
+@settings(max_examples=40)
 @given(model=models)
 def test_views_are_in_the_buffer_and_do_not_overlap(model):
     parameters = [nn.Parameter(torch.empty(shape)) for shape, _ in model]

@@ -146,21 +146,27 @@ def test_all_designs_give_the_same_bits_on_nccl() -> None:
 
 
 @pytest.mark.parametrize(
-    ("world", "accumulate"),
+    ("world", "accumulate", "num_steps"),
     [
-        pytest.param(world, accumulate, marks=[] if fast else [pytest.mark.exhaustive])
-        for world in (1, 2, 3, 4)
-        for accumulate in (1, 3)
-        for fast in [(world, accumulate) in ((2, 1), (3, 3))]
+        # With these seeds, the models have frozen, float64 and shared layers.
+        (2, 1, 2),
+        (3, 2, 2),
+        *(
+            pytest.param(world, accumulate, 3, marks=pytest.mark.exhaustive)
+            for world in (1, 2, 3, 4)
+            for accumulate in (1, 3)
+        ),
     ],
 )
-def test_all_designs_give_the_same_bits_and_match_one_process(world: int, accumulate: int) -> None:
-    first = 100 * world + 10 * accumulate
-    seeds, steps = list(range(first, first + 3)), 3
-    ranks = run_ranks(all_designs, world, seeds, steps, accumulate, world > 2, timeout=120)
+def test_all_designs_give_the_same_bits_and_match_one_process(
+    world: int, accumulate: int, num_steps: int
+) -> None:
+    last = 100 * world + 10 * accumulate + 2
+    seeds = list(range(last + 1 - num_steps, last + 1))
+    ranks = run_ranks(all_designs, world, seeds, num_steps, accumulate, world > 2, timeout=120)
     for seed, *of_seed in zip(seeds, *ranks, strict=True):
         assert_equal_bits_and_close_to(
-            train_in_one_process(seed, steps, accumulate, world), of_seed
+            train_in_one_process(seed, num_steps, accumulate, world), of_seed
         )
 
 

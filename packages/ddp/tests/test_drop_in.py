@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp import DDP
+from ddp.consistency import failure_attribution
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
@@ -33,10 +34,10 @@ def net() -> nn.Sequential:
 class Both:
     """A wrapped model, and its twin that trains on the mean of the losses of all ranks."""
 
-    def __init__(self, module: nn.Module, **options) -> None:
+    def __init__(self, module: nn.Module, bucket_size_mb: float = 100 / MIB, **options) -> None:
         self.module = module.double()
         self.twin = copy.deepcopy(self.module)
-        self.model = DDP(self.module, 100 / MIB, **options)
+        self.model = DDP(self.module, bucket_size_mb, **options)
         self.optimizers = [self.sgd(self.module), self.sgd(self.twin)]
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
         self.generator = torch.Generator().manual_seed(1)
@@ -254,6 +255,7 @@ def test_unfreezing_a_layer_sends_that_layer_only() -> None:
 
 
 def unfreezes_on_one_rank(rank: int) -> None:
+    failure_attribution.GRACE_SECONDS = 0.3
     module = net()
     module[0].requires_grad_(False)
     model = DDP(module)
@@ -476,7 +478,56 @@ def takes_layers_in_any_order() -> bool:
     return True
 
 
+def finishes_some_steps() -> bool:
+    both = Both(net())
+    for is_local in (False, True, True, False, True):
+        both.zero_grad()
+        with both.model.no_sync() if is_local else nullcontext():
+            both.backward()
+        if is_local:
+            both.model.finish_gradient_synchronization()
+        both.check_gradients()
+        both.update()
+    return True
+
+
+def finishes_after_a_local_pass() -> bool:
+    both = Both(net())
+    x = both.batches(3, 5)
+    losses = []
+    for is_local in (False, True):
+        with both.model.no_sync() if is_local else nullcontext():
+            losses.append(both.model(x[both.rank]).square().mean())
+    for loss in losses:
+        loss.backward()
+    both.model.finish_gradient_synchronization()
+    (sum(2 * both.twin(batch).square().mean() for batch in x) / both.world).backward()
+    both.check_gradients()
+    return True
+
+
+def reaches_no_parameter_on_one_rank() -> bool:
+    both = Both(net(), find_unused_parameters=True)
+    for step in range(4):
+        both.zero_grad()
+        x = both.batches(3, 5)
+        loss = both.model(x[both.rank]).square().mean()
+        is_skipped = step in (1, 3)
+        if is_skipped and both.rank == 1:
+            both.model.finish_gradient_synchronization()
+        else:
+            loss.backward()
+        used = x[:1] if is_skipped else x
+        (sum(both.twin(batch).square().mean() for batch in used) / both.world).backward()
+        both.check_gradients()
+        both.update()
+    return True
+
+
 LOOPS = [
+    "finishes_some_steps",
+    "finishes_after_a_local_pass",
+    "reaches_no_parameter_on_one_rank",
     "registers_hooks_after_wrapping",
     "takes_layers_in_any_order",
     "never_finishes",
@@ -727,6 +778,37 @@ def test_parameters_may_swap_gradients() -> None:
     assert results("exchanges_gradients") == [True, True]
 
 
+def replaces_gradients_by_views() -> bool:
+    module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 130), nn.Linear(130, 130))
+    module.register_parameter("phase", nn.Parameter(torch.tensor([1.0 + 2.0j])))
+    module.double()
+    both = Both(module, 25.0)
+
+    def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        phase = getattr(model, "module", model).phase
+        return model(x).square().mean() * (phase * (1 + 3j)).imag.square().sum()
+
+    for step in range(4):
+        both.backward(loss)
+        for module in (both.module, both.twin):
+            module[0].weight.grad = module[0].weight.grad.t()
+            module[2].weight.grad = module[2].weight.grad.t()
+            module.phase.grad = module.phase.grad.conj()
+            module[1].bias.grad = module[1].bias.grad.clone()
+        if step % 2:
+            with both.model.no_sync():
+                both.backward(loss)
+            both.model.finish_gradient_synchronization()
+        else:
+            both.backward(loss)
+        both.check_gradients()
+    return True
+
+
+def test_gradients_may_be_replaced_by_their_transposes_and_conjugates() -> None:
+    assert results("replaces_gradients_by_views") == [True, True]
+
+
 # ----- copies -----
 
 
@@ -785,6 +867,11 @@ def copies_then_replaces(how: str) -> bool:
 @pytest.mark.parametrize("how", ["assign", "layer"])
 def test_copy_with_replaced_parameters_is_averaged(how: str) -> None:
     assert results("copies_then_replaces", how) == [True, True]
+
+
+def test_shallow_copies_are_refused() -> None:
+    with pytest.raises(TypeError, match=r"call copy\.deepcopy\(\)"):
+        copy.copy(DDP.__new__(DDP))
 
 
 def first_step_of_a_copy(method: str) -> float:
@@ -888,6 +975,7 @@ def test_temporary_weight_change_on_one_rank_is_allowed() -> None:
 
 
 def fails_in_backward() -> list[str]:
+    failure_attribution.GRACE_SECONDS = 0.3
     model = DDP(net())
     errors = []
     x = torch.ones(1, 5)
@@ -925,6 +1013,7 @@ def programs() -> list[tuple]:
         "trains_sparse",
         "runs_out_of_inputs",
         "exchanges_gradients",
+        "replaces_gradients_by_views",
         "change_weights_temporarily",
     ]
     return [

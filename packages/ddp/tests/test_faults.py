@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from ddp import DDP, Meter, all_reduce_gradients, all_reduce_gradients_flat
 from figures import assert_at_most
+from shared_programs import SharedPrograms, run_all
 from torch import nn
 from worker_pool import run_ranks, try_ranks
 
@@ -68,7 +69,7 @@ def average_sparse_gradients() -> None:
 
 
 def test_sparse_gradients_are_averaged_per_parameter_and_refused_by_the_flat_average() -> None:
-    run_ranks(average_sparse_gradients, 2)
+    programs.results("average_sparse_gradients")
 
 
 def average_in_any_memory_order(average) -> None:
@@ -77,13 +78,33 @@ def average_in_any_memory_order(average) -> None:
     gradient = (torch.arange(12.0) * (rank + 1)).view(3, 4)
     module.weight.grad = torch.zeros(3, 8)[:, ::2] if rank else torch.zeros(4, 3).t()
     module.weight.grad.copy_(gradient)
+    module.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
+    module.phase.grad = torch.full((2,), 1.0 + 2.0j).mul(rank + 1).conj()
     average(module)
     assert module.weight.grad.tolist() == (torch.arange(12.0) * 1.5).view(3, 4).tolist()
+    assert module.phase.grad.tolist() == [1.5 - 3.0j] * 2
+
+
+def average_of_different_layers(average) -> str:
+    module = Branches()
+    (module.left if dist.get_rank() == 0 else module.trunk).requires_grad_(False)
+    module.right.requires_grad_(False)
+    module(torch.ones(2, 5)).backward()
+    with pytest.raises(RuntimeError) as error:
+        average(module)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("average", [all_reduce_gradients, all_reduce_gradients_flat])
+def test_layers_that_are_frozen_on_one_rank_are_named(average) -> None:
+    for error in programs.results("average_of_different_layers", average):
+        assert "'left.weight', 'left.bias' got no gradient on rank 0, but did on rank 1" in error
+        assert "DDP(..., find_unused_parameters=True)" in error
 
 
 @pytest.mark.parametrize("average", [all_reduce_gradients, all_reduce_gradients_flat])
 def test_gradients_may_have_any_memory_order(average) -> None:
-    run_ranks(average_in_any_memory_order, 2, average)
+    programs.results("average_in_any_memory_order", average)
 
 
 # ----- models that differ -----
@@ -145,7 +166,7 @@ DIFFERENCES = {
 
 
 def test_models_that_differ_are_refused_on_every_rank() -> None:
-    for errors in run_ranks(wrap_all_different_models, 2):
+    for errors in programs.results("wrap_all_different_models"):
         for kind, parts in DIFFERENCES.items():
             for part in parts:
                 assert part in errors[kind]
@@ -174,8 +195,7 @@ def train_with_different_branches(design: str) -> list[str]:
 
 @pytest.mark.parametrize("design", ["ddp", "naive", slow("flat")])
 def test_gradient_missing_on_some_ranks_names_parameter_and_rank(design: str) -> None:
-    for outcome in try_ranks(train_with_different_branches, 3, design, timeout=TIMEOUT):
-        first, second = outcome.value
+    for first, second in programs_on_three.results("train_with_different_branches", design):
         assert "'right.weight', 'right.bias' got no gradient on rank 0, but did on rank 1" in first
         # The error leaves a valid state: the next step succeeds.
         assert second == "fine"
@@ -202,8 +222,7 @@ def train_with_nan() -> list[str]:
 
 
 def test_nan_names_parameter_and_rank_on_every_rank() -> None:
-    for outcome in try_ranks(train_with_nan, 2, timeout=TIMEOUT):
-        first, second = outcome.value
+    for first, second in programs.results("train_with_nan"):
         assert "the gradient of 'trunk.bias' contains NaN on rank 1" in first
         assert second == "fine"
 
@@ -219,7 +238,7 @@ def train_with_infinities() -> bool:
 
 def test_infinities_are_not_reported_as_nan() -> None:
     # A loss scaler checks for infinities itself.
-    assert [o.value for o in try_ranks(train_with_infinities, 2, timeout=TIMEOUT)] == [True, True]
+    assert programs.results("train_with_infinities") == [True, True]
 
 
 # ----- misuse -----
@@ -287,8 +306,19 @@ def lose_rank_one(how: str, grace: float) -> None:
     rank = dist.get_rank()
     store = dist.FileStore(os.environ["STORE_FILE"] + "-notes", dist.get_world_size())
     group = dist.new_group(timeout=timedelta(seconds=2))
-    # Survivors wait for each other's reasons, which takes longer on a busy machine.
-    ddp.consistency.failure_attribution.GRACE_SECONDS = grace
+    attribution = ddp.consistency.failure_attribution
+    attribution.GRACE_SECONDS = grace
+    write = attribution.FailureAttribution._write_reason
+
+    def write_in_order(failures, reason: str) -> None:
+        # Rank 0 waits for the reason of rank 2. If the reasons were written independently, a busy
+        # machine could delay one of them by more than `grace`.
+        if rank == 2:
+            store.wait(["0 wrote"], timedelta(seconds=60))
+        write(failures, reason)
+        store.set(f"{rank} wrote", "1")
+
+    attribution.FailureAttribution._write_reason = write_in_order
     model = DDP(Branches(), SMALL, group=group)
     step(model)
     step(model)
@@ -320,8 +350,7 @@ def lose_rank_one(how: str, grace: float) -> None:
     ],
 )
 def test_lost_rank_is_named_by_every_survivor(how: str, world: int, backend: str) -> None:
-    # With one survivor, no reasons of other survivors are awaited.
-    errors = messages(lose_rank_one, world, how, 6.0 if world > 2 else 0.5)
+    errors = messages(lose_rank_one, world, how, 1.5 if world > 2 else 0.5)
     for rank, message in enumerate(errors):
         if rank != 1 and backend == "collectives":
             # This backend names the lost rank itself.
@@ -379,8 +408,8 @@ def train_with_failing_collective(asynchronous: bool) -> tuple:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_rank_named_by_the_collective_is_reported_unchanged(asynchronous: bool) -> None:
-    for outcome in try_ranks(train_with_failing_collective, 2, asynchronous, timeout=TIMEOUT):
-        name, ranks, seconds, notes = outcome.value
+    for outcome in programs.results("train_with_failing_collective", asynchronous):
+        name, ranks, seconds, notes = outcome
         assert (name, ranks) == ("RankLost", [7])
         assert seconds < 25  # no rank waits 50 s for the reasons of the other ranks
         assert "was waiting for the sum of the gradients of" in notes[0]
@@ -425,3 +454,33 @@ def test_dead_rank_that_hosted_the_store_is_named() -> None:
     for outcome in outcomes[1:]:
         assert "rank 0" in str(outcome.error)
         assert "could not finish" in str(outcome.error)
+
+
+def run_programs() -> dict:
+    return run_all(globals(), PROGRAMS)
+
+
+PROGRAMS = [
+    ("average_sparse_gradients",),
+    ("average_in_any_memory_order", all_reduce_gradients),
+    ("average_in_any_memory_order", all_reduce_gradients_flat),
+    ("average_of_different_layers", all_reduce_gradients),
+    ("average_of_different_layers", all_reduce_gradients_flat),
+    ("wrap_all_different_models",),
+    ("train_with_nan",),
+    ("train_with_infinities",),
+    ("train_with_failing_collective", True),
+    ("train_with_failing_collective", False),
+]
+programs = SharedPrograms(run_programs, 2, PROGRAMS)
+
+
+def run_programs_on_three() -> dict:
+    return run_all(globals(), PROGRAMS_ON_THREE)
+
+
+PROGRAMS_ON_THREE = [
+    ("train_with_different_branches", "ddp"),
+    ("train_with_different_branches", "naive"),
+]
+programs_on_three = SharedPrograms(run_programs_on_three, 3, PROGRAMS_ON_THREE)

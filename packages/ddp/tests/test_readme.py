@@ -55,6 +55,9 @@ FIGURES = {
     ),
     "With buckets of 10 MB, it takes {:.2f} times this bound": lambda: ratio_to_bound("10 MB"),
     "With `torch tuned` it takes {:.2f} times the bound": lambda: ratio_to_bound("torch tuned"),
+    "exceeds the median later step by {:.1f} ms (median of five runs": lambda: only(
+        rows_of("ddp-first-steps"), case="step", design="25 MB"
+    )["first_steps_excess_ms"],
     "took {:.2f} times as long as with torch's DDP on an H100": lambda: ratio_on_gpu("H100"),
     "On an H200, it took {:.2f} times as long": lambda: ratio_on_gpu("H200"),
 }

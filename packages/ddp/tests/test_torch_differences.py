@@ -6,14 +6,14 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import cache, partial
+from functools import partial
 
 import pytest
 import torch
 import torch.distributed as dist
 from ddp import DDP
+from shared_programs import SharedPrograms, run_all
 from torch import nn
-from worker_pool import run_ranks
 
 
 def net() -> nn.Sequential:
@@ -148,11 +148,6 @@ def compare_ranks_in_all_situations() -> dict[str, tuple[str, str]]:
     return outcomes
 
 
-@cache
-def outcomes_of_all_situations() -> list[dict[str, tuple[str, str]]]:
-    return run_ranks(compare_ranks_in_all_situations, 2, timeout=300)
-
-
 @pytest.mark.parametrize(
     ("situation", "expected"),
     [
@@ -169,7 +164,7 @@ def outcomes_of_all_situations() -> list[dict[str, tuple[str, str]]]:
     ],
 )
 def test_ranks_of_torch_ddp_diverge_and_ours_do_not(situation: str, expected: str) -> None:
-    for outcomes in outcomes_of_all_situations():
+    for outcomes in programs.results("compare_ranks_in_all_situations"):
         theirs, ours = outcomes[situation]
         assert theirs == "different"
         assert ours.startswith(expected)
@@ -251,7 +246,7 @@ def compare_changed_buffers(rank: int) -> dict[str, list[tuple[float, list]]]:
 def test_buffers_changed_on_one_rank_are_those_of_rank_0_as_with_torch_ddp(
     changed_rank: int,
 ) -> None:
-    first, second = run_ranks(compare_changed_buffers, 2, changed_rank)
+    first, second = programs.results("compare_changed_buffers", changed_rank)
     assert first == second
     before, changed, _ = first["float"]
     assert (before == changed) == (changed_rank == 1)
@@ -277,10 +272,27 @@ def use_buffers(operations: Sequence[str], wrapper: Callable) -> list[float]:
     return outputs
 
 
+def sequence_with_every_triple(operations: Sequence[str]) -> list[str]:
+    """Return a de Bruijn sequence: each three operations follow each other once."""
+    seen = set()
+    sequence = [operations[0]] * 2
+    while True:
+        for operation in reversed(operations):
+            triple = (*sequence[-2:], operation)
+            if triple not in seen:
+                break
+        else:
+            return sequence
+        seen.add(triple)
+        sequence.append(operation)
+
+
 def compare_used_buffers() -> list[list[float]]:
-    outcomes = []
     operations = ("step", "no backward pass", "no_sync", "no gradient")
-    for sequence in itertools.product(operations, repeat=3):
+    # A new model runs every sequence of two operations.
+    sequences = [*itertools.product(operations, repeat=2), sequence_with_every_triple(operations)]
+    outcomes = []
+    for sequence in sequences:
         outcomes.append(use_buffers(sequence, DDP))
         theirs = use_buffers(sequence, nn.parallel.DistributedDataParallel)
         assert outcomes[-1] == theirs, sequence
@@ -288,7 +300,7 @@ def compare_used_buffers() -> list[list[float]]:
 
 
 def test_every_kind_of_forward_pass_copies_buffers_if_torch_ddp_does() -> None:
-    first, second = run_ranks(compare_used_buffers, 2)
+    first, second = programs.results("compare_used_buffers")
     are_equal = [ours == theirs for ours, theirs in zip(first, second, strict=True)]
     # A forward pass after one without gradients or in `no_sync` uses the buffers of its rank.
     assert any(are_equal)
@@ -300,7 +312,7 @@ def change_local_buffer() -> list[tuple[float, list]]:
 
 
 def test_buffers_that_are_not_synchronized_stay_local() -> None:
-    first, second = run_ranks(change_local_buffer, 2)
+    first, second = programs.results("change_local_buffer")
     assert first[0][0] == first[1][0] == second[0][0] != second[1][0]
 
 
@@ -375,11 +387,11 @@ def move_gradients() -> list[str]:
 
 
 def test_moved_gradients_do_not_warn() -> None:
-    assert run_ranks(move_gradients, 1) == [[]]
+    assert programs.results("move_gradients") == [[], []]
 
 
 def test_memory_of_the_caller_receives_the_mean_or_a_warning_is_issued() -> None:
-    for results in run_ranks(average_into_all_memory_of_the_caller, 2):
+    for results in programs.results("average_into_all_memory_of_the_caller"):
         assert len(results) == 8
         for is_nothing_kept, by_default, separate in results:
             if is_nothing_kept:
@@ -435,7 +447,7 @@ def train_with_all_options() -> list[list[list]]:
 
 
 def test_undefined_gradient_of_a_custom_function_counts_as_zero_as_in_torch_ddp() -> None:
-    for by_default, find_unused, static in run_ranks(train_with_all_options, 2):
+    for by_default, find_unused, static in programs.results("train_with_all_options"):
         for theirs, ours in (by_default, find_unused, static):
             assert ours == theirs
         assert by_default[1][1] == [0.0] * 5
@@ -464,8 +476,26 @@ def share_gradients() -> list[str]:
 
 
 def test_parameters_that_share_one_gradient_are_refused() -> None:
-    for errors in run_ranks(share_gradients, 2):
+    for errors in programs.results("share_gradients"):
         assert len(errors) == 6
         for error in errors:
             assert "expected a separate .grad of each parameter" in error
             assert "'0.weight' and '1.weight'" in error
+
+
+def run_programs() -> dict:
+    return run_all(globals(), PROGRAMS)
+
+
+PROGRAMS = [
+    ("compare_ranks_in_all_situations",),
+    ("compare_changed_buffers", 0),
+    ("compare_changed_buffers", 1),
+    ("compare_used_buffers",),
+    ("change_local_buffer",),
+    ("move_gradients",),
+    ("average_into_all_memory_of_the_caller",),
+    ("train_with_all_options",),
+    ("share_gradients",),
+]
+programs = SharedPrograms(run_programs, 2, PROGRAMS)

@@ -3,6 +3,7 @@
 Tests that pass with torch's class at two, three and four ranks pass with ours, except those listed.
 """
 
+import multiprocessing
 import os
 import re
 import socket
@@ -12,6 +13,7 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 import pytest
+from worker_pool import run_ranks
 
 FOLDER_OF_TESTS = Path(__file__).parent
 SOURCES = FOLDER_OF_TESTS.parent / "src"
@@ -46,18 +48,15 @@ DIFFERS = {
 }
 
 
-def outcomes(who, world, chosen, folder, tests=None, backend="gloo"):
-    """Return the names of the tests that pass, and the messages of the others.
-
-    Prints the result of each test as soon as it has ended.
-    """
+def prepare(who, world, chosen, folder, tests=None, backend="gloo"):
+    """Return the environment and the arguments of pytest for torch's tests, and its report."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     folder = folder / f"{who}-{backend}"
     folder.mkdir()
     report = folder / "report.xml"
-    environment = {k: v for k, v in os.environ.items() if k != "TORCH_TESTS"} | {
+    environment = {
         "ORACLE": who,
         "ORACLE_BACKEND": backend,
         "ORACLE_FOLDER": str(folder),
@@ -70,13 +69,33 @@ def outcomes(who, world, chosen, folder, tests=None, backend="gloo"):
         "DISTRIBUTED_TESTS_DEFAULT_TIMEOUT": str(SECONDS_PER_TEST),
         **({"TORCH_TESTS": tests} if tests else {}),
     }
-    command = [sys.executable, "-m", "pytest", "-v", "-p", "no:cacheprovider"]
-    command += ["-c", os.devnull, "--rootdir", str(folder), f"--junitxml={report}"]
-    command.append(str(FOLDER_OF_TESTS / "torch_oracle.py"))
+    arguments = ["-v", "-p", "no:cacheprovider", "-c", os.devnull, "--rootdir", str(folder)]
+    arguments += [f"--junitxml={report}", str(FOLDER_OF_TESTS / "torch_oracle.py")]
+    return environment, arguments, report
+
+
+def read_report(report):
+    """Return the names of the tests that pass, and the messages of the others."""
+    passed, failed = set(), {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        reports = [child for child in case if child.tag in ("failure", "error", "skipped")]
+        if reports:
+            failed[case.get("name")] = reports[0].text or ""
+        else:
+            passed.add(case.get("name"))
+    return passed, failed
+
+
+def outcomes(who, world, chosen, folder, tests=None, backend="gloo"):
+    """Return the names of the tests that pass, and the messages of the others.
+
+    Prints the result of each test as soon as it has ended.
+    """
+    environment, arguments, report = prepare(who, world, chosen, folder, tests, backend)
     with subprocess.Popen(
-        command,
-        env=environment,
-        cwd=folder,
+        [sys.executable, "-m", "pytest", *arguments],
+        env={k: v for k, v in os.environ.items() if k != "TORCH_TESTS"} | environment,
+        cwd=report.parent,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -86,14 +105,17 @@ def outcomes(who, world, chosen, folder, tests=None, backend="gloo"):
             if ended := re.search(r"::(test_\w+ (PASSED|FAILED|ERROR|SKIPPED))", line):
                 print(f"{who}, {backend}, {world} ranks: {ended[1]}", flush=True)
     assert report.exists(), f"torch's tests with {who} on {backend} ended without a report"
-    passed, failed = set(), {}
-    for case in ElementTree.parse(report).iter("testcase"):
-        reports = [child for child in case if child.tag in ("failure", "error", "skipped")]
-        if reports:
-            failed[case.get("name")] = reports[0].text or ""
-        else:
-            passed.add(case.get("name"))
-    return passed, failed
+    return read_report(report)
+
+
+def run_in_this_process(environment, arguments, folder):
+    """Run torch's tests in a process that was forked after the import of torch."""
+    os.environ.pop("TORCH_TESTS", None)
+    os.environ.update(environment)
+    os.chdir(folder)
+    # A daemon may not start processes, as torch's tests do.
+    multiprocessing.current_process()._config["daemon"] = False
+    pytest.main(arguments)
 
 
 def compare(world, chosen, folder, *, num_tests, tests=None, backend="gloo"):
@@ -110,7 +132,9 @@ def compare(world, chosen, folder, *, num_tests, tests=None, backend="gloo"):
 
 
 def test_sample_of_torch_tests_passes(tmp_path):
-    passed, failed = outcomes("ddp", 2, SAMPLE, tmp_path)
+    environment, arguments, report = prepare("ddp", 2, SAMPLE, tmp_path)
+    run_ranks(run_in_this_process, 1, environment, arguments, str(tmp_path), backend="")
+    passed, failed = read_report(report)
     assert len(passed) == 1, failed
 
 

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from ddp import DDP
 from ddp.consistency import gradient_agreement
+from shared_programs import SharedPrograms, run_all
 from torch import nn
-from worker_pool import run_ranks
 
 MIB = 2**20
 
@@ -46,7 +46,7 @@ def train_experts() -> bool:
 
 
 def test_find_unused_parameters_counts_missing_gradients_as_zero() -> None:
-    assert run_ranks(train_experts, 3) == [True] * 3
+    assert programs.results("train_experts") == [True] * 3
 
 
 def train_experts_on_many_ranks() -> int:
@@ -58,16 +58,18 @@ def train_experts_on_many_ranks() -> int:
         calls.append(args)
         return compare(*args, **options)
 
-    gradient_agreement.check_same_gradients = count
-    gradient_agreement.MAX_EXACT_RANKS = ddp.ddp.MAX_EXACT_RANKS = 2
-    train_experts()
-    with pytest.raises(ValueError, match="expected at most 2 ranks with divide_by_initial_world"):
-        DDP(nn.Linear(2, 2)).join(divide_by_initial_world_size=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(gradient_agreement, "check_same_gradients", count)
+        for module in (gradient_agreement, ddp.ddp):
+            patch.setattr(module, "MAX_EXACT_RANKS", 2)
+        train_experts()
+        with pytest.raises(ValueError, match="at most 2 ranks with divide_by_initial_world"):
+            DDP(nn.Linear(2, 2)).join(divide_by_initial_world_size=False)
     return len(calls)
 
 
 def test_names_are_compared_if_sums_over_many_ranks_may_be_rounded() -> None:
-    assert run_ranks(train_experts_on_many_ranks, 3) == [3] * 3
+    assert programs.results("train_experts_on_many_ranks") == [3] * 3
 
 
 def train_with_uneven_inputs(by_initial: bool, accumulate: bool) -> dict:
@@ -118,27 +120,45 @@ def train_with_uneven_inputs(by_initial: bool, accumulate: bool) -> dict:
     ],
 )
 def test_join_averages_over_ranks_with_uneven_inputs(by_initial, accumulate) -> None:
-    ranks = run_ranks(train_with_uneven_inputs, 3, by_initial, accumulate)
+    ranks = programs.results("train_with_uneven_inputs", by_initial, accumulate)
     assert ranks[0] == ranks[1] == ranks[2]
 
 
 def train_sparse_with_uneven_inputs(by_initial: bool) -> None:
-    """Average gradients of ranks 0 and 1 in step 0, which are infinite, and of rank 1 in step 1."""
+    """Average gradients of the last rank in the last step; earlier gradients are infinite."""
+    rank = dist.get_rank()
+    world = dist.get_world_size()
     torch.manual_seed(0)
     module = nn.Sequential(nn.Embedding(4, 2, sparse=True), nn.Linear(2, 1))
     alone = copy.deepcopy(module)
     model = DDP(module)
     tokens = torch.tensor([0, 1])
     with model.join(divide_by_initial_world_size=by_initial):
-        for step in range(1 + dist.get_rank()):
+        for step in range(1 + rank):
             model.zero_grad()
-            (model(tokens).sum() * (1.0 if step else float("inf"))).backward()
-    (alone(tokens).sum() / (2 if by_initial else 1)).backward()
-    if dist.get_rank() == 1:
+            is_last = step == world - 1
+            (model(tokens).sum() * (1.0 if is_last else float("inf"))).backward()
+    (alone(tokens).sum() / (world if by_initial else 1)).backward()
+    if rank == world - 1:
         for ours, theirs in zip(module.parameters(), alone.parameters(), strict=True):
             torch.testing.assert_close(ours.grad.to_dense(), theirs.grad.to_dense())
 
 
 @pytest.mark.parametrize("by_initial", [True, False])
 def test_join_averages_sparse_gradients_over_ranks_with_inputs(by_initial: bool) -> None:
-    run_ranks(train_sparse_with_uneven_inputs, 2, by_initial)
+    programs.results("train_sparse_with_uneven_inputs", by_initial)
+
+
+def run_programs() -> dict:
+    return run_all(globals(), PROGRAMS)
+
+
+PROGRAMS = [
+    ("train_experts",),
+    ("train_experts_on_many_ranks",),
+    ("train_with_uneven_inputs", True, True),
+    ("train_with_uneven_inputs", False, False),
+    ("train_sparse_with_uneven_inputs", True),
+    ("train_sparse_with_uneven_inputs", False),
+]
+programs = SharedPrograms(run_programs, 3, PROGRAMS)

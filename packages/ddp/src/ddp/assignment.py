@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ddp.bucket import Bucket, make_bucket
+from ddp.bucket import Bucket, check_separate_memory, make_bucket
 from ddp.communication import AttributeErrors, run_collective
 from ddp.options import Options
 from ddp.process_group import ReduceGroup
@@ -89,6 +89,8 @@ class BucketAssignment:
             self.buckets.append(bucket)
             for slot, index in enumerate(indices):
                 self.slots[index] = (bucket, slot)
+        if self._options.allocate is not None:
+            check_separate_memory(self.buckets)
 
     def _broadcast_order(self, order: Sequence[int]) -> list[int]:
         """Return the `order` of rank 0. This is a collective."""

@@ -15,9 +15,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -97,8 +98,13 @@ class Bucket:
         """
         for slot, references in enumerate(count_references(self._grad_views)):
             grad_view = self._grad_views[slot]
-            is_kept = references > UNSHARED_REFERENCES
-            if is_kept and self.parameters[slot].grad is not grad_view:
+            parameter = self.parameters[slot]
+            if parameter.grad is grad_view:
+                continue
+            if self._has_address(slot) and not self.holds_grad(slot):
+                assert parameter.grad is not None
+                parameter.grad = parameter.grad.clone()
+            if references > UNSHARED_REFERENCES:
                 grad_view.data = grad_view.clone()
                 self._grad_views[slot] = self.views[slot].detach()
         if self.has_custom_memory:
@@ -218,6 +224,15 @@ class Bucket:
 
     def holds_grad(self, slot: int) -> bool:
         """Return True if `.grad` of the parameter is a view of the buffer."""
+        gradient: Any = self.parameters[slot].grad
+        # The caller may have replaced `.grad` by its transpose or its lazy conjugate.
+        return self._has_address(slot) and (
+            gradient.stride() == self.views[slot].stride()
+            and not gradient.is_conj()
+            and not gradient.is_neg()
+        )
+
+    def _has_address(self, slot: int) -> bool:
         gradient = self.parameters[slot].grad
         if gradient is None or gradient.layout is not torch.strided:
             return False
@@ -380,12 +395,25 @@ def _allocate_buffer(
             f"the bucket of {_describe(names)} takes {numel * dtype.itemsize} bytes, which could "
             f"not be allocated ({error}); pass a smaller bucket_size_mb, or use a smaller model"
         ) from error
-    if (buffer.shape, buffer.dtype, buffer.device) != ((numel,), dtype, device):
+    is_fitting = (buffer.shape, buffer.dtype, buffer.device) == ((numel,), dtype, device)
+    if not is_fitting or not buffer.is_contiguous():
         raise ValueError(
-            f"expected allocate to return a tensor of shape ({numel},), {dtype}, on {device}, got "
-            f"{tuple(buffer.shape)}, {buffer.dtype}, on {buffer.device}"
+            f"expected allocate to return a contiguous tensor of shape ({numel},), {dtype}, on "
+            f"{device}, got {tuple(buffer.shape)} with strides {buffer.stride()}, {buffer.dtype}, "
+            f"on {buffer.device}"
         )
     return buffer
+
+
+def check_separate_memory(buckets: Iterable[Bucket]) -> None:
+    """Raise `ValueError` if `allocate` returned overlapping memory for two buckets."""
+    in_memory = sorted(buckets, key=lambda bucket: bucket.buffer.data_ptr())
+    for bucket, following in pairwise(in_memory):
+        if bucket.buffer.data_ptr() + bucket.buffer.nbytes > following.buffer.data_ptr():
+            raise ValueError(
+                "expected allocate to return separate memory in each call, got overlapping memory "
+                f"for the bucket of {bucket.description} and the bucket of {following.description}"
+            )
 
 
 def _view_as(piece: Tensor, parameter: nn.Parameter) -> Tensor:

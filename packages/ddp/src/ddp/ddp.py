@@ -208,7 +208,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
 
     @torch.no_grad()
     def finish_gradient_synchronization(self) -> None:
-        """Average the gradients if no backward pass since the last call has done so.
+        """Average the gradients if no backward pass since the last forward pass has done so.
 
         `backward()` averages gradients by itself. Call this method if every backward pass of
         the step ran under `no_sync`, or on a rank whose backward pass reached no parameter. Raises
@@ -304,6 +304,12 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         self._create_process_state()
         self._replica.connect_at_first_gradient()
+
+    def __copy__(self) -> DDP:
+        raise TypeError(
+            "expected a deep copy of a DDP, got copy.copy(), whose result would average the "
+            "gradients of the same parameters; call copy.deepcopy(), or wrap .module again"
+        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> DDP:
         # Process groups cannot be copied, so the copy's gradients are averaged over the same ranks.

@@ -82,9 +82,10 @@ def all_reduce_gradients_flat(
 def _average(tensor: Tensor, group: ReduceGroup, names: tuple[str, ...]) -> BucketRecord:
     """Average a tensor over the ranks in place, and return the record of its all-reduce."""
     tensor.mul_(1 / group.world_size)
-    # A backend sums elements in memory order, which may differ across ranks; use logical order.
+    # A backend sums elements in memory order, which may differ across ranks; use logical order. The
+    # memory of a lazy conjugate does not contain its values.
     is_dense = tensor.layout is torch.strided
-    summed = tensor.contiguous() if is_dense else tensor
+    summed = tensor.resolve_conj().resolve_neg().contiguous() if is_dense else tensor
     gradient_bytes = summed.nbytes if is_dense else summed._values().nbytes
     sent = time.perf_counter()
     group.all_reduce(summed, async_op=False)
@@ -104,14 +105,16 @@ def _average(tensor: Tensor, group: ReduceGroup, names: tuple[str, ...]) -> Buck
 
 def _common_gradients(module: nn.Module, group: ReduceGroup) -> dict[str, Tensor]:
     """Return the gradients; raise `RuntimeError` if one exists on some ranks only."""
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    if not trained:
+    gradients = {n: p.grad for n, p in module.named_parameters() if p.requires_grad}
+    # Ranks may have frozen different parameters, so the flags include those that are not trained.
+    names = [name for name, _ in module.named_parameters()]
+    if not names:
         return {}
-    missing = tuple(name for name, p in trained.items() if p.grad is None)
-    device = next(iter(trained.values())).device
-    flags = torch.tensor([float(name in missing) for name in trained], device=device)
+    missing = tuple(name for name in names if gradients.get(name) is None)
+    device = next(module.parameters()).device
+    flags = torch.tensor([float(name in missing) for name in names], device=device)
     dist.all_reduce(flags, group=group.process_group)
-    if flags.any():
+    if ((flags > 0) & (flags < group.world_size)).any():
         report = GradientReport(missing)
         check_same_gradients(report, group.process_group, find_unused_parameters=False)
-    return {name: p.grad for name, p in trained.items() if p.grad is not None}
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}

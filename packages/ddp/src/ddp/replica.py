@@ -77,7 +77,8 @@ class Replica:
         self.backward_pass = BackwardPass(self._end_backward)
         self.unused = UnusedParameters()
         self.is_connected = False
-        #: True if a pass was synchronized since the last `finish_gradient_synchronization`.
+        #: True if the last backward pass was synchronized. False after the next forward pass with
+        #: gradients, and after `finish_gradient_synchronization`.
         self.has_synchronized = False
         self._wrapper = weakref.ref(wrapper)
         self._process_group = process_group
@@ -210,6 +211,7 @@ class Replica:
 
     def prepare_forward(self) -> None:
         """Check before a forward pass that the last step ended, and adopt changed parameters."""
+        self.has_synchronized = False
         self.backward_pass.start_forward()
         self.hooks.check_not_replaced()
         if not self.is_connected:
@@ -319,6 +321,8 @@ class Replica:
         if self.reducer.is_open:
             self.finish_step()
             self.has_synchronized = True
+        elif is_synchronized is False:
+            self.has_synchronized = False
 
     def _mark_first_ready(self, parameter: Tensor) -> None:
         """Connect the replica of a copied wrapper, then handle its first gradient."""

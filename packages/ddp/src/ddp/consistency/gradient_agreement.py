@@ -248,8 +248,8 @@ def _check_missing(reports: dict[int, GradientReport], unused: set[str]) -> None
         other = next(r for r, other_report in reports.items() if first not in other_report.missing)
         raise RuntimeError(
             f"{_shorten(missing_on_some)} got no gradient on rank {rank}, but did on rank {other}; "
-            "use it on every rank, or pass find_unused_parameters=True to count a missing gradient "
-            "as zero"
+            "use it on every rank, or count a missing gradient as zero with "
+            "DDP(..., find_unused_parameters=True)"
         )
 
 
