@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from shared_ranks import SharedRanks, case_folder, run_in_order
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.checkpoint.planner import boxes
+from zero.optimizer import optimizer_trial
 from zero_training import assert_alike, batch, flip_bits, make, mean_square, pair
 from zero_training import train as train_alike
 
@@ -28,10 +29,13 @@ DEADLINE = 300.0
 
 
 def serve(cases):
+    # The optimizers of these tests do not change after a few steps.
+    optimizer_trial.STEPS = 10
     return run_in_order(globals(), cases)
 
 
 TWO_RANKS = SharedRanks(serve, 2)
+FOUR_RANKS = SharedRanks(serve, 4)
 FULL = StateDictOptions(full_state_dict=True)
 
 
@@ -52,18 +56,18 @@ class Tiny(nn.Module):
         return self.head(x * self.scale)
 
 
-def build(stage, seed, name):
+def build(stage, seed, name, group):
     torch.manual_seed(seed)
     model = Tiny()
     if stage == 3:
-        model = FSDP(model, shard=(nn.Linear, nn.Embedding, nn.Conv1d))
+        model = FSDP(model, group=group, shard=(nn.Linear, nn.Embedding, nn.Conv1d))
     optimizer_cls = getattr(torch.optim, name)
     decay = [p for n, p in model.named_parameters() if "norm" not in n]
     rest = [p for n, p in model.named_parameters() if "norm" in n]
     groups = [{"params": decay, "weight_decay": 0.1}, {"params": rest, "lr": 0.02}]
     if stage in (1, 2):
         options = {"lr": 0.01, "shard_gradients": stage == 2, "bucket_size_mb": 64 / 2**20}
-        return model, ShardedOptimizer(groups, optimizer_cls, **options)
+        return model, ShardedOptimizer(groups, optimizer_cls, group=group, **options)
     return model, optimizer_cls(groups, lr=0.01)
 
 
@@ -87,43 +91,67 @@ def whole(model):
     }
 
 
-def save_at(path, stage, name):
-    model, optimizer = build(stage, 0, name)
+def run_on(world, function, *arguments):
+    """Return the result of a function that runs on the first ranks only; None on other ranks."""
+    group = dist.new_group(list(range(world)))
+    result = function(*arguments, group) if dist.get_rank() < world else None
+    dist.barrier()
+    return result
+
+
+def save_at(path, stage, name, group):
+    model, optimizer = build(stage, 0, name, group)
     train(model, optimizer, range(3))
-    save_checkpoint(path, model, optimizer, extra={"step": 3})
+    save_checkpoint(path, model, optimizer, extra={"step": 3}, group=group)
     saved = whole(model)
     train(model, optimizer, range(3, 5))
     return saved, whole(model)
 
 
-def load_at(path, stage, name):
-    model, optimizer = build(stage, 1, name)
-    extra = load_checkpoint(path, model, optimizer)
+def load_at(path, stage, name, group):
+    model, optimizer = build(stage, 1, name, group)
+    extra = load_checkpoint(path, model, optimizer, group=group)
     loaded = whole(model)
     train(model, optimizer, range(extra["step"], 5))
     return loaded, whole(model)
 
 
-@pytest.mark.parametrize(
-    ("before", "after", "name"),
-    [
-        pytest.param((1, 4), (1, 3), "AdamW", marks=pytest.mark.exhaustive),
-        ((2, 3), (3, 2), "NAdam"),
-        pytest.param((2, 3), (3, 4), "NAdam", marks=pytest.mark.exhaustive),
-        ((3, 4), (2, 2), "AdamW"),
-        ((3, 2), (0, 1), "SGD"),
-        ((0, 1), (3, 3), "Adam"),
-        ((1, 2), (2, 3), "Adafactor"),
-    ],
-)
-def test_resumed_training_equals_uninterrupted_training(tmp_path, before, after, name):
-    path = str(tmp_path / "checkpoint")
-    saved, finished = run_ranks(save_at, before[1], path, before[0], name, timeout=DEADLINE)[0]
-    for loaded, resumed in run_ranks(load_at, after[1], path, after[0], name, timeout=DEADLINE):
+#: The stage and the number of ranks before and after a checkpoint, and the optimizer.
+RESUMED = [
+    ((2, 3), (3, 2), "NAdam"),
+    ((3, 4), (2, 2), "AdamW"),
+    ((3, 2), (0, 1), "SGD"),
+    ((0, 1), (3, 3), "Adam"),
+    ((1, 2), (2, 3), "Adafactor"),
+]
+
+
+@FOUR_RANKS.case(*RESUMED)
+def resume(before, after, name):
+    path = f"{case_folder()}/checkpoint"
+    results = [run_on(before[1], save_at, path, before[0], name)]
+    dist.broadcast_object_list(results, 0)
+    saved, finished = results[0]
+    result = run_on(after[1], load_at, path, after[0], name)
+    if result is not None:
+        loaded, resumed = result
         for key, value in saved.items():
             assert torch.equal(loaded[key], value), key
         for key, value in finished.items():
             torch.testing.assert_close(resumed[key], value, rtol=1e-6, atol=1e-6)
+    return True
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "name"),
+    [
+        *RESUMED,
+        pytest.param((1, 4), (1, 3), "AdamW", marks=pytest.mark.exhaustive),
+        pytest.param((2, 3), (3, 4), "NAdam", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_resumed_training_equals_uninterrupted_training(before, after, name):
+    assert all(FOUR_RANKS.run(resume, before, after, name))
 
 
 def part_of_the_loss(model, step, rank):
@@ -132,15 +160,15 @@ def part_of_the_loss(model, step, rank):
     return F.cross_entropy(model(tokens).flatten(0, 1), targets.flatten())
 
 
-def build_plain(stage, seed):
+def build_plain(stage, seed, group=None):
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Embedding(11, 5), nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 11))
     if stage == 3:
-        model = FSDP(model)
+        model = FSDP(model, group=group)
     if stage in (0, 3):
         return model, torch.optim.AdamW(model.parameters(), lr=0.01)
     options = {"lr": 0.01, "shard_gradients": stage == 2, "bucket_size_mb": 64 / 2**20}
-    return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
+    return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, group=group, **options)
 
 
 def never_stopped():
@@ -161,26 +189,31 @@ def never_stopped():
     return whole(model)
 
 
-def some_steps(path, stage, resumed):
-    model, optimizer = build_plain(stage, int(resumed))
-    first = load_checkpoint(path, model, optimizer)["step"] if resumed else 0
+def some_steps(path, stage, resumed, group):
+    model, optimizer = build_plain(stage, int(resumed), group)
+    first = load_checkpoint(path, model, optimizer, group=group)["step"] if resumed else 0
     for step in range(first, first + 3):
         optimizer.zero_grad()
         part_of_the_loss(model, step, dist.get_rank()).backward()
         optimizer.step()
-    save_checkpoint(path, model, optimizer, extra={"step": first + 3})
+    save_checkpoint(path, model, optimizer, extra={"step": first + 3}, group=group)
     return whole(model)
 
 
-@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
-def test_resuming_with_three_ranks_after_four_is_bit_equal_to_uninterrupted_training(
-    tmp_path, stage
-):
-    path = str(tmp_path / "checkpoint")
-    run_ranks(some_steps, 4, path, stage, False, timeout=DEADLINE)
-    for resumed in run_ranks(some_steps, 3, path, stage, True, timeout=DEADLINE):
+@FOUR_RANKS.case((1,), (3,))
+def resume_with_three(stage):
+    path = f"{case_folder()}/checkpoint"
+    run_on(4, some_steps, path, stage, False)
+    resumed = run_on(3, some_steps, path, stage, True)
+    if resumed is not None:
         for name, value in never_stopped().items():
             assert torch.equal(resumed[name], value), name
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
+def test_resuming_with_three_ranks_after_four_is_bit_equal_to_uninterrupted_training(stage):
+    assert all(FOUR_RANKS.run(resume_with_three, stage))
 
 
 @settings(max_examples=200, deadline=None)

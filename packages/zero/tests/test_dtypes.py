@@ -44,19 +44,25 @@ DTYPES = [
 
 
 class Odd(nn.Linear):
-    """A layer with a frozen parameter and a buffer of a dtype, with different bits per rank."""
+    """A layer with a frozen parameter and buffers per dtype, with different bits per rank."""
 
-    def __init__(self, name, bits):
+    def __init__(self, bits):
         super().__init__(5, 5)
-        dtype = getattr(torch, name)
         whole = torch.arange(bits, bits + 24) % 2
-        self.codes = nn.Parameter(whole.view(6, 4).to(dtype), requires_grad=False)
-        self.register_buffer("mask", whole.view(4, 6).T.to(dtype))
-        self.register_buffer("number", whole[1].to(dtype))
+        for name in DTYPES:
+            dtype = getattr(torch, name)
+            codes = nn.Parameter(whole.view(6, 4).to(dtype), requires_grad=False)
+            self.register_parameter(f"codes_{name}", codes)
+            self.register_buffer(f"mask_{name}", whole.view(4, 6).T.to(dtype))
+            self.register_buffer(f"number_{name}", whole[1].to(dtype))
 
     def forward(self, x):
-        known = (self.codes.to(torch.complex128) + self.mask.to(torch.complex128)).real
-        return super().forward(x) + known.sum() * x
+        scales = torch.linspace(0.01, 0.02, len(DTYPES))
+        for name, scale in zip(DTYPES, scales, strict=True):
+            codes, mask = getattr(self, f"codes_{name}"), getattr(self, f"mask_{name}")
+            known = (codes.to(torch.complex128) + mask.to(torch.complex128)).real
+            x = x + scale * known.sum() * torch.tanh(x)
+        return super().forward(x)
 
 
 class Everything(nn.Module):
@@ -64,7 +70,7 @@ class Everything(nn.Module):
 
     def __init__(self, bits=0):
         super().__init__()
-        self.odd = nn.ModuleList([Odd(name, bits) for name in DTYPES])
+        self.odd = Odd(bits)
         self.conv = nn.Conv2d(2, 3, 3).to(memory_format=torch.channels_last)
         self.transposed = nn.Parameter(torch.randn(4, 5).T)
         self.turn = Turn()
@@ -72,8 +78,7 @@ class Everything(nn.Module):
         self.out.weight = nn.Parameter(torch.randn(4, 3).T)
 
     def forward(self, x):
-        for layer in self.odd:
-            x = x + 0.01 * torch.tanh(layer(x))
+        x = self.odd(x)
         image = x.repeat(1, 10).view(-1, 2, 5, 5).contiguous(memory_format=torch.channels_last)
         return self.out(self.turn(x) @ self.transposed) + self.conv(image).mean((2, 3))
 

@@ -49,17 +49,14 @@ def build(dtype=torch.float64):
     return nn.Sequential(nn.Linear(5, 5), *blocks, nn.Linear(5, 5)).to(dtype)
 
 
-def tie(model):
+def tie_and_skip(model):
     model[3].weight = model[0].weight
+    model[2].skip = True
 
 
 def freeze_and_recompute(model):
     model[1].requires_grad_(False)
     model[1].recompute = model[2].recompute = True
-
-
-def skip(model):
-    model[2].skip = True
 
 
 def train(shard, model, change=None, accumulate=1, steps=2, **options):
@@ -98,14 +95,13 @@ def run_programs():
     """Run programs with torch's implementation and with this package's."""
     programs = {
         "usual": {},
-        "mesh, kept": {
+        "mesh, kept, accumulated": {
             "mesh": init_device_mesh("cpu", (dist.get_world_size(),)),
             "reshard_after_forward": False,
+            "accumulate": 2,
         },
-        "accumulated": {"accumulate": 3},
-        "tied": {"change": tie},
         "frozen, recomputed": {"change": freeze_and_recompute},
-        "skipped": {"change": skip},
+        "tied, skipped": {"change": tie_and_skip},
     }
     for name, options in programs.items():
         expected, _ = train(torchs_fully_shard, build(), **options)

@@ -141,6 +141,7 @@ def test_blocks_and_the_root_shard_all_parameters_of_a_model(name, units):
     assert THREE_RANKS.run(shard_everything, name) == [units] * 3
 
 
+@THREE_RANKS.case()
 def select():
     """Select modules by class and name, and by a predicate."""
     blocks = [f"blocks.{number}" for number in range(3)]
@@ -165,7 +166,7 @@ def select():
 
 
 def test_names_and_predicates_select_the_sharded_modules():
-    assert all(run_ranks(select, 2, timeout=DEADLINE))
+    assert all(THREE_RANKS.run(select))
 
 
 def train_published(stage, name):

@@ -23,10 +23,13 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from shared_ranks import SharedRanks, case_folder, run_in_order
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
+from zero.optimizer import optimizer_trial
 from zero_training import assert_alike, batch, make, mean_square, pair, train
 
 
 def serve(cases):
+    # The optimizers of these tests do not change after a few steps.
+    optimizer_trial.STEPS = 10
     return run_in_order(globals(), cases)
 
 
@@ -123,13 +126,13 @@ def torchs_tools(stage, name):
                 set_optimizer_state_dict(load_into, optimizer, state, options=options)
             load_into.load_state_dict(twin.state_dict())
         fresh = reloaded(twin, theirs)
-        train(other, optimizer, *fresh, mean_square, steps=2)
+        train(other, optimizer, *fresh, mean_square, steps=1)
 
     # A checkpoint of this package, loaded by torch.
     save_checkpoint(f"{folder}/zero", model, ours)
     other, optimizer, _, _ = trained(stage, name, steps=1)
     load_by_torch(f"{folder}/zero", inner(other, stage), optimizer)
-    train(other, optimizer, *reloaded(twin, theirs), mean_square, steps=2)
+    train(other, optimizer, *reloaded(twin, theirs), mean_square, steps=1)
     return True
 
 
@@ -146,7 +149,7 @@ def test_torchs_tools_get_save_and_set_whole_optimizer_states(stage, name):
 def whole_matrices(name):
     folder = case_folder()
     world = dist.get_world_size()
-    model, ours, twin, theirs = trained(3, name, steps=3)
+    model, ours, twin, theirs = trained(3, name)
     # With closures, clipping by norm, and a layer that is frozen for some steps.
     for number in range(3):
         model.module[0].weight.requires_grad_(number != 1)
@@ -228,7 +231,7 @@ def use_state_from_the_constructor(name):
             load_by_torch(folder, other.module, optimizer)
         else:
             optimizer.load_state_dict((ours if method == "sharded" else theirs).state_dict())
-        train(other, optimizer, *reloaded(twin, theirs), mean_square, steps=2)
+        train(other, optimizer, *reloaded(twin, theirs), mean_square, steps=1)
     return True
 
 

@@ -40,7 +40,7 @@ def pair(stage=3, name="AdamW", *, build=make, group=None, lr=0.1, **options):
     return model, ours, twin, theirs
 
 
-def train(model, ours, twin, theirs, loss, steps=3, clip=None):
+def train(model, ours, twin, theirs, loss, steps=2, clip=None):
     """Train both on the same batches, and compare them."""
     world = dist.get_world_size()
     for number in range(steps):
