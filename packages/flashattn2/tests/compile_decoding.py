@@ -1,15 +1,7 @@
-"""Compile the kernels that have no table of tiles without a GPU, and print their names.
+"""Compile the kernels that have no table of tiles without a GPU.
 
-This is a script because a process that interprets kernels cannot compile them.
+A process that interprets kernels cannot import this module: see `compile_all.py`.
 """
-
-import sys
-import warnings
-
-with warnings.catch_warnings():
-    # The import has no warnings.  Torch warns without NumPy, which is a dependency.
-    warnings.simplefilter("error", UserWarning)
-    import flashattn2  # noqa: F401
 
 import triton
 from flashattn2.kernels import decode, forward, launch, row_sums
@@ -86,12 +78,12 @@ def jobs(paged, kind, dim):
     )
 
 
-def main():
+def compile_every(is_exhaustive):
     """Compile every kernel for a contiguous cache, whose sizes are all 1, and for a paged one.
 
-    Each cache is compiled for one architecture, or for both if "exhaustive" is on standard input.
+    Each cache is compiled for one architecture, or for both if `is_exhaustive` is True.  Yields
+    the architecture and the name of each kernel.
     """
-    is_exhaustive = sys.stdin.read() == "exhaustive"
     for arch in (80, 90):
         for paged, kind in ((False, "bf16"), (True, "fp32")):
             if paged == (arch == 90) and not is_exhaustive:
@@ -115,8 +107,4 @@ def main():
                     target=GPUTarget("cuda", arch, 32),
                     options={"num_warps": 4, "num_stages": 4},
                 )
-                print(arch, kernel.__name__, "paged" if paged else "contiguous", kind)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+                yield arch, kernel.__name__

@@ -1,16 +1,15 @@
 """Compile the Gluon kernels as a launch would, for a Hopper GPU that need not exist.
 
-The script reads a list of jobs as JSON from standard input, and writes one line of JSON per job:
-see `compile_kernels.py`.  A job has dim, dtype, left and right, and may have a shape (batch, heads,
-key heads, queries, keys) and the length of the sides.  With deterministic, true or false, it is the
-backward pass, and there is a line for each of its kernels.
+A process that interprets kernels cannot import this module: see `compile_all.py`.  A job has dim,
+dtype, left and right, and may have a shape (batch, heads, key heads, queries, keys) and the length
+of the sides.  With deterministic, true or false, it is the backward pass, and there is a result for
+each of its kernels.
 """
 
+import hashlib
 import itertools
-import json
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -23,8 +22,10 @@ from flashattn2.spec import AttentionSpec
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
 from triton.runtime import driver
+from triton.runtime.cache import get_cache_manager
 
 BIN = Path(triton.__file__).parent / "backends/nvidia/bin"
+FLAGS = "-v -arch=sm_90a -o /dev/null"
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -113,7 +114,7 @@ def facts_of(compiled, warpgroups, products):
         "stores": [*stores(ptx)],
         "exchanges": exchanges(ptx),
         "shared_bytes": compiled.metadata.shared,
-        "warnings": run(get_ptxas(90).path, "-v -arch=sm_90a -o /dev/null", ptx.encode(), ".ptx"),
+        "warnings": warnings_of(ptx),
         **resources(cubin),
     }
 
@@ -197,6 +198,18 @@ def under_products(code):
                 raise RuntimeError(f"{name} {operands} writes to a product that runs")
 
 
+def warnings_of(ptx):
+    """Return the messages of ptxas, which Triton's cache stores beside the compiled kernels."""
+    ptxas = get_ptxas(90)
+    key = f"{ptxas.version} {FLAGS} {ptx}"
+    cache = get_cache_manager(hashlib.sha256(key.encode()).hexdigest())
+    path = cache.get_file("messages.txt")
+    if path is None:
+        messages = run(ptxas.path, FLAGS, ptx.encode(), ".ptx")
+        path = cache.put(messages, "messages.txt", binary=False)
+    return Path(path).read_text()
+
+
 def run(tool, options, content, suffix):
     """Return the output of a tool in Triton's wheel for a file."""
     with tempfile.NamedTemporaryFile(suffix=suffix) as file:
@@ -206,9 +219,3 @@ def run(tool, options, content, suffix):
     if done.returncode:
         raise RuntimeError(done.stderr + done.stdout)
     return done.stdout + done.stderr
-
-
-if __name__ == "__main__":
-    for job in json.load(sys.stdin):
-        for result in compile_job(job):
-            print(json.dumps(result), flush=True)

@@ -1,18 +1,15 @@
-"""Compile kernels without a GPU, and report facts of the compiled code.
+"""Compile the Triton kernels without a GPU, and report facts of the compiled code.
 
-This is a script because a process that interprets kernels cannot compile them: it reads a list of
-jobs as JSON from standard input, and writes one line of JSON per job.
+A process that interprets kernels cannot import this module: see `compile_all.py`.
 
 A job (see `shipped.py`) names the kernel, tile, head dim, architecture and path, and the options of
 attention that are compiled in: left, right (so causal), softcap, packed, splits; of_one says that
 all sizes are 1, which Triton compiles in by itself.
 """
 
-import json
 import math
 import re
 import subprocess
-import sys
 import tempfile
 from pathlib import Path
 
@@ -161,8 +158,3 @@ def resources(cubin):
         "registers": int(re.search(r"REG:(\d+)", usage)[1]),
         "stack_bytes": int(re.search(r"STACK:(\d+)", usage)[1]),
     }
-
-
-if __name__ == "__main__":
-    for job in json.load(sys.stdin):
-        print(json.dumps(compile_job(job)), flush=True)

@@ -8,6 +8,17 @@ A partition is one thread here.  The four warps of a consumer synchronize before
 at a barrier for all of them; the tests of the compiled code check this.
 """
 
+# Note [Partial order reduction]
+# A move of a partition may contain several of its operations.  The omitted orders contain no other
+# errors, for the following reasons.
+# - A load or product never waits, so it follows the partition's previous operation at once.  If a
+#   later load or product would fail because of an operation of another partition, that operation
+#   fails after the early load or product: the buffer is in use, or it has no contents.
+# - The end of a product or of a copy to global memory only allows more operations, so it happens
+#   at the latest time: together with the partition's next operation.
+AT_ONCE = frozenset(("load", "mma"))
+AT_LAST = frozenset(("retire", "sent"))
+
 
 def explore(traces, arrivals):
     """Return the number of states; raise RuntimeError for the first invalid state.
@@ -63,10 +74,27 @@ def _moves(state, traces, bars, counts, buffers):
         )
     for who, trace in enumerate(traces):
         if at[who] < len(trace):
-            op = trace[at[who]]
-            rest = STEPS[op[0]](op, who, state, bars, counts, buffers)
-            if rest is not None:
-                yield _with(at, who, at[who] + 1), *rest
+            moved = _run(trace, who, state, bars, counts, buffers)
+            if moved is not None:
+                yield moved
+
+
+def _run(trace, who, state, bars, counts, buffers):
+    """Return the state after the next operations of a partition, or None if it must wait.
+
+    See Note [Partial order reduction].
+    """
+    i = state[0][who]
+    is_at_last = True
+    while i < len(trace) and (is_at_last or trace[i][0] in AT_ONCE):
+        op = trace[i]
+        rest = STEPS[op[0]](op, who, state, bars, counts, buffers)
+        if rest is None:
+            return None
+        i += 1
+        state = _with(state[0], who, i), *rest
+        is_at_last = is_at_last and op[0] in AT_LAST
+    return state
 
 
 # Each of the following functions executes one operation of a partition.  It returns the state

@@ -10,7 +10,15 @@ from flashattn2.bench import bench, cases, report
 
 @pytest.fixture(scope="module")
 def rows():
-    return bench(quick=True)
+    """Return the rows of every case, whose forward and backward passes have 32 tokens."""
+
+    def compare_few(case, attentions, shape, *options):
+        return compare(case, attentions, (*shape[:2], 32, shape[3]), *options)
+
+    compare = cases.compare
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cases, "compare", compare_few)
+        return bench(quick=True)
 
 
 def test_every_case_reports_its_rows(rows):

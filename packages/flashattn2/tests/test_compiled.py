@@ -1,4 +1,4 @@
-"""Every shipped tile, compiled for Hopper and Ampere without a GPU: see `shipped.py`."""
+"""Shipped tiles and Gluon kernels, compiled for Hopper and Ampere without a GPU."""
 
 import dataclasses
 import itertools
@@ -19,46 +19,81 @@ from flashattn2.kernels import configs
 SHARED_BYTES = {90: 227 * 1024, 80: 163 * 1024}
 
 
-def run_script(name, text=""):
-    """Run a script of this folder in a process that does not interpret kernels."""
+def compiled(request):
+    """Run `compile_all.py` in a process that does not interpret kernels; return facts per part."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["PYTHONPATH"] = os.pathsep.join(sys.path)
     done = subprocess.run(
-        [sys.executable, Path(__file__).with_name(name)], input=text, env=environment,
-        capture_output=True, text=True,
+        [sys.executable, Path(__file__).with_name("compile_all.py")], input=json.dumps(request),
+        env=environment, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout.splitlines()
+    facts = {part: [] for part in request}
+    for line in done.stdout.splitlines():
+        part, result = json.loads(line)
+        facts[part].append(result)
+    return facts
 
 
-def compiled(jobs):
-    """Compile each job, in two processes if there are many, and return the facts."""
-    parts = [jobs] if len(jobs) < 50 else [jobs[::2], jobs[1::2]]
-
-    def work(part):
-        return [json.loads(line) for line in run_script("compile_kernels.py", json.dumps(part))]
-
-    with ThreadPoolExecutor(2) as pool:
-        return [fact for facts in pool.map(work, parts) for fact in facts]
-
-
+# The jobs of the Triton kernels are in `shipped.py`.
 #: A tile that the tuner must reject.
 REPEATS_PRODUCTS = {
     "kernel": "dkdv", "dim": 128, "arch": 90, "tma": True, "kind": "half",
     "precision": "ieee", "dtype": "bf16", "tile": [32, 64, 8, 2],
 }  # fmt: skip
+#: All jobs of the Gluon forward kernel.
+ALL = [
+    {"dim": dim, "dtype": dtype, "left": left, "right": right}
+    for dim in (64, 128)
+    for dtype in ("bf16", "fp16")
+    for left in (False, True)
+    for right in (False, True)
+]
+# Triton compiles sizes of 1 as constants, and specializes on multiples of 16.
+ALL.append({**ALL[-1], "shape": [1, 1, 1, 1, 77], "side": 1})
+ALL.append({**ALL[-1], "shape": [16, 16, 1, 4096, 4096], "side": 0})
+# Three consumers.
+ALL += [{**job, "shape": [1, 16, 4, 4096, 4096]} for job in ALL[:8] if not job["left"]]
+SAMPLE = [{"dim": 128, "dtype": "bf16", "left": False, "right": True}]
+#: All jobs of the Gluon backward kernels.
+BACK = [
+    {"dim": dim, "dtype": dtype, "left": left, "right": right, "deterministic": deterministic}
+    for dim in (64, 128)
+    for dtype in ("bf16", "fp16")
+    for left in (False, True)
+    for right in (False, True)
+    for deterministic in (False, True)
+]
+BACK += [{**job, "shape": [1, 1, 1, 1, 77], "side": 1} for job in BACK[-2:]]
+BACK += [{**job, "shape": [16, 16, 1, 4096, 4096], "side": 0} for job in BACK[-4:-2]]
+BACK_SAMPLE = [{**SAMPLE[0], "deterministic": False}]
 
 
 @pytest.fixture(
     scope="module",
-    params=[shipped.sample, pytest.param(shipped.exhaustive, marks=pytest.mark.exhaustive)],
-    ids=["sample", "exhaustive"],
+    params=["sample", pytest.param("exhaustive", marks=pytest.mark.exhaustive)],
 )
-def every_result(request):
-    jobs = [*request.param(), REPEATS_PRODUCTS, *sizes_of_one()]
-    results = compiled(jobs)
-    assert len(results) == len(jobs)
-    return results
+def facts(request):
+    """Return the facts of all kernels, compiled by one process, or by two if there are many."""
+    if request.param == "sample":
+        tiles = [*shipped.sample(), REPEATS_PRODUCTS, *sizes_of_one()]
+        gluon = SAMPLE + BACK_SAMPLE
+        every = compiled({"tiles": tiles, "decoding": False, "gluon": gluon})
+    else:
+        tiles = [*shipped.exhaustive(), REPEATS_PRODUCTS, *sizes_of_one()]
+        gluon = ALL + BACK
+        halves = {"tiles": tiles[::2], "decoding": True}, {"tiles": tiles[1::2], "gluon": gluon}
+        with ThreadPoolExecutor(2) as pool:
+            first, second = pool.map(compiled, halves)
+        every = {**first, **second, "tiles": first["tiles"] + second["tiles"]}
+    assert len(every["tiles"]) == len(tiles)
+    assert len(every["gluon"]) >= len(gluon)
+    return every
+
+
+@pytest.fixture
+def every_result(facts):
+    return facts["tiles"]
 
 
 def sizes_of_one():
@@ -140,7 +175,7 @@ def test_tiles_of_ampere_pass_the_gates_of_other_architectures(arch):
         key = "pointers", "half", kernel
         (job,) = shipped.jobs(key, dim, dataclasses.astuple(tile), options)
         jobs.append({**job, "arch": arch})
-    for r in compiled(jobs):
+    for r in compiled({"tiles": jobs})["tiles"]:
         assert r["stack_bytes"] <= FEW_BYTES, r
         assert r["shared_bytes"] <= 99 * 1024, r
         assert r["work"] <= tune.MOST_WORK[80], r
@@ -178,13 +213,64 @@ def test_hopper_instructions_are_64_columns_wide_if_tile_and_head_dim_are(result
         assert min(r["widths"]) >= min(64, side, r["dim"]), r
 
 
-@pytest.mark.parametrize(
-    "cases", ["sample", pytest.param("exhaustive", marks=pytest.mark.exhaustive)]
-)
-def test_import_has_no_warnings_and_kernels_without_tables_compile(cases):
-    """The two share a process, because importing torch takes seconds."""
-    lines = run_script("compile_decoding.py", cases)
+def test_import_has_no_warnings_and_kernels_without_tables_compile(facts):
+    """The script raises an error for a warning of the import."""
     kernels = ("decode_kernel", "append_kernel", "combine_kernel", "delta_kernel")
-    assert {tuple(line.split()[:2]) for line in lines} == set(
-        itertools.product(("80", "90"), kernels)
-    )
+    compiled_kernels = {tuple(result) for result in facts["decoding"]}
+    assert compiled_kernels == set(itertools.product((80, 90), kernels))
+
+
+def test_compiled_forward_spills_nothing_and_overlaps_products_with_softmax(facts):
+    for result in (r for r in facts["gluon"] if "deterministic" not in r):
+        # The smaller share of registers of a third consumer spills by at most 16 bytes, and a third
+        # loop, for the left edge of the band, by at most 8 bytes with Triton 3.9.
+        case = result["consumers"], result["left"]
+        few = {(2, False): 0, (2, True): 8, (3, False): 16}[case]
+        assert result["stack_bytes"] <= few, result
+        # All warps share a multiprocessor's 65,536 registers.
+        threads = 128 * (result["consumers"] + 1)
+        assert result["registers"] <= 65536 // threads, result
+        assert result["hand_over"].count(result["consumer_registers"]) >= 2, result
+        assert result["stages"] >= 2
+        assert result["shared_bytes"] <= 227 * 1024, result
+        assert result["work"] == pytest.approx(1.0, abs=0.02), result
+        assert result["widths"] == sorted({128, result["dim"]}), result
+        # One of two products may still run, in PTX and in machine code.
+        assert result["waits"] == [0, 1], result
+        assert result["waits_in_machine_code"] == [0, 1], result
+        # One exponential for each score that a thread has, and one for each of its two rows.
+        assert len(result["under_products"]) == result["consumers"] * (3 if result["left"] else 2)
+        assert min(result["under_products"]) >= 66, result
+        # With this warning ptxas reports that it waits for each product.
+        assert "C75" not in result["warnings"], result
+        assert result["unguarded_arrivals"] == [], result
+        order = ["write", "fence", "meet", "copy", "wait"]
+        assert result["stores"] == [order] * result["consumers"], result
+        assert result["tma_loads"] > 0, result
+
+
+def test_compiled_backward_overlaps_products_with_exponentials(facts):
+    """At most 48 bytes are spilled if dQ is computed too, and 8 bytes otherwise."""
+    for result in (r for r in facts["gluon"] if "deterministic" in r):
+        atomic = not result["deterministic"]
+        assert result["stack_bytes"] <= (48 if atomic else 8), result
+        assert result["registers"] <= 168, result
+        assert 240 in result["hand_over"], result
+        assert result["shared_bytes"] <= 227 * 1024, result
+        assert result["work"] == pytest.approx(1.0, abs=0.02), result
+        assert set(result["widths"]) <= {64, 128}, result
+        assert result["waits"] == result["waits_in_machine_code"] == [0, 1], result
+        # While dP is computed, a thread computes one exponential for each of its scores.
+        assert max(result["under_products"]) == result["scores_of_a_thread"], result
+        assert "C75" not in result["warnings"], result
+        assert result["unguarded_arrivals"] == [], result
+        order = result["exchanges"]
+        writes = [i for i, kind in enumerate(order) if kind == "write"]
+        assert len(writes) == (3 if atomic else 1), result
+        assert all(order[i + 1 : i + 3] == ["fence", "meet"] for i in writes), result
+        assert order[writes[-1] + 3 : writes[-1] + 5] == ["copy", "copied"], result
+        if atomic:
+            # dS is complete for both warpgroups, and the previous part of dQ has been read.
+            assert order[writes[0] + 3] == "product", result
+            assert order[writes[1] - 2 : writes[1]] == ["copied", "meet"], result
+            assert order[writes[1] + 3] == "copy", result

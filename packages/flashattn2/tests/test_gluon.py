@@ -1,12 +1,7 @@
-"""The Gluon kernels: lines executed in Python, schedules explored, code compiled."""
+"""The Gluon kernels: lines executed in Python, and schedules explored; see also `test_compiled`."""
 
 import itertools
-import json
 import math
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -270,116 +265,6 @@ def test_every_injected_barrier_fault_of_the_forward_pass_is_detected(machine):
     for fault, traces in injected.items():
         with pytest.raises(RuntimeError):
             print(fault, explore(traces, program.arrivals))
-
-
-def compiled(jobs):
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(sys.path)
-    done = subprocess.run(
-        [sys.executable, Path(__file__).with_name("compile_gluon.py")], input=json.dumps(jobs),
-        env=environment, capture_output=True, text=True,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
-ALL = [
-    {"dim": dim, "dtype": dtype, "left": left, "right": right}
-    for dim in (64, 128)
-    for dtype in ("bf16", "fp16")
-    for left in (False, True)
-    for right in (False, True)
-]
-# Triton compiles sizes of 1 as constants, and specializes on multiples of 16.
-ALL.append({**ALL[-1], "shape": [1, 1, 1, 1, 77], "side": 1})
-ALL.append({**ALL[-1], "shape": [16, 16, 1, 4096, 4096], "side": 0})
-# Three consumers.
-ALL += [{**job, "shape": [1, 16, 4, 4096, 4096]} for job in ALL[:8] if not job["left"]]
-SAMPLE = [{"dim": 128, "dtype": "bf16", "left": False, "right": True}]
-
-
-BACK = [
-    {"dim": dim, "dtype": dtype, "left": left, "right": right, "deterministic": deterministic}
-    for dim in (64, 128)
-    for dtype in ("bf16", "fp16")
-    for left in (False, True)
-    for right in (False, True)
-    for deterministic in (False, True)
-]
-BACK += [{**job, "shape": [1, 1, 1, 1, 77], "side": 1} for job in BACK[-2:]]
-BACK += [{**job, "shape": [16, 16, 1, 4096, 4096], "side": 0} for job in BACK[-4:-2]]
-BACK_SAMPLE = [{**SAMPLE[0], "deterministic": False}]
-
-
-@pytest.fixture(
-    scope="module",
-    params=[SAMPLE + BACK_SAMPLE, pytest.param(ALL + BACK, marks=pytest.mark.exhaustive)],
-    ids=["sample", "exhaustive"],
-)
-def compiled_code(request):
-    """Return the facts of the forward and the backward kernels, compiled by one process."""
-    results = compiled(request.param)
-    assert len(results) == len(request.param)
-    return {
-        "forward": [r for r in results if "deterministic" not in r],
-        "backward": [r for r in results if "deterministic" in r],
-    }
-
-
-def test_compiled_forward_spills_nothing_and_overlaps_products_with_softmax(compiled_code):
-    for result in compiled_code["forward"]:
-        # The smaller share of registers of a third consumer spills by at most 16 bytes, and a third
-        # loop, for the left edge of the band, by at most 8 bytes with Triton 3.9.
-        case = result["consumers"], result["left"]
-        few = {(2, False): 0, (2, True): 8, (3, False): 16}[case]
-        assert result["stack_bytes"] <= few, result
-        # All warps share a multiprocessor's 65,536 registers.
-        threads = 128 * (result["consumers"] + 1)
-        assert result["registers"] <= 65536 // threads, result
-        assert result["hand_over"].count(result["consumer_registers"]) >= 2, result
-        assert result["stages"] >= 2
-        assert result["shared_bytes"] <= 227 * 1024, result
-        assert result["work"] == pytest.approx(1.0, abs=0.02), result
-        assert result["widths"] == sorted({128, result["dim"]}), result
-        # One of two products may still run, in PTX and in machine code.
-        assert result["waits"] == [0, 1], result
-        assert result["waits_in_machine_code"] == [0, 1], result
-        # One exponential for each score that a thread has, and one for each of its two rows.
-        assert len(result["under_products"]) == result["consumers"] * (3 if result["left"] else 2)
-        assert min(result["under_products"]) >= 66, result
-        # With this warning ptxas reports that it waits for each product.
-        assert "C75" not in result["warnings"], result
-        assert result["unguarded_arrivals"] == [], result
-        order = ["write", "fence", "meet", "copy", "wait"]
-        assert result["stores"] == [order] * result["consumers"], result
-        assert result["tma_loads"] > 0, result
-
-
-def test_compiled_backward_overlaps_products_with_exponentials(compiled_code):
-    """At most 48 bytes are spilled if dQ is computed too, and 8 bytes otherwise."""
-    for result in compiled_code["backward"]:
-        atomic = not result["deterministic"]
-        assert result["stack_bytes"] <= (48 if atomic else 8), result
-        assert result["registers"] <= 168, result
-        assert 240 in result["hand_over"], result
-        assert result["shared_bytes"] <= 227 * 1024, result
-        assert result["work"] == pytest.approx(1.0, abs=0.02), result
-        assert set(result["widths"]) <= {64, 128}, result
-        assert result["waits"] == result["waits_in_machine_code"] == [0, 1], result
-        # While dP is computed, a thread computes one exponential for each of its scores.
-        assert max(result["under_products"]) == result["scores_of_a_thread"], result
-        assert "C75" not in result["warnings"], result
-        assert result["unguarded_arrivals"] == [], result
-        order = result["exchanges"]
-        writes = [i for i, kind in enumerate(order) if kind == "write"]
-        assert len(writes) == (3 if atomic else 1), result
-        assert all(order[i + 1 : i + 3] == ["fence", "meet"] for i in writes), result
-        assert order[writes[-1] + 3 : writes[-1] + 5] == ["copy", "copied"], result
-        if atomic:
-            # dS is complete for both warpgroups, and the previous part of dQ has been read.
-            assert order[writes[0] + 3] == "product", result
-            assert order[writes[1] - 2 : writes[1]] == ["copied", "meet"], result
-            assert order[writes[1] + 3] == "copy", result
 
 
 @pytest.mark.parametrize(

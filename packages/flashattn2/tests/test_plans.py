@@ -10,6 +10,8 @@ from random_cases import laid_out
 
 LAYOUTS = ("heads first", "sequence first", "gaps", "reversed")
 lengths = st.sampled_from((1, 5, 9, 16, 19, 23))
+#: The number of drawn calls.
+EXAMPLES = [50, pytest.param(500, marks=pytest.mark.exhaustive)]
 
 
 def first_and_second(run):
@@ -23,76 +25,80 @@ def first_and_second(run):
     assert plans == PLANS
 
 
-@given(
-    seq=st.tuples(lengths, lengths),
-    dims=st.sampled_from(((8, 8), (8, 8), (8, 5))),
-    heads=st.sampled_from(((2, 2), (4, 2))),
-    dtype=st.sampled_from((torch.float32, torch.float64, torch.bfloat16, torch.float16)),
-    layouts=st.tuples(*3 * [st.sampled_from(LAYOUTS)]),
-    needs=st.tuples(*3 * [st.booleans()]),
-    is_causal=st.booleans(),
-    as_torch_s=st.booleans(),
-    options=st.sampled_from(
-        ({}, {}, {"return_lse": True}, {"scale": 0.3}, {"window": 2}, {"softcap": 2.0},
-         {"sinks": torch.zeros(1)})
-    ),
-)  # fmt: skip
-@settings(max_examples=150, deadline=None)
-def test_second_call_of_a_signature_equals_the_first(
-    seq, dims, heads, dtype, layouts, needs, is_causal, as_torch_s, options
-):
-    shapes = [(2, heads[i > 0], seq[i > 0], dims[i > 1]) for i in range(3)]
-    qkv = [
-        laid_out(torch.randn(shape).to(dtype), layout).requires_grad_(needed)
-        for shape, layout, needed in zip(shapes, layouts, needs, strict=True)
-    ]
-    if "sinks" in options:
-        options = {"sinks": torch.zeros(heads[0])}
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_second_call_of_a_signature_equals_the_first(examples):
+    @given(
+        seq=st.tuples(lengths, lengths),
+        dims=st.sampled_from(((8, 8), (8, 8), (8, 5))),
+        heads=st.sampled_from(((2, 2), (4, 2))),
+        dtype=st.sampled_from((torch.float32, torch.float64, torch.bfloat16, torch.float16)),
+        layouts=st.tuples(*3 * [st.sampled_from(LAYOUTS)]),
+        needs=st.tuples(*3 * [st.booleans()]),
+        is_causal=st.booleans(),
+        as_torch_s=st.booleans(),
+        options=st.sampled_from(
+            ({}, {}, {"return_lse": True}, {"scale": 0.3}, {"window": 2}, {"softcap": 2.0},
+             {"sinks": torch.zeros(1)})
+        ),
+    )  # fmt: skip
+    @settings(max_examples=examples, deadline=None)
+    def check(seq, dims, heads, dtype, layouts, needs, is_causal, as_torch_s, options):
+        shapes = [(2, heads[i > 0], seq[i > 0], dims[i > 1]) for i in range(3)]
+        qkv = [
+            laid_out(torch.randn(shape).to(dtype), layout).requires_grad_(needed)
+            for shape, layout, needed in zip(shapes, layouts, needs, strict=True)
+        ]
+        if "sinks" in options:
+            options = {"sinks": torch.zeros(heads[0])}
 
-    def run():
-        if as_torch_s:
-            out = sdpa(*qkv, is_causal=is_causal, scale=options.get("scale"), enable_gqa=True)
-            outs = (out,)
-        else:
-            outs = flash_attention(*qkv, is_causal=is_causal, **options)
-            outs = outs if isinstance(outs, tuple) else (outs,)
-        if not any(needs):
-            return outs
-        inputs = [x for x in qkv if x.requires_grad]
-        grads = torch.autograd.grad(outs[0].square().sum(), inputs, create_graph=True)
-        second = torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
-        return *(x.detach() for x in (*outs, *grads)), *second
+        def run():
+            if as_torch_s:
+                out = sdpa(*qkv, is_causal=is_causal, scale=options.get("scale"), enable_gqa=True)
+                outs = (out,)
+            else:
+                outs = flash_attention(*qkv, is_causal=is_causal, **options)
+                outs = outs if isinstance(outs, tuple) else (outs,)
+            if not any(needs):
+                return outs
+            inputs = [x for x in qkv if x.requires_grad]
+            grads = torch.autograd.grad(outs[0].square().sum(), inputs, create_graph=True)
+            second = torch.autograd.grad(sum(g.square().sum() for g in grads), inputs)
+            return *(x.detach() for x in (*outs, *grads)), *second
 
-    first_and_second(run)
+        first_and_second(run)
+
+    check()
 
 
-@given(
-    shape=st.tuples(st.integers(1, 3), st.sampled_from(((2, 2), (4, 2))), st.integers(1, 2)),
-    count=st.sampled_from((0, 3, 6, 14, 16, 19)),
-    new=st.integers(0, 2),
-    v_dim=st.sampled_from((8, 8, 5)),
-    layouts=st.tuples(*3 * [st.sampled_from(LAYOUTS)]),
-    dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
-    options=st.sampled_from(
-        ({}, {"return_lse": True}, {"window": (17, 0)}, {"window": 0}, {"is_causal": True},
-         {"scale": 0.3, "return_lse": True}, {"softcap": 2.0})
-    ),
-)  # fmt: skip
-@settings(max_examples=150, deadline=None)
-def test_second_call_over_a_cache_equals_the_first(
-    shape, count, new, v_dim, layouts, dtype, options
-):
-    batch, (heads, kv_heads), seq_q = shape
-    q = laid_out(torch.randn(batch, heads, seq_q, 8).to(dtype), layouts[0])
-    caches = [torch.randn(batch, kv_heads, 21, d).to(dtype) for d in (8, v_dim)]
-    rows = [torch.randn(batch, kv_heads, new, d).to(dtype) for d in (8, v_dim)] if new else ()
+@pytest.mark.parametrize("examples", EXAMPLES)
+def test_second_call_over_a_cache_equals_the_first(examples):
+    @given(
+        shape=st.tuples(st.integers(1, 3), st.sampled_from(((2, 2), (4, 2))), st.integers(1, 2)),
+        count=st.sampled_from((0, 3, 6, 14, 16, 19)),
+        new=st.integers(0, 2),
+        v_dim=st.sampled_from((8, 8, 5)),
+        layouts=st.tuples(*3 * [st.sampled_from(LAYOUTS)]),
+        dtype=st.sampled_from((torch.float32, torch.bfloat16, torch.float16)),
+        options=st.sampled_from(
+            ({}, {"return_lse": True}, {"window": (17, 0)}, {"window": 0}, {"is_causal": True},
+             {"scale": 0.3, "return_lse": True}, {"softcap": 2.0})
+        ),
+    )  # fmt: skip
+    @settings(max_examples=examples, deadline=None)
+    def check(shape, count, new, v_dim, layouts, dtype, options):
+        batch, (heads, kv_heads), seq_q = shape
+        q = laid_out(torch.randn(batch, heads, seq_q, 8).to(dtype), layouts[0])
+        caches = [torch.randn(batch, kv_heads, 21, d).to(dtype) for d in (8, v_dim)]
+        rows = [torch.randn(batch, kv_heads, new, d).to(dtype) for d in (8, v_dim)] if new else ()
 
-    def run():
-        k, v = (laid_out(x.clone(), y) for x, y in zip(caches, layouts[1:], strict=True))
-        out = flash_attention_with_kvcache(q, k, v, *rows, cache_seqlens=count, **options)
-        return *(out if isinstance(out, tuple) else (out,)), k, v
+        def run():
+            k, v = (laid_out(x.clone(), y) for x, y in zip(caches, layouts[1:], strict=True))
+            out = flash_attention_with_kvcache(q, k, v, *rows, cache_seqlens=count, **options)
+            return *(out if isinstance(out, tuple) else (out,)), k, v
 
-    first_and_second(run)
+        first_and_second(run)
+
+    check()
 
 
 def test_similar_arguments_of_other_types_are_checked():

@@ -73,15 +73,16 @@ def test_many_sequences_of_any_lengths_are_located(interpreter):
     )
 
 
-def test_reference_passes_gradcheck_and_gradgradcheck():
+@pytest.mark.parametrize("fast_mode", [True, pytest.param(False, marks=pytest.mark.exhaustive)])
+def test_reference_passes_gradcheck_and_gradgradcheck(fast_mode):
     cu = torch.tensor([0, 2, 5], dtype=torch.int32)
     tensors = [torch.randn(5, 1, 2, dtype=torch.float64, requires_grad=True) for _ in "qkv"]
 
     def run(q, k, v):
         return packed("torch", cu, cu)(q, k, v, is_causal=True, return_lse=True)
 
-    assert gradcheck(run, tensors)
-    assert gradgradcheck(run, tensors)
+    assert gradcheck(run, tensors, fast_mode=fast_mode)
+    assert gradgradcheck(run, tensors, fast_mode=fast_mode)
 
 
 @pytest.mark.filterwarnings("ignore:.*encountered:RuntimeWarning")
