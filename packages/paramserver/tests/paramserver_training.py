@@ -39,6 +39,19 @@ def train(worker, steps):
     return versions
 
 
+def wait_until_started(folder, worker, count):
+    """Return when `count` workers have called this function.
+
+    A process may take seconds to start on a busy machine. Workers that start together are never
+    silent for long, so a short timeout suffices.
+    """
+    (folder / f"started-{worker.rank}").touch()
+    deadline = time.monotonic() + 60
+    while len(list(folder.glob("started-*"))) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
 def train_alone(steps, workers, optimizer):
     """Return the parameters after the same steps in one process, on the batches of all workers."""
     module = model()

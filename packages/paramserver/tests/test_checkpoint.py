@@ -1,6 +1,7 @@
 """A job of local steps that is killed anywhere and resumed equals the undisturbed job."""
 
 import errno
+import functools
 import os
 import shutil
 import sys
@@ -113,15 +114,17 @@ def killed_at(worker, when, at):
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
-    results = {}
-    for name, policy in POLICIES.items():
-        for servers in (1, 2):
-            fleet = Fleet(tmp_path_factory.mktemp("undisturbed"), policy, servers)
-            with fleet.start() as worker:
-                train(worker, STEPS)
-            results[name, servers] = worker.module.state_dict()
-            fleet.kill()
-    return results
+    """Return a function that returns the module's state after an undisturbed job."""
+
+    @functools.cache
+    def train_undisturbed(name, servers):
+        fleet = Fleet(tmp_path_factory.mktemp("undisturbed"), POLICIES[name], servers)
+        with fleet.start() as worker:
+            train(worker, STEPS)
+        fleet.kill()
+        return worker.module.state_dict()
+
+    return train_undisturbed
 
 
 @pytest.mark.parametrize("when", ["before the push", "after the push"])
@@ -143,7 +146,7 @@ def test_a_job_killed_at_any_push_equals_the_undisturbed_one(
             train(worker, STEPS)
         fleet.kill()
         for key, value in worker.module.state_dict().items():
-            assert torch.equal(value, undisturbed[name, servers][key]), key
+            assert torch.equal(value, undisturbed(name, servers)[key]), key
 
 
 def test_a_job_killed_between_exchanges_equals_the_undisturbed_one(tmp_path, undisturbed):
@@ -155,7 +158,7 @@ def test_a_job_killed_between_exchanges_equals_the_undisturbed_one(tmp_path, und
         train(worker, STEPS)
     fleet.kill()
     for key, value in worker.module.state_dict().items():
-        assert torch.equal(value, undisturbed["streaming", 1][key]), key
+        assert torch.equal(value, undisturbed("streaming", 1)[key]), key
 
 
 def test_a_job_of_processes_that_is_killed_and_run_again_equals_the_undisturbed_one(tmp_path):

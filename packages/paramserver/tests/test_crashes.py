@@ -25,13 +25,14 @@ from paramserver import (
     partition,
 )
 from paramserver.journal.disk_journal import DiskJournal
+from paramserver.running.launch import PRELOADED
 from paramserver_training import ADAMW, batch, model
 
 SPEC = OptimizerSpec(ADAMW, partial(torch.optim.lr_scheduler.ExponentialLR, gamma=0.9))
 STEPS = 4
 KILLED = 9
 #: Number of parts into which the points of a kill are divided; the fast test takes one of each.
-PARTS = 6
+PARTS = 4
 
 
 class Injector:
@@ -178,6 +179,7 @@ def kill_at_points(tmp_path, policy, servers, points):
     # autograd refuses to run in a fork of a process in which it has started threads. Optimizers
     # import torch._dynamo, which takes seconds if every fork does it.
     context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
     with ProcessPoolExecutor(1, context, import_module, ("torch._dynamo",)) as clean:
         assert clean.submit(in_a_fork, count_changes, counted, policy, servers).result() == 0
         changes = int((counted / "count").read_text())

@@ -1,6 +1,7 @@
 """A damaged journal is refused with file and byte, and is recovered only on request."""
 
 import errno
+import functools
 import itertools
 import os
 import re
@@ -96,10 +97,17 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in files}
 
 
+@functools.cache
+def fresh_server():
+    """Return a server for `assert_refused`, which no test changes, and its state."""
+    server = new_server()
+    return server, state_of(server)
+
+
 def assert_refused(folder, name, offset):
     """Assert that the error names the file and the byte `offset`, and that nothing changes."""
-    before, server = contents(folder), new_server()
-    fresh = state_of(server)
+    before = contents(folder)
+    server, fresh = fresh_server()
     with pytest.raises(JournalError) as error:
         DiskJournal(folder).load(server.core)
     assert contents(folder) == before
@@ -120,18 +128,17 @@ def start_of_part(name, raw, offset):
 
 
 BOTH = pytest.mark.parametrize("written", ["snapshot", "journal"], indirect=True)
-#: Distance of the tested bytes between the boundaries of records, next to which all are tested.
+#: Distance of the tested bytes between the fields of records, of which the first byte is tested.
 STRIDES = pytest.mark.parametrize("stride", [499, pytest.param(1, marks=pytest.mark.exhaustive)])
 
 
 def offsets(name, raw, stride):
-    """Return every `stride`-th byte of a file and those next to the boundaries of its parts."""
+    """Return every `stride`-th byte of a file and the first bytes of its parts and their fields."""
     bounds = [0, 8, 16, 24, 28, len(raw) - 48, len(raw) - 1]
     if name.startswith("journal"):
         for start, stop in records_of(raw):
             bounds += [start, start + 1, start + 9, start + 13, start + 17, stop - 1]
-    near = {bound + distance for bound in bounds for distance in (0, 1)}
-    return sorted(o for o in near.union(range(0, len(raw), stride)) if 0 <= o < len(raw))
+    return sorted(o for o in {*bounds, *range(0, len(raw), stride)} if 0 <= o < len(raw))
 
 
 @BOTH

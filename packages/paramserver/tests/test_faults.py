@@ -31,7 +31,7 @@ from paramserver.protocol.messages import Kind, Message
 from paramserver.running import launch
 from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.shared_memory import channel_pairs
-from paramserver_training import SGD, batch, fail, model, train
+from paramserver_training import SGD, batch, fail, model, train, wait_until_started
 
 UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
 
@@ -86,22 +86,24 @@ def test_exception_of_training_is_raised_unchanged():
     assert "raised in worker 0" in "".join(caught.value.__notes__)
 
 
-def test_a_hanging_worker_is_named_after_the_timeout(monkeypatch):
-    monkeypatch.setattr(launch, "GRACE", 0.0)  # the hanging worker is killed sooner
+def test_a_hanging_worker_is_named_after_the_timeout(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE", -0.9)  # the hanging worker is killed 0.1 s later
     with pytest.raises(
-        TimeoutError, match=r"waited at clock 3 for worker 1 at clock 2, silent for 2 s"
+        TimeoutError, match=r"waited at clock 3 for worker 1 at clock 2, silent for 1 s"
     ):
-        run(hang, model(), SGD, args=(1,), workers=2, timeout=2.0)
+        run(hang, model(), SGD, args=(1, tmp_path), workers=2, timeout=1.0)
 
 
-def hang(worker, rank):
+def hang(worker, rank, folder):
+    wait_until_started(folder, worker, 2)
     train(worker, 2)
     if worker.rank == rank:
         time.sleep(600)
     return train(worker, 3)
 
 
-def lose_a_worker_and_continue(worker, seconds):
+def lose_a_worker_and_continue(worker, seconds, folder):
+    wait_until_started(folder, worker, 3)
     train(worker, 2)
     if worker.rank == 1:
         os._exit(3)
@@ -112,18 +114,18 @@ def lose_a_worker_and_continue(worker, seconds):
     return "well"
 
 
-def test_other_workers_may_train_longer_than_the_timeout_after_a_loss(monkeypatch):
+def test_other_workers_may_train_longer_than_the_timeout_after_a_loss(tmp_path, monkeypatch):
     monkeypatch.setattr(launch, "GRACE", 0.0)
     result = run(
         lose_a_worker_and_continue,
         model(),
         SGD,
         Asynchronous(),
-        args=(4.0,),
+        args=(2.0, tmp_path),
         workers=3,
         servers=2,
         allow_missing=True,
-        timeout=2.0,
+        timeout=1.0,
     )
     assert result.values == ["well", None, "well"]
     assert result.lost == {1: "worker 1 died with exit code 3"}
@@ -297,6 +299,18 @@ def test_beats_of_a_waiting_worker_do_not_excuse_a_silent_one():
         assert second <= 5
         server.core.check(now + second + 0.9)
     assert list(server.core.ledger.active) == [0]
+
+
+def test_the_only_waiting_worker_continues_when_the_awaited_one_is_silent():
+    """No other request wakes the waiting thread."""
+    _, workers = pair(timeout=0.05, allow_missing=True)
+    workers[0].pull()
+    push(workers[0])
+    pull = threading.Thread(target=workers[0].pull, daemon=True)
+    pull.start()
+    pull.join(30)
+    assert not pull.is_alive()
+    assert workers[0].version == 1
 
 
 def test_pushing_twice_in_a_synchronous_step_is_refused_and_disturbs_nobody():

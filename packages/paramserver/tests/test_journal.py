@@ -177,11 +177,14 @@ def train_two_steps(hosts, connection=RepeatingConnection):
     return [state_of(host) for host in hosts]
 
 
-def train_on_full_disk(folder, policy, servers, full_at, monkeypatch, *, is_killed=False):
+def train_on_full_disk(started, policy, servers, full_at, monkeypatch, *, is_killed=False):
     """Train while record `full_at` fails twice; return the state of the servers and the records.
 
-    With `is_killed`, the servers are killed then, and start again when there is room.
+    The servers continue from a copy of the journals in `started`. With `is_killed`, they are killed
+    then, and start again when there is room.
     """
+    folder = started.with_name(f"full-{full_at}")
+    shutil.copytree(started, folder)
     append = DiskJournal._append
     records = itertools.count()
     failures = iter([False] * full_at + [True] * 4)  # `record` tries twice
@@ -218,14 +221,37 @@ def train_on_full_disk(folder, policy, servers, full_at, monkeypatch, *, is_kill
 def test_a_request_that_found_a_full_disk_at_any_record_is_repeated(
     policy, servers, is_killed, tmp_path, monkeypatch
 ):
-    expected, records = train_on_full_disk(tmp_path / "room", policy, servers, 10**6, monkeypatch)
+    started = tmp_path / "started"
+    start_servers(started, policy, servers)
+    _close(len(OPEN))
+    expected, records = train_on_full_disk(started, policy, servers, 10**6, monkeypatch)
     assert records > 10
     for full_at in range(records):
-        folder = tmp_path / f"full-{full_at}"
         trained, _ = train_on_full_disk(
-            folder, policy, servers, full_at, monkeypatch, is_killed=is_killed
+            started, policy, servers, full_at, monkeypatch, is_killed=is_killed
         )
         assert trained == expected, full_at
+
+
+def test_a_job_that_is_continued_with_fewer_workers_names_the_remedy(tmp_path):
+    """Worker 1 of the killed job does not join again, so the others wait for its gradients."""
+    train_two_steps(start_servers(tmp_path, BulkSynchronous(), 1))
+    parameters = dict(nn.Linear(3, 2).named_parameters())
+    sgd = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
+    for allow_missing in (False, True):
+        options = {"elastic": True, "timeout": 0.0, "allow_missing": allow_missing}
+        server = Server(parameters, sgd, workers=1, **options)
+        OPEN.append(DiskJournal.start(tmp_path / "server-0", server.core))
+        worker = Worker(nn.Linear(3, 2), server)
+        if not allow_missing:
+            worker.pull()
+            worker.push()
+            message = r"clock 3 for worker 1 at clock 2, .* or allow_missing=True to continue"
+            with pytest.raises(TimeoutError, match=message):
+                worker.pull()
+        else:
+            assert worker.pull() == 3
+        _close(len(OPEN))
 
 
 class FailingDisk(FullDisk):

@@ -20,7 +20,7 @@ from paramserver import Asynchronous, BulkSynchronous, run
 from paramserver.running import launch, supervise
 from paramserver.running.launch import PRELOADED
 from paramserver.running.processes import Processes
-from paramserver_training import SGD, model, train
+from paramserver_training import SGD, model, train, wait_until_started
 
 
 def note(folder):
@@ -105,7 +105,8 @@ def test_no_process_outlives_a_killed_caller(transport, method, tmp_path):
     shutil.rmtree(temporary)
 
 
-def stop(worker, how):
+def stop(worker, how, folder, workers):
+    wait_until_started(folder, worker, workers)
     train(worker, 2)
     if worker.rank == 1:
         os.kill(os.getpid(), signal.SIGSTOP) if how == "stopped" else time.sleep(600)
@@ -119,11 +120,14 @@ def stop(worker, how):
         pytest.param("zeromq", None, marks=pytest.mark.exhaustive),
     ],
 )
-def test_other_workers_continue_and_end_without_a_hanging_worker(transport, policy, monkeypatch):
+def test_other_workers_continue_and_end_without_a_hanging_worker(
+    transport, policy, tmp_path, monkeypatch
+):
     if transport == "zeromq":  # a thread of a sleeping worker sends HEARTBEATs
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
-    monkeypatch.setattr(launch, "GRACE", 0.0)
-    monkeypatch.setattr(supervise, "GRACE", 0.0)
+    timeout = 3.0 if transport == "zeromq" else 1.0  # HEARTBEATs are a second apart
+    monkeypatch.setattr(launch, "GRACE", 0.1 - timeout)  # killed 0.1 s after the loss
+    monkeypatch.setattr(supervise, "GRACE", 0.1 - timeout)
     start = time.monotonic()
     how = "stopped" if transport == "zeromq" else "asleep"
     result = run(
@@ -131,35 +135,37 @@ def test_other_workers_continue_and_end_without_a_hanging_worker(transport, poli
         model(),
         SGD,
         policy,
-        args=(how,),
+        args=(how, tmp_path, 3),
         workers=3,
         servers=2,
         transport=transport,
         allow_missing=True,
-        timeout=3.0,
+        timeout=timeout,
     )
     assert result.values == [3, None, 3]
     assert list(result.lost) == [1]
-    assert "it sent no request for 3 s" in result.lost[1]
+    assert f"it sent no request for {timeout:g} s" in result.lost[1]
     assert time.monotonic() - start < 100
     assert multiprocessing.active_children() == []
 
 
-def stop_once(worker):
+def stop_once(worker, folder):
+    wait_until_started(folder, worker, 2)
     if worker.rank == 1 and not worker.position:
         train(worker, 2)
         os.kill(os.getpid(), signal.SIGSTOP)
     return len(train(worker, 5 - worker.position))
 
 
-def test_hanging_worker_is_restarted(monkeypatch):
+def test_hanging_worker_is_restarted(tmp_path, monkeypatch):
     pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
-    monkeypatch.setattr(supervise, "GRACE", 0.0)
+    monkeypatch.setattr(supervise, "GRACE", -2.9)  # it is killed 0.1 s after its loss
     result = run(
         stop_once,
         model(),
         SGD,
         Asynchronous(),
+        args=(tmp_path,),
         workers=2,
         transport="zeromq",
         timeout=3.0,
@@ -169,7 +175,8 @@ def test_hanging_worker_is_restarted(monkeypatch):
     assert result.versions == [10]
 
 
-def train_and_note(worker, steps, folder):
+def train_and_note(worker, steps, folder, workers):
+    wait_until_started(folder, worker, workers)
     for step in range(steps):
         train(worker, 1)
         (folder / f"{worker.rank}-{step}").touch()
@@ -194,7 +201,7 @@ def test_processes_that_are_suspended_for_longer_than_the_timeout_continue(suspe
         ]
         for number in children:
             os.kill(number, signal.SIGSTOP)
-        time.sleep(3.0)
+        time.sleep(2.5)
         for number in children:
             os.kill(number, signal.SIGCONT)
         return len(children)
@@ -205,7 +212,7 @@ def test_processes_that_are_suspended_for_longer_than_the_timeout_continue(suspe
             train_and_note,
             model(),
             SGD,
-            args=(6, tmp_path),
+            args=(6, tmp_path, workers),
             workers=workers,
             transport="zeromq",
             timeout=2.0,
@@ -223,7 +230,7 @@ def test_processes_that_are_suspended_for_longer_than_the_timeout_continue(suspe
         pytest.param("zeromq", marks=pytest.mark.exhaustive),
     ],
 )
-def test_error_of_the_caller_leaves_no_process(transport, monkeypatch):
+def test_error_of_the_caller_leaves_no_process(transport, tmp_path, monkeypatch):
     if transport == "zeromq":
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
 
@@ -233,5 +240,5 @@ def test_error_of_the_caller_leaves_no_process(transport, monkeypatch):
 
     monkeypatch.setattr(Processes, "outcomes_within", fails)
     with pytest.raises(KeyboardInterrupt):
-        run(stop, model(), SGD, args=("asleep",), workers=2, transport=transport)
+        run(stop, model(), SGD, args=("asleep", tmp_path, 2), workers=2, transport=transport)
     assert multiprocessing.active_children() == []

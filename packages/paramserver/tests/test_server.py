@@ -431,6 +431,42 @@ def test_parameters_without_values_are_refused():
         Worker(nn.Linear(3, 1, device="meta"), server)
 
 
+@pytest.mark.parametrize("odd", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("optimizer", "policy", "message"),
+    [
+        (partial(torch.optim.SGD, lr=0.2), BulkSynchronous(), "lr=0.2"),
+        (torch.optim.Adam, BulkSynchronous(), '"optimizer": "Adam"'),
+        (SGD, Asynchronous(), '"policy": "Asynchronous()"'),
+        (OptimizerSpec(SGD, groups=lambda name, _: {"lr": len(name)}), BulkSynchronous(), "lr=6"),
+        (OptimizerSpec(SGD, master_dtype=torch.float64), BulkSynchronous(), "float64"),
+    ],
+)
+def test_servers_of_one_job_with_different_optimizers_or_policies_are_refused(
+    optimizer, policy, message, odd
+):
+    parameters = trainable_parameters(model())
+    hosts = [
+        Server(
+            parameters,
+            *((optimizer, policy) if shard.number == odd else (SGD, BulkSynchronous())),
+            workers=1,
+            shard=shard,
+            elastic=True,
+        )
+        for shard in partition(parameters, 3)
+    ]
+    with pytest.raises(ValueError, match="expected servers with equal policies and") as error:
+        Worker(model(), hosts)
+    assert message in str(error.value)
+    assert [host.core.replica.position for host in hosts] == [0, 0, 0]
+    hosts[odd] = Server(
+        parameters, SGD, workers=1, shard=partition(parameters, 3)[odd], elastic=True
+    )
+    train_to_the_end(Worker(model(), hosts), 1)
+    assert {host.version for host in hosts} == {1}
+
+
 def test_wrong_ranks_and_orders_of_servers_are_named():
     parameters = trainable_parameters(model())
     hosts = [Server(parameters, SGD, workers=1, shard=shard) for shard in partition(parameters, 2)]
@@ -478,6 +514,7 @@ def test_memory_does_not_grow_with_pushes(policy, servers, pulls, pushes):
 
     worker.pull()
     push(20)
+    gc.freeze()  # collections need not scan the objects of other tests
     tracemalloc.start()
     growth = -push(pushes // 2) + push(pushes // 2)
     tracemalloc.stop()

@@ -31,7 +31,7 @@ from paramserver.protocol.messages import Message
 from paramserver.running.serving import serve
 from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.shared_memory import channel_pairs
-from paramserver_training import in_threads
+from paramserver_training import in_threads, wait_until_started
 
 UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
 SIZE = 60
@@ -270,7 +270,8 @@ def test_push_refused_by_one_server_is_discarded_by_all(monkeypatch):
         assert worker.module.value() == 1
 
 
-def at_own_speed(worker, steps, seconds):
+def at_own_speed(worker, steps, seconds, folder):
+    wait_until_started(folder, worker, 2)
     for _ in range(steps):
         worker.pull()
         worker.module.push_one(worker)
@@ -279,20 +280,20 @@ def at_own_speed(worker, steps, seconds):
     return worker.rank
 
 
-def test_run_waits_for_a_much_slower_worker():
+def test_run_waits_for_a_much_slower_worker(tmp_path):
     # The fast worker waits at the end for twice the timeout; no step takes that long.
     result = run(
         at_own_speed,
         Vector(),
         UNIT_SGD,
         Asynchronous(),
-        args=(10, 0.4),
+        args=(8, 0.25, tmp_path),
         workers=2,
         servers=2,
-        timeout=2.0,
+        timeout=1.0,
     )
     assert result.values == [0, 1]
-    assert result.versions == [20, 20]
+    assert result.versions == [16, 16]
 
 
 def test_a_server_that_keeps_a_worker_waiting_is_not_blamed(monkeypatch):
@@ -301,14 +302,14 @@ def test_a_server_that_keeps_a_worker_waiting_is_not_blamed(monkeypatch):
     channels = channel_pairs(["worker 0", "worker 1"], "server 0", host.shard.buffer_bytes)
     threads = serve(host, {w: pair[1] for w, pair in enumerate(channels)})
     slow, fast = (
-        Worker(Vector(), [RemoteConnection(pair[0], 1.0)], rank=w)
+        Worker(Vector(), [RemoteConnection(pair[0], 0.6)], rank=w)
         for w, pair in enumerate(channels)
     )
     fast.pull()
     fast.module.push_one(fast)
     pull = threading.Thread(target=fast.pull)
     pull.start()
-    time.sleep(2.0)  # twice the time that the server may be silent
+    time.sleep(1.2)  # twice the time that the server may be silent
     slow.pull()
     slow.module.push_one(slow)
     pull.join(10)

@@ -23,11 +23,11 @@ laws = st.builds(
 def by_search(law: Law, compute: float) -> float:
     """Return the least loss over sizes by a search."""
 
-    def loss(log_n: float) -> float:
-        return law.predict(math.exp(log_n), compute / 6 / math.exp(log_n))
+    def loss(log_n):
+        return law.predict(np.exp(log_n), compute / 6 / np.exp(log_n))
 
     grid = np.linspace(0, math.log(compute / 6), 400)
-    best = int(np.argmin([loss(x) for x in grid]))
+    best = int(np.argmin(loss(grid)))
     bracket = (grid[max(best - 1, 0)], grid[min(best + 1, 399)])
     result = minimize_scalar(loss, bounds=bracket, method="bounded", options={"xatol": 1e-9})
     return float(result.fun)

@@ -108,7 +108,7 @@ def test_only_the_whole_grid_is_a_proof(count):
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 @pytest.mark.parametrize(
-    ("count", "steps"), [(3, 40), pytest.param(200, 150, marks=pytest.mark.exhaustive)]
+    ("count", "steps"), [(3, 20), pytest.param(200, 150, marks=pytest.mark.exhaustive)]
 )
 def test_no_other_method_finds_better_if_the_proof_holds(count, steps):
     """The other methods are differential evolution and basin hopping, each polished."""

@@ -18,6 +18,9 @@ from scaling import (
 
 LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
 
+#: Twelve runs, which have no drift to measure.
+FEW = {"budgets": (1e19, 1e20, 1e21), "per_budget": 4}
+
 
 def cheaper(law, factor):
     """Return the law of a recipe that needs 1 / factor of the compute for the same loss."""
@@ -26,7 +29,7 @@ def cheaper(law, factor):
 
 
 def test_noiseless_speedup_is_exact():
-    a, b = (fit_parametric(isoflop_runs(law)) for law in (cheaper(LAW, 1.7), LAW))
+    a, b = (fit_parametric(isoflop_runs(law, **FEW)) for law in (cheaper(LAW, 1.7), LAW))
     for compute in (1e19, 1e21, 1e23):
         speedup = effective_speedup(a, b, compute)
         assert speedup.factor == pytest.approx(1.7, rel=1e-5)
@@ -60,15 +63,15 @@ def test_lack_of_fit_widens_the_speedup_interval():
             "loss": runs.loss + 0.3 * np.log(runs.tokens / 1e9) ** 2 / 40,
         }
     )
-    other = fit_parametric(isoflop_runs(LAW, noise=1e-3, seed=1))
+    other = fit_parametric(isoflop_runs(LAW, noise=1e-3, seed=1, **FEW))
     straight = effective_speedup(fit_parametric(runs), other, 1e20).interval
     wide = effective_speedup(fit_parametric(bent), other, 1e20).interval
     assert math.log(wide.high / wide.low) > 1.5 * math.log(straight.high / straight.low)
 
 
 def test_unreachable_loss_costs_infinite_compute():
-    a = fit_parametric(isoflop_runs(Law(1.2, 406.4, 410.7, 0.34, 0.28)))
-    b = fit_parametric(isoflop_runs(Law(1.9, 406.4, 410.7, 0.34, 0.28)))
+    a = fit_parametric(isoflop_runs(Law(1.2, 406.4, 410.7, 0.34, 0.28), **FEW))
+    b = fit_parametric(isoflop_runs(Law(1.9, 406.4, 410.7, 0.34, 0.28), **FEW))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         speedup = effective_speedup(a, b, 1e24)
@@ -82,10 +85,10 @@ def test_unreachable_loss_costs_infinite_compute():
 def test_interval_does_not_jump_where_the_loss_becomes_unreachable():
     """The error of both laws exceeds the distance from an irreducible loss to the other side."""
     target = LAW.optimal(1e23).loss
-    a = fit_parametric(isoflop_runs(LAW))
+    a = fit_parametric(isoflop_runs(LAW, **FEW))
+    laws = [dataclasses.replace(LAW, E=e) for e in (1.001 * target, 0.999 * target)]
     above, below = (
-        effective_speedup(a, fit_parametric(isoflop_runs(dataclasses.replace(LAW, E=e))), 1e23)
-        for e in (1.001 * target, 0.999 * target)
+        effective_speedup(a, fit_parametric(isoflop_runs(law, **FEW)), 1e23) for law in laws
     )
     assert math.isinf(above.factor)
     assert math.isfinite(below.factor)
@@ -98,7 +101,7 @@ def test_speedup_between_laws_of_any_form():
     """The same runs by two forms of law cost the same compute, and a known factor is found."""
     tied = Law(1.69, 410.0, 380.0, 0.3, 0.3)
     a = fit_law("tied", isoflop_runs(cheaper(tied, 1.7)))
-    b = fit_parametric(isoflop_runs(tied))
+    b = fit_parametric(isoflop_runs(tied, **FEW))
     speedup = effective_speedup(a, b, 1e21)
     assert speedup.factor == pytest.approx(1.7, rel=1e-5)
     assert 1.7 in speedup.interval

@@ -66,7 +66,7 @@ NAMES = {
 }
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(table=tables(), data=st.data())
 def test_table_in_any_format_gives_the_same_runs(tmp_path_factory, table, data):
     columns, digits = table

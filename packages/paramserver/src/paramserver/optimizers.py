@@ -159,14 +159,22 @@ class Updater:
 
     def settings(self) -> dict[str, str]:
         """Return the settings that affect updates, by name, as strings equal in all processes."""
-        spec = self.spec
-        settings = {"max_norm": str(spec.max_norm), "master_dtype": str(spec.master_dtype)}
-        settings["optimizer"] = type(self.optimizer).__name__
+        settings = self.common_settings()
+        del settings["options"]
         names = {id(target): name for target, name in zip(self.targets, self._names, strict=True)}
         for group in self.optimizer.param_groups:
             options = options_of_group(group)
             for target in group["params"]:
                 settings[f"options of {names[id(target)]}"] = ", ".join(options)
+        return settings
+
+    def common_settings(self) -> dict[str, str]:
+        """Return the settings that are equal on all servers of a job; see `settings`."""
+        spec = self.spec
+        settings = {"max_norm": str(spec.max_norm), "master_dtype": str(spec.master_dtype)}
+        settings["optimizer"] = type(self.optimizer).__name__
+        groups = [", ".join(options_of_group(group)) for group in self.optimizer.param_groups]
+        settings["options"] = "; ".join(groups)
         settings["scheduler"] = "None"
         if self._scheduler:
             state = _without_numpy(self._scheduler.state_dict())

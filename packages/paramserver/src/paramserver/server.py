@@ -165,9 +165,12 @@ class Server:
                         raise self._errors.pop(worker)
                     # Notify only after a change. Otherwise waiting requests would wake each other
                     # forever.
-                    if is_first_try or errors or len(self.core.lost) != num_lost:
+                    has_new_loss = len(self.core.lost) != num_lost
+                    if is_first_try or errors or has_new_loss:
                         self._changed.notify_all()
                     is_first_try = False
+                    if has_new_loss:
+                        continue  # the loss may end this wait, which has no deadline any more
                     if keep_alive and now - last_message >= _KEEP_ALIVE:
                         last_message = now
                         self._changed.release()

@@ -132,7 +132,8 @@ class Core:
             self.waits.end(worker)
             error = TimeoutError(
                 f"worker {worker} waited {where} for {state}, silent for {self.waits.timeout:g} s; "
-                "pass a longer `timeout` if a step may take that long"
+                "pass a longer `timeout` if a step may take that long, or allow_missing=True to "
+                "continue without lost workers"
             )
             timed_out.append((worker, error))
         return timed_out
@@ -257,7 +258,7 @@ class Core:
         if self._elastic:
             self.lost.pop(worker, None)
         if message.number:  # the index of the server; only server 0 decides which workers take part
-            return Message(Kind.OK, position=replica.position)
+            return Message(Kind.OK, position=replica.position, text=replica.common_settings)
         if replica.shard.servers > 1 and not self.ledger.can_replay_from(message.position):
             return Message(Kind.REREAD, position=replica.position)
         if self._elastic:

@@ -6,6 +6,7 @@ update is applied before the read is fetched, and readers share the copy. A push
 or late is recognized by its identity (worker, epoch, clock) and has no effect.
 """
 
+import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -73,7 +74,10 @@ class Replica:
         targets = iter(self._updater.targets)
         #: For each fragment, the tensors that receive the gradients.
         self._targets = [[next(targets) for _ in views_of] for views_of in views]
-        self._settings = {"policy": _describe(policy)} | self._updater.settings()
+        rules = {"policy": _describe(policy)}
+        self._settings = rules | self._updater.settings()
+        #: The settings that must be equal on all servers of the job, as one line of text.
+        self.common_settings = json.dumps(rules | self._updater.common_settings())
         self.compression = local.compression if local else None
         #: With compression, the parameters that readers have. They differ from `_buffer` by a
         #: rounding error, which is added to the next change.

@@ -85,7 +85,9 @@ class Session:
                     "journals together"
                 )
             tried = position
-            first = replace(first, message=replace(first.message, position=position))
+            # The first server compares the settings of the other servers with its own.
+            text = "\n".join([self._layouts[0], *sorted({reply.text for reply in replies})])
+            first = replace(first, message=replace(first.message, position=position, text=text))
             answers = [*(yield [first]), *replies]
         self.epoch = answers[0].epoch
         self.clock = answers[0].clock

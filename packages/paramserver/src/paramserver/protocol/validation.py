@@ -83,12 +83,20 @@ def _check_join(worker: int, message: Message, replica: Replica) -> None:
             f"expected a request for server {replica.shard.number}, worker {worker} addressed "
             f"server {message.number}; pass the servers in the order of their shards"
         )
-    if message.text != replica.layout:
+    layout, *settings_of_others = message.text.split("\n")
+    if layout != replica.layout:
         raise ValueError(
             f"expected parameters of layout {replica.layout}, worker {worker} has layout "
-            f"{message.text}; build the same module (names, shapes, dtypes, requires_grad) and "
+            f"{layout}; build the same module (names, shapes, dtypes, requires_grad) and "
             "pass the same policy on every rank"
         )
+    for settings in settings_of_others:
+        if settings != replica.common_settings:
+            raise ValueError(
+                "expected servers with equal policies and optimizers, got "
+                f"{replica.common_settings} on server 0 and {settings} on another server; start "
+                "all servers with the same job"
+            )
 
 
 def _check_sender(worker: int, message: Message, session: int | None, ledger: Ledger) -> None:

@@ -4,6 +4,7 @@ A thread of each process waits until the parent process has ended, for any reaso
 process. Therefore no process outlives its run.
 """
 
+import gc
 import math
 import multiprocessing
 import os
@@ -122,6 +123,9 @@ def _process(
     target: Callable[..., Any],
     args: tuple[Any, ...],
 ) -> None:
+    # The fork server's modules live until the end. Without freezing them, each garbage collection
+    # would scan them all and copy every page that this process shares with the fork server.
+    gc.freeze()
     Thread(target=_end_with_parent, args=(folder,), daemon=True).start()
     try:
         if name == "server 0":

