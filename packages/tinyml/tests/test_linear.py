@@ -343,6 +343,25 @@ def test_fused_operators_do_not_bypass_integer_products(form, tmp_path):
         torch.testing.assert_close(small(inputs), with_gradients, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.filterwarnings("ignore:. matrices are not:UserWarning")
+@pytest.mark.parametrize("form", ["quantized", "loaded"])
+def test_encoders_with_integer_products_accept_padding_masks(form, tmp_path):
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(32, 4, 64, batch_first=True)
+    encoder = nn.TransformerEncoder(layer, 2).eval()
+    small = quantize(encoder, 8, activations="dynamic")
+    if form == "loaded":
+        save(small, tmp_path / "small.safetensors")
+        small = load(encoder, tmp_path / "small.safetensors")
+    inputs, padding = torch.randn(2, 5, 32), torch.arange(5).expand(2, 5) >= torch.tensor([[5], [3]])
+    with_gradients = small(inputs, src_key_padding_mask=padding)
+    exact = encoder(inputs, src_key_padding_mask=padding)
+    with torch.no_grad():  # torch would pass nested tensors to the layers
+        outputs = small(inputs, src_key_padding_mask=padding)
+    torch.testing.assert_close(outputs, with_gradients, rtol=1e-5, atol=1e-6)
+    assert (outputs - exact)[~padding].norm() < 0.05 * exact[~padding].norm()
+
+
 @pytest.mark.parametrize("bits", [4, 8])
 def test_progress_of_layers_is_reported(bits):
     model, calls = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 32)), []

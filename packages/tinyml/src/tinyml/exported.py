@@ -30,12 +30,14 @@ ELEMENTWISE = {
     "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
     "square", "mish", "selu", "celu", "sqrt", "rsub", "pow",
 }  # fmt: skip
-#: Composite operators, which torch defines by other operators, with a rule in this package. A graph
-#: without other composite operators is not decomposed, because that takes most of the export time.
+#: Composite operators, which torch defines by other operators, for which this package has the same
+#: rule as for these. A graph without other composite operators is not decomposed, because that takes
+#: most of the export time.
 COMPOSITE = {
-    "adaptive_avg_pool2d", "batch_norm", "conv2d", "conv_transpose2d", "dropout", "flatten",
-    "group_norm", "layer_norm", "linear", "matmul", "max_pool2d", "prelu", "reshape", "rms_norm",
-    "scaled_dot_product_attention", "selu", "softmax", "square", "to", "unflatten",
+    "__and__", "adaptive_avg_pool2d", "batch_norm", "chunk", "conv2d", "conv_transpose2d", "dropout",
+    "flatten", "group_norm", "layer_norm", "linear", "matmul", "max_pool2d", "pad", "prelu", "relu6",
+    "reshape", "rms_norm", "scaled_dot_product_attention", "selu", "softmax", "square", "to",
+    "unflatten",
 }  # fmt: skip
 
 
@@ -74,7 +76,7 @@ def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None 
         with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             program = torch.export.export(wrapped, inputs)
-            _erase_metadata_checks(program.graph)
+            _erase_nodes_without_effect(program.graph)
             if any(map(_is_decomposed, program.graph.nodes)):
                 program = program.run_decompositions({})
     except Exception as error:  # it runs the model's own code, which may raise anything
@@ -105,13 +107,18 @@ def _is_decomposed(node: fx.Node) -> bool:
     return operator_name(node) not in COMPOSITE and target.has_kernel_for_dispatch_key(composite)
 
 
-def _erase_metadata_checks(graph: fx.Graph) -> None:
-    """Erase the checks of dtype and device that `torch.export` inserts before conversions.
+def _erase_nodes_without_effect(graph: fx.Graph) -> None:
+    """Erase nodes that compute nothing: checks of metadata, and `detach_` of constants.
 
-    They compute nothing, but each check would count as a consumer of the converted tensor.
+    `torch.export` inserts checks of dtype and device before conversions. Each check would count as
+    a consumer of the converted tensor. It inserts `detach_` after a tensor that the code creates
+    from numbers, as every model of transformers does. The graph would be decomposed for it.
     """
     for node in list(graph.nodes):
-        if operator_name(node) == "_assert_tensor_metadata":
+        name = operator_name(node)
+        if name == "detach_" and all(user.op != "output" for user in node.users):
+            node.replace_all_uses_with(node.all_input_nodes[0])
+        if name == "_assert_tensor_metadata" or (name == "detach_" and not node.users):
             graph.erase_node(node)
 
 

@@ -108,6 +108,8 @@ def _rank_by_example(walk: Walk, groups: Sequence[Group], model: nn.Module, inpu
     probe.run(*arguments)
     probe.noise = torch.Generator().manual_seed(0)
     for _ in range(max(2, math.ceil(_SAMPLES / probe.least_samples))):
+        if all(bool(largest.all()) for largest in probe.largest.values()):
+            break  # no unit can be dead, and the noise determines nothing else
         probe.run(*arguments)
     for group in groups:
         _rank(group, model, probe)

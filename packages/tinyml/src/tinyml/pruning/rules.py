@@ -278,6 +278,10 @@ def _split(walk: Walk, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> A
     return pieces
 
 
+def _chunk(walk: Walk, node: fx.Node, x: fx.Node, count: int, dim: int = 0) -> Any:
+    return _split(walk, node, x, -(-shape_of(x)[dim] // count), dim)
+
+
 def _view(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     """Return the dimension of the result that starts at the same element as the units' dimension.
 
@@ -344,6 +348,7 @@ RULES: dict[str, Callable[..., Any]] = {
         (_transpose, "transpose t"),
         (_cat, "cat"),
         (_split, "split split_with_sizes"),
+        (_chunk, "chunk"),
         (_view, "view reshape flatten unflatten _unsafe_view squeeze unsqueeze"),
         (_elementwise, " ".join(sorted(ELEMENTWISE)) + " " + _ELEMENTWISE_TOO),
     )

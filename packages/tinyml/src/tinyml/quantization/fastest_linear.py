@@ -243,13 +243,17 @@ def avoid_fused_operators(model: nn.Module) -> None:
     """Disable the fused operator of encoder layers that contain a `FastestLinear`.
 
     Without gradients, `nn.TransformerEncoderLayer` with ReLU or GELU may run a fused operator,
-    which reads the dense weights and does not call the linear layers.
+    which reads the dense weights and does not call the linear layers. `nn.TransformerEncoder` turns
+    a padding mask into nested tensors, which only the fused operator accepts.
     """
-    for block in model.modules():
-        if not isinstance(block, nn.TransformerEncoderLayer):
+    for module in model.modules():
+        if not isinstance(module, nn.TransformerEncoderLayer | nn.TransformerEncoder):
             continue
-        if any(isinstance(inner, FastestLinear) for inner in block.modules()):
-            block.activation_relu_or_gelu = 0
+        if any(isinstance(inner, FastestLinear) for inner in module.modules()):
+            if isinstance(module, nn.TransformerEncoder):
+                module.use_nested_tensor = False
+            else:
+                module.activation_relu_or_gelu = 0
 
 
 def is_linear_alike(module: nn.Module) -> bool:
