@@ -51,3 +51,8 @@ def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
 def test_sizes_without_an_element_per_rank_are_refused():
     with pytest.raises(ValueError, match=r"at least 16 bytes.* got 8"):
         bench.bench(sizes=[1024, 8], worlds=[2, 4])
+
+
+def test_groups_without_ranks_are_refused():
+    with pytest.raises(ValueError, match="at least one rank, got 0"):
+        bench.bench(worlds=[2, 0])

@@ -215,12 +215,15 @@ LATE_TIMEOUT = 3.0
 
 def start(seconds, backend="gloo"):
     """Create a process group and return its store."""
-    world = int(os.environ["WORLD_SIZE"])
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(os.environ["STORE_FILE"], world)
+    # A busy machine may start the ranks seconds apart, which would count towards the timeout.
+    store.set(f"started {rank}", "")
+    store.wait([f"started {other}" for other in range(world)], timedelta(seconds=120))
     dist.init_process_group(
         backend,
         store=store,
-        rank=int(os.environ["RANK"]),
+        rank=rank,
         world_size=world,
         timeout=timedelta(seconds=seconds),
     )

@@ -69,6 +69,8 @@ def bench(
         worlds = [int(os.environ["WORLD_SIZE"])]
     elif not worlds:
         worlds = [min(2, torch.cuda.device_count()) if device == "cuda" else 2]
+    if min(worlds) < 1:
+        raise ValueError(f"expected groups of at least one rank, got {min(worlds)} ranks")
     if min(sizes) < 4 * max(worlds):
         raise ValueError(
             f"expected sizes of at least {4 * max(worlds)} bytes, one float32 for each of "
@@ -296,13 +298,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Under torchrun only rank 0 has rows.
     if not rows:
         return
+    print(table(rows))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     if args.plot:
         from collectives.bench.plot import plot
 
         plot(rows, args.plot)
-    print(table(rows))
 
 
 def table(rows: list[Row]) -> str:
