@@ -7,14 +7,12 @@ this package.
 
 from __future__ import annotations
 
-import json
-import tempfile
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._C._profiler import _EventType
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
 from zero.memory import tensors_by_kind
@@ -54,12 +52,16 @@ def _cpu_peak(step: Callable[[], None]) -> int:
     options: dict[str, Any] = {"activities": activities, "acc_events": True}
     with torch.profiler.profile(**options, profile_memory=True) as profile:
         step()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "trace.json")
-        profile.export_chrome_trace(str(path))
-        events = json.loads(path.read_text())["traceEvents"]
-    memory = sorted((e for e in events if e.get("name") == "[memory]"), key=lambda e: e["ts"])
-    return peak_of_events((e["args"]["Addr"], e["args"]["Bytes"]) for e in memory)
+    # A trace in JSON, from which the same events can be read, takes longer than the step.
+    pending = list(profile.profiler.kineto_results.experimental_event_tree())
+    memory = []
+    while pending:
+        event = pending.pop()
+        pending += event.children
+        if event.tag == _EventType.Allocation:
+            memory.append((event.start_time_ns, event.extra_fields))
+    memory.sort(key=lambda entry: entry[0])
+    return peak_of_events((fields.ptr, fields.alloc_size) for _, fields in memory)
 
 
 def peak_of_events(events: Iterable[tuple[int, int]]) -> int:

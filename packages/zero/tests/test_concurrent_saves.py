@@ -174,7 +174,10 @@ def test_a_lock_is_released_even_if_its_file_cannot_be_removed(tmp_path):
 KILLED_AT = ("before writing", "after writing", "between the renames", "before the clean-up")
 
 
-def die_at(path, moment):
+def save_and_die(path, moment):
+    """Save; then die at a moment of a second save."""
+    save_one(path, 1.0)
+    Path(path, "notes.txt").write_text("mine")
     model = filled(2.0)
     # No other survivor sends a report that could be waited for.
     diagnostics.GRACE_SECONDS = 0.1
@@ -207,6 +210,13 @@ def load_one(path):
     return values_of(model)
 
 
+def load_and_save(path):
+    """Return the values before and after another save."""
+    before = load_one(path)
+    save_one(path, 3.0)
+    return [before, load_one(path)]
+
+
 @pytest.mark.parametrize(
     "moment",
     [
@@ -216,13 +226,9 @@ def load_one(path):
 )
 def test_a_save_that_is_killed_leaves_a_whole_checkpoint_and_no_lock(tmp_path, moment):
     path = tmp_path / "last"
-    run_ranks(save_one, 2, str(path), 1.0, timeout=DEADLINE)
-    (path / "notes.txt").write_text("mine")
-    assert try_ranks(die_at, 2, str(path), moment, timeout=DEADLINE)[0].exit_code == 3
+    assert try_ranks(save_and_die, 2, str(path), moment, timeout=DEADLINE)[0].exit_code == 3
     expected = [2.0] if moment == KILLED_AT[3] else [1.0]
-    assert run_ranks(load_one, 2, str(path), timeout=DEADLINE) == [expected] * 2
-    run_ranks(save_one, 2, str(path), 3.0, timeout=DEADLINE)
-    assert run_ranks(load_one, 2, str(path), timeout=DEADLINE) == [[3.0]] * 2
+    assert run_ranks(load_and_save, 2, str(path), timeout=DEADLINE) == [[expected, [3.0]]] * 2
     assert (path / "notes.txt").read_text() == "mine"
     # The next save removes the files of the killed one.
     assert [p.name for p in tmp_path.iterdir()] == ["last"]

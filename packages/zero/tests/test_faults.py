@@ -2,12 +2,15 @@
 
 import copy
 import errno
+import gc
 import os
 import re
 import signal
 import subprocess
 import sys
 import time
+import weakref
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -64,6 +67,27 @@ def step(model, optimizer):
     optimizer.zero_grad()
 
 
+class Clock:
+    """A clock that stands still until another survivor has reported, and then ends any wait."""
+
+    def __init__(self, survivor):
+        self.key = f"zero/alive/{survivor}"
+        self.num_calls = 0
+        self.has_reported = False
+
+    def monotonic(self):
+        self.num_calls += 1
+        if self.has_reported:
+            return float("inf")
+        # The first call starts the wait. After each later one, the caller reads the reports.
+        if self.num_calls > 1:
+            self.has_reported = dist.distributed_c10d._get_default_store().check([self.key])
+        return 0.0
+
+    def sleep(self, seconds):
+        time.sleep(seconds)
+
+
 def lose_a_rank(stage, how, report_path):
     model, optimizer = build(stage)
     step(model, optimizer)
@@ -76,7 +100,8 @@ def lose_a_rank(stage, how, report_path):
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1), communicator.group)
         diagnostics.GRACE_SECONDS = 0.1
     else:
-        diagnostics.GRACE_SECONDS = 3
+        diagnostics.time = Clock(survivor=2 - dist.get_rank())
+        diagnostics.GRACE_SECONDS = 60
     if dist.get_rank() == 1:
         if how == "die":
             os._exit(3)
@@ -424,9 +449,8 @@ def load_it(path, width=6):
 
 
 def fill_the_disk(path):
+    first_checkpoint(path)
     model, optimizer = build(1)
-    step(model, optimizer)
-    step(model, optimizer)
     if dist.get_rank() == 1:
 
         def full(_):
@@ -437,6 +461,7 @@ def fill_the_disk(path):
 
 
 def die_while_saving(path):
+    first_checkpoint(path)
     model, optimizer = build(1)
     if dist.get_rank() == 1:
         FileSystemWriter.write_data = lambda *arguments: os._exit(3)
@@ -445,10 +470,15 @@ def die_while_saving(path):
     save(path, model, optimizer, extra={"step": 2})
 
 
+def has_first_checkpoint(path):
+    extra, values = load_it(path)
+    expected = first_checkpoint(f"{path}-expected")
+    return extra == 1 and all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+
+
 @pytest.mark.parametrize("fault", [fill_the_disk, die_while_saving])
 def test_the_last_good_checkpoint_survives_a_failed_save(tmp_path, fault):
     path = str(tmp_path / "last")
-    expected = run_ranks(first_checkpoint, 2, path, timeout=DEADLINE)[0]
     outcomes = try_ranks(fault, 2, path, timeout=DEADLINE)
     if fault is fill_the_disk:
         for outcome in outcomes:
@@ -456,9 +486,7 @@ def test_the_last_good_checkpoint_survives_a_failed_save(tmp_path, fault):
             assert "No space left" in str(outcome.error)
     else:
         assert "rank 1 died or hangs" in str(outcomes[0].error)
-    for extra, values in run_ranks(load_it, 2, path, timeout=DEADLINE):
-        assert extra == 1
-        assert all(torch.equal(a, b) for a, b in zip(values, expected, strict=True))
+    assert all(run_ranks(has_first_checkpoint, 2, path, timeout=DEADLINE))
 
 
 def fill_a_small_disk(path):
@@ -491,11 +519,20 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-def test_a_save_interrupted_between_its_renames_loads_the_previous(tmp_path):
-    path = tmp_path / "last"
-    run_ranks(first_checkpoint, 2, str(path), timeout=DEADLINE)
-    path.rename(tmp_path / ".last.previous")
-    assert run_ranks(load_it, 1, str(path), timeout=DEADLINE)[0][0] == 1
+@TWO_RANKS.case()
+def load_previous():
+    """Load a checkpoint in the state between the renames of a save."""
+    path = Path(case_folder(), "last")
+    first_checkpoint(path)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        path.rename(path.with_name(".last.previous"))
+    dist.barrier()
+    return load_it(path)[0]
+
+
+def test_a_save_interrupted_between_its_renames_loads_the_previous():
+    assert TWO_RANKS.run(load_previous) == [1, 1]
 
 
 @TWO_RANKS.case()
@@ -612,6 +649,34 @@ def use_one_after_the_other():
     del first
     second = ShardedOptimizer(model.parameters(), torch.optim.SGD)
     return len(second.flat.shards) > 0 and len(FSDP(model).units) == 1
+
+
+@TWO_RANKS.case((1,), (2,))
+def delete_with_gradients(stage):
+    """Delete a model and its optimizer, or the optimizer only, without clearing the gradients."""
+    model = nn.Linear(5, 3)
+    options = {"lr": 0.1, "shard_gradients": stage == 2}
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, **options)
+    for context in (nullcontext(), optimizer.no_sync()):
+        with context:
+            model(torch.ones(2, 5)).sum().backward()
+    references = [weakref.ref(x) for x in (model, model.weight, optimizer, optimizer.reducer)]
+    del model, optimizer
+    gc.collect()
+    assert not any(reference() is not None for reference in references)
+    model = nn.Linear(5, 3)
+    optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, **options)
+    model(torch.ones(2, 5)).sum().backward()
+    del optimizer
+    gc.collect()
+    with pytest.raises(RuntimeError, match=r"was deleted.*: call zero_grad\(\)"):
+        model.weight.grad.norm()
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_models_and_optimizers_are_freed_with_their_gradients(stage):
+    assert all(TWO_RANKS.run(delete_with_gradients, stage))
 
 
 def test_parameters_of_a_deleted_optimizer_can_be_sharded_again():

@@ -4,6 +4,7 @@ import gc
 import sys
 from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import partial
 from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
@@ -375,6 +376,8 @@ def sizes_over(steps, stage):
             gc.collect()
             gc.unfreeze()
             sizes.append(sum(sys.getsizeof(obj) for obj in gc.get_objects() if obj is not sizes))
+            # The next collection must not visit the objects of all imports, which takes seconds.
+            gc.freeze()
     return sizes
 
 
@@ -481,6 +484,70 @@ def _seeded(cls, *arguments):
 
 def test_outputs_in_dataclasses_and_containers_gather_weights_for_backward():
     assert all(TWO_RANKS.run(return_objects))
+
+
+@dataclass(frozen=True)
+class Arguments:
+    """An input of a user's class."""
+
+    x: torch.Tensor
+    name: str = "arguments"
+
+
+class Collecting(nn.Module):
+    """A block that adds a term of the loss to its caller's list, and counts in a dictionary."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(5, 5)
+
+    def forward(self, arguments, terms, cache):
+        y = torch.tanh(self.layer(arguments.x))
+        terms.append(y.square().mean())
+        cache["inputs"].append(arguments.x)
+        cache["count"] = cache.get("count", 0) + 1
+        cache.pop("first", None)
+        return Arguments(arguments.x + y)
+
+
+class Collector(nn.Module):
+    def __init__(self, has_output):
+        super().__init__()
+        self.blocks = nn.ModuleList([Collecting() for _ in range(3)])
+        self.has_output = has_output
+
+    def forward(self, x):
+        terms, cache = [], {"inputs": [x], "first": x}
+        arguments = Arguments(x * 2)
+        for block in self.blocks:
+            arguments = block(arguments, terms, cache)
+            if not self.has_output:
+                # The backward reaches a block only through its term.
+                arguments = Arguments(arguments.x.detach())
+        assert cache["count"] == len(terms) == 3
+        assert [*cache] == ["inputs", "count"]
+        assert cache["inputs"][0] is x
+        return arguments.x.square().mean() + sum(terms) + cache["inputs"][-1].sum()
+
+
+@TWO_RANKS.case()
+def change_arguments():
+    """Train blocks that change their mutable arguments, and cast such arguments."""
+    for has_output in (True, False):
+        build = partial(_seeded, Collector, has_output)
+        assert train(*pair(build=build), lambda m, x: m(x))
+    half = FSDP(Collector(True), compute_dtype=torch.bfloat16)
+    layers = [block.layer for block in half.module.blocks]
+    dtypes = []
+    for layer in layers:
+        layer.register_forward_pre_hook(lambda _, inputs: dtypes.append(inputs[0].dtype))
+    half(torch.ones(2, 5)).backward()
+    assert dtypes == [torch.bfloat16] * 3
+    return True
+
+
+def test_arguments_that_a_module_changes_are_changed_for_its_caller():
+    assert all(TWO_RANKS.run(change_arguments))
 
 
 class Hiding(nn.Linear):

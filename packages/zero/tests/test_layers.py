@@ -12,11 +12,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
-from worker_pool import run_ranks, try_ranks
+from worker_pool import try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_ranks import SharedRanks, run_in_order
+from shared_ranks import SharedRanks, case_folder, run_in_order
 from zero import (
     FSDP,
     ShardedOptimizer,
@@ -80,6 +80,7 @@ def embed(kind):
     return nn.Sequential(*layers).double()
 
 
+@TWO_RANKS.case()
 def train_embeddings():
     """Train embeddings whose backward reads, or might read, the weight; compare one process."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -96,7 +97,7 @@ def train_embeddings():
                 continue
             ours = torch.optim.SGD(sharded.parameters(), lr=0.1)
             theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
-            for step in range(3):
+            for step in range(2):
                 for number in range(world):
                     tokens = torch.tensor([number, 2, 3 + step])
                     if number == rank:
@@ -109,9 +110,11 @@ def train_embeddings():
     return True
 
 
-@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
-def test_embeddings_that_read_their_weight_in_backward_train_as_in_one_process(world):
-    assert all(run_ranks(train_embeddings, world, timeout=DEADLINE))
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(SharedRanks(serve, 1), marks=pytest.mark.exhaustive), TWO_RANKS]
+)
+def test_embeddings_that_read_their_weight_in_backward_train_as_in_one_process(ranks):
+    assert all(ranks.run(train_embeddings))
 
 
 class Clamped(nn.Linear):
@@ -359,7 +362,9 @@ def buffers_of(model):
     return {name.removeprefix("module."): b.clone() for name, b in model.named_buffers()}
 
 
-def save_buffers(folder):
+@TWO_RANKS.case()
+def save_buffers():
+    folder = case_folder()
     rank = dist.get_rank()
     for stage in (1, 3):
         model, optimizer = normalized(stage)
@@ -378,8 +383,8 @@ def save_buffers(folder):
     return True
 
 
-def test_all_buffers_are_saved_from_rank_0(tmp_path):
-    assert all(run_ranks(save_buffers, 3, str(tmp_path), timeout=DEADLINE))
+def test_all_buffers_are_saved_from_rank_0():
+    assert all(TWO_RANKS.run(save_buffers))
 
 
 @TWO_RANKS.case((1,), (2,))

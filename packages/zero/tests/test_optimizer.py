@@ -49,7 +49,12 @@ REFUSED = {
 DEADLINE = 300.0
 
 
+#: The steps of a trial on ranks. The optimizers of these tests differ from others in few steps.
+SHORT_TRIAL = 10
+
+
 def serve(cases):
+    optimizer_trial.STEPS = SHORT_TRIAL
     return run_in_order(globals(), cases)
 
 
@@ -114,10 +119,12 @@ def reference(name, world, steps, bias=True):
     return [p.detach() for p in model.parameters()]
 
 
-def train_sharded(names, stage, steps, bias):
+@THREE_RANKS.case((1, False), (2, False), (1, True), (2, True))
+def train_sharded(stage, is_whole):
+    """Return the parameters after three steps of each optimizer."""
     result = {}
-    for name in names:
-        model = make_model(bias)
+    for name in WHOLE if is_whole else ELEMENTWISE:
+        model = make_model(bias=not is_whole)
         options = (ELEMENTWISE | WHOLE)[name]
         optimizer = ShardedOptimizer(
             model.parameters(),
@@ -126,7 +133,7 @@ def train_sharded(names, stage, steps, bias):
             bucket_size_mb=100 / 2**20,
             **options,
         )
-        for step in range(steps):
+        for step in range(3):
             optimizer.zero_grad()
             loss_of(model, step, dist.get_rank()).backward()
             optimizer.step()
@@ -135,9 +142,10 @@ def train_sharded(names, stage, steps, bias):
 
 
 @cache
-def trained(world, stage, whole):
-    names = list(WHOLE if whole else ELEMENTWISE)
-    return run_ranks(train_sharded, world, names, stage, 3, not whole, timeout=DEADLINE)
+def trained(world, stage, is_whole):
+    if world == THREE_RANKS.world:
+        return THREE_RANKS.run(train_sharded, stage, is_whole)
+    return run_ranks(train_sharded, world, stage, is_whole, timeout=DEADLINE)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -160,6 +168,7 @@ def test_optimizers_of_whole_parameters_equal_the_reference(name, world, stage):
             torch.testing.assert_close(a, b)
 
 
+@THREE_RANKS.case()
 def gradients_while_running_backward():
     """Return the bytes of gradients when each becomes ready, and of all gradients."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
@@ -190,11 +199,11 @@ def gradients_while_running_backward():
 
 
 def test_stage_2_frees_each_gradient_as_it_becomes_ready():
-    for freed, most, everything in run_ranks(gradients_while_running_backward, 4, timeout=DEADLINE):
+    for freed, most, everything in THREE_RANKS.run(gradients_while_running_backward):
         assert freed
-        # A rank stores its quarter of the average, at most two buckets in flight, the bucket that
+        # A rank stores its third of the average, at most two buckets in flight, the bucket that
         # is being filled, and the gradient that the hook receives.
-        assert most <= everything / 4 + 3 * everything / 12 * 5 / 4 + everything / 12
+        assert most <= everything / 3 + 3 * everything / 12 * 4 / 3 + everything / 12
 
 
 @TWO_RANKS.case()
@@ -396,7 +405,7 @@ def load_state_of_a_number():
                     optimizer.zero_grad()
                 if step == 0:
                     ours.load_state_dict(ours.state_dict())
-                else:
+                elif step == 1:
                     save_checkpoint(path, model, ours)
                     load_checkpoint(path, model, ours)
             assert_alike(model, twin)
@@ -885,8 +894,6 @@ class Forgetful(Signs):
 
 
 UNKNOWN = (Signs, Rated, Late, Large, Rows, Adam2, Replacing)
-#: The steps of a trial in tests of optimizers that differ from a known one in their first steps.
-SHORT_TRIAL = 10
 
 
 def small():
@@ -924,6 +931,7 @@ def stepped(stage, cls, steps, scale=1.0, **options):
     return ours
 
 
+@TWO_RANKS.case((1,), (3,))
 def step_unknown(stage):
     optimizer_trial.STEPS = SHORT_TRIAL
     for cls in UNKNOWN:
@@ -938,7 +946,26 @@ def step_unknown(stage):
 
 @pytest.mark.parametrize("stage", [1, exhaustive(2), 3])
 def test_optimizers_of_unknown_classes_get_whole_parameters_at_every_stage(stage):
-    assert all(run_ranks(step_unknown, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(step_unknown, stage))
+
+
+@TWO_RANKS.case()
+def step_within_a_step():
+    """Step a subclass that calls the step of its base class, for which torch runs hooks again."""
+    # torch wraps the step of a class when the first optimizer of the class is constructed.
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    stepped(3, Adam2, 3)
+    model = FSDP(small())
+    optimizer = Adam2(model.parameters())
+    optimizer.register_step_pre_hook(lambda *_: None)
+    model(torch.ones(2, 5).double()).sum().backward()
+    with pytest.raises(RuntimeError, match=r"Adam2.step calls the step of its base class"):
+        optimizer.step()
+    return True
+
+
+def test_a_step_that_calls_the_step_of_its_base_class_equals_one_process():
+    assert all(TWO_RANKS.run(step_within_a_step))
 
 
 def step_in_bfloat16(stage, cls):
@@ -952,9 +979,9 @@ def step_in_bfloat16(stage, cls):
     optimizer.step()
 
 
+@TWO_RANKS.case((1,), (3,))
 def refuse_unknown(stage):
     """Refuse optimizers that cannot be sharded or are declared element-wise by mistake."""
-    optimizer_trial.STEPS = SHORT_TRIAL
     error = RuntimeError if stage == 3 else ValueError
     for cls in (Coupled, Estimating):
         with pytest.raises(error, match=f"{cls.__name__} cannot be sharded: its step on one para"):
@@ -1016,7 +1043,7 @@ def refuse_unknown(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_stages_1_and_3_refuse_the_same_optimizers(stage):
-    assert all(run_ranks(refuse_unknown, 2, stage, timeout=DEADLINE))
+    assert all(TWO_RANKS.run(refuse_unknown, stage))
 
 
 class Both(torch.optim.Optimizer):
@@ -1205,16 +1232,16 @@ def step_two(stage, elementwise):
         group = dist.new_group(list(range(some)))
         if dist.get_rank() < some:
             ShardedOptimizer(nn.Linear(2, 2).parameters(), torch.optim.SGD, group=group, lr=0.1)
-    return all(step_two_of(stage, elementwise, seed) for seed in range(2))
+    return train_two(stage, elementwise)
 
 
-def step_two_of(stage, elementwise, seed):
+def train_two(stage, elementwise):
     """Train with two optimizers; each rank uses their layers in a different order or skips some."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, twin = (nn.ModuleList(make_layers()) for _ in range(2))
 
     def loss(module, rank, step):
-        draw = random.Random(100 * seed + 10 * step + rank)
+        draw = random.Random(10 * step + rank)
         x = torch.randn(4, 5, generator=torch.Generator().manual_seed(draw.randrange(99))).double()
         layers = list(module)
         for layer in draw.sample(layers, draw.randint(1, len(layers))):

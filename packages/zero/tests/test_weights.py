@@ -77,9 +77,13 @@ FORMS = {
 }
 
 
+#: The stages into which `make test` loads each form.
+STAGES = {"nested": (0, 1, 3), "flat": (3,), "numbers": (1,)}
+
+
 @TWO_RANKS.case()
 def read_torch_checkpoints():
-    """Load each form in which torch's users save into each stage, and continue training."""
+    """Load each form in which torch's users save, and continue training."""
     folder = case_folder()
     for form, put in FORMS.items():
         model = make()
@@ -90,7 +94,7 @@ def read_torch_checkpoints():
         plain = model.state_dict(), optimizer.state_dict()
         dcp.save(put(*states, plain), checkpoint_id=f"{folder}/{form}")
         step(model, optimizer)
-        for stage in (0, 1, 3):
+        for stage in STAGES[form]:
             ours, resumed = wrap(make(1), stage, lr=0.1)
             assert load_checkpoint(f"{folder}/{form}", ours, resumed) == {"step": 5}
             assert resumed.param_groups[0]["lr"] == 0.05
@@ -125,8 +129,20 @@ CONFUSING = {
 }  # fmt: skip
 
 
-def read_confusing_names(folder, combinations, stages):
+SOME = [
+    ("model", "nested"),
+    ("model", "flat"),
+    ("state", "flat"),
+    ("optimizer", "numbers"),
+    ("optimizer", "flat"),
+    ("param_groups", "flat"),
+]
+
+
+@ONE_RANK.case((SOME, (3,)))
+def read_confusing_names(combinations, stages):
     """Load a model whose names resemble parts of a checkpoint: every state must be found."""
+    folder = case_folder()
     for kind, form in combinations:
         build = CONFUSING[kind]
         put = FORMS[form]
@@ -148,16 +164,6 @@ def read_confusing_names(folder, combinations, stages):
     return True
 
 
-SOME = [
-    ("model", "nested"),
-    ("model", "flat"),
-    ("state", "flat"),
-    ("optimizer", "numbers"),
-    ("optimizer", "flat"),
-    ("param_groups", "flat"),
-]
-
-
 @pytest.mark.parametrize(
     ("combinations", "stages"),
     [
@@ -170,9 +176,8 @@ SOME = [
         ),
     ],
 )
-def test_names_that_resemble_parts_of_a_checkpoint_are_loaded(tmp_path, combinations, stages):
-    arguments = str(tmp_path), combinations, stages
-    assert all(run_ranks(read_confusing_names, 1, *arguments, timeout=DEADLINE))
+def test_names_that_resemble_parts_of_a_checkpoint_are_loaded(combinations, stages):
+    assert all(ONE_RANK.run(read_confusing_names, combinations, stages))
 
 
 def averages(optimizer):
@@ -418,16 +423,22 @@ def test_torchs_files_of_weights_are_refused():
     assert all(ONE_RANK.run(torch_files))
 
 
-def read_back(path, stage):
-    """Load at a stage; a sharded model starts on the meta device."""
+@ONE_RANK.case((0,))
+@TWO_RANKS.case((3,))
+def read_back(stage):
+    """Load safetensors at a stage; a sharded model starts on the meta device."""
+    folder = case_folder()
+    if dist.get_rank() == 0:
+        write_two_files(Path(folder))
+    dist.barrier()
     if stage == 3:
         with torch.device("meta"):
             model = make()
         model = FSDP(model, device="cpu")
     else:
         model = make(1)
-    load_checkpoint(path, model)
-    return whole(model)
+    load_checkpoint(folder, model)
+    return same(whole(model), make().state_dict())
 
 
 def write_two_files(folder):
@@ -439,22 +450,22 @@ def write_two_files(folder):
         save_file({name: state[name] for name in part}, folder / file)
     index = {"weight_map": {name: file for file, part in files.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    return state
 
 
-@pytest.mark.parametrize(("stage", "world"), [(0, 1), (3, 3)])
-def test_safetensors_are_read_at_any_stage_and_world(tmp_path, stage, world):
-    written = write_two_files(tmp_path)
-    for read in run_ranks(read_back, world, str(tmp_path), stage, timeout=DEADLINE):
-        assert same(read, written)
+@pytest.mark.parametrize(("stage", "ranks"), [(0, ONE_RANK), (3, TWO_RANKS)])
+def test_safetensors_are_read_at_any_stage_and_world(stage, ranks):
+    assert all(ranks.run(read_back, stage))
 
 
-def damage(path):
+@ONE_RANK.case()
+def damage():
     """Damage a safetensors file; return the errors for truncated and overwritten contents.
 
     The format has no checksums, so only sizes, offsets and the header reveal damage.
     """
+    path = case_folder()
     file = Path(path) / "model.safetensors"
+    save_file(make().state_dict(), file)
     messages = []
     good = file.read_bytes()
     for bad in (good[:-1], good[:20], b"", b"\xff" * 64):
@@ -488,25 +499,27 @@ def damage(path):
     return messages
 
 
-def test_damaged_safetensors_are_named(tmp_path):
-    save_file(make().state_dict(), tmp_path / "model.safetensors")
-    for message in run_ranks(damage, 1, str(tmp_path), timeout=DEADLINE)[0]:
+def test_damaged_safetensors_are_named():
+    for message in ONE_RANK.run(damage)[0]:
         assert "model.safetensors is damaged" in message
 
 
-def half(path):
+@TWO_RANKS.case()
+def half():
+    file = Path(case_folder(), "half.safetensors")
+    if dist.get_rank() == 0:
+        save_file(make().bfloat16().state_dict(), file)
+    dist.barrier()
     other = FSDP(make(1))
-    load_checkpoint(path, other)
+    load_checkpoint(file, other)
     return all(
         torch.equal(value, make().state_dict()[name].bfloat16().float())
         for name, value in other.gather_full_params().items()
     )
 
 
-def test_half_precision_is_loaded_in_the_models_dtype(tmp_path):
-    file = tmp_path / "half.safetensors"
-    save_file(make().bfloat16().state_dict(), file)
-    assert all(run_ranks(half, 2, str(file), timeout=DEADLINE))
+def test_half_precision_is_loaded_in_the_models_dtype():
+    assert all(TWO_RANKS.run(half))
 
 
 @TWO_RANKS.case()

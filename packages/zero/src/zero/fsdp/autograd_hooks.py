@@ -2,37 +2,121 @@
 
 from __future__ import annotations
 
+import copy
+from collections import OrderedDict, defaultdict
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
 
 #: Types of values that certainly have no tensors.
 TYPES_WITHOUT_TENSORS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
+#: Types of containers that a module may change, so that its caller must see the changes.
+MUTABLE = (list, dict, OrderedDict, defaultdict)
+
+
+@dataclass(frozen=True)
+class MutableArgument:
+    """A mutable argument, the copy in which its tensors are replaced, and the entries of both.
+
+    The copy is the argument itself if no tensor is replaced.
+    """
+
+    original: Any
+    copied: Any
+    original_entries: dict[Any, Any]
+    copied_entries: dict[Any, Any]
+
+    def write_back(self) -> list[Any]:
+        """Apply to the original what a module has changed in the copy; return the added values."""
+        entries = _entries_of(self.copied)
+        if _are_same(entries, self.copied_entries):
+            return []
+        originals = {id(v): self.original_entries[key] for key, v in self.copied_entries.items()}
+        _set_entries(self.original, {key: originals.get(id(v), v) for key, v in entries.items()})
+        return [value for value in entries.values() if id(value) not in originals]
+
+
+def replace_tensors(
+    function: Callable[[Tensor], Tensor], values: Any, mutable: list[MutableArgument]
+) -> Any:
+    """Return `values` with `function(tensor)` for each tensor in pytrees and dataclasses.
+
+    The list `mutable` receives the mutable containers, each after the ones within it.
+    """
+
+    def replace(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return function(value)
+        if type(value) not in MUTABLE and not _is_dataclass_object(value):
+            return value
+        entries = _entries_of(value)
+        replaced = {key: replace_tensors(function, v, mutable) for key, v in entries.items()}
+        copied = value
+        if not _are_same(entries, replaced):
+            copied = copy.copy(value)
+            _set_entries(copied, replaced)
+        mutable.append(MutableArgument(value, copied, entries, replaced))
+        return copied
+
+    return tree_map(replace, values, is_leaf=lambda value: type(value) in MUTABLE)
+
+
+def _is_dataclass_object(value: Any) -> bool:
+    return is_dataclass(value) and not isinstance(value, type | nn.Module)
+
+
+def _entries_of(container: Any) -> dict[Any, Any]:
+    """Return the entries of a list, a dictionary or a dataclass by index, key or name."""
+    if isinstance(container, list):
+        return dict(enumerate(container))
+    if isinstance(container, dict):
+        return dict(container)
+    names = [field.name for field in fields(container) if hasattr(container, field.name)]
+    return {name: getattr(container, name) for name in names}
+
+
+def _set_entries(container: Any, entries: dict[Any, Any]) -> None:
+    if isinstance(container, list):
+        container[:] = entries.values()
+    elif isinstance(container, dict):
+        container.clear()
+        container.update(entries)
+    else:
+        for name, value in entries.items():
+            # The dataclass may be frozen.
+            object.__setattr__(container, name, value)
+
+
+def _are_same(entries: dict[Any, Any], others: dict[Any, Any]) -> bool:
+    """Return True if both have the same objects under the same keys."""
+    return entries.keys() == others.keys() and all(entries[key] is others[key] for key in entries)
 
 
 def call_after_gradients(
-    values: Any, hook: Callable[[], None], *, before_double_backward: Callable[[], None]
+    values: Any,
+    mutable: list[MutableArgument],
+    hook: Callable[[], None],
+    *,
+    before_double_backward: Callable[[], None],
 ) -> Any:
     """Return `values` with views of their tensors whose gradients are hooked.
 
     `hook()` is called when backward has computed all these gradients, and
-    `before_double_backward()` before a backward through them.
+    `before_double_backward()` before a backward through them. `mutable` receives the mutable
+    containers.
     """
-    tensors: dict[int, Tensor] = {}
-    for leaf in tree_leaves(values):
-        if isinstance(leaf, Tensor) and leaf.requires_grad:
-            tensors[id(leaf)] = leaf
-    if not tensors:
-        return values
-    # A single graph node for all tensors runs when the last gradient has been computed. A repeated
-    # tensor stays the same object; the fast path of attention depends on this.
-    outputs = _GradientHook.apply(hook, before_double_backward, *tensors.values())
-    hooked = dict(zip(tensors, outputs, strict=True))
-    return tree_map_only(Tensor, lambda tensor: hooked.get(id(tensor), tensor), values)
+    tensors = {id(tensor): tensor for tensor in find_tensors(values) if tensor.requires_grad}
+    hooked: dict[int, Tensor] = {}
+    if tensors:
+        # A single graph node for all tensors runs when the last gradient has been computed. A
+        # repeated tensor stays the same object; the fast path of attention depends on this.
+        outputs = _GradientHook.apply(hook, before_double_backward, *tensors.values())
+        hooked = dict(zip(tensors, outputs, strict=True))
+    return replace_tensors(lambda tensor: hooked.get(id(tensor), tensor), values, mutable)
 
 
 def call_before_gradients(values: Any, hook: Callable[[], None], inputs: Any = ()) -> Any:
@@ -66,18 +150,18 @@ def find_tensors(values: Any) -> list[Tensor]:
     for leaf in tree_leaves(values):
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
-        elif is_dataclass(leaf) and not isinstance(leaf, type):
-            tensors += find_tensors([getattr(leaf, field.name) for field in fields(leaf)])
+        elif _is_dataclass_object(leaf):
+            tensors += find_tensors(list(_entries_of(leaf).values()))
     return tensors
 
 
-def cast(dtype: torch.dtype, values: Any) -> Any:
-    """Return `values` with the floating-point tensors of torch's pytree containers in `dtype`."""
+def cast(dtype: torch.dtype, values: Any, mutable: list[MutableArgument]) -> Any:
+    """Return `values` with floating-point tensors in `dtype`, as `replace_tensors` does."""
 
     def cast_tensor(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-    return tree_map_only(Tensor, cast_tensor, values)
+    return replace_tensors(cast_tensor, values, mutable)
 
 
 class _GradientHook(torch.autograd.Function):

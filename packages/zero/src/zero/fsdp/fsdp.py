@@ -40,7 +40,7 @@ class FSDP(UnitSchedule):
         within its module. The root module is the unit of all other parameters. Parameters of one
         module with different dtypes, and its frozen parameters, form separate units.
     compute_dtype: the dtype of floating-point parameters and inputs while sharded modules run;
-        shards keep their dtype. Inputs in dataclasses are not cast.
+        shards keep their dtype.
     gradient_dtype: the dtype in which gradients are sent; by default, the dtype in which they are
         computed.
     device: the device on which modules on the meta device are allocated, one sharded module at a

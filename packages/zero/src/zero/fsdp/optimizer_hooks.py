@@ -9,14 +9,20 @@ tensors, and this rank's shards.
 
 from __future__ import annotations
 
+import sys
 from functools import cache, partial, wraps
 from itertools import compress
+from types import FrameType
 from typing import Any
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, finalize
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
+    register_optimizer_step_pre_hook,
+)
 
 from zero.dtensors import Run, full_entries, state_rows
 from zero.fsdp.full_tensors import FullTensorExchange
@@ -94,14 +100,40 @@ def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         # torch's annotation of these ordered dictionaries is `dict`.
         pre_hooks: Any = optimizer._optimizer_step_pre_hooks
         post_hooks: Any = optimizer._optimizer_step_post_hooks
+        num_hooks = len(pre_hooks) + len(post_hooks)
+        num_hooks += len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
+        # This function is a hook too.
+        if num_hooks > 3 and _is_step_within_step(optimizer):
+            raise RuntimeError(
+                f"expected no hooks of steps, got {num_hooks - 3}: {type(optimizer).__name__}.step "
+                "calls the step of its base class, for which torch runs them again, on this rank's "
+                "elements only; call the functions before and after optimizer.step() instead"
+            )
         before, after = shard_optimizer.step_hook_ids
         pre_hooks.move_to_end(before)
         post_hooks.move_to_end(after, last=False)
 
 
+#: The code of the function by which torch wraps each `step` to run its hooks.
+_HOOKED_STEP: Any = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__  # type: ignore[attr-defined]
+
+
+def _is_step_within_step(optimizer: torch.optim.Optimizer) -> bool:
+    """Return True within a second hooked step, such as `super().step()` in a subclass's step.
+
+    torch runs the hooks of both steps.
+    """
+    num_steps = 0
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        num_steps += frame.f_code is _HOOKED_STEP and frame.f_locals["self"] is optimizer
+        frame = frame.f_back
+    return num_steps > 1
+
+
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     shard_optimizer = find_shard_optimizer(optimizer)
-    if shard_optimizer is None:
+    if shard_optimizer is None or _is_step_within_step(optimizer):
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is not None:
@@ -118,14 +150,20 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     for exchange in shard_optimizer.exchanges:
         exchange.gather_full_tensors()
     ShardGradient.is_stepping = True
+    kwargs = _StepOptions(kwargs)
+    finalize(kwargs, end_step).atexit = False
     return args, kwargs
+
+
+class _StepOptions(dict[str, Any]):
+    """The keyword arguments of a step, which torch keeps alive until the step returns or raises."""
 
 
 def end_step() -> None:
     """Make operations on shards span all ranks again.
 
-    The next forward and backward call this too, because torch calls no hook after a step that
-    raised an error.
+    torch calls no hook after a step that raised an error. Therefore this is called when the step's
+    arguments are freed, and by the next forward and backward, because a traceback may keep them.
     """
     ShardGradient.is_stepping = False
 
@@ -142,7 +180,7 @@ def _return_once(losses: list[Any]) -> Any:
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     shard_optimizer = find_shard_optimizer(optimizer)
-    if shard_optimizer is None:
+    if shard_optimizer is None or _is_step_within_step(optimizer):
         return
     end_step()
     for exchange in shard_optimizer.exchanges:

@@ -13,6 +13,7 @@ that is a unit is not gathered for it.
 from __future__ import annotations
 
 import weakref
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -23,6 +24,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 from zero.fsdp.autograd_hooks import (
+    MutableArgument,
     call_after_gradients,
     call_before_gradients,
     cast,
@@ -77,6 +79,8 @@ class UnitSchedule(nn.Module):
         self._end_callback: Callable[[], object] = lambda: None
         #: The number of nested hooked modules that are in forward.
         self._num_running = 0
+        #: The mutable arguments of each running forward of each module.
+        self._mutable_arguments: dict[nn.Module, list[list[MutableArgument]]] = defaultdict(list)
         self.state_dict_hooks = StateDictHooks(self.communicator)
         self._hook_ids: dict[nn.Module, set[int]] = {}
 
@@ -175,11 +179,14 @@ class UnitSchedule(nn.Module):
             unit.wait_for_unshard()
             unit.add_user()
         dtype = self.input_dtypes.get(module, self.compute_dtype)
+        mutable: list[MutableArgument] = []
+        self._mutable_arguments[module].append(mutable)
         if units and dtype is not None:
-            args, kwargs = cast(dtype, (args, kwargs))
+            args, kwargs = cast(dtype, (args, kwargs), mutable)
         if units and torch.is_grad_enabled():
             args, kwargs = call_after_gradients(
                 (args, kwargs),
+                mutable,
                 partial(self._after_backward, module),
                 before_double_backward=partial(self._before_double_backward, module),
             )
@@ -188,6 +195,11 @@ class UnitSchedule(nn.Module):
     def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free a module's units, and hook the gradients of its outputs."""
         units = self.units_of[module]
+        # The list is empty if gathering the units failed.
+        running = self._mutable_arguments[module]
+        added: list[Any] = []
+        for argument in reversed(running.pop() if running else []):
+            added += argument.write_back()
         try:
             for unit in units:
                 unit.check_unchanged()
@@ -199,7 +211,7 @@ class UnitSchedule(nn.Module):
             # forward.
             self._leave_module(units)
         if module in self.output_dtypes:
-            output = cast(self.output_dtypes[module], output)
+            output = cast(self.output_dtypes[module], output, [])
         if units and reads_weight_in_backward(module, self._hook_ids[module]):
             if torch.is_grad_enabled() and hides_tensors(output):
                 raise TypeError(
@@ -212,6 +224,7 @@ class UnitSchedule(nn.Module):
             position = 0 if self._in_backward else self._position[module]
             before_backward = partial(self._before_backward, module, position)
             output = call_before_gradients(output, before_backward, args)
+            call_before_gradients(added, before_backward, args)
         return self._end_forward(output)
 
     def _leave_module(self, units: list[Unit]) -> None:

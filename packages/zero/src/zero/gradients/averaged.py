@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -35,9 +36,10 @@ class AveragedGradient(PartialGradient):
     and Note [Two classes of sharded gradients].
     """
 
-    #: The object that stores the elements. Its `fetch_runs(gradient)` returns this rank's runs of
-    #: averaged elements, and `communicator` has the collectives of the ranks.
-    source: Any
+    #: A weak reference to the object that stores the elements. Its `fetch_runs(gradient)` returns
+    #: this rank's runs of averaged elements, and `communicator` has the collectives of the ranks. A
+    #: strong reference from `.grad` to its parameter, in C++, could never be collected.
+    source_ref: Callable[[], Any]
     #: The key by which the source finds this gradient's elements.
     key: Any
     #: The elements themselves, if the gradient is the result of an operation.
@@ -62,7 +64,7 @@ class AveragedGradient(PartialGradient):
         gradient: AveragedGradient = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, dtype=dtype or like.dtype, device=like.device
         )
-        gradient.source = source
+        gradient.source_ref = weakref.ref(source)
         gradient.communicator = source.communicator
         gradient.key = key
         gradient.runs = runs
@@ -72,6 +74,17 @@ class AveragedGradient(PartialGradient):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    @property
+    def source(self) -> Any:
+        """The object that stores the elements; raise RuntimeError if it was deleted."""
+        source = self.source_ref()
+        if source is None:
+            raise RuntimeError(
+                "the optimizer that has averaged this gradient was deleted, and its elements with "
+                "it: call zero_grad(), or keep the optimizer until its gradients have been used"
+            )
+        return source
 
     @property
     def data(self) -> Tensor:

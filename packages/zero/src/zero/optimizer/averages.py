@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 from zero.gradients.averaged import AveragedGradient
 from zero.optimizer.gradient_buckets import Bucket
@@ -20,7 +21,13 @@ class AverageKey:
     """A key that identifies one average of a parameter until the average is cleared."""
 
     def __init__(self, parameter: nn.Parameter) -> None:
-        self.parameter = parameter
+        # The parameter's `.grad` refers to the key: see `AveragedGradient.source_ref`.
+        self._parameter = TensorWeakRef(parameter)
+
+    @property
+    def parameter(self) -> Any:
+        """The parameter, or None if it was deleted."""
+        return self._parameter()
 
 
 class Averages:
