@@ -417,7 +417,9 @@ def reduce_twice_without_waiting():
     go = {"algorithm": "gloo"}
     tensor = torch.zeros(4, 2)[:, 0]
     collectives.all_reduce(tensor, **go)
-    progress, flatten, run = communicator().progress, collective.flatten, GlooGroups.run
+    progress = communicator().progress
+    flatten = collective.flatten
+    run = GlooGroups.run
 
     def flatten_and_wait(tensor):
         flat = flatten(tensor)

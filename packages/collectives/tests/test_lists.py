@@ -458,8 +458,12 @@ def refused():
         with raises(TypeError, match="wider signed"):
             collectives.all_reduce(ones.to(unsigned))
         collectives.broadcast(ones.to(unsigned), 0)
-    with raises(ValueError, match="pass a clone"):
-        collectives.all_reduce(torch.ones(1).expand(5))
+    for shared in (torch.ones(1).expand(5), torch.ones(4).unfold(0, 3, 1)):
+        with raises(ValueError, match="pass a clone"):
+            collectives.all_reduce(shared)
+    for gaps in (torch.ones(6, 4)[::2, 1:].t(), torch.ones(7).unfold(0, 2, 3)):
+        collectives.all_reduce(gaps)
+        assert (gaps == world).all()
     with raises(ValueError, match="none negative"):
         collectives.all_to_all_single(ones, ones, [5, -1], [5, -1])
     wrapped = AsyncCollectiveTensor(ones)

@@ -125,16 +125,27 @@ def check_tensors(kind: str, tensor: Tensor, outputs: Sequence[Tensor]) -> None:
     for output in outputs:
         check_memory(kind, output, tensor)
         # Contiguous tensors do not overlap, and the check costs time.
-        if not output.is_contiguous() and torch._debug_has_internal_overlap(output) == 1:
+        if not output.is_contiguous() and _may_share_elements(output):
             raise ValueError(
-                f"{kind} would write several results to one address of an expanded tensor of shape "
-                f"{tuple(output.shape)}; pass a clone"
+                f"{kind} would write several results to one address of an expanded or overlapping "
+                f"tensor of shape {tuple(output.shape)} and strides {output.stride()}; pass a clone"
             )
     if torch._C._len_torch_dispatch_stack():
         # A dispatch mode that refuses views raises its error here, before the call begins. Other
         # ranks would take a later error for the failure of this rank.
         for argument in (tensor, *outputs):
             flatten(argument)
+
+
+def _may_share_elements(tensor: Tensor) -> bool:
+    """Return False if the strides show that every element has a different address."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1:
+            if stride <= reach:
+                return True
+            reach += (size - 1) * stride
+    return False
 
 
 def check_memory(kind: str, tensor: Tensor, like: Tensor) -> None:
