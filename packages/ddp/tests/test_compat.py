@@ -64,6 +64,23 @@ def test_find_unused_parameters_allows_parameters_that_no_rank_used() -> None:
     assert programs.results("train_with_unused_parameters", True) == [expected] * 2
 
 
+def freeze_unused_parameters() -> str:
+    """Follow the error for unused parameters, and freeze them; return the error."""
+    model = DDP(Branches())
+    model(torch.ones(1, 3), False).sum().backward()
+    with pytest.raises(RuntimeError, match="freeze parameters that are not trained") as error:
+        model(torch.ones(1, 3), False)
+    model.module.right.requires_grad_(False)
+    for _ in range(2):
+        model(torch.ones(1, 3), False).sum().backward()
+    return str(error.value)
+
+
+def test_unused_parameters_may_be_frozen_after_the_error() -> None:
+    for error in programs.results("freeze_unused_parameters"):
+        assert "right.weight" in error
+
+
 def load_checkpoints() -> bool:
     module = Branches()
     model = DDP(module)
@@ -161,6 +178,7 @@ def run_programs() -> dict:
 PROGRAMS = [
     ("train_with_unused_parameters", False),
     ("train_with_unused_parameters", True),
+    ("freeze_unused_parameters",),
     ("load_checkpoints",),
     ("train_pipeline", False),
     ("train_pipeline", True),

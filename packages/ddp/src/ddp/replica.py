@@ -277,7 +277,7 @@ class Replica:
             raise RuntimeError("parameters changed inside join(); change them outside of it")
         self.tracked.adopt_changes(self.group, self.failures)
         self.reducer.release()
-        self.unused.names = []
+        self.unused.parameters = {}
         self.make_reducer()
 
     def end_forward(self) -> bool:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
+from torch import nn
+
 from ddp.options import Options
 from ddp.reducer import Reducer
 
@@ -12,25 +14,27 @@ class UnusedParameters:
     """The parameters without a gradient on any rank in the last step."""
 
     def __init__(self) -> None:
-        #: Names of the parameters that no rank used, recorded only if that is not allowed.
-        self.names: list[str] = []
+        #: The parameters that no rank used by name, recorded only if that is not allowed.
+        self.parameters: dict[str, nn.Parameter] = {}
 
     def record(self, reducer: Reducer, unused: Collection[int], options: Options) -> None:
         """Record the parameters that no rank used in the step that ended."""
-        self.names = []
+        self.parameters = {}
         if options.find_unused_parameters or options.static_graph:
             return
         for index in sorted(unused):
-            # Parameters that have been frozen since then are not expected to have a gradient.
+            # Parameters that are frozen now are not expected to have a gradient.
             if reducer.parameters[index].requires_grad:
-                self.names.append(reducer.names[index])
+                self.parameters[reducer.names[index]] = reducer.parameters[index]
 
     def check_unused(self, trained: Sequence[str], rank: int) -> None:
         """Raise `RuntimeError` with the names of the unused parameters of the last step, if any."""
-        if not self.names:
+        # The caller may have frozen parameters since then.
+        names = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
+        if not names:
             return
         missing = f"did not receive grad for rank {rank}: "
-        indices = [str(trained.index(name)) for name in self.names]
+        indices = [str(trained.index(name)) for name in names]
         raise RuntimeError(
             "Expected to have finished reduction in the prior iteration before starting a new one: "
             "its loss did not depend on every parameter, on any rank. Make sure that all "
@@ -39,6 +43,6 @@ class UnusedParameters:
             "`find_unused_parameters=True`. (To see names, it is not "
             "necessary to set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
             "DETAIL.) "
-            f"Parameters which {missing}{', '.join(self.names)}. Parameter indices which "
+            f"Parameters which {missing}{', '.join(names)}. Parameter indices which "
             f"{missing}{' '.join(indices)}"
         )
