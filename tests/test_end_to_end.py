@@ -35,11 +35,23 @@ def command(monkeypatch, capsys):
     return run
 
 
+#: The configuration of a short run of a narrow model.
+SHORT = """
+size = "16x48x2x2"
+learning_rate = 0.01
+steps = 2
+warmup = 5
+learn = 12
+"""
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """One short run of every stage, shared by the tests that read its folder."""
-    out = tmp_path_factory.mktemp("run") / "run"
-    options = ["--size", "mini", "--steps", "6", "--warmup", "1", "--learn", "24"]
+    folder = tmp_path_factory.mktemp("run")
+    out = folder / "run"
+    (folder / "short.toml").write_text(SHORT)
+    options = ["--config", str(folder / "short.toml")]
     done = subprocess.run(
         [*LLMSYS, "run", *options, "--out", str(out)],
         capture_output=True,
@@ -221,22 +233,15 @@ def children_of(process):
     return [int(pid) for pid in done.stdout.split()]
 
 
-def start_and_wait_for_samples(out):
-    process = subprocess.Popen(
-        [*LLMSYS, "run", "train", "--size", "mini", "--steps", "2000", "--out", str(out)],
+def start(*options):
+    return subprocess.Popen(
+        [*LLMSYS, "run", *map(str, options)],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         # A process that a background job starts ignores SIGINT, and the tests may be such a job.
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    deadline = time.monotonic() + 120
-    samples = out / "samples.jsonl"
-    while not (samples.exists() and samples.stat().st_size > 2000):
-        assert time.monotonic() < deadline, process.communicate()[1]
-        assert process.poll() is None, process.communicate()[1]
-        time.sleep(0.2)
-    return process, children_of(process)
 
 
 def assert_gone(pids):
@@ -246,17 +251,18 @@ def assert_gone(pids):
         time.sleep(0.1)
 
 
-@pytest.mark.parametrize(
-    "how",
-    [
-        "ctrl-c",
-        pytest.param("launcher killed", marks=pytest.mark.exhaustive),
-        pytest.param("worker killed", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("how", ["ctrl-c", "launcher killed", "worker killed"])
 def test_an_interrupted_run_keeps_its_samples_and_leaves_no_process(how, tmp_path):
     out = tmp_path / "run"
-    process, workers = start_and_wait_for_samples(out)
+    process = start("train", "--size", "mini", "--steps", "2000", "--out", out)
+    deadline = time.monotonic() + 120
+    samples = out / "samples.jsonl"
+    while not (samples.exists() and samples.stat().st_size > 2000):
+        assert time.monotonic() < deadline, process.communicate()[1]
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.2)
+    workers = children_of(process)
     assert len(workers) == 2
     if how == "ctrl-c":
         process.send_signal(signal.SIGINT)
@@ -278,23 +284,30 @@ def catches_sigterm(pid):
     return int(status.split("SigCgt:")[1].split()[0], 16) >> (signal.SIGTERM - 1) & 1
 
 
-def test_sigterm_saves_what_was_learned_and_stops(tmp_path, command):
+@pytest.mark.parametrize(
+    ("number", "world"),
+    [
+        pytest.param(signal.SIGINT, 1, id="ctrl-c"),
+        pytest.param(signal.SIGTERM, 2, id="sigterm", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_interrupt_saves_what_was_learned_and_stops(number, world, tmp_path, command):
     out = tmp_path / "run"
-    learn = ["run", "learn", "--size", "mini", "--steps", 1, "--warmup", 0, "--learn", 10**6]
-    process = subprocess.Popen(
-        [*LLMSYS, *map(str, learn), "--out", str(out)], stderr=subprocess.PIPE, text=True
-    )
+    options = ["--size", "mini", "--steps", 1, "--warmup", 0, "--learn", 10**6, "--world", world]
+    process = start("learn", *options, "--out", out)
     while "learn ..." not in (line := process.stderr.readline()):
         assert line, process.poll()
     workers, deadline = children_of(process), time.monotonic() + 120
+    assert len(workers) == world
     while not all(map(catches_sigterm, workers)):  # before that there is nothing to save
         assert time.monotonic() < deadline, "no worker has begun to learn"
         time.sleep(0.1)
-    process.send_signal(signal.SIGTERM)
+    process.send_signal(number)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode != 0, errors
+    assert process.returncode == 130, errors
     assert_gone(workers)
     assert (out / "checkpoint").is_dir(), errors
+    assert (out / "samples.jsonl").stat().st_size > 2000
     assert json.loads((out / "summary.json").read_text())["status"] == "incomplete"
     _, report, _ = command("report", out)
     assert "this run was cut off before the end of learn" in report

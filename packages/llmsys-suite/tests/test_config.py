@@ -131,6 +131,16 @@ def test_a_launcher_decides_the_world(monkeypatch):
         resolve([], preset="cpu", world=2)
 
 
+@pytest.mark.parametrize(("rank", "size"), [("0", None), ("0", "two"), ("zero", "2"), ("2", "2")])
+def test_a_part_of_the_environment_of_torchrun_is_refused(monkeypatch, rank, size):
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    if size is not None:
+        monkeypatch.setenv("WORLD_SIZE", size)
+    with pytest.raises(UsageError, match=f"got RANK='{rank}' and .* or unset RANK"):
+        resolve(["plan"], preset="cpu")
+
+
 def test_a_size_that_cannot_fit_is_known_before_anything_is_allocated(tmp_path):
     config = resolve([], preset="cpu", size="10B", out=tmp_path / "run")
     with pytest.raises(UsageError, match=r"size 10B needs \d+\.\d GiB"):

@@ -15,15 +15,22 @@ RATES = FOLDER / "learning_rate.py"
 EXAMPLES = sorted(path for path in FOLDER.glob("*.py") if path != RATES)
 
 
-def last_loss(script: str) -> float:
-    return runpy.run_path(script)["main"]()
+def last_losses(*scripts: str) -> list[float]:
+    return [runpy.run_path(script)["main"]() for script in scripts]
 
 
 @pytest.fixture(scope="module")
 def alone() -> float:
     """Return the loss of one process, from the simplest script."""
-    (loss,) = run_ranks(last_loss, 1, str(FOLDER / "naive_data_parallel.py"))
+    ((loss,),) = run_ranks(last_losses, 1, str(FOLDER / "naive_data_parallel.py"))
     return loss
+
+
+@pytest.fixture(scope="module")
+def on_two_ranks() -> dict[Path, list[float]]:
+    """Return the losses of both ranks from each script; the same two processes run them all."""
+    ranks = run_ranks(last_losses, 2, *map(str, EXAMPLES))
+    return dict(zip(EXAMPLES, zip(*ranks, strict=True), strict=True))
 
 
 def test_there_is_one_for_each_parallelism():
@@ -37,8 +44,8 @@ def test_there_is_one_for_each_parallelism():
 
 
 @pytest.mark.parametrize("example", EXAMPLES, ids=lambda path: path.stem)
-def test_two_ranks_train_as_one_process_does(example, alone):
-    for loss in run_ranks(last_loss, 2, str(example)):
+def test_two_ranks_train_as_one_process_does(example, on_two_ranks, alone):
+    for loss in on_two_ranks[example]:
         assert loss == pytest.approx(alone, rel=1e-4)
 
 

@@ -3,10 +3,12 @@
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,10 +16,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from llmsys_suite import start
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import FolderTaken, RunFolder, claim
 from llmsys_suite.ranks import worker
 from llmsys_suite.ranks.failure import FailureWatch, report_failure
+from llmsys_suite.ranks.launch import INTERRUPTED
 from worker_pool import try_ranks
 
 LLMSYS = [sys.executable, "-m", "llmsys_suite"]
@@ -157,32 +161,74 @@ def test_learn_on_hosts_without_a_shared_file_system_is_refused(tmp_path):
     worker.require_shared_folder(claim(config), 5)
 
 
-#: Runs as each rank, with a stage `links` in which rank 1 is killed while rank 0 waits for it.
+#: Runs as each rank: rank 1 is killed, and rank 0 would work for longer than any test.
 KILLED_RANK = """
-import os, sys
-from llmsys_suite.ranks import worker
-from llmsys_suite.stages import links
-
-def run(run):
-    if run.rank == 1:
-        os.kill(os.getpid(), 9)
-    run.wait_for_ranks()
-
-links.run = run
-if __name__ == "__main__":
-    sys.exit(worker.main())
+import os, time
+if os.environ["RANK"] == "1":
+    os.kill(os.getpid(), 9)
+time.sleep(600)
+"""
+#: Runs as each rank, and works for longer than any test.
+WORKING_RANK = """
+import os, pathlib, time
+pathlib.Path(__file__).with_name("rank" + os.environ["RANK"]).write_text(str(os.getpid()))
+time.sleep(600)
 """
 
 
-def test_killed_rank_ends_every_rank(tmp_path, monkeypatch, capfd):
+@pytest.fixture
+def launch_program(tmp_path, monkeypatch):
+    """Return a function that launches a program as each rank of a run in `tmp_path / "run"`."""
     from llmsys_suite.ranks import launch
 
-    (tmp_path / "killed_rank.py").write_text(KILLED_RANK)
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
-    config = claim(RunConfig(stages=("links", "report"), size="mini", out=tmp_path / "run"))
-    assert launch.launch(config, "killed_rank") == 1
+    def run(program):
+        (tmp_path / "program_of_rank.py").write_text(program)
+        paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+        monkeypatch.setenv("PYTHONPATH", paths)
+        config = claim(RunConfig(stages=("links", "report"), size="mini", out=tmp_path / "run"))
+        return launch.launch(config, "program_of_rank")
+
+    return run
+
+
+def test_killed_rank_ends_every_rank(launch_program, tmp_path, capfd):
+    assert launch_program(KILLED_RANK) == 1
     assert "rank 1 was killed by SIGKILL" in capfd.readouterr().err
     assert RunFolder(tmp_path / "run").summary["status"] == "incomplete"
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_to_the_launcher_ends_every_rank(launch_program, tmp_path, number, capfd):
+    # The processes of pytest-xdist may ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def send_when_started():
+        files = [tmp_path / f"rank{rank}" for rank in range(2)]
+        while not all(file.exists() and file.read_text() for file in files):
+            time.sleep(0.02)
+        os.kill(os.getpid(), number)
+
+    threading.Thread(target=send_when_started, daemon=True).start()
+    try:
+        assert launch_program(WORKING_RANK) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    for rank in range(2):
+        process = (tmp_path / f"rank{rank}").read_text()
+        assert not Path("/proc", process).exists()
+    assert f"what was measured is in {tmp_path / 'run'}" in capfd.readouterr().err
+    assert RunFolder(tmp_path / "run").summary["status"] == "incomplete"
+
+
+def test_run_is_launched_on_a_thread_that_cannot_handle_signals(launch_program):
+    with ThreadPoolExecutor(1) as threads:
+        assert threads.submit(launch_program, "").result() == 0
+
+
+def test_interrupt_of_a_run_from_python_is_not_a_failure_of_the_run(tmp_path, monkeypatch):
+    monkeypatch.setattr(start, "execute", lambda config: (INTERRUPTED, config.out))
+    with pytest.raises(KeyboardInterrupt, match="what was measured is in"):
+        start.run(RunConfig(out=tmp_path / "run"))
 
 
 def long_training(out):

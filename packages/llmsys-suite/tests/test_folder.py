@@ -144,7 +144,16 @@ def test_a_manifest_with_missing_entries_is_refused(finished, name, content, com
         RunFolder.open(finished.path)
 
 
-@pytest.mark.parametrize("content", [[], {}, {"status": "complete"}])
+@pytest.mark.parametrize(
+    "content",
+    [
+        [],
+        {},
+        {"status": "complete"},
+        {"status": "incomplete", "stages": []},
+        {"status": "incomplete", "stages": {"train": 3}},
+    ],
+)
 def test_a_summary_of_another_shape_is_refused(folder, content):
     folder.write_json("summary.json", content)
     with pytest.raises(UsageError, match="is not what a run writes"):

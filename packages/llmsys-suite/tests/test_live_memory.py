@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import pytest
 import torch
 from accounting.memory.live import LiveMemory
 from llmsys_suite.model import Decoder, ModelConfig
@@ -43,24 +44,27 @@ def test_blocks_are_labeled_with_the_module_that_made_them():
     assert (output.nbytes, "Sequential.Linear") in [(b.nbytes, b.module) for b in blocks]
 
 
-def test_nothing_of_a_training_step_stays_behind():
-    memory = training(CONFIG)
+@pytest.fixture(scope="module")
+def plain():
+    """Return the live memory of a training step without checkpointing."""
+    return training(CONFIG)
+
+
+def test_nothing_of_a_training_step_stays_behind(plain):
     with torch.device("meta"):
         parameters = sum(p.nbytes for p in Decoder(CONFIG).parameters())
     # Parameters, buffers and the optimizer's state are added one after the other.
-    before = memory.timeline[2][1]
-    after = memory.timeline[-1][1]
+    before = plain.timeline[2][1]
+    after = plain.timeline[-1][1]
     assert 3 * parameters <= before < 3.1 * parameters
     # The tokens and the last gradients outlive the last operator; nothing of the forward pass does.
     assert after < before + 1.1 * parameters
 
 
-def test_checkpointing_lowers_the_peak_and_training_exceeds_inference():
-    plain = training(CONFIG)
+def test_checkpointing_lowers_the_peak_and_training_exceeds_inference(plain):
     checkpointed = training(replace(CONFIG, checkpoint=True))
     assert inference(CONFIG).peak_bytes < checkpointed.peak_bytes < 0.7 * plain.peak_bytes
 
 
-def test_a_thinned_timeline_keeps_the_peak():
-    memory = training(CONFIG)
-    assert max(mib for _, mib in thin(memory.timeline, 20)) * 2**20 == memory.peak_bytes
+def test_a_thinned_timeline_keeps_the_peak(plain):
+    assert max(mib for _, mib in thin(plain.timeline, 20)) * 2**20 == plain.peak_bytes

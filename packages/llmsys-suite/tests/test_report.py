@@ -2,6 +2,7 @@
 
 import html
 import json
+import math
 import random
 import re
 import shutil
@@ -9,6 +10,7 @@ import statistics
 import subprocess
 from dataclasses import fields, replace
 from types import SimpleNamespace
+from unittest import mock
 
 import pytest
 from llmsys_suite import results as of
@@ -18,7 +20,7 @@ from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import CORE_WAIT
-from llmsys_suite.report import plots
+from llmsys_suite.report import plots, sections
 from llmsys_suite.report.page import headline, write_report
 from llmsys_suite.report.sentences import against, fastest, interval
 from llmsys_suite.report.unaudited import OF_THE_RUN, UNAUDITED, Unaudited, unaudited
@@ -27,10 +29,11 @@ ENVIRONMENT = {
     "date": "a day", "gpus": [], "processor": "abacus", "cores": 2, "torch": "2", "python": "3",
     "load_average": 0.0,
 }  # fmt: skip
-#: In the page: how far it is wider than its window, which words of a picture lie on one another,
-#: which pictures have no size, and the contrast of text with paper.
+#: In the page, for each of some widths: which elements are wider than the page, which words of a
+#: picture lie on one another, which pictures have no size, and the contrast of text with paper.
 MEASURE_LAYOUT = """
-<script>addEventListener("load", () => { const w = WIDTH, found = {}; const d = document;
+<script>addEventListener("load", () => { const d = document;
+  const all = WIDTHS.map(w => { const found = {};
   d.body.style.width = w + "px"; const root = d.body.getBoundingClientRect();
   found.over = [...d.querySelectorAll("body *")].filter(e => !e.closest(".scroll, details, svg")
     && e.getBoundingClientRect().right > root.left + w + 1).map(e => e.tagName);
@@ -57,8 +60,8 @@ MEASURE_LAYOUT = """
       ground = luminance(paper(e)); return (Math.max(ink, ground) + .05) / (Math.min(ink, ground) + .05) < 4.5;
     }).map(e => e.tagName + " " + e.textContent.slice(0, 30));
   const light = c => c.match(/\\d+/g).slice(0, 3).reduce((s, n) => s + +n, 0), s = getComputedStyle(d.body);
-  found.contrast = light(s.color) - light(s.backgroundColor);
-  const pre = d.createElement("pre"); pre.id = "found"; pre.textContent = JSON.stringify(found);
+  found.contrast = light(s.color) - light(s.backgroundColor); return found; });
+  const pre = d.createElement("pre"); pre.id = "found"; pre.textContent = JSON.stringify(all);
   d.body.append(pre); });</script>
 """  # noqa: E501
 
@@ -151,16 +154,17 @@ def the_browser():
     return browser or pytest.skip("no chromium or google-chrome on the path")
 
 
-def looked_at(folder, scratch, width, dark=False):
+def looked_at(folder, scratch, widths, dark):
+    """Return the findings of `MEASURE_LAYOUT` at each width, in the light or the dark scheme."""
     page = (folder.path / "report.html").read_text()
-    driven = scratch / f"{width}.html"
+    driven = scratch / "driven.html"
     driven.write_text(
-        page.replace("</body>", MEASURE_LAYOUT.replace("WIDTH", str(width)) + "</body>")
+        page.replace("</body>", MEASURE_LAYOUT.replace("WIDTHS", str([*widths])) + "</body>")
     )
     scheme = ["--blink-settings=preferredColorScheme=0"] if dark else []
     done = subprocess.run(
         [the_browser(), "--headless", "--no-sandbox", "--disable-gpu", *scheme, "--hide-scrollbars",
-         f"--user-data-dir={scratch}/profile", f"--window-size={width},900", "--dump-dom",
+         f"--user-data-dir={scratch}/profile", f"--window-size={max(widths)},900", "--dump-dom",
          str(driven)], capture_output=True, text=True, timeout=90, check=True,
     )  # fmt: skip
     return json.loads(html.unescape(re.search(r'<pre id="found">(.*?)</pre>', done.stdout)[1]))
@@ -176,17 +180,18 @@ def reported(tmp_path_factory):
 def test_the_page_fits_wide_and_narrow_screens_in_both_color_schemes(reported, tmp_path):
     folder, _ = reported
     assert (folder.path / "report.html").stat().st_size <= 1e6
-    for width, dark in ((1280, False), (390, False), (390, True)):
-        layout = looked_at(folder, tmp_path, width, dark)
-        assert layout["over"] == []
-        assert layout["overlaps"] == []
-        assert layout["empty"] == 0
-        assert layout["faint"] == []
-        assert width == 390 or layout["cut"] == []
-        # Train, learn, memory and scale.
-        assert layout["pictures"] == 4
-        assert abs(layout["contrast"]) > 500
-        assert (layout["contrast"] > 0) == dark
+    for widths, dark in (((1280, 390), False), ((390,), True)):
+        layouts = looked_at(folder, tmp_path, widths, dark)
+        for width, layout in zip(widths, layouts, strict=True):
+            assert layout["over"] == []
+            assert layout["overlaps"] == []
+            assert layout["empty"] == 0
+            assert layout["faint"] == []
+            assert width == 390 or layout["cut"] == []
+            # Train, learn, memory and scale.
+            assert layout["pictures"] == 4
+            assert abs(layout["contrast"]) > 500
+            assert (layout["contrast"] > 0) == dark
 
 
 def test_every_stage_has_a_sentence_and_a_small_table(reported):
@@ -223,13 +228,13 @@ def test_sentences_follow_from_their_numbers(tmp_path, monkeypatch):
 
 
 def test_the_interval_of_a_median_holds_the_true_one_and_few_rounds_cannot_tell():
-    noise = random.Random(0)
-    covered = 0
-    for _ in range(400):
-        middle, low, high = interval([noise.lognormvariate(0, 0.5) for _ in range(20)])
+    for rounds in (6, 7, 20, 61):
+        middle, low, high = interval(range(1, rounds + 1))
         assert low <= middle <= high
-        covered += low <= 1 <= high
-    assert 0.95 <= covered / 400 < 0.99
+        # The interval from the order statistics `low` to `high` contains the true median if at
+        # least `low` and less than `high` values are below it, each with probability one half.
+        chances = [math.comb(rounds, below) / 2**rounds for below in range(int(low), int(high))]
+        assert 0.95 <= sum(chances) < 0.99
     assert "Cannot tell a from b in 5 rounds" in against("a", "b", [0.5] * 5)
     assert against("a", "b", [0.5 + i / 100 for i in range(9)]).endswith("faster.")
     assert against("a", "b", [0.9, 0.95, 1.0, 1.02, 1.1, 1.2, 1.3]).startswith("Cannot tell")
@@ -351,6 +356,32 @@ def test_many_budgets_have_distinct_lines():
     svg = plots.isoflop(of.Scale(runs, []))
     lines = re.findall(r'<path d="M [^"]*" clip-path[^>]*style="([^"]*)"', svg)
     assert len(set(lines)) >= 9
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "words"),
+    [
+        (
+            0.0,
+            math.inf,
+            "it is 20 (no finite 95 % interval). The runs do not determine it closely.",
+        ),
+        (2.0, 1e40, "-fold). The runs do not determine it closely."),
+        (15.0, 25.0, "it is 20 (95 % interval 15 to 25, 1.7-fold)."),
+    ],
+)
+def test_interval_of_the_best_size_may_be_wide_or_unbounded(low, high, words):
+    runs = [{"compute_flops": 1e9, "parameters": w, "loss": 3 + 0.01 * w} for w in (8, 12, 16)]
+    at = {"compute_flops": 3e9, "parameters": 20.0, "low": low, "high": high}
+    result = of.Scale(runs, [], {"exponent": 0.5, "scale": 1.0}, at)
+    svg = plots.isoflop(result)
+    assert "best size at 3e+09" in svg
+    labels = re.findall(r"<text[^>]*>([\d,]+)</text>", svg)
+    assert labels
+    assert all(1 <= float(label.replace(",", "")) <= 100 for label in labels)
+    table = [{"FLOPs": 1e9, "held out": 3.0}]
+    with mock.patch.object(sections, "pick", return_value=table):
+        assert sections._scale(result).finding.endswith(words)
 
 
 def test_losses_are_per_byte_or_per_token_as_the_tokenizer_decides(reported, tmp_path):

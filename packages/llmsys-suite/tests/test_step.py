@@ -1,9 +1,13 @@
 """One step, timed by size, context and precision: what is counted and left out."""
 
+import importlib
+import io
 import json
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -84,7 +88,27 @@ def test_the_predicted_peak_is_that_of_the_step(checkpoint):
     assert case.peak_bytes() == pytest.approx(peak, rel=0.15)
 
 
-def test_a_case_runs_in_a_separate_process_and_lists_operators():
+def run_here(command, **options):
+    """Run the module of a command in this process, and return its output as `subprocess.run`."""
+    python, option, module, argument = command
+    assert (python, option) == (sys.executable, "-m")
+    assert options == {"capture_output": True, "text": True, "timeout": 120, "check": False}
+    program = importlib.import_module(module)
+    printed = io.StringIO()
+    with (
+        mock.patch.object(sys, "argv", [module, argument]),
+        mock.patch.object(program, "end_with_parent"),
+        redirect_stdout(printed),
+    ):
+        program.main()
+    return subprocess.CompletedProcess(command, 0, printed.getvalue(), "")
+
+
+@pytest.mark.parametrize(
+    "run", [run_here, pytest.param(subprocess.run, id="process", marks=pytest.mark.exhaustive)]
+)
+def test_a_case_runs_in_a_separate_process_and_lists_operators(run, monkeypatch):
+    monkeypatch.setattr(sweep.subprocess, "run", run)
     ran = sweep.in_a_process(MINI, 120, profile=True)
     assert len(ran["seconds"]) == 15
     for phase in ran["operators"]:

@@ -96,7 +96,9 @@ class RunFolder:
     def summary(self) -> dict[str, Any]:
         """The status of the run, and the results of each finished stage as plain values."""
         summary = self.read_json("summary.json")
-        if not isinstance(summary, dict) or not summary.keys() >= {"status", "stages"}:
+        stages = summary.get("stages") if isinstance(summary, dict) else None
+        is_table = isinstance(stages, dict) and all(isinstance(v, dict) for v in stages.values())
+        if not is_table or "status" not in summary:
             raise UsageError(f"{self.path / 'summary.json'} is not what a run writes")
         return summary
 

@@ -79,11 +79,18 @@ def resolve(
 def _num_ranks(world: int | None, default: int) -> int:
     """Return the number of ranks of torchrun; without torchrun, the requested or default number.
 
-    Raises UsageError if torchrun's number differs from the requested one.
+    Raises UsageError if torchrun's number differs from the requested one, or if only a part of
+    torchrun's environment is set.
     """
     if "RANK" not in os.environ:
         return default if world is None else world
-    launched = int(os.environ["WORLD_SIZE"])
+    rank, size = os.environ["RANK"], os.environ.get("WORLD_SIZE", "")
+    if not (rank.isdecimal() and size.isdecimal() and int(rank) < int(size)):
+        raise UsageError(
+            f"expected RANK and WORLD_SIZE of torchrun in the environment, got RANK={rank!r} and "
+            f"WORLD_SIZE={size!r}; start with torchrun, or unset RANK"
+        )
+    launched = int(size)
     if world not in (None, launched):
         raise UsageError(f"--world {world} contradicts the launcher's WORLD_SIZE={launched}")
     return launched

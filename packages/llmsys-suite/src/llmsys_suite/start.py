@@ -20,8 +20,13 @@ def run(config: RunConfig) -> RunFolder:
         UsageError: the run is not possible. Nothing was written, except that under torchrun rank 0
             may have created the run folder.
         RuntimeError: the run, or a check of its audit, failed; the message names the run folder.
+        KeyboardInterrupt: Ctrl-C or SIGTERM ended the run.
     """
+    from llmsys_suite.ranks.launch import INTERRUPTED
+
     status, out = execute(config)
+    if status == INTERRUPTED:
+        raise KeyboardInterrupt(f"what was measured is in {out}")
     if status:
         raise RuntimeError(f"the run failed; what was measured is in {out}")
     return RunFolder(out)

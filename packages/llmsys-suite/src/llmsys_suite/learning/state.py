@@ -45,7 +45,7 @@ def require_resumable(config: RunConfig, source: Path) -> None:
     try:
         with warnings.catch_warnings(action="ignore"):  # loading reports that weights are unused
             state = zero.load_checkpoint(source, torch.nn.Module(), strict=False)
-    except ValueError as error:
+    except (ValueError, RuntimeError) as error:  # RuntimeError: the checkpoint is damaged
         raise UsageError(str(error)) from None
     finally:
         dist.destroy_process_group()

@@ -13,6 +13,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -31,9 +32,12 @@ def launch(config: RunConfig, module: str = "llmsys_suite.ranks.worker") -> int:
 
     The status is 0 if all processes succeed, 130 after an interrupt, and 1 otherwise.
     """
+    # Python lets only the main thread set signal handlers.
+    handles_signals = threading.current_thread() is threading.main_thread()
     with tempfile.TemporaryDirectory() as rendezvous:
         ranks: list[subprocess.Popen[bytes]] = []
-        previous = signal.signal(signal.SIGTERM, _as_interrupt)
+        if handles_signals:
+            previous = signal.signal(signal.SIGTERM, _as_interrupt)
         try:
             for rank in range(config.world):
                 ranks.append(_start(module, config, rank, Path(rendezvous)))
@@ -43,7 +47,8 @@ def launch(config: RunConfig, module: str = "llmsys_suite.ranks.worker") -> int:
             return INTERRUPTED
         finally:
             _end(ranks)
-            signal.signal(signal.SIGTERM, previous)
+            if handles_signals:
+                signal.signal(signal.SIGTERM, previous)
 
 
 def _start(module: str, config: RunConfig, rank: int, rendezvous: Path) -> subprocess.Popen[bytes]:

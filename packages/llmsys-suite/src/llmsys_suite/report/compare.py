@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
-from scipy.stats import t as student
-from scipy.stats import trim_mean
+from scipy.special import stdtrit
 
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder, Sample
@@ -170,13 +169,13 @@ def _compare(
     disturbed = max(count for _, count in (before, after))
     if rounds < 2:
         return Comparison(name, math.nan, 0.0, math.inf, rounds, disturbed, margin)
-    old_mean, new_mean = (trim_mean(logs, TRIMMED) for logs, _ in (before, after))
+    old_mean, new_mean = (float(_trimmed_mean(logs)) for logs, _ in (before, after))
     log_ratio = new_mean - old_mean
     errors, freedoms = zip(*(_error(logs, random) for logs, _ in (before, after)), strict=True)
     error = math.sqrt(sum(e**2 + APART**2 for e in errors))
     degrees = min(freedoms)
-    half = float(student.ppf(0.975, degrees)) * error
-    corrected = float(student.ppf(1 - CHANCE / (2 * among), degrees)) * error
+    half = float(stdtrit(degrees, 0.975)) * error
+    corrected = float(stdtrit(degrees, 1 - CHANCE / (2 * among))) * error
     return Comparison(
         name,
         math.exp(log_ratio),
@@ -197,7 +196,7 @@ def _error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
     """
     n = len(logs)
     drawn = logs[random.integers(0, n, (RESAMPLES, n))]
-    error = float(trim_mean(drawn, TRIMMED, axis=1).std())
+    error = float(_trimmed_mean(drawn).std())
     clipped = logs.clip(*np.quantile(logs, [0.25, 0.75]))
     clipped = clipped - clipped.mean()
     correlation = float(clipped[1:] @ clipped[:-1] / max(clipped @ clipped, 1e-300))
@@ -206,3 +205,11 @@ def _error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
     correlation = min(max(correlation, 0.0), 0.9)
     effective = n * (1 - correlation) / (1 + correlation)
     return error * math.sqrt(n / effective), max(effective - 1, 1.0)
+
+
+def _trimmed_mean(logs: Array) -> Array:
+    """Return the mean over the last axis without the fraction `TRIMMED` at each end."""
+    n = logs.shape[-1]
+    cut = int(TRIMMED * n)
+    middle: Array = np.sort(logs, axis=-1)[..., cut : n - cut].mean(axis=-1)
+    return middle

@@ -150,7 +150,11 @@ def isoflop(scale: Scale) -> str:
             )
         if at := scale.extrapolated:
             label = f"best size at {at['compute_flops']:.0e}, 95 %"
-            axes.axvspan(at["low"], at["high"], color=COLORS[5], alpha=0.2, label=label)
+            # The interval may be unbounded, and a wide one would leave no room for the runs.
+            sizes = [run["parameters"] for run in scale.runs]
+            low, high = max(at["low"], min(sizes) / 3), min(at["high"], 3 * max(sizes))
+            if low < high:
+                axes.axvspan(low, high, color=COLORS[5], alpha=0.2, label=label)
         axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="held-out nats per byte")
         _plain_ticks(axes)
         below(axes, 3)

@@ -6,7 +6,8 @@ import math
 import statistics
 from collections.abc import Sequence
 
-from scipy.stats import quantile_test
+import numpy as np
+from scipy.special import bdtr
 
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
@@ -21,10 +22,10 @@ def interval(values: Sequence[float], among: int = 1) -> tuple[float, float, flo
     The interval is unbounded if there are too few values. It is corrected for the choice of the
     best of `among` variants.
     """
-    test = quantile_test(values, p=0.5)
-    low, high = test.confidence_interval(confidence_level=1 - 0.05 / among)
-    if math.isnan(low):
-        low, high = 0.0, math.inf
+    ordered, n = sorted(values), len(values)
+    # The number of values below the true median has a binomial distribution.
+    left_out = int((bdtr(np.arange(n), n, 0.5) <= 0.025 / among).sum())
+    low, high = (ordered[left_out - 1], ordered[-left_out]) if left_out else (0.0, math.inf)
     return statistics.median(values), float(low), float(high)
 
 
