@@ -211,6 +211,7 @@ def train_on_full_disk(started, policy, servers, full_at, monkeypatch, *, is_kil
     return trained, next(records)
 
 
+@pytest.mark.parametrize("stride", [2, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("is_killed", [False, True])
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize(
@@ -219,14 +220,15 @@ def train_on_full_disk(started, policy, servers, full_at, monkeypatch, *, is_kil
     ids=repr,
 )
 def test_a_request_that_found_a_full_disk_at_any_record_is_repeated(
-    policy, servers, is_killed, tmp_path, monkeypatch
+    policy, servers, is_killed, stride, tmp_path, monkeypatch
 ):
+    """With a stride of 2, each record is tested either with a kill or without one."""
     started = tmp_path / "started"
     start_servers(started, policy, servers)
     _close(len(OPEN))
     expected, records = train_on_full_disk(started, policy, servers, 10**6, monkeypatch)
     assert records > 10
-    for full_at in range(records):
+    for full_at in range(stride - 1 if is_killed else 0, records, stride):
         trained, _ = train_on_full_disk(
             started, policy, servers, full_at, monkeypatch, is_killed=is_killed
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -32,6 +33,7 @@ from paramserver_training import (
     ADAMW,
     SGD,
     assert_equal_parameters,
+    batch,
     in_threads,
     model,
     train_alone,
@@ -423,6 +425,37 @@ def test_a_waiting_worker_retries_its_request_only_after_changes(monkeypatch):
     second.push()
     thread.join()
     assert server.version == 1
+
+
+def test_optimizer_that_needs_a_closure_is_refused_before_training():
+    message = "needs no arguments, got LBFGS, which needs closure"
+    with pytest.raises(ValueError, match=message):
+        Server(trainable_parameters(model()), torch.optim.LBFGS, workers=1)
+    server = Server(trainable_parameters(model()), SGD, LocalSteps(2), workers=1)
+    with pytest.raises(ValueError, match=message):
+        Worker(model(), server, optimizer=torch.optim.LBFGS)
+
+
+@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("local", [None, LocalSteps(1, partial(torch.optim.SGD, lr=1.0))])
+def test_inference_mode_of_the_caller_does_not_change_the_result(servers, local):
+    """An evaluation pulls in inference mode, in which a pull may apply an earlier update."""
+    module = model()
+    parameters = trainable_parameters(module)
+    with torch.inference_mode():
+        shards = partition(parameters, servers)
+        hosts = [Server(parameters, SGD, local, workers=1, shard=shard) for shard in shards]
+        worker = Worker(module, hosts, optimizer=SGD if local else None)
+    for step in range(4):
+        with torch.inference_mode(step % 2 == 0):
+            worker.pull()
+        inputs, targets = batch(step, 0)
+        F.mse_loss(module(inputs), targets).backward()
+        with torch.inference_mode(step < 2):
+            worker.push()
+    with torch.inference_mode():
+        worker.finish()
+    assert_equal_parameters(dict(module.named_parameters()), train_alone(4, 1, SGD))
 
 
 def test_parameters_without_values_are_refused():

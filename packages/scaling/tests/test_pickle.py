@@ -9,7 +9,7 @@ import pytest
 import scaling
 from scaling import fit_isoflop, fit_law, fit_parametric, isoflop_runs
 
-RUNS = isoflop_runs(budgets=np.geomspace(1e18, 1e22, 5), per_budget=4, noise=2e-3)
+RUNS = isoflop_runs(budgets=np.geomspace(1e18, 1e22, 5), per_budget=4, span=10.0, noise=2e-3)
 STEPS = {"tokens": np.geomspace(1e9, 1e11, 6), "batch": [1e5, 2e5, 4e5, 7e5, 1.2e6, 2e6]}
 SWEPT = {"lr": [1e-3, 2e-3, 4e-3] * 2, "bs": [32] * 3 + [64] * 3, "loss": [3.1, 3, 3.2] * 2}
 

@@ -6,6 +6,7 @@ updates with it.
 """
 
 import copy
+import inspect
 import io
 import pickle
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -66,6 +67,9 @@ class OptimizerSpec:
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer] | OptimizerSpec
 
 
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+
+
 def as_spec(factory: OptimizerFactory) -> OptimizerSpec:
     """Return an optimizer factory as an `OptimizerSpec`."""
     return factory if isinstance(factory, OptimizerSpec) else OptimizerSpec(factory)
@@ -104,6 +108,7 @@ class Updater:
                 "expected an optimizer of the parameters that its factory receives, got one of "
                 "other parameters; pass a function such as partial(torch.optim.SGD, lr=0.1)"
             )
+        _require_step_without_arguments(self.optimizer)
         _copy_options(self.optimizer)
         if spec.groups:
             _require_known_options(self.optimizer)
@@ -226,6 +231,16 @@ def save_state(state: Mapping[str, Any], file: BinaryIO) -> None:
             "expected numbers, texts and tensors only in the state of the optimizer, the schedule "
             "and the module, because journals and checkpoints contain nothing else"
         ) from error
+
+
+def _require_step_without_arguments(optimizer: Optimizer) -> None:
+    """Raise `ValueError` if `step` needs a closure, which would compute the loss several times."""
+    for name, parameter in inspect.signature(optimizer.step).parameters.items():
+        if parameter.default is parameter.empty and parameter.kind not in _VARIADIC:
+            raise ValueError(
+                f"expected an optimizer whose step() needs no arguments, got "
+                f"{type(optimizer).__name__}, which needs {name}; pass another one, such as AdamW"
+            )
 
 
 def _copy_options(optimizer: Optimizer) -> None:

@@ -11,6 +11,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
+import torch
 from torch import Tensor, nn
 
 from paramserver.consistency import BulkSynchronous, Consistency
@@ -53,6 +54,7 @@ class Server:
         TypeError: `consistency` is not a policy.
     """
 
+    @torch.inference_mode(False)  # other threads update the server's tensors
     def __init__(
         self,
         parameters: Mapping[str, Tensor],

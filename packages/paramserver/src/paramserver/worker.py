@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
+import torch
 from torch import nn
 
 from paramserver.consistency import LocalSteps, as_local_steps
@@ -50,6 +51,9 @@ class Worker:
             the job.
     """
 
+    # The methods below leave inference mode. Otherwise servers in this process, and the local
+    # optimizer, would create tensors that cannot be updated outside of it.
+    @torch.inference_mode(False)
     def __init__(
         self,
         module: nn.Module,
@@ -149,6 +153,7 @@ class Worker:
         elif error is not None:
             self.abort(f"{type(error).__name__}: {error}")
 
+    @torch.inference_mode(False)
     def pull(self) -> int:
         """Copy the servers' parameters into the module and return their version.
 
@@ -166,6 +171,7 @@ class Worker:
             self._payload.load()
         return self.version
 
+    @torch.inference_mode(False)
     def push(self) -> None:
         """Send the gradients to the servers and set them to None; a missing gradient is zero.
 
@@ -195,6 +201,7 @@ class Worker:
         for parameter in self._parameters.values():
             parameter.grad = None
 
+    @torch.inference_mode(False)
     def finish(self) -> int:
         """Push the remaining local changes, wait for all workers, and load the final parameters.
 
@@ -214,6 +221,7 @@ class Worker:
         self._finished = True
         return self.version
 
+    @torch.inference_mode(False)
     def leave(self) -> None:
         """Stop pushing without waiting for other workers, which continue.
 
