@@ -97,8 +97,9 @@ class PolledMemory(TorchDispatchMode):
             self.known[storage._cdata] = weakref.ref(storage)
 
     def poll(self) -> None:
-        alive = [storage for ref in self.known.values() if (storage := ref()) is not None]
-        self.peak_bytes = max(self.peak_bytes, sum(storage.nbytes() for storage in alive))
+        alive = {key: storage for key, ref in self.known.items() if (storage := ref()) is not None}
+        self.known = {key: self.known[key] for key in alive}
+        self.peak_bytes = max(self.peak_bytes, sum(x.nbytes() for x in alive.values()))
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         self.poll()

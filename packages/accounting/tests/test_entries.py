@@ -287,6 +287,10 @@ def test_every_word_of_the_command_line_is_checked(
         (lambda: MLA(kv_rank=4, rope_head_dim=2, index_heads=2), "index_top and q_rank together"),
         (lambda: _shape(qk_norm=1), "expected qk_norm to be one of .*, got 1"),
         (
+            lambda: _shape(window=Window(size=4, chunked=True), causal=False),
+            r"expected window\.chunked=False for an encoder, got True",
+        ),
+        (
             lambda: _shape(heads=0, attention_layers=(1,)),
             "expected heads >= 1 with attention_layers",
         ),

@@ -192,6 +192,9 @@ def test_invalid_model_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("not json")
     with pytest.raises(ValueError, match="is not JSON"):
         Transformer.from_hf(tmp_path)
+    (tmp_path / "config.json").write_text("{}", encoding="utf-16")
+    with pytest.raises(ValueError, match=r"config\.json is not JSON .*utf-8"):
+        Transformer.from_hf(tmp_path)
     (tmp_path / "config.json").write_text("[1, 2]")
     with pytest.raises(ValueError, match="expected a JSON object in a model config, got list"):
         Transformer.from_hf(tmp_path)
@@ -410,6 +413,16 @@ def test_replaced_sizes_are_derived_again() -> None:
     explicit = replace(MODEL, d_ff=8, head_dim=4)
     wide = replace(explicit, d_model=2 * MODEL.d_model)
     assert (wide.d_ff, wide.head_dim) == (8, 4)
+
+
+def test_replaced_degrees_derive_devices_or_data_again() -> None:
+    assert replace(Plan(data=2), data=4, tensor=2) == Plan(data=4, tensor=2)
+    assert replace(Plan(devices=8, tensor=2), tensor=4).data == 2
+    assert replace(Plan(tensor=2), devices=8).data == 4
+    assert replace(Plan(devices=8, pipeline=2), pipeline=1, devices=0).devices == 4
+    for plan, degrees in ((Plan(data=2, devices=2), {"data": 4}), (Plan(data=2), {"devices": 8})):
+        with pytest.raises(ValueError, match="expected devices = data x tensor"):
+            replace(plan, **degrees)
 
 
 def test_replaced_workload_is_the_one_of_its_fields() -> None:

@@ -72,10 +72,14 @@ def build(family: str, sizes: dict[str, Any]) -> torch.nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         from transformers import AutoConfig, AutoModelForCausalLM
+        from transformers.initialization import no_init_weights
 
         sizes = {k: v for k, v in sizes.items() if k != "model_type"}
-        with torch.device("meta"):
-            return AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+        with no_init_weights(), torch.device("meta"):
+            module = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **sizes))
+        # Without initialization, transformers does not tie weights either.
+        module.tie_weights()
+        return module
 
 
 @pytest.mark.parametrize(

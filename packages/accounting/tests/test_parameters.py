@@ -23,7 +23,7 @@ def test_attention_and_mlp_equal_torch_layers() -> None:
     assert parameters(ours).total == sum(p.numel() for p in block.parameters())
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(shapes())
 def test_every_line_is_the_sum_or_the_product_that_it_prints(shape: Transformer) -> None:
     for active in (False, True):
@@ -36,7 +36,7 @@ def test_every_line_is_the_sum_or_the_product_that_it_prints(shape: Transformer)
                 assert value == torch.tensor(factors).prod()
 
 
-@settings(deadline=None)
+@settings(deadline=None, max_examples=30)
 @given(shapes())
 def test_active_is_all_without_the_experts_not_chosen(shape: Transformer) -> None:
     everything, active = parameters(shape).total, parameters(shape, active=True).total

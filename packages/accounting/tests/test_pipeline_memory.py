@@ -215,14 +215,14 @@ def agrees_with_fsdp(seed: int) -> None:
 
 
 @releases_outputs
-@pytest.mark.parametrize("seed", [0])
+@pytest.mark.parametrize("seed", [30])
 def test_fsdp_in_pipeline_stores_unsharded_weights_and_gradients(seed: int) -> None:
     agrees_with_fsdp(seed)
 
 
 @releases_outputs
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", range(1, 52))
+@pytest.mark.parametrize("seed", [*range(30), *range(31, 52)])
 def test_fifty_fsdp_stages_peak_like_live_tensors(seed: int) -> None:
     agrees_with_fsdp(seed)
 
@@ -243,17 +243,17 @@ def test_fsdp_in_pipeline_gathers_and_reduces_as_often_as_torch(
             return super().__torch_dispatch__(func, *args, **kwargs)
 
     monkeypatch.setitem(globals(), "Ledger", Counting)
-    shape = Transformer(layers=8, d_model=32, heads=4, d_ff=64, vocab_size=64)
+    shape = Transformer(layers=4, d_model=32, heads=4, d_ff=64, vocab_size=64)
     plan = Plan(
         data=4,
         pipeline=2,
         zero=3,
-        microbatches=8,
+        microbatches=4,
         schedule=schedule,
         reshard_after_forward=reshard,
     )
-    counted(shape, plan, 0, 32, 8)
-    # Four blocks, and the ends, which are gathered once.
-    result = communication(shape, plan, batch=32, seq=8)
-    assert calls["c10d._allgather_base_.default"] == 4 * result["weights"].count + 1
-    assert calls["c10d._reduce_scatter_base_.default"] == 5 * result["gradients"].count
+    counted(shape, plan, 0, 16, 8)
+    # Two blocks, and the ends, which are gathered once.
+    result = communication(shape, plan, batch=16, seq=8)
+    assert calls["c10d._allgather_base_.default"] == 2 * result["weights"].count + 1
+    assert calls["c10d._reduce_scatter_base_.default"] == 3 * result["gradients"].count

@@ -5,10 +5,11 @@ from pathlib import Path
 from accounting import Plan, Transformer, communication, flops, kv_cache, parameters, plain
 from accounting.memory.activations import activations
 from accounting.memory.states import model_states
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 
+@settings(deadline=None, max_examples=25)
 @given(
     st.integers(1, 9), st.integers(1, 6), st.integers(1, 4), st.integers(1, 4),
     st.integers(1, 99), st.integers(1, 99), st.integers(1, 5), st.integers(1, 40),

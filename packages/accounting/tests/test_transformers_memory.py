@@ -8,6 +8,7 @@ import pytest
 import torch
 from accounting import Ledger, Plan, Transformer, Window, Workload, peak_memory, training_memory
 from accounting.memory.activations import activations
+from accounting.memory.live import make_state
 from reference import described
 
 LLAMA: dict[str, Any] = {
@@ -55,7 +56,7 @@ def peaks(
     flash: bool = True,
     dropout: bool = False,
 ) -> tuple[int, float]:
-    """Return the peak of the second step of a module, and that of `peak_memory`."""
+    """Return the peak of a step with optimizer state, and that of `peak_memory`."""
     import transformers
     from torch.distributed._tools.mem_tracker import MemTracker
 
@@ -64,16 +65,14 @@ def peaks(
     module = transformers.AutoModelForCausalLM.from_config(config)
     optimizer = torch.optim.AdamW(module.parameters(), foreach=False)
     tokens = torch.randint(0, vocab_size, (batch, seq))
+    make_state(optimizer)
     tracker = MemTracker()
     tracker.track_external(module, optimizer, tokens)
-    for _ in range(2):
-        tracker.reset_mod_stats()
-        with tracker:  # Entering the context resets the peak.
-            loss = module(tokens, labels=tokens, use_cache=False).loss
-            loss.backward()
-            del loss
-            optimizer.step()
-            optimizer.zero_grad()
+    with tracker:
+        loss = module(tokens, labels=tokens, use_cache=False).loss
+        loss.backward()
+        del loss
+        optimizer.step()
     (peak,) = tracker.get_tracker_snapshot("peak").values()
     work = Workload(batch=batch, seq=seq, transformers=True, flash=flash, dropout=dropout)
     predicted = peak_memory(described(module), work=work, foreach=False)

@@ -9,7 +9,7 @@ from typing import Any
 from accounting import checks
 from accounting.breakdown import counted
 from accounting.model.records import Matrix
-from accounting.model.transformer import Transformer
+from accounting.model.transformer import DerivedSize, Transformer
 
 
 @checks.named
@@ -19,7 +19,8 @@ class Plan:
 
     There are `data * tensor * pipeline * context` devices. Experts are spread over `expert` of the
     `data * context` ranks that store the same dense weights, so they need no additional devices.
-    Raises `ValueError` for an inconsistent plan.
+    `dataclasses.replace` derives `devices` or `data` again if it was not passed. Raises
+    `ValueError` for an inconsistent plan.
     """
 
     #: Number of devices. It sets `data` if `data` is not passed; otherwise it must be the product
@@ -68,21 +69,22 @@ class Plan:
     def _set_devices(self) -> None:
         """Derive `data` from `devices`, or `devices` from the degrees."""
         model_parallel = self.tensor * self.pipeline * self.context
-        if not self.data:
-            if self.devices % model_parallel:
+        devices = 0 if isinstance(self.devices, DerivedSize) else self.devices
+        if not self.data or (devices and isinstance(self.data, DerivedSize)):
+            if devices % model_parallel:
                 raise ValueError(
                     f"expected tensor x pipeline x context = {model_parallel} to divide devices, "
-                    f"got devices={self.devices}"
+                    f"got devices={devices}"
                 )
-            object.__setattr__(self, "data", max(1, self.devices // model_parallel))
+            object.__setattr__(self, "data", DerivedSize(max(1, devices // model_parallel)))
         product = self.data * model_parallel
-        if self.devices not in (0, product):
+        if devices not in (0, product):
             raise ValueError(
                 f"expected devices = data x tensor x pipeline x context = {self.data} x "
                 f"{self.tensor} x {self.pipeline} x {self.context} = {product}, "
-                f"got devices={self.devices}"
+                f"got devices={devices}"
             )
-        object.__setattr__(self, "devices", product)
+        object.__setattr__(self, "devices", devices or DerivedSize(product))
 
     def _check_schedule(self) -> None:
         interleaved = self.schedule == "interleaved"

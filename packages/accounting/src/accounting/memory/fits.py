@@ -130,8 +130,9 @@ def fits(
         fake_tensor.DataDependentOutputException,
         fake_tensor.DynamicOutputShapeException,
     ) as error:
+        owner = optimizer_copy if ledger.phase == "optimizer" else module
         raise ValueError(
-            f"{type(module).__name__} depends on the values of tensors ({error}), which fake "
+            f"{type(owner).__name__} depends on the values of tensors ({error}), which fake "
             "tensors do not have; use Ledger around a real step"
         ) from None
     sizes: Counter[str] = Counter()

@@ -21,9 +21,10 @@ class Ledger(LiveMemory):
 
     A compiled module runs eagerly inside the context, so the list describes its eager step.
     `table()` returns the list, and an out-of-memory error receives it as a note. Tensors of all
-    devices count. A tensor that existed before the context is not counted until an operator returns
-    it or a view of it. Therefore pass weights and optimizer state to `hold`. `rounding` is the
-    granularity of the allocator in bytes.
+    devices count. Operators that another Python thread calls are not recorded. A tensor that
+    existed before the context is not counted until an operator returns it or a view of it.
+    Therefore pass weights and optimizer state to `hold`. `rounding` is the granularity of the
+    allocator in bytes.
     """
 
     def __init__(self, *, rounding: int = 1) -> None:

@@ -179,23 +179,29 @@ class _Step:
         return self._moment("in the optimizer", roots, gradients=self.parameters)
 
     def _roots(self, foreach: bool) -> Breakdown:
-        """Return Adam's square roots of all second moments.
-
-        Without `foreach`, only two tensors of the largest size exist at once.
-        """
-        count = self.parameters if foreach else 2 * self._largest_tensor()
+        """Return Adam's square roots of all second moments, or of few without `foreach`."""
+        count = self.parameters if foreach else self._roots_of_neighbors()
         shard = split(count, self.plan.data if self.plan.zero else 1)
         size = bytes_of(self.kind.moments[-1]) if self.kind.moments else Fraction(0)
         return product("square roots", "B", parameters=shard, bytes=size)
 
-    def _largest_tensor(self) -> int:
-        largest = max((matrix.entries for matrix in matrices(self.model)), default=0)
+    def _roots_of_neighbors(self) -> int:
+        """Return the most elements that exist at once if parameters are updated one by one.
+
+        These are the root of a parameter's second moment, the root divided by a number, and this
+        quotient of the previous parameter, which is freed last. Biases are between matrices.
+        """
+        biased = {"attention": self.model.qkv_bias, "mlp": self.model.mlp_bias}
+        most = previous = 0
+        for matrix in matrices(self.model):
+            most = max(most, previous + 2 * matrix.entries)
+            previous = 0 if biased.get(matrix.part) else matrix.entries
         experts = self.model.experts
         if experts and self.work.transformers:
             # One tensor contains the gates and the up-projections of all experts.
             stacked = experts.count * (self.model.mlp_matrices - 1)
-            largest = max(largest, stacked * self.model.d_model * experts.width)
-        return largest
+            most = max(most, 2 * stacked * self.model.d_model * experts.width)
+        return most
 
     def _moment(self, when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
         if self.plan.microbatches > 1:

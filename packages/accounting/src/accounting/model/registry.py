@@ -81,7 +81,7 @@ def content_of(config: object) -> dict[str, Any]:
             )
         try:
             content = json.loads(file.read_text(encoding="utf-8-sig"))
-        except json.JSONDecodeError as error:
+        except ValueError as error:  # Invalid JSON, or bytes that are not UTF-8.
             raise ValueError(f"{file} is not JSON ({error}); pass a config.json") from None
         if not isinstance(content, dict):
             raise ValueError(

@@ -156,6 +156,8 @@ class Transformer:
             )
         dense = tuple(i for i in everywhere if i not in self.expert_layers)
         object.__setattr__(self, "mlp_layers", self._layers("mlp_layers", self.mlp_layers, dense))
+        if self.window and self.window.chunked and not self.causal:
+            raise ValueError("expected window.chunked=False for an encoder, got True")
         for mixer in self.mixers:
             self._layers(f"layers of {mixer.name}", mixer.layers, ())
         self._check_blocks()
