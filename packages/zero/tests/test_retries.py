@@ -17,7 +17,9 @@ from zero import (
     direct_all_gather,
     direct_reduce_scatter,
 )
+from zero.fsdp.optimizer_hooks import _StepOptions
 from zero.gloo_collectives import direct_all_reduce
+from zero.gradients.shard import ShardGradient
 from zero_training import assert_alike, batch, make, mean_square
 
 
@@ -345,3 +347,13 @@ def add_groups_that_differ():
 
 def test_a_refused_group_leaves_the_optimizer_unchanged():
     assert all(TWO_RANKS.run(add_groups_that_differ))
+
+
+def test_freed_arguments_of_an_earlier_step_do_not_end_a_later_one():
+    earlier = _StepOptions({})
+    later = _StepOptions({})
+    ShardGradient.is_stepping = True
+    del earlier
+    assert ShardGradient.is_stepping
+    del later
+    assert not ShardGradient.is_stepping

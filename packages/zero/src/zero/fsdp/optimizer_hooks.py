@@ -13,7 +13,7 @@ import sys
 from functools import cache, partial, wraps
 from itertools import compress
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakKeyDictionary, finalize
 
 import torch
@@ -115,7 +115,7 @@ def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 #: The code of the function by which torch wraps each `step` to run its hooks.
-_HOOKED_STEP: Any = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__  # type: ignore[attr-defined]
+_HOOKED_STEP: Any = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def _is_step_within_step(optimizer: torch.optim.Optimizer) -> bool:
@@ -150,13 +150,25 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     for exchange in shard_optimizer.exchanges:
         exchange.gather_full_tensors()
     ShardGradient.is_stepping = True
-    kwargs = _StepOptions(kwargs)
-    finalize(kwargs, end_step).atexit = False
-    return args, kwargs
+    return args, _StepOptions(kwargs)
 
 
 class _StepOptions(dict[str, Any]):
-    """The keyword arguments of a step, which torch keeps alive until the step returns or raises."""
+    """The keyword arguments of a step, which torch keeps alive until the step returns or raises.
+
+    Then `end_step` is called.
+    """
+
+    #: The call of `end_step` when the arguments of the latest step are freed.
+    _end: ClassVar[finalize[..., Any] | None] = None
+
+    def __init__(self, kwargs: dict[str, Any]) -> None:
+        super().__init__(kwargs)
+        if _StepOptions._end is not None:
+            # A traceback may keep an earlier step's arguments until the middle of this step.
+            _StepOptions._end.detach()
+        _StepOptions._end = finalize(self, end_step)
+        _StepOptions._end.atexit = False
 
 
 def end_step() -> None:
