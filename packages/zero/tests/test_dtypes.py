@@ -59,7 +59,8 @@ class Odd(nn.Linear):
     def forward(self, x):
         scales = torch.linspace(0.01, 0.02, len(DTYPES))
         for name, scale in zip(DTYPES, scales, strict=True):
-            codes, mask = getattr(self, f"codes_{name}"), getattr(self, f"mask_{name}")
+            names = f"codes_{name}", f"mask_{name}"
+            codes, mask = (getattr(self, attribute) for attribute in names)
             known = (codes.to(torch.complex128) + mask.to(torch.complex128)).real
             x = x + scale * known.sum() * torch.tanh(x)
         return super().forward(x)
