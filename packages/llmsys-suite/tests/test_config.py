@@ -260,6 +260,11 @@ def test_a_shape_is_a_size_if_heads_have_an_even_width():
             size_of(name)
 
 
+def test_a_size_that_accounting_refuses_is_refused_with_its_name():
+    with pytest.raises(UsageError, match=r"size 2x1x1000000x1: expected layers <= 100,000, got"):
+        resolve(["memory"], preset="cpu", size="2x1x1000000x1")
+
+
 @pytest.mark.parametrize("out", [None, "text/run", "link/run"])
 def test_a_run_folder_inside_the_text_is_refused(tmp_path, monkeypatch, out):
     monkeypatch.chdir(tmp_path)

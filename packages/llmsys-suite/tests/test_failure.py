@@ -191,7 +191,8 @@ def launch_program(tmp_path, monkeypatch):
     return run
 
 
-def test_killed_rank_ends_every_rank(launch_program, tmp_path, capfd):
+def test_killed_rank_ends_every_rank(launch_program, tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("llmsys_suite.ranks.launch.FAILURE_SECONDS", 0.5)
     assert launch_program(KILLED_RANK) == 1
     assert "rank 1 was killed by SIGKILL" in capfd.readouterr().err
     assert RunFolder(tmp_path / "run").summary["status"] == "incomplete"

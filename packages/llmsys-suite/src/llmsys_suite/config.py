@@ -52,7 +52,8 @@ def size_of(name: str) -> Size:
     """Return the size that `name` selects in `SIZES` or describes as WIDTHxFFxLAYERSxHEADS.
 
     Raises:
-        UsageError: the name is unknown, or the width does not split into heads of even width.
+        UsageError: the name is unknown, the width does not split into heads of even width, or
+            `accounting` refuses the shape.
     """
     if name in SIZES:
         return SIZES[name]
@@ -68,6 +69,10 @@ def size_of(name: str) -> Size:
             f"size {name}: width {size.d_model} does not split into {size.num_heads} heads of an "
             f"even width; make it a multiple of {2 * size.num_heads}"
         )
+    try:
+        size.described()
+    except ValueError as error:
+        raise UsageError(f"size {name}: {error}") from None
     return size
 
 

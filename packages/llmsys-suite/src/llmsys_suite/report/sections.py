@@ -143,10 +143,11 @@ def _scale(scale: of.Scale, *_: Any) -> Section:
     if at:
         apart = at["high"] / at["low"] if at["low"] else math.inf
         interval = f"95 % interval {at['low']:,.0f} to {at['high']:,.0f}, {apart:.1f}-fold"
+        if apart >= 1000:
+            interval = "95 % interval wider than 1,000-fold"
         finding = (
             f"The best size grows as C^{scale.law['exponent']:.2f}; at {at['compute_flops']:.0e}"
-            f" FLOPs it is {at['parameters']:,.0f} "
-            f"({interval if math.isfinite(apart) else 'no finite 95 % interval'})."
+            f" FLOPs it is {at['parameters']:,.0f} ({interval})."
             + ("" if apart < 2 else " The runs do not determine it closely.")
         )
     shown = pick(scale.runs, COLUMNS["scale"])
