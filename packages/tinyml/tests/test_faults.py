@@ -92,7 +92,7 @@ def test_weights_that_are_not_numbers_are_refused_and_the_model_is_left_as_it_wa
 
 WRAPPED = {
     "compiled": lambda m: torch.compile(m, backend="eager"),
-    "with a compiled layer": lambda m: nn.Sequential(*m[:-1], torch.compile(m[-1])),
+    "with a compiled layer": lambda m: nn.Sequential(m[0], torch.compile(m[1], backend="eager")),
     "parallel": nn.DataParallel,
 }
 TAKES_PLAIN_MODELS = {
@@ -226,6 +226,14 @@ def test_bits_out_of_range_are_refused_with_the_value(bits):
     for compress in (kmeans_quantize, quantize):
         with pytest.raises(ValueError, match=rf"got {bits} bits"):
             compress(model, bits)
+
+
+def test_symmetric_grids_of_one_bit_are_refused():
+    model, inputs = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
+    for compress in (quantize, lambda m, bits, **o: gptq(m, [inputs], bits, **o)):
+        with pytest.raises(ValueError, match=r"symmetric=True takes 2 to 8 bits\), got 1 bits"):
+            compress(model, 1)
+        assert len(compress(model, 1, symmetric=False)[0].weight.unique()) > 1
 
 
 STORED = {

@@ -206,9 +206,8 @@ BUILDS = {"chain": convnet, "pooled": pooled, "graph": Wrapper}
 @pytest.mark.parametrize("build", BUILDS)
 def test_every_bit_equals_the_oracle(build):
     generator = torch.Generator().manual_seed(2)
-    batches = [torch.randn(6, 2, 8, 8, generator=generator) for _ in range(2)]
-    if build == "chain":
-        batches = [torch.randn(6, 2, 9, 9, generator=generator) for _ in range(2)]
+    size = 9 if build == "chain" else 8
+    batches = [torch.randn(3, 2, size, size, generator=generator) for _ in range(2)]
     model = IntegerModel(BUILDS[build](), batches)
     for inputs in (batches[0], 30 * batches[1]):  # within the calibrated range, and far outside
         codes = model.quantize(inputs)

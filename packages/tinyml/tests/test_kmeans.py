@@ -8,7 +8,7 @@ import torch
 from figures import assert_at_least, assert_at_most
 from hypothesis import given
 from hypothesis import strategies as st
-from tinyml import kmeans_quantize, size_of
+from tinyml import kmeans_quantize, load, save, size_of
 from tinyml.quantization.kmeans import kmeans
 from tinyml.quantization.pack import pack, unpack
 from torch import nn
@@ -110,6 +110,26 @@ def test_layers_that_share_a_weight_share_its_palette():
     assert torch.equal(quantized.embed.weight, quantized.head.weight)
     quantized(torch.arange(5)).sum().backward()
     assert len(list(quantized.parameters())) == 1
+
+
+def test_the_zero_row_of_padding_stays_zero(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Embedding(40, 16, padding_idx=3))
+    model[0].weight.data.add_(0.3)[3] = 0  # no other weight is close to zero
+    tokens = torch.tensor([3, 5])
+    quantized = kmeans_quantize(model, 2)
+    optimizer = torch.optim.SGD(quantized.parameters(), 1.0)
+    quantized(tokens).square().sum().backward()
+    optimizer.step()
+    save(quantized, tmp_path / "model.safetensors")
+    for other in (quantized, load(model, tmp_path / "model.safetensors"), copy.deepcopy(quantized)):
+        assert not other(tokens)[0].any()
+        assert torch.equal(other(tokens), quantized(tokens))
+    other = kmeans_quantize(nn.Sequential(nn.Embedding(40, 16)), 2)
+    with pytest.raises(RuntimeError, match="with the format"):
+        other.load_state_dict(quantized.state_dict())
+    model[0].weight.data[3] = 1  # it was trained or set
+    assert kmeans_quantize(model, 2)(tokens)[0].any()
 
 
 def test_bits_by_layer_leave_the_others():

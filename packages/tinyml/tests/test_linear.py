@@ -353,7 +353,8 @@ def test_encoders_with_integer_products_accept_padding_masks(form, tmp_path):
     if form == "loaded":
         save(small, tmp_path / "small.safetensors")
         small = load(encoder, tmp_path / "small.safetensors")
-    inputs, padding = torch.randn(2, 5, 32), torch.arange(5).expand(2, 5) >= torch.tensor([[5], [3]])
+    inputs = torch.randn(2, 5, 32)
+    padding = torch.arange(5) >= torch.tensor([[5], [3]])
     with_gradients = small(inputs, src_key_padding_mask=padding)
     exact = encoder(inputs, src_key_padding_mask=padding)
     with torch.no_grad():  # torch would pass nested tensors to the layers

@@ -194,7 +194,7 @@ def test_saving_a_model_with_adapters_is_refused(state, inside, tmp_path):
 
 
 COMPRESSED = {
-    "palettes": lambda m: kmeans_quantize(m, 4),
+    "palettes": lambda m: kmeans_quantize(m, {"model.layers.0.mlp.up_proj": 4}),
     "4 bits": lambda m: quantize(m, 4),
     "int8": lambda m: quantize(m, activations="dynamic"),
     "gptq": lambda m: gptq(m, [TOKENS], 4),

@@ -292,6 +292,6 @@ def test_layer_numbers_and_the_cache_of_transformers_stay():
         past = getattr(small(tokens[:, :-1]), name)
         last = small(tokens[:, -1:], **{name: past}).logits[:, -1]
     torch.testing.assert_close(last, whole, rtol=1e-4, atol=1e-5)
-    greedy = {"max_new_tokens": 8, "do_sample": False}
+    greedy = {"max_new_tokens": 3, "do_sample": False}
     with_cache = small.generate(tokens, use_cache=True, **greedy)
     assert torch.equal(with_cache, small.generate(tokens, use_cache=False, **greedy))

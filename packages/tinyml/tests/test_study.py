@@ -13,8 +13,7 @@ PACKAGE = Path(__file__).parents[1]
 
 @pytest.fixture(scope="module")
 def study():
-    for peer in ("sklearn", "matplotlib"):
-        pytest.importorskip(peer, reason=f"{peer} is not installed")
+    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     sys.path.append(str(PACKAGE / "study"))  # as for `python study/digits.py`
     spec = importlib.util.spec_from_file_location("digits_study", PACKAGE / "study" / "digits.py")
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
@@ -24,6 +23,7 @@ def study():
 
 @pytest.fixture(scope="module")
 def measured(study, tmp_path_factory):
+    pytest.importorskip("sklearn", reason="sklearn is not installed")
     return study.study(*study.digits(), tmp_path_factory.mktemp("pictures"), seeds=3, epochs=9)
 
 

@@ -30,14 +30,14 @@ ELEMENTWISE = {
     "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
     "square", "mish", "selu", "celu", "sqrt", "rsub", "pow",
 }  # fmt: skip
-#: Composite operators, which torch defines by other operators, for which this package has the same
-#: rule as for these. A graph without other composite operators is not decomposed, because that takes
-#: most of the export time.
+#: Composite operators, which torch defines by other operators, that this package treats as it would
+#: treat these. A graph without other composite operators is not decomposed, because that takes most
+#: of the export time.
 COMPOSITE = {
-    "__and__", "adaptive_avg_pool2d", "batch_norm", "chunk", "conv2d", "conv_transpose2d", "dropout",
-    "flatten", "group_norm", "layer_norm", "linear", "matmul", "max_pool2d", "pad", "prelu", "relu6",
-    "reshape", "rms_norm", "scaled_dot_product_attention", "selu", "softmax", "square", "to",
-    "unflatten",
+    "__and__", "adaptive_avg_pool2d", "batch_norm", "chunk", "conv2d", "conv_transpose2d",
+    "dropout", "flatten", "group_norm", "layer_norm", "linear", "matmul", "max_pool2d", "pad",
+    "prelu", "relu6", "reshape", "rms_norm", "scaled_dot_product_attention", "selu", "softmax",
+    "square", "to", "unflatten",
 }  # fmt: skip
 
 

@@ -81,8 +81,10 @@ def _sizes_of(
     options = _options(before, small, dense, fixed)
     counts = [len(options), *range(1, len(options))]
     subsets = itertools.chain.from_iterable(itertools.combinations(options, n) for n in counts)
-    for subset in itertools.islice(subsets, _MOST_BUILDS):
-        for sizes in (dict(subset), fixed | dict(subset)):
+    # A subset with two numbers for one key has the same effect as a smaller one.
+    distinct = (s for s in subsets if len(s) in (len(dict(s)), len(options)))
+    for subset in itertools.islice(distinct, _MOST_BUILDS):
+        for sizes in (dict(subset), fixed | dict(subset)) if fixed else (dict(subset),):
             built = _built(dense, sizes)
             if built is None or _tensors(built) != _tensors(small):
                 continue

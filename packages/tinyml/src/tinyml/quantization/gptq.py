@@ -40,9 +40,9 @@ from tinyml.layers import (
     weight_of,
 )
 from tinyml.quantization.calibration import visit_layers
-from tinyml.quantization.grid import Grid, as_rows, grid_of, wide
+from tinyml.quantization.grid import Grid, as_rows, check_grid_bits, grid_of, wide
 from tinyml.quantization.grid_weight import GridWeight
-from tinyml.validation import Progress, check_bits, check_finite, first_names, require_batches
+from tinyml.validation import Progress, check_finite, first_names, require_batches
 
 
 @torch.inference_mode(mode=False)  # inference tensors do not count their modifications
@@ -74,7 +74,7 @@ def gptq(
     values are rounded first, group by group. `progress(name, done, total)` is called after each
     layer.
     """
-    check_bits(bits, "a grid has")
+    check_grid_bits(bits, symmetric)
     if not 0 <= damping < math.inf:
         raise ValueError(f"expected a finite damping of at least 0, got {damping}")
     check_supported(model)

@@ -55,24 +55,30 @@ def wide(tensor: Tensor) -> Tensor:
 def grid_of(rows: Tensor, bits: int, *, symmetric: bool = True) -> Grid:
     """Return a grid for each row of a (rows, n) tensor of finite values.
 
-    If symmetric, Z = 0 and codes range from -(2^(b-1) - 1) to 2^(b-1) - 1, so -q is also a code. A
-    symmetric grid of one bit has only the codes -1 and 0. If not symmetric, S = (rmax - rmin) /
-    (qmax - qmin) and Z = round(qmin - rmin / S). The range from rmin to rmax is widened to include
-    zero, which then has a code.
+    If symmetric, Z = 0 and codes range from -(2^(b-1) - 1) to 2^(b-1) - 1, so -q is also a code. If
+    not symmetric, S = (rmax - rmin) / (qmax - qmin) and Z = round(qmin - rmin / S). The range from
+    rmin to rmax is widened to include zero, which then has a code.
     """
-    check_bits(bits, "a grid has")
+    check_grid_bits(bits, symmetric)
     low, high = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     minimum, maximum = rows.amin(1, keepdim=True), rows.amax(1, keepdim=True)
     if symmetric:
-        low = max(low, -high) if bits > 1 else low
-        scale = _step(torch.maximum(minimum.abs(), maximum.abs()), max(high, -low))
-        return Grid(scale, torch.zeros_like(scale), low, high)
+        scale = _step(torch.maximum(minimum.abs(), maximum.abs()), high)
+        return Grid(scale, torch.zeros_like(scale), -high, high)
     minimum, maximum = minimum.clamp(max=0), maximum.clamp(min=0)
     # The difference of two large numbers overflows, and the half of a subnormal number is rounded.
     extent, half = maximum - minimum, maximum / 2 - minimum / 2
     scale = torch.where(extent.isinf(), 2 * (half / (high - low)), _step(extent, high - low))
     zero = (low - minimum / scale).round().clamp(low, high)
     return Grid(scale, zero, low, high)
+
+
+def check_grid_bits(bits: int, symmetric: bool) -> None:
+    """Raise `ValueError` unless a grid can have this number of bits.
+
+    One bit has two codes, and a symmetric grid has at least three: -1, 0 and 1.
+    """
+    check_bits(bits, f"{symmetric=} takes", least=2 if symmetric else 1)
 
 
 def _step(extent: Tensor, steps: int) -> Tensor:

@@ -36,11 +36,13 @@ def kmeans_quantize(
     Layers of the types in `layers` are compressed. `bits` may be a mapping from layer names to
     bits; other layers, and those that `protect` names, are unchanged. The palettes can be trained
     like any parameter; the codes do not change. Zeros of pruned weights are clustered like other
-    values and move with their centroid.
+    values and move with their centroid. If the row `padding_idx` of an embedding is zero, it stays
+    zero.
     """
 
     def compress(layer: nn.Module, bits: int) -> Palette:
-        return Palette(weight_of(layer), bits)
+        weight, row = weight_of(layer), getattr(layer, "padding_idx", None)
+        return Palette(weight, bits, None if row is None or weight[row].any() else row)
 
     return compress_weights(model, layers, bits, compress, protect)
 
@@ -50,10 +52,12 @@ class Palette(CompressedWeight):
 
     codes: Tensor
 
-    def __init__(self, weight: Tensor, bits: int) -> None:
+    def __init__(self, weight: Tensor, bits: int, zero_row: int | None = None) -> None:
         super().__init__()
         check_bits(bits, "a palette has")
         self.bits, self.shape = bits, weight.shape
+        #: The row that is zero for any palette, or None.
+        self.zero_row = zero_row
         self._palette, codes = kmeans(weight.detach(), 2**bits)
         self.register_buffer("codes", pack(codes, bits))
 
@@ -62,6 +66,8 @@ class Palette(CompressedWeight):
         """Return a saved palette, given its `format()`."""
         restored = Palette(torch.zeros(1, device="cpu"), 1)
         restored.bits, *shape = form
+        if shape[-1] < 0:
+            restored.zero_row = -1 - shape.pop()
         restored.shape = torch.Size(shape)
         restored._palette = palette
         restored.codes = codes
@@ -72,13 +78,17 @@ class Palette(CompressedWeight):
         return self._palette.to(weight)
 
     def format(self) -> list[int]:
-        """Return the bits per code and the shape of the weight."""
-        return [self.bits, *self.shape]
+        """Return the bits per code, the weight's shape, and -1 - `zero_row` if there is one."""
+        row = [] if self.zero_row is None else [-1 - self.zero_row]
+        return [self.bits, *self.shape, *row]
 
     def forward(self, palette: Tensor) -> Tensor:
         """Return the dense weight."""
         codes = unpack(self.codes, self.bits, self.shape.numel())
-        return palette.index_select(0, codes.int()).view(self.shape)
+        dense = palette.index_select(0, codes.int()).view(self.shape)
+        if self.zero_row is not None:
+            dense.narrow(0, self.zero_row, 1).zero_()
+        return dense
 
 
 #: The largest number of clusters, for codes of 8 bits.
@@ -163,11 +173,13 @@ def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
     n, k = points.numel(), min(k, points.numel())
     # Squares of scaled points neither overflow nor vanish.
     error = _interval_errors(points / points.abs().max(), counts)
-    cost, starts = error[0], []
+    cost, starts = error[:, 0], []
+    total = torch.empty_like(error)
     for _ in range(k - 1):
         # The last cluster is points j..i; the points before j are already clustered.
         before = torch.cat([cost.new_full((1,), torch.inf), cost[:-1]])
-        cost, start = (before[:, None] + error).min(0)
+        start = torch.add(error, before, out=total).argmin(1)
+        cost = total.gather(1, start[:, None])[:, 0]
         starts.append(start)
     edges = [n]
     for start in reversed(starts):
@@ -197,7 +209,7 @@ def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
 
 
 def _interval_errors(points: Tensor, counts: Tensor) -> Tensor:
-    """Return error[j, i] of the points j..i around their mean; infinite if j > i.
+    """Return error[i, j] of the points j..i around their mean; infinite if j > i.
 
     Each point is added to the means and errors of all intervals that end there (Welford's update).
     Differences of prefix sums would lose the errors of small points next to an outlier.
@@ -213,5 +225,5 @@ def _interval_errors(points: Tensor, counts: Tensor) -> Tensor:
         error[:i] += distance * distance * weight[:i] * fraction
         mean[:i] += distance * fraction
         weight[:i] += count
-        errors[:i, i - 1] = error[:i]
+        errors[i - 1, :i] = error[:i]
     return torch.from_numpy(errors).to(points.device)

@@ -41,9 +41,10 @@ def quantize(
     """Return a copy of `model` whose weights are `bits`-bit integers on a grid.
 
     There is one scale per output channel (row), or per group of `group_size` inputs; with
-    symmetric=False there is also a zero point. Layers of the types in `layers` are quantized,
-    except those that `protect` names. With activations="float", `bits` may be a mapping from layer
-    names to bits, and other layers are unchanged. The model is then smaller but not faster.
+    symmetric=False there is also a zero point, and `bits` may be 1. Layers of the types in `layers`
+    are quantized, except those that `protect` names. With activations="float", `bits` may be a
+    mapping from layer names to bits, and other layers are unchanged. The model is then smaller but
+    not faster.
 
     activations="dynamic" takes 8 bits and replaces linear layers only. It also rounds their inputs
     to int8 and multiplies integers (see `Int8Linear`), with the same bits on every machine.
