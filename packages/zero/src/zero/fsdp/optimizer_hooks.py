@@ -115,7 +115,7 @@ def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 #: The code of the function by which torch wraps each `step` to run its hooks.
-_HOOKED_STEP: Any = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__  # type: ignore[attr-defined]
+_HOOKED_STEP: Any = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 
 def _is_step_within_step(optimizer: torch.optim.Optimizer) -> bool:
