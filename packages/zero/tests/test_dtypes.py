@@ -59,8 +59,7 @@ class Odd(nn.Linear):
     def forward(self, x):
         scales = torch.linspace(0.01, 0.02, len(DTYPES))
         for name, scale in zip(DTYPES, scales, strict=True):
-            names = f"codes_{name}", f"mask_{name}"
-            codes, mask = (getattr(self, attribute) for attribute in names)
+            codes, mask = self.get_parameter(f"codes_{name}"), self.get_buffer(f"mask_{name}")
             known = (codes.to(torch.complex128) + mask.to(torch.complex128)).real
             x = x + scale * known.sum() * torch.tanh(x)
         return super().forward(x)
