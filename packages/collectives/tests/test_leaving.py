@@ -59,6 +59,9 @@ def begin(backend, where="together", seconds=TIMEOUT):
     emulate_hosts(where)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     store = dist.FileStore(os.environ["STORE_FILE"], world)
+    # A busy machine may start the ranks seconds apart, which would count towards the timeout.
+    store.set(f"started {rank}", "")
+    store.wait([f"started {other}" for other in range(world)], timedelta(seconds=120))
     limit = timedelta(seconds=seconds)
     dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=limit)
     return rank, store
