@@ -180,11 +180,11 @@ def test_no_schedule_of_the_forward_pass_deadlocks_or_races(machine, dim):
         for program in [one_program(machine, dim, tiles)]
     ]
     assert states == sorted(states)
-    assert states[-1] > 5_000
+    assert states[-1] > 2_000
 
 
 @pytest.mark.parametrize(
-    "tiles", [2, 4, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 3, 5))]
+    "tiles", [2, 3, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in (1, 4, 5))]
 )
 @pytest.mark.parametrize("window", [(None, 0), (192, 0)], ids=["causal", "window"])
 def test_consumers_that_skip_tiles_neither_deadlock_nor_race(machine, monkeypatch, window, tiles):
