@@ -119,30 +119,31 @@ def matching_settings(
 
 
 class _Descriptions:
-    """The descriptions of candidates under the latest random weights, which probes share."""
+    """The descriptions of candidates under the latest random weights.
+
+    Successive probes share the weights and the latest description. It may have copies of weights,
+    so it is freed before the next draw and before another description is built.
+    """
 
     def __init__(self, random_weights: RandomWeights, build: Build) -> None:
         self.random_weights = random_weights
         self._build = build
-        self._latest: tuple[Scale, int] | None = None
-        self._decoders: list[tuple[Settings, Decoder]] = []
+        self._drawn: tuple[Scale, int] | None = None
+        self._latest: tuple[Settings, Decoder] | None = None
 
     def draw(self, scale: Scale, seed: int) -> dict[str, Tensor]:
         """Return the random weights of a scale, and use them for the descriptions that follow."""
-        if self._latest != (scale, seed):
-            # Descriptions may have copies of weights, so they are freed before the next draw.
-            self._decoders.clear()
-            self._latest = scale, seed
+        if self._drawn != (scale, seed):
+            self._latest = None
+            self._drawn = scale, seed
         return self.random_weights.draw(scale, seed)
 
     def decoder(self, weights: Mapping[str, Tensor], candidate: Settings) -> Decoder:
         """Return the description of a candidate with the latest weights."""
-        # Settings that the caller passes may be lists, so candidates are not keys.
-        for known, decoder in self._decoders:
-            if known == candidate:
-                return decoder
-        self._decoders.append((candidate, self._build(weights, candidate)))
-        return self._decoders[-1][1]
+        if self._latest is None or self._latest[0] != candidate:
+            self._latest = None
+            self._latest = candidate, self._build(weights, candidate)
+        return self._latest[1]
 
 
 def _errors(
@@ -165,12 +166,11 @@ def _errors(
         if probe.window is not None:
             windows = tuple(window and probe.window for window in candidate.windows)
             candidate = replace(candidate, windows=windows)
-        decoder = descriptions.decoder(weights, candidate)
         with warnings.catch_warnings():
             # A padded probe without position ids tests the model's default, which may count
             # padding. The decoder warns of such positions.
             warnings.simplefilter("ignore", UserWarning)
-            logits = decoder(tokens, **probe.arguments)
+            logits = descriptions.decoder(weights, candidate)(tokens, **probe.arguments)
         error = distance(logits, expected, probe.arguments.get("attention_mask"))
         yield float("inf") if math.isnan(error) else error
 
