@@ -679,5 +679,28 @@ def test_models_and_optimizers_are_freed_with_their_gradients(stage):
     assert all(TWO_RANKS.run(delete_with_gradients, stage))
 
 
+@TWO_RANKS.case()
+def delete_sharded_model():
+    """Delete a model at stage 3 before its first step, and after one that leaves gradients."""
+    for has_step in (False, True):
+        model, optimizer = build(3)
+        if has_step:
+            model(torch.ones(2, 5)).sum().backward()
+            optimizer.step()
+            with model.no_sync():
+                model(torch.ones(2, 5)).sum().backward()
+        unit = model.units[0]
+        first = unit.parameters[0]
+        references = [weakref.ref(x) for x in (model, optimizer, unit, first.shard, first.full)]
+        del model, optimizer, unit, first
+        gc.collect()
+        assert not any(reference() is not None for reference in references)
+    return True
+
+
+def test_a_model_of_fsdp_is_freed_when_it_is_deleted():
+    assert all(TWO_RANKS.run(delete_sharded_model))
+
+
 def test_parameters_of_a_deleted_optimizer_can_be_sharded_again():
     assert all(TWO_RANKS.run(use_one_after_the_other))

@@ -39,6 +39,20 @@ from zero.parameter_checks import check_dense
 from zero.process_groups import Communicator
 
 
+def _call_gradient_ready(
+    schedule_ref: Callable[[], UnitSchedule | None],
+    unit_ref: Callable[[], Unit | None],
+    parameter: Tensor,
+) -> None:
+    """Call the hook of a gradient.
+
+    The references are weak, because Python does not collect cycles through hooks of tensors.
+    """
+    schedule, unit = schedule_ref(), unit_ref()
+    if schedule is not None and unit is not None:
+        schedule._gradient_ready(unit, parameter)
+
+
 class UnitSchedule(nn.Module):
     """The hooks that gather, free and reduce an FSDP's units; `FSDP` is the public class."""
 
@@ -123,7 +137,7 @@ class UnitSchedule(nn.Module):
             for full in (parameter.full for parameter in unit.parameters):
                 if full.requires_grad and full not in self._gradient_hooks:
                     self._gradient_hooks[full] = full.register_post_accumulate_grad_hook(
-                        partial(self._gradient_ready, unit)
+                        partial(_call_gradient_ready, weakref.ref(self), weakref.ref(unit))
                     )
 
     def _check_registered(self) -> None:
