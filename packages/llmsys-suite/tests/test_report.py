@@ -361,12 +361,9 @@ def test_many_budgets_have_distinct_lines():
 @pytest.mark.parametrize(
     ("low", "high", "words"),
     [
-        (
-            0.0,
-            math.inf,
-            "it is 20 (no finite 95 % interval). The runs do not determine it closely.",
-        ),
-        (2.0, 1e40, "-fold). The runs do not determine it closely."),
+        (0.0, math.inf, "wider than 1,000-fold). The runs do not determine it closely."),
+        (2.0, 1e40, "wider than 1,000-fold). The runs do not determine it closely."),
+        (10.0, 30.0, "10 to 30, 3.0-fold). The runs do not determine it closely."),
         (15.0, 25.0, "it is 20 (95 % interval 15 to 25, 1.7-fold)."),
     ],
 )
