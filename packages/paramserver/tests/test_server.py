@@ -464,6 +464,12 @@ def test_parameters_without_values_are_refused():
         Worker(nn.Linear(3, 1, device="meta"), server)
 
 
+def sgd_with_long_options(parameters):
+    optimizer = SGD(parameters)
+    optimizer.param_groups[0]["label"] = "x" * 5000
+    return optimizer
+
+
 @pytest.mark.parametrize("odd", [0, 1, 2])
 @pytest.mark.parametrize(
     ("optimizer", "policy", "message"),
@@ -473,6 +479,7 @@ def test_parameters_without_values_are_refused():
         (SGD, Asynchronous(), '"policy": "Asynchronous()"'),
         (OptimizerSpec(SGD, groups=lambda name, _: {"lr": len(name)}), BulkSynchronous(), "lr=6"),
         (OptimizerSpec(SGD, master_dtype=torch.float64), BulkSynchronous(), "float64"),
+        (sgd_with_long_options, BulkSynchronous(), "SHA-256"),
     ],
 )
 def test_servers_of_one_job_with_different_optimizers_or_policies_are_refused(

@@ -6,6 +6,7 @@ update is applied before the read is fetched, and readers share the copy. A push
 or late is recognized by its identity (worker, epoch, clock) and has no effect.
 """
 
+import hashlib
 import json
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -23,6 +24,9 @@ from paramserver.protocol.log import Accept, Join, Leave, Log, Push, Read, Write
 from paramserver.protocol.pieces_optimizer import updater_of_pieces
 
 EpochAndNumber = tuple[int, int]
+
+#: Number of characters of settings in a message; a model may have an optimizer group per parameter.
+_MAX_SETTINGS = 2**12
 
 
 class Replica:
@@ -77,7 +81,7 @@ class Replica:
         rules = {"policy": _describe(policy)}
         self._settings = rules | self._updater.settings()
         #: The settings that must be equal on all servers of the job, as one line of text.
-        self.common_settings = json.dumps(rules | self._updater.common_settings())
+        self.common_settings = _shorten(json.dumps(rules | self._updater.common_settings()))
         self.compression = local.compression if local else None
         #: With compression, the parameters that readers have. They differ from `_buffer` by a
         #: rounding error, which is added to the next change.
@@ -319,6 +323,13 @@ def _describe(policy: Consistency | None) -> str:
     values = getattr(policy, "__dict__", {}).items()
     rules = [f"{key}={value}" for key, value in values if key != "outer"]
     return f"{type(policy).__name__}({', '.join(rules)})"
+
+
+def _shorten(text: str) -> str:
+    """Replace the end of a text that is too long for a message by the digest of the text."""
+    if len(text) <= _MAX_SETTINGS:
+        return text
+    return f"{text[:_MAX_SETTINGS]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()})"
 
 
 def layout(shard: Shard, policy: Consistency | None) -> str:
