@@ -25,7 +25,9 @@ def test_every_pair_of_options_is_as_good_as_plain(interpreter, case):
     case = dict(case)
     interpreter(splits=case.pop("splits"), tma=case.pop("tma"))
     case |= sinks(case.pop("sinks"), case["shape"])
-    assert_as_good_as_plain(triton, tensors(case.pop("shape"), case.pop("dim")), **case)
+    # In the interpreter, every program takes long, and four sequences have enough rows.
+    inputs = [x[:4] for x in tensors(case.pop("shape"), case.pop("dim"))]
+    assert_as_good_as_plain(triton, inputs, **case)
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,23 @@ def test_sdpa_has_the_signature_of_torch():
         "scale",
         "enable_gqa",
     ]
-    positional = torch.randn(1, 2, 5, 8)
-    assert sdpa(positional, positional, positional, None, 0.0, True).shape == positional.shape
+    q = torch.randn(1, 2, 5, 8)
+    assert sdpa(q, q, q, None, 0.0, True).shape == q.shape
+    for function in (sdpa, F.scaled_dot_product_attention):
+        with pytest.raises(TypeError, match="from 3 to 6 positional arguments but 7 were given"):
+            function(q, q, q, None, 0.0, True, 0.5)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [{"enable_gqa": 1}, {"enable_gqa": None}, {"is_causal": 1}, {"dropout_p": None}],
+    ids=str,
+)
+def test_arguments_of_other_types_are_refused_as_by_torch(arguments):
+    q = torch.randn(1, 2, 5, 8)
+    for function in (sdpa, F.scaled_dot_product_attention):
+        with pytest.raises(TypeError, match=r"must be (bool|float), not (int|NoneType)"):
+            function(q, q, q, **arguments)
 
 
 MASKS = {
@@ -213,6 +228,17 @@ def test_traced_sdpa_runs_torchs_function_for_any_lengths():
     traced = torch.jit.trace(lambda q, k: sdpa(q, k, k, is_causal=True), (q, q), check_trace=False)
     expected = F.scaled_dot_product_attention(q, k, k, is_causal=True)
     torch.testing.assert_close(traced(q, k), expected)
+
+
+def test_compiled_transforms_of_sdpa_run_torchs_function():
+    q, k = torch.randn(1, 2, 7, 8), torch.randn(1, 2, 5, 8)
+
+    def differentiate(function):
+        return torch.func.grad(lambda q: function(q, k, k, is_causal=True).sin().sum())
+
+    compiled = torch.compile(differentiate(sdpa), fullgraph=True, backend="aot_eager")
+    expected = differentiate(F.scaled_dot_product_attention)(q)
+    torch.testing.assert_close(compiled(q), expected)
 
 
 def test_sdpa_compiles_in_one_graph():

@@ -2,7 +2,9 @@
 
 import torch
 from torch import Tensor
+from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
+from torch.compiler import is_compiling
 
 # Import the function by name, so that it remains torch's own function if a user replaces the
 # attribute of `torch.nn.functional` by `sdpa`.
@@ -14,6 +16,8 @@ from flashattn2.compilation import is_mapped, is_recorded
 from flashattn2.spec import FLOAT32_RANGE
 from flashattn2.validation import DTYPES, is_jit_tracing
 
+BOOLS = (bool, torch.SymBool)
+
 
 def sdpa(
     query: Tensor,
@@ -22,6 +26,7 @@ def sdpa(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
+    *,
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
@@ -40,9 +45,9 @@ def sdpa(
     if all(isinstance(x, Tensor) for x in (query, key, value)):
         query, key, value = cast_for_autocast(query, key, value)
         _check_lengths(key, value)
-    has_mask_or_dropout = attn_mask is not None or dropout_p
-    # If `is_causal` is not a bool, torch's own function raises its error.
-    is_bool = isinstance(is_causal, (bool, torch.SymBool))
+    has_mask_or_dropout = attn_mask is not None or dropout_p != 0.0
+    # If `is_causal` or `enable_gqa` is not a bool, torch's own function raises its error.
+    is_bool = isinstance(is_causal, BOOLS) and isinstance(enable_gqa, BOOLS)
     if has_mask_or_dropout or not (is_bool and _is_supported(query, key, value, scale, enable_gqa)):
         return scaled_dot_product_attention(
             *(query, key, value, attn_mask, dropout_p, is_causal),
@@ -72,6 +77,9 @@ def _is_supported(
     if is_jit_tracing() or is_recorded() or not _is_supported_scale(scale):
         return False
     if forward_ad._current_level >= 0:
+        return False
+    if is_compiling() and _are_functorch_transforms_active():
+        # Operators of `torch.library` have no gradient under a transform in a compiled graph.
         return False
     for x in (query, key, value):
         if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() != 4 or is_mapped(x):
