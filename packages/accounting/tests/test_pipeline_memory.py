@@ -215,14 +215,14 @@ def agrees_with_fsdp(seed: int) -> None:
 
 
 @releases_outputs
-@pytest.mark.parametrize("seed", [30])
+@pytest.mark.parametrize("seed", [35])
 def test_fsdp_in_pipeline_stores_unsharded_weights_and_gradients(seed: int) -> None:
     agrees_with_fsdp(seed)
 
 
 @releases_outputs
 @pytest.mark.exhaustive
-@pytest.mark.parametrize("seed", [*range(30), *range(31, 52)])
+@pytest.mark.parametrize("seed", [*range(35), *range(36, 52)])
 def test_fifty_fsdp_stages_peak_like_live_tensors(seed: int) -> None:
     agrees_with_fsdp(seed)
 
