@@ -39,7 +39,7 @@ def command(monkeypatch, capsys):
 SHORT = """
 size = "16x48x2x2"
 learning_rate = 0.01
-steps = 2
+steps = 3
 warmup = 5
 learn = 12
 """
@@ -124,7 +124,7 @@ def test_every_rank_every_step_every_phase_is_kept_raw(finished):
     out, _ = finished
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     flat = [s for s in samples if s["stage"] == "train" and s["variant"] == "ddp flat"]
-    assert {(s["rank"], s["step"]) for s in flat} == {(r, s) for r in (0, 1) for s in range(7)}
+    assert {(s["rank"], s["step"]) for s in flat} == {(r, s) for r in (0, 1) for s in range(8)}
     assert {s["phase"] for s in flat} == {
         "step",
         "forward",

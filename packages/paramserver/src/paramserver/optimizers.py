@@ -166,11 +166,14 @@ class Updater:
         """Return the settings that affect updates, by name, as strings equal in all processes."""
         settings = self.common_settings()
         del settings["options"]
+        # An error names the first difference: the options, whose rates a schedule contains too.
+        scheduler = settings.pop("scheduler")
         names = {id(target): name for target, name in zip(self.targets, self._names, strict=True)}
         for group in self.optimizer.param_groups:
             options = options_of_group(group)
             for target in group["params"]:
                 settings[f"options of {names[id(target)]}"] = ", ".join(options)
+        settings["scheduler"] = scheduler
         return settings
 
     def common_settings(self) -> dict[str, str]:

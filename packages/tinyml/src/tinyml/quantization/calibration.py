@@ -65,6 +65,10 @@ def visit_layers(
                         progress(name, len(replay.done), len(layers))
 
 
+#: Number of tokens that are converted to float64 at a time.
+_TOKENS_AT_A_TIME = 256
+
+
 class _StopRun(BaseException):
     """An exception that ends a run at a layer that must wait for an earlier layer."""
 
@@ -81,8 +85,10 @@ class _Stage:
 
     def add(self, tokens: Tensor) -> None:
         """Add tokens of shape (tokens, width)."""
-        tokens = tokens.double()
-        self.moment.addmm_(tokens.t(), tokens)
+        # The copies in float64 are small, however long the sequences are.
+        for part in tokens.split(_TOKENS_AT_A_TIME):
+            part = part.double()
+            self.moment.addmm_(part.t(), part)
 
 
 class _Record:
