@@ -16,7 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import failure_detection
-from collectives.algorithms import dispatch
+from collectives.algorithms import dispatch, gloo
 from collectives.algorithms.gloo import GlooGroups
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.failure_detection import FailureDetector
@@ -438,6 +438,18 @@ def disagree_over_a_slow_store():
     return caught.value.ranks
 
 
+def connect_gloo_without_a_new_store_connection():
+    emulate_hosts("apart")
+    group = dist.new_group(timeout=timedelta(seconds=TIMEOUT))
+    tensor = torch.ones(8)
+    collectives.all_reduce(tensor, group=group, algorithm="ring")
+    # The server of a store accepts nobody while it looks up a host name.
+    gloo.clone_store = lambda store: time.sleep(60)
+    collectives.all_reduce(tensor, group=group, algorithm="gloo")
+    collectives.broadcast(tensor, 0, group=group, algorithm="gloo")
+    return tensor.tolist()
+
+
 def pass_nan(where):
     emulate_hosts(where)
     tensor = torch.ones(1000)
@@ -750,6 +762,9 @@ WAITING = {
     "test_slow_store_is_not_mistaken_for_a_lost_one": scenario(
         disagree_over_a_slow_store, 3, backend="gloo"
     ),
+    "test_call_needs_no_new_connection_to_the_store": scenario(
+        connect_gloo_without_a_new_store_connection, 2, backend="gloo"
+    ),
     **{
         f"test_late_gloo_connection_does_not_abort_the_process[{part}]": scenario(
             connect_late, 3, part * LATE_TIMEOUT
@@ -832,6 +847,10 @@ def test_mismatch_without_comparison_is_raised_at_the_timeout(case, outcomes):
 
 def test_slow_store_is_not_mistaken_for_a_lost_one(outcomes):
     assert [outcome.value for outcome in outcomes] == [(1,)] * 3, outcomes
+
+
+def test_call_needs_no_new_connection_to_the_store(outcomes):
+    assert [outcome.value for outcome in outcomes] == [[4.0] * 8] * 2, outcomes
 
 
 @pytest.mark.parametrize("how", ["dies", "hangs"])

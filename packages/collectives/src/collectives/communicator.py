@@ -18,6 +18,7 @@ moves: the group can still be used.
 
 import os
 import threading
+import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -50,6 +51,7 @@ from collectives.failure_detection import (
 )
 from collectives.shared_memory.engine import Job, is_done
 from collectives.shared_memory.fingerprint import Call, has_nan
+from collectives.store import STORE_SECONDS, query_store
 
 # Number of past calls to remember, because ranks may run ahead of each other.
 CALLS_REMEMBERED = 16
@@ -117,6 +119,8 @@ class Communicator:
         self._is_stopping = False
         self._stop_watching = threading.Event()
         if not self.topology.one_host:
+            seconds = max(0.0, deadline - time.monotonic()) + STORE_SECONDS
+            query_store(seconds, self.gloo.open_store)
             watch = partial(_publish_long_waits, weakref.ref(self), self._stop_watching)
             start_thread("collectives watch", watch)
         all_communicators.add(self)

@@ -28,6 +28,11 @@ from collectives.store import clone_store, run_within
 #
 # A connection that is accepted after gloo itself has timed out aborts the process. The group is
 # therefore created with gloo's timeout disabled, on a thread that is abandoned at our timeout.
+#
+# A thread that waits in a store blocks all other calls on the same connection, so gloo groups are
+# created over a separate connection. It is opened once, while the process group is set up: the
+# server of a TCPStore looks up the host name of every client that connects, and it serves nobody
+# while a name server does not answer. With glibc's defaults, that takes five seconds.
 
 MAX_GROUPS = 64
 NO_TIMEOUT = timedelta(days=365)
@@ -70,6 +75,13 @@ class GlooGroups:
         self.groups: dict[bytes, tuple[Any, Callable[..., Any]]] = {}
         self._options: Any = None if self.base is None else self.base.options
         self._store = store
+        self._separate_store: Store | None = None
+
+    def open_store(self) -> Store:
+        """Return the store over the connection that only `run` uses to create gloo groups."""
+        if self._separate_store is None:
+            self._separate_store = separate_store(self._store)
+        return self._separate_store
 
     def timeout_seconds(self) -> float:
         """Return the current timeout of the group's gloo backend, or 0 if there is none."""
@@ -130,28 +142,29 @@ class GlooGroups:
         options._threads = base.options._threads
         options._timeout = NO_TIMEOUT
 
-        return connect_in_time(
-            PrefixStore(f"gloo/{packed.hex()}", self._store),
-            lambda store: gloo(store, base.rank(), base.size(), options),
-            seconds,
-        )
+        def create() -> Any:
+            store = PrefixStore(f"gloo/{packed.hex()}", self.open_store())
+            return gloo(store, base.rank(), base.size(), options)
+
+        return connect_in_time(create, seconds)
 
 
-def connect_in_time(store: Store, create: Callable[[Store], Any], seconds: float) -> Any:
+def separate_store(store: Store) -> Store:
+    """Return a store without a timeout, over a separate connection if the store can open one."""
+    separate = clone_store(store)
+    if separate is not store:
+        separate.set_timeout(NO_TIMEOUT)
+    return separate
+
+
+def connect_in_time(create: Callable[[], Any], seconds: float) -> Any:
     """Return the gloo group that `create()` returns; raise TimeoutError after `seconds`.
 
-    `create` must disable gloo's own timeout: see Note [One gloo group per kind of call].
+    `create` must use a store without a timeout and disable gloo's own timeout: see Note [One gloo
+    group per kind of call].
     """
-
-    def connect() -> Any:
-        # A client that waits in a store occupies its connection, so this thread opens another one.
-        separate = clone_store(store)
-        if separate is not store:
-            separate.set_timeout(NO_TIMEOUT)
-        return create(separate)
-
     try:
-        return run_within(seconds, connect)
+        return run_within(seconds, create)
     except TimeoutError as error:
         raise TimeoutError(f"gloo did not connect all ranks within {seconds:.3g} s") from error
 

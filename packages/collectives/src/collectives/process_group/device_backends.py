@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore, ProcessGroupGloo, Store
 
-from collectives.algorithms.gloo import NO_TIMEOUT, connect_in_time
+from collectives.algorithms.gloo import NO_TIMEOUT, connect_in_time, separate_store
 from collectives.failure_detection import REPORT_SECONDS
 from collectives.store import fetch
 
@@ -36,8 +36,7 @@ def connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
     """
     try:
         return connect_in_time(
-            store,
-            lambda store: ProcessGroupGloo(store, rank, world, NO_TIMEOUT),
+            lambda: ProcessGroupGloo(separate_store(store), rank, world, NO_TIMEOUT),
             deadline - time.monotonic(),
         )
     except (RuntimeError, TimeoutError):
