@@ -36,7 +36,8 @@ from types import ModuleType
 from typing import Any
 
 # Modules that the server imports before it forks ranks, unless they are not installed. The first
-# optimizer of a process imports torch._dynamo, which takes longer than torch.
+# optimizer of a process imports torch._dynamo, which takes longer than torch. The first function
+# that is compiled imports the backends.
 PRELOADED = [
     "numpy",
     "scipy.optimize",
@@ -44,6 +45,7 @@ PRELOADED = [
     "hypothesis",
     "torch",
     "torch._dynamo",
+    "torch._dynamo.backends.debugging",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.optim",

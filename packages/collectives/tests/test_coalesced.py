@@ -17,6 +17,7 @@ CPU = torch.device("cpu")
 
 
 def begin(where="together"):
+    import collectives.backend  # noqa: F401
 
     # torch deprecates some of these functions, and they are still called.
     warnings.simplefilter("ignore")

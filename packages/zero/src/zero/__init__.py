@@ -12,6 +12,23 @@ from zero.process_groups import Communicator, DryRun, wire_bytes
 if TYPE_CHECKING:
     from zero.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 
+#: The modules of names that are imported on first access, because importing
+#: torch.distributed.checkpoint takes as long as importing torch.
+_LAZY = {
+    "load_checkpoint": "zero.checkpoint.checkpoint",
+    "save_checkpoint": "zero.checkpoint.checkpoint",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a name in `_LAZY`."""
+    if name in _LAZY:
+        from importlib import import_module
+
+        return getattr(import_module(_LAZY[name]), name)
+    raise AttributeError(f"module 'zero' has no attribute {name!r}")
+
+
 __all__ = [
     "FSDP",
     "Communicator",
@@ -29,15 +46,3 @@ __all__ = [
     "wire_bytes",
     "zero_stage_bytes",
 ]
-
-
-def __getattr__(name: str) -> Any:
-    """Import the functions of checkpoints when they are first used.
-
-    They need torch.distributed.checkpoint, whose import takes as long as that of torch.
-    """
-    if name not in ("load_checkpoint", "save_checkpoint"):
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from zero.checkpoint import checkpoint
-
-    return getattr(checkpoint, name)
