@@ -90,8 +90,8 @@ def test_shared_ranks_are_new_after_a_failure():
     assert [(total, seen) for _, total, _, seen in after] == [(1.0, [3])] * 2
     assert not {pid for pid, *_ in after}.intersection(pids)
     close_shared_ranks()
-    again = run_on_shared_ranks(describe_process, 2, [])
-    assert [seen for *_, seen in again] == [[]] * 2
+    after_close = run_on_shared_ranks(describe_process, 2, [])
+    assert [seen for *_, seen in after_close] == [[]] * 2
 
 
 def test_rank_that_hangs_is_reported_with_its_stack():
