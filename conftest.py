@@ -56,6 +56,13 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+def pytest_runtest_teardown(item, nextitem):
+    """End the ranks that the tests of a file share, after its last test."""
+    worker_pool = sys.modules.get("worker_pool")
+    if worker_pool is not None and (nextitem is None or nextitem.path != item.path):
+        worker_pool.close_shared_ranks()
+
+
 def pytest_terminal_summary(terminalreporter):
     """List the figures that the timing tests have measured."""
     figures = sys.modules.get("figures")

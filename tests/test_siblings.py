@@ -149,7 +149,19 @@ for name, needs_torch, code in jobs:
         os._exit(0)
     os.wait()
 """
-HEAVY = ["matplotlib", "pandas", "sklearn", "transformers", "torch._dynamo", "torch"]
+#: Modules that take as long to import as torch or longer, and torch.
+HEAVY = [
+    "matplotlib",
+    "pandas",
+    "sklearn",
+    "sympy",
+    "torch",
+    "torch._dynamo",
+    "torch.distributed.checkpoint",
+    "torch.distributed.fsdp",
+    "torch.distributed.tensor",
+    "transformers",
+]
 
 
 def run_jobs(jobs):

@@ -19,8 +19,9 @@ from collectives.choice import tuning
 from collectives.choice.cost import MIN_WINS, Sample, candidates
 from collectives.groups import communicator
 from collectives.shared_memory import segment
+from host_layout import prepare_rank  # noqa: F401
 from sent_bytes import counted
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks, run_ranks
 
 # The numbers of ranks of a group, and how often each is drawn. Five ranks need a tree of three
 # levels, and are on three hosts if two ranks share a host.
@@ -216,8 +217,8 @@ def every_combination():
             torch.testing.assert_close(out.double(), want, rtol=1e-6, atol=2e-6)
 
 
-def test_long_float_tensors_agree_with_float64(results):
-    assert results == [None] * 3
+def test_long_float_tensors_agree_with_float64():
+    assert run_on_shared_ranks(every_combination, 3) == [None] * 3
 
 
 def same_bits():
@@ -230,7 +231,8 @@ def same_bits():
     return digests
 
 
-def test_all_ranks_get_identical_bits(results):
+def test_all_ranks_get_identical_bits():
+    results = run_on_shared_ranks(same_bits, 3)
     assert results == [results[0]] * 3
     assert len(results[0]) == 3
 
@@ -270,8 +272,8 @@ def uneven_exchange():
             assert torch.equal(out, want)
 
 
-def test_all_to_all_accepts_splits_of_any_length(results):
-    assert results == [None] * 3
+def test_all_to_all_accepts_splits_of_any_length():
+    assert run_on_shared_ranks(uneven_exchange, 3) == [None] * 3
 
 
 def wire_bytes(world):
@@ -357,8 +359,8 @@ def by_gloo():
         collectives.all_to_all_single(torch.ones(world), torch.ones(world), **go)
 
 
-def test_gloo_algorithm_equals_our_algorithms(results):
-    assert results == [None] * 3
+def test_gloo_algorithm_equals_our_algorithms():
+    assert run_on_shared_ranks(by_gloo, 3) == [None] * 3
 
 
 def make_more_kinds_of_calls_than_gloo_runs():
@@ -463,8 +465,8 @@ def reduce_nan(ranks_per_host):
 
 
 @pytest.mark.parametrize("ranks_per_host", [3, 1])
-def test_nan_of_any_rank_reaches_every_rank(ranks_per_host, results):
-    assert results == [None] * 3
+def test_nan_of_any_rank_reaches_every_rank(ranks_per_host):
+    assert run_on_shared_ranks(reduce_nan, 3, ranks_per_host) == [None] * 3
 
 
 def tuned_once():
@@ -501,14 +503,3 @@ def test_hosts_are_measured_once_and_gloo_is_a_candidate():
         assert same
         assert measured == {"ring", "tree", "gloo"}
         assert measured_kinds == ["all_reduce"]
-
-
-# Cases that run in one start of ranks: see `conftest.py`.
-CASES = {
-    "test_long_float_tensors_agree_with_float64": (3, "gloo", every_combination, ()),
-    "test_all_ranks_get_identical_bits": (3, "gloo", same_bits, ()),
-    "test_all_to_all_accepts_splits_of_any_length": (3, "gloo", uneven_exchange, ()),
-    "test_gloo_algorithm_equals_our_algorithms": (3, "gloo", by_gloo, ()),
-    "test_nan_of_any_rank_reaches_every_rank[3]": (3, "gloo", reduce_nan, (3,)),
-    "test_nan_of_any_rank_reaches_every_rank[1]": (3, "gloo", reduce_nan, (1,)),
-}

@@ -22,7 +22,7 @@ from torch.distributed.pipelining import PipelineStage, Schedule1F1B
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks, run_ranks
 
 
 def model():
@@ -338,8 +338,8 @@ def without_options():
     group.allreduce([torch.full((5,), 3)], dist.ReduceOp.MAX).wait()
 
 
-def test_methods_accept_every_signature_of_torch(results):
-    assert results == [None, None]
+def test_methods_accept_every_signature_of_torch():
+    assert run_on_shared_ranks(without_options, 2, backend="") == [None, None]
 
 
 def polled():
@@ -351,8 +351,8 @@ def polled():
     assert work.is_success()
 
 
-def test_polled_handle_reports_completion(results):
-    assert results == [None, None]
+def test_polled_handle_reports_completion():
+    assert run_on_shared_ranks(polled, 2, backend="") == [None, None]
 
 
 def futures_of_finished_calls():
@@ -369,8 +369,8 @@ def futures_of_finished_calls():
         assert future.value()[0].tolist() == [2.0] * 3
 
 
-def test_future_is_completed_when_its_handle_is(results):
-    assert results == [None, None]
+def test_future_is_completed_when_its_handle_is():
+    assert run_on_shared_ranks(futures_of_finished_calls, 2, backend="") == [None, None]
 
 
 def test_future_of_a_call_whose_data_have_moved_is_completed():
@@ -403,8 +403,8 @@ def nested():
     return first.wait()[0][0].item(), [tensor[0].item() for tensor in ones]
 
 
-def test_callbacks_can_start_collectives_and_wait_for_them(results):
-    assert results == [(4.0, [2.0] * 4)] * 2
+def test_callbacks_can_start_collectives_and_wait_for_them():
+    assert run_on_shared_ranks(nested, 2, backend="") == [(4.0, [2.0] * 4)] * 2
 
 
 def hooks():
@@ -489,8 +489,8 @@ def from_two_threads():
     return [tensor[0].item() for tensor in tensors]
 
 
-def test_first_calls_can_come_from_two_threads(results):
-    assert results == [[3.0, 3.0]] * 2
+def test_first_calls_can_come_from_two_threads():
+    assert run_on_shared_ranks(from_two_threads, 2) == [[3.0, 3.0]] * 2
 
 
 def groups_from_two_threads():
@@ -512,8 +512,8 @@ def groups_from_two_threads():
     return [tensor[0].item() for tensor in tensors]
 
 
-def test_groups_can_be_used_from_threads_in_any_order(results):
-    assert results == [[3.0, 3.0]] * 2
+def test_groups_can_be_used_from_threads_in_any_order():
+    assert run_on_shared_ranks(groups_from_two_threads, 2) == [[3.0, 3.0]] * 2
 
 
 def new_timeout():
@@ -623,23 +623,10 @@ def profiled_too_shortly():
             work.wait()
 
 
-def test_profiler_can_stop_before_an_asynchronous_call_ends(results):
-    assert results == [None, None]
+def test_profiler_can_stop_before_an_asynchronous_call_ends():
+    assert run_on_shared_ranks(profiled_too_shortly, 2, backend="") == [None, None]
 
 
-def test_profiler_records_our_calls(results):
+def test_profiler_records_our_calls():
     want = ["collectives:all_reduce"] * 2 + ["collectives:barrier", "collectives:broadcast"]
-    assert results == [want] * 2
-
-
-# Cases that run in one start of ranks: see `conftest.py`.
-CASES = {
-    "test_methods_accept_every_signature_of_torch": (2, "", without_options, ()),
-    "test_polled_handle_reports_completion": (2, "", polled, ()),
-    "test_future_is_completed_when_its_handle_is": (2, "", futures_of_finished_calls, ()),
-    "test_callbacks_can_start_collectives_and_wait_for_them": (2, "", nested, ()),
-    "test_profiler_can_stop_before_an_asynchronous_call_ends": (2, "", profiled_too_shortly, ()),
-    "test_profiler_records_our_calls": (2, "", profiled, ()),
-    "test_first_calls_can_come_from_two_threads": (2, "gloo", from_two_threads, ()),
-    "test_groups_can_be_used_from_threads_in_any_order": (2, "gloo", groups_from_two_threads, ()),
-}
+    assert run_on_shared_ranks(profiled, 2, backend="") == [want] * 2

@@ -9,23 +9,20 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
-from collectives.algorithms import dispatch
-from collectives.shared_memory import segment
+from host_layout import emulate_hosts, prepare_rank  # noqa: F401
+from worker_pool import run_on_shared_ranks
 
 TENSORS = 3
 CPU = torch.device("cpu")
 
 
 def begin(where="together"):
-    import collectives.backend
+    import collectives.backend  # noqa: F401
 
     # torch deprecates some of these functions, and they are still called.
     warnings.simplefilter("ignore")
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    if where == "apart":
-        segment.host_identity = lambda: f"host {rank}"
-        # Default prices, so that "auto" does not measure for seconds.
-        dispatch.tune = lambda *_, **options: collectives.CostModel()
+    emulate_hosts(where)
     store = dist.FileStore(os.environ["STORE_FILE"], world)
     limit = timedelta(seconds=60)
     dist.init_process_group("collectives", store=store, rank=rank, world_size=world, timeout=limit)
@@ -146,8 +143,8 @@ def values(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_every_coalesced_call_gives_all_results(where, results):
-    assert results == [None, None]
+def test_every_coalesced_call_gives_all_results(where):
+    assert run_on_shared_ranks(values, 2, where, backend="") == [None, None]
 
 
 def error_of(function, outputs, inputs):
@@ -175,8 +172,8 @@ def mismatches(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_mismatch_in_any_coalesced_tensor_is_raised(where, results):
-    assert results == [None] * 3
+def test_mismatch_in_any_coalesced_tensor_is_raised(where):
+    assert run_on_shared_ranks(mismatches, 3, where, backend="") == [None] * 3
 
 
 def nans():
@@ -192,8 +189,8 @@ def nans():
                     assert "rank 1 passed a NaN" in text, (kind, name, odd, text)
 
 
-def test_nan_in_any_coalesced_tensor_is_raised(results):
-    assert results == [None, None]
+def test_nan_in_any_coalesced_tensor_is_raised():
+    assert run_on_shared_ranks(nans, 2, backend="") == [None, None]
 
 
 def mixed():
@@ -238,8 +235,8 @@ def mixed():
         assert torch.equal(output, factor * (rank + 1) * value)
 
 
-def test_coalesced_tensors_of_any_dtype_size_and_layout_are_one_call(results):
-    assert results == [None] * 3
+def test_coalesced_tensors_of_any_dtype_size_and_layout_are_one_call():
+    assert run_on_shared_ranks(mixed, 3, backend="") == [None] * 3
 
 
 def ticks():
@@ -253,8 +250,8 @@ def ticks():
     return counts
 
 
-def test_coalesced_tensors_share_one_tick(results):
-    assert results == [[1, 1]] * 2
+def test_coalesced_tensors_share_one_tick():
+    assert run_on_shared_ranks(ticks, 2, backend="") == [[1, 1]] * 2
 
 
 def first_error():
@@ -284,8 +281,8 @@ def first_error():
     assert batch[0].tolist() == [world, world]
 
 
-def test_coalesced_handle_raises_the_error_before_any_data_move(results):
-    assert results == [None, None]
+def test_coalesced_handle_raises_the_error_before_any_data_move():
+    assert run_on_shared_ranks(first_error, 2, backend="") == [None, None]
 
 
 def counts():
@@ -316,8 +313,8 @@ def counts():
         )
 
 
-def test_coalescing_different_numbers_of_tensors_is_an_error(results):
-    assert results == [None, None]
+def test_coalescing_different_numbers_of_tensors_is_an_error():
+    assert run_on_shared_ranks(counts, 2, backend="") == [None, None]
 
 
 def messages():
@@ -344,24 +341,5 @@ def messages():
     assert [tensor.tolist() for tensor in broadcasts] == [[0.0] * 3, [2.0] * 3]
 
 
-def test_sends_and_receives_are_coalesced(results):
-    assert results == [None, None]
-
-
-# Cases that run in one start of ranks: see `conftest.py`.
-CASES = {
-    **{
-        f"test_every_coalesced_call_gives_all_results[{where}]": (2, "", values, (where,))
-        for where in ("together", "apart")
-    },
-    **{
-        f"test_mismatch_in_any_coalesced_tensor_is_raised[{where}]": (3, "", mismatches, (where,))
-        for where in ("together", "apart")
-    },
-    "test_nan_in_any_coalesced_tensor_is_raised": (2, "", nans, ()),
-    "test_coalesced_tensors_of_any_dtype_size_and_layout_are_one_call": (3, "", mixed, ()),
-    "test_coalesced_tensors_share_one_tick": (2, "", ticks, ()),
-    "test_coalesced_handle_raises_the_error_before_any_data_move": (2, "", first_error, ()),
-    "test_coalescing_different_numbers_of_tensors_is_an_error": (2, "", counts, ()),
-    "test_sends_and_receives_are_coalesced": (2, "", messages, ()),
-}
+def test_sends_and_receives_are_coalesced():
+    assert run_on_shared_ranks(messages, 2, backend="") == [None, None]

@@ -16,27 +16,20 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives import failure_detection
-from collectives.algorithms import dispatch, gloo
+from collectives.algorithms import gloo
 from collectives.algorithms.gloo import GlooGroups
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.failure_detection import FailureDetector
 from collectives.groups import communicator
-from collectives.shared_memory import engine, segment
-from worker_pool import run_ranks, try_ranks
+from collectives.shared_memory import engine
+from host_layout import emulate_hosts, prepare_rank  # noqa: F401
+from worker_pool import run_on_shared_ranks, run_ranks, try_ranks
 
 # Long enough for a busy machine to publish its reports in a tenth of it.
 TIMEOUT = 8.0
 # "apart" emulates one rank per host, so that ranks only have messages; "pairs" emulates two hosts.
 PLACES = ("together", "apart")
 LONG_TIMEOUT = 120.0
-
-
-def emulate_hosts(where):
-    if where != "together":
-        a_host = 1 if where == "apart" else 2
-        segment.host_identity = lambda: f"host {int(os.environ['RANK']) // a_host}"
-        # Default prices, so that "auto" does not measure for seconds.
-        dispatch.tune = lambda *_, **options: collectives.CostModel()
 
 
 def end_together(store, survivors):
@@ -270,8 +263,8 @@ def disagree(where, algorithm):
         ("pairs", "hierarchical"),
     ],
 )
-def test_mismatch_is_raised_on_every_rank_and_names_the_deviating_one(where, algorithm, results):
-    first, *others = results
+def test_mismatch_is_raised_on_every_rank_and_names_the_deviating_one(where, algorithm):
+    first, *others = run_on_shared_ranks(disagree, 3, where, algorithm)
     assert all(messages == first for messages in others)
     assert "rank 1 called all_reduce(shape (1001,), torch.float32, SUM" in first["shape"]
     assert "shape (10, 100)" in first["layout"]
@@ -306,8 +299,8 @@ def deviate_by_torchs_names(where):
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_registered_backend_compares_calls(where, results):
-    assert results == [None] * 3
+def test_registered_backend_compares_calls(where):
+    assert run_on_shared_ranks(deviate_by_torchs_names, 3, where, backend="") == [None] * 3
 
 
 def pass_different_shapes(where):
@@ -332,8 +325,8 @@ def pass_different_shapes(where):
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_sizes_can_be_compared_instead_of_shapes(where, results):
-    assert results == [[8.0] * 6] * 2
+def test_sizes_can_be_compared_instead_of_shapes(where):
+    assert run_on_shared_ranks(pass_different_shapes, 2, where, backend="") == [[8.0] * 6] * 2
 
 
 def end(work, what, group):
@@ -478,8 +471,8 @@ def pass_nan(where):
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_nan_is_traced_to_its_rank(where, results):
-    assert results == [None] * 3
+def test_nan_is_traced_to_its_rank(where):
+    assert run_on_shared_ranks(pass_nan, 3, where) == [None] * 3
 
 
 def fail_asynchronously():
@@ -641,8 +634,8 @@ def pass_bad_arguments():
     return communicator().topology.hosts, t.tolist()
 
 
-def test_bad_arguments_are_refused_before_data_move(results):
-    assert results == [([[0, 1]], [2.0] * 4)] * 2
+def test_bad_arguments_are_refused_before_data_move():
+    assert run_on_shared_ranks(pass_bad_arguments, 2) == [([[0, 1]], [2.0] * 4)] * 2
 
 
 def test_call_without_process_group_is_refused():
@@ -683,8 +676,8 @@ def pass_inconsistent_splits(where, algorithm, checked, surpluses=(1, -1, 700_00
         ("apart", "ring", True),
     ],
 )
-def test_inconsistent_splits_are_raised_on_every_rank(where, algorithm, checked, results):
-    for errors in results:
+def test_inconsistent_splits_are_raised_on_every_rank(where, algorithm, checked):
+    for errors in run_on_shared_ranks(pass_inconsistent_splits, 3, where, algorithm, checked):
         assert len(errors) == 3
         for case, surplus in enumerate((1, -1, 700_000)):
             message, ranks, untouched = errors[case]
@@ -709,9 +702,9 @@ def pass_inconsistent_split_to_itself(where):
 
 
 @pytest.mark.parametrize("where", PLACES)
-def test_inconsistent_split_of_a_rank_to_itself_is_raised_on_every_rank(where, results):
+def test_inconsistent_split_of_a_rank_to_itself_is_raised_on_every_rank(where):
     # Without the error, the one row would be repeated three times.
-    assert results == [[], [0.0] * 3]
+    assert run_on_shared_ranks(pass_inconsistent_split_to_itself, 2, where) == [[], [0.0] * 3]
 
 
 def scenario(function, world, *args, backend=""):
@@ -894,61 +887,3 @@ def test_all_steps_of_a_group_creation_share_one_timeout(backend, outcomes):
 def test_inconsistent_splits_between_hosts_are_raised_at_the_timeout(outcomes):
     for outcome in outcomes:
         assert [ranks for _, ranks, _ in outcome.value.values()] == [(0, 1)], outcome
-
-
-# Cases that run in one start of ranks: see `conftest.py`.
-CASES = {
-    "test_bad_arguments_are_refused_before_data_move": (2, "gloo", pass_bad_arguments, ()),
-    **{
-        f"test_mismatch_is_raised_on_every_rank_and_names_the_deviating_one[{where}-{algorithm}]": (
-            3,
-            "gloo",
-            disagree,
-            (where, algorithm),
-        )
-        for where, algorithm in (
-            ("together", "auto"),
-            ("together", "ring"),
-            ("apart", "auto"),
-            ("apart", "ring"),
-            ("apart", "tree"),
-            ("pairs", "auto"),
-            ("pairs", "hierarchical"),
-        )
-    },
-    **{
-        f"test_inconsistent_splits_are_raised_on_every_rank[{where}-{algorithm}-{checked}]": (
-            3,
-            "gloo",
-            pass_inconsistent_splits,
-            (where, algorithm, checked),
-        )
-        for where, algorithm, checked in (
-            ("together", "auto", False),
-            ("together", "ring", False),
-            ("apart", "ring", True),
-        )
-    },
-}
-for _where in PLACES:
-    CASES |= {
-        f"test_registered_backend_compares_calls[{_where}]": (
-            3,
-            "",
-            deviate_by_torchs_names,
-            (_where,),
-        ),
-        f"test_sizes_can_be_compared_instead_of_shapes[{_where}]": (
-            2,
-            "",
-            pass_different_shapes,
-            (_where,),
-        ),
-        f"test_nan_is_traced_to_its_rank[{_where}]": (3, "gloo", pass_nan, (_where,)),
-        f"test_inconsistent_split_of_a_rank_to_itself_is_raised_on_every_rank[{_where}]": (
-            2,
-            "gloo",
-            pass_inconsistent_split_to_itself,
-            (_where,),
-        ),
-    }

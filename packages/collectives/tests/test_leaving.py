@@ -18,9 +18,9 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from collectives.algorithms import dispatch
 from collectives.groups import _end_threads, communicator
-from collectives.shared_memory import arena, engine, segment
+from collectives.shared_memory import arena, engine
+from host_layout import emulate_hosts
 from worker_pool import run_ranks, try_ranks
 
 TIMEOUT = 40.0
@@ -42,15 +42,6 @@ SCENARIOS = (
     "daemon thread waits",
 )
 THIS_FILE = Path(__file__)
-
-
-def emulate_hosts(where):
-    """Emulate one host, one host per rank ("apart") or one host per two ranks ("pairs")."""
-    if where != "together":
-        ranks_per_host = 1 if where == "apart" else 2
-        segment.host_identity = lambda: f"host {int(os.environ['RANK']) // ranks_per_host}"
-        # Default prices, so that "auto" does not measure for seconds.
-        dispatch.tune = lambda *_, **options: collectives.CostModel()
 
 
 def begin(backend, where="together", seconds=TIMEOUT):
@@ -698,7 +689,6 @@ def test_store_that_hangs_is_named_and_no_rank_is_blamed_for_it(outcomes):
 
 def end_processes(where, scenarios):
     """Return the exit codes of `ends_of_processes.py`."""
-    sys.path.append(str(THIS_FILE.parent))
     import ends_of_processes
 
     folder = os.path.dirname(os.environ["STORE_FILE"])

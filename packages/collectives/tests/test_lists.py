@@ -12,15 +12,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from collectives.algorithms import dispatch
 from collectives.algorithms.reduction import COMBINE
 from collectives.arguments import may_overlap
-from collectives.shared_memory import segment
 from collectives.shared_memory.fingerprint import DTYPES as DTYPES_OF_TORCH
+from host_layout import emulate_hosts, prepare_rank  # noqa: F401
 from torch._subclasses import FakeTensorMode
 from torch.distributed._functional_collectives import AsyncCollectiveTensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks, run_ranks
 
 # The last one is longer than a slot of shared memory and, if complex, than a piece of a message.
 SHAPES = ((), (0,), (5,), (3, 4), (70_001,))
@@ -40,12 +39,6 @@ class NoViews(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def apart():
-    segment.host_identity = lambda: f"host {os.environ['RANK']}"
-    # Default prices, so that "auto" does not measure for seconds.
-    dispatch.tune = lambda *_, **options: collectives.CostModel()
-
-
 def contribution(rank, shape, dtype, salt=0):
     generator = torch.Generator().manual_seed(1000 * salt + rank)
     values = torch.randint(0, 5, shape, generator=generator)
@@ -56,7 +49,7 @@ def contribution(rank, shape, dtype, salt=0):
 def everything(where, cases, by=collectives):
     """Compare every collective with its definition, by our or by torch's names."""
     if where == "apart":
-        apart()
+        emulate_hosts("apart")
     rank, world = dist.get_rank(), dist.get_world_size()
     for shape, dtype in cases:
         local, root = contribution(rank, shape, dtype), (len(shape) + 1) % world
@@ -172,7 +165,7 @@ def test_list_collectives_run_on_the_registered_backend(where):
 def uneven(where):
     """Gather and scatter tensors whose sizes differ between ranks."""
     if where == "apart":
-        apart()
+        emulate_hosts("apart")
     rank, world = dist.get_rank(), dist.get_world_size()
     sizes = [(3, 2), (0,), (7,)][:world]
     for dtype in (torch.float32, torch.bfloat16):
@@ -191,8 +184,8 @@ def uneven(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_lists_of_different_sizes_match_their_definition(where, results):
-    assert results == [None] * 3
+def test_lists_of_different_sizes_match_their_definition(where):
+    assert run_on_shared_ranks(uneven, 3, where) == [None] * 3
 
 
 def overlapping(where, numel):
@@ -201,7 +194,7 @@ def overlapping(where, numel):
     They are views of one tensor, or separate tensors on one NumPy array.
     """
     if where == "apart":
-        apart()
+        emulate_hosts("apart")
     rank, world = dist.get_rank(), dist.get_world_size()
 
     def whole(r):
@@ -245,15 +238,15 @@ def overlapping(where, numel):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_inputs_that_overlap_outputs_are_read_before_they_are_overwritten(where, results):
+def test_inputs_that_overlap_outputs_are_read_before_they_are_overwritten(where):
     # With three ranks, a sum on its way through a ring is stored once before it is complete.
-    assert results == [None] * 3
+    assert run_on_shared_ranks(overlapping, 3, where, 70_001) == [None] * 3
 
 
 def differing(where):
     """Deviate on rank 1 and check that every rank names it before data move."""
     if where == "apart":
-        apart()
+        emulate_hosts("apart")
     rank, world = dist.get_rank(), dist.get_world_size()
     messages = []
     ones, longer = torch.ones(3), torch.ones(5 if rank == 1 else 3)
@@ -277,7 +270,8 @@ def differing(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_difference_between_lists_is_raised_on_every_rank(where, results):
+def test_difference_between_lists_is_raised_on_every_rank(where):
+    results = run_on_shared_ranks(differing, 3, where)
     messages = results[0]
     assert results == [messages] * 3
     assert "to rank 2" in messages[1]
@@ -287,7 +281,7 @@ def test_difference_between_lists_is_raised_on_every_rank(where, results):
 def lazy(where):
     """Pass lazy conjugates and negatives, on one rank or on all."""
     if where == "apart":
-        apart()
+        emulate_hosts("apart")
     rank, world = dist.get_rank(), dist.get_world_size()
     numbers = [
         torch.complex(torch.arange(4.0) + r, torch.full((4,), r + 1.0)) for r in range(world)
@@ -314,8 +308,8 @@ def lazy(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_lazy_conjugates_and_negatives_are_resolved(where, results):
-    assert results == [None, None]
+def test_lazy_conjugates_and_negatives_are_resolved(where):
+    assert run_on_shared_ranks(lazy, 2, where) == [None, None]
 
 
 def versions():
@@ -356,8 +350,8 @@ def versions():
     return {name: {tensor._version > 0 for tensor in tensors} for name, tensors in outputs.items()}
 
 
-def test_autograd_notices_every_tensor_that_is_overwritten(results):
-    for rank, are_changed_by_name in enumerate(results):
+def test_autograd_notices_every_tensor_that_is_overwritten():
+    for rank, are_changed_by_name in enumerate(run_on_shared_ranks(versions, 2)):
         unchanged = {"reduce": rank != 1, "broadcast": rank == 1, "gather": rank != 0}
         for name, are_changed in are_changed_by_name.items():
             assert are_changed <= {not unchanged.get(name, False)}, (rank, name)
@@ -366,7 +360,7 @@ def test_autograd_notices_every_tensor_that_is_overwritten(results):
 def from_unwritable_tensors(where):
     """Broadcast from tensors that cannot be written to, and reduce one of another rank."""
     if where == "apart":
-        apart()
+        emulate_hosts("apart")
     is_root = dist.get_rank() == 0
     tensor = torch.ones(1).expand(5) if is_root else torch.zeros(5)
     for async_op in (False, True):
@@ -385,14 +379,16 @@ def from_unwritable_tensors(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_tensors_that_are_only_read_may_be_expanded_or_read_only(where, results):
-    assert results == [([0.0] * 5, [total] * 5) for total in (2.0, 1.0)]
+def test_tensors_that_are_only_read_may_be_expanded_or_read_only(where):
+    assert run_on_shared_ranks(from_unwritable_tensors, 2, where) == [
+        ([0.0] * 5, [total] * 5) for total in (2.0, 1.0)
+    ]
 
 
 def in_inference_mode(where):
     """Write to tensors that were created in inference mode, inside and outside of that mode."""
     if where == "apart":
-        apart()
+        emulate_hosts("apart")
     world = dist.get_world_size()
     ops = (dist.ReduceOp.SUM, dist.ReduceOp.MAX)
     for dtype in (torch.int8, torch.float32):
@@ -427,8 +423,8 @@ def in_inference_mode(where):
 
 
 @pytest.mark.parametrize("where", ["together", "apart"])
-def test_tensors_of_inference_mode_can_be_written_to_outside_of_it(where, results):
-    assert results == [[2] * 4] * 2
+def test_tensors_of_inference_mode_can_be_written_to_outside_of_it(where):
+    assert run_on_shared_ranks(in_inference_mode, 2, where) == [[2] * 4] * 2
 
 
 def reduce_or_refuse(dtype, op):
@@ -515,8 +511,8 @@ def refused():
     return ones.tolist()
 
 
-def test_unsupported_tensors_are_refused_before_data_move(results):
-    assert results == [[2.0] * 4] * 2
+def test_unsupported_tensors_are_refused_before_data_move():
+    assert run_on_shared_ranks(refused, 2) == [[2.0] * 4] * 2
 
 
 def overlapping_in_order():
@@ -536,8 +532,8 @@ def overlapping_in_order():
     return results
 
 
-def test_overlapping_input_is_read_after_earlier_calls(results):
-    assert results == [[[3.0], [3.0]]] * 2
+def test_overlapping_input_is_read_after_earlier_calls():
+    assert run_on_shared_ranks(overlapping_in_order, 2) == [[[3.0], [3.0]]] * 2
 
 
 def test_overlap_is_that_of_bytes_not_of_storages():
@@ -558,7 +554,7 @@ def with_default_device():
     """Run every collective while new tensors have no memory and another dtype by default."""
     torch.set_default_device("meta")
     torch.set_default_dtype(torch.float64)
-    apart()
+    emulate_hosts("apart")
     world = dist.get_world_size()
     local = torch.ones(4, device="cpu", dtype=torch.float16)
     output = local.repeat(world)
@@ -587,36 +583,3 @@ def test_arguments_have_the_names_and_the_order_of_torch(name):
     assert ours[: len(theirs)] == theirs
     # The timeout of a barrier is missing from some versions of torch.
     assert set(ours[len(theirs) :]) <= {"algorithm", "timeout"}
-
-
-# Cases that run in one start of ranks: see `conftest.py`.
-CASES = {
-    "test_autograd_notices_every_tensor_that_is_overwritten": (2, "gloo", versions, ()),
-    "test_unsupported_tensors_are_refused_before_data_move": (2, "gloo", refused, ()),
-    "test_overlapping_input_is_read_after_earlier_calls": (2, "gloo", overlapping_in_order, ()),
-}
-for _where in ("together", "apart"):
-    CASES |= {
-        f"{test}[{_where}]": (world, "gloo", function, (_where, *arguments))
-        for test, world, function, *arguments in (
-            ("test_lists_of_different_sizes_match_their_definition", 3, uneven),
-            (
-                "test_inputs_that_overlap_outputs_are_read_before_they_are_overwritten",
-                3,
-                overlapping,
-                70_001,
-            ),
-            ("test_difference_between_lists_is_raised_on_every_rank", 3, differing),
-            ("test_lazy_conjugates_and_negatives_are_resolved", 2, lazy),
-            (
-                "test_tensors_that_are_only_read_may_be_expanded_or_read_only",
-                2,
-                from_unwritable_tensors,
-            ),
-            (
-                "test_tensors_of_inference_mode_can_be_written_to_outside_of_it",
-                2,
-                in_inference_mode,
-            ),
-        )
-    }

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks, run_ranks
 
 README = Path(__file__).parent.parent / "README.md"
 
@@ -104,8 +104,8 @@ def call_refused_methods():
     return messages
 
 
-def test_refused_methods_name_an_alternative(backend, results):
-    messages = results[0]
+def test_refused_methods_name_an_alternative(backend):
+    messages = run_on_shared_ranks(call_refused_methods, 1, backend="")[0]
     for name, remedy in backend.REFUSED.items():
         assert f"does not support {name}; {remedy}" in messages[name]
 
@@ -119,8 +119,8 @@ def shrink():
     return tensor.tolist()
 
 
-def test_groups_refuse_to_be_shrunk_and_remain_usable(results):
-    assert results == [[2.0, 2.0]] * 2
+def test_groups_refuse_to_be_shrunk_and_remain_usable():
+    assert run_on_shared_ranks(shrink, 2, backend="") == [[2.0, 2.0]] * 2
 
 
 def pass_timeouts_of_zero():
@@ -147,8 +147,8 @@ def pass_timeouts_of_zero():
     group.allreduce([tensor], options).wait()
 
 
-def test_timeouts_that_are_not_positive_are_refused(results):
-    assert results == [None]
+def test_timeouts_that_are_not_positive_are_refused():
+    assert run_on_shared_ranks(pass_timeouts_of_zero, 1, backend="") == [None]
 
 
 def pass_several_tensors():
@@ -167,8 +167,8 @@ def pass_several_tensors():
     assert [tensor.tolist() for tensor in pair] == [[1.0, 1.0]] * 2
 
 
-def test_several_tensors_in_place_of_one_are_refused(results):
-    assert results == [None]
+def test_several_tensors_in_place_of_one_are_refused():
+    assert run_on_shared_ranks(pass_several_tensors, 1, backend="") == [None]
 
 
 def count_and_wait():
@@ -182,8 +182,8 @@ def count_and_wait():
     return [tensor[0].item() / world for tensor in tensors]
 
 
-def test_pending_works_are_waited_for_and_counted(results):
-    assert results == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
+def test_pending_works_are_waited_for_and_counted():
+    assert run_on_shared_ranks(count_and_wait, 2, backend="") == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
 
 
 def gather_single():
@@ -206,13 +206,3 @@ def gather_single():
 
 def test_gather_single_fills_the_roots_tensor_in_rank_order():
     run_ranks(gather_single, 3, backend="")
-
-
-# Cases that run in one start of ranks: see `conftest.py`.
-CASES = {
-    "test_refused_methods_name_an_alternative": (1, "", call_refused_methods, ()),
-    "test_timeouts_that_are_not_positive_are_refused": (1, "", pass_timeouts_of_zero, ()),
-    "test_several_tensors_in_place_of_one_are_refused": (1, "", pass_several_tensors, ()),
-    "test_groups_refuse_to_be_shrunk_and_remain_usable": (2, "", shrink, ()),
-    "test_pending_works_are_waited_for_and_counted": (2, "", count_and_wait, ()),
-}

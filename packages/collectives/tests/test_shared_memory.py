@@ -22,7 +22,7 @@ from collectives.choice.topology import group_by_host
 from collectives.groups import communicator
 from collectives.shared_memory import segment
 from collectives.shared_memory.arena import ARENA_BYTES, CHUNK_BYTES, ONE_SHOT_BYTES
-from worker_pool import run_ranks, try_ranks
+from worker_pool import run_on_shared_ranks, run_ranks, try_ranks
 
 
 def in_place():
@@ -44,8 +44,8 @@ def in_place():
 
 
 @pytest.mark.parametrize("world", [1, 2, 3])
-def test_shared_tensors_and_their_views_are_reduced(world, results):
-    assert results == [None] * world
+def test_shared_tensors_and_their_views_are_reduced(world):
+    assert run_on_shared_ranks(in_place, world) == [None] * world
 
 
 def mixture():
@@ -65,8 +65,8 @@ def mixture():
     assert (tensor == world * (world + 1) / 2).all()
 
 
-def test_ranks_can_differ_in_sharing_a_tensor(results):
-    assert results == [None] * 3
+def test_ranks_can_differ_in_sharing_a_tensor():
+    assert run_on_shared_ranks(mixture, 3) == [None] * 3
 
 
 def released():
@@ -81,8 +81,8 @@ def released():
     return len(comm.topology._shared)
 
 
-def test_shared_memory_is_freed_with_its_last_view(results):
-    assert results == [0, 0]
+def test_shared_memory_is_freed_with_its_last_view():
+    assert run_on_shared_ranks(released, 2) == [0, 0]
 
 
 def overlap():
@@ -96,8 +96,8 @@ def overlap():
     work.wait()
 
 
-def test_asynchronous_operations_progress_while_the_caller_computes(results):
-    assert results == [None, None]
+def test_asynchronous_operations_progress_while_the_caller_computes():
+    assert run_on_shared_ranks(overlap, 2) == [None, None]
 
 
 def peak_bytes(call):
@@ -127,11 +127,11 @@ def extra_memory():
     return extra_bytes
 
 
-def test_extra_memory_is_at_most_2_mib_for_any_size(results):
+def test_extra_memory_is_at_most_2_mib_for_any_size():
     assert peak_bytes(lambda: torch.empty(3 << 20, dtype=torch.uint8)) == 3 << 20
     # The arena is created once per group, and is at most a page larger than its chunk.
     assert ARENA_BYTES - CHUNK_BYTES <= 4096
-    for extra_bytes in results:
+    for extra_bytes in run_on_shared_ranks(extra_memory, 2):
         for (name, dtype, mib), extra in extra_bytes.items():
             # In addition to the arena; a tensor four times as large needs the same.
             assert extra <= 2 << 20, extra_bytes
@@ -223,15 +223,3 @@ def test_hosts_are_the_ranks_that_reach_each_other():
     assert group_by_host([[0, 1], [1]]) == [[0], [1]]
     assert group_by_host([[0], [0, 1]]) == [[0], [1]]
     assert group_by_host([[], [1]]) == [[0], [1]]
-
-
-# Cases that run in one start of ranks: see `conftest.py`.
-CASES = {
-    "test_shared_tensors_and_their_views_are_reduced[1]": (1, "gloo", in_place, ()),
-    "test_shared_tensors_and_their_views_are_reduced[2]": (2, "gloo", in_place, ()),
-    "test_shared_tensors_and_their_views_are_reduced[3]": (3, "gloo", in_place, ()),
-    "test_ranks_can_differ_in_sharing_a_tensor": (3, "gloo", mixture, ()),
-    "test_shared_memory_is_freed_with_its_last_view": (2, "gloo", released, ()),
-    "test_asynchronous_operations_progress_while_the_caller_computes": (2, "gloo", overlap, ()),
-    "test_extra_memory_is_at_most_2_mib_for_any_size": (2, "gloo", extra_memory, ()),
-}

@@ -16,9 +16,6 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-# For the imports of `shared_programs`.
-sys.path.insert(0, str(Path(__file__).parent))
-
 ON_BOTH = {"test_ddp", "test_faults", "test_compat", "test_uneven"}
 #: Tests whose result depends on how a backend adds, and on what it reports of a lost rank.
 USUAL_ON_BOTH = {
@@ -29,11 +26,11 @@ USUAL_ON_BOTH = {
 }
 
 #: Names of the functions of worker_pool that start ranks.
-START = ("run_ranks", "try_ranks")
+START = ("run_ranks", "try_ranks", "run_on_shared_ranks")
 
 
 def pytest_generate_tests(metafunc):
-    if not any(hasattr(metafunc.module, name) for name in (*START, "SharedPrograms")):
+    if not any(hasattr(metafunc.module, name) for name in START):
         return
     names = [os.environ.get("DDP_TEST_BACKEND", "gloo")]
     values = list(names)
@@ -52,11 +49,10 @@ def backend(request, monkeypatch):
         return backend
     if find_spec(backend) is None:
         pytest.skip(f"the package {backend} is not installed")
-    for module in (request.module, sys.modules.get("shared_programs")):
-        for name in START:
-            if hasattr(module, name):
-                start = partial(start_ranks, getattr(module, name))
-                monkeypatch.setattr(module, name, start)
+    for name in START:
+        if hasattr(request.module, name):
+            start = partial(start_ranks, getattr(request.module, name))
+            monkeypatch.setattr(request.module, name, start)
     return backend
 
 

@@ -6,9 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp import DDP
-from shared_programs import SharedPrograms, run_all
 from torch import nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from worker_pool import run_on_shared_ranks
 
 MIB = 2**20
 
@@ -72,7 +72,7 @@ def train_with_hook(which: str, bucket_size_mb: float) -> list:
     ],
 )
 def test_torch_hooks_average_gradients(which: str, bucket_size_mb: float) -> None:
-    first, second = programs.results("train_with_hook", which, bucket_size_mb)
+    first, second = run_on_shared_ranks(train_with_hook, 2, which, bucket_size_mb)
     assert (first == second) == (which != "noop")
 
 
@@ -81,7 +81,7 @@ def test_torch_hooks_average_gradients(which: str, bucket_size_mb: float) -> Non
 def test_torch_powersgd_of_full_rank_averages_gradients(bucket_size_mb: float) -> None:
     # Callbacks of this hook launch collectives, and gloo runs them on its own threads. With several
     # buckets, torch's DDP hangs.
-    first, second = programs.results("train_with_hook", "PowerSGD", bucket_size_mb)
+    first, second = run_on_shared_ranks(train_with_hook, 2, "PowerSGD", bucket_size_mb)
     assert first == second
 
 
@@ -123,7 +123,7 @@ def half(bucket):
 
 
 def test_invalid_hooks_are_refused() -> None:
-    for errors in programs.results("register_invalid_hooks"):
+    for errors in run_on_shared_ranks(register_invalid_hooks, 2):
         none, takes, annotated, returns, tensor, short, twice, both = errors
         assert none.startswith("TypeError: Communication hook must be callable")
         assert "must take (state, bucket)" in takes
@@ -157,7 +157,7 @@ def train_sparse_with_hook(halves: bool) -> bool:
 
 @pytest.mark.parametrize("halves", [False, True])
 def test_hooks_reduce_sparse_gradients(halves: bool) -> None:
-    assert programs.results("train_sparse_with_hook", halves) == [True] * 2
+    assert run_on_shared_ranks(train_sparse_with_hook, 2, halves) == [True] * 2
 
 
 def train_with_hook_that_transposes() -> list:
@@ -175,24 +175,5 @@ def train_with_hook_that_transposes() -> list:
 
 
 def test_hook_may_return_gradients_in_another_memory_order() -> None:
-    gradients = programs.results("train_with_hook_that_transposes")
+    gradients = run_on_shared_ranks(train_with_hook_that_transposes, 2)
     assert gradients == [[[0.0, 1.0, 2.0, 3.0]] * 3] * 2
-
-
-def run_programs() -> dict:
-    return run_all(globals(), PROGRAMS)
-
-
-PROGRAMS = [
-    ("train_with_hook", "all-reduce", 500 / MIB),
-    ("train_with_hook", "fp16", 500 / MIB),
-    ("train_with_hook", "wrapped", 500 / MIB),
-    ("train_with_hook", "noop", 25.0),
-    ("train_with_hook", "PowerSGD", 500 / MIB),
-    ("train_with_hook", "PowerSGD", 25.0),
-    ("register_invalid_hooks",),
-    ("train_sparse_with_hook", False),
-    ("train_sparse_with_hook", True),
-    ("train_with_hook_that_transposes",),
-]
-programs = SharedPrograms(run_programs, 2, PROGRAMS)

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from ddp import DDP
 from ddp.compat import graph_nodes
-from shared_programs import SharedPrograms, run_all
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B
+from worker_pool import run_on_shared_ranks
 
 
 class Branches(nn.Module):
@@ -50,7 +50,7 @@ def train_with_unused_parameters(find_unused_parameters: bool) -> list[str]:
 
 
 def test_parameters_that_no_rank_used_are_an_error_in_the_next_forward_pass() -> None:
-    ranks = programs.results("train_with_unused_parameters", False)
+    ranks = run_on_shared_ranks(train_with_unused_parameters, 2, False)
     for rank, (first, second, third, fourth) in enumerate(ranks):
         assert (first, second) == ("both", "left")
         for message in (third, fourth):
@@ -61,7 +61,7 @@ def test_parameters_that_no_rank_used_are_an_error_in_the_next_forward_pass() ->
 
 def test_find_unused_parameters_allows_parameters_that_no_rank_used() -> None:
     expected = ["both", "left", "left", "both"]
-    assert programs.results("train_with_unused_parameters", True) == [expected] * 2
+    assert run_on_shared_ranks(train_with_unused_parameters, 2, True) == [expected] * 2
 
 
 def freeze_unused_parameters() -> str:
@@ -77,7 +77,7 @@ def freeze_unused_parameters() -> str:
 
 
 def test_unused_parameters_may_be_frozen_after_the_error() -> None:
-    for error in programs.results("freeze_unused_parameters"):
+    for error in run_on_shared_ranks(freeze_unused_parameters, 2):
         assert "right.weight" in error
 
 
@@ -95,7 +95,7 @@ def load_checkpoints() -> bool:
 
 
 def test_checkpoints_have_the_names_of_the_module() -> None:
-    assert programs.results("load_checkpoints") == [True, True]
+    assert run_on_shared_ranks(load_checkpoints, 2) == [True, True]
 
 
 def train_pipeline(use_torch: bool) -> list[list[float]]:
@@ -118,9 +118,9 @@ def train_pipeline(use_torch: bool) -> list[list[float]]:
 
 
 def test_pipeline_stage_trains_as_with_torch_ddp() -> None:
-    ours = programs.results("train_pipeline", False)
+    ours = run_on_shared_ranks(train_pipeline, 2, False)
     assert ours[0] == ours[1]
-    torch.testing.assert_close(ours, programs.results("train_pipeline", True))
+    torch.testing.assert_close(ours, run_on_shared_ranks(train_pipeline, 2, True))
 
 
 def members_of_torch_ddp() -> tuple[set[str], set[str]]:
@@ -136,7 +136,7 @@ def members_of_torch_ddp() -> tuple[set[str], set[str]]:
 @pytest.mark.filterwarnings("default")
 def test_only_private_members_with_a_reader_exist() -> None:
     # `ddp.compat` names the reader of each. Joinable's constructor sets the other attributes.
-    for private, of_reducer in programs.results("members_of_torch_ddp"):
+    for private, of_reducer in run_on_shared_ranks(members_of_torch_ddp, 2):
         assert private == {"_get_ddp_logging_data", "_join_config"}
         assert of_reducer == {"_delay_all_reduce", "_rebuild_buckets", "prepare_for_backward"}
 
@@ -166,26 +166,9 @@ HOW_IGNORED = ["wrapped", "copied", "another parameter is unfrozen"]
 
 @pytest.mark.parametrize("how", HOW_IGNORED)
 def test_ignored_parameters_are_neither_broadcast_nor_averaged(how: str) -> None:
-    ranks = programs.results("ignore_a_parameter", how)
+    ranks = run_on_shared_ranks(ignore_a_parameter, 2, how)
     assert [bias for bias, _ in ranks] == [[0.0], [1.0]]
     assert [gradient for _, gradient in ranks] == [[[0.5, 0.5]]] * 2
-
-
-def run_programs() -> dict:
-    return run_all(globals(), PROGRAMS)
-
-
-PROGRAMS = [
-    ("train_with_unused_parameters", False),
-    ("train_with_unused_parameters", True),
-    ("freeze_unused_parameters",),
-    ("load_checkpoints",),
-    ("train_pipeline", False),
-    ("train_pipeline", True),
-    ("members_of_torch_ddp",),
-    *(("ignore_a_parameter", how) for how in HOW_IGNORED),
-]
-programs = SharedPrograms(run_programs, 2, PROGRAMS)
 
 
 @dataclass

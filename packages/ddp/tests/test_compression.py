@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp import DDP
-from shared_programs import SharedPrograms, run_all
 from torch import nn
+from worker_pool import run_on_shared_ranks
 
 MIB = 2**20
 
@@ -30,7 +30,7 @@ def gradients() -> tuple:
     "world", [2, 4, *(pytest.param(world, marks=pytest.mark.exhaustive) for world in (1, 3))]
 )
 def test_bfloat16_on_the_wire_is_added_in_float32(world: int) -> None:
-    ranks = programs[world].results("gradients")
+    ranks = run_on_shared_ranks(gradients, world)
     numel = sum(g.size for g in ranks[0][0])
     for at in range(4):
         scaled = [torch.from_numpy(local[at]) / world for local, _, _ in ranks]
@@ -69,11 +69,11 @@ def sum_small_terms(use_custom: bool) -> tuple:
 
 def test_small_terms_survive_the_sum_in_float32() -> None:
     # 259 is halfway between 258 and 260, and rounds to 260.
-    assert programs[4].results("sum_small_terms", False) == [(260.0, [])] * 4
+    assert run_on_shared_ranks(sum_small_terms, 4, False) == [(260.0, [])] * 4
 
 
 def test_custom_all_reduce_receives_the_rounded_buffer() -> None:
-    for value, sent in programs[2].results("sum_small_terms", True):
+    for value, sent in run_on_shared_ranks(sum_small_terms, 2, True):
         assert sent == [torch.bfloat16]
         assert value == pytest.approx(2 * (256 + 1), abs=2)  # gloo adds in bfloat16
 
@@ -98,7 +98,7 @@ WIDER = [
 @pytest.mark.parametrize(("dtype", "gradient_dtype"), WIDER)
 def test_wider_gradient_dtype_is_sent_and_added(dtype, gradient_dtype) -> None:
     one_unit_more = 1 + 2 * torch.finfo(dtype).eps
-    ranks = programs[4].results("sum_in_wider_dtype", dtype, gradient_dtype)
+    ranks = run_on_shared_ranks(sum_in_wider_dtype, 4, dtype, gradient_dtype)
     assert ranks == [(one_unit_more, gradient_dtype.itemsize)] * 4
 
 
@@ -112,25 +112,7 @@ def bytes_of_other_dtype() -> int:
 
 
 def test_gradient_dtype_of_the_same_size_is_sent() -> None:
-    assert programs[2].results("bytes_of_other_dtype") == [1.0, 1.0]
-
-
-def run_programs() -> dict:
-    return run_all(globals(), PROGRAMS[dist.get_world_size()])
-
-
-#: Programs by the number of ranks.
-PROGRAMS = {
-    1: [],
-    2: [("gradients",), ("sum_small_terms", True), ("bytes_of_other_dtype",)],
-    3: [],
-    4: [
-        ("gradients",),
-        ("sum_small_terms", False),
-        *(("sum_in_wider_dtype", *dtypes) for dtypes in WIDER),
-    ],
-}
-programs = {world: SharedPrograms(run_programs, world, PROGRAMS[world]) for world in PROGRAMS}
+    assert run_on_shared_ranks(bytes_of_other_dtype, 2) == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.bool, torch.complex64, torch.float8_e5m2])

@@ -1,17 +1,13 @@
 """Training loops for torch's DDP, and models that change after they were wrapped.
 
 Every program runs with `DDP` on two ranks, and in one process with the batches of both ranks. The
-gradients and weights of every rank must equal those of the one process. The programs that succeed
-run one after the other in the same two processes.
+gradients and weights of every rank must equal those of the one process.
 """
 
 import copy
 import io
-import traceback
 from collections import OrderedDict
 from contextlib import nullcontext
-from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -21,7 +17,7 @@ from ddp.consistency import failure_attribution
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
 from torch.utils.checkpoint import checkpoint
-from worker_pool import run_ranks, try_ranks
+from worker_pool import run_on_shared_ranks, run_ranks, try_ranks
 
 MIB = 2**20
 
@@ -183,7 +179,7 @@ def changes_buffers_in_join() -> list[float]:
 
 
 def test_join_uses_the_buffers_of_the_last_rank_with_inputs() -> None:
-    assert results("changes_buffers_in_join") == [[1, 3, 5, 9], [1, 3, 5, 7, 9, 9]]
+    assert run_on_shared_ranks(changes_buffers_in_join, 2) == [[1, 3, 5, 9], [1, 3, 5, 7, 9, 9]]
 
 
 def changes_dtype() -> bool:
@@ -226,7 +222,7 @@ CHANGES = [
 
 @pytest.mark.parametrize("program", CHANGES)
 def test_parameters_that_change_after_wrapping_are_averaged(program: str) -> None:
-    assert results(program) == [True, True]
+    assert run_on_shared_ranks(globals()[program], 2) == [True, True]
 
 
 def unfreezes_part_of_a_large_model() -> int:
@@ -251,7 +247,7 @@ def unfreezes_part_of_a_large_model() -> int:
 
 
 def test_unfreezing_a_layer_sends_that_layer_only() -> None:
-    assert results("unfreezes_part_of_a_large_model") == [4 * (2 * 2 + 2)] * 2
+    assert run_on_shared_ranks(unfreezes_part_of_a_large_model, 2) == [4 * (2 * 2 + 2)] * 2
 
 
 def unfreezes_on_one_rank(rank: int) -> None:
@@ -393,7 +389,7 @@ def keeps_graphs() -> bool:
 
 
 def test_create_graph_averages_gradients_and_warns() -> None:
-    assert results("keeps_graphs") == [True, True]
+    assert run_on_shared_ranks(keeps_graphs, 2) == [True, True]
 
 
 class Checkpointed(nn.Module):
@@ -542,7 +538,7 @@ LOOPS = [
 
 @pytest.mark.parametrize("program", LOOPS)
 def test_torch_ddp_loop_trains_like_one_process(program: str) -> None:
-    assert results(program) == [True, True]
+    assert run_on_shared_ranks(globals()[program], 2) == [True, True]
 
 
 #: Programs in which torch's DDP raises an error; torch's own tests expect it.
@@ -553,7 +549,7 @@ CHECKPOINTS = [(False, True), (True, False), (True, True)]
 @pytest.mark.parametrize(("reentrant", "shared"), CHECKPOINTS)
 def test_checkpointed_layers_train_like_one_process(reentrant: bool, shared: bool) -> None:
     # A reentrant checkpoint runs an inner pass, but each step is synchronized once.
-    assert results("checkpoints", reentrant, shared) == [4, 4]
+    assert run_on_shared_ranks(checkpoints, 2, reentrant, shared) == [4, 4]
 
 
 def checkpoints_with_unused_parameters() -> bool:
@@ -586,7 +582,7 @@ def changes_a_static_graph() -> bool:
 
 @pytest.mark.parametrize("program", RAISED_BY_TORCH)
 def test_graph_that_torch_ddp_refuses_trains_like_one_process(program: str) -> None:
-    assert results(program) == [True, True]
+    assert run_on_shared_ranks(globals()[program], 2) == [True, True]
 
 
 def repeats_a_checkpoint_later() -> str:
@@ -612,7 +608,7 @@ def repeats_a_checkpoint_later() -> str:
 
 
 def test_gradient_in_several_parts_is_refused() -> None:
-    for message in run_ranks(repeats_a_checkpoint_later, 2, timeout=60):
+    for message in run_on_shared_ranks(repeats_a_checkpoint_later, 2):
         assert message.startswith("2 times: Expected to mark a variable ready only once")
         assert "static_graph=True" in message
 
@@ -650,7 +646,7 @@ def trains_complex() -> bool:
 
 
 def test_complex_parameters_are_averaged() -> None:
-    assert results("trains_complex") == [True, True]
+    assert run_on_shared_ranks(trains_complex, 2) == [True, True]
 
 
 def trains_sparse() -> bool:
@@ -673,7 +669,7 @@ def trains_sparse() -> bool:
 
 
 def test_sparse_gradients_are_averaged() -> None:
-    assert results("trains_sparse") == [True, True]
+    assert run_on_shared_ranks(trains_sparse, 2) == [True, True]
 
 
 def trains_batch_norm(broadcast: bool) -> list:
@@ -692,8 +688,8 @@ def trains_batch_norm(broadcast: bool) -> list:
 
 
 def test_buffers_equal_those_of_rank_0_after_every_step() -> None:
-    first, second = results("trains_batch_norm", True)
-    alone, other = results("trains_batch_norm", False)
+    first, second = run_on_shared_ranks(trains_batch_norm, 2, True)
+    alone, other = run_on_shared_ranks(trains_batch_norm, 2, False)
     assert first == second == alone != other
     assert first[-1] == 4
 
@@ -755,11 +751,11 @@ def runs_out_of_inputs() -> bool:
 
 @pytest.mark.parametrize("kind", REFERENCES)
 def test_referenced_gradients_keep_their_values(kind: str) -> None:
-    assert results("keeps", kind) == [True, True]
+    assert run_on_shared_ranks(keeps, 2, kind) == [True, True]
 
 
 def test_referenced_gradients_keep_their_values_in_join() -> None:
-    assert results("runs_out_of_inputs") == [True, True]
+    assert run_on_shared_ranks(runs_out_of_inputs, 2) == [True, True]
 
 
 def exchanges_gradients() -> bool:
@@ -775,7 +771,7 @@ def exchanges_gradients() -> bool:
 
 
 def test_parameters_may_swap_gradients() -> None:
-    assert results("exchanges_gradients") == [True, True]
+    assert run_on_shared_ranks(exchanges_gradients, 2) == [True, True]
 
 
 def replaces_gradients_by_views() -> bool:
@@ -806,7 +802,7 @@ def replaces_gradients_by_views() -> bool:
 
 
 def test_gradients_may_be_replaced_by_their_transposes_and_conjugates() -> None:
-    assert results("replaces_gradients_by_views") == [True, True]
+    assert run_on_shared_ranks(replaces_gradients_by_views, 2) == [True, True]
 
 
 # ----- copies -----
@@ -844,7 +840,7 @@ COPIES = ["deepcopy", "average", "pickle"]
 
 @pytest.mark.parametrize("kind", COPIES)
 def test_copy_trains_independently(kind: str) -> None:
-    assert results("copies", kind) == [True, True]
+    assert run_on_shared_ranks(copies, 2, kind) == [True, True]
 
 
 def copies_then_replaces(how: str) -> bool:
@@ -866,7 +862,7 @@ def copies_then_replaces(how: str) -> bool:
 
 @pytest.mark.parametrize("how", ["assign", "layer"])
 def test_copy_with_replaced_parameters_is_averaged(how: str) -> None:
-    assert results("copies_then_replaces", how) == [True, True]
+    assert run_on_shared_ranks(copies_then_replaces, 2, how) == [True, True]
 
 
 def test_shallow_copies_are_refused() -> None:
@@ -896,7 +892,7 @@ def test_copy_connects_once_in_its_first_step(method: str) -> None:
     # Five weights of 1. The mean of their gradients, 1 and 2, is 1.5. With join(), a second step
     # has a gradient of 2 on rank 1 only.
     expected = 5 * (1 - 1.5 - 1) if method == "join" else 5 * (1 - 1.5)
-    assert results("first_step_of_a_copy", method) == [expected] * 2
+    assert run_on_shared_ranks(first_step_of_a_copy, 2, method) == [expected] * 2
 
 
 def copies_that_differ() -> None:
@@ -934,7 +930,7 @@ def trains_a_sparse_copy(with_dense: bool) -> bool:
 @pytest.mark.parametrize("with_dense", [False, True])
 def test_first_step_of_a_copy_averages_sparse_gradients(with_dense: bool) -> None:
     # Without a dense parameter, the gradient that connects the copy is sparse.
-    assert results("trains_a_sparse_copy", with_dense) == [True, True]
+    assert run_on_shared_ranks(trains_a_sparse_copy, 2, with_dense) == [True, True]
 
 
 # ----- an extra pass or a skipped step on one rank -----
@@ -971,7 +967,7 @@ def change_weights_temporarily() -> bool:
 
 
 def test_temporary_weight_change_on_one_rank_is_allowed() -> None:
-    assert results("change_weights_temporarily") == [True] * 2
+    assert run_on_shared_ranks(change_weights_temporarily, 2) == [True] * 2
 
 
 def fails_in_backward() -> list[str]:
@@ -997,59 +993,6 @@ def test_error_in_backward_pass_is_reported_on_every_rank() -> None:
     assert second.value == ["division by zero"] * 2
 
 
-# ----- runs of the programs -----
-
-
-def programs() -> list[tuple]:
-    """Return the name and arguments of each program."""
-    names = [
-        *CHANGES,
-        *LOOPS,
-        *RAISED_BY_TORCH,
-        "changes_buffers_in_join",
-        "unfreezes_part_of_a_large_model",
-        "keeps_graphs",
-        "trains_complex",
-        "trains_sparse",
-        "runs_out_of_inputs",
-        "exchanges_gradients",
-        "replaces_gradients_by_views",
-        "change_weights_temporarily",
-    ]
-    return [
-        *((name,) for name in names),
-        *(("checkpoints", *arguments) for arguments in CHECKPOINTS),
-        *(("trains_batch_norm", broadcast) for broadcast in (True, False)),
-        *(("keeps", kind) for kind in REFERENCES),
-        *(("copies", kind) for kind in COPIES),
-        *(("copies_then_replaces", how) for how in ("assign", "layer")),
-        *(("first_step_of_a_copy", method) for method in ("backward", "finish", "join")),
-        *(("trains_a_sparse_copy", with_dense) for with_dense in (False, True)),
-    ]
-
-
-def run_programs() -> dict[tuple, Any]:
-    """Return the result of each program, or the traceback of its error."""
-    outcomes: dict[tuple, Any] = {}
-    for program in programs():
-        try:
-            outcomes[program] = globals()[program[0]](*program[1:])
-        except Exception:
-            # If one rank fails, the other one may fail in this program and in later ones.
-            outcomes[program] = traceback.format_exc()
-    return outcomes
-
-
-@cache
-def outcomes_of_programs() -> list[dict[tuple, Any]]:
-    return run_ranks(run_programs, 2, timeout=300)
-
-
-def results(*program: Any) -> list[Any]:
-    """Return the result of a program on each rank."""
-    return [outcomes[program] for outcomes in outcomes_of_programs()]
-
-
 def differentiate_on_one_rank() -> list[float]:
     model = DDP(nn.Linear(2, 1))
     if dist.get_rank() == 0:
@@ -1060,7 +1003,7 @@ def differentiate_on_one_rank() -> list[float]:
 
 
 def test_autograd_grad_on_one_rank_opens_no_step() -> None:
-    assert run_ranks(differentiate_on_one_rank, 2, timeout=60) == [[1.5, 1.5]] * 2
+    assert run_on_shared_ranks(differentiate_on_one_rank, 2) == [[1.5, 1.5]] * 2
 
 
 def train_on_uneven_tokens() -> None:

@@ -12,9 +12,8 @@ import torch
 import torch.distributed as dist
 from ddp import DDP, Meter, all_reduce_gradients, all_reduce_gradients_flat
 from figures import assert_at_most
-from shared_programs import SharedPrograms, run_all
 from torch import nn
-from worker_pool import run_ranks, try_ranks
+from worker_pool import run_on_shared_ranks, run_ranks, try_ranks
 
 TIMEOUT = 60.0  # seconds of the process group; no test waits that long
 SMALL = 100 / 2**20  # MiB: one or two buckets per layer
@@ -69,7 +68,7 @@ def average_sparse_gradients() -> None:
 
 
 def test_sparse_gradients_are_averaged_per_parameter_and_refused_by_the_flat_average() -> None:
-    programs.results("average_sparse_gradients")
+    run_on_shared_ranks(average_sparse_gradients, 2)
 
 
 def average_in_any_memory_order(average) -> None:
@@ -97,14 +96,14 @@ def average_of_different_layers(average) -> str:
 
 @pytest.mark.parametrize("average", [all_reduce_gradients, all_reduce_gradients_flat])
 def test_layers_that_are_frozen_on_one_rank_are_named(average) -> None:
-    for error in programs.results("average_of_different_layers", average):
+    for error in run_on_shared_ranks(average_of_different_layers, 2, average):
         assert "'left.weight', 'left.bias' got no gradient on rank 0, but did on rank 1" in error
         assert "DDP(..., find_unused_parameters=True)" in error
 
 
 @pytest.mark.parametrize("average", [all_reduce_gradients, all_reduce_gradients_flat])
 def test_gradients_may_have_any_memory_order(average) -> None:
-    programs.results("average_in_any_memory_order", average)
+    run_on_shared_ranks(average_in_any_memory_order, 2, average)
 
 
 # ----- models that differ -----
@@ -166,7 +165,7 @@ DIFFERENCES = {
 
 
 def test_models_that_differ_are_refused_on_every_rank() -> None:
-    for errors in programs.results("wrap_all_different_models"):
+    for errors in run_on_shared_ranks(wrap_all_different_models, 2):
         for kind, parts in DIFFERENCES.items():
             for part in parts:
                 assert part in errors[kind]
@@ -195,7 +194,7 @@ def train_with_different_branches(design: str) -> list[str]:
 
 @pytest.mark.parametrize("design", ["ddp", "naive", slow("flat")])
 def test_gradient_missing_on_some_ranks_names_parameter_and_rank(design: str) -> None:
-    for first, second in programs_on_three.results("train_with_different_branches", design):
+    for first, second in run_on_shared_ranks(train_with_different_branches, 3, design):
         assert "'right.weight', 'right.bias' got no gradient on rank 0, but did on rank 1" in first
         # The error leaves a valid state: the next step succeeds.
         assert second == "fine"
@@ -222,7 +221,7 @@ def train_with_nan() -> list[str]:
 
 
 def test_nan_names_parameter_and_rank_on_every_rank() -> None:
-    for first, second in programs.results("train_with_nan"):
+    for first, second in run_on_shared_ranks(train_with_nan, 2):
         assert "the gradient of 'trunk.bias' contains NaN on rank 1" in first
         assert second == "fine"
 
@@ -238,7 +237,7 @@ def train_with_infinities() -> bool:
 
 def test_infinities_are_not_reported_as_nan() -> None:
     # A loss scaler checks for infinities itself.
-    assert programs.results("train_with_infinities") == [True, True]
+    assert run_on_shared_ranks(train_with_infinities, 2) == [True, True]
 
 
 # ----- misuse -----
@@ -408,7 +407,7 @@ def train_with_failing_collective(asynchronous: bool) -> tuple:
 
 @pytest.mark.parametrize("asynchronous", [True, False])
 def test_rank_named_by_the_collective_is_reported_unchanged(asynchronous: bool) -> None:
-    for outcome in programs.results("train_with_failing_collective", asynchronous):
+    for outcome in run_on_shared_ranks(train_with_failing_collective, 2, asynchronous):
         name, ranks, seconds, notes = outcome
         assert (name, ranks) == ("RankLost", [7])
         assert seconds < 25  # no rank waits 50 s for the reasons of the other ranks
@@ -454,33 +453,3 @@ def test_dead_rank_that_hosted_the_store_is_named() -> None:
     for outcome in outcomes[1:]:
         assert "rank 0" in str(outcome.error)
         assert "could not finish" in str(outcome.error)
-
-
-def run_programs() -> dict:
-    return run_all(globals(), PROGRAMS)
-
-
-PROGRAMS = [
-    ("average_sparse_gradients",),
-    ("average_in_any_memory_order", all_reduce_gradients),
-    ("average_in_any_memory_order", all_reduce_gradients_flat),
-    ("average_of_different_layers", all_reduce_gradients),
-    ("average_of_different_layers", all_reduce_gradients_flat),
-    ("wrap_all_different_models",),
-    ("train_with_nan",),
-    ("train_with_infinities",),
-    ("train_with_failing_collective", True),
-    ("train_with_failing_collective", False),
-]
-programs = SharedPrograms(run_programs, 2, PROGRAMS)
-
-
-def run_programs_on_three() -> dict:
-    return run_all(globals(), PROGRAMS_ON_THREE)
-
-
-PROGRAMS_ON_THREE = [
-    ("train_with_different_branches", "ddp"),
-    ("train_with_different_branches", "naive"),
-]
-programs_on_three = SharedPrograms(run_programs_on_three, 3, PROGRAMS_ON_THREE)

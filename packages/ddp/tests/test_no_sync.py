@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from ddp import DDP
 from torch import nn
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks
 
 #: A pass: True if its forward pass, and True if its backward pass, runs inside `no_sync()`.
 PASSES = list(product([False, True], repeat=2))
@@ -94,7 +94,7 @@ def test_no_sync_around_any_pass_gives_the_gradients_of_torch_ddp() -> None:
         "dictionary": single,
         "object": single,
     }
-    assert run_ranks(compare_sequences, 2, sequences) == [24, 24]
+    assert run_on_shared_ranks(compare_sequences, 2, sequences) == [24, 24]
 
 
 @pytest.mark.exhaustive
@@ -106,14 +106,14 @@ def test_long_sequences_of_no_sync_give_the_gradients_of_torch_ddp(world: int) -
         "dictionary": list(product(PASSES, repeat=3)),
         "object": list(product(PASSES, repeat=3)),
     }
-    assert run_ranks(compare_sequences, world, sequences, timeout=400) == [384] * world
+    assert run_on_shared_ranks(compare_sequences, world, sequences, timeout=400) == [384] * world
 
 
 @pytest.mark.exhaustive
 @pytest.mark.filterwarnings("default")
 def test_no_sync_around_any_pass_of_a_compiled_wrapper() -> None:
     sequences = {"tensor": list(product(PASSES, repeat=2))}
-    assert run_ranks(compare_sequences, 2, sequences, True, timeout=400) == [16, 16]
+    assert run_on_shared_ranks(compare_sequences, 2, sequences, True, timeout=400) == [16, 16]
 
 
 def run_two_graphs(inside: tuple, order: tuple) -> None:
@@ -159,7 +159,7 @@ def run_pairs_of_graphs() -> bool:
 
 
 def test_each_backward_pass_follows_its_own_forward_pass() -> None:
-    assert run_ranks(run_pairs_of_graphs, 2) == [True, True]
+    assert run_on_shared_ranks(run_pairs_of_graphs, 2) == [True, True]
 
 
 def retry_after_an_error() -> bool:
@@ -183,4 +183,4 @@ def retry_after_an_error() -> bool:
 
 
 def test_step_is_averaged_after_an_error_before_its_first_gradient() -> None:
-    assert run_ranks(retry_after_an_error, 2) == [True, True]
+    assert run_on_shared_ranks(retry_after_an_error, 2) == [True, True]

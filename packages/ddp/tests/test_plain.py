@@ -26,8 +26,8 @@ from ddp.extensions import Extension
 from ddp.plain import PlainDDP
 from ddp.process_group import resolve_group
 from ddp.reducer import Reducer
-from shared_programs import SharedPrograms, run_all
 from torch import nn
+from worker_pool import run_on_shared_ranks
 
 
 def train_both(bucket_bytes: int) -> list:
@@ -53,7 +53,7 @@ BUCKET_BYTES = [40, 200, 10**6]
 
 @pytest.mark.parametrize("bucket_bytes", BUCKET_BYTES)
 def test_ddp_trains_bit_equal_to_the_minimal_implementation(bucket_bytes: int) -> None:
-    first, second = programs.results("train_both", bucket_bytes)
+    first, second = run_on_shared_ranks(train_both, 2, bucket_bytes)
     assert first == second
 
 
@@ -106,15 +106,7 @@ def test_reducer_needs_no_extension_and_a_gradient_crosses_the_files_of_the_read
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     listed = re.findall(r"^\d\. \[.*?\]\(src/ddp/(.*?)\)", readme, re.MULTILINE)
     assert len(listed) == 4
-    assert programs.results("train_with_a_bare_reducer") == [sorted(listed)] * 2
-
-
-def run_programs() -> dict:
-    return run_all(globals(), PROGRAMS)
-
-
-PROGRAMS = [*(("train_both", size) for size in BUCKET_BYTES), ("train_with_a_bare_reducer",)]
-programs = SharedPrograms(run_programs, 2, PROGRAMS)
+    assert run_on_shared_ranks(train_with_a_bare_reducer, 2) == [sorted(listed)] * 2
 
 
 def test_meter_checks_attribution_and_compression_implement_one_interface_of_five_methods() -> None:

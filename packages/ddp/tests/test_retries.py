@@ -8,8 +8,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp import DDP
-from shared_programs import SharedPrograms, run_all
 from torch import nn
+from worker_pool import run_on_shared_ranks
 
 
 def net() -> nn.Sequential:
@@ -59,7 +59,7 @@ def train_a_copy(change: str) -> list[str]:
 
 @pytest.mark.parametrize("change", ["extra_buffer", "other_weights"])
 def test_copies_that_differ_are_refused_until_they_are_equal(change: str) -> None:
-    for first, second, corrected in programs.results("train_a_copy", change):
+    for first, second, corrected in run_on_shared_ranks(train_a_copy, 2, change):
         assert first == second != ""
         assert corrected == ""
 
@@ -77,7 +77,7 @@ def unfreeze_different_layers() -> list[str]:
 
 
 def test_models_that_changed_differently_are_refused_until_they_are_equal() -> None:
-    for unchanged, first, second, corrected in programs.results("unfreeze_different_layers"):
+    for unchanged, first, second, corrected in run_on_shared_ranks(unfreeze_different_layers, 2):
         assert unchanged == corrected == ""
         assert first == second
         assert "rank 1 has parameter '1.weight' (2, 3) torch.float32, but rank 0 has" in first
@@ -101,7 +101,7 @@ def fail_to_allocate() -> list[str]:
 
 
 def test_failed_allocation_of_new_buckets_is_reported_again() -> None:
-    for unchanged, first, second in programs.results("fail_to_allocate"):
+    for unchanged, first, second in run_on_shared_ranks(fail_to_allocate, 2):
         assert unchanged == ""
         assert "no memory for a bucket" in first
         assert "no memory for a bucket" in second
@@ -120,7 +120,7 @@ def skip_an_optimizer_step() -> list[str]:
 
 
 def test_weights_that_differ_after_a_skipped_step_are_refused_until_a_restart() -> None:
-    for first, second, third, fourth in programs.results("skip_an_optimizer_step"):
+    for first, second, third, fourth in run_on_shared_ranks(skip_an_optimizer_step, 2):
         assert first == second == ""
         assert "on ranks [0], but not on ranks [1]" in third
         assert "on ranks [0], but not on ranks [1]" in fourth
@@ -158,25 +158,9 @@ def repeat_backward(trains_last_layer: bool) -> str:
 
 @pytest.mark.parametrize("trains_last_layer", [False, True])
 def test_backward_pass_that_raised_is_repeated_or_refused(trains_last_layer: bool) -> None:
-    for error in programs.results("repeat_backward", trains_last_layer):
+    for error in run_on_shared_ranks(repeat_backward, 2, trains_last_layer):
         if trains_last_layer:
             # Gradients of the last layer were being reduced.
             assert "the last backward pass raised an error" in error
         else:
             assert error == ""
-
-
-def run_programs() -> dict:
-    return run_all(globals(), PROGRAMS)
-
-
-PROGRAMS = [
-    ("train_a_copy", "extra_buffer"),
-    ("train_a_copy", "other_weights"),
-    ("unfreeze_different_layers",),
-    ("fail_to_allocate",),
-    ("skip_an_optimizer_step",),
-    ("repeat_backward", False),
-    ("repeat_backward", True),
-]
-programs = SharedPrograms(run_programs, 2, PROGRAMS)

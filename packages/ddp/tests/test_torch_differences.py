@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp import DDP
-from shared_programs import SharedPrograms, run_all
 from torch import nn
+from worker_pool import run_on_shared_ranks
 
 
 def net() -> nn.Sequential:
@@ -139,13 +139,9 @@ def compare_ranks(situation: str, *, use_torch: bool) -> str:
     return "equal" if states[0] == states[1] else "different"
 
 
-def compare_ranks_in_all_situations() -> dict[str, tuple[str, str]]:
-    """Return the outcome with torch's DDP and with ours, by situation."""
-    outcomes = {}
-    for situation in SITUATIONS:
-        theirs = compare_ranks(situation, use_torch=True)
-        outcomes[situation] = theirs, compare_ranks(situation, use_torch=False)
-    return outcomes
+def compare_with_torch_ddp(situation: str) -> tuple[str, str]:
+    """Return the outcome with torch's DDP and with ours."""
+    return compare_ranks(situation, use_torch=True), compare_ranks(situation, use_torch=False)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +160,7 @@ def compare_ranks_in_all_situations() -> dict[str, tuple[str, str]]:
     ],
 )
 def test_ranks_of_torch_ddp_diverge_and_ours_do_not(situation: str, expected: str) -> None:
-    for outcomes in programs.results("compare_ranks_in_all_situations"):
-        theirs, ours = outcomes[situation]
+    for theirs, ours in run_on_shared_ranks(compare_with_torch_ddp, 2, situation):
         assert theirs == "different"
         assert ours.startswith(expected)
 
@@ -246,7 +241,7 @@ def compare_changed_buffers(rank: int) -> dict[str, list[tuple[float, list]]]:
 def test_buffers_changed_on_one_rank_are_those_of_rank_0_as_with_torch_ddp(
     changed_rank: int,
 ) -> None:
-    first, second = programs.results("compare_changed_buffers", changed_rank)
+    first, second = run_on_shared_ranks(compare_changed_buffers, 2, changed_rank)
     assert first == second
     before, changed, _ = first["float"]
     assert (before == changed) == (changed_rank == 1)
@@ -300,7 +295,7 @@ def compare_used_buffers() -> list[list[float]]:
 
 
 def test_every_kind_of_forward_pass_copies_buffers_if_torch_ddp_does() -> None:
-    first, second = programs.results("compare_used_buffers")
+    first, second = run_on_shared_ranks(compare_used_buffers, 2)
     are_equal = [ours == theirs for ours, theirs in zip(first, second, strict=True)]
     # A forward pass after one without gradients or in `no_sync` uses the buffers of its rank.
     assert any(are_equal)
@@ -312,7 +307,7 @@ def change_local_buffer() -> list[tuple[float, list]]:
 
 
 def test_buffers_that_are_not_synchronized_stay_local() -> None:
-    first, second = programs.results("change_local_buffer")
+    first, second = run_on_shared_ranks(change_local_buffer, 2)
     assert first[0][0] == first[1][0] == second[0][0] != second[1][0]
 
 
@@ -387,11 +382,11 @@ def move_gradients() -> list[str]:
 
 
 def test_moved_gradients_do_not_warn() -> None:
-    assert programs.results("move_gradients") == [[], []]
+    assert run_on_shared_ranks(move_gradients, 2) == [[], []]
 
 
 def test_memory_of_the_caller_receives_the_mean_or_a_warning_is_issued() -> None:
-    for results in programs.results("average_into_all_memory_of_the_caller"):
+    for results in run_on_shared_ranks(average_into_all_memory_of_the_caller, 2):
         assert len(results) == 8
         for is_nothing_kept, by_default, separate in results:
             if is_nothing_kept:
@@ -447,7 +442,7 @@ def train_with_all_options() -> list[list[list]]:
 
 
 def test_undefined_gradient_of_a_custom_function_counts_as_zero_as_in_torch_ddp() -> None:
-    for by_default, find_unused, static in programs.results("train_with_all_options"):
+    for by_default, find_unused, static in run_on_shared_ranks(train_with_all_options, 2):
         for theirs, ours in (by_default, find_unused, static):
             assert ours == theirs
         assert by_default[1][1] == [0.0] * 5
@@ -476,26 +471,8 @@ def share_gradients() -> list[str]:
 
 
 def test_parameters_that_share_one_gradient_are_refused() -> None:
-    for errors in programs.results("share_gradients"):
+    for errors in run_on_shared_ranks(share_gradients, 2):
         assert len(errors) == 6
         for error in errors:
             assert "expected a separate .grad of each parameter" in error
             assert "'0.weight' and '1.weight'" in error
-
-
-def run_programs() -> dict:
-    return run_all(globals(), PROGRAMS)
-
-
-PROGRAMS = [
-    ("compare_ranks_in_all_situations",),
-    ("compare_changed_buffers", 0),
-    ("compare_changed_buffers", 1),
-    ("compare_used_buffers",),
-    ("change_local_buffer",),
-    ("move_gradients",),
-    ("average_into_all_memory_of_the_caller",),
-    ("train_with_all_options",),
-    ("share_gradients",),
-]
-programs = SharedPrograms(run_programs, 2, PROGRAMS)

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from ddp import DDP
 from ddp.consistency import gradient_agreement
-from shared_programs import SharedPrograms, run_all
 from torch import nn
+from worker_pool import run_on_shared_ranks
 
 MIB = 2**20
 
@@ -46,7 +46,7 @@ def train_experts() -> bool:
 
 
 def test_find_unused_parameters_counts_missing_gradients_as_zero() -> None:
-    assert programs.results("train_experts") == [True] * 3
+    assert run_on_shared_ranks(train_experts, 3) == [True] * 3
 
 
 def train_experts_on_many_ranks() -> int:
@@ -69,7 +69,7 @@ def train_experts_on_many_ranks() -> int:
 
 
 def test_names_are_compared_if_sums_over_many_ranks_may_be_rounded() -> None:
-    assert programs.results("train_experts_on_many_ranks") == [3] * 3
+    assert run_on_shared_ranks(train_experts_on_many_ranks, 3) == [3] * 3
 
 
 def train_with_uneven_inputs(by_initial: bool, accumulate: bool) -> dict:
@@ -120,7 +120,7 @@ def train_with_uneven_inputs(by_initial: bool, accumulate: bool) -> dict:
     ],
 )
 def test_join_averages_over_ranks_with_uneven_inputs(by_initial, accumulate) -> None:
-    ranks = programs.results("train_with_uneven_inputs", by_initial, accumulate)
+    ranks = run_on_shared_ranks(train_with_uneven_inputs, 3, by_initial, accumulate)
     assert ranks[0] == ranks[1] == ranks[2]
 
 
@@ -146,19 +146,4 @@ def train_sparse_with_uneven_inputs(by_initial: bool) -> None:
 
 @pytest.mark.parametrize("by_initial", [True, False])
 def test_join_averages_sparse_gradients_over_ranks_with_inputs(by_initial: bool) -> None:
-    programs.results("train_sparse_with_uneven_inputs", by_initial)
-
-
-def run_programs() -> dict:
-    return run_all(globals(), PROGRAMS)
-
-
-PROGRAMS = [
-    ("train_experts",),
-    ("train_experts_on_many_ranks",),
-    ("train_with_uneven_inputs", True, True),
-    ("train_with_uneven_inputs", False, False),
-    ("train_sparse_with_uneven_inputs", True),
-    ("train_sparse_with_uneven_inputs", False),
-]
-programs = SharedPrograms(run_programs, 3, PROGRAMS)
+    run_on_shared_ranks(train_sparse_with_uneven_inputs, 3, by_initial)

@@ -15,10 +15,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp import DDP
-from shared_programs import SharedPrograms, run_all
 from torch import Tensor, nn
 from torch.profiler import ProfilerActivity
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks, run_ranks
 
 MIB = 2**20
 
@@ -41,7 +40,7 @@ def wrap_and_compare_state() -> list[list]:
 
 
 def test_weights_and_buffers_are_those_of_rank_0() -> None:
-    ranks = programs.results("wrap_and_compare_state")
+    ranks = run_on_shared_ranks(wrap_and_compare_state, 2)
     assert ranks[0][0] == ranks[0][1]
     assert ranks[1][0] != ranks[0][0]
     assert all(after == ranks[0][1] for _, after in ranks)
@@ -67,7 +66,7 @@ def train_in_allocated_memory() -> None:
 
 
 def test_gradients_are_views_of_allocated_memory() -> None:
-    programs.results("train_in_allocated_memory")
+    run_on_shared_ranks(train_in_allocated_memory, 2)
 
 
 def peak_memory(extra: bool) -> float:
@@ -109,7 +108,7 @@ def best_peak_memory(extra: bool) -> float:
 @pytest.mark.parametrize("extra", [False, True])
 def test_memory_is_parameters_and_one_set_of_gradients(extra: bool) -> None:
     # The remainder is one gradient of 32 before it is copied in, activations and flags.
-    for peak in programs.results("best_peak_memory", extra):
+    for peak in run_on_shared_ranks(best_peak_memory, 2, extra):
         assert 1 + extra <= peak < 1.1 + extra
 
 
@@ -134,7 +133,7 @@ def ready_orders() -> tuple[list, list]:
 
 def test_buckets_follow_the_order_in_which_gradients_became_ready() -> None:
     declared, real = ["c.weight", "b.weight", "a.weight"], ["b.weight", "c.weight", "a.weight"]
-    assert programs.results("ready_orders") == [[declared, real, real]] * 2
+    assert run_on_shared_ranks(ready_orders, 2) == [[declared, real, real]] * 2
 
 
 def bucket_lengths() -> tuple:
@@ -153,7 +152,7 @@ def bucket_lengths() -> tuple:
 
 def test_bucket_sizes_follow_the_list() -> None:
     # By default the first of several buckets has at most 1 MiB, or one larger matrix.
-    assert programs.results("bucket_lengths") == [([1, 2, 2, 2], [1, 5])] * 2
+    assert run_on_shared_ranks(bucket_lengths, 2) == [([1, 2, 2, 2], [1, 5])] * 2
 
 
 def train_with_several_forwards() -> bool:
@@ -178,7 +177,7 @@ def train_with_several_forwards() -> bool:
 
 
 def test_several_forwards_before_a_backward() -> None:
-    assert programs.results("train_with_several_forwards") == [True, True]
+    assert run_on_shared_ranks(train_with_several_forwards, 2) == [True, True]
 
 
 def wrap_again() -> list[float]:
@@ -199,7 +198,7 @@ def wrap_again() -> list[float]:
 
 
 def test_deleted_wrapper_averages_nothing() -> None:
-    assert programs.results("wrap_again") == [[1.0, 1.5, 2], [2.0, 1.5, 2]]
+    assert run_on_shared_ranks(wrap_again, 2) == [[1.0, 1.5, 2], [2.0, 1.5, 2]]
 
 
 def error_of(call: Callable[..., object], *args: Tensor) -> str:
@@ -237,7 +236,7 @@ OLDER = ["module", "last layer", "copy"]
 
 @pytest.mark.parametrize("older", OLDER)
 def test_rewrapped_module_is_reduced_by_newest_wrapper(older: str) -> None:
-    for errors, steps in programs.results("wrap_again_and_train", older):
+    for errors, steps in run_on_shared_ranks(wrap_again_and_train, 2, older):
         assert all("only the newest wrapper averages" in error for error in errors)
         assert steps == 0
 
@@ -257,27 +256,8 @@ def step_in_backward() -> str:
 
 @pytest.mark.filterwarnings("default")
 def test_an_optimizer_that_steps_within_the_backward_pass_is_refused() -> None:
-    for error in programs.results("step_in_backward"):
+    for error in run_on_shared_ranks(step_in_backward, 2):
         assert "before they are averaged" in error
-
-
-def run_programs() -> dict:
-    return run_all(globals(), PROGRAMS)
-
-
-PROGRAMS = [
-    ("wrap_and_compare_state",),
-    ("best_peak_memory", False),
-    ("best_peak_memory", True),
-    ("train_in_allocated_memory",),
-    ("ready_orders",),
-    ("bucket_lengths",),
-    ("train_with_several_forwards",),
-    ("wrap_again",),
-    *(("wrap_again_and_train", older) for older in OLDER),
-    ("step_in_backward",),
-]
-programs = SharedPrograms(run_programs, 2, PROGRAMS)
 
 
 def train_compiled(compiler: str) -> bool:

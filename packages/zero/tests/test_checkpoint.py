@@ -18,7 +18,7 @@ from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_ranks import SharedRanks, case_folder, run_in_order
+from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.checkpoint.planner import boxes
 from zero.optimizer import optimizer_trial
@@ -28,14 +28,11 @@ from zero_training import train as train_alike
 DEADLINE = 300.0
 
 
-def serve(cases):
+def prepare_rank():
     # The optimizers of these tests do not change after a few steps.
     optimizer_trial.STEPS = 10
-    return run_in_order(globals(), cases)
 
 
-TWO_RANKS = SharedRanks(serve, 2)
-FOUR_RANKS = SharedRanks(serve, 4)
 FULL = StateDictOptions(full_state_dict=True)
 
 
@@ -126,7 +123,6 @@ RESUMED = [
 ]
 
 
-@FOUR_RANKS.case(*RESUMED)
 def resume(before, after, name):
     path = f"{case_folder()}/checkpoint"
     results = [run_on(before[1], save_at, path, before[0], name)]
@@ -151,7 +147,7 @@ def resume(before, after, name):
     ],
 )
 def test_resumed_training_equals_uninterrupted_training(before, after, name):
-    assert all(FOUR_RANKS.run(resume, before, after, name))
+    assert all(run_on_shared_ranks(resume, 4, before, after, name))
 
 
 def part_of_the_loss(model, step, rank):
@@ -200,7 +196,6 @@ def some_steps(path, stage, resumed, group):
     return whole(model)
 
 
-@FOUR_RANKS.case((1,), (3,))
 def resume_with_three(stage):
     path = f"{case_folder()}/checkpoint"
     run_on(4, some_steps, path, stage, False)
@@ -213,7 +208,7 @@ def resume_with_three(stage):
 
 @pytest.mark.parametrize("stage", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_resuming_with_three_ranks_after_four_is_bit_equal_to_uninterrupted_training(stage):
-    assert all(FOUR_RANKS.run(resume_with_three, stage))
+    assert all(run_on_shared_ranks(resume_with_three, 4, stage))
 
 
 @settings(max_examples=200, deadline=None)
@@ -283,7 +278,6 @@ def compiled(module):
     return OptimizedModule(module, lambda forward: forward)
 
 
-@TWO_RANKS.case()
 def name_it():
     """Save compiled, tied and nested models, and load them by every name of a tied tensor."""
     path = case_folder()
@@ -325,10 +319,9 @@ def name_it():
 
 
 def test_names_are_the_unwrapped_modules_and_tied_tensors_keep_all_names():
-    assert all(TWO_RANKS.run(name_it))
+    assert all(run_on_shared_ranks(name_it, 2))
 
 
-@TWO_RANKS.case()
 def compiled_as_a_whole():
     """Save and load models that torch.compile wraps, one of which is sharded."""
     path = case_folder()
@@ -340,7 +333,7 @@ def compiled_as_a_whole():
 
 
 def test_a_compiled_model_is_saved_and_loaded():
-    assert all(TWO_RANKS.run(compiled_as_a_whole))
+    assert all(run_on_shared_ranks(compiled_as_a_whole, 2))
 
 
 def save_beside_others(folder):
@@ -374,7 +367,6 @@ def test_other_programs_files_and_symbolic_links_are_kept(tmp_path):
     assert {path.name for path in tmp_path.iterdir()} == {"real", "runs"}
 
 
-@TWO_RANKS.case()
 def continue_in_another_dtype():
     path = case_folder()
     model, optimizer, *_ = pair(3)
@@ -424,7 +416,7 @@ def cast(values, dtype):
 
 
 def test_training_continues_in_another_dtype():
-    assert all(TWO_RANKS.run(continue_in_another_dtype))
+    assert all(run_on_shared_ranks(continue_in_another_dtype, 2))
 
 
 class Averaging(torch.optim.Optimizer):
@@ -444,7 +436,6 @@ class Averaging(torch.optim.Optimizer):
                 parameter.sub_(state["average"].to(parameter.dtype), alpha=group["lr"])
 
 
-@TWO_RANKS.case()
 def resume_state_of_another_dtype():
     """Continue after a load as without it, with float32 state of bfloat16 parameters."""
     path = case_folder()
@@ -488,10 +479,9 @@ def full_values(model):
 
 
 def test_state_of_another_dtype_than_its_parameter_is_resumed_exactly():
-    assert all(TWO_RANKS.run(resume_state_of_another_dtype))
+    assert all(run_on_shared_ranks(resume_state_of_another_dtype, 2))
 
 
-@TWO_RANKS.case()
 def save_before_the_first_step():
     """Save and load state that an optimizer creates when it is constructed."""
     path = case_folder()
@@ -507,4 +497,4 @@ def save_before_the_first_step():
 
 
 def test_state_that_an_optimizer_creates_in_its_constructor_is_saved():
-    assert all(TWO_RANKS.run(save_before_the_first_step))
+    assert all(run_on_shared_ranks(save_before_the_first_step, 2))

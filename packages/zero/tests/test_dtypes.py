@@ -10,18 +10,11 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_ranks import SharedRanks, case_folder, run_in_order
+from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, Communicator, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.parameter_checks import is_trainable_dtype
 from zero_training import assert_alike, pair, train
 
-
-def serve(cases):
-    return run_in_order(globals(), cases)
-
-
-TWO_RANKS = SharedRanks(serve, 2)
-THREE_RANKS = SharedRanks(serve, 3)
 DTYPES = [
     "float16",
     "bfloat16",
@@ -98,7 +91,6 @@ def build(bits=0):
     return model._apply(lambda t: t.double() if t.dtype == torch.float32 and t.dim() else t)
 
 
-@TWO_RANKS.case((2,), (3,))
 def train_everything(stage):
     folder = case_folder()
     shard = {"shard": (nn.Linear, nn.Conv2d)} if stage == 3 else {}
@@ -126,10 +118,9 @@ def train_everything(stage):
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
 def test_every_dtype_and_memory_format_trains_and_is_saved(stage):
-    assert all(TWO_RANKS.run(train_everything, stage))
+    assert all(run_on_shared_ranks(train_everything, 2, stage))
 
 
-@THREE_RANKS.case()
 def move_and_sum():
     communicator, rank = Communicator(), dist.get_rank()
     for name in DTYPES:
@@ -161,7 +152,7 @@ def move_and_sum():
 
 
 def test_collectives_support_every_dtype():
-    assert all(THREE_RANKS.run(move_and_sum))
+    assert all(run_on_shared_ranks(move_and_sum, 3))
 
 
 class Scaled(nn.Module):
@@ -175,7 +166,6 @@ class Scaled(nn.Module):
         return (self.values * scale).sum()
 
 
-@THREE_RANKS.case((1,), (2,), (3,))
 def average_large_halves(stage):
     """Average float16 gradients whose sum over ranks exceeds the largest float16."""
     model = nn.ModuleList([Scaled(), Scaled()])
@@ -202,10 +192,9 @@ def average_large_halves(stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_averages_of_large_halves_do_not_overflow(stage):
-    assert all(THREE_RANKS.run(average_large_halves, stage))
+    assert all(run_on_shared_ranks(average_large_halves, 3, stage))
 
 
-@TWO_RANKS.case()
 def refuse_dtypes_of_gradients():
     layer = nn.Linear(3, 3, dtype=torch.bfloat16)
     if not hasattr(layer.weight, "grad_dtype"):
@@ -220,10 +209,9 @@ def refuse_dtypes_of_gradients():
 
 
 def test_parameters_with_gradients_of_another_dtype_are_refused():
-    assert all(TWO_RANKS.run(refuse_dtypes_of_gradients))
+    assert all(run_on_shared_ranks(refuse_dtypes_of_gradients, 2))
 
 
-@TWO_RANKS.case()
 def refuse_dtypes_without_arithmetic():
     for dtype in (torch.float8_e4m3fn, torch.complex32):
         parameter = nn.Parameter(torch.ones(7).to(dtype))
@@ -236,4 +224,4 @@ def refuse_dtypes_without_arithmetic():
 
 
 def test_trainable_parameters_of_dtypes_without_arithmetic_are_refused():
-    assert all(TWO_RANKS.run(refuse_dtypes_without_arithmetic))
+    assert all(run_on_shared_ranks(refuse_dtypes_without_arithmetic, 2))

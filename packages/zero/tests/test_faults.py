@@ -25,7 +25,7 @@ from worker_pool import run_ranks, try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_ranks import SharedRanks, case_folder, run_in_order
+from worker_pool import case_folder, run_on_shared_ranks
 from zero import (
     FSDP,
     Communicator,
@@ -39,13 +39,6 @@ from zero import save_checkpoint as save
 from zero.checkpoint import checkpoint
 
 DEADLINE = 300.0
-
-
-def serve(cases):
-    return run_in_order(globals(), cases)
-
-
-TWO_RANKS = SharedRanks(serve, 2)
 
 
 def exhaustive(value):
@@ -196,7 +189,6 @@ def test_a_host_of_the_store_that_hangs_is_named(tmp_path):
     assert "rank 0 died or hangs" in str(outcomes[1].error)
 
 
-@TWO_RANKS.case((1,), (3,))
 def different_models(stage):
     with pytest.raises(ValueError, match=r"\(7, 5\).* on rank 1"):
         build(stage, width=6 + dist.get_rank())
@@ -205,10 +197,9 @@ def different_models(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_models_that_differ_are_refused_on_every_rank(stage):
-    assert all(TWO_RANKS.run(different_models, stage))
+    assert all(run_on_shared_ranks(different_models, 2, stage))
 
 
-@TWO_RANKS.case()
 def refuse_bad_groups():
     model = nn.Linear(2, 3)
     with pytest.raises(ValueError, match="empty parameter list: pass"):
@@ -241,7 +232,6 @@ def refuse_bad_groups():
     return True
 
 
-@TWO_RANKS.case((1,), (3,))
 def refuse_shared_memory(stage):
     for tie in ("data", "transposed", "part"):
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
@@ -274,10 +264,9 @@ def build_sharded(model, stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_that_share_memory_are_refused(stage):
-    assert all(TWO_RANKS.run(refuse_shared_memory, stage))
+    assert all(run_on_shared_ranks(refuse_shared_memory, 2, stage))
 
 
-@TWO_RANKS.case()
 def refuse_expanded_buffers():
     """Refuse buffers that cannot be written to, before anything is changed."""
     path = case_folder()
@@ -307,10 +296,9 @@ def refuse_expanded_buffers():
 
 
 def test_buffers_made_by_expand_are_refused():
-    assert all(TWO_RANKS.run(refuse_expanded_buffers))
+    assert all(run_on_shared_ranks(refuse_expanded_buffers, 2))
 
 
-@TWO_RANKS.case()
 def refuse_parameters_of_before():
     """Refuse hooks and an optimizer that were created for parameters before FSDP replaced them."""
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
@@ -332,10 +320,9 @@ def refuse_parameters_of_before():
 
 
 def test_hooks_and_optimizers_from_before_sharding_are_refused():
-    assert all(TWO_RANKS.run(refuse_parameters_of_before))
+    assert all(run_on_shared_ranks(refuse_parameters_of_before, 2))
 
 
-@TWO_RANKS.case((1,), (3,))
 def refuse_other_tensors(stage):
     model = nn.Linear(4, 4)
     mesh = init_device_mesh("cpu", (2,))
@@ -347,10 +334,9 @@ def refuse_other_tensors(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_of_other_classes_of_tensors_are_refused(stage):
-    assert all(TWO_RANKS.run(refuse_other_tensors, stage))
+    assert all(run_on_shared_ranks(refuse_other_tensors, 2, stage))
 
 
-@TWO_RANKS.case()
 def refuse_ddp():
     whole = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     for sharded in (FSDP(copy.deepcopy(whole)), fully_shard(copy.deepcopy(whole))):
@@ -360,10 +346,9 @@ def refuse_ddp():
 
 
 def test_torchs_ddp_refuses_a_sharded_model():
-    assert all(TWO_RANKS.run(refuse_ddp))
+    assert all(run_on_shared_ranks(refuse_ddp, 2))
 
 
-@TWO_RANKS.case()
 def refuse_replaced_parameters():
     inputs = torch.randn(2, 5, dtype=torch.float64)
     replacement = torch.zeros(7, 5, dtype=torch.float64)
@@ -400,16 +385,15 @@ def refuse_replaced_parameters():
 
 
 def test_parameters_that_were_replaced_after_wrapping_are_refused():
-    assert all(TWO_RANKS.run(refuse_replaced_parameters))
+    assert all(run_on_shared_ranks(refuse_replaced_parameters, 2))
 
 
 def test_bad_arguments_are_refused_with_a_remedy():
-    assert all(TWO_RANKS.run(refuse_bad_groups))
+    assert all(run_on_shared_ranks(refuse_bad_groups, 2))
     with pytest.raises(RuntimeError, match="expected an initialized process group: call"):
         Communicator()
 
 
-@TWO_RANKS.case()
 def pass_sets():
     parameters = [nn.Parameter(torch.ones(3)) for _ in range(3)]
     group = {"params": parameters[:1]}
@@ -426,7 +410,7 @@ def pass_sets():
 
 
 def test_sets_of_parameters_are_refused():
-    assert all(TWO_RANKS.run(pass_sets))
+    assert all(run_on_shared_ranks(pass_sets, 2))
 
 
 def first_checkpoint(path):
@@ -519,7 +503,6 @@ def test_a_full_disk_leaves_the_last_good_checkpoint(tmp_path):
         subprocess.run(["umount", "-l", str(disk)], check=True)
 
 
-@TWO_RANKS.case()
 def load_previous():
     """Load a checkpoint in the state between the renames of a save."""
     path = Path(case_folder(), "last")
@@ -532,10 +515,9 @@ def load_previous():
 
 
 def test_a_save_interrupted_between_its_renames_loads_the_previous():
-    assert TWO_RANKS.run(load_previous) == [1, 1]
+    assert run_on_shared_ranks(load_previous, 2) == [1, 1]
 
 
-@TWO_RANKS.case()
 def refuse_damaged_checkpoints():
     """Load checkpoints that are absent, of another model, newer or damaged."""
     folder = case_folder()
@@ -570,10 +552,9 @@ def refuse_damaged_checkpoints():
 
 
 def test_damaged_foreign_and_newer_checkpoints_are_refused_by_key():
-    assert all(TWO_RANKS.run(refuse_damaged_checkpoints))
+    assert all(run_on_shared_ranks(refuse_damaged_checkpoints, 2))
 
 
-@TWO_RANKS.case()
 def save_an_object():
     path = case_folder()
     model, optimizer = build(1)
@@ -586,7 +567,7 @@ def save_an_object():
 
 
 def test_an_extra_that_could_not_be_loaded_is_not_saved():
-    assert all(TWO_RANKS.run(save_an_object))
+    assert all(run_on_shared_ranks(save_an_object, 2))
 
 
 class DottedKeys(torch.optim.SGD):
@@ -599,7 +580,6 @@ class DottedKeys(torch.optim.SGD):
                 self.state[parameter]["a.b"] = torch.zeros_like(parameter)
 
 
-@TWO_RANKS.case()
 def save_dotted_keys():
     """Save state that only one rank has, and that a checkpoint cannot store."""
     path = case_folder()
@@ -614,10 +594,9 @@ def save_dotted_keys():
 
 
 def test_state_that_one_rank_cannot_save_is_reported_on_every_rank():
-    assert all(TWO_RANKS.run(save_dotted_keys))
+    assert all(run_on_shared_ranks(save_dotted_keys, 2))
 
 
-@TWO_RANKS.case()
 def refuse_to_wrap_twice():
     model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
     first = ShardedOptimizer(model.parameters(), torch.optim.SGD)
@@ -637,10 +616,9 @@ def refuse_to_wrap_twice():
 
 
 def test_wrapping_twice_is_refused_by_name():
-    assert all(TWO_RANKS.run(refuse_to_wrap_twice))
+    assert all(run_on_shared_ranks(refuse_to_wrap_twice, 2))
 
 
-@TWO_RANKS.case()
 def use_one_after_the_other():
     """Shard parameters of a deleted optimizer by another one, and by FSDP."""
     model = nn.Linear(4, 4)
@@ -651,7 +629,6 @@ def use_one_after_the_other():
     return len(second.flat.shards) > 0 and len(FSDP(model).units) == 1
 
 
-@TWO_RANKS.case((1,), (2,))
 def delete_with_gradients(stage):
     """Delete a model and its optimizer, or the optimizer only, without clearing the gradients."""
     model = nn.Linear(5, 3)
@@ -676,10 +653,9 @@ def delete_with_gradients(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_models_and_optimizers_are_freed_with_their_gradients(stage):
-    assert all(TWO_RANKS.run(delete_with_gradients, stage))
+    assert all(run_on_shared_ranks(delete_with_gradients, 2, stage))
 
 
-@TWO_RANKS.case()
 def delete_sharded_model():
     """Delete a model at stage 3 before its first step, and after one that leaves gradients."""
     for has_step in (False, True):
@@ -699,8 +675,8 @@ def delete_sharded_model():
 
 
 def test_a_model_of_fsdp_is_freed_when_it_is_deleted():
-    assert all(TWO_RANKS.run(delete_sharded_model))
+    assert all(run_on_shared_ranks(delete_sharded_model, 2))
 
 
 def test_parameters_of_a_deleted_optimizer_can_be_sharded_again():
-    assert all(TWO_RANKS.run(use_one_after_the_other))
+    assert all(run_on_shared_ranks(use_one_after_the_other, 2))

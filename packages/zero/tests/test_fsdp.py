@@ -16,7 +16,7 @@ from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_ranks import SharedRanks, run_in_order
+from worker_pool import run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer
 from zero.fsdp.unit import UnitState
 
@@ -26,15 +26,6 @@ ELEMENTWISE = (
     "ASGD",
 )  # fmt: skip
 DEADLINE = 300.0
-
-
-def serve(cases):
-    return run_in_order(globals(), cases)
-
-
-TWO_RANKS = SharedRanks(serve, 2)
-# The first compilation imports torch's compiler, which takes longer than all other cases.
-COMPILING_RANKS = SharedRanks(serve, 2)
 
 
 def exhaustive(*values):
@@ -201,7 +192,6 @@ def steps_equal(ours, theirs, tolerance, micro_batches=1):
     return True
 
 
-@TWO_RANKS.case()
 def options():
     exact = 1e-5
     assert steps_equal(FSDP(make_model()), make_model(), exact, micro_batches=3)
@@ -221,10 +211,9 @@ def options():
 
 
 def test_accumulation_clipping_checkpointing_shard_classes_and_half_precision():
-    assert all(TWO_RANKS.run(options))
+    assert all(run_on_shared_ranks(options, 2))
 
 
-@COMPILING_RANKS.case((True,))
 def compiled_blocks(has_inner_units):
     torch._dynamo.reset()
     shard = (Block, nn.Embedding, nn.Linear) if has_inner_units else (Block,)
@@ -237,10 +226,9 @@ def compiled_blocks(has_inner_units):
     "has_inner_units", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
 )
 def test_compiled_blocks_train_equally_under_the_original_names(has_inner_units):
-    assert all(COMPILING_RANKS.run(compiled_blocks, has_inner_units))
+    assert all(run_on_shared_ranks(compiled_blocks, 2, has_inner_units))
 
 
-@COMPILING_RANKS.case()
 def compile_with_buffers():
     """Return the buffers that forwards of a compiled module use if each rank changes them."""
     torch._dynamo.reset()
@@ -257,7 +245,7 @@ def compile_with_buffers():
 
 
 def test_buffers_of_a_compiled_module_are_synchronized():
-    assert COMPILING_RANKS.run(compile_with_buffers) == [[0, 10]] * 2
+    assert run_on_shared_ranks(compile_with_buffers, 2) == [[0, 10]] * 2
 
 
 class Outer(nn.Module):
@@ -271,7 +259,6 @@ class Outer(nn.Module):
         nn.init.ones_(self.inner.weight)
 
 
-@TWO_RANKS.case()
 def on_the_meta_device():
     with torch.device("meta"):
         model = Stack(False)
@@ -297,10 +284,9 @@ def on_the_meta_device():
 
 
 def test_modules_on_the_meta_device_are_initialized_as_if_unsharded():
-    assert all(TWO_RANKS.run(on_the_meta_device))
+    assert all(run_on_shared_ranks(on_the_meta_device, 2))
 
 
-@TWO_RANKS.case()
 def evaluate_between_steps():
     """Run a forward without a backward between steps, which must not leave stale weights."""
     model, twin = FSDP(build(Stack, False)), build(Stack, False)
@@ -319,10 +305,9 @@ def evaluate_between_steps():
 
 
 def test_a_forward_alone_leaves_no_stale_weights():
-    assert all(TWO_RANKS.run(evaluate_between_steps))
+    assert all(run_on_shared_ranks(evaluate_between_steps, 2))
 
 
-@TWO_RANKS.case()
 def gathers_in_flight():
     """Return, for each layer in forward and backward, if another layer was being gathered."""
     model = FSDP(build(Stack, False), shard=(nn.Linear, nn.Embedding))
@@ -347,7 +332,7 @@ def gathers_in_flight():
 
 
 def test_the_next_layer_is_gathered_while_one_runs():
-    for seen, _ in TWO_RANKS.run(gathers_in_flight):
+    for seen, _ in run_on_shared_ranks(gathers_in_flight, 2):
         # No layer follows the last of five layers in forward, or the first one in backward.
         assert seen["forward"] == [True] * 4 + [False]
         assert seen["backward"].count(True) == 2 * 4

@@ -26,19 +26,12 @@ from worker_pool import run_ranks, try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_ranks import SharedRanks, run_in_order
+from worker_pool import run_on_shared_ranks
 from zero import FSDP, load_checkpoint
 from zero.fsdp.unit import UnitState
 from zero_training import assert_alike, batch, make, mean_square, pair, train
 
 DEADLINE = 300.0
-
-
-def serve(cases):
-    return run_in_order(globals(), cases)
-
-
-TWO_RANKS = SharedRanks(serve, 2)
 
 
 def same(ours, theirs):
@@ -89,7 +82,6 @@ def test_torchs_tools_get_save_and_set_whole_tensors(tmp_path, world):
     assert all(run_ranks(torchs_state_dicts, world, str(tmp_path), timeout=DEADLINE))
 
 
-@TWO_RANKS.case()
 def keep_dimensions():
     model, twin = FSDP(make()), make()
     for ours, theirs in zip(model.parameters(), twin.parameters(), strict=True):
@@ -104,10 +96,9 @@ def keep_dimensions():
 
 
 def test_shards_keep_dimensions_and_sparse_gradients_are_refused():
-    assert all(TWO_RANKS.run(keep_dimensions))
+    assert all(run_on_shared_ranks(keep_dimensions, 2))
 
 
-@TWO_RANKS.case()
 def change_between_state_dicts():
     """Make several state dicts of one unit without a forward in between."""
     model, twin = FSDP(make(), shard=lambda name, module: not name), make()
@@ -140,10 +131,9 @@ def change_between_state_dicts():
 
 
 def test_state_dicts_have_the_values_of_their_time():
-    assert all(TWO_RANKS.run(change_between_state_dicts))
+    assert all(run_on_shared_ranks(change_between_state_dicts, 2))
 
 
-@TWO_RANKS.case()
 def load_by_assignment():
     model, ours, twin, theirs = pair(lr=0.1)
     state = make(1).state_dict()
@@ -155,10 +145,9 @@ def load_by_assignment():
 
 
 def test_a_state_dict_that_is_loaded_with_assign_is_trained():
-    assert all(TWO_RANKS.run(load_by_assignment))
+    assert all(run_on_shared_ranks(load_by_assignment, 2))
 
 
-@TWO_RANKS.case()
 def shard_over_a_mesh():
     world = dist.get_world_size()
     both = pair(3, group=init_device_mesh("cpu", (world,)))
@@ -168,10 +157,9 @@ def shard_over_a_mesh():
 
 
 def test_a_mesh_of_one_dimension_is_a_group():
-    assert all(TWO_RANKS.run(shard_over_a_mesh))
+    assert all(run_on_shared_ranks(shard_over_a_mesh, 2))
 
 
-@TWO_RANKS.case()
 def options():
     gathered = {}
     for name, chosen in {
@@ -190,12 +178,11 @@ def options():
 
 
 def test_reshard_after_forward_and_prefetch_do_not_change_results():
-    for gathered in TWO_RANKS.run(options):
+    for gathered in run_on_shared_ranks(options, 2):
         assert gathered["far"] == gathered["none"] == gathered["usual"]
         assert gathered["kept"] < gathered["usual"]
 
 
-@TWO_RANKS.case()
 def ignored():
     model = make()
     model[0].weight.data.add_(dist.get_rank())
@@ -210,7 +197,7 @@ def ignored():
 
 
 def test_ignored_parameters_are_not_synchronized():
-    (a, b), (c, d) = TWO_RANKS.run(ignored)
+    (a, b), (c, d) = run_on_shared_ranks(ignored, 2)
     assert c - a == pytest.approx(35)
     assert b != d
 
@@ -224,7 +211,6 @@ class FailingWork:
         raise RuntimeError("the connection was lost")
 
 
-@TWO_RANKS.case()
 def change_states():
     """Follow Note [Lifetime of a unit], and gather again after an all-gather that failed."""
     model = FSDP(make())
@@ -257,7 +243,7 @@ def change_states():
 
 
 def test_a_unit_changes_its_state_as_documented_and_gathers_again_after_a_failure():
-    assert TWO_RANKS.run(change_states) == [0, 0]
+    assert run_on_shared_ranks(change_states, 2) == [0, 0]
 
 
 def penalty(model, inputs):
@@ -268,7 +254,6 @@ def penalty(model, inputs):
     return slope.square().sum() + outputs.square().mean()
 
 
-@TWO_RANKS.case()
 def beside_backward():
     assert train(*pair(), penalty)
     # torch.autograd.grad between two backwards of a step must not reduce gradients.
@@ -296,10 +281,9 @@ def beside_backward():
 
 
 def test_gradients_of_gradients_and_of_inputs_are_as_in_one_process():
-    assert all(TWO_RANKS.run(beside_backward))
+    assert all(run_on_shared_ranks(beside_backward, 2))
 
 
-@TWO_RANKS.case()
 def called_inside():
     """Call the wrapped module or its children directly, so that FSDP's own forward never runs."""
     for call in (
@@ -319,7 +303,7 @@ def by_hand(layers, x):
 
 
 def test_the_wrapped_module_and_its_children_can_be_called():
-    assert all(TWO_RANKS.run(called_inside))
+    assert all(run_on_shared_ranks(called_inside, 2))
 
 
 def different_layers():
@@ -401,7 +385,6 @@ class Viewed(nn.Module):
         return self.view(self.layer(torch.tanh(self.layer(x))))
 
 
-@TWO_RANKS.case()
 def changed_in_place():
     views = [lambda y: y.view(5, 4), lambda y: y[:, :4], lambda y: y.t(), lambda y: y]
     changes = [lambda y: y.add_(1.5), lambda y: y.mul_(y.detach() + 2), torch.relu_, torch.tanh_]
@@ -420,7 +403,7 @@ def changed_in_place():
 
 
 def test_outputs_that_are_views_can_be_changed_in_place():
-    assert all(TWO_RANKS.run(changed_in_place))
+    assert all(run_on_shared_ranks(changed_in_place, 2))
 
 
 @dataclass
@@ -468,7 +451,6 @@ class UsesObjects(nn.Module):
         return Output(x)
 
 
-@TWO_RANKS.case()
 def return_objects():
     for kind in ("dataclass", "nested", "named"):
         trained = pair(build=lambda kind=kind: _seeded(UsesObjects, kind))
@@ -483,7 +465,7 @@ def _seeded(cls, *arguments):
 
 
 def test_outputs_in_dataclasses_and_containers_gather_weights_for_backward():
-    assert all(TWO_RANKS.run(return_objects))
+    assert all(run_on_shared_ranks(return_objects, 2))
 
 
 @dataclass(frozen=True)
@@ -530,7 +512,6 @@ class Collector(nn.Module):
         return arguments.x.square().mean() + sum(terms) + cache["inputs"][-1].sum()
 
 
-@TWO_RANKS.case()
 def change_arguments():
     """Train blocks that change their mutable arguments, and cast such arguments."""
     for has_output in (True, False):
@@ -547,7 +528,7 @@ def change_arguments():
 
 
 def test_arguments_that_a_module_changes_are_changed_for_its_caller():
-    assert all(TWO_RANKS.run(change_arguments))
+    assert all(run_on_shared_ranks(change_arguments, 2))
 
 
 class Hiding(nn.Linear):
@@ -556,7 +537,6 @@ class Hiding(nn.Linear):
         return iter([y])
 
 
-@TWO_RANKS.case()
 def hide_output():
     model = FSDP(nn.Sequential(Hiding(5, 5)))
     with pytest.raises(TypeError, match="returns a list_iterator in which no tensor is found"):
@@ -565,7 +545,7 @@ def hide_output():
 
 
 def test_an_output_in_which_no_tensor_is_found_is_refused():
-    assert all(TWO_RANKS.run(hide_output))
+    assert all(run_on_shared_ranks(hide_output, 2))
 
 
 class Storing(nn.Module):
@@ -580,7 +560,6 @@ class Storing(nn.Module):
         return x + 1
 
 
-@TWO_RANKS.case()
 def backward_of_stored_tensor():
     model = nn.Sequential(Storing(), Storing(), nn.Linear(5, 5))
     sharded = FSDP(model)
@@ -594,7 +573,7 @@ def backward_of_stored_tensor():
 
 
 def test_a_backward_that_reads_a_freed_parameter_raises():
-    assert all(TWO_RANKS.run(backward_of_stored_tensor))
+    assert all(run_on_shared_ranks(backward_of_stored_tensor, 2))
 
 
 class Reentrant(nn.Module):
@@ -629,7 +608,6 @@ PROGRAMS = {
 }
 
 
-@TWO_RANKS.case(("some",))
 def checkpoint_reentrantly(name):
     for arguments, options in PROGRAMS[name]:
         trained = pair(build=lambda a=arguments: _seeded(Reentrant, *a), **options)
@@ -640,10 +618,9 @@ def checkpoint_reentrantly(name):
 
 @pytest.mark.parametrize("name", ["some", pytest.param("all", marks=pytest.mark.exhaustive)])
 def test_reentrant_checkpoints_train_as_in_one_process(name):
-    assert all(TWO_RANKS.run(checkpoint_reentrantly, name))
+    assert all(run_on_shared_ranks(checkpoint_reentrantly, 2, name))
 
 
-@TWO_RANKS.case()
 def checkpoint_reentrantly_at_stages_1_and_2():
     for stage, arguments in ((1, (False,)), (2, (False,)), (2, (True,)), (2, (False, True))):
         trained = pair(stage, build=lambda a=arguments: _seeded(Reentrant, *a))
@@ -663,7 +640,7 @@ def checkpoint_reentrantly_at_stages_1_and_2():
 
 def test_gradients_in_parts_are_summed_at_stages_1_and_2():
     # Two checkpoints compute parts of one gradient; the second part was lost.
-    assert all(TWO_RANKS.run(checkpoint_reentrantly_at_stages_1_and_2))
+    assert all(run_on_shared_ranks(checkpoint_reentrantly_at_stages_1_and_2, 2))
 
 
 class OneOfTwo(nn.Module):
@@ -678,7 +655,6 @@ class OneOfTwo(nn.Module):
         return self.head(torch.tanh(self.layers[index](x)))
 
 
-@TWO_RANKS.case((1,), (2,))
 def clip_after_local_backward(stage):
     model, ours, twin, theirs = pair(stage, build=lambda: _seeded(OneOfTwo))
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -700,4 +676,4 @@ def clip_after_local_backward(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_gradients_of_other_ranks_are_clipped_after_a_backward_without_reduction(stage):
-    assert all(TWO_RANKS.run(clip_after_local_backward, stage))
+    assert all(run_on_shared_ranks(clip_after_local_backward, 2, stage))

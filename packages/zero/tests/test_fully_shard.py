@@ -18,16 +18,9 @@ from torch.utils.checkpoint import checkpoint
 sys.path.insert(0, str(Path(__file__).parent))
 
 import zero
-from shared_ranks import SharedRanks, case_folder, run_in_order
+from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDPModule, fully_shard, load_checkpoint, save_checkpoint
 from zero_training import batch
-
-
-def serve(cases):
-    return run_in_order(globals(), cases)
-
-
-TWO_RANKS = SharedRanks(serve, 2)
 
 
 class Block(nn.Sequential):
@@ -90,7 +83,6 @@ def train(shard, model, change=None, accumulate=1, steps=2, **options):
     return {**values, "norms": torch.stack(norms)}, optimizer
 
 
-@TWO_RANKS.case()
 def run_programs():
     """Run programs with torch's implementation and with this package's."""
     programs = {
@@ -113,10 +105,9 @@ def run_programs():
 
 
 def test_programs_of_fsdp2_train_equally_with_one_import_changed():
-    assert all(TWO_RANKS.run(run_programs))
+    assert all(run_on_shared_ranks(run_programs, 2))
 
 
-@TWO_RANKS.case()
 def mix_precision():
     """Cast parameters, inputs and outputs as torch does, also with a policy per module."""
     half, single = torch.bfloat16, torch.float32
@@ -146,10 +137,9 @@ def mix_precision():
 
 
 def test_policies_of_mixed_precision_cast_as_torchs():
-    assert all(TWO_RANKS.run(mix_precision))
+    assert all(run_on_shared_ranks(mix_precision, 2))
 
 
-@TWO_RANKS.case()
 def reduce_by_default():
     """Compute in bfloat16; without `reduce_dtype`, gradients are reduced in float32."""
     layer = nn.Linear(4, 3, bias=False)
@@ -162,10 +152,9 @@ def reduce_by_default():
 
 
 def test_gradients_are_reduced_in_the_dtype_of_the_parameters_by_default():
-    assert all(TWO_RANKS.run(reduce_by_default))
+    assert all(run_on_shared_ranks(reduce_by_default, 2))
 
 
-@TWO_RANKS.case()
 def synchronize_some():
     """Hold back the gradients of one block only, and sum them in a later backward."""
     results = []
@@ -184,10 +173,9 @@ def synchronize_some():
 
 
 def test_gradients_of_some_modules_are_held_back_as_torch_holds_them():
-    assert all(TWO_RANKS.run(synchronize_some))
+    assert all(run_on_shared_ranks(synchronize_some, 2))
 
 
-@TWO_RANKS.case()
 def use_methods():
     folder = case_folder()
     model = build()
@@ -221,7 +209,7 @@ def use_methods():
 
 
 def test_sharded_modules_have_fsdp2s_methods_and_are_saved():
-    assert all(TWO_RANKS.run(use_methods))
+    assert all(run_on_shared_ranks(use_methods, 2))
 
 
 class OverridingPolicy(NamedTuple):
@@ -234,7 +222,6 @@ class OverridingPolicy(NamedTuple):
     param_dtype_override_fn: Any = len
 
 
-@TWO_RANKS.case()
 def refuse():
     tied = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
     tied[1].weight = tied[0].weight
@@ -279,4 +266,4 @@ def refuse():
 
 
 def test_arguments_and_models_without_an_equivalent_are_refused():
-    assert all(TWO_RANKS.run(refuse))
+    assert all(run_on_shared_ranks(refuse, 2))

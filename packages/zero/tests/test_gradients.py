@@ -16,19 +16,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_ranks import SharedRanks, case_folder, run_in_order
+from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero_training import assert_alike
 
-
-def serve(cases):
-    return run_in_order(globals(), cases)
-
-
-ONE_RANK = SharedRanks(serve, 1)
-TWO_RANKS = SharedRanks(serve, 2)
-THREE_RANKS = SharedRanks(serve, 3)
-OTHER_SIZES = [(TWO_RANKS, 1), (THREE_RANKS, 1), (THREE_RANKS, 2), (THREE_RANKS, 3)]
+OTHER_SIZES = [(2, 1), (3, 1), (3, 2), (3, 3)]
 # Stage 1 differs from stage 2 where averages overwrite local gradients.
 EVERY_STAGE = [1, 2, 3]
 STAGES = [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3]
@@ -165,7 +157,6 @@ EDITS = {
 }
 
 
-@TWO_RANKS.case((2,), (3,))
 def edit(stage):
     """Change gradients between backward and step by each function of EDITS."""
     model, ours, twin, theirs = pair(stage)
@@ -180,15 +171,15 @@ def edit(stage):
 
 
 @pytest.mark.parametrize(
-    ("ranks", "stage"),
+    ("world", "stage"),
     [
-        (TWO_RANKS, 2),
-        (TWO_RANKS, 3),
+        (2, 2),
+        (2, 3),
         *[pytest.param(*sizes, marks=pytest.mark.exhaustive) for sizes in OTHER_SIZES],
     ],
 )
-def test_gradients_changed_by_any_means_step_as_in_one_process(stage, ranks):
-    assert all(ranks.run(edit, stage))
+def test_gradients_changed_by_any_means_step_as_in_one_process(world, stage):
+    assert all(run_on_shared_ranks(edit, world, stage))
 
 
 def weight_norms(parameters):
@@ -220,7 +211,6 @@ PARAMETER_READS = {
 }
 
 
-@TWO_RANKS.case()
 def read_parameters():
     """Read parameters between steps and in the loss, where norms include all elements."""
     model, ours, twin, theirs = pair(3)
@@ -241,7 +231,6 @@ def read_parameters():
     return True
 
 
-@TWO_RANKS.case()
 def penalize_by_batch():
     """Train with penalties whose weight depends on this rank's batch."""
     model, twin = make_model(), make_model()
@@ -264,14 +253,13 @@ def penalize_by_batch():
 
 
 def test_gradients_of_penalties_are_averaged_over_ranks():
-    assert all(TWO_RANKS.run(penalize_by_batch))
+    assert all(run_on_shared_ranks(penalize_by_batch, 2))
 
 
 def test_parameters_read_outside_forward_count_all_elements():
-    assert all(TWO_RANKS.run(read_parameters))
+    assert all(run_on_shared_ranks(read_parameters, 2))
 
 
-@TWO_RANKS.case()
 def read_whole_shapes():
     model, _, twin, _ = pair(3)
     weight, whole = next(iter(model.parameters())), next(iter(twin.parameters()))
@@ -296,10 +284,9 @@ def read_whole_shapes():
 
 
 def test_reads_of_parameters_that_need_other_ranks_elements_are_refused_or_gathered():
-    assert all(TWO_RANKS.run(read_whole_shapes))
+    assert all(run_on_shared_ranks(read_whole_shapes, 2))
 
 
-@THREE_RANKS.case((2,), (3,))
 def norms(stage):
     model, ours, twin, _ = pair(stage)
     assert ours.param_groups
@@ -341,10 +328,9 @@ def norms(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_norms_and_sums_of_gradients_are_over_all_ranks(stage):
-    assert all(THREE_RANKS.run(norms, stage))
+    assert all(run_on_shared_ranks(norms, 3, stage))
 
 
-@TWO_RANKS.case((2,), (3,))
 def change_before_backward(stage):
     """Change parameters whose earlier values a graph has saved; one process refuses this too."""
     folder = case_folder()
@@ -377,10 +363,9 @@ def change_before_backward(stage):
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
 def test_a_backward_through_changed_parameters_is_refused(stage):
-    assert all(TWO_RANKS.run(change_before_backward, stage))
+    assert all(run_on_shared_ranks(change_before_backward, 2, stage))
 
 
-@THREE_RANKS.case((2,), (3,))
 def clip_over_two_groups(stage):
     """Clip, in one call, gradients that are sharded over all ranks and over some of them."""
     groups = [dist.new_group([0, 1]), dist.new_group([2])]
@@ -409,13 +394,12 @@ def clip_over_two_groups(stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_norms_of_gradients_of_several_groups_are_over_the_ranks_of_each(stage):
-    assert all(THREE_RANKS.run(clip_over_two_groups, stage))
+    assert all(run_on_shared_ranks(clip_over_two_groups, 3, stage))
 
 
 SCALERS = {"GradScaler": torch.amp.GradScaler, "ShardedGradScaler": ShardedGradScaler}
 
 
-@TWO_RANKS.case((2, "GradScaler"), (3, "GradScaler"))
 def scale(stage, name):
     """Train with a loss scaler; one step is skipped because rank 1 overflows."""
     model, ours, twin, theirs = pair(stage, torch.optim.SGD, lr=0.2, momentum=0.9)
@@ -448,10 +432,9 @@ def scale(stage, name):
     "name", ["GradScaler", pytest.param("ShardedGradScaler", marks=pytest.mark.exhaustive)]
 )
 def test_loss_scalers_of_torch_step_and_skip_as_in_one_process(stage, name):
-    assert all(TWO_RANKS.run(scale, stage, name))
+    assert all(run_on_shared_ranks(scale, 2, stage, name))
 
 
-@TWO_RANKS.case((2,), (3,))
 def give_up(stage):
     """Clear the gradients of a backward under no_sync(), and keep those of another."""
     model, ours, twin, theirs = pair(stage, torch.optim.SGD)
@@ -474,10 +457,9 @@ def give_up(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_gradients_of_an_abandoned_step_are_discarded(stage):
-    assert all(TWO_RANKS.run(give_up, stage))
+    assert all(run_on_shared_ranks(give_up, 2, stage))
 
 
-@TWO_RANKS.case((1,), (2,), (3,))
 def drop(stage):
     """Skip a batch by `model.zero_grad()`, and accumulate another one."""
     model, ours, twin, theirs = pair(stage, torch.optim.SGD)
@@ -506,10 +488,9 @@ def drop(stage):
 
 @pytest.mark.parametrize("stage", EVERY_STAGE)
 def test_cleared_gradients_are_discarded_and_others_accumulate(stage):
-    assert all(TWO_RANKS.run(drop, stage))
+    assert all(run_on_shared_ranks(drop, 2, stage))
 
 
-@TWO_RANKS.case((1,), (2,), (3,))
 def accumulate(stage):
     """Run backwards with and without no_sync in every order, and edit the last gradients."""
     for synced in ((True, True), (False, True), (True, False, True), (False, False)):
@@ -541,14 +522,13 @@ def accumulate(stage):
 
 @pytest.mark.parametrize("stage", EVERY_STAGE)
 def test_backwards_accumulate_in_any_order_of_no_sync(stage):
-    assert all(TWO_RANKS.run(accumulate, stage))
+    assert all(run_on_shared_ranks(accumulate, 2, stage))
 
 
 def double_gradient(parameter):
     parameter.grad.mul_(2.0)
 
 
-@TWO_RANKS.case()
 def hook_shards():
     """Register linear hooks before and after a step, which act as in one process."""
     model, ours, twin, theirs = pair(3, torch.optim.SGD)
@@ -575,10 +555,9 @@ def backward_once(model, twin, step):
 
 
 def test_post_accumulate_hooks_of_shards_run_whenever_they_were_registered():
-    assert all(TWO_RANKS.run(hook_shards))
+    assert all(run_on_shared_ranks(hook_shards, 2))
 
 
-@TWO_RANKS.case((1,), (2,))
 def hook_parameters(stage):
     """Register hooks before the optimizer is constructed, and one that reads `.grad` after it."""
     model, twin = make_model(), make_model()
@@ -601,10 +580,9 @@ def hook_parameters(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_hooks_from_before_the_optimizer_run_and_later_reads_are_refused(stage):
-    assert all(TWO_RANKS.run(hook_parameters, stage))
+    assert all(run_on_shared_ranks(hook_parameters, 2, stage))
 
 
-@TWO_RANKS.case((2,), (3,))
 def give_other_memory(stage):
     model, ours, twin, theirs = pair(stage)
     for step in range(4):
@@ -627,10 +605,9 @@ def give_other_memory(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_parameters_with_assigned_data_are_trained(stage):
-    assert all(TWO_RANKS.run(give_other_memory, stage))
+    assert all(run_on_shared_ranks(give_other_memory, 2, stage))
 
 
-@TWO_RANKS.case((1,), (2,))
 def rearrange_data(stage):
     """Exchange the `.data` of two parameters, and transpose that of a third one."""
 
@@ -662,10 +639,9 @@ def rearrange_data(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_exchanged_and_transposed_data_are_trained(stage):
-    assert all(TWO_RANKS.run(rearrange_data, stage))
+    assert all(run_on_shared_ranks(rearrange_data, 2, stage))
 
 
-@TWO_RANKS.case((1,), (3,))
 def exchange_for_averages(stage):
     """Evaluate with averages of the parameters, which are exchanged by their `.data`."""
     model, ours, twin, theirs = pair(stage)
@@ -695,10 +671,9 @@ def exchange_for_averages(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_parameters_are_exchanged_for_their_averages(stage):
-    assert all(TWO_RANKS.run(exchange_for_averages, stage))
+    assert all(run_on_shared_ranks(exchange_for_averages, 2, stage))
 
 
-@TWO_RANKS.case((2,), (3,))
 def change_dtype(stage):
     model, ours, _, _ = pair(stage)
     for parameter in model.parameters():
@@ -710,10 +685,9 @@ def change_dtype(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_dtype_changed_after_wrapping_is_refused(stage):
-    assert all(TWO_RANKS.run(change_dtype, stage))
+    assert all(run_on_shared_ranks(change_dtype, 2, stage))
 
 
-@TWO_RANKS.case((2,), (3,))
 def freeze(stage):
     """Freeze and unfreeze layers during training, including one that was wrapped frozen."""
     world = dist.get_world_size()
@@ -747,10 +721,9 @@ def freeze(stage):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_freezing_after_wrapping_trains_as_in_one_process(stage):
-    assert all(TWO_RANKS.run(freeze, stage))
+    assert all(run_on_shared_ranks(freeze, 2, stage))
 
 
-@ONE_RANK.case()
 def refuse_copies():
     model = FSDP(nn.Sequential(nn.Linear(3, 3)))
     for what in (model, model.module):
@@ -774,7 +747,7 @@ def refuse_copies():
 
 
 def test_copies_of_fsdp_are_refused():
-    assert all(ONE_RANK.run(refuse_copies))
+    assert all(run_on_shared_ranks(refuse_copies, 1))
 
 
 class Tied(nn.Module):
@@ -792,7 +765,6 @@ class Tied(nn.Module):
         return x @ self.embed.weight.T
 
 
-@TWO_RANKS.case()
 def read_without_calling():
     def make_layer():
         return nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
@@ -833,10 +805,9 @@ def read_without_calling():
 
 
 def test_weights_read_without_calling_their_module_need_a_unit_of_the_reader():
-    assert all(TWO_RANKS.run(read_without_calling))
+    assert all(run_on_shared_ranks(read_without_calling, 2))
 
 
-@TWO_RANKS.case()
 def take_averages_of_others():
     """Assign averages of other parameters and of an earlier step to `.grad`."""
     parameters = nn.ParameterList(torch.zeros(4, dtype=torch.float64) for _ in range(3))
@@ -864,10 +835,9 @@ def take_averages_of_others():
 
 
 def test_averages_of_other_parameters_are_copied_or_refused():
-    assert all(TWO_RANKS.run(take_averages_of_others))
+    assert all(run_on_shared_ranks(take_averages_of_others, 2))
 
 
-@TWO_RANKS.case()
 def change_gradients_in_hooks():
     """Change `.grad` in hooks of a second backward, which adds to averages."""
     for value, options in ((None, {"alpha": 0.5}), (1.0, {}), (torch.tensor(2.0), {"alpha": 3})):
@@ -892,10 +862,9 @@ def change_gradients_in_hooks():
 
 
 def test_additions_in_hooks_of_a_second_backward_are_exact():
-    assert all(TWO_RANKS.run(change_gradients_in_hooks))
+    assert all(run_on_shared_ranks(change_gradients_in_hooks, 2))
 
 
-@ONE_RANK.case()
 def combine_shapes_and_dtypes():
     """Combine averages with tensors of other shapes and dtypes."""
     shapes = [(2, 3), (3, 2), (4,)]
@@ -918,10 +887,9 @@ def combine_shapes_and_dtypes():
 
 
 def test_averages_are_combined_by_torchs_rules_for_shapes_and_dtypes():
-    assert all(ONE_RANK.run(combine_shapes_and_dtypes))
+    assert all(run_on_shared_ranks(combine_shapes_and_dtypes, 1))
 
 
-@TWO_RANKS.case()
 def misuse_all():
     """Misuse the sharded parameters after a backward; return the message of each error."""
     messages = {}
@@ -987,12 +955,11 @@ MISUSES = {
 
 
 def test_operations_that_need_the_whole_gradient_raise():
-    for messages in TWO_RANKS.run(misuse_all):
+    for messages in run_on_shared_ranks(misuse_all, 2):
         for name, (_, message) in MISUSES.items():
             assert message in messages[name]
 
 
-@TWO_RANKS.case(("SGD",), ("Adafactor",))
 def hook_steps(name):
     """Clip in a hook before each step, and scale parameters by norms in hooks after it."""
 
@@ -1019,7 +986,6 @@ def hook_steps(name):
     return assert_alike(model, twin)
 
 
-@TWO_RANKS.case()
 def hook_all_steps():
     """Decay the parameters in a hook after each step of any optimizer."""
     model, ours, twin, theirs = pair(1, torch.optim.SGD)
@@ -1043,15 +1009,14 @@ def hook_all_steps():
 
 
 def test_global_hooks_run_once_per_step_at_stage_1():
-    assert all(TWO_RANKS.run(hook_all_steps))
+    assert all(run_on_shared_ranks(hook_all_steps, 2))
 
 
 @pytest.mark.parametrize("name", ["SGD", "Adafactor"])
 def test_hooks_of_a_step_see_whole_tensors_at_stage_3(name):
-    assert all(TWO_RANKS.run(hook_steps, name))
+    assert all(run_on_shared_ranks(hook_steps, 2, name))
 
 
-@TWO_RANKS.case()
 def hook_tensors():
     """Register hooks on shards, which get and may replace the average of each backward."""
     model, ours, twin, theirs = pair(3, torch.optim.SGD)
@@ -1071,4 +1036,4 @@ def hook_tensors():
 
 
 def test_hooks_on_shards_see_the_average():
-    assert all(TWO_RANKS.run(hook_tensors))
+    assert all(run_on_shared_ranks(hook_tensors, 2))

@@ -16,7 +16,7 @@ from worker_pool import try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_ranks import SharedRanks, case_folder, run_in_order
+from worker_pool import case_folder, run_on_shared_ranks
 from zero import (
     FSDP,
     ShardedOptimizer,
@@ -26,13 +26,6 @@ from zero import (
 from zero_training import assert_alike
 
 DEADLINE = 300.0
-
-
-def serve(cases):
-    return run_in_order(globals(), cases)
-
-
-TWO_RANKS = SharedRanks(serve, 2)
 
 
 class Cosine(nn.Embedding):
@@ -80,7 +73,6 @@ def embed(kind):
     return nn.Sequential(*layers).double()
 
 
-@TWO_RANKS.case()
 def train_embeddings():
     """Train embeddings whose backward reads, or might read, the weight; compare one process."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -110,11 +102,9 @@ def train_embeddings():
     return True
 
 
-@pytest.mark.parametrize(
-    "ranks", [pytest.param(SharedRanks(serve, 1), marks=pytest.mark.exhaustive), TWO_RANKS]
-)
-def test_embeddings_that_read_their_weight_in_backward_train_as_in_one_process(ranks):
-    assert all(ranks.run(train_embeddings))
+@pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
+def test_embeddings_that_read_their_weight_in_backward_train_as_in_one_process(world):
+    assert all(run_on_shared_ranks(train_embeddings, world))
 
 
 class Clamped(nn.Linear):
@@ -155,7 +145,6 @@ def copy_rows(weight):
 WRITES = {"clamp": lambda w: w.clamp_(-0.1, 0.1), "data": clamp_data, "rows": copy_rows}
 
 
-@TWO_RANKS.case(("Clamped",), ("Parent",))
 def refuse_writes(name):
     build = {"Clamped": Clamped, "Parent": Parent}[name]
     for write in WRITES.values():
@@ -172,10 +161,9 @@ def refuse_writes(name):
 
 @pytest.mark.parametrize("name", ["Clamped", "Parent"])
 def test_a_forward_that_writes_to_its_parameters_is_refused(name):
-    assert all(TWO_RANKS.run(refuse_writes, name))
+    assert all(run_on_shared_ranks(refuse_writes, 2, name))
 
 
-@TWO_RANKS.case()
 def write_data_in_one_forward():
     """Write through `.data` in one of the first forwards; return the forwards that raise."""
     detected = []
@@ -194,7 +182,7 @@ def write_data_in_one_forward():
 
 
 def test_a_write_through_data_is_detected_in_forwards_1_2_4_and_lost_in_others():
-    assert TWO_RANKS.run(write_data_in_one_forward) == [[1, 2, 4]] * 2
+    assert run_on_shared_ranks(write_data_in_one_forward, 2) == [[1, 2, 4]] * 2
 
 
 class Storing(nn.Module):
@@ -214,7 +202,6 @@ class Storing(nn.Module):
         self.stored = x * self.weight
 
 
-@TWO_RANKS.case()
 def return_nothing():
     """Train a module without an output; writes and errors are reported, and training goes on."""
     sharded = FSDP(nn.Sequential(Storing()))
@@ -233,10 +220,9 @@ def return_nothing():
 
 
 def test_a_module_that_returns_none_is_checked_and_can_run_after_an_error():
-    assert all(TWO_RANKS.run(return_nothing))
+    assert all(run_on_shared_ranks(return_nothing, 2))
 
 
-@TWO_RANKS.case()
 def export_weight():
     """Read a full weight in forward as a NumPy array, first from a copy, then without a copy."""
     model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
@@ -254,10 +240,9 @@ def export_weight():
 
 
 def test_a_weight_that_is_exported_in_forward_is_refused_with_the_remedy():
-    assert all(TWO_RANKS.run(export_weight))
+    assert all(run_on_shared_ranks(export_weight, 2))
 
 
-@TWO_RANKS.case()
 def refuse_max_norm():
     for module in (nn.Embedding(6, 4, max_norm=0.1), nn.EmbeddingBag(6, 4, max_norm=0.1)):
         for shard in ((nn.Linear, type(module)), (nn.Linear,)):
@@ -268,7 +253,7 @@ def refuse_max_norm():
 
 
 def test_embeddings_with_max_norm_are_refused():
-    assert all(TWO_RANKS.run(refuse_max_norm))
+    assert all(run_on_shared_ranks(refuse_max_norm, 2))
 
 
 def write_on_one_rank():
@@ -309,7 +294,6 @@ class WithBuffers(nn.Module):
         return self.layers(x)
 
 
-@TWO_RANKS.case()
 def synchronize_buffers():
     """Compare buffers with those of torch's DDP after every forward of a training program."""
     rank = dist.get_rank()
@@ -355,14 +339,13 @@ def synchronize_buffers():
 
 def test_buffers_are_synchronized_before_a_forward_as_by_torchs_ddp():
     # Without synchronization, each rank has its own buffers.
-    assert not torch.equal(*TWO_RANKS.run(synchronize_buffers))
+    assert not torch.equal(*run_on_shared_ranks(synchronize_buffers, 2))
 
 
 def buffers_of(model):
     return {name.removeprefix("module."): b.clone() for name, b in model.named_buffers()}
 
 
-@TWO_RANKS.case()
 def save_buffers():
     folder = case_folder()
     rank = dist.get_rank()
@@ -384,10 +367,9 @@ def save_buffers():
 
 
 def test_all_buffers_are_saved_from_rank_0():
-    assert all(TWO_RANKS.run(save_buffers))
+    assert all(run_on_shared_ranks(save_buffers, 2))
 
 
-@TWO_RANKS.case((1,), (2,))
 def write_in_forward(stage):
     """Renormalize and edit rows, with equal or different values on all ranks."""
     for same in (True, False):
@@ -415,7 +397,6 @@ def write_in_forward(stage):
     return True
 
 
-@TWO_RANKS.case((1, True, 2), (1, False, 3), (2, True, 2), (2, False, 3))
 def write_data(stage, assign, first_step):
     """Write different values through `.data` on rank 0 only, as a load of a checkpoint may."""
     model = nn.Linear(4, 3)
@@ -440,9 +421,9 @@ def write_data(stage, assign, first_step):
 @pytest.mark.parametrize(("assign", "first_step"), [(True, 2), (False, 3)])
 @pytest.mark.parametrize("stage", [1, 2])
 def test_data_that_one_rank_writes_is_refused(stage, assign, first_step):
-    assert all(TWO_RANKS.run(write_data, stage, assign, first_step))
+    assert all(run_on_shared_ranks(write_data, 2, stage, assign, first_step))
 
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_values_that_ranks_write_differently_in_forward_are_refused(stage):
-    assert all(TWO_RANKS.run(write_in_forward, stage))
+    assert all(run_on_shared_ranks(write_in_forward, 2, stage))

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 
 from allocator import peak_bytes, peak_of_events
-from shared_ranks import SharedRanks, run_in_order
+from worker_pool import run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, memory_report, zero_stage_bytes
 from zero.bench import build
 
@@ -21,13 +21,6 @@ WIDTH = 128
 LAYERS = 4
 VOCABULARY = 512
 TOKENS = 96
-
-
-def serve(cases):
-    return run_in_order(globals(), cases)
-
-
-RANKS = {world: SharedRanks(serve, world) for world in (1, 2, 3, 4)}
 
 
 def exhaustive(*values):
@@ -67,7 +60,6 @@ def loss(model):
     return F.cross_entropy(model(tokens), tokens)
 
 
-@RANKS[2].case((2,), (3,))
 def allocator_and_report(stage):
     peak = peak_bytes(*make_build(stage)(None), loss)
     return peak, memory_report(make_build(stage), loss), dist.get_backend()
@@ -76,7 +68,7 @@ def allocator_and_report(stage):
 @cache
 def peaks_and_reports(stage, world):
     """Return the allocator's peak, the report and the backend of each rank."""
-    return RANKS[world].run(allocator_and_report, stage)
+    return run_on_shared_ranks(allocator_and_report, world, stage)
 
 
 SIZES = [exhaustive(0, 1), exhaustive(1, 2), (2, 2), exhaustive(2, 3), (3, 2), exhaustive(3, 4)]
@@ -109,7 +101,6 @@ def test_a_reused_address_counts_as_released():
     assert peak_of_events([(7, -100), (1, 5)]) == 5
 
 
-@RANKS[2].case()
 def peaks_of_stage_1_and_torchs():
     peaks = {"1": peak_bytes(*make_build(1)(None), loss)}
     for name in ("ddp", "ddp_zero_redundancy", "fsdp2_layers"):
@@ -118,7 +109,7 @@ def peaks_of_stage_1_and_torchs():
 
 
 def test_each_stage_has_a_lower_peak_than_the_previous_and_than_torchs():
-    others = RANKS[2].run(peaks_of_stage_1_and_torchs)
+    others = run_on_shared_ranks(peaks_of_stage_1_and_torchs, 2)
     stages = [peaks_and_reports(stage, 2) for stage in (2, 3)]
     for peaks, (second, *_), (third, *_) in zip(others, *stages, strict=True):
         peaks |= {"2": second, "3": third}
@@ -173,7 +164,6 @@ def test_the_report_names_the_parameters_that_stay_whole():
     assert reasons.keys() == {name for name, _ in make_build(0)(None)[0].named_parameters()}
 
 
-@RANKS[2].case()
 def parameter_bytes_while_running():
     model, _ = make_build(3)(None)
     largest = 0
@@ -198,7 +188,7 @@ def test_stage_3_stores_its_shards_and_two_full_layers():
     model, _ = make_build(0)(None)
     linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
     layers = [sum(p.numel() for p in linear.parameters()) for linear in linears]
-    for unsharded, sharded_bytes in RANKS[2].run(parameter_bytes_while_running):
+    for unsharded, sharded_bytes in run_on_shared_ranks(parameter_bytes_while_running, 2):
         total = 4 * sum(p.numel() for p in model.parameters())
         assert sharded_bytes == pytest.approx(total / 2, rel=0.001)
         assert max(layers) * 4 < unsharded <= 2 * max(layers) * 4

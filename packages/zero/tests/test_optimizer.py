@@ -21,7 +21,7 @@ from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_ranks import SharedRanks, case_folder, run_in_order
+from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.dtensors import full_entries
 from zero.optimizer import optimizer_trial
@@ -53,14 +53,8 @@ DEADLINE = 300.0
 SHORT_TRIAL = 10
 
 
-def serve(cases):
+def prepare_rank():
     optimizer_trial.STEPS = SHORT_TRIAL
-    return run_in_order(globals(), cases)
-
-
-ONE_RANK = SharedRanks(serve, 1)
-TWO_RANKS = SharedRanks(serve, 2)
-THREE_RANKS = SharedRanks(serve, 3)
 
 
 def exhaustive(*values):
@@ -119,7 +113,6 @@ def reference(name, world, steps, bias=True):
     return [p.detach() for p in model.parameters()]
 
 
-@THREE_RANKS.case((1, False), (2, False), (1, True), (2, True))
 def train_sharded(stage, is_whole):
     """Return the parameters after three steps of each optimizer."""
     result = {}
@@ -143,9 +136,7 @@ def train_sharded(stage, is_whole):
 
 @cache
 def trained(world, stage, is_whole):
-    if world == THREE_RANKS.world:
-        return THREE_RANKS.run(train_sharded, stage, is_whole)
-    return run_ranks(train_sharded, world, stage, is_whole, timeout=DEADLINE)
+    return run_on_shared_ranks(train_sharded, world, stage, is_whole)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
@@ -168,7 +159,6 @@ def test_optimizers_of_whole_parameters_equal_the_reference(name, world, stage):
             torch.testing.assert_close(a, b)
 
 
-@THREE_RANKS.case()
 def gradients_while_running_backward():
     """Return the bytes of gradients when each becomes ready, and of all gradients."""
     model = nn.Sequential(*(nn.Linear(64, 64, bias=False) for _ in range(12)))
@@ -199,14 +189,13 @@ def gradients_while_running_backward():
 
 
 def test_stage_2_frees_each_gradient_as_it_becomes_ready():
-    for freed, most, everything in THREE_RANKS.run(gradients_while_running_backward):
+    for freed, most, everything in run_on_shared_ranks(gradients_while_running_backward, 3):
         assert freed
         # A rank stores its third of the average, at most two buckets in flight, the bucket that
         # is being filled, and the gradient that the hook receives.
         assert most <= everything / 3 + 3 * everything / 12 * 4 / 3 + everything / 12
 
 
-@TWO_RANKS.case()
 def chosen_splits():
     """Return the number of elements on this rank, for known and for declared classes."""
     sizes = []
@@ -219,7 +208,7 @@ def chosen_splits():
 
 
 def test_the_caller_can_choose_the_split():
-    sizes = TWO_RANKS.run(chosen_splits)
+    sizes = run_on_shared_ranks(chosen_splits, 2)
     assert [(known, declared) for known, _, declared in sizes] == [(39, 39)] * 2
     # 5x7 and 3 | 7x3, 3x3, 7, 3: in descending order, each to the least loaded rank.
     assert sorted(whole for _, whole, _ in sizes) == [38, 40]
@@ -231,7 +220,6 @@ def weights_and_biases(module):
     return [{"params": weights, "weight_decay": 0.1}, {"params": biases, "lr": 0.5}]
 
 
-@THREE_RANKS.case((2,))
 def train_unevenly(stage):
     """Train with 4, 2 and 0 batches, clipping, a schedule and accumulation."""
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -293,10 +281,9 @@ def train_unevenly(stage):
 
 @pytest.mark.parametrize("stage", [exhaustive(1), 2])
 def test_ranks_with_fewer_inputs_join_the_collectives_of_the_others(stage):
-    assert all(THREE_RANKS.run(train_unevenly, stage))
+    assert all(run_on_shared_ranks(train_unevenly, 3, stage))
 
 
-@THREE_RANKS.case()
 def copy_buffers_in_join():
     """Set a buffer before each forward; return the values that the forwards used."""
     rank = dist.get_rank()
@@ -316,11 +303,10 @@ def copy_buffers_in_join():
 
 
 def test_join_uses_the_buffers_of_the_last_rank_with_inputs():
-    outcomes = THREE_RANKS.run(copy_buffers_in_join)
+    outcomes = run_on_shared_ranks(copy_buffers_in_join, 3)
     assert outcomes == [[2, 0], [2, 12, 21, 0], [2, 12, 0]]
 
 
-@TWO_RANKS.case()
 def keep_gradients_in_join():
     """Train with 3 and 1 batches, without clearing the gradients before the last batch."""
     rank = dist.get_rank()
@@ -356,10 +342,9 @@ def keep_gradients_in_join():
 
 
 def test_gradients_that_are_not_cleared_in_join_accumulate():
-    assert all(TWO_RANKS.run(keep_gradients_in_join))
+    assert all(run_on_shared_ranks(keep_gradients_in_join, 2))
 
 
-@ONE_RANK.case()
 def call_state_dict_hooks():
     """Register the hooks that torch's optimizers call for state dicts."""
     optimizer = ShardedOptimizer(make_model().parameters(), torch.optim.SGD, lr=0.1)
@@ -375,7 +360,7 @@ def call_state_dict_hooks():
 
 
 def test_hooks_of_state_dicts_are_called():
-    [calls] = ONE_RANK.run(call_state_dict_hooks)
+    [calls] = run_on_shared_ranks(call_state_dict_hooks, 1)
     assert calls == ["before saving", 1, "after loading"]
 
 
@@ -391,7 +376,6 @@ class Numbers(nn.Module):
         return self.scale * self.vector.square().sum()
 
 
-@TWO_RANKS.case()
 def load_state_of_a_number():
     """Load the state of optimizers that store numbers beside a parameter without dimensions."""
     path = case_folder()
@@ -413,7 +397,7 @@ def load_state_of_a_number():
 
 
 def test_the_state_of_a_parameter_without_dimensions_is_loaded():
-    assert all(TWO_RANKS.run(load_state_of_a_number))
+    assert all(run_on_shared_ranks(load_state_of_a_number, 2))
 
 
 class ListedState(torch.optim.SGD):
@@ -473,7 +457,6 @@ class StoredGradients(torch.optim.SGD):
                 self.state[parameter]["previous"] = parameter.grad
 
 
-@TWO_RANKS.case()
 def store_gradients():
     for stage in (1, 2, 3):
         stepped(stage, StoredGradients, 3)
@@ -481,10 +464,9 @@ def store_gradients():
 
 
 def test_gradients_that_an_optimizer_stores_are_copied():
-    assert all(TWO_RANKS.run(store_gradients))
+    assert all(run_on_shared_ranks(store_gradients, 2))
 
 
-@ONE_RANK.case()
 def step_with_unnamed_arguments():
     model = FSDP(make_model())
     model(torch.ones(2, 5)).sum().backward()
@@ -495,10 +477,9 @@ def step_with_unnamed_arguments():
 
 
 def test_arguments_that_a_trial_at_stage_3_does_not_know_are_refused():
-    assert all(ONE_RANK.run(step_with_unnamed_arguments))
+    assert all(run_on_shared_ranks(step_with_unnamed_arguments, 1))
 
 
-@TWO_RANKS.case((1,), (2,))
 def use_groups_and_closures(stage):
     """Use groups from generators, a scheduler, a closure, clipping and an added group."""
     model, twin = make_model(), make_model()
@@ -547,14 +528,13 @@ def use_groups_and_closures(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_groups_schedulers_closures_clipping_and_added_groups_work_as_in_torch(stage):
-    assert all(TWO_RANKS.run(use_groups_and_closures, stage))
+    assert all(run_on_shared_ranks(use_groups_and_closures, 2, stage))
 
 
 #: Each change of the options on rank 1, with the step that is refused.
 DIFFERENT_OPTIONS = [("lr", 1), ("betas", 1), ("tensor", 1), ("numpy", 1), ("constructor", 0)]
 
 
-@TWO_RANKS.case((2,), (3,))
 def refuse_different_options(stage):
     """Check that steps are refused if options differ on rank 1, and only then."""
     for edit in ("equal", "lr", "betas", "tensor", "numpy", "constructor"):
@@ -595,10 +575,9 @@ def refuse_different_options(stage):
 
 @pytest.mark.parametrize("stage", [2, 3])
 def test_options_that_differ_between_ranks_are_refused(stage):
-    assert all(TWO_RANKS.run(refuse_different_options, stage))
+    assert all(run_on_shared_ranks(refuse_different_options, 2, stage))
 
 
-@TWO_RANKS.case()
 def shard_an_empty_group():
     """Step two parameter groups, one of which has no elements."""
     used, empty = nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(0, 3))
@@ -613,10 +592,9 @@ def shard_an_empty_group():
 
 
 def test_a_group_without_elements_is_stepped():
-    assert TWO_RANKS.run(shard_an_empty_group) == [[-1.0] * 3] * 2
+    assert run_on_shared_ranks(shard_an_empty_group, 2) == [[-1.0] * 3] * 2
 
 
-@TWO_RANKS.case((1,), (2,))
 def skip_parameters(stage):
     """Train without the last layer on rank 1, and without the middle one on all ranks."""
     model, twin = make_model(), make_model()
@@ -649,10 +627,9 @@ def skip_parameters(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_parameters_unused_on_some_ranks_train_as_in_one_process(stage):
-    assert all(TWO_RANKS.run(skip_parameters, stage))
+    assert all(run_on_shared_ranks(skip_parameters, 2, stage))
 
 
-@TWO_RANKS.case((1,), (2,))
 def use_a_part_in_the_second_backward(stage):
     """Run a second backward without no_sync that reaches only one parameter of a bucket."""
     model, twin = make_model(), make_model()
@@ -671,10 +648,9 @@ def use_a_part_in_the_second_backward(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_backwards_without_no_sync_accumulate(stage):
-    assert all(TWO_RANKS.run(use_a_part_in_the_second_backward, stage))
+    assert all(run_on_shared_ranks(use_a_part_in_the_second_backward, 2, stage))
 
 
-@TWO_RANKS.case(("AdamW",), ("Adafactor",), ("SGD",))
 def exchange_states(name):
     """Load the unsharded optimizer's state, save it, and continue."""
     options = (ELEMENTWISE | WHOLE)[name]
@@ -709,7 +685,7 @@ def exchange_states(name):
 
 @pytest.mark.parametrize("name", ["AdamW", "Adafactor", "SGD"])
 def test_state_dicts_are_exchanged_with_unsharded_optimizers(name):
-    assert all(TWO_RANKS.run(exchange_states, name))
+    assert all(run_on_shared_ranks(exchange_states, 2, name))
 
 
 class Signs(torch.optim.Optimizer):
@@ -931,9 +907,7 @@ def stepped(stage, cls, steps, scale=1.0, **options):
     return ours
 
 
-@TWO_RANKS.case((1,), (3,))
 def step_unknown(stage):
-    optimizer_trial.STEPS = SHORT_TRIAL
     for cls in UNKNOWN:
         steps = SHORT_TRIAL + 2 if cls is Late else 4
         ours = stepped(stage, cls, steps, 1e3 if cls is Large else 1.0)
@@ -946,10 +920,9 @@ def step_unknown(stage):
 
 @pytest.mark.parametrize("stage", [1, exhaustive(2), 3])
 def test_optimizers_of_unknown_classes_get_whole_parameters_at_every_stage(stage):
-    assert all(TWO_RANKS.run(step_unknown, stage))
+    assert all(run_on_shared_ranks(step_unknown, 2, stage))
 
 
-@TWO_RANKS.case()
 def step_within_a_step():
     """Step a subclass that calls the step of its base class, for which torch runs hooks again."""
     # torch wraps the step of a class when the first optimizer of the class is constructed.
@@ -965,7 +938,7 @@ def step_within_a_step():
 
 
 def test_a_step_that_calls_the_step_of_its_base_class_equals_one_process():
-    assert all(TWO_RANKS.run(step_within_a_step))
+    assert all(run_on_shared_ranks(step_within_a_step, 2))
 
 
 def step_in_bfloat16(stage, cls):
@@ -979,7 +952,6 @@ def step_in_bfloat16(stage, cls):
     optimizer.step()
 
 
-@TWO_RANKS.case((1,), (3,))
 def refuse_unknown(stage):
     """Refuse optimizers that cannot be sharded or are declared element-wise by mistake."""
     error = RuntimeError if stage == 3 else ValueError
@@ -1043,7 +1015,7 @@ def refuse_unknown(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_stages_1_and_3_refuse_the_same_optimizers(stage):
-    assert all(TWO_RANKS.run(refuse_unknown, stage))
+    assert all(run_on_shared_ranks(refuse_unknown, 2, stage))
 
 
 class Both(torch.optim.Optimizer):
@@ -1127,7 +1099,6 @@ def equal_to_the_unsharded(optimizer_cls, groups, dtype, path, **options):
     return ours.splits
 
 
-@TWO_RANKS.case()
 def unusual():
     path = case_folder()
     splits = equal_to_the_unsharded(Both, by_key, torch.float64, f"{path}/both")
@@ -1140,7 +1111,7 @@ def unusual():
 
 
 def test_optimizers_with_required_options_or_blocks_equal_one_process():
-    assert all(TWO_RANKS.run(unusual))
+    assert all(run_on_shared_ranks(unusual, 2))
 
 
 RULES = {
@@ -1171,7 +1142,6 @@ def filters():
     return nn.Sequential(*layers).double()
 
 
-@TWO_RANKS.case((1,), (2,), (3,))
 def ruled(stage):
     rank, world = dist.get_rank(), dist.get_world_size()
     for rule in RULES:
@@ -1205,7 +1175,7 @@ def ruled(stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_optimizers_that_depend_on_shapes_get_whole_shapes(stage):
-    assert all(TWO_RANKS.run(ruled, stage))
+    assert all(run_on_shared_ranks(ruled, 2, stage))
 
 
 def eight_bit(path):
@@ -1225,7 +1195,6 @@ def test_torchaos_eight_bit_adam_equals_the_unsharded_one(tmp_path):
     assert splits == [["parameters"]] * 2
 
 
-@THREE_RANKS.case((2, True))
 def step_two(stage, elementwise):
     for some in range(1, dist.get_world_size()):
         # Ranks have constructed different numbers of optimizers.
@@ -1283,10 +1252,9 @@ def make_layers():
     [exhaustive(1, True), (2, True), exhaustive(1, False), exhaustive(2, False)],
 )
 def test_two_optimizers_in_one_backward_equal_one_process(stage, elementwise):
-    assert all(THREE_RANKS.run(step_two, stage, elementwise))
+    assert all(run_on_shared_ranks(step_two, 3, stage, elementwise))
 
 
-@TWO_RANKS.case()
 def delete_one():
     """Delete one of two optimizers on all ranks, and then on some ranks only."""
     models = [nn.Linear(5, 5) for _ in range(2)]
@@ -1305,10 +1273,9 @@ def delete_one():
 
 
 def test_one_of_two_optimizers_can_be_deleted_on_all_ranks_only():
-    assert all(TWO_RANKS.run(delete_one))
+    assert all(run_on_shared_ranks(delete_one, 2))
 
 
-@TWO_RANKS.case((1,), (3,))
 def clear_state(stage):
     """Clear the state of both optimizers in place, and by assignment at stage 3."""
     for clear in ("assign", "clear") if stage == 3 else ("clear",):
@@ -1329,10 +1296,9 @@ def clear_state(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_a_cleared_state_is_cleared_on_all_ranks(stage):
-    assert all(TWO_RANKS.run(clear_state, stage))
+    assert all(run_on_shared_ranks(clear_state, 2, stage))
 
 
-@ONE_RANK.case()
 def refuse_copies():
     optimizer = ShardedOptimizer(make().parameters(), torch.optim.AdamW)
     for act in (copy.copy, copy.deepcopy, pickle.dumps):
@@ -1342,7 +1308,7 @@ def refuse_copies():
 
 
 def test_an_optimizer_cannot_be_copied_or_pickled():
-    assert all(ONE_RANK.run(refuse_copies))
+    assert all(run_on_shared_ranks(refuse_copies, 1))
 
 
 class ByAttribute(torch.optim.SGD):
@@ -1357,7 +1323,6 @@ class ByAttribute(torch.optim.SGD):
                     parameter.data.add_(parameter.grad, alpha=-group["lr"])
 
 
-@TWO_RANKS.case((1,), (3,))
 def keep_attributes(stage):
     def build():
         model = make()
@@ -1377,10 +1342,9 @@ def keep_attributes(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_attributes_of_parameters_are_kept(stage):
-    assert all(TWO_RANKS.run(keep_attributes, stage))
+    assert all(run_on_shared_ranks(keep_attributes, 2, stage))
 
 
-@ONE_RANK.case()
 def load_other_groups():
     model = make()
     ours = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
@@ -1393,10 +1357,9 @@ def load_other_groups():
 
 
 def test_a_state_of_other_groups_is_refused():
-    assert all(ONE_RANK.run(load_other_groups))
+    assert all(run_on_shared_ranks(load_other_groups, 1))
 
 
-@TWO_RANKS.case()
 def change_groups():
     """Remove, add and replace parameters of an optimizer of whole matrices."""
 
@@ -1425,10 +1388,9 @@ def change_groups():
 
 
 def test_whole_parameters_keep_their_state_when_groups_change():
-    assert all(TWO_RANKS.run(change_groups))
+    assert all(run_on_shared_ranks(change_groups, 2))
 
 
-@TWO_RANKS.case()
 def step_two_models():
     """Step two models whose parameters have equal names and shapes with one optimizer."""
     models, twins = (nn.ModuleList([make(0), make(1)]) for _ in range(2))
@@ -1451,10 +1413,9 @@ def step_two_models():
 
 
 def test_whole_parameters_of_two_models_with_equal_names_are_not_confused():
-    assert all(TWO_RANKS.run(step_two_models))
+    assert all(run_on_shared_ranks(step_two_models, 2))
 
 
-@ONE_RANK.case()
 def move_parameters():
     """Change the groups and the state of a ShardedOptimizer in ways that would have no effect."""
     changes = [
@@ -1493,4 +1454,4 @@ def move_parameters():
 
 
 def test_groups_and_states_that_would_be_ignored_are_refused():
-    assert all(ONE_RANK.run(move_parameters))
+    assert all(run_on_shared_ranks(move_parameters, 1))

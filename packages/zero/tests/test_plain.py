@@ -10,16 +10,9 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_ranks import SharedRanks, run_in_order
+from worker_pool import run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer
 from zero.plain import PlainFSDP, PlainShardedOptimizer
-
-
-def serve(cases):
-    return run_in_order(globals(), cases)
-
-
-RANKS = {world: SharedRanks(serve, world) for world in (1, 2, 3)}
 
 
 def make_model():
@@ -40,8 +33,6 @@ def train(model, optimizer):
             optimizer.zero_grad()
 
 
-@RANKS[1].case((1,), (2,), (3,))
-@RANKS[3].case((1,), (2,), (3,))
 def plain_and_real(stage):
     plain, real = make_model(), make_model()
     if stage < 3:
@@ -69,6 +60,6 @@ def plain_and_real(stage):
 @pytest.mark.parametrize("stage", [1, 2, 3])
 @pytest.mark.parametrize("world", [1, pytest.param(2, marks=pytest.mark.exhaustive), 3])
 def test_each_stage_is_bit_equal_to_plain(stage, world):
-    for equal, state_numel in RANKS[world].run(plain_and_real, stage):
+    for equal, state_numel in run_on_shared_ranks(plain_and_real, world, stage):
         assert equal
         assert state_numel == (0 if stage == 3 else -(-78 // world))

@@ -10,7 +10,7 @@ from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_ranks import SharedRanks, run_in_order
+from worker_pool import run_on_shared_ranks
 from zero import (
     FSDP,
     ShardedOptimizer,
@@ -21,13 +21,6 @@ from zero.fsdp.optimizer_hooks import _StepOptions
 from zero.gloo_collectives import direct_all_reduce
 from zero.gradients.shard import ShardGradient
 from zero_training import assert_alike, batch, make, mean_square
-
-
-def serve(cases):
-    return run_in_order(globals(), cases)
-
-
-TWO_RANKS = SharedRanks(serve, 2)
 
 
 class Failing:
@@ -86,7 +79,6 @@ def train_step(model, optimizer, number):
     optimizer.step()
 
 
-@TWO_RANKS.case((1, False), (2, True), (3, False), (3, True))
 def fail_in_each_collective(stage, in_wait):
     """Return the number of collectives whose failure was recovered from, and was refused."""
     outcomes = {"retried": 0, "refused": 0}
@@ -133,12 +125,11 @@ def fail_in_each_collective(stage, in_wait):
     ],
 )
 def test_a_step_whose_collective_failed_is_retried_or_refused(stage, in_wait):
-    for outcomes in TWO_RANKS.run(fail_in_each_collective, stage, in_wait):
+    for outcomes in run_on_shared_ranks(fail_in_each_collective, 2, stage, in_wait):
         assert outcomes["retried"] > 2
         assert (outcomes["refused"] > 0) == (stage < 3)
 
 
-@TWO_RANKS.case((False,), (True,))
 def raise_in_a_step(whole):
     twin = make()
     model = FSDP(make())
@@ -173,10 +164,9 @@ def raise_in_a_step(whole):
 
 @pytest.mark.parametrize("whole", [False, True])
 def test_a_step_that_raised_at_stage_3_is_skipped_or_refused(whole):
-    assert all(TWO_RANKS.run(raise_in_a_step, whole))
+    assert all(run_on_shared_ranks(raise_in_a_step, 2, whole))
 
 
-@TWO_RANKS.case((1,), (2,))
 def raise_between_groups(stage):
     """Return True if another step is refused after the optimizer updated one of two groups."""
     model = make()
@@ -203,10 +193,9 @@ def raise_between_groups(stage):
 
 @pytest.mark.parametrize("stage", [1, 2])
 def test_a_step_whose_optimizer_raised_cannot_be_repeated(stage):
-    assert all(TWO_RANKS.run(raise_between_groups, stage))
+    assert all(run_on_shared_ranks(raise_between_groups, 2, stage))
 
 
-@TWO_RANKS.case((1,), (2,), (3,))
 def raise_in_backward(stage):
     model, optimizer = build(stage, Failing(in_wait=False))
     twin = make()
@@ -238,10 +227,9 @@ def raise_in_backward(stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_backward_that_raised_can_be_followed_by_another(stage):
-    assert all(TWO_RANKS.run(raise_in_backward, stage))
+    assert all(run_on_shared_ranks(raise_in_backward, 2, stage))
 
 
-@TWO_RANKS.case((1,), (2,), (3,))
 def repeat_backward(stage):
     model, optimizer = build(stage, Failing(in_wait=False))
     twin = make()
@@ -276,10 +264,9 @@ def repeat_backward(stage):
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_a_backward_that_raised_can_be_repeated_without_a_forward(stage):
-    assert all(TWO_RANKS.run(repeat_backward, stage))
+    assert all(run_on_shared_ranks(repeat_backward, 2, stage))
 
 
-@TWO_RANKS.case()
 def lose_accumulated_gradients():
     """Accumulate gradients, raise in the next backward, and go on without clearing them."""
     model, optimizer = build(3, Failing(in_wait=False))
@@ -297,10 +284,9 @@ def lose_accumulated_gradients():
 
 
 def test_gradients_that_an_interrupted_backward_has_lost_are_refused():
-    assert all(TWO_RANKS.run(lose_accumulated_gradients))
+    assert all(run_on_shared_ranks(lose_accumulated_gradients, 2))
 
 
-@TWO_RANKS.case()
 def write_through_data_on_one_rank():
     parameter = nn.Parameter(torch.ones(3))
     optimizer = ShardedOptimizer([parameter], torch.optim.SGD, lr=0.1)
@@ -318,10 +304,9 @@ def write_through_data_on_one_rank():
 
 
 def test_a_refused_write_is_refused_until_it_is_undone():
-    assert all(TWO_RANKS.run(write_through_data_on_one_rank))
+    assert all(run_on_shared_ranks(write_through_data_on_one_rank, 2))
 
 
-@TWO_RANKS.case()
 def add_groups_that_differ():
     optimizer = ShardedOptimizer([nn.Parameter(torch.ones(3))], torch.optim.SGD, lr=0.1)
     added = nn.Parameter(torch.ones(2))
@@ -346,7 +331,7 @@ def add_groups_that_differ():
 
 
 def test_a_refused_group_leaves_the_optimizer_unchanged():
-    assert all(TWO_RANKS.run(add_groups_that_differ))
+    assert all(run_on_shared_ranks(add_groups_that_differ, 2))
 
 
 def test_freed_arguments_of_an_earlier_step_do_not_end_a_later_one():

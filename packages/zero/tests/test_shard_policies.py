@@ -13,18 +13,11 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 import transformers_families
 from allocator import peak_bytes
-from shared_ranks import SharedRanks, run_in_order
+from worker_pool import run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, memory_report
 from zero_training import mean_square, pair, train
 
 DEADLINE = 300.0
-
-
-def serve(cases):
-    return run_in_order(globals(), cases)
-
-
-THREE_RANKS = SharedRanks(serve, 3)
 
 
 class Conv1D(nn.Module):
@@ -126,7 +119,6 @@ def assert_all_sharded(model, twin):
     assert abs(stored - total / dist.get_world_size()) <= len(model.units)
 
 
-@THREE_RANKS.case(("gpt2",), ("mixtral",), ("vit",), ("lstm",))
 def shard_everything(name):
     """Train with all parameters sharded; every rank stores 1/n of them."""
     model, ours, twin, theirs = pair(3, "SGD", build=lambda: build(name))
@@ -138,10 +130,9 @@ def shard_everything(name):
 
 @pytest.mark.parametrize(("name", "units"), [("gpt2", 4), ("mixtral", 4), ("vit", 3), ("lstm", 1)])
 def test_blocks_and_the_root_shard_all_parameters_of_a_model(name, units):
-    assert THREE_RANKS.run(shard_everything, name) == [units] * 3
+    assert run_on_shared_ranks(shard_everything, 3, name) == [units] * 3
 
 
-@THREE_RANKS.case()
 def select():
     """Select modules by class and name, and by a predicate."""
     blocks = [f"blocks.{number}" for number in range(3)]
@@ -166,7 +157,7 @@ def select():
 
 
 def test_names_and_predicates_select_the_sharded_modules():
-    assert all(THREE_RANKS.run(select))
+    assert all(run_on_shared_ranks(select, 3))
 
 
 def train_published(stage, name):

@@ -21,20 +21,17 @@ from torch.distributed.tensor import DTensor
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_ranks import SharedRanks, case_folder, run_in_order
+from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.optimizer import optimizer_trial
 from zero_training import assert_alike, batch, make, mean_square, pair, train
 
 
-def serve(cases):
+def prepare_rank():
     # The optimizers of these tests do not change after a few steps.
     optimizer_trial.STEPS = 10
-    return run_in_order(globals(), cases)
 
 
-TWO_RANKS = SharedRanks(serve, 2)
-OTHER_RANKS = [SharedRanks(serve, world) for world in (1, 4)]
 FULL = StateDictOptions(full_state_dict=True)
 KINDS = {
     "AdamW": {"amsgrad": True},
@@ -91,7 +88,6 @@ def load_by_torch(folder, model, optimizer):
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=state)
 
 
-@TWO_RANKS.case((2, "AdamW"), (3, "AdamW"))
 def torchs_tools(stage, name):
     folder = case_folder()
     model, ours, twin, theirs = trained(stage, name)
@@ -142,10 +138,9 @@ def torchs_tools(stage, name):
 )
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])
 def test_torchs_tools_get_save_and_set_whole_optimizer_states(stage, name):
-    assert all(TWO_RANKS.run(torchs_tools, stage, name))
+    assert all(run_on_shared_ranks(torchs_tools, 2, stage, name))
 
 
-@TWO_RANKS.case(("Muon",), ("Adafactor",))
 def whole_matrices(name):
     folder = case_folder()
     world = dist.get_world_size()
@@ -187,10 +182,10 @@ def whole_matrices(name):
 
 @pytest.mark.parametrize("name", ["Muon", "Adafactor"])
 @pytest.mark.parametrize(
-    "ranks", [TWO_RANKS, *[pytest.param(r, marks=pytest.mark.exhaustive) for r in OTHER_RANKS]]
+    "world", [2, *[pytest.param(size, marks=pytest.mark.exhaustive) for size in (1, 4)]]
 )
-def test_optimizers_of_whole_matrices_equal_one_process_at_stage_3(name, ranks):
-    assert all(ranks.run(whole_matrices, name))
+def test_optimizers_of_whole_matrices_equal_one_process_at_stage_3(name, world):
+    assert all(run_on_shared_ranks(whole_matrices, world, name))
 
 
 CREATED_IN_THE_CONSTRUCTOR = [
@@ -214,7 +209,6 @@ def assert_sharded_state(optimizer):
     assert_same_state(optimizer.state_dict(), state_dict)
 
 
-@TWO_RANKS.case(("Adagrad",))
 def use_state_from_the_constructor(name):
     folder = case_folder()
     model, ours, twin, theirs = pair(3, name, initial_accumulator_value=0.5)
@@ -237,7 +231,7 @@ def use_state_from_the_constructor(name):
 
 @pytest.mark.parametrize("name", CREATED_IN_THE_CONSTRUCTOR)
 def test_state_from_the_constructor_is_sharded_state(name):
-    assert all(TWO_RANKS.run(use_state_from_the_constructor, name))
+    assert all(run_on_shared_ranks(use_state_from_the_constructor, 2, name))
 
 
 class Moments(torch.optim.Optimizer):
@@ -265,7 +259,6 @@ def shard_moments(model, stage):
     return model, ShardedOptimizer(model.parameters(), Moments, elementwise=True)
 
 
-@TWO_RANKS.case((1,), (3,))
 def resume_moments(stage):
     folder = case_folder()
     twin = make()
@@ -289,4 +282,4 @@ def resume_moments(stage):
 
 @pytest.mark.parametrize("stage", [1, 3])
 def test_state_of_every_element_is_sharded_whatever_its_name(stage):
-    assert all(TWO_RANKS.run(resume_moments, stage))
+    assert all(run_on_shared_ranks(resume_moments, 2, stage))

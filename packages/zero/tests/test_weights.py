@@ -17,7 +17,7 @@ from worker_pool import run_ranks, try_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from shared_ranks import SharedRanks, case_folder, run_in_order
+from worker_pool import case_folder, run_on_shared_ranks
 from zero import (
     FSDP,
     ShardedOptimizer,
@@ -30,14 +30,6 @@ from zero.checkpoint.storage import find
 save_file = pytest.importorskip("safetensors.torch", reason="the format's own writer").save_file
 
 DEADLINE = 300.0
-
-
-def serve(cases):
-    return run_in_order(globals(), cases)
-
-
-ONE_RANK = SharedRanks(serve, 1)
-TWO_RANKS = SharedRanks(serve, 2)
 
 
 def make(seed=0):
@@ -81,7 +73,6 @@ FORMS = {
 STAGES = {"nested": (0, 1, 3), "flat": (3,), "numbers": (1,)}
 
 
-@TWO_RANKS.case()
 def read_torch_checkpoints():
     """Load each form in which torch's users save, and continue training."""
     folder = case_folder()
@@ -105,7 +96,7 @@ def read_torch_checkpoints():
 
 
 def test_checkpoints_that_torch_wrote_are_resumed_at_any_stage():
-    assert all(TWO_RANKS.run(read_torch_checkpoints))
+    assert all(run_on_shared_ranks(read_torch_checkpoints, 2))
 
 
 class Wrapped(nn.Module):
@@ -139,7 +130,6 @@ SOME = [
 ]
 
 
-@ONE_RANK.case((SOME, (3,)))
 def read_confusing_names(combinations, stages):
     """Load a model whose names resemble parts of a checkpoint: every state must be found."""
     folder = case_folder()
@@ -177,7 +167,7 @@ def read_confusing_names(combinations, stages):
     ],
 )
 def test_names_that_resemble_parts_of_a_checkpoint_are_loaded(combinations, stages):
-    assert all(ONE_RANK.run(read_confusing_names, combinations, stages))
+    assert all(run_on_shared_ranks(read_confusing_names, 1, combinations, stages))
 
 
 def averages(optimizer):
@@ -194,7 +184,6 @@ def numbered(order=(0, 1, 2), seed=0):
     return model, optimizer
 
 
-@ONE_RANK.case()
 def read_numbers():
     """Load states by numbers as names, numbers as positions, tied names and listed names."""
     folder = case_folder()
@@ -250,10 +239,9 @@ def read_numbers():
 
 
 def test_states_are_matched_by_names_numbers_and_tied_names():
-    assert all(ONE_RANK.run(read_numbers))
+    assert all(run_on_shared_ranks(read_numbers, 1))
 
 
-@ONE_RANK.case()
 def refuse_uncertain_states():
     """Check that state which cannot be matched with certainty is refused."""
     folder = case_folder()
@@ -286,7 +274,6 @@ def refuse_uncertain_states():
     return True
 
 
-@ONE_RANK.case()
 def load_into_other_groups():
     """Load one group into two groups, which have equal options but share no tensor."""
     folder = case_folder()
@@ -308,14 +295,13 @@ def load_into_other_groups():
 
 
 def test_groups_with_equal_options_can_be_divided():
-    assert all(ONE_RANK.run(load_into_other_groups))
+    assert all(run_on_shared_ranks(load_into_other_groups, 1))
 
 
 def test_states_that_cannot_be_matched_are_refused():
-    assert all(ONE_RANK.run(refuse_uncertain_states))
+    assert all(run_on_shared_ranks(refuse_uncertain_states, 1))
 
 
-@ONE_RANK.case()
 def two_models():
     """Load a file in which two prefixes fit by `prefix=`, and one with a single prefix."""
     folder = case_folder()
@@ -359,10 +345,9 @@ def two_models():
 
 
 def test_prefixes_are_found_and_mismatches_are_reported():
-    assert all(ONE_RANK.run(two_models))
+    assert all(run_on_shared_ranks(two_models, 1))
 
 
-@ONE_RANK.case()
 def choose_between_prefixes():
     """Load a file in which several prefixes fit, only if a single one can be meant."""
     folder = case_folder()
@@ -402,10 +387,9 @@ def choose_between_prefixes():
 
 
 def test_a_prefix_is_inferred_only_if_no_other_can_be_meant():
-    assert all(ONE_RANK.run(choose_between_prefixes))
+    assert all(run_on_shared_ranks(choose_between_prefixes, 1))
 
 
-@ONE_RANK.case()
 def torch_files():
     """Files of torch.save are refused with the call that loads them, which works at stage 3."""
     folder = case_folder()
@@ -420,11 +404,9 @@ def torch_files():
 
 
 def test_torchs_files_of_weights_are_refused():
-    assert all(ONE_RANK.run(torch_files))
+    assert all(run_on_shared_ranks(torch_files, 1))
 
 
-@ONE_RANK.case((0,))
-@TWO_RANKS.case((3,))
 def read_back(stage):
     """Load safetensors at a stage; a sharded model starts on the meta device."""
     folder = case_folder()
@@ -452,12 +434,11 @@ def write_two_files(folder):
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
-@pytest.mark.parametrize(("stage", "ranks"), [(0, ONE_RANK), (3, TWO_RANKS)])
-def test_safetensors_are_read_at_any_stage_and_world(stage, ranks):
-    assert all(ranks.run(read_back, stage))
+@pytest.mark.parametrize(("stage", "world"), [(0, 1), (3, 2)])
+def test_safetensors_are_read_at_any_stage_and_world(stage, world):
+    assert all(run_on_shared_ranks(read_back, world, stage))
 
 
-@ONE_RANK.case()
 def damage():
     """Damage a safetensors file; return the errors for truncated and overwritten contents.
 
@@ -500,11 +481,10 @@ def damage():
 
 
 def test_damaged_safetensors_are_named():
-    for message in ONE_RANK.run(damage)[0]:
+    for message in run_on_shared_ranks(damage, 1)[0]:
         assert "model.safetensors is damaged" in message
 
 
-@TWO_RANKS.case()
 def half():
     file = Path(case_folder(), "half.safetensors")
     if dist.get_rank() == 0:
@@ -519,10 +499,9 @@ def half():
 
 
 def test_half_precision_is_loaded_in_the_models_dtype():
-    assert all(TWO_RANKS.run(half))
+    assert all(run_on_shared_ranks(half, 2))
 
 
-@TWO_RANKS.case()
 def refuse_other_formats():
     """Load folders with the files of DeepSpeed's and Megatron's checkpoints."""
     folder = case_folder()
@@ -550,7 +529,7 @@ def refuse_other_formats():
 
 
 def test_checkpoints_of_deepspeed_and_megatron_are_refused_with_the_tool_that_converts():
-    assert all(TWO_RANKS.run(refuse_other_formats))
+    assert all(run_on_shared_ranks(refuse_other_formats, 2))
 
 
 class Buffers(nn.Module):
@@ -565,7 +544,6 @@ class Buffers(nn.Module):
             self.register_buffer(f"buffer_{dtype}".replace(".", "_"), values.view(dtype))
 
 
-@TWO_RANKS.case()
 def every_dtype():
     """Exchange tensors of every dtype with the format's reference implementation."""
     folder = case_folder()
@@ -603,7 +581,7 @@ def every_dtype():
 
 def test_every_dtype_of_safetensors_is_loaded_or_refused():
     pytest.importorskip("safetensors")
-    assert all(TWO_RANKS.run(every_dtype))
+    assert all(run_on_shared_ranks(every_dtype, 2))
 
 
 def peak_of_loading(path, features):
@@ -685,7 +663,6 @@ def load_it(path):
     return same(model.state_dict(), make().state_dict())
 
 
-@ONE_RANK.case()
 def strided():
     """Save and load parameters and buffers that are not contiguous."""
     path = case_folder()
@@ -701,4 +678,4 @@ def strided():
 
 
 def test_non_contiguous_tensors_are_saved_and_loaded():
-    assert all(ONE_RANK.run(strided))
+    assert all(run_on_shared_ranks(strided, 1))

@@ -9,13 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from zero.process_groups import Communicator
+
+if TYPE_CHECKING:
+    # Importing this module takes as long as importing torch, and most programs do not need it.
+    from torch.distributed.tensor import DTensor
 
 #: Entries of torch's optimizer state that are one number per parameter. They have the same shape as
 #: a 0-dimensional parameter, but are not its elements.
@@ -54,6 +57,8 @@ def shard_rows(whole: Tensor, communicator: Communicator) -> DTensor:
 
     The DTensor is replicated if `whole` has no dimensions.
     """
+    from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
     placements = [Shard(0) if whole.dim() else Replicate()]
     # The clone does not keep `whole` alive.
     rows = distribute_tensor(whole, communicator.mesh, placements, src_data_rank=None).clone()
@@ -63,6 +68,8 @@ def shard_rows(whole: Tensor, communicator: Communicator) -> DTensor:
 
 def full_value(value: Any) -> Any:
     """Gather a DTensor; return any other value unchanged."""
+    from torch.distributed.tensor import DTensor
+
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 

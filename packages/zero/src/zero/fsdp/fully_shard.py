@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import cache
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
 
 from zero.fsdp.fsdp import FSDP, FULLY_SHARDED
 from zero.fsdp.shard import replaced_parameters
 from zero.fsdp.unit import Unit
 from zero.parameter_checks import refuse_ddp
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 
 
 def fully_shard(
@@ -39,6 +41,9 @@ def fully_shard(
     this rank's shards. The arguments are those of
     `torch.distributed.fsdp.fully_shard`. Raise ValueError for arguments without an equivalent.
     """
+    # Importing this module takes as long as importing torch.
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
+
     _check_module(module)
     unsupported: dict[str, Any] = {
         "shard_placement_fn": shard_placement_fn,

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from zero.dtensors import full_value, shard_rows
 from zero.fsdp.shard import ShardedParameter, plain_shard
 from zero.process_groups import Communicator
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 
 class StateDictHooks:
