@@ -178,12 +178,15 @@ def _flat(row: Row) -> Row:
 
 
 def _measure_case(**options: Any) -> Row:
-    """Measure one case: ten steps after five others."""
+    """Measure one case: ten steps after five others. End the program if it was not timed."""
     from llmsys_suite.step import sweep
     from llmsys_suite.step.case import Case
 
     profile = options.pop("profile", False)
-    return list(sweep.measure([Case(**options)], limit=600, profile=profile))[-1]
+    row = list(sweep.measure([Case(**options)], limit=600, profile=profile))[-1]
+    if row["note"]:
+        sys.exit(f"{options} was not timed: {row['note']}")
+    return row
 
 
 def precision() -> list[Row]:
