@@ -116,7 +116,7 @@ def assign_buckets(
     limits = list(bucket_bytes) if isinstance(bucket_bytes, Sequence) else [bucket_bytes]
     position = {index: number for number, index in enumerate(order)}
     full: list[list[int]] = []
-    # The open bucket of each kind, and its free bytes.
+    # The open bucket of each dtype and device, and its free bytes.
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], float]] = {}
     for index in order:
         parameter = parameters[index]
