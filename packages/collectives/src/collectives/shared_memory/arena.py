@@ -1,7 +1,8 @@
 """The arena: the memory that the ranks of one host share, and the clocks that synchronize them.
 
-Each rank owns a segment: a clock, two cells for the fingerprint of its call, two cells for a note,
-and two slots of data.
+Each rank owns a segment: a clock, the announcement that it has left the group, two cells for the
+fingerprint of its call, two cells for a note, and two slots of data.
+
 A tick increments the rank's clock and waits until the clocks of all ranks have reached that value.
 One rule makes every protocol safe with a single tick per step:
 
