@@ -851,7 +851,7 @@ def test_rank_that_never_joins_is_named(how, outcomes):
     for outcome in outcomes[::2]:
         ranks, seconds, message = outcome.value
         assert ranks == (1,)
-        assert ("ended before joining" if how == "dies" else "did not join") in message
+        assert ("ended before writing" if how == "dies" else "did not write") in message
         assert seconds < (LONG_TIMEOUT / 2 if how == "dies" else TIMEOUT)
 
 

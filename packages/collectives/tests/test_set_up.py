@@ -60,7 +60,7 @@ def open_descriptors():
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts descriptors through /proc")
 def test_failed_set_up_closes_its_segment():
     before = open_descriptors()
-    with pytest.raises(collectives.RankLost, match="rank 1 did not join"):
+    with pytest.raises(collectives.RankLost, match="rank 1 did not write to the group's store"):
         Topology(
             dist.HashStore(),
             0,
@@ -75,7 +75,7 @@ def test_failed_set_up_closes_its_segment():
 def test_arena_whose_peer_has_ended_names_it_in_the_first_call():
     mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in range(3)]
     processes = [os.getpid(), os.getppid(), MISSING_PROCESS]
-    arena = Arena(mappings, processes, 0, names=range(3), timeout=60.0)
+    arena = Arena(mappings, processes, 0, group_ranks=range(3), timeout=60.0)
     with pytest.raises(collectives.RankLost, match=r"rank 2 \(process \d+\) died"):
         arena.sync()
 
@@ -86,10 +86,10 @@ def test_rank_that_fails_does_not_fail_slower_ranks_at_ticks_that_it_has_complet
 ):
     if not compiled:
         monkeypatch.setattr(engine, "library", lambda: None)
-    names = (4, 5, 6)
-    mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in names]
+    ranks = (4, 5, 6)
+    mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in ranks]
     fast, leaving, slow = (
-        Arena(mappings, [os.getpid()] * 3, rank, names=names, timeout=20.0) for rank in range(3)
+        Arena(mappings, [os.getpid()] * 3, i, group_ranks=ranks, timeout=20.0) for i in range(3)
     )
     with ThreadPoolExecutor() as pool:
         # The tick of the slow rank is visible, but that rank has not completed its wait yet.
@@ -109,14 +109,14 @@ def test_rank_that_fails_does_not_fail_slower_ranks_at_ticks_that_it_has_complet
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_rank_that_leaves_during_a_check_of_the_peers_is_not_blamed(compiled, monkeypatch):
-    # At the timeout, all survivors leave at about the same time. Each of them then lowers its
-    # clock, and once looked as if it had not made the call.
+    # At the timeout, all survivors leave at about the same time, and each of them lowers its clock.
+    # A lower clock alone must not count as a call that was not made.
     if not compiled:
         monkeypatch.setattr(engine, "library", lambda: None)
-    names = (4, 5, 6)
-    mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in names]
+    ranks = (4, 5, 6)
+    mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in ranks]
     waiting, leaving = (
-        Arena(mappings, [os.getpid()] * 3, rank, names=names, timeout=0.0) for rank in range(2)
+        Arena(mappings, [os.getpid()] * 3, i, group_ranks=ranks, timeout=0.0) for i in range(2)
     )
     leaving._clocks[1][0] = 1
 

@@ -106,6 +106,7 @@ def pass_invalid_arguments() -> list[str]:
         {"bucket_size_mb": 0},
         {"bucket_size_mb": float("nan")},
         {"mixed_precision": _MixedPrecision(torch.bfloat16)},
+        {"gradient_dtype": "bfloat16"},
         {"allocate": lambda numel, dtype, group: torch.empty(numel - 1, dtype=dtype)},
         {"allocate": lambda numel, dtype, group: torch.empty(2 * numel, dtype=dtype)[::2]},
         {"allocate": lambda numel, dtype, group: memory[:numel], "bucket_size_mb": None},
@@ -141,12 +142,13 @@ def pass_invalid_arguments() -> list[str]:
 
 def test_invalid_arguments_are_refused_with_the_remedy() -> None:
     (outcome,) = try_ranks(pass_invalid_arguments, 1)
-    zero, nan, mixed, short, strided, shared, *others = outcome.value
+    zero, nan, mixed, named, short, strided, shared, *others = outcome.value
     expanded, sparse_buffer, nested, dtype, sparse = others
     assert "elements of 'table' share memory" in expanded
     assert "expected bucket_size_mb > 0, got 0; pass None" in zero
     assert "bucket_size_mb > 0, got nan" in nan
     assert "is not supported: torch.autocast and gradient_dtype replace it" in mixed
+    assert "at least 16 bits, got 'bfloat16'; pass torch.bfloat16" in named
     assert "got (10,) with strides (1,), torch.float32" in short
     assert "shape (11,), torch.float32" in short
     assert "a contiguous tensor of shape (11,)" in strided

@@ -76,6 +76,8 @@ def describe_call(
 ) -> Call:
     """Validate a call and return the `Call` that the ranks compare.
 
+    For autograd, the outputs count as changed from now on.
+
     Args:
         tensor: a tensor that has the call's dtype, and its shape unless `shape` is passed.
         outputs: the tensors that the call writes to; ignored on ranks where it writes none.
@@ -113,7 +115,7 @@ def compared_shape(comm: Communicator, tensor: Tensor) -> tuple[int, ...]:
 
 
 def check_tensors(kind: str, tensor: Tensor, outputs: Sequence[Tensor]) -> None:
-    """Raise an error unless the tensors are dense, on the CPU, and the outputs writable."""
+    """Raise an error unless the tensors are dense and on the CPU, and outputs can be written to."""
     if not tensor.is_cpu:
         raise TypeError(
             f"{kind} expected a tensor on the CPU, got one on {tensor.device}; use the function of "

@@ -6,8 +6,8 @@ gloo if gloo can run it, and on the ring if not. For other collectives, the cost
 algorithm (`choice/cost.py`). Another name, such as "ring", selects that algorithm.
 
 Every function must be called on all ranks of the group, with equal dtypes and shapes unless it says
-otherwise. It returns None when the call has finished, or a handle at once if `async_op` is True.
-It raises
+otherwise. A collective returns None when the call has finished, or a handle at once if `async_op`
+is True. It raises
 
     ValueError, TypeError   if an argument is not valid or the group cannot run the algorithm
     Mismatch                if the ranks have made different calls

@@ -199,7 +199,7 @@ class Communicator:
         return work
 
     def can_run_connected(self, output: Tensor) -> bool:
-        """Return True unless a call needs a feature that `run` supports and `run_connected` not."""
+        """Return True unless the call needs a feature that only `run` supports."""
         if self.progress.last or self.compare_calls or self.find_nan or _profiler_enabled():
             return False
         return call_timeout.get() is None and not output.is_inference()
@@ -286,7 +286,7 @@ class Communicator:
     def is_inherited(self) -> bool:
         """Return True in a process that was forked from the one that created this object.
 
-        The forked process has its parent's clock, so it must not make calls or leave the group.
+        The forked process maps its parent's clock, so it must not make calls or leave the group.
         """
         return self._process_id != os.getpid()
 
@@ -331,7 +331,7 @@ class _Execution:
                     with torch.inference_mode() if self.in_inference_mode else nullcontext():
                         self.body(call.packed)
                 elif not is_done(job):
-                    comm.topology.require().do(job)
+                    comm.topology.require().run_job(job)
             except BaseException as error:
                 comm.fail(error)
 

@@ -273,7 +273,7 @@ class FailureDetector:
         """Return the error that names the cause of failed messages, from all ranks' reports."""
         number = operation.number
         if self._arena is not None and (dead := self._arena.dead_positions()):
-            ranks = [self._arena.names[i] for i in dead]
+            ranks = [self._arena.group_ranks[i] for i in dead]
             return RankLost(ranks, f"{format_ranks(ranks)} died (call {number}); {UNUSABLE}")
         # A rank may also wait for a peer of its host that takes no part in the messages.
         participants = set(operation.participants)

@@ -164,13 +164,11 @@ def fetch(
     query_store(max(0.0, deadline - time.monotonic()) + STORE_SECONDS, query)
     missing = ended or [rank for rank in keys if rank not in values]
     if missing:
-        event = "ended before joining the group"
+        event = "ended before writing to the group's store"
         if not ended:
-            event = "did not join the group within its timeout"
+            event = "did not write to the group's store within the timeout"
         raise RankLost(
-            missing,
-            f"{format_ranks(missing)} {event}; check that every rank makes its first call on the "
-            "group",
+            missing, f"{format_ranks(missing)} {event}; check that every rank makes this call"
         )
     return values
 

@@ -116,20 +116,20 @@ def assign_buckets(
     limits = list(bucket_bytes) if isinstance(bucket_bytes, Sequence) else [bucket_bytes]
     position = {index: number for number, index in enumerate(order)}
     full: list[list[int]] = []
-    # The open bucket of each kind, and its free bytes.
+    # The open bucket of each dtype and device, and its free bytes.
     open_buckets: dict[tuple[torch.dtype, torch.device], tuple[list[int], float]] = {}
     for index in order:
         parameter = parameters[index]
-        kind = (parameter.dtype, parameter.device)
+        key = (parameter.dtype, parameter.device)
         size = parameter.numel() * parameter.element_size()
-        members, free_bytes = open_buckets.get(kind, ([], 0.0))
+        members, free_bytes = open_buckets.get(key, ([], 0.0))
         if not members or size > free_bytes or limits[-1] == 0:
             if members:
                 full.append(members)
-            num_started = len(full) + len(open_buckets.keys() - {kind})
+            num_started = len(full) + len(open_buckets.keys() - {key})
             members = []
             free_bytes = limits[min(num_started, len(limits) - 1)]
         members.append(index)
-        open_buckets[kind] = (members, free_bytes - size)
+        open_buckets[key] = (members, free_bytes - size)
     full += [members for members, _ in open_buckets.values()]
     return [tuple(members) for members in sorted(full, key=lambda members: position[members[-1]])]

@@ -81,11 +81,12 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             before. A warning is issued if the caller still references that memory. False, which is
             torch's default, writes the mean into that memory instead, and needs memory for a second
             set of gradients.
-        restricted_arguments: other arguments of torch's DDP. An error names each argument whose
-            value is not supported.
+        restricted_arguments: other arguments of torch's DDP, which have no effect. Values that
+            would need one raise `ValueError`.
 
-    Raises `ValueError` or `RuntimeError` if the module cannot be replicated, and `TypeError` for an
-    unknown argument. Raises `ValueError` on every rank if modules or options differ across ranks.
+    Raises `ValueError` or `RuntimeError` if the module cannot be replicated or the value of an
+    argument is not supported, and `TypeError` for an unknown argument. Raises `ValueError` on every
+    rank if modules or options differ across ranks.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Accumulate gradients on this rank: forward passes in the context are not synchronized.
+        """Accumulate the gradients of forward passes in the context, without synchronization.
 
         As with torch's DDP, the gradients of a forward pass are synchronized if it ran outside of
         the context, wherever its backward pass runs.
@@ -224,7 +225,10 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         replica.has_synchronized = False
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Reduce buckets with `hook(state, bucket)`. Call it once, before a backward pass."""
+        """Reduce buckets with `hook(state, bucket)`. Call it once, before a backward pass.
+
+        The hook must not resize `bucket.buffer()`, because flags follow it in memory.
+        """
         check_hook(hook)
         if self._options.gradient_dtype or self._options.all_reduce:
             raise ValueError(

@@ -61,15 +61,15 @@ def all_reduce_gradients_flat(
     reduce_group = resolve_group(group, all_reduce)
     start_time = time.perf_counter()
     records = []
-    kinds: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
+    by_dtype_and_device: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
     for name, gradient in _common_gradients(module, reduce_group).items():
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"expected a dense gradient of {name!r}, got {gradient.layout}; construct that "
                 "layer with sparse=False, or use all_reduce_gradients"
             )
-        kinds.setdefault((gradient.dtype, gradient.device), {})[name] = gradient
-    for gradients in kinds.values():
+        by_dtype_and_device.setdefault((gradient.dtype, gradient.device), {})[name] = gradient
+    for gradients in by_dtype_and_device.values():
         flat = torch.cat([gradient.reshape(-1) for gradient in gradients.values()])
         records.append(_average(flat, reduce_group, tuple(gradients)))
         pieces = torch.split(flat, [gradient.numel() for gradient in gradients.values()])

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ddp.bucket import Allocate
 from ddp.process_group import AllReduce
 
-#: Arguments of torch's DDP that are accepted with some values only: the accepted values, and the
-#: reason why other values are refused.
+#: Arguments of torch's DDP that have no effect here: the accepted values, and the reason why other
+#: values are refused.
 RESTRICTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "mixed_precision": ((None,), "torch.autocast and gradient_dtype replace it"),
     "dim": ((0,), "inputs are not scattered, because each process has one device"),
@@ -62,10 +62,11 @@ class Options:
                 "parameter separately"
             )
         dtype = self.gradient_dtype
-        if dtype is not None and (not dtype.is_floating_point or dtype.itemsize == 1):
+        is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+        if dtype is not None and not (is_float and dtype.itemsize > 1):
             raise ValueError(
                 f"expected gradients to be sent in a floating-point dtype of at least 16 bits, got "
-                f"{dtype}; pass torch.bfloat16"
+                f"{dtype!r}; pass torch.bfloat16"
             )
 
     @property
@@ -226,7 +227,7 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(f"parameter {name!r} is on the meta device; call module.to_empty first")
     if hasattr(parameter, "device_mesh"):
         raise ValueError(
-            f"parameter {name!r} is a DTensor, which is sharded already; DDP replicates plain "
+            f"parameter {name!r} is a DTensor, which is sharded already; DDP replicates whole "
             "tensors"
         )
 

@@ -1,4 +1,4 @@
-"""Minimal implementation of bucketed data parallelism to read first; `DDP` gives the same bits.
+"""The minimal implementation of bucketed data parallelism. `DDP` computes the same gradients.
 
 1. Replicate: every rank starts with the weights of rank 0 and reads its own part of the batch.
 2. Mark ready: autograd calls a hook when the gradient of a parameter is final.

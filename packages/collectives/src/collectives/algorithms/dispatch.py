@@ -140,7 +140,7 @@ def _prepare(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
     if call.algorithm != "auto":
         return call.algorithm
     if call.kind == "all_to_all":
-        # This is an all-to-all of equal parts. It gets here only if gloo can run it. The room is
+        # This is an all-to-all of equal parts that gloo can run. The number of gloo groups is
         # checked when the call runs, because earlier calls may still create groups.
         return NATIVE if comm.gloo.has_room_for(packed) else "ring"
     return _choose(comm, call, packed, size)

@@ -30,9 +30,9 @@ from collectives.store import clone_store, run_within
 # therefore created with gloo's timeout disabled, on a thread that is abandoned at our timeout.
 #
 # A thread that waits in a store blocks all other calls on the same connection, so gloo groups are
-# created over a separate connection. It is opened once, while the process group is set up: the
-# server of a TCPStore looks up the host name of every client that connects, and it serves nobody
-# while a name server does not answer. With glibc's defaults, that takes five seconds.
+# created over a separate connection. It is opened once, while the process group is set up. The
+# server of a TCPStore looks up the host name of every client that connects, and answers no other
+# client meanwhile. If the name server does not answer, that takes five seconds by default.
 
 MAX_GROUPS = 64
 NO_TIMEOUT = timedelta(days=365)
@@ -123,8 +123,7 @@ class GlooGroups:
             start(*tensors).wait(timeout)
         except (RuntimeError, TimeoutError) as error:
             raise PeerError(None, first_line(error)) from error
-        if op == "AVG":
-            average(op, tensors[0], group.size())
+        average(op, tensors[0], group.size())
 
     def close_connections(self) -> None:
         """Close all connections."""

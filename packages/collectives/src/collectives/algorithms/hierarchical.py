@@ -67,9 +67,9 @@ def broadcast(
     if point_to_point.rank in leaders:
         ring.broadcast(point_to_point.subgroup(leaders), flat, leaders.index(source))
     if arena is not None:
-        leader = next(rank for rank in leaders if rank in arena.names)
+        leader = next(rank for rank in leaders if rank in arena.group_ranks)
         with remaining_timeout(start_time, arena):
-            protocol.broadcast(arena, flat, arena.names.index(leader), packed)
+            protocol.broadcast(arena, flat, arena.group_ranks.index(leader), packed)
 
 
 @contextmanager

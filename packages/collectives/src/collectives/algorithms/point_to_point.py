@@ -4,6 +4,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 
@@ -187,18 +188,18 @@ class PointToPoint:
                 self._state.peer = None
 
 
+@dataclass
 class _State:
     """The state that a `PointToPoint` shares with its subgroups."""
 
-    def __init__(self) -> None:
-        #: The time at which waits fail, a value of time.monotonic.
-        self.deadline = float("inf")
-        #: The seconds from which the deadline was computed.
-        self.seconds = float("inf")
-        #: The part of the tag that depends on the call.
-        self.tag = 0
-        #: The peer (a rank of the group) whose message a thread waits for.
-        self.peer: int | None = None
+    #: The time at which waits fail, a value of time.monotonic.
+    deadline: float = float("inf")
+    #: The seconds from which the deadline was computed.
+    seconds: float = float("inf")
+    #: The part of the tag that depends on the call.
+    tag: int = 0
+    #: The peer (a rank of the group) whose message a thread waits for.
+    peer: int | None = None
 
 
 def close_peers(group: Any, peers: Iterable[int]) -> None:

@@ -63,7 +63,10 @@ def check_dtype(op: str, dtype: torch.dtype) -> None:
 
 
 def in_pieces(flat: Tensor, length: int) -> list[Tensor]:
-    """Return views of `length` elements each; the last may be shorter, or empty if `flat` is."""
+    """Return views of `length` elements each; the last may be shorter.
+
+    If `flat` is empty, the only view is empty.
+    """
     if flat.numel() <= length:
         return [flat]
     return [flat[start : start + length] for start in range(0, flat.numel(), length)]

@@ -81,7 +81,7 @@ def _gather(point_to_point: PointToPoint, slices: Sequence[Tensor]) -> None:
 
 
 def direct(point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor, op: str) -> None:
-    """Run a reduce-scatter by sending each slice to its owner, which reduces what it receives."""
+    """Run a reduce-scatter: send each slice to its owner, which reduces the received slices."""
     rank, world = point_to_point.rank, point_to_point.world
     wide = accumulation_dtype(out.dtype)
     length = max(1, PIECE_BYTES // world // wide.itemsize)

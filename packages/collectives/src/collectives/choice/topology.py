@@ -60,7 +60,7 @@ class Topology:
                 [mapping for r in self.local_ranks if (mapping := mappings[r]) is not None],
                 [addresses[r].pid for r in self.local_ranks],
                 self.local_ranks.index(rank),
-                names=self.local_ranks,
+                group_ranks=self.local_ranks,
                 timeout=timeout,
             )
         #: For each rank that does not share memory with this rank, the reason.

@@ -171,7 +171,7 @@ class ProgressQueue:
         """Run queued calls until the group is closed."""
         while True:
             if self._arena is not None:
-                # Returns when the next call is queued; runs its job as far as the engine can.
+                # `serve` waits for the next call, and runs its job as far as the engine can.
                 self._arena.serve()
             work = self._queue.get()
             if work is None:

@@ -1,7 +1,8 @@
 """The arena: the memory that the ranks of one host share, and the clocks that synchronize them.
 
-Each rank owns a segment: a clock, two cells for the fingerprint of its call, two cells for a note,
-and two slots of data.
+Each rank owns a segment: a clock, the announcement that it has left the group, two cells for the
+fingerprint of its call, two cells for a note, and two slots of data.
+
 A tick increments the rank's clock and waits until the clocks of all ranks have reached that value.
 One rule makes every protocol safe with a single tick per step:
 
@@ -80,7 +81,7 @@ class Arena:
         mappings: the ranks' segments.
         pids: the ranks' processes.
         rank: the position of this rank.
-        names: the ranks in the group.
+        group_ranks: the ranks in the group, by position.
         timeout: the longest wait for a rank, in seconds.
     """
 
@@ -90,13 +91,13 @@ class Arena:
         pids: Sequence[int],
         rank: int,
         *,
-        names: Sequence[int],
+        group_ranks: Sequence[int],
         timeout: float,
     ) -> None:
         self.rank = rank
         self.world = len(mappings)
         self.timeout = timeout
-        self.names = names
+        self.group_ranks = group_ranks
         #: False if the group has ranks on other hosts, whose reports may name another cause.
         self.is_whole_group = True
         self._pids = pids
@@ -162,7 +163,7 @@ class Arena:
     def sync(self) -> None:
         """Tick, then wait until all ranks have ticked."""
         if self._library is not None:
-            self.do(self.job("tick"))
+            self.run_job(self.job("tick"))
             return
         tick = self._shared.tick = self.tick + 1
         clocks = self._clocks
@@ -194,8 +195,8 @@ class Arena:
         failed = [i for i in late if self._failures[i][0]]
         late = self._late_positions(tick)
         if self._failures[self.rank][0]:
-            name = self.names[self.rank]
-            raise RankLost([name], f"rank {name}, this rank, has left the group; {UNUSABLE}")
+            rank = self.group_ranks[self.rank]
+            raise RankLost([rank], f"rank {rank}, this rank, has left the group; {UNUSABLE}")
         left_late = [i for i in left if i in late]
         if left_late:
             self._report(left_late, LEFT_GROUP)
@@ -217,7 +218,7 @@ class Arena:
 
     def late_ranks(self) -> list[int]:
         """Return the ranks of the group that have not reached this rank's tick."""
-        return [self.names[i] for i in self._late_positions(self.tick)]
+        return [self.group_ranks[i] for i in self._late_positions(self.tick)]
 
     # ----- the engine -----
 
@@ -231,7 +232,7 @@ class Arena:
         self._announced = None, None
         return engine.Job(engine.JOB_KINDS.index(kind), call=call, note=note, **fields)
 
-    def do(self, job: engine.Job) -> None:
+    def run_job(self, job: engine.Job) -> None:
         """Run a job in the engine, or the remainder of it; raise an error if it fails."""
         assert self._library is not None
         tick = -1
@@ -281,14 +282,14 @@ class Arena:
         slower ranks still succeed. `blamed` is the rank of the group that caused the error, by
         default this rank.
         """
-        blamed = self.names[self.rank] if blamed is None else blamed
+        blamed = self.group_ranks[self.rank] if blamed is None else blamed
         self._failures[self.rank][0] = 1 + blamed
         self._clocks[self.rank][0] = self._shared.completed
 
     def _fail_as_reported(self, position: int) -> None:
         """Leave the group for the reason that the rank at `position` has left it."""
         blamed = self._failures[position][0] - 1
-        reporter = self.names[position]
+        reporter = self.group_ranks[position]
         if blamed == reporter:
             self._fail([position], "left after an error")
         self.leave(blamed)
@@ -297,14 +298,15 @@ class Arena:
     def _report(self, positions: Sequence[int], event: str) -> None:
         """Raise RankLost, or PeerError if reports of other hosts may name another cause."""
         if not self.is_whole_group:
-            raise PeerError(self.names[positions[0]], event)
+            raise PeerError(self.group_ranks[positions[0]], event)
         self._fail(positions, event)
 
     def _fail(self, positions: Sequence[int], event: str) -> None:
         """Leave the group and raise RankLost."""
-        ranks = [self.names[i] for i in positions]
+        ranks = [self.group_ranks[i] for i in positions]
         self.leave(ranks[0])
-        subject = ", ".join(f"rank {self.names[i]} (process {self._pids[i]})" for i in positions)
+        pids = [self._pids[i] for i in positions]
+        subject = ", ".join(f"rank {r} (process {p})" for r, p in zip(ranks, pids, strict=True))
         raise RankLost(ranks, f"{subject} {event}; {UNUSABLE}")
 
     # ----- fingerprints, notes and slots -----
@@ -325,7 +327,7 @@ class Arena:
         cell = self.tick & 1
         at = _CALLS + cell * _CALL_ROOM
         calls = [bytes(memory[at : at + CALL_BYTES]) for memory in self._memory]
-        compare(calls, self.names)
+        compare(calls, self.group_ranks)
         at = _NOTES + cell * _NOTE_ROOM
         return [bytes(memory[at : at + length]) for memory in self._memory]
 
@@ -334,7 +336,7 @@ class Arena:
         heads = [slot[: self.lengths_room].view(torch.int64) for slot in self.slots(torch.uint8)]
         values = [head[: 2 * self.world].tolist() for head in heads]
         lengths = [Lengths(row[: self.world], row[self.world :]) for row in values]
-        compare_lengths(dict(enumerate(lengths)), self.names)
+        compare_lengths(dict(enumerate(lengths)), self.group_ranks)
         return lengths
 
     def slots(self, dtype: torch.dtype, *, ahead: int = 0) -> list[Tensor]:

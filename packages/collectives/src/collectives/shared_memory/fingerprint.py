@@ -127,24 +127,24 @@ def digest_shapes(shapes: tuple[tuple[object, ...], ...]) -> int:
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little")
 
 
-def compare(packed: Sequence[bytes], names: Sequence[int]) -> None:
+def compare(packed: Sequence[bytes], ranks: Sequence[int]) -> None:
     """Raise the same Mismatch on every rank unless all fingerprints are equal and report no NaN.
 
-    `names` are the ranks in the group, in the order of `packed`. The call that most ranks have made
+    `ranks` are the ranks in the group, in the order of `packed`. The call that most ranks have made
     is assumed to be correct.
     """
     if packed.count(packed[0]) == len(packed) and not packed[0][NAN_OFFSET]:
         return
     calls = [Call.unpack(raw) for raw in packed]
-    with_nan = [rank for rank, call in zip(names, calls, strict=True) if call.has_nan]
+    with_nan = [rank for rank, call in zip(ranks, calls, strict=True) if call.has_nan]
     calls = [replace(call, has_nan=False) for call in calls]
     usual, count = Counter(calls).most_common(1)[0]
     if count == len(calls):
         raise Mismatch(f"{format_ranks(with_nan)} passed a NaN to {usual}", with_nan)
-    deviating = {rank: call for rank, call in zip(names, calls, strict=True) if call != usual}
+    deviating = {rank: call for rank, call in zip(ranks, calls, strict=True) if call != usual}
     differences = "; ".join(f"rank {rank} called {call}" for rank, call in deviating.items())
     raise Mismatch(
-        f"ranks disagree: {differences}; rank {names[calls.index(usual)]} called {usual}. "
+        f"ranks disagree: {differences}; rank {ranks[calls.index(usual)]} called {usual}. "
         "All ranks must make the same calls in the same order",
         tuple(deviating),
     )
@@ -158,10 +158,10 @@ class Lengths:
     receives: list[int]
 
 
-def compare_lengths(lengths: Mapping[int, Lengths], names: Sequence[int]) -> None:
+def compare_lengths(lengths: Mapping[int, Lengths], ranks: Sequence[int]) -> None:
     """Raise the same Mismatch on every rank unless each rank expects the lengths it receives.
 
-    The keys of `lengths` are positions in `names`, which are the ranks in the group. Ranks whose
+    The keys of `lengths` are positions in `ranks`, which are the ranks in the group. Ranks whose
     lengths are unknown are omitted.
     """
     wrong = []
@@ -172,14 +172,14 @@ def compare_lengths(lengths: Mapping[int, Lengths], names: Sequence[int]) -> Non
     if not wrong:
         return
     differences = "; ".join(
-        f"rank {names[source]} sends {lengths[source].sends[target]} elements to rank "
-        f"{names[target]}, which expects {lengths[target].receives[source]}"
+        f"rank {ranks[source]} sends {lengths[source].sends[target]} elements to rank "
+        f"{ranks[target]}, which expects {lengths[target].receives[source]}"
         for source, target in wrong
     )
     raise Mismatch(
         f"all_to_all cannot run: {differences}. output_split_sizes[i] on rank j must be "
         "input_split_sizes[j] on rank i",
-        sorted({names[position] for pair in wrong for position in pair}),
+        sorted({ranks[position] for pair in wrong for position in pair}),
     )
 
 

@@ -137,7 +137,7 @@ def all_to_all(
             inputs=engine.addresses(inputs),
             outputs=engine.addresses(outputs),
         )
-        arena.do(job)
+        arena.run_job(job)
         return
     _all_to_all_in_python(arena, outputs, inputs, lengths)
 
@@ -232,7 +232,7 @@ def _run_in_engine(arena: Arena, *args: Any, **kwargs: Any) -> bool:
     job = make_job(arena, *args, **kwargs)
     if job is None:
         return False
-    arena.do(job)
+    arena.run_job(job)
     return True
 
 

@@ -152,21 +152,23 @@ def _makers(sizes_mb: Sequence[float], custom: dict[str, Any]) -> dict[str, Make
         "none": lambda model: Design("none", model, lambda: None),
         "naive": lambda model: _without_wrapper("naive", model, all_reduce_gradients),
         "flat": lambda model: _without_wrapper("flat", model, all_reduce_gradients_flat),
-        "overlapped": lambda model: _with_ddp("overlapped", model, bucket_size_mb=None),
+        "overlapped": partial(_with_ddp, "overlapped", bucket_size_mb=None),
     }
     for size in sizes_mb:
-        makers[f"{size:g} MB"] = partial(_with_bucket_size, size)
+        name = f"{size:g} MB"
+        makers[name] = partial(_with_ddp, name, bucket_size_mb=size)
     for size in EARLY_SIZES_MB:
-        makers[f"early {size:g} MB"] = partial(_with_early_bucket, size)
-    makers["bfloat16 10 MB"] = partial(
-        _with_bucket_size, 10.0, prefix="bfloat16 ", gradient_dtype=torch.bfloat16
-    )
+        name = f"early {size:g} MB"
+        makers[name] = partial(_with_ddp, name, bucket_cap_mb_list=[1.0, size])
+    name = "bfloat16 10 MB"
+    makers[name] = partial(_with_ddp, name, bucket_size_mb=10.0, gradient_dtype=torch.bfloat16)
     makers["torch"] = partial(_with_torch_ddp, "torch")
     makers["torch tuned"] = partial(
         _with_torch_ddp, "torch tuned", gradient_as_bucket_view=True, static_graph=True
     )
     for size in CUSTOM_SIZES_MB if custom else ():
-        makers[f"given {size:g} MB"] = partial(_with_bucket_size, size, prefix="given ", **custom)
+        name = f"given {size:g} MB"
+        makers[name] = partial(_with_ddp, name, bucket_size_mb=size, **custom)
     return makers
 
 
@@ -178,16 +180,6 @@ def _without_wrapper(name: str, model: nn.Module, function: Callable[..., None])
 def _with_ddp(name: str, model: nn.Module, **arguments: Any) -> Design:
     wrapped = DDP(model, **arguments)
     return Design(name, wrapped, wrapped.finish_gradient_synchronization, wrapped.meter)
-
-
-def _with_bucket_size(
-    size_mb: float, model: nn.Module, *, prefix: str = "", **arguments: Any
-) -> Design:
-    return _with_ddp(f"{prefix}{size_mb:g} MB", model, bucket_size_mb=size_mb, **arguments)
-
-
-def _with_early_bucket(size_mb: float, model: nn.Module) -> Design:
-    return _with_ddp(f"early {size_mb:g} MB", model, bucket_cap_mb_list=[1.0, size_mb])
 
 
 def _with_torch_ddp(name: str, model: nn.Module, **arguments: Any) -> Design:

@@ -46,14 +46,6 @@ class GradBucket:
         self._views = views
         self._is_last = is_last
 
-    @classmethod
-    def of_bucket(cls, bucket: Bucket) -> GradBucket:
-        """Return the `GradBucket` that a hook receives for a bucket of dense gradients."""
-        buffer = bucket.gradients
-        if bucket.parameters[0].is_complex():
-            buffer = torch.view_as_complex(buffer.view(-1, 2))
-        return cls(bucket.index, bucket.parameters, buffer, bucket.views, is_last=bucket.is_last)
-
     def index(self) -> int:
         """Return the index of the bucket."""
         return self._index
@@ -99,10 +91,16 @@ class CommHook(Extension):
 
     def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective:
         """Call the hook; the value of its future becomes the gradients."""
-        future = self._call(GradBucket.of_bucket(bucket))
+        gradients = bucket.gradients
+        if bucket.parameters[0].is_complex():
+            gradients = torch.view_as_complex(gradients.view(-1, 2))
+        future = self._call(
+            GradBucket(
+                bucket.index, bucket.parameters, gradients, bucket.views, is_last=bucket.is_last
+            )
+        )
 
         def store() -> None:
-            gradients = GradBucket.of_bucket(bucket).buffer()
             gradients.copy_(_reduced_tensor(future.value(), gradients).reshape(-1))
 
         return Collective(future, bucket.gradients.nbytes, 0, store, launches_in_callbacks=True)

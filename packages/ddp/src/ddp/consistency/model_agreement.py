@@ -23,7 +23,7 @@ def check_same_model(
     module: nn.Module,
     settings: Mapping[str, object],
     group: dist.ProcessGroup,
-    ignored: Collection[str] = (),
+    ignored: Collection[str],
 ) -> None:
     """Raise `ValueError` on every rank if models or settings differ across ranks.
 
@@ -112,7 +112,7 @@ def named_state(
     return {name: tensor for name, tensor in named if name not in ignored}
 
 
-def describe_model(module: nn.Module, ignored: Collection[str] = ()) -> list[str]:
+def describe_model(module: nn.Module, ignored: Collection[str]) -> list[str]:
     """Return a line per parameter and buffer, with the properties that all ranks must share."""
     lines = []
     sparse = parameters_with_sparse_gradients(module)

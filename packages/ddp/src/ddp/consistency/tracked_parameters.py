@@ -8,7 +8,6 @@ from itertools import chain
 from operator import is_
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -59,7 +58,7 @@ class TrackedParameters:
         self.dense = {name: p for name, p in self.trained.items() if p not in sparse}
         self.sparse = {name: p for name, p in self.trained.items() if p in sparse}
         #: Dtype and device of each averaged parameter, by the id of the parameter.
-        self._kinds = {id(parameter): _kind(parameter) for parameter in self.trained.values()}
+        self._averaged = {id(p): (p.dtype, p.device) for p in self.trained.values()}
 
     def have_changed(self) -> bool:
         """Return True if the parameters to average are no longer the recorded ones.
@@ -130,10 +129,10 @@ class TrackedParameters:
         current = {}
         for name, parameter in self._module.named_parameters():
             if name not in self._ignored:
-                current[id(parameter)] = _kind(parameter)
-                if parameter.requires_grad and id(parameter) not in self._kinds:
+                current[id(parameter)] = (parameter.dtype, parameter.device)
+                if parameter.requires_grad and id(parameter) not in self._averaged:
                     return True
-        return any(current.get(key) != kind for key, kind in self._kinds.items())
+        return any(current.get(key) != recorded for key, recorded in self._averaged.items())
 
     def _snapshot(self) -> _Snapshot:
         # The snapshot references the tensors, so that their ids are not reused.
@@ -142,10 +141,6 @@ class TrackedParameters:
         attributes = [(p.requires_grad, p.dtype, p.device) for p in owned]
         children = list(chain.from_iterable([owner.values() for owner in self._child_dicts]))
         return _Snapshot(owned, attributes, children)
-
-
-def _kind(parameter: nn.Parameter) -> tuple[torch.dtype, torch.device]:
-    return parameter.dtype, parameter.device
 
 
 @dataclass(frozen=True)

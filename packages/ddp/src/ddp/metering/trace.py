@@ -19,7 +19,8 @@ _LEGEND = [
     (_EXPOSED, "sent, not hidden"),
 ]
 
-#: Left margin, height of a row and gap between designs, in pixels.
+#: Width of the chart, left margin, height of a row and gap between designs, in pixels.
+_WIDTH = 900
 _LEFT = 110
 _ROW_HEIGHT = 16
 _GAP = 12
@@ -54,7 +55,7 @@ def events(step: StepRecord) -> list[Event]:
     return result
 
 
-def svg(steps: Mapping[str, StepRecord], *, width: int = 900) -> str:
+def svg(steps: Mapping[str, StepRecord]) -> str:
     """Draw one step of each design, all on the same time scale.
 
     Computation is blue and the wait after it is red. Communication is green while it is hidden
@@ -62,7 +63,7 @@ def svg(steps: Mapping[str, StepRecord], *, width: int = 900) -> str:
     """
     spans = {name: _step_span(step) for name, step in steps.items()}
     longest = max(stop - start for start, stop in spans.values())
-    scale = (width - _LEFT - 20) / longest
+    scale = (_WIDTH - _LEFT - 20) / longest
     parts: list[str] = []
     y = 24
     for name, step in steps.items():
@@ -84,9 +85,9 @@ def svg(steps: Mapping[str, StepRecord], *, width: int = 900) -> str:
         parts.append(f'<rect x="{x:g}" y="5" width="10" height="10" fill="{color}"/>')
         parts.append(_text(x + 14, 14, meaning))
         x += 26 + 6.2 * len(meaning)
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{y}" '
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{y}" '
     style = 'font-family="sans-serif" font-size="11">'
-    background = f'<rect width="{width}" height="{y}" fill="white"/>'
+    background = f'<rect width="{_WIDTH}" height="{y}" fill="white"/>'
     return head + style + background + "".join(parts) + "</svg>\n"
 
 
