@@ -427,6 +427,23 @@ def test_a_waiting_worker_retries_its_request_only_after_changes(monkeypatch):
     assert server.version == 1
 
 
+@pytest.mark.parametrize("option", ["differentiable", "capturable"])
+def test_options_with_which_every_step_fails_are_refused_before_training(option):
+    optimizer = partial(torch.optim.Adam, **{option: True})
+    with pytest.raises(ValueError, match=f"expected Adam with {option}=False, .* omit the option"):
+        Server({"weight": torch.zeros(4)}, optimizer, workers=1)
+
+
+def test_parameters_without_names_are_refused():
+    parameters = nn.Linear(2, 2).named_parameters()
+    for received in (list(parameters), parameters):
+        message = r"expected parameters by name, such as dict\(module.named_parameters\(\)\), got a"
+        with pytest.raises(TypeError, match=message):
+            Server(received, partial(torch.optim.SGD, lr=0.1), workers=1)
+        with pytest.raises(TypeError, match=message):
+            partition(received, 1)
+
+
 def test_optimizer_that_needs_a_closure_is_refused_before_training():
     message = "needs no arguments, got LBFGS, which needs closure"
     with pytest.raises(ValueError, match=message):

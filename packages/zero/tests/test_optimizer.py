@@ -752,6 +752,18 @@ class Adam2(torch.optim.AdamW):
             parameter.div_(parameter.norm() + 1)
 
 
+class FailsOnce(torch.optim.AdamW):
+    """A subclass whose next step raises an error if `fails` is set."""
+
+    fails = False
+
+    def step(self, closure=None):
+        if self.fails:
+            self.fails = False
+            raise ZeroDivisionError
+        super().step(closure)
+
+
 class Prepared(Signs):
     """An optimizer that creates its state when it is constructed."""
 
@@ -935,6 +947,29 @@ def step_within_a_step():
     with pytest.raises(RuntimeError, match=r"Adam2.step calls the step of its base class"):
         optimizer.step()
     return True
+
+
+@TWO_RANKS.case()
+def step_after_a_step_that_raised():
+    """Step again while a traceback keeps the arguments of a step that raised an error."""
+    torch.optim.AdamW([nn.Parameter(torch.ones(1))])
+    model = FSDP(small(), elementwise_optimizers=(FailsOnce,))
+    optimizer = FailsOnce(model.parameters())
+    optimizer.fails = True
+    model(torch.ones(2, 5).double()).sum().backward()
+    with pytest.raises(ZeroDivisionError) as raised:
+        optimizer.step()
+    optimizer.step()
+    twin = small()
+    twin(torch.ones(2, 5).double()).sum().backward()
+    torch.optim.AdamW(twin.parameters()).step()
+    assert_alike(model, twin)
+    del raised
+    return True
+
+
+def test_a_step_after_one_that_raised_equals_one_process():
+    assert all(TWO_RANKS.run(step_after_a_step_that_raised))
 
 
 def test_a_step_that_calls_the_step_of_its_base_class_equals_one_process():
@@ -1438,8 +1473,13 @@ def move_parameters():
     model = make()
     ours = ShardedOptimizer(model.parameters(), torch.optim.AdamW)
     mean_square(model, batch(0, 0)[0].double()).backward()
+    # Reading a missing entry creates an empty one, which has no effect.
+    assert not ours.state[model[0].weight]
     ours.step()
-    ours.state[model[0].weight] = {}
+    assert not ours.state[model[0].weight]
+    ours.step()
+    assert len(ours.state) == len(list(model.parameters()))
+    ours.state[model[0].weight] = {"average": torch.zeros(7, 5)}
     with pytest.raises(RuntimeError, match=r"as the keys of `state`, got a .* of shape \(7, 5\)"):
         ours.step()
     # SGD without momentum has no state.

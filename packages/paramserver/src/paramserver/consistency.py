@@ -1,9 +1,10 @@
 """Consistency policies: how far workers may drift apart, and how gradients become updates.
 
-A worker's clock is the number of gradients it has pushed. A worker may read the parameters while it
-is at most `bound` clocks ahead of the slowest worker. This is the stale synchronous parallel model
-(Ho et al., "More Effective Distributed ML via a Stale Synchronous Parallel Parameter Server", 2013,
-section 2). A bound of 0 is bulk-synchronous training, an infinite bound is asynchronous training.
+A worker's clock is the clock at which it joined, plus its accepted pushes since then. A worker may
+read the parameters while it is at most `bound` clocks ahead of the slowest worker. This is the
+stale synchronous parallel model (Ho et al., "More Effective Distributed ML via a Stale Synchronous
+Parallel Parameter Server", 2013, section 2). A bound of 0 is bulk-synchronous training, and an
+infinite bound is asynchronous training.
 
 A policy that averages applies one update per clock: the mean of all workers' gradients, summed in
 the order of the worker numbers, so that every run gives bitwise identical results. Other policies

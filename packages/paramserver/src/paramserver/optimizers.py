@@ -109,6 +109,7 @@ class Updater:
                 "other parameters; pass a function such as partial(torch.optim.SGD, lr=0.1)"
             )
         _require_step_without_arguments(self.optimizer)
+        _require_usable_options(self.optimizer)
         _copy_options(self.optimizer)
         if spec.groups:
             _require_known_options(self.optimizer)
@@ -244,6 +245,18 @@ def _require_step_without_arguments(optimizer: Optimizer) -> None:
                 f"expected an optimizer whose step() needs no arguments, got "
                 f"{type(optimizer).__name__}, which needs {name}; pass another one, such as AdamW"
             )
+
+
+def _require_usable_options(optimizer: Optimizer) -> None:
+    """Raise `ValueError` for an option with which every step of the optimizer would fail."""
+    for group in optimizer.param_groups:
+        is_on_cpu = any(parameter.is_cpu for parameter in group["params"])
+        for name, is_unusable in {"differentiable": True, "capturable": is_on_cpu}.items():
+            if is_unusable and group.get(name):
+                raise ValueError(
+                    f"expected {type(optimizer).__name__} with {name}=False, because no update is "
+                    f"part of an autograd graph or a CUDA graph, got {name}=True; omit the option"
+                )
 
 
 def _copy_options(optimizer: Optimizer) -> None:

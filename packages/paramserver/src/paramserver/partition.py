@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paramserver.parameters import local_part
+from paramserver.parameters import local_part, require_names
 
 Cut = tuple[str, Tensor, int, int]  # parameter name, parameter, start and stop element
 
@@ -138,7 +138,9 @@ def partition(parameters: Mapping[str, Tensor], servers: int) -> list["Shard"]:
     Raises:
         ValueError: `servers` is less than 1, `parameters` is empty, a parameter is not a
             floating-point tensor of at least 16 bits, or a server would receive no element.
+        TypeError: `parameters` is not a mapping.
     """
+    require_names(parameters)
     parameters = {name: local_part(tensor) for name, tensor in parameters.items()}
     if servers < 1:
         raise ValueError(f"expected at least 1 server, got {servers}")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from paramserver.consistency import BulkSynchronous, Consistency
 from paramserver.optimizers import OptimizerFactory
+from paramserver.parameters import require_names
 from paramserver.partition import Shard, partition
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import Message
@@ -51,7 +52,7 @@ class Server:
 
     Raises:
         ValueError: an argument is out of range, or the optimizer cannot update this shard.
-        TypeError: `consistency` is not a policy.
+        TypeError: `parameters` is not a mapping, or `consistency` is not a policy.
     """
 
     @torch.inference_mode(False)  # other threads update the server's tensors
@@ -78,6 +79,7 @@ class Server:
             raise TypeError(
                 f"expected a policy, such as BulkSynchronous(), got {self.consistency!r}"
             )
+        require_names(parameters)
         self.shard = shard or partition(parameters, 1)[0]
         self.core = Core(
             Replica(self.shard, parameters, optimizer, self.consistency, memory),

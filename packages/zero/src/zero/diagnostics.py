@@ -83,5 +83,6 @@ def explain(error: Exception, group: dist.ProcessGroup | None, description: str)
     noun = "rank" if len(absent) == 1 else "ranks"
     return RuntimeError(
         f"{description} failed on rank {dist.get_rank()}: {noun} {', '.join(map(str, absent))} "
-        f"died or hangs; restart all ranks from the last checkpoint ({error})"
+        "died or hangs, or raised another error, which only its own output shows; restart all "
+        f"ranks from the last checkpoint ({error})"
     )

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-#: Separates these messages from the caller's own point-to-point traffic on the same group.
+#: The default tag, which separates these messages from the caller's messages on the same group.
 TAG = 0x5A45
 #: Larger tensors are reduced by torch's all-reduce, which sends fewer bytes on more than two ranks.
 DIRECT_ALL_REDUCE_BYTES = 1 << 16

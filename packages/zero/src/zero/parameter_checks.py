@@ -1,4 +1,4 @@
-"""Checks that reject parameters and modules that cannot be sharded correctly."""
+"""Checks that reject parameters and modules that cannot be sharded."""
 
 from __future__ import annotations
 

@@ -223,12 +223,12 @@ class Communicator:
     @torch.no_grad()
     def broadcast_buffers(self, module: nn.Module, source: int = 0) -> None:
         """Copy one rank's buffers to all other ranks, one broadcast per dtype and device."""
-        kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+        buffers_of: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for name, buffer in module.named_buffers():
             check_separate_elements(f"buffer {name}", buffer)
             if buffer.numel():
-                kinds.setdefault((buffer.dtype, buffer.device), []).append(buffer)
-        for buffers in kinds.values():
+                buffers_of.setdefault((buffer.dtype, buffer.device), []).append(buffer)
+        for buffers in buffers_of.values():
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             self.broadcast(flat, source).wait()
             parts = flat.split([buffer.numel() for buffer in buffers])

@@ -46,10 +46,13 @@ def save_checkpoint(
     extra: dict[str, Any] | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Write model, optimizer and rank 0's `extra` (plain values and tensors) to the folder `path`.
+    """Write model, optimizer and rank 0's `extra` to the folder `path`.
 
-    Every rank must call it. If a rank fails, every rank raises a RuntimeError that names the failed
-    ranks. The folder is then unchanged unless the error reports that it was saved.
+    Every rank must call this function. If a rank fails, every rank raises a RuntimeError that names
+    the failed ranks. The folder is then unchanged unless the error reports that it was saved.
+
+    extra: numbers, strings, tensors and containers of them, as `torch.load(weights_only=True)`
+        accepts them.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     parts: list[Part] = []
@@ -102,12 +105,12 @@ def load_checkpoint(
 
     `path` is a checkpoint of `save_checkpoint`, from any stage and number of ranks, or another
     torch.distributed.checkpoint folder. It may also be a safetensors file, or a folder of such
-    files. Every rank must call it, verifies the checksums of some files, and reads its elements.
-    Floating-point values are cast to the model's dtype. Integers are cast only to dtypes that
-    contain all values of the stored one. If the checkpoint is damaged, has another format
-    version, or belongs to another model, every rank raises RuntimeError before anything is changed.
-    If another job replaces the checkpoint while it is being loaded, every rank raises RuntimeError,
-    and the model may have parts of both.
+    files. Every rank must call this function. Each of n ranks verifies the checksums of 1/n of the
+    files, and reads its elements. Floating-point values are cast to the model's dtype. Integers are
+    cast only to dtypes that contain all values of the stored one. If the checkpoint is damaged, has
+    another format version, or belongs to another model, every rank raises RuntimeError before
+    anything is changed. If another job replaces the checkpoint while it is being loaded, every rank
+    raises RuntimeError, and the model may have parts of both.
 
     strict: False skips tensors that only the model or only the checkpoint has, with a warning.
     prefix: the prefix of the model's names in other programs' checkpoints. By default, the only

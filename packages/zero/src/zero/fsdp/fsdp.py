@@ -43,14 +43,14 @@ class FSDP(UnitSchedule):
         shards keep their dtype.
     gradient_dtype: the dtype in which gradients are sent; by default, the dtype in which they are
         computed.
-    device: the device on which modules on the meta device are allocated, one sharded module at a
-        time; by default, the device of the collectives.
+    device: the device on which modules on the meta device are allocated; by default, the device of
+        the collectives. A unit is sharded as soon as its last module has been allocated.
     initialize: the function that fills a module's tensors after their allocation; by default
         its `reset_parameters()`.
     group: a process group, or a DeviceMesh of one dimension.
-    reshard_after_forward: False keeps layers unsharded until their backward pass, so they are
+    reshard_after_forward: False keeps units unsharded until their backward pass, so they are
         gathered only once.
-    prefetch: the number of layers that are gathered ahead of the running layer.
+    prefetch: the number of units that are gathered ahead of the running unit.
     ignored_params: parameters that are not sharded, averaged or synchronized.
     forward_sync_buffers: copy rank 0's buffers to all ranks before a forward pass, unless the
         previous one ran without gradients or in `no_sync()`. This is the rule of torch's DDP.
@@ -140,7 +140,7 @@ class FSDP(UnitSchedule):
     def gather_full_params(self) -> dict[str, Tensor]:
         """Return all full parameters by their names in the unwrapped module.
 
-        Every rank must call it.
+        Every rank must call this method.
         """
         full: dict[str, Tensor] = {}
         for unit in self.units:

@@ -10,11 +10,12 @@ tensors, and this rank's shards.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import cache, partial, wraps
 from itertools import compress
-from types import FrameType
+from traceback import walk_stack
 from typing import Any, ClassVar
-from weakref import WeakKeyDictionary, finalize
+from weakref import WeakKeyDictionary, ref
 
 import torch
 from torch import nn
@@ -103,7 +104,7 @@ def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         num_hooks = len(pre_hooks) + len(post_hooks)
         num_hooks += len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
         # This function is a hook too.
-        if num_hooks > 3 and _is_step_within_step(optimizer):
+        if num_hooks > 3 and shard_optimizer.is_step_within_step(optimizer):
             raise RuntimeError(
                 f"expected no hooks of steps, got {num_hooks - 3}: {type(optimizer).__name__}.step "
                 "calls the step of its base class, for which torch runs them again, on this rank's "
@@ -114,26 +115,9 @@ def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         post_hooks.move_to_end(after, last=False)
 
 
-#: The code of the function by which torch wraps each `step` to run its hooks.
-_HOOKED_STEP: Any = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
-
-
-def _is_step_within_step(optimizer: torch.optim.Optimizer) -> bool:
-    """Return True within a second hooked step, such as `super().step()` in a subclass's step.
-
-    torch runs the hooks of both steps.
-    """
-    num_steps = 0
-    frame: FrameType | None = sys._getframe()
-    while frame is not None:
-        num_steps += frame.f_code is _HOOKED_STEP and frame.f_locals["self"] is optimizer
-        frame = frame.f_back
-    return num_steps > 1
-
-
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     shard_optimizer = find_shard_optimizer(optimizer)
-    if shard_optimizer is None or _is_step_within_step(optimizer):
+    if shard_optimizer is None or shard_optimizer.is_step_within_step(optimizer):
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is not None:
@@ -150,7 +134,9 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     for exchange in shard_optimizer.exchanges:
         exchange.gather_full_tensors()
     ShardGradient.is_stepping = True
-    return args, _StepOptions(kwargs)
+    options = _StepOptions(kwargs)
+    shard_optimizer.step_options = ref(options)
+    return args, options
 
 
 class _StepOptions(dict[str, Any]):
@@ -159,23 +145,22 @@ class _StepOptions(dict[str, Any]):
     Then `end_step` is called.
     """
 
-    #: The call of `end_step` when the arguments of the latest step are freed.
-    _end: ClassVar[finalize[..., Any] | None] = None
+    #: The weak reference to the latest arguments, which calls `end_step` when they are freed.
+    _latest: ClassVar[ref[_StepOptions] | None] = None
 
     def __init__(self, kwargs: dict[str, Any]) -> None:
         super().__init__(kwargs)
-        if _StepOptions._end is not None:
-            # A traceback may keep an earlier step's arguments until the middle of this step.
-            _StepOptions._end.detach()
-        _StepOptions._end = finalize(self, end_step)
-        _StepOptions._end.atexit = False
+        # A traceback may keep an earlier step's arguments until the middle of this step. The
+        # reference to them is replaced, so they do not end this step when they are freed.
+        _StepOptions._latest = ref(self, end_step)
 
 
-def end_step() -> None:
+def end_step(_: object = None) -> None:
     """Make operations on shards span all ranks again.
 
-    torch calls no hook after a step that raised an error. Therefore this is called when the step's
-    arguments are freed, and by the next forward and backward, because a traceback may keep them.
+    torch calls no hook after a step that raised an error. Therefore this function is called when
+    the arguments of the step are freed. The next forward and backward call this function too,
+    because a traceback may keep the arguments.
     """
     ShardGradient.is_stepping = False
 
@@ -192,7 +177,8 @@ def _return_once(losses: list[Any]) -> Any:
 
 def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     shard_optimizer = find_shard_optimizer(optimizer)
-    if shard_optimizer is None or _is_step_within_step(optimizer):
+    # The step of a base class, which runs within another step, has other keyword arguments.
+    if shard_optimizer is None or not isinstance(kwargs, _StepOptions):
         return
     end_step()
     for exchange in shard_optimizer.exchanges:
@@ -205,6 +191,10 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     shard_optimizer.options_after_step = option_numbers(optimizer)
 
 
+#: The code of the function by which torch wraps each `step` to run its hooks.
+_HOOKED_STEP: Any = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
+
+
 class ShardOptimizer:
     """State of one optimizer that steps shards, with the hooks of its steps and state dicts."""
 
@@ -215,6 +205,8 @@ class ShardOptimizer:
         #: The parameters with a gradient in the current step.
         self.stepped: list[ShardedParameter] = []
         self.options_after_step: Options = []
+        #: A weak reference to the keyword arguments of the latest step.
+        self.step_options: Callable[[], _StepOptions | None] = lambda: None
         #: The ids of `_before_step` and `_after_step` among the hooks of the optimizer.
         self.step_hook_ids = (
             optimizer.register_step_pre_hook(_before_step).id,
@@ -223,18 +215,29 @@ class ShardOptimizer:
         optimizer.register_state_dict_post_hook(self._save_rows)
         optimizer.register_load_state_dict_pre_hook(self._load_rows)
 
+    def is_step_within_step(self, optimizer: torch.optim.Optimizer) -> bool:
+        """Return True in the hooks of `super().step()` in a subclass's step.
+
+        torch runs the hooks of both steps. The keyword arguments of the outer step are alive until
+        it ends. A traceback may keep them longer, so the running functions decide in this case.
+        """
+        if self.step_options() is None:
+            return False
+        frames = [f for f, _ in walk_stack(sys._getframe()) if f.f_code is _HOOKED_STEP]
+        return len([f for f in frames if f.f_locals["self"] is optimizer]) > 1
+
     def update(self, optimizer: torch.optim.Optimizer) -> None:
         """Determine which parameters must be full in a step, and shard loaded state."""
-        kinds: dict[tuple[Communicator, torch.dtype], list[ShardedParameter]] = {}
+        parameters_of: dict[tuple[Communicator, torch.dtype], list[ShardedParameter]] = {}
         for group in optimizer.param_groups:
             entries = [sharded for p in group["params"] if (sharded := find_sharded(p))]
             if entries and _needs_full_tensors(optimizer, group, entries):
                 for parameter in entries:
-                    kind = parameter.unit.communicator, parameter.shard.dtype
-                    kinds.setdefault(kind, []).append(parameter)
+                    key = parameter.unit.communicator, parameter.shard.dtype
+                    parameters_of.setdefault(key, []).append(parameter)
         self.exchanges = [
             FullTensorExchange(communicator, entries, self._owner)
-            for (communicator, _), entries in kinds.items()
+            for (communicator, _), entries in parameters_of.items()
         ]
         for exchange in self.exchanges:
             self._owner |= exchange.owner

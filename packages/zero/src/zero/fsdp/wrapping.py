@@ -1,8 +1,9 @@
 """Selection of the parameters that stage 3 shards together as one unit.
 
 A parameter of several modules (tied) belongs to the first module's unit, and all these modules
-gather it. Modules on the meta device are allocated one sharded module at a time. Therefore a model
-can be created even if it fits into memory only in shards.
+gather it. Modules on the meta device are allocated one after the other, and a unit is sharded as
+soon as its last module has been allocated. Therefore a model can be created even if it fits into
+memory only in shards.
 """
 
 from __future__ import annotations

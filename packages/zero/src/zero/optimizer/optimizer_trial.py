@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from zero.fsdp.shard import as_column
+
 Optimizer = torch.optim.Optimizer
 
 STEPS = 50
@@ -173,7 +175,7 @@ class Trial:
         wholes = [values[index].clone() for index in chosen]
         if as_columns:
             # At stage 3 an optimizer is constructed on elements and steps whole tensors.
-            parameters = [nn.Parameter(_column(value)) for value in values]
+            parameters = [nn.Parameter(_first_elements(value)) for value in values]
             stepped = [parameters[index] for index in chosen]
         else:
             parameters = stepped = [nn.Parameter(value) for value in wholes]
@@ -187,7 +189,7 @@ class Trial:
                 wholes[position] = parameter.data
                 if as_columns:
                     parameter.grad = None
-                    parameter.data = _column(values[chosen[position]])
+                    parameter.data = _first_elements(values[chosen[position]])
         return optimizer, wholes
 
 
@@ -261,10 +263,9 @@ def _example(dim: int, size: int) -> tuple[int, ...]:
     return (size + 2, size, *[2] * (dim - 2))[:dim]
 
 
-def _column(tensor: Tensor) -> Tensor:
+def _first_elements(tensor: Tensor) -> Tensor:
     """Return the first three elements in the shape of an FSDP shard: (3, 1, ..., 1)."""
-    values = tensor.flatten()[:3].clone()
-    return values.view(len(values), *[1] * (tensor.dim() - 1))
+    return as_column(tensor.flatten()[:3].clone(), tensor.dim())
 
 
 def _is_close(a: Tensor, b: Tensor) -> bool:

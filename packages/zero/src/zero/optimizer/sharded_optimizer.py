@@ -10,6 +10,7 @@ averaged over ranks, so the model must not be wrapped in DDP.
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -79,7 +80,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         False keeps each parameter whole on one rank, without a trial. None, the default, recognizes
         torch's element-wise optimizers and cuts their tensors. Other classes keep parameters whole.
         If such a class is not torch's, a trial checks that no parameter depends on another.
-    bucket_size_mb: the target size of one collective in MiB.
+    bucket_size_mb: the target size of one collective in MiB, at least 0.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
     """
 
@@ -107,6 +108,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         members: list[Any] = []
         for entry in params:
             members += entry["params"] if isinstance(entry, dict) else [entry]
+        if not 0 <= bucket_size_mb < math.inf:
+            raise ValueError(f"expected a finite bucket_size_mb >= 0, got {bucket_size_mb}")
         named = named_members(members)
         check_shardable(entry for entry in named if not isinstance(entry[1], Shard))
         self.communicator = Communicator(
@@ -188,11 +191,12 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self.param_groups.pop()
             raise
         self.splits.append(split)
-        kinds: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
+        parameters_of: dict[tuple[torch.dtype, torch.device], list[nn.Parameter]] = {}
         for parameter in group["params"]:
-            kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
+            key = parameter.dtype, parameter.device
+            parameters_of.setdefault(key, []).append(parameter)
         shards = []
-        for parameters in kinds.values():
+        for parameters in parameters_of.values():
             shards += self.flat.add(parameters, split, self.reducer)
         self._parameters_of_group.append(list(group["params"]))
         self._shards_of_group.append(shards)
@@ -357,9 +361,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "expected `state` to be changed in place, got another object: use state.clear() "
                 "or load_state_dict()"
             )
-        # `expose_inner_state` may have set `state` to an empty entry, which the optimizer ignores.
-        stored = [key for key, entry in self.state.items() if entry != {}]
-        check_state_keys([*self.inner.state, *stored], self.flat.views)
+        check_state_keys(self.state, self.flat.views)
+        for parameter in self.flat.views:
+            # Reading the missing entry of a parameter has created an empty one.
+            if parameter in self.inner.state:
+                del self.inner.state[parameter]
 
     def _assign_gradients(self) -> set[nn.Parameter]:
         """Assign this rank's averaged gradients to the inner optimizer's parameters.

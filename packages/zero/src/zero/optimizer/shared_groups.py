@@ -41,7 +41,7 @@ class GroupMember:
     def reached(self) -> list[Any]:
         """Return the reducers that any rank's backward has reached, in order of construction.
 
-        Every rank must call it. Raise RuntimeError if some rank has deleted one of them.
+        Every rank must call this method. Raise RuntimeError if some rank has deleted one of them.
         """
         living = self._living()
         numbers = self.numbers
