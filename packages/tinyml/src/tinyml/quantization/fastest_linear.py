@@ -34,7 +34,7 @@ from tinyml.layers import (
     weights_of_modules,
 )
 from tinyml.quantization.rounded_weight import same_value
-from tinyml.timing import Timing, measure, store_timing, stored_timing
+from tinyml.timing import Timing, is_captured, measure, store_timing, stored_timing
 from tinyml.validation import Progress
 
 #: The numbers of tokens in reports: one token of a decoder, a small batch and a prompt.
@@ -102,9 +102,8 @@ class FastestLinear(Replacement):
             return cast(FastestLinear, cast(Any, super())._apply(fn, recurse))
 
     def _implementation(self, inputs: Tensor) -> str:
-        tokens = inputs.numel() // self.in_features
-        if not tokens or torch.compiler.is_compiling():
-            return "float"  # nothing can be timed inside a compiled graph
+        if is_captured() or not (tokens := inputs.numel() // self.in_features):
+            return "float"  # neither a recording nor an empty input can be timed
         key = (tokens - 1).bit_length(), inputs.dtype, inputs.device, torch.get_num_threads()
         if (name := self._selected.get(key)) is None:
             name = self._selected[key] = self.timing(inputs).selected
@@ -164,8 +163,8 @@ class FastestLinear(Replacement):
 
     def prepared(self, name: str, make: Callable[[], Any]) -> Any:
         """Return a prepared form of the stored weight, rebuilt after the weight has changed."""
-        if torch.compiler.is_compiling():
-            return make()  # a compiled graph cannot cache tensors
+        if is_captured():
+            return make()
         # Loading a state dict and moving the module replace the tensors or change their versions.
         if self._stamp != (stamp := tensor_versions(*self.stored())):
             self._prepared, self._stamp = {}, stamp
