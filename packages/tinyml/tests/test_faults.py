@@ -96,7 +96,7 @@ def test_weights_of_unsupported_types_are_refused_by_name(name, dtype):
     model = convnet()
     weight = model[3].weight.detach().to(dtype)
     model[3].weight = nn.Parameter(weight, requires_grad=False)
-    with pytest.raises(ValueError, match="float16, bfloat16, float32 or float64|not a float type"):
+    with pytest.raises(ValueError, match=r"float16, bfloat16, float32 or float64|not a float type"):
         FINITE_ONLY[name](model)
 
 
