@@ -97,7 +97,8 @@ def test_exported_and_traced_graphs_compute_the_same(bits, activations):
     inputs = torch.randn(3, 5, 64, requires_grad=True)
     graph = torch.export.export(small, (inputs,)).module()
     torch.testing.assert_close(graph(inputs), small(inputs), rtol=0.02, atol=0.02)
-    traced = torch.jit.trace(small, inputs.detach())
+    # With "auto", a trace computes in float, and the check would warn of the other rounding.
+    traced = torch.jit.trace(small, inputs.detach(), check_trace=activations == "dynamic")
     more = torch.randn(7, 5, 64)
     torch.testing.assert_close(traced(more), small(more), rtol=0.02, atol=0.02)
     gradient = torch.autograd.grad(small(inputs).sum(), inputs)[0]

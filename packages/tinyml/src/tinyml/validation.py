@@ -23,10 +23,10 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; {alike[0]!r} may be meant" if alike else ""
 
 
-def first_names(names: Iterable[str], count: int = 4) -> str:
-    """Return the first names, separated by commas, and an ellipsis if there are more."""
+def first_names(names: Iterable[str]) -> str:
+    """Return the first four names, separated by commas, and an ellipsis if there are more."""
     names = list(names)
-    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def check_bits(bits: float, what: str, least: int = 1) -> None:

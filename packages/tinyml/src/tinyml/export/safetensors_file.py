@@ -202,10 +202,10 @@ def _compressed(codes: str, layer: Any, state: dict[str, Tensor]) -> CompressedW
     weight = layer.weight.detach()
     if (palette := state.get(f"{prefix.removesuffix('0.')}original")) is not None:
         zero_row = state.get(f"{prefix}zero_row")
-        compressed: CompressedWeight = Palette.restore(form, state[codes], palette, zero_row)
+        compressed: CompressedWeight = Palette(form, state[codes], palette, zero_row)
     else:
         scale, zero = state[f"{prefix}scale"].to(weight), state.get(f"{prefix}zero")
-        compressed = GridWeight.restore(form, state[codes], scale, zero, is_conv1d(layer))
+        compressed = GridWeight(form, state[codes], scale, zero, is_conv1d(layer))
     if compressed.shape != weight.shape:
         raise ValueError(
             f"expected a weight of shape {tuple(compressed.shape)} for {codes}, got "

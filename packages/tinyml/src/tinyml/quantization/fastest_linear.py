@@ -181,8 +181,11 @@ class FastestLinear(Replacement):
             bias = None if bias is None else bias.to(inputs.dtype)
         return F.linear(inputs, dense, bias)
 
-    def finished(self, outputs: Tensor, inputs: Tensor) -> Tensor:
-        """Add the bias and convert to the inputs' type and shape."""
+    def add_bias_and_cast(self, outputs: Tensor, inputs: Tensor) -> Tensor:
+        """Return `outputs` (tokens, out) plus the bias, as (..., out) in the type of `inputs`.
+
+        `inputs` are (..., in). The bias is added in place.
+        """
         if self.bias is not None:
             outputs.add_(self.bias)
         return outputs.to(inputs.dtype).view(*inputs.shape[:-1], self.out_features)
@@ -209,7 +212,7 @@ def with_fastest_linears(
     linears = {
         module: name
         for name, module in model.named_modules()
-        if (type(module) is nn.Linear or is_linear_alike(module))
+        if (type(module) is nn.Linear or is_compressed_linear_or_conv1d(module))
         and weight_identity(module) not in kept_weights
         and weight_identity(module) is not None  # a computed weight is not stored in its layer
     }
@@ -255,7 +258,7 @@ def avoid_fused_operators(model: nn.Module) -> None:
                 module.activation_relu_or_gelu = 0
 
 
-def is_linear_alike(module: nn.Module) -> bool:
+def is_compressed_linear_or_conv1d(module: nn.Module) -> bool:
     """Return True for a compressed `nn.Linear`, and for a `Conv1D` that returns its product."""
     if is_conv1d(module):
         return returns_product_or_rows(module, module.forward)

@@ -41,10 +41,13 @@ def kmeans_quantize(
     """
 
     def compress(layer: nn.Module, bits: int) -> Palette:
+        check_bits(bits, "a palette has")
         weight, row = weight_of(layer), getattr(layer, "padding_idx", None)
-        if row is None or weight[row].any():
-            return Palette(weight, bits)
-        return Palette(weight, bits, torch.tensor([row], device=weight.device))
+        zero_row = None
+        if row is not None and not weight[row].any():
+            zero_row = torch.tensor([row], device=weight.device)
+        palette, codes = kmeans(weight, 2**bits)
+        return Palette([bits, *weight.shape], pack(codes, bits), palette, zero_row)
 
     return compress_weights(model, layers, bits, compress, protect)
 
@@ -56,25 +59,16 @@ class Palette(CompressedWeight):
     #: The index of the row that is zero for any palette, (1,), or None.
     zero_row: Tensor | None
 
-    def __init__(self, weight: Tensor, bits: int, zero_row: Tensor | None = None) -> None:
+    def __init__(
+        self, form: Sequence[int], codes: Tensor, palette: Tensor, zero_row: Tensor | None
+    ) -> None:
+        """Create a palette from its `format()` and its tensors."""
         super().__init__()
-        check_bits(bits, "a palette has")
-        self.bits, self.shape = bits, weight.shape
+        self.bits, *shape = form
+        self.shape = torch.Size(shape)
+        self._palette = palette
+        self.register_buffer("codes", codes)
         self.register_buffer("zero_row", zero_row)
-        self._palette, codes = kmeans(weight.detach(), 2**bits)
-        self.register_buffer("codes", pack(codes, bits))
-
-    @staticmethod
-    def restore(
-        form: Sequence[int], codes: Tensor, palette: Tensor, zero_row: Tensor | None
-    ) -> Palette:
-        """Return a saved palette, given its `format()`."""
-        restored = Palette(torch.zeros(1, device="cpu"), 1, zero_row)
-        restored.bits, *shape = form
-        restored.shape = torch.Size(shape)
-        restored._palette = palette
-        restored.codes = codes
-        return restored
 
     def trained(self, weight: Tensor) -> Tensor:
         """Return the palette."""
