@@ -90,6 +90,16 @@ def test_weights_that_are_not_numbers_are_refused_and_the_model_is_left_as_it_wa
         torch.testing.assert_close(tensor, before[key], equal_nan=True, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.complex64, torch.int8])
+@pytest.mark.parametrize("name", FINITE_ONLY)
+def test_weights_of_unsupported_types_are_refused_by_name(name, dtype):
+    model = convnet()
+    weight = model[3].weight.detach().to(dtype)
+    model[3].weight = nn.Parameter(weight, requires_grad=False)
+    with pytest.raises(ValueError, match=r"float16, bfloat16, float32 or float64|not a float type"):
+        FINITE_ONLY[name](model)
+
+
 WRAPPED = {
     "compiled": lambda m: torch.compile(m, backend="eager"),
     "with a compiled layer": lambda m: nn.Sequential(m[0], torch.compile(m[1], backend="eager")),

@@ -125,10 +125,21 @@ def test_the_zero_row_of_padding_stays_zero(tmp_path):
         assert not other(tokens)[0].any()
         assert torch.equal(other(tokens), quantized(tokens))
     other = kmeans_quantize(nn.Sequential(nn.Embedding(40, 16)), 2)
-    with pytest.raises(RuntimeError, match="with the format"):
+    with pytest.raises(RuntimeError, match="zero_row"):
         other.load_state_dict(quantized.state_dict())
     model[0].weight.data[3] = 1  # it was trained or set
     assert kmeans_quantize(model, 2)(tokens)[0].any()
+
+
+def test_files_with_a_zero_row_in_the_format_are_read(tmp_path):
+    model = nn.Sequential(nn.Embedding(40, 16, padding_idx=3))
+    quantized = kmeans_quantize(model, 2)
+    expected = quantized[0].weight.detach()
+    palette = quantized[0].parametrizations.weight[0]
+    palette.zero_row = None
+    palette.format = lambda: [2, 40, 16, -1 - 3]  # as earlier versions wrote it
+    save(quantized, tmp_path / "model.safetensors")
+    assert torch.equal(load(model, tmp_path / "model.safetensors")[0].weight, expected)
 
 
 def test_bits_by_layer_leave_the_others():

@@ -5,7 +5,7 @@
   allocated.
 - `attribution` splits a logit into one term per component of the stream; the terms sum to the
   logit. A final norm y = g * P x / s(x) + b (layer norm: P subtracts the mean; RMS norm: P = 1) is
-  linear for a fixed s(x). Norms are black boxes: g, P and b are probed, and the result is checked.
+  linear for a fixed s(x). Calls of the norm determine g, P and b, and the result is checked.
 """
 
 from __future__ import annotations
@@ -106,11 +106,12 @@ def logit_lens(
 
 
 def _require_unnormed(stream: Tensor, norm: Norm | None) -> None:
-    """Raise ValueError if the stream is an output of `norm`: g * u + b, |u|^2 = d_model everywhere.
+    """Raise ValueError if the stream is an output of `norm`.
 
-    Streams of fewer than 4 positions are not checked.
+    At each position, an output of a norm is g * u + b with |u|^2 = d_model. Streams of fewer than 4
+    positions are not checked, because they may have this size by chance.
     """
-    if norm is None or stream[..., 0].numel() < 4:  # Few positions may have that size by chance.
+    if norm is None or stream[..., 0].numel() < 4:
         return
     gain, shift, _ = _gain_and_shift(norm, stream)
     size = ((stream - shift) / gain).square().mean(-1).sqrt()

@@ -189,15 +189,15 @@ def _ratio(peer: Callable[[], object], ours: Callable[[], object], rounds: int) 
 
 
 def _seconds(call: Callable[[], object], repeats: int) -> float:
-    _finish()
+    _synchronize()
     start = time.perf_counter()
     for _ in range(repeats):
         call()
-    _finish()
+    _synchronize()
     return (time.perf_counter() - start) / repeats
 
 
-def _finish() -> None:
+def _synchronize() -> None:
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
@@ -206,7 +206,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the benchmarks and print the rows; also write them to a file if requested."""
     parser = argparse.ArgumentParser(prog="python -m tinyml.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quick", action="store_true", help="seconds, not minutes")
+    parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     parser.add_argument(
         "--without-vnni", action="store_true", help="as on a processor without int8 dot products"
@@ -216,7 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         os.execve(
             sys.executable,
             [sys.executable, "-m", "tinyml.bench", *(sys.argv[1:] if argv is None else argv)],
-            os.environ | _AVX2,  # both libraries read it when they are loaded
+            os.environ | _AVX2,  # torch and oneDNN read these variables when they are loaded
         )
     rows = bench(device=arguments.device, quick=arguments.quick)
     for row in rows:

@@ -39,10 +39,10 @@ def compress_weights(
     compress: Callable[[nn.Module, int], CompressedWeight],
     protect: Sequence[str],
 ) -> nn.Module:
-    """Return a plain copy in which `compress(layer, bits)` is the weight of layers of `kinds`.
+    """Return a copy in which `compress(layer, bits)` is the weight of layers of `kinds`.
 
-    Layers that share a weight share its compressed form. Layers that a mapping `bits` does not name
-    are unchanged.
+    The copy is that of `plain_copy`. Layers that share a weight share its compressed form. Layers
+    that a mapping `bits` does not name are unchanged.
     """
     model = plain_copy(model)
     chosen = layers_of(model, kinds, protect)
@@ -170,7 +170,7 @@ def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
 
 
 def dense_copy(model: nn.Module) -> nn.Module:
-    """Return a plain copy in which compressed weights are dense parameters again."""
+    """Return the copy of `plain_copy` with dense parameters in place of compressed weights."""
     model = plain_copy(model)
     for layer in list(model.modules()):
         if compressed_weight(layer) is not None:

@@ -30,9 +30,9 @@ ELEMENTWISE = {
     "sigmoid", "tanh", "silu", "gelu", "elu", "leaky_relu", "softplus", "neg", "abs", "exp",
     "square", "mish", "selu", "celu", "sqrt", "rsub", "pow",
 }  # fmt: skip
-#: Composite operators, which torch defines by other operators, that this package treats as it would
-#: treat these. A graph without other composite operators is not decomposed, because that takes most
-#: of the export time.
+#: Operators that torch defines by other operators (composite operators), and that this package
+#: supports directly. Only a graph with other composite operators is decomposed, because the
+#: decomposition takes most of the export time.
 COMPOSITE = {
     "__and__", "adaptive_avg_pool2d", "batch_norm", "chunk", "conv2d", "conv_transpose2d",
     "dropout", "flatten", "group_norm", "layer_norm", "linear", "matmul", "max_pool2d", "pad",
@@ -79,7 +79,7 @@ def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None 
             _erase_nodes_without_effect(program.graph)
             if any(map(_is_decomposed, program.graph.nodes)):
                 program = program.run_decompositions({})
-    except Exception as error:  # it runs the model's own code, which may raise anything
+    except Exception as error:  # the model's own code may raise anything
         raise ValueError(
             f"{type(model).__name__} cannot be exported ({error}); "
             "pass a submodule that takes and returns only tensors"

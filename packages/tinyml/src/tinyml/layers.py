@@ -62,7 +62,7 @@ def returns_product_or_rows(layer: nn.Module, call: Callable[[Tensor], Any]) -> 
 
 
 def check_weights(layers: Mapping[str, nn.Module]) -> None:
-    """Raise `ValueError` unless each weight has elements, all of them finite."""
+    """Raise `ValueError` unless each weight has elements that are finite and of `FLOAT_TYPES`."""
     for layer_name, layer in layers.items():
         name, weight = f"{layer_name}.weight".lstrip("."), weight_of(layer)
         if not weight.numel():

@@ -184,6 +184,14 @@ def _losses(ours: Sequence[float], others: Sequence[float]) -> int:
     return sum(MARGIN * time_ms > min(others) for time_ms in ours)
 
 
+def is_captured() -> bool:
+    """Return True if `torch.compile`, `torch.export` or `torch.jit.trace` records the operations.
+
+    Times inside a recording are meaningless, and tensors inside it must not be cached.
+    """
+    return torch.compiler.is_compiling() or torch.jit.is_tracing()
+
+
 def milliseconds(call: Callable[[], object], least_seconds: float = 0.0) -> float:
     """Return the mean time of calls, which are repeated until `least_seconds` have passed.
 

@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 T = TypeVar("T")
+#: The types of the weights that this package compresses, prunes and adapts.
+FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 #: A function that receives the finished layer's name, the finished count and the total count.
 Progress = Callable[[str, int, int], None]
 
@@ -21,10 +23,10 @@ def suggestion(name: str, known: Iterable[str]) -> str:
     return f"; {alike[0]!r} may be meant" if alike else ""
 
 
-def first_names(names: Iterable[str], count: int = 4) -> str:
-    """Return the first names, separated by commas, and an ellipsis if there are more."""
+def first_names(names: Iterable[str]) -> str:
+    """Return the first four names, separated by commas, and an ellipsis if there are more."""
     names = list(names)
-    return ", ".join(names[:count]) + (", ..." if len(names) > count else "")
+    return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")
 
 
 def check_bits(bits: float, what: str, least: int = 1) -> None:
@@ -34,7 +36,12 @@ def check_bits(bits: float, what: str, least: int = 1) -> None:
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise `ValueError` if a tensor contains NaN or infinity."""
+    """Raise `ValueError` if a tensor contains NaN or infinity, or is not of `FLOAT_TYPES`."""
+    if tensor.dtype not in FLOAT_TYPES:
+        raise ValueError(
+            f"expected {name} of type float16, bfloat16, float32 or float64, got {tensor.dtype}; "
+            "convert it with .to(torch.float32)"
+        )
     if not torch.isfinite(tensor).all():
         raise ValueError(f"expected finite values in {name}, got nan or inf")
 

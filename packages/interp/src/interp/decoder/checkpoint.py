@@ -45,7 +45,10 @@ def load_decoder(
     _drop_tied_unembedding(tensors, is_tied, folder)
     layers, expected_layers = count_layers(tensors), len(settings.windows)
     if layers != expected_layers:
-        raise ValueError(f"{folder} holds {layers} layers, its config.json says {expected_layers}")
+        raise ValueError(
+            f"expected {expected_layers} layers in {folder}, the number in its config.json, got "
+            f"{layers}; is a shard missing?"
+        )
     folded = constants_of(None, config).fold_into(tensors)
     weights = canonical_weights(folded, d_head=settings.d_head, heads=settings.heads)
     weights = {name: weight.contiguous() for name, weight in weights.items()}
@@ -99,6 +102,6 @@ def _require_equal_layers(weights: Mapping[str, Tensor], folder: Path) -> None:
         like = [x for x in roles.values() if ("mlp.router.weight" in x) == has_experts]
         if missing := sorted(set().union(*like) - present):
             raise ValueError(
-                f"{folder}: layer {layer} has no {', '.join(missing)}, others have; is a shard "
-                "missing?"
+                f"expected {', '.join(missing)} in layer {layer} of {folder}, because other layers "
+                "have it, got none; is a shard missing?"
             )

@@ -82,10 +82,13 @@ class Decoder(nn.Module):
         else:
             vocabulary, d_model = self.embed.weight.shape
             tied = UnsetLinear(d_model, vocabulary, bias=False, device="meta")
-            self.unembed = weights.share_memory("unembed", tied)  # its bias, if there is one
+            self.unembed = weights.share_memory("unembed", tied)  # sets its bias, if there is one
             self.unembed.weight = self.embed.weight
         if unused := sorted(tensors.keys() - weights.used):
-            raise ValueError(f"these tensors fit nowhere in the decoder: {', '.join(unused)}")
+            raise ValueError(
+                f"expected only tensors with a role in this decoder, got {', '.join(unused)}; "
+                "check their names, or leave them out"
+            )
         self.eval()
 
     def forward(
@@ -215,7 +218,7 @@ class Decoder(nn.Module):
         return self
 
     def require_fresh(self) -> None:
-        """Raise RuntimeError if the described model changed in a way that this decoder does not.
+        """Raise RuntimeError if the described model has changes that this decoder does not follow.
 
         Such changes are replaced modules and weights, changed constants, and changes of copied
         weights in place.

@@ -1,8 +1,8 @@
-"""Merging of adapters into the weights that they update, and back.
+"""Merging of adapters into the weights that they update, and unmerging.
 
-`merge` keeps the adapters, and `unmerge` undoes it bit for bit. `merge_and_unload` leaves a plain
-model. A weight that it updates differs from the weights that it was tied to, so the configuration
-of a transformers model no longer ties them.
+`merge` keeps the adapters, and `unmerge` undoes it bit for bit. `merge_and_unload` removes the
+adapters. An updated weight differs from the weights that it was tied to, so the configuration of a
+transformers model no longer ties them.
 """
 
 from __future__ import annotations

@@ -144,6 +144,9 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     state |= {name: state[first] for name, first in aliases.items()}
     formats = json.loads(metadata["formats"])
     for name, value in formats.items():
+        if value[-1] < 0:  # earlier versions stored -1 - zero_row after the shape of a palette
+            zero_row = torch.tensor([-1 - value.pop()])
+            state[f"{name.removesuffix('_extra_state')}zero_row"] = zero_row
         state[name] = torch.tensor(value, dtype=torch.int64, device="cpu")
     model = dense_copy(model)
     _tie_as_stored(model, state, aliases)
@@ -198,10 +201,11 @@ def _compressed(codes: str, layer: Any, state: dict[str, Tensor]) -> CompressedW
     form = state[f"{prefix}_extra_state"].tolist()
     weight = layer.weight.detach()
     if (palette := state.get(f"{prefix.removesuffix('0.')}original")) is not None:
-        compressed: CompressedWeight = Palette.restore(form, state[codes], palette)
+        zero_row = state.get(f"{prefix}zero_row")
+        compressed: CompressedWeight = Palette(form, state[codes], palette, zero_row)
     else:
         scale, zero = state[f"{prefix}scale"].to(weight), state.get(f"{prefix}zero")
-        compressed = GridWeight.restore(form, state[codes], scale, zero, is_conv1d(layer))
+        compressed = GridWeight(form, state[codes], scale, zero, is_conv1d(layer))
     if compressed.shape != weight.shape:
         raise ValueError(
             f"expected a weight of shape {tuple(compressed.shape)} for {codes}, got "

@@ -45,10 +45,11 @@ def prune_channels(
     """Return a smaller copy of `model` without the least important channels, units and heads.
 
     `sparsity` is the fraction of the units to remove from every group of units. It may be a mapping
-    from the name of a layer that writes a group to the group's fraction. With scope="global" it is
-    the fraction of all units, ranked by score relative to the mean score of the group. At least one
-    unit of each group stays. Layers that `protect` names, and all layers inside them, keep their
-    sizes.
+    from the name of a layer that writes a group to the group's fraction. At least one unit of each
+    group stays. Layers that `protect` names, and all layers inside them, keep their sizes.
+
+    With scope="global", `sparsity` is the fraction of all units. They are ranked by the square root
+    of their importance, divided by the mean of these roots in their group.
 
     `inputs` are a typical example for `model(*inputs)`. By default, a unit's importance is the sum
     of w^2 E[x^2] over the weights w that read it and their inputs x. The module

@@ -156,10 +156,10 @@ def _compare(small: nn.Module, call: _Call, expected: list[Tensor], exact: bool)
         outputs = tensors_in(call(small))
     except Exception as error:  # the model's own code may raise anything
         raise _size_error(small, str(error)) from error
-    alike = len(outputs) == len(expected) and all(
-        map(_alike, outputs, expected, [exact] * len(outputs))
+    is_close = len(outputs) == len(expected) and all(
+        map(_is_close, outputs, expected, [exact] * len(outputs))
     )
-    if not alike:
+    if not is_close:
         shape = tuple(expected[0].shape) if expected else ()
         raise _size_error(small, f"outputs of shape {shape} are not those of the model with zeros")
 
@@ -171,7 +171,7 @@ def _size_error(model: nn.Module, why: str) -> ValueError:
     )
 
 
-def _alike(ours: Tensor, exact: Tensor, in_double: bool) -> bool:
+def _is_close(ours: Tensor, exact: Tensor, in_double: bool) -> bool:
     if ours.shape != exact.shape or ours.dtype != exact.dtype:
         return False
     if not exact.is_floating_point():

@@ -54,7 +54,13 @@ def rank_units(
     criterion: Criterion = "wanda",
     loss: Loss | None = None,
 ) -> None:
-    """Set the `scores` and the `order` of each group."""
+    """Set the `scores` and the `order` of each group.
+
+    Raise `ValueError` for weights that are not finite or have an unsupported type.
+    """
+    for piece in (piece for group in groups for piece in group.slices):
+        if piece.role != "passer":
+            check_finite(piece.tensor, parameter_of(model, piece.tensor))
     gradients: dict[str, Tensor] = {}
     if loss is not None:
         gradients = _gradients(model, loss)
@@ -123,7 +129,6 @@ def _rank(group: Group, model: nn.Module, probe: _Probe) -> None:
             continue
         elements = piece.width * group.size
         weight = parameter_of(model, piece.tensor).detach().double().cpu()
-        check_finite(piece.tensor, weight)
         rows = weight.narrow(piece.axis, piece.start, elements).movedim(piece.axis, 0).flatten(1)
         power = rows.square().sum(1)
         elements_read = slice(piece.start, piece.start + elements)

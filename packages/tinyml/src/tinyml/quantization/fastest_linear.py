@@ -34,7 +34,7 @@ from tinyml.layers import (
     weights_of_modules,
 )
 from tinyml.quantization.rounded_weight import same_value
-from tinyml.timing import Timing, measure, store_timing, stored_timing
+from tinyml.timing import Timing, is_captured, measure, store_timing, stored_timing
 from tinyml.validation import Progress
 
 #: The numbers of tokens in reports: one token of a decoder, a small batch and a prompt.
@@ -102,9 +102,8 @@ class FastestLinear(Replacement):
             return cast(FastestLinear, cast(Any, super())._apply(fn, recurse))
 
     def _implementation(self, inputs: Tensor) -> str:
-        tokens = inputs.numel() // self.in_features
-        if not tokens or torch.compiler.is_compiling():
-            return "float"  # nothing can be timed inside a compiled graph
+        if is_captured() or not (tokens := inputs.numel() // self.in_features):
+            return "float"  # neither a recording nor an empty input can be timed
         key = (tokens - 1).bit_length(), inputs.dtype, inputs.device, torch.get_num_threads()
         if (name := self._selected.get(key)) is None:
             name = self._selected[key] = self.timing(inputs).selected
@@ -164,8 +163,8 @@ class FastestLinear(Replacement):
 
     def prepared(self, name: str, make: Callable[[], Any]) -> Any:
         """Return a prepared form of the stored weight, rebuilt after the weight has changed."""
-        if torch.compiler.is_compiling():
-            return make()  # a compiled graph cannot cache tensors
+        if is_captured():
+            return make()
         # Loading a state dict and moving the module replace the tensors or change their versions.
         if self._stamp != (stamp := tensor_versions(*self.stored())):
             self._prepared, self._stamp = {}, stamp
@@ -182,8 +181,11 @@ class FastestLinear(Replacement):
             bias = None if bias is None else bias.to(inputs.dtype)
         return F.linear(inputs, dense, bias)
 
-    def finished(self, outputs: Tensor, inputs: Tensor) -> Tensor:
-        """Add the bias and convert to the inputs' type and shape."""
+    def add_bias_and_cast(self, outputs: Tensor, inputs: Tensor) -> Tensor:
+        """Return `outputs` (tokens, out) plus the bias, as (..., out) in the type of `inputs`.
+
+        `inputs` are (..., in). The bias is added in place.
+        """
         if self.bias is not None:
             outputs.add_(self.bias)
         return outputs.to(inputs.dtype).view(*inputs.shape[:-1], self.out_features)
@@ -210,7 +212,7 @@ def with_fastest_linears(
     linears = {
         module: name
         for name, module in model.named_modules()
-        if (type(module) is nn.Linear or is_linear_alike(module))
+        if (type(module) is nn.Linear or is_compressed_linear_or_conv1d(module))
         and weight_identity(module) not in kept_weights
         and weight_identity(module) is not None  # a computed weight is not stored in its layer
     }
@@ -256,7 +258,7 @@ def avoid_fused_operators(model: nn.Module) -> None:
                 module.activation_relu_or_gelu = 0
 
 
-def is_linear_alike(module: nn.Module) -> bool:
+def is_compressed_linear_or_conv1d(module: nn.Module) -> bool:
     """Return True for a compressed `nn.Linear`, and for a `Conv1D` that returns its product."""
     if is_conv1d(module):
         return returns_product_or_rows(module, module.forward)

@@ -106,7 +106,7 @@ def gptq(
                 refit=None if group_size is None else lambda r: grid_for(r.to(rows), weight.dtype),
             )
         codes = codes.view(rows.shape)
-        stored = GridWeight(codes, grid, weight, bits, transposed=is_conv1d(layer))
+        stored = GridWeight.of(codes, grid, weight, bits, transposed=is_conv1d(layer))
         install_weight(model, layer, stored)  # later layers are calibrated on its rounded outputs
         rounded.add(name)
 

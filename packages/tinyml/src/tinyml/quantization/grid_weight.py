@@ -25,45 +25,46 @@ class GridWeight(CompressedWeight):
 
     def __init__(
         self,
+        form: Sequence[int],
         codes: Tensor,
-        grid: Grid,
-        weight: Tensor,
-        bits: int,
-        *,
-        transposed: bool = False,
+        scale: Tensor,
+        zero: Tensor | None,
+        transposed: bool,
     ) -> None:
+        """Create a weight from its `format()` and its tensors.
+
+        `scale` and `zero` are (rows, 1), and `codes` are packed. If `transposed`, the weight is
+        (in, out), as that of a `Conv1D`.
+        """
         super().__init__()
-        self.transposed = transposed  # the weight is (in, out), as that of a Conv1D
-        self.bits = bits
-        self.shape = weight.shape
-        self.rows = codes.shape
-        self.low = grid.low
-        self.register_buffer("codes", pack(codes - grid.low, bits))
-        self.register_buffer("scale", grid.scale.to(weight.dtype))
-        self.register_buffer("zero", grid.zero.to(torch.int8) if grid.zero.any() else None)
+        self.bits, self.low, *shape = form
+        self.shape = torch.Size(shape)
+        self.rows = torch.Size((len(scale), self.shape.numel() // len(scale)))
+        self.transposed = transposed
+        self.register_buffer("codes", codes)
+        self.register_buffer("scale", scale)
+        self.register_buffer("zero", zero)
+
+    @staticmethod
+    def of(
+        codes: Tensor, grid: Grid, weight: Tensor, bits: int, *, transposed: bool = False
+    ) -> GridWeight:
+        """Return the weight with these codes (rows, n), in the shape and type of `weight`.
+
+        Raise `ValueError` if a value is too large for this type.
+        """
+        scale = grid.scale.to(weight.dtype)
+        zero = grid.zero.to(torch.int8) if grid.zero.any() else None
+        form = [bits, grid.low, *weight.shape]
+        stored = GridWeight(form, pack(codes - grid.low, bits), scale, zero, transposed)
         furthest = torch.maximum(grid.high - grid.zero, grid.zero - grid.low)
-        largest = self.scale * furthest.to(self.scale)
-        if not largest.isfinite().all() and not self(self.scale).isfinite().all():
+        largest = scale * furthest.to(scale)
+        if not largest.isfinite().all() and not stored(scale).isfinite().all():
             raise ValueError(
                 f"expected weights whose {bits}-bit grid fits in {weight.dtype}, got values of "
                 "the grid that overflow; scale the weights down, or exclude the layer with protect"
             )
-
-    @staticmethod
-    def restore(
-        form: Sequence[int], codes: Tensor, scale: Tensor, zero: Tensor | None, transposed: bool
-    ) -> GridWeight:
-        """Return a saved weight, given its `format()`."""
-        bits, low, *shape = form
-        weight = torch.empty(shape, dtype=scale.dtype, device="meta")
-        width = weight.numel() // len(scale)
-        no_codes = torch.full((len(scale), width), low, device=scale.device)
-        # The range of the grid was checked when the codes were made.
-        unscaled = torch.zeros_like(scale)
-        grid = Grid(unscaled, unscaled if zero is None else zero, low, low)
-        restored = GridWeight(no_codes, grid, weight, bits, transposed=transposed)
-        restored.codes, restored.scale = codes, scale
-        return restored
+        return stored
 
     def format(self) -> list[int]:
         """Return the bits, the lowest code and the shape of the weight."""

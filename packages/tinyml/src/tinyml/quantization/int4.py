@@ -46,7 +46,7 @@ class Int4Linear(FastestLinear):
         packed, scales = self.prepared("weights alone", self._packed)
         tokens = inputs.reshape(-1, self.in_features).bfloat16()
         sums = torch._weight_int4pack_mm_for_cpu(tokens, packed, self.group_size, scales)
-        return self.finished(sums.float(), inputs)
+        return self.add_bias_and_cast(sums.float(), inputs)
 
     def _packed(self) -> tuple[Tensor, Tensor]:
         grid = self.grid

@@ -81,7 +81,7 @@ class Int8Linear(FastestLinear):
         scale = tokens.abs().amax(1, keepdim=True).clamp_(min=least).div_(127)
         sums = self._weights().product(tokens.div(scale).round_()).to(tokens.dtype)
         # The weights' scales first: a large sum times the scale of a large input may overflow.
-        return self.finished(sums.mul_(self.scale).mul_(scale), inputs)
+        return self.add_bias_and_cast(sums.mul_(self.scale).mul_(scale), inputs)
 
     def _weights(self) -> Int8Weights:
         weights: Int8Weights = self.prepared("int8", lambda: Int8Weights(self.weight_codes))

@@ -41,8 +41,13 @@ def kmeans_quantize(
     """
 
     def compress(layer: nn.Module, bits: int) -> Palette:
+        check_bits(bits, "a palette has")
         weight, row = weight_of(layer), getattr(layer, "padding_idx", None)
-        return Palette(weight, bits, None if row is None or weight[row].any() else row)
+        zero_row = None
+        if row is not None and not weight[row].any():
+            zero_row = torch.tensor([row], device=weight.device)
+        palette, codes = kmeans(weight, 2**bits)
+        return Palette([bits, *weight.shape], pack(codes, bits), palette, zero_row)
 
     return compress_weights(model, layers, bits, compress, protect)
 
@@ -51,44 +56,33 @@ class Palette(CompressedWeight):
     """A weight as packed `codes` into a palette, which is the trainable tensor."""
 
     codes: Tensor
+    #: The index of the row that is zero for any palette, (1,), or None.
+    zero_row: Tensor | None
 
-    def __init__(self, weight: Tensor, bits: int, zero_row: int | None = None) -> None:
+    def __init__(
+        self, form: Sequence[int], codes: Tensor, palette: Tensor, zero_row: Tensor | None
+    ) -> None:
+        """Create a palette from its `format()` and its tensors."""
         super().__init__()
-        check_bits(bits, "a palette has")
-        self.bits, self.shape = bits, weight.shape
-        #: The row that is zero for any palette, or None.
-        self.zero_row = zero_row
-        self._palette, codes = kmeans(weight.detach(), 2**bits)
-        self.register_buffer("codes", pack(codes, bits))
-
-    @staticmethod
-    def restore(form: Sequence[int], codes: Tensor, palette: Tensor) -> Palette:
-        """Return a saved palette, given its `format()`."""
-        restored = Palette(torch.zeros(1, device="cpu"), 1)
-        restored.bits, *shape = form
-        if shape[-1] < 0:
-            restored.zero_row = -1 - shape.pop()
-        restored.shape = torch.Size(shape)
-        restored._palette = palette
-        restored.codes = codes
-        return restored
+        self.bits, *shape = form
+        self.shape = torch.Size(shape)
+        self._palette = palette
+        self.register_buffer("codes", codes)
+        self.register_buffer("zero_row", zero_row)
 
     def trained(self, weight: Tensor) -> Tensor:
         """Return the palette."""
         return self._palette.to(weight)
 
     def format(self) -> list[int]:
-        """Return the bits per code, the weight's shape, and -1 - `zero_row` if there is one."""
-        row = [] if self.zero_row is None else [-1 - self.zero_row]
-        return [self.bits, *self.shape, *row]
+        """Return the bits per code and the shape of the weight."""
+        return [self.bits, *self.shape]
 
     def forward(self, palette: Tensor) -> Tensor:
         """Return the dense weight."""
         codes = unpack(self.codes, self.bits, self.shape.numel())
         dense = palette.index_select(0, codes.int()).view(self.shape)
-        if self.zero_row is not None:
-            dense.narrow(0, self.zero_row, 1).zero_()
-        return dense
+        return dense if self.zero_row is None else dense.index_fill(0, self.zero_row, 0)
 
 
 #: The largest number of clusters, for codes of 8 bits.

@@ -97,4 +97,4 @@ def _on_grid(layer: nn.Module, bits: int, group_size: int | None, symmetric: boo
     weight = weight_of(layer)
     rows = as_rows(wide(outputs_first(layer, weight)), group_size)
     grid = grid_of(rows, bits, symmetric=symmetric).stored_as(weight.dtype)
-    return GridWeight(grid.quantize(rows), grid, weight, bits, transposed=is_conv1d(layer))
+    return GridWeight.of(grid.quantize(rows), grid, weight, bits, transposed=is_conv1d(layer))

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tinyml.conversion import without_autocast
-from tinyml.timing import Timing, measure
+from tinyml.timing import Timing, is_captured, measure
 
 EXACT_IN_FLOAT32 = 2**24
 #: Number of products of any codes and inputs whose sum is exact in float32.
@@ -50,7 +50,7 @@ class Int8Weights:
 
     def product(self, inputs: Tensor) -> Tensor:
         """Return exact sums of the products of `inputs` with every row of codes."""
-        if torch.compiler.is_compiling():  # a compiled graph cannot be timed
+        if is_captured():
             return _float64(self, inputs)
         with without_autocast(inputs.device):  # which rounds the inputs to 16 bits
             return IMPLEMENTATIONS[self.choice(inputs).selected](self, inputs)

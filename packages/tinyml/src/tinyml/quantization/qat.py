@@ -59,7 +59,7 @@ def convert(model: nn.Module) -> nn.Module:
             check_finite("the trained weights", weight)
             rows, grid = rounded.grid(weight)
             codes, transposed = grid.quantize(rows), rounded.transposed
-            stored = GridWeight(codes, grid, weight, rounded.bits, transposed=transposed)
+            stored = GridWeight.of(codes, grid, weight, rounded.bits, transposed=transposed)
             install_weight(model, layer, stored)
             is_rounded = True
     if not is_rounded:

@@ -94,8 +94,6 @@ class DecoderAttention(nn.Module):
                 f"{name}: q, k, v of {sizes[:3]} features and an output of {sizes[3]} are not "
                 f"{self.heads} heads of {self.d_head}, evenly shared"
             )
-        # The angles are not a buffer, because .bfloat16() would round them. At position 1,000, such
-        # rounding errors matter.
         self.rotary = settings.rotary[layer]
 
     def _projection(self, weights: Weights, name: str, part: str) -> nn.Linear | Latent:

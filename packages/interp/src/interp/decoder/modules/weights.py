@@ -13,7 +13,7 @@ Module = TypeVar("Module", bound=nn.Module)
 
 
 class UnsetLinear(nn.Linear):
-    """A linear layer whose weights are set later; their initialization would take longer."""
+    """A linear layer that skips the initialization of its weights, which are replaced later."""
 
     def reset_parameters(self) -> None:
         """Leave the weights unset."""
@@ -56,7 +56,8 @@ class Weights:
             layer = nn.LayerNorm(size, eps=settings.eps, bias=False, device="meta")
             return self.share_memory(name, layer)
         rms_norm = nn.RMSNorm(size, eps=settings.eps, device="meta")
-        rms_norm.weight = self.parameter(f"{name}.weight")  # A bias stays unused, an error.
+        # A bias stays unused, so `Decoder` raises an error for it.
+        rms_norm.weight = self.parameter(f"{name}.weight")
         return rms_norm
 
     def stream_norm(self, name: str, settings: Settings) -> nn.Module:

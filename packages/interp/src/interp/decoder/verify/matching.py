@@ -121,22 +121,24 @@ def matching_settings(
 class _Descriptions:
     """The descriptions of candidates under the latest random weights.
 
-    Successive probes share the weights and the latest description. It may have copies of weights,
-    so it is freed before the next draw and before another description is built.
+    Successive probes with the same scale and seed share the weights and the latest description. The
+    description may have copies of weights, so it is freed before the next draw and before another
+    description is built.
     """
 
     def __init__(self, random_weights: RandomWeights, build: Build) -> None:
         self.random_weights = random_weights
         self._build = build
-        self._drawn: tuple[Scale, int] | None = None
+        self._drawn: tuple[Scale, int, dict[str, Tensor]] | None = None
         self._latest: tuple[Settings, Decoder] | None = None
 
     def draw(self, scale: Scale, seed: int) -> dict[str, Tensor]:
         """Return the random weights of a scale, and use them for the descriptions that follow."""
-        if self._drawn != (scale, seed):
-            self._latest = None
-            self._drawn = scale, seed
-        return self.random_weights.draw(scale, seed)
+        if self._drawn is None or self._drawn[:2] != (scale, seed):
+            # The earlier weights are freed before new ones are allocated.
+            self._latest = self._drawn = None
+            self._drawn = scale, seed, self.random_weights.draw(scale, seed)
+        return self._drawn[2]
 
     def decoder(self, weights: Mapping[str, Tensor], candidate: Settings) -> Decoder:
         """Return the description of a candidate with the latest weights."""
@@ -270,7 +272,7 @@ def _windows_of(model: nn.Module, size: int | None) -> Iterator[None]:
 def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
     """Return the probes of texts of up to `context` tokens; a description must pass all of them.
 
-    Probes of one scale are adjacent, because `RandomWeights.draw` keeps only the latest weights.
+    Probes of one scale are adjacent, because `_Descriptions.draw` keeps only the latest weights.
     """
     short = min(_SHORT_LENGTH, context)
     # Half of the tokens suffice to show which mask and which position ids the model uses.

@@ -63,19 +63,9 @@ class RandomWeights:
         self.norms_queries = any(".q_norm." in role for role in roles.values())
         self._noise: tuple[int, Tensor] | None = None
         self._buffers: dict[float, Tensor] = {}
-        self._drawn: tuple[Scale, int, dict[str, Tensor]] | None = None
 
     def draw(self, scale: Scale, seed: int) -> dict[str, Tensor]:
-        """Return weights by name; see Note [Weights that share memory].
-
-        Consecutive calls with the same arguments return the same tensors.
-        """
-        if self._drawn is None or self._drawn[:2] != (scale, seed):
-            self._drawn = None  # The earlier weights are freed before new ones are allocated.
-            self._drawn = scale, seed, self._scaled_noise(scale, seed)
-        return self._drawn[2]
-
-    def _scaled_noise(self, scale: Scale, seed: int) -> dict[str, Tensor]:
+        """Return weights by name; see Note [Weights that share memory]."""
         sizes: dict[str, tuple[float, float]] = {}
         ends: dict[float, int] = {}
         for index, (name, tensor) in enumerate(self.tensors.items()):
