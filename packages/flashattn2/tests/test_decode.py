@@ -389,6 +389,7 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         ({"v_cache": CACHE[:, :, :7]}, ValueError, "v_cache the shape of k_cache"),
         ({"k": CACHE}, ValueError, "both k and v to append"),
         ({"k": CACHE[:1], "v": CACHE[:1]}, ValueError, r"k to be .* \(batch 2, kv_heads 2"),
+        (dict.fromkeys("kv", CACHE[0, 0, 0]), ValueError, r"k to be .* got .* of shape \(16,\)"),
         ({"cache_seqlens": 9}, ValueError, r"cache_seqlens must be from 0 to 8: .* got 9"),
         ({"cache_seqlens": -1}, ValueError, "from 0 to 8"),
         ({"cache_seqlens": 2**40}, ValueError, f"from 0 to 8: .* got {2**40}"),

@@ -23,7 +23,7 @@ def draw(batch=2, seq_q=5, seq_k=7, **rule):
                 "first": seq_k - seq_q,
                 "left": 3,
                 "right": 0,
-                "is_plain": True,
+                "is_dense": True,
                 "owner": "the model of SomeConfig",
                 **rule,
             }

@@ -132,14 +132,19 @@ def test_compile_makes_one_graph_of_forward_and_backward(interpreter, backend):
 
 
 def test_compile_takes_packed_sequences_and_lengths_it_has_not_seen():
-    def run(q, cu):
-        return flash_attention_varlen(q, q, q, cu, cu, is_causal=True)
+    def run(q, k, cu_q, cu_k):
+        return flash_attention_varlen(q, k, k, cu_q, cu_k, is_causal=True)
 
     compiled = torch.compile(run, fullgraph=True, backend="aot_eager", dynamic=True)
-    for lengths in ((4, 5), (7, 1), (2, 9)):
-        cu = torch.tensor((0, *lengths)).cumsum(0).int()
-        q = torch.randn(sum(lengths), 2, 16)
-        torch.testing.assert_close(compiled(q, cu), run(q, cu))
+    for lengths_q, lengths_k in (((4, 5), (6, 2)), ((7, 1), (3, 9)), ((2, 9), (5, 4))):
+        boundaries = [torch.tensor((0, *n)).cumsum(0).int() for n in (lengths_q, lengths_k)]
+        q = torch.randn(sum(lengths_q), 2, 16, requires_grad=True)
+        k = torch.randn(sum(lengths_k), 2, 16, requires_grad=True)
+        results = []
+        for function in (compiled, run):
+            out = function(q, k, *boundaries)
+            results.append((out, *torch.autograd.grad(out.square().sum(), (q, k))))
+        torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("backend", ["auto", "torch", "triton"])

@@ -4,12 +4,15 @@ import pytest
 import torch
 from flashattn2 import flash_attention, flash_attention_with_kvcache, sdpa
 from flashattn2.plan_cache import PLANS
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_cases import laid_out
 
 LAYOUTS = ("heads first", "sequence first", "gaps", "reversed")
 lengths = st.sampled_from((1, 5, 9, 16, 19, 23))
+#: Arguments of both tests with which the second call calls torch's CPU kernel directly, which few
+#: of the drawn arguments do.
+DIRECT = {"dtype": torch.float32, "layouts": 3 * (LAYOUTS[0],)}
 #: The number of drawn calls.
 EXAMPLES = [50, pytest.param(500, marks=pytest.mark.exhaustive)]
 
@@ -40,6 +43,14 @@ def test_second_call_of_a_signature_equals_the_first(examples):
             ({}, {}, {"return_lse": True}, {"scale": 0.3}, {"window": 2}, {"softcap": 2.0},
              {"sinks": torch.zeros(1)})
         ),
+    )  # fmt: skip
+    @example(
+        **DIRECT, seq=(19, 19), dims=(8, 8), heads=(4, 2), needs=3 * (False,), is_causal=True,
+        as_torch_s=False, options={},
+    )  # fmt: skip
+    @example(
+        **DIRECT, seq=(19, 16), dims=(8, 8), heads=(4, 2), needs=3 * (True,), is_causal=True,
+        as_torch_s=True, options={},
     )  # fmt: skip
     @settings(max_examples=examples, deadline=None)
     def check(seq, dims, heads, dtype, layouts, needs, is_causal, as_torch_s, options):
@@ -84,6 +95,8 @@ def test_second_call_over_a_cache_equals_the_first(examples):
              {"scale": 0.3, "return_lse": True}, {"softcap": 2.0})
         ),
     )  # fmt: skip
+    @example(**DIRECT, shape=(2, (4, 2), 1), count=19, new=1, v_dim=8, options={"window": (17, 0)})
+    @example(**DIRECT, shape=(2, (4, 2), 1), count=16, new=0, v_dim=8, options={"return_lse": True})
     @settings(max_examples=examples, deadline=None)
     def check(shape, count, new, v_dim, layouts, dtype, options):
         batch, (heads, kv_heads), seq_q = shape

@@ -1,5 +1,6 @@
 """`sdpa` equals torch's function in output and gradients."""
 
+import functools
 import inspect
 import itertools
 import math
@@ -8,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from flashattn2 import sdpa
+from flashattn2 import attention_reference, sdpa
+from flashattn2.backends import aten
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -123,6 +125,42 @@ def test_nested_tensors_run_torchs_function():
         torch.testing.assert_close(ours, right)
 
 
+class Wrapper(torch.Tensor):
+    """A wrapper of a tensor that, as `DTensor`, has no rule for operators of other libraries."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __tensor_flatten__(self):
+        return ["inner"], None
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, size, stride):
+        return Wrapper(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        if func.namespace != "aten":
+            raise NotImplementedError(f"{func} has no rule")
+        unwrap = functools.partial(torch.utils._pytree.tree_map_only, Wrapper, lambda x: x.inner)
+        out = func(*unwrap(args), **unwrap(kwargs or {}))
+        return torch.utils._pytree.tree_map_only(torch.Tensor, Wrapper, out)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_wrapper_subclasses_run_torchs_function(monkeypatch, is_causal):
+    """On devices without the aten backend, `flash_attention` calls its own operators."""
+    monkeypatch.setattr(aten, "find_obstacle", lambda *_: "it is not on a CPU")
+    q, k = torch.randn(1, 2, 5, 8), torch.randn(1, 2, 3, 8)
+    out = sdpa(*map(Wrapper, (q, k, k)), is_causal=is_causal)
+    expected = F.scaled_dot_product_attention(q, k, k, is_causal=is_causal)
+    torch.testing.assert_close(out.inner, expected)
+
+
 @pytest.mark.parametrize(
     "dtypes", list(itertools.product((torch.float32, torch.bfloat16), repeat=3))
 )
@@ -205,6 +243,20 @@ def test_sdpa_under_vmap_runs_torchs_function():
     q = torch.randn(3, 1, 2, 5, 8)
     expected = F.scaled_dot_product_attention(q, q, q)
     torch.testing.assert_close(torch.func.vmap(sdpa)(q, q, q), expected)
+
+
+def test_functionalized_sdpa_runs_torchs_function():
+    """The window of `attention_reference` has no in-place operators, which would fail here."""
+    q = torch.randn(1, 2, 5, 8)
+    expected = F.scaled_dot_product_attention(q, q, q, is_causal=True)
+    for function in (sdpa, attention_reference):
+
+        def run(q, function=function):
+            return function(q, q, q, is_causal=True)
+
+        torch.testing.assert_close(torch.func.functionalize(run)(q), expected)
+    gradient = torch.func.functionalize(torch.func.grad(lambda q: sdpa(q, q, q).sin().sum()))(q)
+    torch.testing.assert_close(gradient, torch.func.grad(lambda q: sdpa(q, q, q).sin().sum())(q))
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")

@@ -203,7 +203,7 @@ def test_unknown_mask_functions_are_refused_and_never_called():
     ):
         mask = ours.make_mask(1, 9, 9, mask_function=function)
         with pytest.raises(
-            ValueError, match=r"mask function .* is not a causal, sliding, chunked or packed"
+            ValueError, match=r"mask function .* is not a causal, bidirectional, sliding, chunked"
         ):
             ours.attention(torch.nn.Identity(), *q, mask)
 
@@ -260,7 +260,7 @@ def test_restarting_positions_without_separated_sequences_are_not_a_pattern():
         masking_utils.causal_mask_function, positions
     )
     mask = ours.make_mask(1, 5, 5, mask_function=function)
-    assert "is not a causal, sliding, chunked or packed" in mask.rule.refusal
+    assert "is not a causal, bidirectional, sliding, chunked" in mask.rule.refusal
 
 
 def test_known_masks_are_checked_on_the_cpu_if_another_device_is_the_default():

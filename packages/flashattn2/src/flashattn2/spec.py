@@ -78,9 +78,9 @@ class AttentionSpec:
         distance = keys[None, :] - queries[:, None] - shift
         hidden = torch.zeros_like(distance, dtype=torch.bool)
         if self.left >= 0:
-            hidden |= distance < -self.left
+            hidden = hidden | (distance < -self.left)
         if self.right >= 0:
-            hidden |= distance > self.right
+            hidden = hidden | (distance > self.right)
         return hidden
 
 

@@ -366,7 +366,7 @@ def softmax(
 
 
 def choose(dim: int, seq_q: int, spec: AttentionSpec) -> Tile:
-    """Return the tile sizes that were measured to be the fastest."""
+    """Return the tile sizes; the comments of `LONG_TILE` and `IS_TRITON_3_6` have the reasons."""
     is_long = dim == 64 and seq_q >= LONG and spec.left < 0
     if is_long and (spec.right < 0 or IS_TRITON_3_6):
         return LONG_TILE

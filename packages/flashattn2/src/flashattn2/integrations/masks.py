@@ -40,7 +40,7 @@ class Rule:
     left: int | None
     right: int | None
     #: True for one sequence per batch entry without padding.
-    is_plain: bool
+    is_dense: bool
     #: True if a batch entry has several sequences.
     is_packed: bool = False
     #: The model, as error messages name it.
@@ -141,7 +141,7 @@ class AttentionMask(Tensor):
         shift = end - count
         left = None if rule.left is None else rule.left - shift
         right = None if rule.right is None else rule.right + shift
-        if (left or 0) < 0 or (right or 0) < 0 or (shift and not rule.is_plain):
+        if (left or 0) < 0 or (right or 0) < 0 or (shift and not rule.is_dense):
             raise self._misaligned()
         return count, left, right
 

@@ -9,10 +9,11 @@ from torch.compiler import is_compiling
 # Import the function by name, so that it remains torch's own function if a user replaces the
 # attribute of `torch.nn.functional` by `sdpa`.
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from flashattn2.attention import flash_attention
 from flashattn2.autocast import cast_for_autocast
-from flashattn2.compilation import is_mapped, is_recorded
+from flashattn2.compilation import is_functionalized, is_mapped, is_recorded
 from flashattn2.spec import FLOAT32_RANGE
 from flashattn2.validation import DTYPES, is_jit_tracing
 
@@ -36,9 +37,9 @@ def sdpa(
     (`flash_attention` aligns the last query with the last key).  The `key` and `value` may have
     fewer heads only with `enable_gqa`.
 
-    A call with an `attn_mask`, dropout, other dimensions or another argument that flashattn2 does
-    not support runs torch's own function, without an error.  For a mask or dropout,
-    `explain(..., attn_mask=..., dropout_p=...)` returns the reason.
+    A call with an `attn_mask`, dropout, other dimensions, tensor subclasses such as `DTensor`, or
+    another argument that flashattn2 does not support runs torch's own function, without an error.
+    For a mask or dropout, `explain(..., attn_mask=..., dropout_p=...)` returns the reason.
 
     Raises ValueError if `key` and `value` have different numbers of rows.
     """
@@ -72,7 +73,7 @@ def _is_supported(
     """Return True if `flash_attention` supports the tensors and the scale of a call.
 
     Traces would contain the lengths of their example, so they get torch's own function, as calls
-    under forward-mode AD do.
+    under forward-mode AD and `torch.func.functionalize` do.
     """
     if is_jit_tracing() or is_recorded() or not _is_supported_scale(scale):
         return False
@@ -81,8 +82,13 @@ def _is_supported(
     if is_compiling() and _are_functorch_transforms_active():
         # Operators of `torch.library` have no gradient under a transform in a compiled graph.
         return False
+    if is_functionalized():
+        return False
     for x in (query, key, value):
         if not isinstance(x, Tensor) or x.layout != torch.strided or x.dim() != 4 or is_mapped(x):
+            return False
+        if is_traceable_wrapper_subclass(x):
+            # A subclass such as `DTensor` may have no rule for the operators of flashattn2.
             return False
         if 0 in x.shape or x.dtype not in DTYPES:
             return False

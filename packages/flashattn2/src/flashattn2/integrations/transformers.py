@@ -178,7 +178,7 @@ def _attend(
     count, left, right = mask.span()
     key, value = key[:, :, :count], value[:, :, :count]
     options["window"] = (left, right)
-    if mask.rule.is_plain:
+    if mask.rule.is_dense:
         return _rows_first(flash_attention(query, key, value, **options)), None
     return _packed(query, key, value, mask.packing(), options), None
 
@@ -233,8 +233,8 @@ def make_mask(
         if found_pattern is None:
             refusal = (
                 f"the mask function {getattr(function, '__qualname__', function)} is not a causal, "
-                "sliding, chunked or packed mask of transformers, or combines them in a way that "
-                "flashattn2 does not support, such as packed sequences with chunks"
+                "bidirectional, sliding, chunked or packed mask of transformers, or combines them "
+                "in a way that flashattn2 does not support, such as packed sequences with chunks"
             )
         pattern = found_pattern or Pattern()
     sequence = pattern.sequence
@@ -255,7 +255,7 @@ def make_mask(
         first=grid.shift,
         left=pattern.left,
         right=pattern.right,
-        is_plain=not is_packed and not has_padding,
+        is_dense=not is_packed and not has_padding,
         is_packed=is_packed,
         owner="this model" if config is None else f"the model of {type(config).__name__}",
         refusal=refusal,

@@ -130,15 +130,16 @@ def check_new_rows(
             "the call, such as k_cache[pages, :, rows] = k, and count them in cache_seqlens"
         )
     check_tensors(k=k, v=v)
+    new = k.shape[2] if k.dim() == 4 else 0
     for name, x, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        shape = (q.shape[0], cache.shape[1], k.shape[-2], cache.shape[3])
+        shape = (q.shape[0], cache.shape[1], new, cache.shape[3])
         if tuple(x.shape) != shape or x.dtype != cache.dtype or x.device != cache.device:
             raise ValueError(
                 f"expected {name} to be {cache.dtype} of shape (batch {shape[0]}, kv_heads "
                 f"{shape[1]}, new, dim {shape[3]}) on {cache.device}, got {x.dtype} of shape "
                 f"{tuple(x.shape)} on {x.device}"
             )
-    return k.shape[2]
+    return new
 
 
 def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None:
