@@ -780,12 +780,13 @@ def test_sparsity_of_attention_leaves_the_number_of_parameters(column):
         *(("is_moe", flag) for flag in (True, "yes", 1)),
         *(("moe", "True"), ("use_moe", "x")),
         *(("granularity", 8), ("sparsity", 0.875), ("expert_sparsity", 0.5)),
+        *(("expansion_rate", 8), ("activation_ratio", 0.1)),
         *(("model", name) for name in ("Mixtral-8x7B", "qwen3-30B-A3B", "moe-1b", "64x1.5b")),
         *(("model", name) for name in ("OLMoE-1B", "DeepSeekMoE", "olmoe", "30b_a3b", "Mixtral")),
     ],
 )
 def test_mixture_of_experts_is_recognized_by_flags_numbers_and_names(column, cell):
-    dense = "dense-7b" if column == "model" else False
+    dense = {"model": "dense-7b", "activation_ratio": 1.0}.get(column, False)
     base = {"params": BASE["N"], "D": BASE["D"], "loss": BASE["loss"]}
     table = base | {column: [dense, cell, dense]}
     with pytest.raises(ValueError, match=rf"all parameters or the .* '{column}' is .* in row 2"):

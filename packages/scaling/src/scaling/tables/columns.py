@@ -203,8 +203,12 @@ def _has_mixtures(reading: Reading, name: str) -> NDArray[np.bool_]:
     # count experts.
     if stem.endswith(("expert", "experts", "topk")) and "per" not in words:
         return parse_numbers(cells) > 1
-    if stem.endswith("granularity"):  # the number of experts into which one is split
+    # The granularity is the number of experts into which one is split, and the expansion rate is the
+    # ratio of all parameters to the active ones.
+    if stem.endswith(("granularity", "expansionrate")):
         return parse_numbers(cells) > 1
+    if stem.endswith("activationratio"):  # the ratio of active experts or parameters to all
+        return parse_numbers(cells) < 1
     # A fraction of idle experts, or of pruned weights. Sparse attention keeps all parameters.
     if words[-1:] == ["sparsity"] and not {"attention", "attn", "activation"} & {*words}:
         return parse_numbers(cells) > 0
