@@ -208,7 +208,7 @@ def test_roots_of_two_neighboring_parameters_exist_at_once() -> None:
 @pytest.mark.parametrize(
     ("layers", "d_model", "d_ff", "seq"), [(1, 64, 1024, 64), (1, 128, 256, 256), (2, 64, 1024, 96)]
 )
-def test_peak_in_a_block_includes_the_gradients_that_its_backward_has_computed(
+def test_peak_in_the_backward_includes_the_gradients_that_it_has_computed(
     layers: int, d_model: int, d_ff: int, seq: int
 ) -> None:
     shape = Transformer(layers=layers, d_model=d_model, heads=2, d_ff=d_ff, vocab_size=8)
@@ -219,8 +219,8 @@ def test_peak_in_a_block_includes_the_gradients_that_its_backward_has_computed(
         loss_of(model, tokens, tokens).backward()
         optimizer.step()
     predicted = peak_memory(shape, batch=1, seq=seq, fused_norm=False, foreach=False)
-    assert "block" in predicted.name
-    assert predicted.total == pytest.approx(peak.peak_bytes, rel=0.02)
+    assert "in the optimizer" not in predicted.name
+    assert predicted.total == pytest.approx(peak.peak_bytes, rel=0.01)
 
 
 class Loss(torch.nn.Module):
