@@ -203,7 +203,7 @@ def _has_mixtures(reading: Reading, name: str) -> NDArray[np.bool_]:
     # count experts.
     if stem.endswith(("expert", "experts", "topk")) and "per" not in words:
         return parse_numbers(cells) > 1
-    # The granularity is the number of experts into which one is split, and the expansion rate is the
+    # The granularity is the number of experts into which one is split. The expansion rate is the
     # ratio of all parameters to the active ones.
     if stem.endswith(("granularity", "expansionrate")):
         return parse_numbers(cells) > 1
