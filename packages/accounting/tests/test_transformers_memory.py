@@ -162,8 +162,8 @@ WIDE = {
         # The backward of a joint matrix concatenates the gradients of its parts.
         ("glm", True, 0.95, 1.0),
         ("phi3", True, 0.91, 1.0),
-        ("gpt_bigcode", True, 0.97, 1.06),
-        ("starcoder2", True, 0.97, 1.06),
+        ("gpt_bigcode", True, 0.97, 1.04),
+        ("starcoder2", True, 0.97, 1.04),
         # One key head, with a window.
         ("gemma3_text", True, 1.0, 1.05),
         # The flash kernel of the CPU does not accept values that are narrower than the keys.

@@ -284,8 +284,7 @@ def _inside(
     size = bytes_of(work.kind.activations)
     core = (block["attention"],) if "attention" in block else ()
     # The backward of GELU in one kernel starts after the input of the down-projection is freed.
-    # Modules of transformers may compute GELU in several operators.
-    is_gelu = not model.gated_mlp and model.activation != "relu" and not work.transformers
+    is_gelu = not model.gated_mlp and model.activation == "gelu"
     temporary = gradients_in_flight(
         model,
         tokens=tokens,
