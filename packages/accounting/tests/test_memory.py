@@ -205,6 +205,24 @@ def test_roots_of_two_neighboring_parameters_exist_at_once() -> None:
     assert predicted.total == pytest.approx(peak.peak_bytes, rel=0.002)
 
 
+@pytest.mark.parametrize(
+    ("layers", "d_model", "d_ff", "seq"), [(1, 64, 1024, 64), (1, 128, 256, 256), (2, 64, 1024, 96)]
+)
+def test_peak_in_the_backward_includes_the_gradients_that_it_has_computed(
+    layers: int, d_model: int, d_ff: int, seq: int
+) -> None:
+    shape = Transformer(layers=layers, d_model=d_model, heads=2, d_ff=d_ff, vocab_size=8)
+    model, tokens = Model(shape), torch.zeros(1, seq, dtype=torch.long)
+    optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
+    peak = polled(model, optimizer, tokens)
+    with kernel(True), peak:
+        loss_of(model, tokens, tokens).backward()
+        optimizer.step()
+    predicted = peak_memory(shape, batch=1, seq=seq, fused_norm=False, foreach=False)
+    assert "in the optimizer" not in predicted.name
+    assert predicted.total == pytest.approx(peak.peak_bytes, rel=0.01)
+
+
 class Loss(torch.nn.Module):
     """A decoder whose loop keeps only the loss."""
 

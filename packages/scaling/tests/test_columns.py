@@ -286,6 +286,32 @@ def test_row_in_another_unit_is_refused_with_its_cell(column, factor):
         assert len(load_runs(table, units={"parameters": 1, "tokens": 1})) == 12
 
 
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [
+        ("N", "2*params"),
+        ("N", "sqrt(params)"),
+        ("D", "1/tokens"),
+        ("D", "(0.5 * tokens)"),
+        ("loss", "1 / loss"),
+        ("loss", "exp(loss)"),
+        ("loss", "loss - 1.69"),
+        ("loss", "val_loss-E"),
+        ("loss", "load_balancing_loss"),
+    ],
+)
+def test_functions_of_a_quantity_are_not_read_as_the_quantity(name, column):
+    table = {"N": N, "D": D, "loss": LOSS}
+    table[column] = table.pop(name)
+    with pytest.raises(ValueError, match="expected a loss and two of parameters, tokens and"):
+        load_runs(table)
+
+
+@pytest.mark.parametrize("column", ["eval/0/loss", "run.1/loss", "exp/loss", "a - loss"])
+def test_paths_with_numbers_are_not_functions(column):
+    np.testing.assert_array_equal(load_runs({"N": N, "D": D, column: LOSS}).loss, LOSS)
+
+
 def test_both_columns_in_millions_are_refused():
     with pytest.raises(ValueError, match="is it in thousands or millions"):
         load_runs({"N": N * 1e-5 + 1000, "D": D * 1e-5 + 1000, "loss": LOSS})

@@ -7,6 +7,7 @@ import pytest
 from scaling import (
     Law,
     ScalingWarning,
+    backtest,
     bootstrap,
     effective_speedup,
     fit_isoflop,
@@ -216,7 +217,7 @@ def test_command_line_puts_bad_input_on_one_line_of_stderr(tmp_path, capsys):
 def test_wrong_types_are_refused_with_the_expected_type():
     runs = isoflop_runs(noise=1e-3)
     fit, valleys = fit_parametric(runs), fit_isoflop(runs)
-    for fit_runs in (fit_parametric, fit_isoflop):
+    for fit_runs in (fit_parametric, fit_isoflop, backtest):
         with pytest.raises(TypeError, match="expected the result of load_runs, got dict"):
             fit_runs({"N": runs.parameters, "D": runs.tokens, "loss": runs.loss})
     for call in (fit.optimal, fit.law.optimal, valleys.optimal):

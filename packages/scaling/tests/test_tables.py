@@ -695,7 +695,9 @@ def test_parameters_beside_a_number_of_experts_are_refused(name):
 
 
 @pytest.mark.parametrize("tokens", ["dataset_tokens", "tokens", "D", "train_tokens"])
-@pytest.mark.parametrize("epochs", ["epoch", "n_epoch", "train_epochs", "config.num_epochs"])
+@pytest.mark.parametrize(
+    "epochs", ["epoch", "n_epoch", "train_epochs", "config.num_epochs", "num_repeats"]
+)
 def test_tokens_of_one_epoch_or_of_all_epochs_are_refused_with_both_remedies(tokens, epochs):
     table = {"N": BASE["N"], tokens: BASE["D"], "loss": BASE["loss"], epochs: [1, 2, 4]}
     with pytest.raises(ValueError, match=rf"'{tokens}' may count .* '{epochs}' is 2 in row 2"):
@@ -778,11 +780,13 @@ def test_sparsity_of_attention_leaves_the_number_of_parameters(column):
         *(("is_moe", flag) for flag in (True, "yes", 1)),
         *(("moe", "True"), ("use_moe", "x")),
         *(("granularity", 8), ("sparsity", 0.875), ("expert_sparsity", 0.5)),
+        *(("expansion_rate", 8), ("activation_ratio", 0.1)),
         *(("model", name) for name in ("Mixtral-8x7B", "qwen3-30B-A3B", "moe-1b", "64x1.5b")),
+        *(("model", name) for name in ("OLMoE-1B", "DeepSeekMoE", "olmoe", "30b_a3b", "Mixtral")),
     ],
 )
 def test_mixture_of_experts_is_recognized_by_flags_numbers_and_names(column, cell):
-    dense = "dense-7b" if column == "model" else False
+    dense = {"model": "dense-7b", "activation_ratio": 1.0}.get(column, False)
     base = {"params": BASE["N"], "D": BASE["D"], "loss": BASE["loss"]}
     table = base | {column: [dense, cell, dense]}
     with pytest.raises(ValueError, match=rf"all parameters or the .* '{column}' is .* in row 2"):
@@ -1073,19 +1077,25 @@ def test_units_of_loss_and_kinds_of_parameters_are_explained():
     ("change", "message"),
     [
         ({"N": [100, 200, 400]}, r"'N' is 100 in row 1: expected at least 1000 parameters.*1e6"),
-        ({"D": [10, 20, 20]}, r"column 'D' is 10 in row 1"),
+        ({"D": [10, 20, 20]}, r"column 'D' is 10 in row 1.*'tokens': 1e9. if .* counts billions"),
         ({"D": [1e4, 2e4, 2e4]}, r"'N' and 'D' are 1e\+08 and 1e\+04 in row 1.*not on one scale"),
         ({"C": [6e15, 2.4e16, 4.8e16]}, "column 'C' is .* a unit is wrong"),
         ({"C": [6e18, 2.4e22, 4.8e19]}, "column 'C' is 2.4e[+]22 in row 2"),
         ({"D": [1e10, 20, 2e10]}, "column 'D' is 20 in row 2: expected .* correct the cell"),
         ({"N": [100, 200, 400], "D": [2e4, 4e4, 4e4]}, r"'N' is 100 .* units=.'parameters': 1e6"),
         ({"loss": [18.5, 17.3, 15.1]}, "column 'loss' is 18.5 in row 1, and above 14 nats in most"),
+        ({"loss": [0.021, 0.02, 0.02]}, "column 'loss' is 0.021 in row 1, and below 0.1 nats in"),
         ({"loss": [306, 299, 280]}, "column 'loss' is 306 in row 1, and above 14 nats in most"),
     ],
 )
 def test_numbers_on_the_wrong_scale_are_refused_with_their_cell(change, message):
     with pytest.raises(ValueError, match=message):
         load_runs(BASE | change)
+
+
+def test_small_losses_can_be_confirmed():
+    runs = load_runs(BASE | {"loss": [0.021, 0.02, 0.02]}, units={"loss": 1})
+    assert runs.loss.tolist() == [0.021, 0.02, 0.02]
 
 
 def test_throughput_is_refused_with_its_remedy():

@@ -101,20 +101,21 @@ def head_activations(model: Transformer, plan: Plan, work: Workload) -> Breakdow
 
 
 def gradients_in_flight(
-    model: Transformer, *, tokens: int, tensor: int = 1, keys: int | None
+    model: Transformer, *, tokens: int, tensor: int = 1, keys: int | None, hidden_tensors: int = 2
 ) -> list[int]:
     """Return the numbers of temporary gradient values in the backward of an MLP and of attention.
 
-    In the MLP, they are the gradients of two hidden tensors. In attention, they are the gradients
-    of two score matrices with `keys` per row, or of q, k and v for flash attention (`keys=None`).
-    Both include the gradient of the residual stream.
+    In the MLP, they are the gradients of `hidden_tensors` hidden tensors. In attention, they are
+    the gradients of two score matrices with `keys` per row, or of q, k and v for flash attention
+    (`keys=None`). Both include the gradient of the residual stream.
     """
     hidden = model.d_ff
     if model.experts:
         hidden = model.experts.per_token * model.experts.width + model.experts.shared
     scores = 3 * model.qk_dim if keys is None else 2 * keys
     return [
-        tokens * (model.d_model + width // tensor) for width in (2 * hidden, model.heads * scores)
+        tokens * (model.d_model + width // tensor)
+        for width in (hidden_tensors * hidden, model.heads * scores)
     ]
 
 

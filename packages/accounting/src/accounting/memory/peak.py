@@ -13,6 +13,7 @@ from accounting.memory.states import (
     cast_weights,
     fsdp_groups,
     head_gradient,
+    head_parameters,
     model_states,
     one_layer,
     tied_table_gradients,
@@ -98,6 +99,7 @@ class _Step:
             self.parameters, data=plan.data, zero=plan.zero, precision=self.kind
         )
         self.cast_weights = cast_weights(model, plan, self.kind)
+        self.is_gathered = plan.zero == 3 and plan.data > 1
         self.unsharded = _Unsharded(model, plan, self.kind)
         self.saved = activations(model, plan, work)
 
@@ -114,19 +116,28 @@ class _Step:
         yield self._moment("at the start of the backward", cast, ends, saved, head, gradients=0)
         norm = final_norm(self.model, self.plan, self.work)
         if norm.total:
-            yield self._moment("in the final norm", cast, ends, saved, norm, gradients=0)
+            ends = unsharded.gathered(0, unsharded.head_gradient)
+            after = self.gradients_after_head()
+            yield self._moment("in the final norm", cast, ends, saved, norm, gradients=after)
+
+    def gradients_after_head(self) -> int:
+        """Return the parameters whose gradients exist after the head's backward, if not gathered.
+
+        If ZeRO-3 gathers the weights, their gradients are among the unsharded tensors.
+        """
+        return 0 if self.is_gathered else head_parameters(self.model, self.plan)
 
     def blocks(self) -> Iterator[Breakdown]:
         """Yield the moments inside the blocks, from the last block to the first."""
         model, unsharded = self.model, self.unsharded
         cast = self.cast_weights
-        last_gradients = self.parameters - _first_block_and_table(model)
+        after_first = self.parameters - _first_block_and_table(model)
         block = activations(one_layer(model), replace(self.plan, recompute="none"), self.work)
-        keys = None if self.work.flash else self.work.seq
-        for part, alive in _inside(model, block, self.tokens, self.kind, keys):
-            # The backward reaches the MLP before gradients of its block exist. When it reaches the
-            # attention, most of them exist.
-            block_gradients = unsharded.block_gradients if part == "attention" else None
+        for part, alive in _inside(model, block, self.tokens, self.work):
+            inside = _gradients_inside(model, part)
+            block_gradients = unsharded.gradients_inside(part, inside)
+            if self.is_gathered:
+                inside = 0  # These gradients are unsharded, so `block_gradients` contains them.
             gradients = (unsharded.head_gradient, block_gradients)
             last = unsharded.gathered(2, *gradients)
             yield self._moment(
@@ -135,14 +146,14 @@ class _Step:
                 last,
                 self._saved_before(model.layers - 1),
                 alive,
-                gradients=0,
+                gradients=self.gradients_after_head() + inside,
             )
             if self.plan.zero == 3 and model.layers > 2:
                 yield from self._middle_blocks(part, alive, block_gradients)
             reduced = unsharded.reduced_gradients if model.layers > 1 else None
             first = unsharded.gathered(1, *gradients, reduced, done=model.layers - 1)
             yield self._moment(
-                f"in the first block's {part}", cast, first, alive, gradients=last_gradients
+                f"in the first block's {part}", cast, first, alive, gradients=after_first + inside
             )
 
     def _middle_blocks(
@@ -234,12 +245,19 @@ class _Unsharded:
         block, size = self.groups.block, self.size
         self.buffer = product("buffer of the last gather", "B", parameters=block, bytes=size)
         self.head_gradient = head_gradient(model, plan, kind)
-        self.block_gradients = product("gradients of a block", "B", parameters=block, bytes=size)
         # Without a reduction in each micro-batch, the fullest backward is not the last one.
         reduced = 0 if plan.has_unsharded_gradients() else block
         self.reduced_gradients = product(
             "gradients being reduced", "B", parameters=reduced, bytes=bytes_of(kind.gradients)
         )
+
+    def gradients_inside(self, part: str, parameters: int) -> Breakdown:
+        """Return the gradients of a block in the backward of its part, from `_gradients_inside`.
+
+        In attention, the gradients of the whole block count.
+        """
+        count = self.groups.block if part == "attention" else parameters
+        return product("gradients of a block", "B", parameters=count, bytes=self.size)
 
     def gathered(self, blocks: int, *others: Breakdown | None, done: int = 0) -> Breakdown | None:
         """Return the gathered weights of the ends and of `blocks` blocks, with `others`.
@@ -256,21 +274,43 @@ class _Unsharded:
 
 
 def _inside(
-    model: Transformer, block: Breakdown, tokens: int, kind: Precision, keys: int | None
+    model: Transformer, block: Breakdown, tokens: int, work: Workload
 ) -> Iterator[tuple[str, Breakdown]]:
     """Yield the live tensors in the backward of one block: in its MLP, and in its attention.
 
     In the MLP all saved tensors of the block are alive; in the attention only those of the
     attention. Both include the gradients of the tensors in use.
     """
-    size = bytes_of(kind.activations)
+    size = bytes_of(work.kind.activations)
     core = (block["attention"],) if "attention" in block else ()
-    temporary = gradients_in_flight(model, tokens=tokens, keys=keys)
+    # The backward of GELU in one kernel starts after the input of the down-projection is freed.
+    is_gelu = not model.gated_mlp and model.activation == "gelu"
+    temporary = gradients_in_flight(
+        model,
+        tokens=tokens,
+        keys=None if work.flash else work.seq,
+        hidden_tensors=1 if is_gelu else 2,
+    )
     for part, saved, numbers in zip(
         ("MLP", "attention"), (block.parts, core), temporary, strict=True
     ):
         gradients = product("gradients in flight", "B", numbers=numbers, bytes=size)
         yield part, Breakdown(f"one block, in its {part}", "B", parts=(*saved, gradients))
+
+
+def _gradients_inside(model: Transformer, part: str) -> int:
+    """Return the parameters of a block that have gradients at the peak in its MLP or attention.
+
+    The backward of an MLP starts with its down-projection. That of attention follows the MLP and
+    the output projection.
+    """
+    block = [m for m in matrices(one_layer(model)) if m.layers is not None]
+    mlp = [m for m in block if m.part in ("mlp", "experts")]
+    if part == "MLP":
+        return sum(m.size for m in mlp if m.name in ("down", "shared down"))
+    return sum(m.size for m in mlp) + sum(
+        m.size for m in block if (m.part, m.name) == ("attention", "out")
+    )
 
 
 def _first_block_and_table(model: Transformer) -> int:

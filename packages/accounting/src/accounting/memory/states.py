@@ -111,10 +111,15 @@ def tied_table_gradients(model: Transformer, plan: Plan, kind: Precision) -> Bre
 
 def head_gradient(model: Transformer, plan: Plan, kind: Precision) -> Breakdown:
     """Return the gradient of the head and the final norm, which FSDP reduces after the blocks."""
-    count = split(model.vocab_size * model.embedding_dim, plan.tensor) if model.lm_head else 0
-    count += model.norm_vectors * model.d_model if model.final_norm else 0
     size = bytes_of(kind.cast_weights or kind.weights)
+    count = head_parameters(model, plan)
     return product("gradient of the head", "B", parameters=count, bytes=size)
+
+
+def head_parameters(model: Transformer, plan: Plan) -> int:
+    """Return the parameters of the head and the final norm on a device."""
+    count = split(model.vocab_size * model.embedding_dim, plan.tensor) if model.lm_head else 0
+    return count + (model.norm_vectors * model.d_model if model.final_norm else 0)
 
 
 def stage_states(model: Transformer, plan: Plan, kind: Precision, stage: int) -> list[Breakdown]:

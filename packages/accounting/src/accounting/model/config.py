@@ -12,15 +12,16 @@ from accounting.model.records import RECORDS, Matrix, Mixer, Window
 # Keys of a table that are not fields of a `Transformer`.
 _ABOUT = ("like", "fields", "let", "kinds", "refuse", "heads_known", "classes", "extra", "more")
 _ATTENTION = ("attention", "full_attention")
-# Activations that save the same number of tensors are one kind. Variants of GELU and xIELU save
-# their input and output; a squared ReLU saves the output of its ReLU and the square.
+# Activations that save the same number of tensors are one kind. Variants of GELU save their input
+# and output. A squared ReLU saves the output of its ReLU and the square; xIELU is similar.
 _ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu_new": ("gelu_new",),
     "gelu": (
         *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_python"),
-        *("gelu_python_tanh", "gelu_pytorch_tanh", "quick_gelu", "relu2", "xielu"),
+        *("gelu_python_tanh", "gelu_pytorch_tanh", "quick_gelu"),
     ),
+    "relu2": ("relu2", "xielu"),
     "relu": ("relu",),
 }
 
@@ -295,7 +296,7 @@ class Config:
 
 
 def activation(name: str) -> str:
-    """Return the kind of activation function: `silu`, `gelu`, `gelu_new` or `relu`.
+    """Return the kind of activation function: `silu`, `gelu`, `gelu_new`, `relu2` or `relu`.
 
     Functions of one kind save the same number of tensors for the backward. Raises `ValueError` for
     an unknown name.

@@ -32,9 +32,10 @@ ROUNDING = 0.01
 #: tokenizers make one token of three to five bytes of English.
 TOKENS_PER_BYTE = (0.02, 1.1)
 
-#: Names of mixtures of experts, such as Mixtral-8x7B, 30B-A3B and moe-1b.
+#: Names of mixtures of experts, such as Mixtral-8x7B, 30B-A3B, moe-1b and OLMoE.
 MIXTURE_NAME = re.compile(
-    r"(?<![\d.a-z])(?:\d+x\d+(?:\.\d+)?b|\d+(?:\.\d+)?b-a\d+(?:\.\d+)?b|moe)(?![a-z\d])"
+    r"(?i:(?<![\d.a-z])(?:\d+x\d+(?:\.\d+)?b|\d+(?:\.\d+)?b[-_]a\d+(?:\.\d+)?b|moe|olmoe|mixtral)"
+    r"(?![a-z\d]))|MoE(?![a-z\d])"
 )
 
 
@@ -202,8 +203,12 @@ def _has_mixtures(reading: Reading, name: str) -> NDArray[np.bool_]:
     # count experts.
     if stem.endswith(("expert", "experts", "topk")) and "per" not in words:
         return parse_numbers(cells) > 1
-    if stem.endswith("granularity"):  # the number of experts into which one is split
+    # The granularity is the number of experts into which one is split. The expansion rate is the
+    # ratio of all parameters to the active ones.
+    if stem.endswith(("granularity", "expansionrate")):
         return parse_numbers(cells) > 1
+    if stem.endswith("activationratio"):  # the ratio of active experts or parameters to all
+        return parse_numbers(cells) < 1
     # A fraction of idle experts, or of pruned weights. Sparse attention keeps all parameters.
     if words[-1:] == ["sparsity"] and not {"attention", "attn", "activation"} & {*words}:
         return parse_numbers(cells) > 0
@@ -211,7 +216,7 @@ def _has_mixtures(reading: Reading, name: str) -> NDArray[np.bool_]:
         return (parse_numbers(cells) > 1) | np.array([is_true(cell) for cell in cells])
     if reading.table.columns[name].dtype != object:
         return np.zeros(len(cells), bool)
-    return np.array([MIXTURE_NAME.search(str(cell).lower()) is not None for cell in cells])
+    return np.array([MIXTURE_NAME.search(str(cell)) is not None for cell in cells])
 
 
 def require_tokens_of_text(reading: Reading) -> None:
@@ -250,7 +255,8 @@ def require_tokens_of_all_epochs(
         return
     for name in reading.table.columns:
         words = split_words(name)
-        is_epochs = "".join(words).removesuffix("count").endswith(("epoch", "epochs", "passes"))
+        stem = "".join(words).removesuffix("count")
+        is_epochs = stem.endswith(("epoch", "epochs", "passes", "repeats"))
         is_other = "per" in words or {*words} & {*WORDS["no_factors"]}
         if not is_epochs or is_other or name in column.name.split(TIMES):
             continue

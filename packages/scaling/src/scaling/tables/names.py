@@ -54,6 +54,12 @@ PETAFLOP_DAYS = re.compile(r"(?:petaflops?|pf|pflops?)s?days?$")
 POWER_OF_TEN = re.compile(r"1?e(\d+)")
 LOGARITHMS = ("log", "ln", "log2", "log10", "logn", "logd", "logc")
 
+#: Names that are functions of a column, such as 1/tokens, 2*params, exp(loss) and loss - 1.69.
+FUNCTION = re.compile(
+    r"(?:^|.*[(*+ -])(?:\d+(?:\.\d+)? *[*/]|(?:exp|sqrt|square|inv|inverse) *\()"
+    r"|.*loss *[-+] *(?:\d*\.\d+|e)$"
+)
+
 EMBEDDINGS = "(?:emb|embd|embed|embedding)s?"
 
 #: Kinds of parameters that a name may state, and the pattern of each.
@@ -198,6 +204,8 @@ def is_known_name(name: str) -> bool:
 
 def recognize(name: str, quantity: str) -> Column | None:
     """Return the column if its name stands for `quantity`, a name of `Runs`; otherwise None."""
+    if FUNCTION.match(name.lower()):
+        return None
     # MLflow's prefix "params." must not make "params.tokens" look like a ratio.
     prefix, _, stem = name.removeprefix("data.").partition(".")
     if prefix in ("params", "metrics") and (column := recognize(stem, quantity)):

@@ -10,6 +10,9 @@ from scaling.units import COLUMNS, FEWEST, FLOPS_PER_PARAMETER_TOKEN
 #: Losses above this are suspicious: guessing uniformly among a million tokens costs 13.8 nats.
 LARGEST_LOSS = 14.0
 
+#: Losses below this are suspicious: the best models of text lose more per byte.
+SMALLEST_LOSS = 0.1
+
 #: Accepted range of the median tokens per parameter. Published tables have 4 to 40, so a unit that
 #: is wrong by a factor of a thousand leaves the range.
 TOKENS_PER_PARAMETER = (0.1, 2000.0)
@@ -18,8 +21,12 @@ TOKENS_PER_PARAMETER = (0.1, 2000.0)
 #: rows by more than this factor. Published tables have gaps of at most a factor of five.
 SCALE_GAP = 100.0
 
-#: Units that messages propose for numbers that are too small.
-USUAL_UNITS = {"parameters": "1e6", "tokens": "1e9", "compute": "1e18"}
+#: Units that messages propose for numbers that are too small, and the name of each.
+USUAL_UNITS = {
+    "parameters": ("1e6", "millions"),
+    "tokens": ("1e9", "billions"),
+    "compute": ("1e18", "exaFLOPs"),
+}
 
 #: Smallest plausible median of a column. A smaller one is probably in thousands or millions.
 SMALLEST_MEDIAN = {"parameters": 1e5, "tokens": 1e6, "compute": 1e12}
@@ -67,9 +74,10 @@ def _require_smallest(reading: Reading) -> None:
         cell = f"column {name!r} is {reading.values[origin][i]:.5g} in row {reading.rows[i]}"
         if origin != k:
             cell += f", which leaves {values[i]:.3g} {k}"
+        unit, unit_name = USUAL_UNITS[origin]
         raise ValueError(
             f"{cell}: expected at least {FEWEST:g} {k}; correct the cell, pass"
-            f" units={{{origin!r}: {USUAL_UNITS[origin]}}} if the column counts millions, for"
+            f" units={{{origin!r}: {unit}}} if the column counts {unit_name}, for"
             f" example, or leave out a column of layers or widths with ignore=[{name!r}]"
         )
 
@@ -161,7 +169,7 @@ def _require_compute(reading: Reading) -> None:
 
 
 def _require_loss(reading: Reading) -> None:
-    """Raise `ValueError` if most losses are worse than guessing or look like counts.
+    """Raise `ValueError` if most losses are impossible for models of text, or look like counts.
 
     Losses with a unit in `units` are not checked.
     """
@@ -180,4 +188,11 @@ def _require_loss(reading: Reading) -> None:
             f"column {column!r} is {loss[0]:.4g} in row {reading.rows[0]},"
             f" and above {LARGEST_LOSS:g} nats in most rows: worse than guessing; for hundredths"
             " pass units={'loss': 0.01}, name a perplexity so, and confirm nats with {'loss': 1}"
+        )
+    if np.median(loss) < SMALLEST_LOSS:
+        raise ValueError(
+            f"column {column!r} is {loss[0]:.4g} in row {reading.rows[0]},"
+            f" and below {SMALLEST_LOSS:g} nats in most rows, less than the loss of any model of"
+            " text: name another column with columns={'loss': '…'}, or confirm it with"
+            " units={'loss': 1}"
         )

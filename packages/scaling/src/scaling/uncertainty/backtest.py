@@ -17,7 +17,7 @@ from scaling.equality import ComparesArrays
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop.fit import IsoflopFit, fit_isoflop
 from scaling.law import Interval
-from scaling.runs import Runs, ScalingWarning
+from scaling.runs import Runs, ScalingWarning, require_runs
 from scaling.tables.grouping import below_cuts
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN
 
@@ -58,9 +58,11 @@ def backtest(
 ) -> tuple[BacktestRow, ...]:
     """Fit the given fractions of the runs, ordered by 6 N D, and predict the other runs.
 
-    A method that cannot fit the runs below a cut has no row for this cut. Raises `ValueError` if a
-    method or a fraction is invalid, or if no method can fit the runs below any cut.
+    A method that cannot fit the runs below a cut has no row for this cut. Raises `TypeError` if
+    `runs` is not the result of `load_runs`. Raises `ValueError` if a method or a fraction is
+    invalid, or if no method can fit the runs below any cut.
     """
+    require_runs(runs)
     if unknown := set(methods) - set(METHODS):
         raise ValueError(f"expected methods among {METHODS}, got {sorted(unknown)}")
     if not all(0 < fraction < 1 for fraction in fractions):
