@@ -255,6 +255,8 @@ def _failed_in_all(run: Run, stages: set[str], attempts: int) -> tuple[str, ...]
         run.results = {}
         if run.folder is not None:
             run.folder.restart()
+            # The seed of the configuration may have changed.
+            run.folder.write_json("config.json", run.config.to_json())
         for stage in STAGES:
             if stage in stages - {"audit", "report"}:
                 worker.run_stage(run, stage)

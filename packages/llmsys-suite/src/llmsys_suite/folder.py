@@ -233,10 +233,7 @@ def create_folder(folder: Path, name: str, text: str) -> None:
 
 def to_text(value: Any, indent: int | None = None) -> str:
     """Return a value as JSON. The function `from_text` also restores NaN and infinities."""
-    try:
-        return json.dumps(value, indent=indent, allow_nan=False)
-    except ValueError:
-        return json.dumps(_tagged(value), indent=indent, allow_nan=False)
+    return json.dumps(_tagged(value), indent=indent, allow_nan=False)
 
 
 def from_text(text: str) -> Any:

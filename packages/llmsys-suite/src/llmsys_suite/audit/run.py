@@ -65,7 +65,7 @@ def recorded_checks(
     folder: RunFolder, results: dict[str, Any], evidence: dict[str, Any]
 ) -> list[Check]:
     """Return the checks that need only the files of a folder; without evidence, not of `train`."""
-    found = []
+    found: list[Check] = []
     if evidence:
         plan, train = results["plan"], results["train"]
         trained = training_checks.checks(folder.config, plan, train, folder.samples(), evidence)

@@ -25,24 +25,21 @@ from llmsys_suite.audit.stage_checks import (
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
 
-STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
-    "links": links.checks,
-    "learn": learn.checks,
-    "attention": attention.checks,
-    "parallel": parallel.checks,
-    "scale": scale.checks,
-    "inspect": inspect.checks,
-    "compress": compress.checks,
+_MODULES: dict[str, Any] = {
+    "links": links,
+    "learn": learn,
+    "attention": attention,
+    "parallel": parallel,
+    "memory": memory,
+    "scale": scale,
+    "inspect": inspect,
+    "compress": compress,
 }
 RECORDED: dict[str, Callable[[RunFolder, Any], Iterator[Check]]] = {
-    "links": links.recorded,
-    "learn": learn.recorded,
-    "attention": attention.recorded,
-    "parallel": parallel.recorded,
-    "memory": memory.recorded,
-    "scale": scale.recorded,
-    "inspect": inspect.recorded,
-    "compress": compress.recorded,
+    stage: module.recorded for stage, module in _MODULES.items()
+}
+STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
+    stage: module.checks for stage, module in _MODULES.items() if module is not memory
 }
 #: Stages whose checks use collectives.
 COLLECTIVE = ("links", "parallel")
