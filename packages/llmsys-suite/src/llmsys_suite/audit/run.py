@@ -65,15 +65,15 @@ def recorded_checks(
     folder: RunFolder, results: dict[str, Any], evidence: dict[str, Any]
 ) -> list[Check]:
     """Return the checks that need only the files of a folder; without evidence, not of `train`."""
-    found: list[Check] = []
+    recorded: list[Check] = []
     if evidence:
         plan, train = results["plan"], results["train"]
         trained = training_checks.checks(folder.config, plan, train, folder.samples(), evidence)
-        found += guarded("train", trained)
+        recorded += guarded("train", trained)
     for stage in RECORDED:
         if stage in results:
-            found += named(stage, guarded(stage, RECORDED[stage](folder, results[stage])))
-    return found
+            recorded += named(stage, guarded(stage, RECORDED[stage](folder, results[stage])))
+    return recorded
 
 
 def stage_checks(run: Run, stage: str) -> list[Check]:
