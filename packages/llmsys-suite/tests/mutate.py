@@ -255,6 +255,8 @@ def _failed_in_all(run: Run, stages: set[str], attempts: int) -> tuple[str, ...]
         run.results = {}
         if run.folder is not None:
             run.folder.restart()
+            # The seed of the configuration may have changed.
+            run.folder.write_json("config.json", run.config.to_json())
         for stage in STAGES:
             if stage in stages - {"audit", "report"}:
                 worker.run_stage(run, stage)
@@ -275,6 +277,8 @@ def _inject(run: Run, fault: Fault, honest: dict[str, Any], out: Path) -> Outcom
         run.folder = RunFolder.create(run.config, {})
         if (config.out / MODEL).exists():
             shutil.copy(config.out / MODEL, out / MODEL)
+        if "train" in honest:
+            run.folder.add_stage("train", honest["train"])
     run.results = {stage: honest[stage] for stage in ("plan", "train") if stage in honest}
     trained = run.trained
     run.recorder._samples = []
@@ -311,10 +315,10 @@ def inject_figures(run: Run, honest: dict[str, Any]) -> list[Outcome]:
             run.results = dict(honest)
             if run.rank == 0:
                 run.results[stage] = doubled(honest[stage], name)
-            if stage in audit.STAGES:
+            if stage in audit.RECORDED:
                 checks = _stage_checks(run, stage)
             else:
-                checks = audit.recorded_checks(run, evidence)
+                checks = _training_checks(run, evidence)
             failed = tuple(check.name for check in checks if not check.passed)
             seconds = time.perf_counter() - start
             outcomes.append(_reported(run, Outcome(f"{stage}: {name}", failed, seconds)))
@@ -328,8 +332,20 @@ def _evidence(run: Run) -> dict[str, Any]:
 
 def _stage_checks(run: Run, stage: str) -> list[Check]:
     """Return the checks of a stage on rank 0, which has the results of all stages."""
-    takes_part = run.rank == 0 or stage in audit.COLLECTIVE
-    return audit.stage_checks(run, stage) if takes_part else []
+    checks = []
+    if stage in audit.STAGES and (run.rank == 0 or stage in audit.COLLECTIVE):
+        checks += audit.stage_checks(run, stage)
+    if run.folder is not None:
+        checks += audit.recorded_checks(run.folder, {stage: run.results[stage]}, {})
+    return checks
+
+
+def _training_checks(run: Run, evidence: dict[str, Any]) -> list[Check]:
+    """Return the checks of `plan` and `train` on rank 0."""
+    if run.folder is None:
+        return []
+    results = {stage: run.results[stage] for stage in ("plan", "train")}
+    return audit.recorded_checks(run.folder, results, evidence)
 
 
 class _OtherRankFailed(RuntimeError):
@@ -376,10 +392,10 @@ def _failed_checks(run: Run, stage: str) -> list[str]:
     if stage == "plan":
         worker.run_stage(run, "plan")
     worker.run_stage(run, "train" if stage in ("plan", "folder") else stage)
-    if stage in audit.STAGES:
+    if stage in audit.RECORDED:
         checks = _stage_checks(run, stage)
     else:
-        checks = audit.recorded_checks(run, _evidence(run))
+        checks = _training_checks(run, _evidence(run))
     failed = [check.name for check in checks if not check.passed]
     if run.folder is not None:
         run.folder.write_json("checks.json", [])

@@ -39,8 +39,9 @@ from llmsys_suite.measure.samples import (
     utilization,
 )
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.results import Audit, Plan, Train
+from llmsys_suite.results import Audit, Compress, Plan, Train
 from llmsys_suite.stages import scale
+from llmsys_suite.stages.compress import METHODS
 from llmsys_suite.text.data import read_text
 from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.stored_tensors import stored_bytes
@@ -903,6 +904,32 @@ def test_a_folder_without_checks_evidence_or_a_stage_fails(tmp_path):
 def check_again_sealed(folder):
     folder.seal()
     return check_again(folder)
+
+
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (lambda rows: rows[3].update(speedup_p50=1.03), "compress: reported ratios"),
+        (lambda rows: rows[3].update(smaller=4.1), "compress: times smaller"),
+        (lambda rows: rows[3].update(size_bytes=103), "compress: times smaller"),
+        (lambda rows: rows.pop(3), "compress: methods"),
+        (lambda rows: rows[3].pop("smaller"), "compress: what the audit reads"),
+    ],
+)
+def test_a_figure_of_another_stage_that_is_edited_after_the_run_fails(tmp_path, change, name):
+    rows = [
+        {"method": method, "size_bytes": 100, "heldout_loss": 3.0, "smaller": 4.0}
+        | {"speedup_p50": 1.0}
+        for method in METHODS
+    ]
+    rows[0] |= {"size_bytes": 400, "smaller": 1.0}
+    timings = Interleaved({method: [0.1] * 3 for method in METHODS}, 0.3 * len(METHODS))
+    folder = finished(tmp_path)
+    folder.add_stage("compress", Compress(rows, timings))
+    assert red_again(folder) == []
+    change(rows)
+    folder.add_stage("compress", Compress(rows, timings))
+    assert red_again(folder) == [name]
 
 
 def test_a_figure_of_another_type_is_a_failed_check(tmp_path):

@@ -1,6 +1,7 @@
 """A run folder keeps all measurements, however the run ends."""
 
 import json
+import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -38,8 +39,30 @@ def test_threads_that_write_one_file_at_once_leave_one_whole_text(folder):
     assert not list(folder.path.glob(".*.part"))
 
 
+def test_a_file_is_not_taken_for_a_folder(tmp_path):
+    (tmp_path / "run").touch()
+    with pytest.raises(UsageError, match="run exists and is not a folder; name another"):
+        RunFolder.create(RunConfig(out=tmp_path / "run"), {})
+
+
 def test_the_configuration_comes_back_as_it_was(folder, tmp_path):
     assert folder.config == RunConfig(out=tmp_path / "run", data=tmp_path)
+
+
+def test_numbers_that_are_not_finite_are_valid_json_and_come_back(folder):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    values = {"low": -math.inf, "rows": [{"high": math.inf, "loss": 1.5}], "text": "NaN"}
+    folder.write_json("env.json", values)
+    folder.append_samples([values, {"loss": math.nan}])
+    lines = (folder.path / "samples.jsonl").read_text().splitlines()
+    for text in [(folder.path / "env.json").read_text(), *lines]:
+        json.loads(text, parse_constant=refuse)
+    assert folder.read_json("env.json") == values
+    first, second = folder.samples()
+    assert first == values
+    assert math.isnan(second["loss"])
 
 
 def test_finished_stages_stay(folder):

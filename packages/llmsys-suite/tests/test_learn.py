@@ -33,6 +33,13 @@ from worker_pool import run_ranks
 STEPS, ROWS = 12, 4
 
 
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_training_that_diverges_ends_with_the_step_and_a_remedy(loss):
+    training_state.require_finite(5.5, 0)
+    with pytest.raises(FloatingPointError, match="step 3 of learn; lower learning_rate"):
+        training_state.require_finite(loss, 3)
+
+
 def make_run(out, resume, learn_rows=ROWS, options=None):
     """Return the state of this rank in a run that trains on this file."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

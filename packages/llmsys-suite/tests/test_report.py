@@ -381,6 +381,14 @@ def test_interval_of_the_best_size_may_be_wide_or_unbounded(low, high, words):
         assert sections._scale(result).finding.endswith(words)
 
 
+def test_a_loss_that_is_not_finite_has_a_sentence():
+    row = {"method": "float32", "size_bytes": 4, "heldout_loss": math.nan, "smaller": 1.0}
+    compressed = of.Compress([row], Interleaved({"float32": [0.1]}, 0.1))
+    folder = SimpleNamespace(config=RunConfig())
+    section = sections.MAKERS["compress"](compressed, {}, folder)
+    assert section.finding == "The loss of the uncompressed model is nan."
+
+
 def test_losses_are_per_byte_or_per_token_as_the_tokenizer_decides(reported, tmp_path):
     bpe = a_run(tmp_path / "pairs", tokenizer="bpe", vocabulary=300)
     for folder, markdown, unit, other in (

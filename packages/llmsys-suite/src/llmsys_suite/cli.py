@@ -162,7 +162,7 @@ def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> Non
 
 @app.command()
 def audit(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> None:
-    """Repeat the checks of `plan` and `train` from a run's records; exit with 1 if a check fails.
+    """Repeat the checks that need only the files of a run; exit with 1 if a check fails.
 
     The results of all other checks are read from the run folder.
     """

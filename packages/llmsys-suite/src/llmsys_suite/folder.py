@@ -5,6 +5,7 @@
   are saved.
 - A finished folder is sealed: manifest.json contains the format, and the digest of every file that
   is not in a subfolder. `RunFolder.open` reports edited, truncated or differently formatted files.
+- JSON has no NaN and no infinities. They are written as objects such as {"float": "NaN"}.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 import os
 import threading
 from collections.abc import Iterable
@@ -25,7 +27,7 @@ from llmsys_suite.results import from_json, to_json
 
 Sample = dict[str, Any]
 #: Version of the folder's format, increased whenever the content of its files changes.
-FORMAT = 14
+FORMAT = 15
 MANIFEST = "manifest.json"
 #: Files that are read later. Every run writes the first four.
 RECORDS = (
@@ -35,7 +37,7 @@ RECORDS = (
 
 
 class FolderTaken(UsageError):
-    """The folder has files already, for example those of another run."""
+    """The folder has files already, for example those of another run, or its name is a file's."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +71,7 @@ class RunFolder:
 
     def write_json(self, name: str, value: Any) -> None:
         """Write one JSON file atomically."""
-        self.write_text(name, json.dumps(value, indent=1) + "\n")
+        self.write_text(name, to_text(value, indent=1) + "\n")
 
     def write_text(self, name: str, text: str) -> None:
         """Write one text file atomically, also if several threads or ranks write it at once."""
@@ -80,7 +82,7 @@ class RunFolder:
     def read_json(self, name: str) -> Any:
         """Return one JSON file; raise UsageError if it is missing or not JSON."""
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
+            return from_text((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise UsageError(f"{self.path / name} cannot be read: {error}") from None
 
@@ -170,13 +172,13 @@ class RunFolder:
     def append_samples(self, samples: Iterable[Sample]) -> None:
         """Append raw measurements, one line per sample."""
         with (self.path / "samples.jsonl").open("a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(sample) + "\n" for sample in samples))
+            file.write("".join(to_text(sample) + "\n" for sample in samples))
 
     def samples(self) -> list[Sample]:
         """Return the raw measurements without the last line if a kill has truncated it."""
         whole = (self.path / "samples.jsonl").read_text(encoding="utf-8").rpartition("\n")[0]
         # Parsed in one call, samples share the strings of their keys, which saves memory.
-        rows: list[Sample] = json.loads(f"[{','.join(whole.splitlines())}]")
+        rows: list[Sample] = from_text(f"[{','.join(whole.splitlines())}]")
         return rows
 
     def _files(self) -> list[str]:
@@ -212,7 +214,7 @@ def create_folder(folder: Path, name: str, text: str) -> None:
     """Create a folder with one file.
 
     Raises:
-        UsageError: the folder cannot be written, or it exists and is not empty (`FolderTaken`).
+        UsageError: the folder cannot be written, or its name is taken (`FolderTaken`).
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -222,10 +224,36 @@ def create_folder(folder: Path, name: str, text: str) -> None:
         with (folder / name).open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
-        raise FolderTaken(f"{folder} exists and is not empty; name another folder") from None
+        state = "is not empty" if folder.is_dir() else "is not a folder"
+        raise FolderTaken(f"{folder} exists and {state}; name another folder") from None
     except OSError as error:
         reason = (error.strerror or str(error)).lower()
         raise UsageError(f"{folder} cannot be written ({reason}); name another folder") from None
+
+
+def to_text(value: Any, indent: int | None = None) -> str:
+    """Return a value as JSON. The function `from_text` also restores NaN and infinities."""
+    return json.dumps(_tagged(value), indent=indent, allow_nan=False)
+
+
+def from_text(text: str) -> Any:
+    """Return the value of a JSON text that `to_text` wrote."""
+    return json.loads(text, object_hook=_untagged)
+
+
+def _tagged(value: Any) -> Any:
+    """Return a copy in which each float that is not finite is an object with the key "float"."""
+    if isinstance(value, dict):
+        return {key: _tagged(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_tagged(inner) for inner in value]
+    if isinstance(value, float) and not math.isfinite(value):
+        return {"float": json.dumps(value)}
+    return value
+
+
+def _untagged(values: dict[str, Any]) -> Any:
+    return float(values["float"]) if values.keys() == {"float"} else values
 
 
 def _digest(path: Path) -> str:

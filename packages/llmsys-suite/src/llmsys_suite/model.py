@@ -105,7 +105,7 @@ class Decoder(nn.Module):
 
     def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats per token."""
-        return F.cross_entropy(self(tokens_BT).flatten(0, 1).float(), targets_BT.flatten())
+        return cross_entropy(self(tokens_BT), targets_BT)
 
     def _initialize(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
@@ -113,6 +113,11 @@ class Decoder(nn.Module):
             nn.init.trunc_normal_(module.weight, std=std, a=-3 * std, b=3 * std)
         elif isinstance(module, nn.Embedding):
             nn.init.trunc_normal_(module.weight, std=1.0, a=-3.0, b=3.0)
+
+
+def cross_entropy(logits_BTV: Tensor, targets_BT: Tensor) -> Tensor:
+    """Return the mean cross-entropy in nats per token, computed in float32."""
+    return F.cross_entropy(logits_BTV.flatten(0, 1).float(), targets_BT.flatten())
 
 
 def run_block(block: nn.Module, x_BTD: Tensor, rope: Tensor, *, checkpointed: bool) -> Tensor:

@@ -1,9 +1,9 @@
-"""The audit of a run: all checks at its end, and those of `plan` and `train` from its folder."""
+"""The audit of a run: all checks at its end, and those that need only its folder once more."""
 
 from __future__ import annotations
 
 from collections import ChainMap
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +11,7 @@ from llmsys_suite.audit import training_checks
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.evidence import measure, recompute
 from llmsys_suite.audit.report_tables import shown_figures
-from llmsys_suite.audit.stage_checks import COLLECTIVE, ON_LAST_RANK, STAGES
+from llmsys_suite.audit.stage_checks import COLLECTIVE, ON_LAST_RANK, RECORDED, STAGES
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
@@ -44,12 +44,10 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
     results = run.gather(run.results)[0]
     recomputed = recompute(run) if is_trained else {}
     alone = _distributed_checks(run, results)
-    evidence: dict[str, Any] = {}
-    recorded: list[Check] = []
-    if is_trained:
-        evidence = dict(ChainMap(measured, *run.gather(recomputed)))
-        recorded = recorded_checks(run, evidence)
-    return evidence, [*recorded, *collective, *alone] if run.rank == 0 else []
+    evidence = dict(ChainMap(measured, *run.gather(recomputed))) if is_trained else {}
+    if run.folder is None:
+        return evidence, []
+    return evidence, [*recorded_checks(run.folder, results, evidence), *collective, *alone]
 
 
 def _distributed_checks(run: Run, results: dict[str, Any]) -> list[Check]:
@@ -63,40 +61,49 @@ def _distributed_checks(run: Run, results: dict[str, Any]) -> list[Check]:
     return [check for stage in STAGES for check in by_stage.get(stage, [])]
 
 
-def recorded_checks(run: Run, evidence: dict[str, Any]) -> list[Check]:
-    """Return the checks of `plan` and `train`, on rank 0."""
-    if run.folder is None:
-        return []
-    plan, train = run.results["plan"], run.results["train"]
-    checks = training_checks.checks(run.config, plan, train, run.folder.samples(), evidence)
-    return list(guarded("train", checks))
+def recorded_checks(
+    folder: RunFolder, results: dict[str, Any], evidence: dict[str, Any]
+) -> list[Check]:
+    """Return the checks that need only the files of a folder; without evidence, not of `train`."""
+    recorded: list[Check] = []
+    if evidence:
+        plan, train = results["plan"], results["train"]
+        trained = training_checks.checks(folder.config, plan, train, folder.samples(), evidence)
+        recorded += guarded("train", trained)
+    for stage in RECORDED:
+        if stage in results:
+            recorded += named(stage, guarded(stage, RECORDED[stage](folder, results[stage])))
+    return recorded
 
 
 def stage_checks(run: Run, stage: str) -> list[Check]:
-    """Return the checks of one of the other stages."""
-    checks = guarded(stage, STAGES[stage](run, run.results[stage]))
+    """Return the checks of a stage that need the ranks of the run.
+
+    An exception in a stage of `COLLECTIVE` propagates, because other ranks may wait.
+    """
+    checks = STAGES[stage](run, run.results[stage])
+    return named(stage, checks if stage in COLLECTIVE else guarded(stage, checks))
+
+
+def named(stage: str, checks: Iterable[Check]) -> list[Check]:
+    """Return the checks with the stage in their names."""
     return [replace(check, name=f"{stage}: {check.name}") for check in checks]
 
 
 def guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
-    """Yield the checks of a stage, and a failed check if they raise an exception.
-
-    An exception in a stage of `COLLECTIVE` propagates, because other ranks may wait.
-    """
+    """Yield the checks of a stage, and a failed check if they raise an exception."""
     try:
         yield from stage_checks
     except Exception as error:
-        if stage in COLLECTIVE:
-            raise
         message = f"{type(error).__name__}: {error}"
         yield Sources(stage, "no error").none("what the audit reads", [message])
 
 
 def check_again(folder: RunFolder) -> list[Check]:
-    """Return the checks of a folder; those of `plan` and `train` are recomputed from its records.
+    """Return the checks of a folder, which are recomputed from its files as far as possible.
 
-    All other checks are read from the run's checks.json. Nothing is recomputed if results, evidence
-    or checks are missing, or if the report shows other figures than summary.json.
+    Checks that need the ranks of the run are read from its checks.json. Nothing is recomputed if
+    results, evidence or checks are missing, or if the report shows other figures than summary.json.
 
     Raises:
         UsageError: the run is incomplete or was not audited.
@@ -114,10 +121,7 @@ def check_again(folder: RunFolder) -> list[Check]:
     files = list(_files(folder, evidence, len(stored)))
     if not all(check.passed for check in files):
         return files + stored
-    recorded = training_checks.checks(
-        folder.config, results["plan"], results["train"], folder.samples(), evidence
-    )
-    recomputed = {check.name: check for check in guarded("train", recorded)}
+    recomputed = {check.name: check for check in recorded_checks(folder, results, evidence)}
     checks = [recomputed.pop(check.name, check) for check in stored]
     # Add the checks that the records allow but the stored list does not contain.
     return files + checks + list(recomputed.values())

@@ -87,6 +87,15 @@ def require_same(
             )
 
 
+def require_finite(loss: float, step: int) -> None:
+    """Raise FloatingPointError if the loss of a step is NaN or infinite, which ends the run."""
+    if not math.isfinite(loss):
+        raise FloatingPointError(
+            f"expected a finite loss, got {loss} at step {step} of learn; lower learning_rate in a "
+            "--config file, or limit the gradient with --clip"
+        )
+
+
 def resumed(run: Run) -> Path | None:
     """Return this run's checkpoint after a restart, or the checkpoint of --resume, or None."""
     restarted_from = run.out / CHECKPOINT

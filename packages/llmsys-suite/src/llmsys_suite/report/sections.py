@@ -168,15 +168,18 @@ def _inspect(inspect: of.Inspect, *_: Any) -> Section:
 
 def _compress(compress: of.Compress, _: Results, folder: RunFolder) -> Section:
     rows = compress.rows
+    shown = pick(rows, COLUMNS["compress"])
     unit = folder.config.loss_unit
     whole = rows[0]["heldout_loss"]
     near = [row for row in rows if row["heldout_loss"] <= 1.01 * whole]
+    if not near:
+        return Section("compress", f"The loss of the uncompressed model is {whole}.", shown)
     best = max(near, key=lambda row: row["smaller"])
     finding = (
         f"The smallest file whose loss is at most 1 % higher is that of {best['method']}: "
         f"{best['smaller']:.2g} times smaller, {best['heldout_loss'] - whole:+.4f} {unit}."
     )
-    return Section("compress", finding, pick(rows, COLUMNS["compress"]))
+    return Section("compress", finding, shown)
 
 
 def _audit(_: of.Audit, __: Results, folder: RunFolder) -> Section:

@@ -63,8 +63,3 @@ class LayerRange(nn.Module):
             if self.head is not None and self.norm is not None:
                 x = self.head(self.norm(x))
         return x
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats per token, computed in float32."""
-    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -13,8 +13,8 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from llmsys_suite.config import Layout, UsageError
-from llmsys_suite.model import Block, ModelConfig
-from llmsys_suite.splits.pipeline import SCHEDULES, LayerRange, cross_entropy
+from llmsys_suite.model import Block, ModelConfig, cross_entropy
+from llmsys_suite.splits.pipeline import SCHEDULES, LayerRange
 from llmsys_suite.splits.tensor import split_blocks
 from llmsys_suite.variants.initial_weights import with_weights
 from llmsys_suite.variants.single import Variant

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from llmsys_suite.measure.interleaved import time_interleaved
-from llmsys_suite.model import Decoder
+from llmsys_suite.model import Decoder, cross_entropy
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Compress
 
@@ -58,14 +58,11 @@ def heldout(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
 def _row(
     name: str, model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor
 ) -> dict[str, Any]:
-    logits = model(tokens)
     sizes, state = tinyml.size_of(model).sparse_by_name, model.state_dict()
     return {
         "method": name,
         # Bytes of the tensors in the model's file, which has no buffers outside of the state dict.
         # Zeros are not stored if that is smaller.
         "size_bytes": sum(nbytes for tensor, nbytes in sizes.items() if tensor in state),
-        "heldout_loss": float(
-            nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
-        ),
+        "heldout_loss": float(cross_entropy(model(tokens), targets)),
     }

@@ -24,6 +24,7 @@ from llmsys_suite.learning.state import (
     RATE,
     beginning,
     is_due,
+    require_finite,
     require_same,
     resumed,
     schedule,
@@ -120,6 +121,7 @@ def train_step(
     both = torch.tensor([record["loss"], float(bool(stop_requests))], device=run.device)
     dist.all_reduce(both)
     state["losses"].append(float(both[0]) / run.world)
+    require_finite(state["losses"][-1], step)
     log(step, {"loss": state["losses"][-1], "learning_rate": record["learning_rate"]})
     state["step"] = step = step + 1
     if is_due(step, total, EVALUATIONS):

@@ -15,7 +15,7 @@ import torch
 from flashattn2 import flash_attention
 from torch import Tensor, nn
 
-from llmsys_suite.model import Block, ModelConfig
+from llmsys_suite.model import Block, ModelConfig, cross_entropy
 from llmsys_suite.variants.initial_weights import seeded
 
 if TYPE_CHECKING:
@@ -72,9 +72,7 @@ class Variant:
         mean = 0.0
         for some, theirs in zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True):
             with self.phase("forward"), self.autocast():
-                logits = self.model(some)
-                loss = nn.functional.cross_entropy(logits.flatten(0, 1).float(), theirs.flatten())
-                loss = loss * (len(some) / len(tokens))
+                loss = cross_entropy(self.model(some), theirs) * (len(some) / len(tokens))
             with self.phase("backward"):
                 loss.backward()
             mean += float(loss.detach())

@@ -1,7 +1,9 @@
 """Checks of the stages except `plan` and `train`, each with a second method.
 
-The checks of a stage in COLLECTIVE run on all ranks, and only the checks of rank 0 are reported.
-All other checks run on one rank, which has the results of rank 0.
+The checks in RECORDED need only the files of a run folder, so that `llmsys audit` repeats them.
+The checks in STAGES need the ranks of the run. If their stage is in COLLECTIVE, they run on all
+ranks, and only those of rank 0 are reported. Otherwise they run on one rank, which has the results
+of rank 0.
 """
 
 from __future__ import annotations
@@ -20,17 +22,24 @@ from llmsys_suite.audit.stage_checks import (
     parallel,
     scale,
 )
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
 
+_MODULES: dict[str, Any] = {
+    "links": links,
+    "learn": learn,
+    "attention": attention,
+    "parallel": parallel,
+    "memory": memory,
+    "scale": scale,
+    "inspect": inspect,
+    "compress": compress,
+}
+RECORDED: dict[str, Callable[[RunFolder, Any], Iterator[Check]]] = {
+    stage: module.recorded for stage, module in _MODULES.items()
+}
 STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
-    "links": links.checks,
-    "learn": learn.checks,
-    "attention": attention.checks,
-    "parallel": parallel.checks,
-    "memory": memory.checks,
-    "scale": scale.checks,
-    "inspect": inspect.checks,
-    "compress": compress.checks,
+    stage: module.checks for stage, module in _MODULES.items() if module is not memory
 }
 #: Stages whose checks use collectives.
 COLLECTIVE = ("links", "parallel")

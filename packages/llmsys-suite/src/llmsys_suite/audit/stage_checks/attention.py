@@ -14,6 +14,8 @@ from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.stage_checks import timing
+from llmsys_suite.config import RunConfig, size_of
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.model import plain_attention
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import attention
@@ -31,13 +33,21 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
 ATTENTION = {"fp32": 5e-6, "tf32": 2.5e-2 / 8, "bf16": 2.5e-2}
 
 
-def checks(run: Run, result: results.Attention) -> Iterator[Check]:
-    """Compare outputs, gradients and times of all kernels."""
+def recorded(folder: RunFolder, result: results.Attention) -> Iterator[Check]:
+    """Check that the table is complete, the shape, and the figures that follow from the timings."""
     yield same_rows("kernels", KERNELS, [row["kernel"] for row in result.rows])
-    inputs = _inputs(run)
-    shape = list(inputs[0].shape)
+    shape = _shape(folder.config)
     wrong = [] if result.shape == shape else [f"{result.shape} instead of {shape}"]
     yield Sources("reported", "the configuration").none("shape", wrong)
+    medians = {row["kernel"]: row["forward_backward_ms"] for row in result.rows}
+    yield from timing.totals(result.interleaved, medians)
+    ratios = {row["kernel"]: 1 / row["ratio_to_sdpa_p50"] for row in result.rows}
+    yield timing.speedups(result.interleaved, attention.PEER, ratios)
+
+
+def checks(run: Run, result: results.Attention) -> Iterator[Check]:
+    """Compare outputs, gradients and times of all kernels."""
+    inputs = _inputs(run)
     exact = reference.attention(*(t.detach().double() for t in inputs))
     # Other inputs detect a kernel that returns a stored result for the inputs of the stage.
     others = [(t + 0.1).detach() for t in inputs]
@@ -65,16 +75,19 @@ def checks(run: Run, result: results.Attention) -> Iterator[Check]:
     named = Sources("bits of the outputs", "the kernel of this name")
     yield named.none("kernels", others_kernel)
     yield Sources("reported", "the audit's own").all_equal("largest error", errors, 0.01)
-    medians = {row["kernel"]: row["forward_backward_ms"] for row in result.rows}
-    yield from timing.totals(result.interleaved, medians)
     yield from _times(run, result, inputs)
 
 
+def _shape(config: RunConfig) -> list[int]:
+    """Return the shape of the queries: rows of one rank, heads, context, head_dim."""
+    size = size_of(config.size)
+    rows = max(1, config.rows // config.world)
+    return [rows, size.num_heads, config.context, size.d_model // size.num_heads]
+
+
 def _inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v (rows of one rank, heads, context, head_dim), as the stage draws them."""
-    model = run.model
-    rows = max(1, run.config.rows // run.world)
-    shape = (rows, model.num_heads, model.context, model.d_model // model.num_heads)
+    """Return q, k and v as the stage draws them."""
+    shape = _shape(run.config)
     dtype = torch.bfloat16 if run.config.dtype == "bf16" else torch.float32
     torch.manual_seed(run.config.seed)
     drawn = [torch.randn(shape, device=run.device).to(dtype) for _ in range(3)]
@@ -97,5 +110,3 @@ def _times(
         return [*shortest, *timing.ratios(timings, attention.PEER, timed)]
 
     yield from timing.timed_again(run, calls, compare)
-    ratios = {row["kernel"]: 1 / row["ratio_to_sdpa_p50"] for row in result.rows}
-    yield timing.speedups(timings, attention.PEER, ratios)

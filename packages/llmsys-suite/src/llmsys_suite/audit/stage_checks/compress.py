@@ -26,6 +26,7 @@ from llmsys_suite.audit.inputs import (
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import compress
@@ -48,18 +49,32 @@ INPUT_ROWS, ROUNDED_INPUTS = 64, 1e-3
 STORED = 2e-3
 
 
+def recorded(_: RunFolder, result: results.Compress) -> Iterator[Check]:
+    """Check that the table is complete, and the figures that follow from bytes and timings."""
+    yield same_rows("methods", compress.METHODS, [row["method"] for row in result.rows])
+    rows = {row["method"]: row for row in result.rows}
+    whole = rows[compress.BASELINE]["size_bytes"]
+    smaller = [(whole / row["size_bytes"], row["smaller"], method) for method, row in rows.items()]
+    quotient = Sources("reported", "the quotient of the bytes")
+    yield quotient.all_equal("times smaller", smaller, 1e-9)
+    yield from timing.totals(result.interleaved, {})
+    speedups = {method: row["speedup_p50"] for method, row in rows.items()}
+    yield timing.speedups(result.interleaved, compress.BASELINE, speedups)
+
+
 def checks(run: Run, result: results.Compress) -> Iterator[Check]:
     """Write each compressed model to a file, read it, and compare it with the method's row."""
     if not isinstance(run.trained, Decoder):
         return
     yield compare_with_file(run, run.trained)
     tokens, targets = compress.heldout(run)
-    yield same_rows("methods", compress.METHODS, [row["method"] for row in result.rows])
     rows = {row["method"]: row for row in result.rows}
-    whole = rows[compress.BASELINE]
     float64 = Sources("reported", "float64")
     yield float64.equal(
-        "held-out loss, uncompressed", _exact_loss(run), whole["heldout_loss"], REPLAYED_LOSS
+        "held-out loss, uncompressed",
+        _exact_loss(run),
+        rows[compress.BASELINE]["heldout_loss"],
+        REPLAYED_LOSS,
     )
     sizes = []
     losses = []
@@ -89,25 +104,15 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
     yield weights.none("values of codebooks", coarse)
     integers = Sources("layers in the file", "float64 with inputs of 8 bits")
     yield integers.all_near("outputs for rounded inputs", outputs, ROUNDED_INPUTS)
-    smaller = [
-        (whole["size_bytes"] / row["size_bytes"], row["smaller"], method)
-        for method, row in rows.items()
-    ]
-    quotient = Sources("reported", "the quotient of the bytes")
-    yield quotient.all_equal("times smaller", smaller, 1e-9)
     yield from _times(run, result, tokens)
 
 
 def _times(run: Run, result: results.Compress, tokens: Tensor) -> Iterator[Check]:
-    """Time every compressed model, and check the reported times."""
-    timings = result.interleaved
-    yield from timing.totals(timings, {})
-    speedups = {row["method"]: row["speedup_p50"] for row in result.rows}
-    yield timing.speedups(timings, compress.BASELINE, speedups)
+    """Time every compressed model, and compare the stage's ratios with these times."""
     calls = {method: partial(model, tokens) for method, model in run.compressed.items()}
 
     def compare(timed: timing.Rounds) -> list[Check]:
-        return [*timing.ratios(timings, compress.BASELINE, timed)]
+        return [*timing.ratios(result.interleaved, compress.BASELINE, timed)]
 
     with torch.no_grad():
         checks = timing.timed_again(run, calls, compare, ROUNDS)

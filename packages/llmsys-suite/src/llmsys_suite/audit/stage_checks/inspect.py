@@ -13,20 +13,27 @@ from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import compare_with_file, in_float64, num_heads
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS
+from llmsys_suite.config import size_of
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import inspect
+
+
+def recorded(folder: RunFolder, result: results.Inspect) -> Iterator[Check]:
+    """Check that the tables of heads and of layers are complete."""
+    yield same_rows("kinds of heads", inspect.KINDS, [row["kind"] for row in result.heads])
+    num_layers = size_of(folder.config.size).num_layers
+    layers = ["embedding", *(f"blocks.{i}" for i in range(num_layers))]
+    yield same_rows("layers of the lens", layers, [row["after"] for row in result.lens])
 
 
 def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
     """Check the last row of the lens and the previous-token heads in float64."""
     if not isinstance(run.trained, Decoder):
         return
-    yield compare_with_file(run, run.trained)
-    yield same_rows("kinds of heads", inspect.KINDS, [row["kind"] for row in result.heads])
     model = run.trained
-    layers = ["embedding", *(f"blocks.{i}" for i in range(model.config.num_layers))]
-    yield same_rows("layers of the lens", layers, [row["after"] for row in result.lens])
+    yield compare_with_file(run, model)
     heads = num_heads(run.config)
     weights = in_float64(model)
     heldout = reference.spread(read_parts(run.config)[1], 4, min(64, model.config.context))

@@ -34,12 +34,19 @@ from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.initial_weights import seeded
 
 
+def recorded(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
+    """Check tokens, variant, losses and learning rates, and the checkpoint if it still exists."""
+    yield from _evaluations(folder, result)
+    yield from _samples(folder, result)
+    if (folder.path / CHECKPOINT).exists():
+        yield from _last_checkpoint(folder, result)
+
+
 def checks(run: Run, result: results.Learn) -> Iterator[Check]:
-    """Check the configuration, losses, steps and rows of the training, and one random step."""
+    """Check the configuration, losses and rows of the training, and one random step."""
     yield from _configuration(run, result)
     yield from _losses(run, result)
-    yield from _samples(run, result)
-    yield from _last_checkpoint(run, result)
+    yield from _rows(run, result)
     if result.probed_step is not None:
         yield from probed_step.checks(run, result, result.probed_step)
     elif result.begun_at < len(result.losses):
@@ -48,29 +55,30 @@ def checks(run: Run, result: results.Learn) -> Iterator[Check]:
 
 
 def _configuration(run: Run, result: results.Learn) -> Iterator[Check]:
-    """Compare the steps, rows, rate and variant with the configuration and the stage `train`."""
+    """Compare the steps, the rows and the rate of a training from the start with its options."""
     config = run.config
-    total = len(result.losses)
-    figures: dict[str, tuple[float, float]] = {
-        "tokens": (total * result.rows * config.context, result.tokens)
-    }
-    if config.resume is None and not restarts():
-        figures |= {
-            "first step": (0, result.begun_at),
-            "rows": (config.rows, result.rows),
-            "base learning rate": (config.learning_rate, result.learning_rate),
-            "steps": (config.learn or DEFAULT_STEPS, total),
-        }
+    if config.resume is not None or restarts():
+        return
     wanted = Sources("reported", "the configuration")
-    for name, (figure, reported) in figures.items():
-        yield wanted.equal(name, figure, reported)
+    yield wanted.equal("first step", 0, result.begun_at)
+    yield wanted.equal("rows", config.rows, result.rows)
+    yield wanted.equal("base learning rate", config.learning_rate, result.learning_rate)
+    yield wanted.equal("steps", config.learn or DEFAULT_STEPS, len(result.losses))
+
+
+def _evaluations(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
+    """Compare tokens and steps of held-out losses with formulas, and the variant with `train`."""
+    config = folder.config
+    total = len(result.losses)
+    tokens = total * result.rows * config.context
+    yield Sources("reported", "the configuration").equal("tokens", tokens, result.tokens)
     evaluated = [step for step, _ in result.heldout]
     interval = max(1, total // learn.EVALUATIONS)
     expected = [0, *(step for step in range(1, total) if step % interval == 0), total]
     at = Sources("evaluations", "the first step, the last and each interval")
     yield at.none("steps of held-out losses", [] if evaluated == expected else [str(evaluated)])
-    chosen = config.tensor * config.pipeline == 1 and run.world > 1
-    if chosen and (train := run.results.get("train")):
+    chosen = config.tensor * config.pipeline == 1 and config.world > 1
+    if chosen and (train := folder.results.get("train")):
         allowed = choice.COMPILED if config.compile else choice.LEARNERS
         ratios = {
             row["variant"]: row["ratio_p50"]
@@ -125,70 +133,82 @@ def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]
         yield moments.equal(name, loss, result.losses[step + 1], allowed)
 
 
-def _samples(run: Run, result: results.Learn) -> Iterator[Check]:
-    """Compare the loss, the learning rate and the rows of every step with independent values.
-
-    The loss is compared with the mean over the ranks' losses, the learning rate with its formula,
-    and the rows with the audit's sampler.
-    """
-    total = len(result.losses)
-    if result.begun_at == total:
-        return  # the checkpoint was saved after the last step
-    by_step: dict[int, dict[int, Any]] = {step: {} for step in range(result.begun_at, total)}
-    for s in RunFolder(run.out).samples():
+def _by_step(folder: RunFolder, result: results.Learn) -> dict[int, dict[int, Any]]:
+    """Return {step: {rank: sample}}; {} if the training continued from its last step."""
+    by_step: dict[int, dict[int, Any]]
+    by_step = {step: {} for step in range(result.begun_at, len(result.losses))}
+    for s in folder.samples():
         if s["stage"] == "learn" and s["phase"] == "step":
             by_step[s["step"]][s["rank"]] = s
+    return by_step
+
+
+def _samples(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
+    """Compare each loss with the mean of the ranks' losses, and each rate with its formula."""
+    total = len(result.losses)
+    world = folder.config.world
     rates = []
     losses = []
     missing = []
-    foreign = []
-    for step, ranks in by_step.items():
+    for step, ranks in _by_step(folder, result).items():
         expected = rate(result.learning_rate, step, total)
         rates += [(expected, s["learning_rate"], f"step {step}") for s in ranks.values()]
-        if set(ranks) != set(range(run.world)):
+        if set(ranks) != set(range(world)):
             missing.append(f"step {step}")
             continue
-        mean = sum(s["loss"] for s in ranks.values()) / run.world
+        mean = sum(s["loss"] for s in ranks.values()) / world
         losses.append((mean, result.losses[step], f"step {step}"))
-        rows = [digest for rank in sorted(ranks) for digest in ranks[rank]["row_digests"]]
-        if rows != reference.row_digests(learn_batch(run, result, step)):
-            foreign.append(f"step {step}")
     yield Sources("samples", "the number of losses").none("every step of every rank", missing)
+    if result.begun_at == total:
+        return  # the checkpoint was saved after the last step
     optimizer = Sources("read from the optimizer", "the schedule")
     yield optimizer.all_equal("learning rates", rates, 1e-9)
     ranks_mean = Sources("reported", "the ranks' mean")
     yield ranks_mean.all_equal("losses", losses, 1e-6)
+
+
+def _rows(run: Run, result: results.Learn) -> Iterator[Check]:
+    """Compare the rows of every step with the rows of the audit's sampler."""
+    foreign = []
+    for step, ranks in _by_step(RunFolder(run.out), result).items():
+        rows = [digest for rank in sorted(ranks) for digest in ranks[rank]["row_digests"]]
+        if rows != reference.row_digests(learn_batch(run, result, step)):
+            foreign.append(f"step {step}")
     sampler = Sources("digests of their batches", "the audit's independent sampler")
     yield sampler.none("ranks' rows", foreign)
+    train, _ = read_parts(run.config)
+    text = read_state(run.out / CHECKPOINT).get("text")
+    files = Sources("digest in the checkpoint", "the files, read again")
+    is_other = text != hashlib.sha256(train).hexdigest()[:12]
+    yield files.none("text of the checkpoint", [str(text)] if is_other else [])
 
 
-def _last_checkpoint(run: Run, result: results.Learn) -> Iterator[Check]:
+def _last_checkpoint(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
     """Compare the last checkpoint with the results, the configuration and the model file."""
     total = len(result.losses)
-    last = read_checkpoint(run.out / CHECKPOINT)
+    last = read_checkpoint(folder.path / CHECKPOINT)
     steps = {int(step) for step in last["step"].values()}
     counts = Sources("step counts in the checkpoint", f"{total} losses")
     yield counts.none("steps of the optimizer", [f"{n} steps" for n in steps if n != total])
-    stored = load_file(run.out / MODEL)
+    stored = load_file(folder.path / MODEL)
     different = [n for n, w in last["weight"].items() if not torch.equal(stored[n].cpu(), w)]
     weights = Sources("each weight", "the checkpoint")
     yield weights.none("weights of the model file", different)
-    config = run.config
-    train, _ = read_parts(config)
+    config = folder.config
     expected = {
         "step": total,
         "total": total,
         "losses": result.losses,
-        "heldout": result.heldout,
+        # A checkpoint has tuples, and JSON has lists.
+        "heldout": [tuple(pair) for pair in result.heldout],
         "rows": result.rows,
         "learning_rate": result.learning_rate,
         "seed": config.seed,
         "context": config.context,
         "size": config.size,
         "clip": config.clip,
-        "text": hashlib.sha256(train).hexdigest()[:12],
     }
-    state = read_state(run.out / CHECKPOINT)
+    state = read_state(folder.path / CHECKPOINT)
     wrong = [name for name, value in expected.items() if state.get(name) != value]
     continued = Sources("checkpoint", "the results and the configuration")
     yield continued.none("state from which a run continues", wrong)

@@ -1,4 +1,4 @@
-"""Checks of `links`: sums against float64, and columns and wire bytes against formulas."""
+"""Checks of `links`: columns and wire bytes against formulas, and sums against float64."""
 
 from __future__ import annotations
 
@@ -15,27 +15,20 @@ from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.tolerances import SUMS
+from llmsys_suite.config import RunConfig
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import links
 
 
-def checks(run: Run, result: results.Links | results.Skipped) -> Iterator[Check]:
-    """Check sums of every all-reduce algorithm on every rank, and the table's columns on rank 0."""
-    rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
-    if rows is None:
+def recorded(folder: RunFolder, result: results.Links | results.Skipped) -> Iterator[Check]:
+    """Check that the table is complete, and its columns."""
+    world = folder.config.world
+    if isinstance(result, results.Skipped):
         ranks = Sources("the run", "one, of a run without links")
-        yield ranks.equal("number of ranks if the stage is skipped", 1, run.world)
+        yield ranks.equal("number of ranks if the stage is skipped", 1, world)
         return
-    off = []
-    for algorithm in dict.fromkeys(r["algorithm"] for r in rows if r["case"] == "all_reduce"):
-        for size in dict.fromkeys(r["size_bytes"] for r in rows):
-            where = f"{algorithm}, {size} bytes"
-            off.append((_all_reduce_error(run, algorithm, size // 4), where))
-    off = [pair for pairs in run.gather(off) for pair in pairs]
-    if run.rank:
-        return
-    algorithms = Sources("every algorithm, every rank", "float64")
-    yield algorithms.all_near("all-reduce", off, SUMS)
+    rows = result.rows
     wrong = [f"{r['case']} {r['algorithm']}" for r in rows if r["wrong"]]
     yield Sources("the bench's own count", "none").none("elements in error", wrong)
     for case in collectives.bench.rows.CASES:
@@ -44,11 +37,25 @@ def checks(run: Run, result: results.Links | results.Skipped) -> Iterator[Check]
         yield same_rows(f"{case}: algorithms and sizes", product(names, sizes), pairs)
         table = Sources("the table", "the stage")
         yield table.equal(f"{case}: number of sizes", len(links.SIZES), len(sizes))
-    yield from _columns(run, rows)
+    yield from _columns(folder.config, rows)
 
 
-def _columns(run: Run, rows: results.Rows) -> Iterator[Check]:
-    ring = (run.world - 1) / run.world
+def checks(run: Run, result: results.Links | results.Skipped) -> Iterator[Check]:
+    """Compare the sums of every all-reduce algorithm on every rank with float64."""
+    rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0] or []
+    off = []
+    for algorithm in dict.fromkeys(r["algorithm"] for r in rows if r["case"] == "all_reduce"):
+        for size in dict.fromkeys(r["size_bytes"] for r in rows):
+            where = f"{algorithm}, {size} bytes"
+            off.append((_all_reduce_error(run, algorithm, size // 4), where))
+    off = [pair for pairs in run.gather(off) for pair in pairs]
+    if rows:
+        algorithms = Sources("every algorithm, every rank", "float64")
+        yield algorithms.all_near("all-reduce", off, SUMS)
+
+
+def _columns(config: RunConfig, rows: results.Rows) -> Iterator[Check]:
+    ring = (config.world - 1) / config.world
     bandwidths = []
     wire = []
     shapes = []
@@ -59,7 +66,7 @@ def _columns(run: Run, rows: results.Rows) -> Iterator[Check]:
         bandwidths.append((moved / (r["time_us"] * 1e3), r["busbw_gbps"], where))
         plain = r["size_bytes"] / (r["time_us"] * 1e3)
         bandwidths.append((plain, r["algbw_gbps"], f"{where}, algorithm"))
-        shapes.append((run.world, r["world"], f"{where}, ranks"))
+        shapes.append((config.world, r["world"], f"{where}, ranks"))
         shapes.append((r["size_bytes"] / 4, r["count"], f"{where}, elements"))
         if r["case"] == "all_reduce" and r["size_bytes"] >= 2**20:
             if r["algorithm"] in ("gloo", "ring"):
@@ -68,7 +75,7 @@ def _columns(run: Run, rows: results.Rows) -> Iterator[Check]:
                 wire.append((0, r["wire_bytes"], where))
     yield Sources("bench", "bytes over time").all_equal("bandwidths", bandwidths, 1e-6)
     yield Sources("bench", "the run's ranks and sizes").all_equal("shapes", shapes)
-    if run.config.backend == "gloo":
+    if config.backend == "gloo":
         sockets = Sources("the kernel's sockets", "2 (n-1)/n, or 0 in shared memory")
         yield sockets.all_equal("wire bytes of an all-reduce", wire, 0.02)
 

@@ -9,7 +9,7 @@ import accounting
 from llmsys_suite import results
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.config import size_of
-from llmsys_suite.ranks.rank import Run
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.stages import memory
 
 MIB = 2**20
@@ -18,12 +18,13 @@ MIB = 2**20
 PEAK_BYTES = 0.04
 
 
-def checks(run: Run, result: results.Memory) -> Iterator[Check]:
+def recorded(folder: RunFolder, result: results.Memory) -> Iterator[Check]:
     """Compare each context's training peaks with predictions, and its stream with a formula."""
-    config = run.config
+    config = folder.config
     counted = [row["context"] for row in result.peaks]
     yield same_rows("contexts", memory.contexts(config), counted)
-    described = size_of(config.size).described(vocabulary=config.vocabulary)
+    size = size_of(config.size)
+    described = size.described(vocabulary=config.vocabulary)
     off = []
     stream = []
     for row in result.peaks:
@@ -39,7 +40,7 @@ def checks(run: Run, result: results.Memory) -> Iterator[Check]:
                 foreach=False,
             ).total
             off.append((predicted / MIB, row[f"{key}_peak_mib"], f"{where}, {key}"))
-        by_hand = 4 * memory.ROWS * row["context"] * run.model.d_model / MIB
+        by_hand = 4 * memory.ROWS * row["context"] * size.d_model / MIB
         stream.append((by_hand, row["residual_stream_mib"], where))
     yield Sources("counted", "accounting").all_equal("peaks of training", off, PEAK_BYTES)
     numbers = Sources("reported", "4 bytes per number")

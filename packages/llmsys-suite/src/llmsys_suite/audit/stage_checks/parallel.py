@@ -26,6 +26,8 @@ from llmsys_suite.audit.tolerances import (
     REPLAYED_LOSS,
     loss_tolerance,
 )
+from llmsys_suite.config import RunConfig, size_of
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import parallel
 from llmsys_suite.variants.initial_weights import seeded
@@ -40,15 +42,28 @@ class Exact:
     losses: list[float]
 
 
-def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Check]:
-    """Take an SGD step with every split, and check the values that the stage reports."""
-    rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
-    possible = splits.possible_layouts(run.model, run.world, run.config.rows)
-    if rows is None:
+def recorded(folder: RunFolder, result: results.Parallel | results.Skipped) -> Iterator[Check]:
+    """Check that the table is complete, the bubbles, and the figures that follow from timings."""
+    possible = _possible(folder.config)
+    if isinstance(result, results.Skipped):
         skipped = Sources("the model and the ranks", "a stage that is skipped")
-        yield skipped.none("possible splits", possible if run.world > 1 else ())
+        yield skipped.none("possible splits", possible if folder.config.world > 1 else ())
         return
-    yield same_rows("splits", possible, [row["split"] for row in rows])
+    yield same_rows("splits", possible, [row["split"] for row in result.rows])
+    for row in result.rows:
+        yield from _times(folder.config, row, possible[row["split"]])
+
+
+def _possible(config: RunConfig) -> dict[str, splits.Layout]:
+    return splits.possible_layouts(size_of(config.size), config.world, config.rows)
+
+
+def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Check]:
+    """Take an SGD step with every split, and compare the reported losses with float64."""
+    rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
+    if rows is None:
+        return
+    possible = _possible(run.config)
     exact = _one_process(run)
     for row in rows:
         name = row["split"]
@@ -58,7 +73,7 @@ def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Che
             gradients = _gradients(run, name, layout, exact)
         yield gradients
         yield from _schedule(run, name, layout, passes)
-        yield from _reported(run, row, layout, exact)
+        yield from _losses(run, row, exact)
 
 
 def _one_process(run: Run) -> Exact:
@@ -109,8 +124,8 @@ def _schedule(run: Run, name: str, layout: splits.Layout, passes: list[str]) -> 
         yield order.all_equal(f"{name}: passes in flight", in_flight)
 
 
-def _reported(run: Run, row: results.Row, layout: splits.Layout, exact: Exact) -> Iterator[Check]:
-    """Compare the losses, the bubble and the times of a row."""
+def _losses(run: Run, row: results.Row, exact: Exact) -> Iterator[Check]:
+    """Compare the losses of a row with those of one process in float64."""
     name = row["split"]
     in_float64 = Sources("reported", "float64 and AdamW written out")
     for key, expected, tolerance in (
@@ -120,8 +135,13 @@ def _reported(run: Run, row: results.Row, layout: splits.Layout, exact: Exact) -
     ):
         allowed = loss_tolerance(run.config, tolerance)
         yield in_float64.equal(f"{name}: {key}", expected, row[key], allowed)
+
+
+def _times(config: RunConfig, row: results.Row, layout: splits.Layout) -> Iterator[Check]:
+    """Compare the bubble and the times of a row with a formula and a second clock."""
+    name = row["split"]
     slots = Sources("reported", "accounting's formula")
-    yield slots.equal(f"{name}: bubble", _bubble(run, layout), row["bubble"], 1e-9)
+    yield slots.equal(f"{name}: bubble", _bubble(config, layout), row["bubble"], 1e-9)
     pairs = zip(row["seconds"], row["clocked_s"], strict=True)
     clock = Sources("iterations", "another clock around each")
     yield clock.equal(f"{name}: time", 1, clock_ratio(a / b for a, b in pairs), CLOCK)
@@ -132,8 +152,8 @@ def _reported(run: Run, row: results.Row, layout: splits.Layout, exact: Exact) -
     yield stage.equal(f"{name}: iterations", parallel.ITERATIONS, len(row["seconds"]))
 
 
-def _bubble(run: Run, layout: splits.Layout) -> float:
+def _bubble(config: RunConfig, layout: splits.Layout) -> float:
     """Return the fraction of idle slots, from their number relative to the work."""
-    microbatches = layout.num_microbatches(run.config.rows // layout.data)
+    microbatches = layout.num_microbatches(config.rows // layout.data)
     idle = accounting.plain.bubble(layout.pipeline, microbatches)
     return idle / (1 + idle)

@@ -14,17 +14,26 @@ from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import in_float64, on_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import LOSS, loss_tolerance
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.model import ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import scale
 from llmsys_suite.variants.initial_weights import seeded
 
 
-def checks(run: Run, result: results.Scale) -> Iterator[Check]:
-    """Check the columns by formulas, one run by training it again, and the fit by repeating it."""
+def recorded(folder: RunFolder, result: results.Scale) -> Iterator[Check]:
+    """Check that no run is missing, the columns by formulas, and the fit by repeating it."""
     trained = [(row["compute_flops"], row["width"], row["seed"]) for row in result.runs]
-    yield same_rows("runs", scale.planned_runs(run.config), trained)
+    yield same_rows("runs", scale.planned_runs(folder.config), trained)
     yield from _columns(result.runs)
+    if result.law:
+        yield from fit_checks(result)
+    missing = [] if result.law or result.warnings else ["no reason is reported"]
+    yield Sources("scaling", "the runs").none("law that is missing", missing)
+
+
+def checks(run: Run, result: results.Scale) -> Iterator[Check]:
+    """Compare the held-out loss of one run with a run that is trained again in float64."""
     # The seed of the checked run is drawn only now, so that the stage cannot foresee it.
     seed = random.SystemRandom().choice([row["seed"] for row in result.runs])
     runs_of_seed = [row for row in result.runs if row["seed"] == seed]
@@ -34,10 +43,6 @@ def checks(run: Run, result: results.Scale) -> Iterator[Check]:
     name = f"held-out loss of {row['steps']} steps"
     tolerance = loss_tolerance(run.config, LOSS * math.sqrt(row["steps"]))
     yield float64.equal(name, loss, row["loss"], tolerance, f"seed {seed}")
-    if result.law:
-        yield from fit_checks(result)
-    missing = [] if result.law or result.warnings else ["no reason is reported"]
-    yield Sources("scaling", "the runs").none("law that is missing", missing)
 
 
 def _columns(rows: results.Rows) -> Iterator[Check]:

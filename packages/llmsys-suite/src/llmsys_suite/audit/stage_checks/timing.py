@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 
@@ -84,11 +83,6 @@ def timed_in_turns(
     return seconds
 
 
-def median_ratio(ours: list[float], theirs: list[float]) -> float:
-    """Return the median of `ours / theirs`, taken round by round."""
-    return statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
-
-
 def shortest(interleaved: Interleaved, timed: Rounds) -> Iterator[Check]:
     """Check that no contender's shortest round is much shorter than in the audit's own rounds.
 
@@ -115,7 +109,7 @@ def ratios(interleaved: Interleaved, peer: str, timed: Rounds) -> Iterator[Check
             yield audits.between(
                 f"{name}: time over that of {peer}",
                 float(np.median(by_round)),
-                median_ratio(timed[name], timed[peer]),
+                float(np.median(np.array(timed[name]) / timed[peer])),
                 float(by_round.min()) / BAND,
                 float(by_round.max()) * BAND,
             )
