@@ -949,7 +949,6 @@ def step_within_a_step():
     return True
 
 
-@TWO_RANKS.case()
 def step_after_a_step_that_raised():
     """Step again while a traceback keeps the arguments of a step that raised an error."""
     torch.optim.AdamW([nn.Parameter(torch.ones(1))])
@@ -969,7 +968,7 @@ def step_after_a_step_that_raised():
 
 
 def test_a_step_after_one_that_raised_equals_one_process():
-    assert all(TWO_RANKS.run(step_after_a_step_that_raised))
+    assert all(run_on_shared_ranks(step_after_a_step_that_raised, 2))
 
 
 def test_a_step_that_calls_the_step_of_its_base_class_equals_one_process():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+import random
 import warnings
 from pathlib import Path
 from typing import Any
@@ -110,3 +111,15 @@ def is_due(step: int, total: int, times: int) -> bool:
 def schedule(progress: float) -> float:
     """Return the learning-rate factor: a linear warm-up times half a cosine from 1 to 0.05."""
     return min(1.0, progress / WARM + 1e-2) * (0.05 + 0.475 * (1 + math.cos(math.pi * progress)))
+
+
+def draw_probed_step(run: Run, first: int, total: int) -> int | None:
+    """Return a random step, equal on all ranks, for the audit to repeat.
+
+    The result is None without an audit or without steps to train. The first step is drawn only if
+    it is the only one, because the optimizer has no state before it.
+    """
+    if "audit" not in run.config.stages or first >= total:
+        return None
+    step: int = run.gather(random.SystemRandom().randrange(min(first + 1, total - 1), total))[0]
+    return step

@@ -7,7 +7,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from llmsys_suite.learning.state import (
     PROBE,
     RATE,
     beginning,
+    draw_probed_step,
     is_due,
     require_finite,
     require_same,
@@ -137,15 +137,3 @@ def train_step(
 def save(run: Run, variant: Variant, state: dict[str, Any], name: str) -> None:
     """Save a checkpoint of the training as `name` in the run folder."""
     zero.save_checkpoint(run.out / name, *variant.checkpointed(), extra=dict(state))
-
-
-def draw_probed_step(run: Run, first: int, total: int) -> int | None:
-    """Return a random step, equal on all ranks, for the audit to repeat.
-
-    The result is None without an audit or without steps to train. The first step is drawn only if
-    it is the only one, because the optimizer has no state before it.
-    """
-    if "audit" not in run.config.stages or first >= total:
-        return None
-    step: int = run.gather(random.SystemRandom().randrange(min(first + 1, total - 1), total))[0]
-    return step
