@@ -13,6 +13,7 @@ from flashattn2 import attention_reference, sdpa
 from flashattn2.backends import aten
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.testing._internal.two_tensor import TwoTensor
 
 lengths = st.integers(1, 12)
 
@@ -321,3 +322,26 @@ def test_a_mask_compiles_in_one_graph():
     compiled = torch.compile(sdpa, fullgraph=True, backend="aot_eager")
     expected = F.scaled_dot_product_attention(q, q, q, mask)
     torch.testing.assert_close(compiled(q, q, q, mask), expected)
+
+
+@pytest.mark.parametrize("replaced", [F.scaled_dot_product_attention, sdpa])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"attn_mask": torch.ones(7, 7) > 0}])
+def test_sdpa_calls_the_function_of_context_parallel(options, replaced, monkeypatch):
+    def of_all_ranks(query, key, value, attn_mask=None, dropout_p=0.0, is_causal=False, **others):
+        # These tensors stand for the DTensors that torch's function passes on.
+        wrapped = [TwoTensor(x, x) for x in (query, key, value)]
+        return replaced(*wrapped, attn_mask, dropout_p, is_causal, **others).a + 1
+
+    of_all_ranks.__module__ = "torch.distributed.tensor.experimental._context_parallel._attention"
+    q = torch.randn(1, 2, 7, 8)
+    expected = F.scaled_dot_product_attention(q, q, q, **options) + 1
+    monkeypatch.setattr(F, "scaled_dot_product_attention", of_all_ranks)
+    torch.testing.assert_close(sdpa(q, q, q, **options), expected)
+
+
+def test_sdpa_does_not_call_a_wrapper_around_itself(monkeypatch):
+    q = torch.randn(1, 2, 7, 8)
+    expected = F.scaled_dot_product_attention(q, q, q, torch.ones(7, 7) > 0)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", lambda *a, **k: sdpa(*a, **k))
+    actual = F.scaled_dot_product_attention(q, q, q, torch.ones(7, 7) > 0)
+    torch.testing.assert_close(actual, expected)

@@ -1,5 +1,7 @@
 """A drop-in replacement for `torch.nn.functional.scaled_dot_product_attention`."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch._C import _are_functorch_transforms_active
@@ -39,6 +41,7 @@ def sdpa(
 
     A call with an `attn_mask`, dropout, other dimensions, tensor subclasses such as `DTensor`, or
     another argument that flashattn2 does not support runs torch's own function, without an error.
+    So do all calls within torch's `context_parallel`, whose function gathers the keys of all ranks.
     For a mask or dropout, `explain(..., attn_mask=..., dropout_p=...)` returns the reason.
 
     Raises ValueError if `key` and `value` have different numbers of rows.
@@ -46,11 +49,13 @@ def sdpa(
     if all(isinstance(x, Tensor) for x in (query, key, value)):
         query, key, value = cast_for_autocast(query, key, value)
         _check_lengths(key, value)
-    has_mask_or_dropout = attn_mask is not None or dropout_p != 0.0
+    torchs = _torchs_function(query, key, value)
+    is_needed = torchs is not scaled_dot_product_attention
+    is_needed = is_needed or attn_mask is not None or dropout_p != 0.0
     # If `is_causal` or `enable_gqa` is not a bool, torch's own function raises its error.
     is_bool = isinstance(is_causal, BOOLS) and isinstance(enable_gqa, BOOLS)
-    if has_mask_or_dropout or not (is_bool and _is_supported(query, key, value, scale, enable_gqa)):
-        return scaled_dot_product_attention(
+    if is_needed or not (is_bool and _is_supported(query, key, value, scale, enable_gqa)):
+        return torchs(
             *(query, key, value, attn_mask, dropout_p, is_causal),
             scale=scale,
             enable_gqa=enable_gqa,
@@ -65,6 +70,19 @@ def sdpa(
     if seq_k == seq_q:
         return flash_attention(query, key, value, is_causal=True, scale=scale)
     return flash_attention(query, key, value, window=(None, seq_q - seq_k), scale=scale)
+
+
+def _torchs_function(query: Tensor, key: Tensor, value: Tensor) -> Callable[..., Tensor]:
+    """Return torch's function, or the function by which `context_parallel` replaces it.
+
+    That function gives `DTensor` inputs to the function that it replaced, which may be `sdpa`.
+    """
+    current = torch.nn.functional.scaled_dot_product_attention
+    if current is scaled_dot_product_attention:
+        return current
+    is_of_torch = str(getattr(current, "__module__", "")).startswith("torch.distributed.")
+    is_inside = any(map(is_traceable_wrapper_subclass, (query, key, value)))
+    return current if is_of_torch and not is_inside else scaled_dot_product_attention
 
 
 def _is_supported(
