@@ -81,8 +81,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             before. A warning is issued if the caller still references that memory. False, which is
             torch's default, writes the mean into that memory instead, and needs memory for a second
             set of gradients.
-        restricted_arguments: other arguments of torch's DDP, which have no effect. Values that
-            would need one raise `ValueError`.
+        restricted_arguments: other arguments of torch's DDP. Only values that change nothing are
+            accepted; others raise `ValueError`.
 
     Raises `ValueError` or `RuntimeError` if the module cannot be replicated or the value of an
     argument is not supported, and `TypeError` for an unknown argument. Raises `ValueError` on every
