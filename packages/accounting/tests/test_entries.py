@@ -82,6 +82,7 @@ INSIDE = {
     *("memory.backward", "memory.fsdp_pipeline"),
     *("memory.states.stage_states", "memory.states.fsdp_groups", "memory.states.cast_weights"),
     *("memory.states.tied_table_gradients", "memory.states.head_gradient"),
+    "memory.states.head_parameters",
     *("breakdown", "checks", "cli.main", "memory.live", "model.formulas"),
     *(
         "model.transformer.matrices",

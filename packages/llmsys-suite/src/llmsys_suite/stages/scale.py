@@ -127,7 +127,8 @@ def fit(rows: list[dict[str, float]]) -> Scale:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            law = scaling.fit_isoflop(scaling.load_runs(table), nearest=4)
+            runs = scaling.load_runs(table, units={"loss": 1})
+            law = scaling.fit_isoflop(runs, nearest=4)
             if law.unidentified:
                 return Scale(rows, [law.unidentified])
             optimum = law.optimal(at)
