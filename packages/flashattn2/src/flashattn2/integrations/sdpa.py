@@ -49,13 +49,14 @@ def sdpa(
     if all(isinstance(x, Tensor) for x in (query, key, value)):
         query, key, value = cast_for_autocast(query, key, value)
         _check_lengths(key, value)
-    torchs = _torchs_function(query, key, value)
-    is_needed = torchs is not scaled_dot_product_attention
-    is_needed = is_needed or attn_mask is not None or dropout_p != 0.0
+    torch_sdpa = _torch_sdpa(query, key, value)
+    is_context_parallel = torch_sdpa is not scaled_dot_product_attention
+    has_mask_or_dropout = attn_mask is not None or dropout_p != 0.0
     # If `is_causal` or `enable_gqa` is not a bool, torch's own function raises its error.
     is_bool = isinstance(is_causal, BOOLS) and isinstance(enable_gqa, BOOLS)
-    if is_needed or not (is_bool and _is_supported(query, key, value, scale, enable_gqa)):
-        return torchs(
+    needs_torch = is_context_parallel or has_mask_or_dropout or not is_bool
+    if needs_torch or not _is_supported(query, key, value, scale, enable_gqa):
+        return torch_sdpa(
             *(query, key, value, attn_mask, dropout_p, is_causal),
             scale=scale,
             enable_gqa=enable_gqa,
@@ -72,7 +73,7 @@ def sdpa(
     return flash_attention(query, key, value, window=(None, seq_q - seq_k), scale=scale)
 
 
-def _torchs_function(query: Tensor, key: Tensor, value: Tensor) -> Callable[..., Tensor]:
+def _torch_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Callable[..., Tensor]:
     """Return torch's function, or the function by which `context_parallel` replaces it.
 
     That function gives `DTensor` inputs to the function that it replaced, which may be `sdpa`.
