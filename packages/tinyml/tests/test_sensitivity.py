@@ -66,7 +66,7 @@ def test_a_scan_has_the_metric_of_compressed_copies(metric):
 
 def test_batches_of_a_generator_are_read_once():
     model = Residual()
-    scan = sensitivity(model, iter(batches()), accuracy, amounts=(0.5,))
+    scan = sensitivity(model, iter(batches()), accuracy, amounts=iter((0.5,)))
     assert scan == sensitivity(model, batches(), accuracy, amounts=(0.5,))
     with pytest.raises(ValueError, match=r"at least one .* batch, got none"):
         sensitivity(model, iter([]), accuracy)

@@ -49,7 +49,7 @@ def sensitivity(
     default, but any function is possible, such as rounding to `amount` bits. The first dimension of
     these weights is that of the outputs.
     """
-    batches = list(batches)  # they are read several times
+    batches, amounts = list(batches), list(amounts)  # they are read several times
     if not batches:
         raise ValueError("expected at least one (inputs, targets) batch, got none")
     model = dense_copy(model).eval()
