@@ -2,6 +2,7 @@
 
 import ast
 import tomllib
+from functools import cache
 
 from workspace import ROOT
 
@@ -31,17 +32,20 @@ def marks_of_tests(path):
     }
 
 
-TESTS = {
-    str(path.relative_to(ROOT)): marks_of_tests(path)
-    for folder in ("tests", "packages/*/tests")
-    for path in sorted(ROOT.glob(f"{folder}/test_*.py"))
-}
+@cache
+def all_tests():
+    """Return the marks of each test, by file and name."""
+    return {
+        str(path.relative_to(ROOT)): marks_of_tests(path)
+        for folder in ("tests", "packages/*/tests")
+        for path in sorted(ROOT.glob(f"{folder}/test_*.py"))
+    }
 
 
 def test_the_table_lists_every_exhaustive_test():
     exhaustive = {
         (file, name)
-        for file, tests in TESTS.items()
+        for file, tests in all_tests().items()
         for name, names_of_marks in tests.items()
         if "exhaustive" in names_of_marks
     }
@@ -70,7 +74,7 @@ def has_exhaustive_mark(case):
 def test_some_case_of_a_test_with_exhaustive_cases_runs_in_make_test():
     """Otherwise the whole test is exhaustive, and the table must list it."""
     num_selected = 0
-    for file, tests in TESTS.items():
+    for file, tests in all_tests().items():
         for node in ast.parse((ROOT / file).read_text()).body:
             if not isinstance(node, ast.FunctionDef) or node.name not in tests:
                 continue
@@ -89,5 +93,5 @@ def test_faster_tests_of_the_table_run_in_make_test():
             assert faster_or_reason, name
             for faster in faster_or_reason:
                 faster_file, _, faster_name = faster.rpartition("::")
-                names_of_marks = TESTS[faster_file or file][faster_name]
+                names_of_marks = all_tests()[faster_file or file][faster_name]
                 assert not names_of_marks & LEFT_OUT, f"{name}: {faster}"
