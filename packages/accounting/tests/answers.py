@@ -487,7 +487,7 @@ ANSWERS = [
     ),
     Answer(
         "z3.a",
-        "AdamW state of the xl model in fp32 on one GPU",
+        "weights, gradients and AdamW state of the xl model in fp32 on one GPU",
         "training_memory(COURSE['xl'], batch=0, seq=1).total / 2**30",
         29.776,
         "GiB",
@@ -769,7 +769,7 @@ ANSWERS = [
     ),
     Answer(
         "f.l1b",
-        "as a share of 6 million USD",
+        "as a fraction of 6 million USD",
         "fermi.GPT3_TONNES_CO2 * fermi.CO2_USD_PER_TONNE / fermi.GPT3_COST_USD",
         0.010304,
         "",
