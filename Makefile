@@ -57,7 +57,7 @@ lint: sync  ## Check style
 	$(UV) run ruff format --check .
 
 types: sync  ## Check types
-	$(UV) run mypy packages/*/src
+	$(UV) run mypy packages/*/src docs/answers/measure.py
 
 bench: sync  ## Run every package's benchmark and rewrite the figures in READMEs and docs/results
 	$(UV) run python docs/measure.py $(ARGS)

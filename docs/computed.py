@@ -43,7 +43,7 @@ ACCOUNTING = ROOT / "packages" / "accounting" / "tests"
 NOTE = "<!-- Written by docs/computed.py from docs/source: change that, then `make docs`. -->"
 
 #: Flags of a processor on which the speed of a product depends.
-NAMED_FLAGS = ("avx2", "avx512_vnni", "avx512_bf16", "amx")
+NAMED_FLAGS = ("avx2", "avx512_vnni", "avx512_bf16", "amx_int8", "amx_bf16")
 
 Row = dict[str, Any]
 
@@ -305,7 +305,7 @@ def _cell(value: Any, digits: int = 3) -> str:
     if value is None or value == "":
         return "-"
     if isinstance(value, float):
-        whole = digits == 3 and 1000 <= abs(value) < 1e15
+        whole = digits == 3 and 999.5 <= abs(value) < 1e15
         return f"{value:,.0f}" if whole else f"{value:.{digits}g}"
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
 
@@ -316,7 +316,8 @@ def _provenance(stored: Row) -> str:
     if "memory_gib" in facts:
         parts = [*parts, f"{facts['memory_gib']:.0f} GiB"]
     if facts.get("threads") and "docs/answers/" in stored["command"]:
-        parts = [*parts, f"{facts['threads']} thread{'s' * (facts['threads'] > 1)} per process"]
+        noun = "thread" if facts["threads"] == 1 else "threads"
+        parts = [*parts, f"{facts['threads']} {noun} per process"]
     if flags := [flag for flag in facts.get("cpu_flags", ()) if flag in NAMED_FLAGS]:
         parts = [*parts, " ".join(flags)]
     return (

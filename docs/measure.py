@@ -1,12 +1,11 @@
-"""Run every package's bench, keep the rows under docs/results, and write them into the pages.
+"""Run every package's bench, store the rows in docs/results, and write them into the pages.
 
     python docs/measure.py                  measure all packages, then write the pages
     python docs/measure.py ddp zero         measure these
     python docs/measure.py ddp:two-hosts    measure one run of a package's
     python docs/measure.py --write-only     write the pages from the stored results
 
-Runs whose names begin with `gpu` need a GPU and are left out without one; `tests/gpu.sh` makes
-them.
+Runs whose names begin with `gpu` need a GPU and are left out without one; `tests/gpu.sh` runs them.
 A package's `measured.toml` lists the runs of its bench, the few rows that its README quotes, and
 how to read the table of each case. docs/results/PACKAGE.md has the tables of all cases, for every
 machine that was measured. No number in either is typed by hand: a test renders the results again
@@ -90,16 +89,17 @@ def measure(name: str, label: str) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     shown = settings(name)["runs"][label].replace("{two_hosts}", TWO_HOSTS)
     command = [sys.executable if part == "python" else part for part in shlex.split(shown)]
+    prefix = "PYTHONPATH=tests " if "suite_workloads" in shown else ""
     with tempfile.TemporaryDirectory() as scratch:
         rows = Path(scratch) / "rows.json"
         command_line = [sys.executable, *command, "--json", str(rows)]
-        # Workloads that several packages use are in the folder of tests.
+        # Some runs load a model from the module `suite_workloads`, which is in `tests`.
         paths = [str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
         subprocess.run(command_line, cwd=ROOT, check=True, env=variables)
         stored = {
             "environment": facts,
-            "command": f"{'PYTHONPATH=tests ' * ('suite_workloads' in shown)}python {shown}",
+            "command": f"{prefix}python {shown}",
             "rows": json.loads(rows.read_text()),
         }
     (folder / f"{name}-{label}.json").write_text(json.dumps(stored, indent=1) + "\n")

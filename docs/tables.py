@@ -91,7 +91,8 @@ def _columns(rows: list[Row]) -> list[str]:
 
 def _header(column: str, rows: list[Row]) -> str:
     merged = any(isinstance(row.get(column), tuple) for row in rows)
-    return column.replace("_", " ") + " (p10 to p90)" * merged
+    suffix = " (p10 to p90)" if merged else ""
+    return column.replace("_", " ") + suffix
 
 
 def _best(rows: list[Row], column: str, layout: Mapping[str, Any]) -> list[int]:
@@ -99,7 +100,8 @@ def _best(rows: list[Row], column: str, layout: Mapping[str, Any]) -> list[int]:
     groups: dict[tuple[str, ...], list[int]] = {}
     for i, row in enumerate(rows):
         references = layout.get("references", {})
-        if row.get(column) is not None and not any(row.get(c) in references[c] for c in references):
+        is_missing = row.get(column) is None or math.isnan(_number(row[column]))
+        if not is_missing and not any(row.get(c) in references[c] for c in references):
             key = tuple(str(row.get(c)) for c in layout.get("within", ()))
             groups.setdefault(key, []).append(i)
     choose = {"lowest": min, "highest": max}[layout["best"][column]]
@@ -129,5 +131,5 @@ def _cell(value: Any) -> str:
         if math.isnan(value):
             return "-"
         text = f"{value:.3g}"
-        return f"{float(text):,.0f}" if 1000 <= abs(value) < 1e9 else text
+        return f"{float(text):,.0f}" if 999.5 <= abs(value) < 1e9 else text
     return f"{value:,}" if isinstance(value, int) and abs(value) >= 10_000 else str(value)

@@ -1,4 +1,4 @@
-"""Make one site of all pages: with search, a page of every public name, and the files they link to.
+"""Make one site of all pages: with search, the public names of each package, and linked files.
 
     make site        or, where sphinx, myst-parser and furo are installed, python docs/website.py
 
@@ -141,7 +141,7 @@ def site_paths() -> dict[Path, str]:
     """Return the path in the site of each page of the repository."""
     pages = {DOCS / f"{guide}.md": f"{guide}.md" for guide in GUIDES}
     pages |= {ROOT / "README.md": "getting_started.md", DOCS / "index.md": "overview.md"}
-    # A reader meets the system first in the life of one model.
+    # The first page of the site is the tutorial, which uses every package on one model.
     pages |= {DOCS / "tutorial.md": "index.md"}
     pages |= {path: f"results/{path.name}" for path in sorted(DOCS.glob("results/*.md"))}
     return pages | {ROOT / "packages" / p / "README.md": f"packages/{p}.md" for p in PACKAGES}
@@ -150,7 +150,7 @@ def site_paths() -> dict[Path, str]:
 def _link(match: re.Match[str], page: Path, site_path: str, pages: Any, shown: set[Path]) -> str:
     target = (page.parent / match[1]).resolve()
     if not target.exists():
-        raise FileNotFoundError(f"{page.relative_to(ROOT)} links to {match[1]}, which is not there")
+        raise FileNotFoundError(f"{page.relative_to(ROOT)} links to the missing {match[1]}")
     if target == DOCS / "results":
         reached = "results/index.md"
     elif target in pages:

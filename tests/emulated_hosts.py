@@ -19,6 +19,7 @@ import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 
 PORT = 29500  # free in every new namespace
 
@@ -54,6 +55,7 @@ class Host:
         }
 
 
+@cache
 def why_not() -> str:
     """Return the reason why this machine cannot emulate hosts, or an empty string if it can."""
     if sys.platform != "linux":
@@ -138,7 +140,9 @@ def main() -> int:
     # On SIGTERM the context manager below still removes the namespaces.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     with emulated_hosts(arguments.hosts, arguments.rate) as hosts:
-        return max(run_everywhere(hosts, arguments.command, os.environ, arguments.ranks))
+        statuses = run_everywhere(hosts, arguments.command, os.environ, arguments.ranks)
+        # The status of a process that a signal has ended is negative.
+        return max(map(abs, statuses))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def assert_at_most(
 
 def _record(figure: str, relation: str, expected: float, measured: float, unit: str) -> str:
     """Return the line that states both values, after storing it for the list at the end."""
-    space = "" if unit == "x" else " "
+    space = "" if unit in ("", "x") else " "
     line = f"{figure}: expected {relation} {expected:g}{space}{unit}, "
     line += f"measured {measured:.3g}{space}{unit} on {cpu_model()}"
     measured_figures.append(line)

@@ -90,6 +90,7 @@ missing="$("$PYTHON" -c 'import importlib.util as u
 print(*(m for m in ("matplotlib", "rich", "safetensors", "scipy", "typer") if not u.find_spec(m)))')"
 if [ -n "$missing" ]; then
     echo "== the whole run is left out: this python does not have $missing"
+    left_out=", without the whole run"
 elif [ -n "$DRY" ]; then
     attempt "whole run" "$PYTHON" -m llmsys_suite run --preset cpu --size mini --steps 2 --warmup 1 --learn 8 --out "$OUT/run"
     attempt "steps by size" "$PYTHON" -m llmsys_suite step --sizes mini --contexts 16 --dtype fp32,bf16 --device cpu --out "$OUT/steps"
@@ -106,4 +107,4 @@ if [ -n "$failed" ]; then
     echo "failed:$failed" >&2
     exit 1
 fi
-echo "all commands succeeded; results are in $OUT"
+echo "all commands succeeded${left_out:-}; results are in $OUT"

@@ -3,11 +3,11 @@
     python tests/paramserver_study.py --plot docs/results/paramserver
 
 - `exchange`: the bench's rows.
-- `bound`: exchanges, interleaved with what bounds them: the copies in and out of shared memory and
-  the update; and the same bytes there and back over bare ZeroMQ frames and over a Unix socket, from
-  and into memory that exists, without any computation.
-- `journal`: a push with and without a journal, beside an append of the same bytes to a file
-  (`--journal` measures these rows alone).
+- `bound`: exchanges, interleaved with transfers that bound their speed. One transfer copies in and
+  out of shared memory and updates. The others send the same bytes there and back over bare ZeroMQ
+  frames and over a Unix socket. They use allocated memory and compute nothing.
+- `journal`: a push with and without a journal, and an append of the same bytes to a file
+  (`--journal` measures only these rows).
 - `size`, `workers`, `servers`: a push and a pull of the whole model over shared memory, with one of
   the three varied.
 - `target`: four workers, one of them five times slower. The time until the loss is a tenth of its
@@ -18,7 +18,7 @@
 - `link`: two hosts joined by a link of a given rate, and the fraction of a worker's time in which
   it computes. Both methods see the same rows of text in the same order.
 - `equal_loss`: the same with equal numbers of steps, and the loss on held-out text at their end
-  (`--equal-loss` measures these rows alone).
+  (`--equal-loss` measures only these rows).
 """
 
 from __future__ import annotations
@@ -366,12 +366,12 @@ def _regress(worker) -> float:
         error = float((weight - truth).square().mean())
         first = first or error
         if error < first / 10:
-            break
+            return time.perf_counter() - begin
         inputs = torch.randn(16, 32, generator=generator)
         (worker.module(inputs).squeeze(1) - inputs @ truth).square().mean().mul(0.5).backward()
         time.sleep(0.025 if worker.rank == 0 else 0.005)
         worker.push()
-    return time.perf_counter() - begin
+    raise RuntimeError(f"expected a loss below {first / 10:.3g} within 400 steps, got {error:.3g}")
 
 
 def loss_rows(size: str, steps: int, lr: float) -> list[dict[str, object]]:

@@ -39,11 +39,16 @@ def write_pins(pyproject: Path, pins: list[str]) -> None:
 
 
 def main() -> None:
-    """Resolve without pins, and pin every package of the result."""
+    """Resolve without pins, and pin every package of the result. A failure restores the pins."""
     pyproject = ROOT / "pyproject.toml"
+    text_with_pins = pyproject.read_text()
     write_pins(pyproject, [])
     (ROOT / "uv.lock").unlink(missing_ok=True)
-    subprocess.run([UV, "lock"], cwd=ROOT, check=True)
+    try:
+        subprocess.run([UV, "lock"], cwd=ROOT, check=True)
+    except BaseException:
+        pyproject.write_text(text_with_pins)
+        raise
     write_pins(pyproject, pins_of(tomllib.loads((ROOT / "uv.lock").read_text())))
     subprocess.run([UV, "lock"], cwd=ROOT, check=True)
 

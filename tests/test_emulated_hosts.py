@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from emulated_hosts import emulated_hosts, why_not
@@ -11,6 +12,7 @@ from emulated_hosts import emulated_hosts, why_not
 REASON = why_not()
 pytestmark = pytest.mark.skipif(bool(REASON), reason=REASON)
 
+SCRIPT = Path(__file__).with_name("emulated_hosts.py")
 SEND = """
 import socket, sys
 rank, address, size = int(sys.argv[1]), sys.argv[2], int(sys.argv[3])
@@ -47,6 +49,12 @@ def test_the_link_holds_its_rate_and_counts_its_bytes():
     assert 1.0 <= sent / size < 1.05
     # 200 Mbit at 500 Mbit/s
     assert seconds > 0.38
+
+
+def test_command_that_a_signal_ends_on_one_host_is_a_failure():
+    command = [sys.executable, SCRIPT, "--hosts", "2", "--"]
+    command += ["sh", "-c", 'test "$RANK" = 0 || kill -9 $$']
+    assert subprocess.run(command, check=False).returncode == 9
 
 
 def test_nothing_is_left_behind():

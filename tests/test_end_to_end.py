@@ -134,7 +134,7 @@ def test_every_rank_every_step_every_phase_is_kept_raw(finished):
     }
 
 
-def test_the_bench_has_a_flat_row_for_every_way_of_each_case(finished):
+def test_the_bench_has_a_flat_row_for_every_variant_of_each_case(finished):
     from llmsys_suite import bench
 
     out, _ = finished

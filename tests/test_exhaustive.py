@@ -79,8 +79,9 @@ def test_some_case_of_a_test_with_exhaustive_cases_runs_in_make_test():
             if not isinstance(node, ast.FunctionDef) or node.name not in tests:
                 continue
             for cases in filter(None, map(cases_of, node.decorator_list)):
-                num_selected += any(cases)
-                assert not all(cases) or node.name in TABLE[file], f"{file}::{node.name}"
+                if any(cases):
+                    num_selected += 1
+                assert not all(cases) or node.name in TABLE.get(file, {}), f"{file}::{node.name}"
     assert num_selected > 20
 
 

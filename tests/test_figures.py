@@ -68,11 +68,11 @@ def functions_called(path, name):
 
 
 def test_every_timing_test_asserts_figures():
-    from test_exhaustive import TESTS
+    from test_exhaustive import all_tests
 
     without = [
         f"{file}::{name}"
-        for file, tests in TESTS.items()
+        for file, tests in all_tests().items()
         for name, marks in tests.items()
         if "timing" in marks
         and not functions_called(ROOT / file, name) & {"assert_at_least", "assert_at_most"}

@@ -83,7 +83,7 @@ def test_spelling_is_american():
     misspelled = [
         f"{path.relative_to(ROOT)}: {word}"
         for kind in ("py", "md", "toml", "html")
-        for path in folder_of_texts(kind)
+        for path in files_of_kind(kind)
         if path.name != "test_house.py"
         for word in set(re.findall("[a-z]+", path.read_text().lower()))
         if is_british(word)
@@ -96,8 +96,10 @@ def is_british(word):
     return BRITISH.fullmatch(word) is not None
 
 
-def folder_of_texts(kind):
-    """Yield every file of this repository with the suffix `kind`."""
-    tops = [ROOT / "README.md", *(ROOT / top for top in ("docs", "packages", "tests"))]
-    for top in tops:
-        yield from top.rglob(f"*.{kind}") if top.is_dir() else [top] * (kind == "md")
+def files_of_kind(kind):
+    """Yield every file of this repository with the suffix `kind`, except the built site."""
+    yield from ROOT.glob(f"*.{kind}")
+    for top in ("docs", "packages", "tests"):
+        for path in (ROOT / top).rglob(f"*.{kind}"):
+            if "_site" not in path.relative_to(ROOT).parts:
+                yield path

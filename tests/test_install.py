@@ -105,7 +105,8 @@ ALONE = {"tinyml"}
 
 
 @pytest.mark.parametrize(
-    "leaf", [pytest.param(p, marks=[pytest.mark.exhaustive] * (p not in ALONE)) for p in LEAVES]
+    "leaf",
+    [pytest.param(p, marks=() if p in ALONE else pytest.mark.exhaustive) for p in LEAVES],
 )
 def test_pip_install_of_a_folder_gives_ours(leaf, install):
     python = install(leaf, folder(leaf))

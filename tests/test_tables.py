@@ -1,5 +1,7 @@
 """The tables of docs/results: one per case, with the best figure of each group in bold."""
 
+import math
+
 import pytest
 from workspace import script
 
@@ -45,6 +47,16 @@ def test_a_median_and_its_percentiles_share_one_cell():
     lines = tables.case_table(rows, {"read": ""})
     assert "| name | t (p10 to p90) |" in lines
     assert "| 1 | 2,000 (1 to 30,000) |" in lines
+
+
+def test_a_missing_figure_does_not_hide_the_best_one():
+    rows = [{"name": n, "ms": ms} for n, ms in (("a", math.nan), ("b", 2.0), ("c", 1.0))]
+    lines = tables.case_table(rows, {"read": "", "best": {"ms": "lowest"}})
+    assert lines[-4:] == ["| a | - |", "| b | 2 |", "| c | **1** |", ""]
+
+
+def test_numbers_that_round_to_a_thousand_have_no_exponent():
+    assert tables.plain_table([{"ms": 999.4}, {"ms": 999.7}])[2:4] == ["| 999 |", "| 1,000 |"]
 
 
 def test_a_layout_that_names_an_unknown_column_is_refused():

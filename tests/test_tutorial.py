@@ -1,4 +1,4 @@
-"""The steps of the tutorial run in their order, and store a picture each."""
+"""The steps of the tutorial run in their order, and each stores the lines of its picture."""
 
 import importlib
 import json

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 
 import torch
@@ -107,8 +106,3 @@ def save_lines(name: str, lines: dict[str, list[tuple[float, float]]]) -> None:
     """Store the points of each line of a picture, for docs/tutorial/run.py."""
     FOLDER.mkdir(parents=True, exist_ok=True)
     (FOLDER / f"{name}.json").write_text(json.dumps(lines))
-
-
-def rank_and_world() -> tuple[int, int]:
-    """Return the rank and the number of ranks that torchrun has set."""
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

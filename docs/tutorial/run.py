@@ -42,7 +42,9 @@ def main() -> None:
     """Run the steps in order, in the root of the repository."""
     chart = runpy.run_path(str(ROOT / "docs" / "answers" / "pictures.py"))["Chart"]
     for step, (_, options) in STEPS.items():
-        done = subprocess.run(command(step), cwd=ROOT, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            command(step), cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True
+        )
         (FOLDER / "outputs" / f"{step}.txt").write_text(done.stdout)
         lines = json.loads((ROOT / "runs" / "tutorial" / f"{step}.json").read_text())
         log = step in LOGARITHMIC

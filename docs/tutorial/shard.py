@@ -11,13 +11,12 @@ from model import (
     held_out_loss,
     load_trained_model,
     loss_of,
-    rank_and_world,
     save_lines,
 )
 from zero import FSDP, load_checkpoint, save_checkpoint, zero_stage_bytes
 
-rank, world = rank_and_world()
 dist.init_process_group("gloo")
+rank = dist.get_rank()
 unsharded = load_trained_model()
 numel = sum(p.numel() for p in unsharded.parameters())
 model = FSDP(unsharded)

@@ -7,10 +7,10 @@ import collectives
 import torch
 import torch.distributed as dist
 from ddp import DDP
-from model import FOLDER, Decoder, batch, held_out_loss, loss_of, rank_and_world, save_lines
+from model import FOLDER, Decoder, batch, held_out_loss, loss_of, save_lines
 
-rank, world = rank_and_world()
 dist.init_process_group("gloo")
+rank = dist.get_rank()
 torch.manual_seed(rank)  # DDP sends the weights of rank 0 to every rank
 model = DDP(Decoder(), all_reduce=collectives.all_reduce, allocate=collectives.shared_empty)
 optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)

@@ -1,4 +1,4 @@
-"""Lets the tests of this folder import the data files that stand beside them."""
+"""Make the modules that several tests of this folder share importable by name."""
 
 import sys
 from pathlib import Path

@@ -33,7 +33,7 @@ def interpreter(monkeypatch):
     from triton.runtime import interpreter as of_triton
 
     if torch.cuda.is_available():
-        pytest.skip("the interpreter is off where there is a GPU; test_gpu.py runs the kernels")
+        pytest.skip("the interpreter is off if there is a GPU; test_gpu.py runs the kernels")
     monkeypatch.setattr(dispatch, "IS_BFLOAT16_INTERPRETED", True)
     builder = of_triton.InterpreterBuilder
     monkeypatch.setattr(builder, "create_dot", _dot_as_a_gpu_does)

@@ -1,11 +1,6 @@
-"""Settings of zero's tests."""
+"""Make the modules that several tests of this folder share importable by name."""
 
 import sys
 from pathlib import Path
 
-from worker_pool import PRELOADED
-
 sys.path.insert(0, str(Path(__file__).parent))
-
-# The server that forks ranks imports zero once, so that not every rank has to import it.
-PRELOADED.append("zero")
