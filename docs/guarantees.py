@@ -52,6 +52,9 @@ def page() -> str:
         "`exhaustive` are run only by `make test-gpu`, `make test-timing` and "
         "`make test-exhaustive`.",
         "",
+        "A test of a time allows a margin of 15 % beyond the figure of its claim, because "
+        "processors differ, unless the test passes a smaller margin (`tests/figures.py`).",
+        "",
         " · ".join(f"[{package}](#{package})" for package in PACKAGES),
     ]
     for package in PACKAGES:
