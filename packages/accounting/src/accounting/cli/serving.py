@@ -62,8 +62,8 @@ def serving(
     The experts of a layer are distributed over the same stage of `expert` replicas, so `expert`
     divides `data`. Each of these replicas sends its tokens to the replicas of the chosen experts
     and receives the outputs: two all-to-alls per layer with experts. The load of the experts is
-    assumed to be equal. Device numbers vary fastest by tensor-parallel rank, then by the replicas
-    that share experts, then by stage.
+    assumed to be equal. Devices are numbered by tensor-parallel rank first, then by the replicas
+    that share experts, and then by stage.
 
     Bytes are summed over all devices, except `bytes_per_device`: weights and caches of `batch`
     sequences on the fullest device. A tenth of the memory is left free. `sequences_at_once` is the
@@ -79,8 +79,8 @@ def serving(
     follows from the `_high` time, and vice versa.
 
     Raises `ValueError` if `data` x `pipeline` does not divide `gpus`, if `data` does not divide
-    `batch`, or if the model has no cache. Also raises `ValueError` if `expert` does not divide
-    `data` and the number of experts, or if the tensor-parallel degree does not divide the model.
+    `batch`, or if the model has no cache. Also raises `ValueError` unless `expert` divides both
+    `data` and the number of experts, and unless the tensor-parallel degree divides the model.
     """
     device = find(hardware)
     size = float(bytes_of(weights))
@@ -166,7 +166,7 @@ def _inference_seconds(
 ) -> Interval:
     """Return the seconds of a prefill or a decode step of a replica with `batch` sequences.
 
-    One stage runs after another.
+    The stages run one after another.
     """
     size = float(bytes_of(weights))
     dtype = next(d for d in (weights, "bf16", "fp16", *device.peaks) if d in device.peaks)
@@ -239,7 +239,7 @@ def _unselected_bytes(model: Transformer, cache: Breakdown, seq: int) -> float:
 
 
 def _count_parameters_read(model: Transformer, ranks: int, tokens: int = 1, expert: int = 1) -> int:
-    """Return the number of parameters that a device reads while each replica has `tokens` tokens.
+    """Return the number of parameters that a device reads if each replica has `tokens` tokens.
 
     Tables such as embeddings do not count, except for the one that a tied head reads. Tokens are
     assumed to choose experts independently of each other, so some experts are not read. With expert

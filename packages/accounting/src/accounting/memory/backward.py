@@ -90,7 +90,7 @@ def one_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
 
 
 def times(name: str, part: Breakdown, **factor: Number) -> Breakdown | None:
-    """Return a copy of a part whose leaves are multiplied by a named factor, or None if it is 0."""
+    """Return a part, renamed and multiplied by a named factor, or None if the factor is 0."""
     ((label, count),) = factor.items()
     if not count:
         return None

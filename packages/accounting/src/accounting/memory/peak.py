@@ -121,9 +121,10 @@ class _Step:
             yield self._moment("in the final norm", cast, ends, saved, norm, gradients=after)
 
     def gradients_after_head(self) -> int:
-        """Return the parameters whose gradients exist after the head's backward, if not gathered.
+        """Return the number of parameters whose gradients exist after the head's backward pass.
 
-        If ZeRO-3 gathers the weights, their gradients are among the unsharded tensors.
+        The result is 0 if ZeRO-3 gathers the weights, because `unsharded` then contains these
+        gradients.
         """
         return 0 if self.is_gathered else head_parameters(self.model, self.plan)
 

@@ -52,7 +52,7 @@ def model_states(
 
 
 def device_parameters(model: Transformer, plan: Plan, stage: int = 0) -> tuple[int, int]:
-    """Return the parameters per device before ZeRO shards them: outside and inside experts."""
+    """Return the number of parameters per device outside and inside experts, before ZeRO shards."""
     dense = routed = 0
     for matrix in matrices(plan.stage_model(model, stage)):
         if matrix.routed:
@@ -63,7 +63,7 @@ def device_parameters(model: Transformer, plan: Plan, stage: int = 0) -> tuple[i
 
 
 def _device_size(matrix: Matrix, model: Transformer, plan: Plan) -> int:
-    """Return the parameters of a matrix per device before ZeRO shards them."""
+    """Return the number of parameters of a matrix per device, before ZeRO shards them."""
     ranks = matrix.tensor_ranks(plan.tensor, model.kv_heads)
     return split(matrix.size, ranks * (plan.expert if matrix.routed else 1))
 
@@ -117,7 +117,7 @@ def head_gradient(model: Transformer, plan: Plan, kind: Precision) -> Breakdown:
 
 
 def head_parameters(model: Transformer, plan: Plan) -> int:
-    """Return the parameters of the head and the final norm on a device."""
+    """Return the number of parameters of the head's matrix and the final norm on a device."""
     count = split(model.vocab_size * model.embedding_dim, plan.tensor) if model.lm_head else 0
     return count + (model.norm_vectors * model.d_model if model.final_norm else 0)
 
@@ -151,7 +151,7 @@ def distinct_stages(model: Transformer, plan: Plan) -> list[int]:
     return list(stages_by_kind(model, plan).values())
 
 
-#: The number of layers of each kind in a stage, and if it is the first and the last stage.
+#: The number of layers of each kind in a stage, and whether the stage is the first and the last.
 StageKind = tuple[frozenset[tuple[tuple[bool, ...], int]], tuple[bool, bool]]
 
 
@@ -209,7 +209,7 @@ class FsdpGroups(NamedTuple):
     blocks: int
 
     def gathered(self, blocks: int, size: Fraction, *others: Breakdown | None) -> Breakdown:
-        """Return the gathered weights of the ends and of `blocks` blocks, with other tensors."""
+        """Return the bytes of gathered weights of the ends and `blocks` blocks, and of `others`."""
         inside = min(blocks * self.block, self.blocks)
         return total(
             "gathered",

@@ -70,7 +70,7 @@ def stage_rates(model: Transformer, plan: Plan, work: Workload, device: Hardware
         ranks = matrix.tensor_ranks(plan.tensor, model.kv_heads)
         entries = matrix.entries / ranks
         operations += repeats * 2 * matrix.chosen * entries
-        # Each product reads its input and its matrix and writes its output.
+        # Each product reads its input and writes its output; the matrix is counted below.
         values += repeats * matrix.chosen * (matrix.rows + matrix.columns / ranks)
         if matrix.routed:
             routed += repeats * entries * matrix.copies
