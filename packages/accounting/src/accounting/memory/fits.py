@@ -253,5 +253,10 @@ def _loss(output: Any) -> Tensor:
     output_loss = getattr(output, "loss", None)
     if isinstance(output_loss, Tensor):
         return output_loss
-    first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-    return first.sum()
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            return leaf.sum()
+    raise ValueError(
+        f"expected the module to return a tensor, or a container or an object with `.loss`, got "
+        f"{type(output).__name__}; pass loss=..., a function from the output to a scalar"
+    )

@@ -8,7 +8,7 @@ from typing import Any
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
-from accounting.memory.backward import final_norm, times
+from accounting.memory.backward import final_norm, fullest_block, times
 from accounting.memory.states import (
     cast_weights,
     fsdp_groups,
@@ -133,7 +133,7 @@ class _Step:
         model, unsharded = self.model, self.unsharded
         cast = self.cast_weights
         after_first = self.parameters - _first_block_and_table(model)
-        block = activations(one_layer(model), replace(self.plan, recompute="none"), self.work)
+        block = fullest_block(model, self.plan, self.work)
         for part, alive in _inside(model, block, self.tokens, self.work):
             inside = _gradients_inside(model, part)
             block_gradients = unsharded.gradients_inside(part, inside)

@@ -110,16 +110,19 @@ def tied_table_gradients(model: Transformer, plan: Plan, kind: Precision) -> Bre
 
 
 def head_gradient(model: Transformer, plan: Plan, kind: Precision) -> Breakdown:
-    """Return the gradient of the head and the final norm, which FSDP reduces after the blocks."""
+    """Return the gradients of the head and the final norm, which FSDP reduces after the blocks."""
     size = bytes_of(kind.cast_weights or kind.weights)
     count = head_parameters(model, plan)
     return product("gradient of the head", "B", parameters=count, bytes=size)
 
 
 def head_parameters(model: Transformer, plan: Plan) -> int:
-    """Return the number of parameters of the head's matrix and the final norm on a device."""
-    count = split(model.vocab_size * model.embedding_dim, plan.tensor) if model.lm_head else 0
-    return count + (model.norm_vectors * model.d_model if model.final_norm else 0)
+    """Return the number of parameters after the blocks, such as the head, on a device."""
+    after = (m for m in matrices(model) if m.layers is None and m.where == "last")
+    count = sum(_device_size(matrix, model, plan) for matrix in after)
+    if model.tied and model.lm_head:
+        count += split(model.vocab_size * model.embedding_dim, plan.tensor)
+    return count
 
 
 def stage_states(model: Transformer, plan: Plan, kind: Precision, stage: int) -> list[Breakdown]:
@@ -183,15 +186,20 @@ def layer_kinds(model: Transformer) -> tuple[tuple[bool, ...], ...]:
 
 
 @lru_cache
-def one_layer(model: Transformer) -> Transformer:
-    """Return a model of one layer, the largest of `model`, without a window.
+def single_layers(model: Transformer) -> tuple[Transformer, ...]:
+    """Return a model of one layer for each kind of layer, without a window.
 
-    It has the embedding and the head of `model`.
+    Each model has the embedding and the head of `model`.
     """
     kinds = layer_kinds(model)
     first = {kind: kinds.index(kind) for kind in kinds}
     layers = (part_of(model, (layer,), first=True, last=True) for layer in first.values())
-    return replace(max(layers, key=lambda layer_model: layer_model.size), window=None)
+    return tuple(replace(layer_model, window=None) for layer_model in layers)
+
+
+def one_layer(model: Transformer) -> Transformer:
+    """Return the model in `single_layers` with the most parameters."""
+    return max(single_layers(model), key=lambda layer_model: layer_model.size)
 
 
 class FsdpGroups(NamedTuple):

@@ -56,8 +56,8 @@ class Transformer:
 
     #: True if the MLP has three matrices (SwiGLU, GeGLU); otherwise it has two.
     gated_mlp: bool = True
-    #: `silu`, `gelu`, `relu`, `relu2` (squared ReLU), or `gelu_new` (several operators in Hugging
-    #: Face transformers).
+    #: `silu`, `gelu`, `relu`, `relu2` (squared ReLU), or a function of several operators in Hugging
+    #: Face transformers: `quick_gelu`, `gelu_python`, `gelu_new`, `gelu_fast` or `xielu`.
     activation: str = "silu"
     #: `rmsnorm` (a weight), `layernorm` (a weight and a bias), or `none`.
     norm: str = "rmsnorm"
@@ -342,7 +342,10 @@ class Transformer:
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "norm": ("rmsnorm", "layernorm", "none"),
-    "activation": ("silu", "gelu", "gelu_new", "relu2", "relu"),
+    "activation": (
+        *("silu", "gelu", "relu", "relu2"),
+        *("quick_gelu", "gelu_python", "gelu_new", "gelu_fast", "xielu"),
+    ),
     "qk_norm": (False, True, "head", "heads", "all"),
 }
 _RECORDS: dict[str, tuple[type, bool]] = {
