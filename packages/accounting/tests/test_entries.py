@@ -96,7 +96,7 @@ INSIDE = {
     *("search.space", "memory.states.stages_by_kind"),
     *("time.efficiency", "time.collective", "workload"),
     *("time.communication.state_calls", "time.communication.token_collectives"),
-    "time.step.attention_flops",
+    *("time.communication.reduced_blocks", "time.step.attention_flops"),
     *("memory.states.alone", "memory.states.device_parameters", "memory.states.distinct_stages"),
     *("memory.states.one_layer", "memory.activations.gradients_in_flight", "parameters.by_part"),
     "memory.activations.head_activations",

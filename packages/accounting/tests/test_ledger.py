@@ -345,5 +345,9 @@ def test_loss_without_gradient_is_refused() -> None:
     frozen = nn.Linear(4, 4).requires_grad_(False)
     with pytest.raises(ValueError, match="expected a loss with a gradient"):
         fits(frozen, torch.zeros(2, 4), None)
+    without = nn.Module()
+    without.forward = lambda sample: "text"
+    with pytest.raises(ValueError, match=r"expected the module to return a tensor, .* got str"):
+        fits(without, torch.zeros(2, 4), None)
     with pytest.raises(ValueError, match="expected rounding >= 1, got 0"):
         Ledger(rounding=0)

@@ -24,7 +24,7 @@ from accounting.breakdown import Breakdown
 from accounting.memory.activations import activations, head_activations
 from accounting.memory.live import make_state
 from accounting.memory.peak import peak_memory
-from accounting.memory.states import device_parameters
+from accounting.memory.states import device_parameters, head_parameters
 from accounting.search.plans import fewest_devices, plans_that_fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,6 +42,11 @@ SHAPES = [
     Transformer(layers=2, d_model=24, heads=4, d_ff=40, vocab_size=31),
     Transformer(layers=3, d_model=32, heads=2, vocab_size=50, gated_mlp=False, activation="gelu"),
 ]
+
+MAMBA = Transformer.from_hf(
+    {"model_type": "mamba2", "hidden_size": 8, "num_hidden_layers": 3, "vocab_size": 5}
+    | {"num_heads": 4, "state_size": 4, "n_groups": 1}
+)
 
 
 def loss_of(model: torch.nn.Module, tokens: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -83,6 +88,50 @@ def predicted_saved_bytes(shape: Transformer, batch: int, seq: int, **options: o
 def test_saved_activations_equal_eager_torch_to_the_byte(shape: Transformer, flash: bool) -> None:
     with sdpa_kernel(KERNELS[flash]):
         assert saved_bytes(shape, 3, 13) == predicted_saved_bytes(shape, 3, 13, flash=flash)
+
+
+@pytest.mark.parametrize(
+    ("shape", "part"),
+    [
+        (Transformer(layers=3, d_model=8, heads=0, vocab_size=5, norms_per_layer=1), "mlp"),
+        (MAMBA, "mixers"),
+    ],
+)
+def test_norms_of_layers_without_attention_save_their_inputs(shape: Transformer, part: str) -> None:
+    saved = activations(shape, batch=2, seq=7)[part]
+    assert saved["norm input"].total == saved["norm statistics"].total * 8 == 3 * 2 * 7 * 8 * 4
+
+
+def test_block_with_most_activations_is_not_that_with_most_parameters() -> None:
+    """The first layer is dense and wide, and the others have many narrow experts."""
+    experts = Experts(count=64, per_token=1, width=32, layers=(1, 2))
+    mixed = Transformer(layers=3, d_model=64, heads=4, d_ff=512, vocab_size=9, experts=experts)
+    dense = replace(mixed, experts=None, mlp_layers=None)
+    plan = Plan(recompute="full", data=2, expert=2, zero=3)
+    memory = training_memory(mixed, plan, batch=2, seq=8)
+    expected = training_memory(dense, replace(plan, expert=1), batch=2, seq=8)
+    for part in ("one block recomputed", "gradients in flight"):
+        assert memory[part].total == expected[part].total
+
+
+@pytest.mark.parametrize(
+    ("model", "count"),
+    [
+        (Transformer(layers=1, d_model=8, heads=2, vocab_size=5), 5 * 8 + 8),
+        (Transformer(layers=1, d_model=8, heads=2, vocab_size=5, tied=True), 5 * 8 + 8),
+        (Transformer(layers=1, d_model=8, heads=2, vocab_size=5, head_bias=True), 5 * 8 + 8 + 5),
+        (
+            # The output of the blocks is projected to the width of the embedding.
+            Transformer(layers=1, d_model=8, heads=2, vocab_size=5, embedding_dim=4),
+            5 * 4 + 8 + 8 * 4,
+        ),
+        (Transformer(layers=1, d_model=8, heads=2, vocab_size=5, lm_head=False), 8),
+    ],
+)
+def test_parameters_after_the_blocks_include_biases_and_projections(
+    model: Transformer, count: int
+) -> None:
+    assert head_parameters(model, Plan()) == count
 
 
 def test_autocast_keeps_casts_and_copies_of_the_matrices() -> None:

@@ -7,12 +7,16 @@ import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from decimal import Decimal
+from fractions import Fraction
 from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from accounting import (
     HARDWARE,
     MLA,
@@ -405,6 +409,24 @@ def test_replicas_multiply_sequences_and_throughput(pipeline: int) -> None:
         assert replicated[name] == pytest.approx(factor * value), name
 
 
+def test_decode_step_has_an_all_reduce_per_block() -> None:
+    """A parallel block has one output, and a layer of a state space has no MLP."""
+    parallel = replace(SMALL, parallel_block=True)
+    mamba = Transformer.from_hf(
+        {"model_type": "mamba2", "hidden_size": 1024, "num_hidden_layers": 8, "vocab_size": 32000}
+        | {"num_heads": 32, "state_size": 16, "n_groups": 8}
+    )
+    with_mlp = replace(mamba, mlp_layers=tuple(range(8)), d_ff=8, gated_mlp=False)
+    link = HARDWARE["H100"].node_link
+    # A double binary tree with a payload of eight tokens.
+    call = 2 * (3 * link.latency + 8 * 1024 * 2 / link.bandwidth)
+    for models in ((parallel, SMALL), (mamba, with_mlp)):
+        fewer, more = (
+            serving(model, gpus=8, batch=8, seq=8)["decode_step_seconds"] for model in models
+        )
+        assert more - fewer == pytest.approx(predicted(8 * call).middle, rel=0.05)
+
+
 @pytest.mark.parametrize("expert", [8, 16])
 def test_expert_parallel_decode_step_adds_two_all_to_alls_per_layer(expert: int) -> None:
     """Eight H100 are one node; of sixteen, half of the bytes go through the network."""
@@ -574,6 +596,9 @@ def test_refusal_says_how_much_memory_is_missing(vocab_size: int) -> None:
     model = replace(SMALL, vocab_size=vocab_size)
     with pytest.raises(ValueError, match="are missing") as refused:
         plan_for(model, gpus=2, batch=2, seq=64, memory_bytes=1e8)
+    # A fixed expert degree does not change the reason.
+    with pytest.raises(ValueError, match="are missing"):
+        plan_for(MIXTURE, gpus=8, batch=8, seq=64, memory_bytes=1e6, expert=4)
     numbers = re.findall(r"([\d.]+) (MiB|GiB)", str(refused.value))
     needed, usable, missing = (float(n) * {"MiB": 1, "GiB": 1024}[unit] for n, unit in numbers)
     assert usable == pytest.approx(0.9 * 1e8 / 2**20, rel=0.01)
@@ -631,6 +656,13 @@ def test_search_stops_at_time_limit_and_reports_progress(monkeypatch: pytest.Mon
 
     some = plans_that_fit(SMALL, **question, most=40, time_limit=600.0, progress=pass_limit)
     assert 0 < len(some) <= 5
+
+
+@pytest.mark.parametrize("number", [np.float32, torch.tensor, Fraction, Decimal])
+def test_numbers_of_other_libraries_are_those_of_python(number: Any) -> None:
+    expected = plan_for(SMALL, gpus=2, batch=2, seq=64, tokens=2.0**30)
+    answer = plan_for(SMALL, gpus=2, batch=2, seq=64, tokens=number(2.0**30))
+    assert json.dumps(answer.to_dict()) == json.dumps(expected.to_dict())
 
 
 def test_amounts_with_suffixes_are_parsed() -> None:

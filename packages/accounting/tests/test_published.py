@@ -100,9 +100,9 @@ def test_runs_of_a_new_source_are_as_far_off_as_stated() -> None:
     covered = [inside(group, LEAST_SOURCES - 1) for group in [*SEPARATE, None]]
     runs = {index: answer for answers in covered for index, answer in answers.items()}
     assert len(runs) == len(RUNS) == 313
-    assert sum(runs.values()) == 264
+    assert sum(runs.values()) == 250
     dense = [inside(group, LEAST_SOURCES - 1) for group in SEPARATE[:2]]
-    for answers, average in zip(dense, (0.75, 0.76), strict=True):
+    for answers, average in zip(dense, (0.72, 0.75), strict=True):
         by_source: dict[str, list[bool]] = {}
         for index, answer in answers.items():
             by_source.setdefault(ratios()[index].source, []).append(answer)
@@ -132,7 +132,7 @@ def test_titan_runs_on_h100_are_as_far_off_as_stated() -> None:
     assert times[0] / times[1] == pytest.approx(1.16, abs=0.005)
     answers = inside(SEPARATE[1], LEAST_SOURCES - 1)
     titan = [answer for i, answer in answers.items() if "torchtitan" in RUNS[i].source]
-    assert (sum(titan), len(titan)) == (2, 6)
+    assert (sum(titan), len(titan)) == (1, 6)
 
 
 @pytest.mark.parametrize("device", ["A100", "H100"])
@@ -259,9 +259,9 @@ def test_thin_products_are_slower_than_thick_ones() -> None:
 @pytest.mark.parametrize(
     ("layers", "width", "heads", "d_ff", "gpus", "batch", "hours", "ratio", "of_peak"),
     [
-        (32, 4096, 32, 14336, 1024, 1024, 1.46e6, 2.87, 0.14),
-        (80, 8192, 64, 28672, 4096, 1024, 7.0e6, 1.66, 0.26),
-        (126, 16384, 128, 53248, 16384, 2048, 30.84e6, 1.06, 0.35),
+        (32, 4096, 32, 14336, 1024, 1024, 1.46e6, 2.85, 0.14),
+        (80, 8192, 64, 28672, 4096, 1024, 7.0e6, 1.65, 0.26),
+        (126, 16384, 128, 53248, 16384, 2048, 30.84e6, 1.07, 0.35),
     ],
 )
 def test_hours_of_llama_3_1_model_cards_are_as_far_off_as_stated(

@@ -2,13 +2,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from accounting import HARDWARE, Plan, Transformer, flops
+from accounting import HARDWARE, Plan, Transformer, Workload, flops
 from accounting.breakdown import Breakdown
 from accounting.hardware import Link
 from accounting.memory.states import device_parameters
 from accounting.model.records import Experts
 from accounting.time.collective import Collective
-from accounting.time.efficiency import MATMUL_FRACTION
+from accounting.time.efficiency import BANDWIDTH_FRACTION, MATMUL_FRACTION, stage_rates
 from accounting.time.step import (
     group_link,
     step_time,
@@ -48,6 +48,8 @@ def test_hidden_and_exposed_traffic_add_up() -> None:
     assert "gradients" not in shown
     assert "gradients" in bare
     assert bare["tensor-parallel forward"].total == shown["tensor-parallel forward"].total > 0
+    gathers = step_time(MODEL, replace(plan, zero=3), overlap=nothing_hides, **run)
+    assert "weights" in gathers["exposed communication"]
     # A ring of 65 all-reduces over NVLink, by hand.
     item = 8 * 4096 * 4096 * 2
     by_hand = 65 * (14 * 2e-6 + 1.75 * item / 450e9)
@@ -99,12 +101,25 @@ def test_the_precision_decides_how_fast_matrices_are_multiplied() -> None:
         assert compute(precision, "V100").total > 0
 
 
+#: A decoder, a decoder with state spaces, and an image encoder with a class token and a pooler.
+KINDS = [
+    MODEL,
+    Transformer.from_hf(
+        {"model_type": "bamba", "attn_layer_indices": [1], "mamba_n_heads": 8}
+        | {"hidden_size": 256, "intermediate_size": 512, "vocab_size": 1000}
+        | {"num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2}
+    ),
+    Transformer.from_hf({"model_type": "vit", "architectures": ["ViTModel"]}),
+]
+
+
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
-def test_matrices_and_attention_are_all_the_arithmetic(recompute: str) -> None:
+@pytest.mark.parametrize("model", KINDS, ids=["decoder", "hybrid", "encoder"])
+def test_matrices_and_attention_are_all_the_arithmetic(model: Transformer, recompute: str) -> None:
     plan = Plan(recompute=recompute)
-    compute = step_time(MODEL, plan, batch=2, seq=512, hardware="H100")["compute"]
-    work = flops(MODEL, seq=512, batch=2, recompute=recompute, flash=True).total
-    forward = flops(MODEL, seq=512, batch=2, phase="forward")["attention"]
+    compute = step_time(model, plan, batch=2, seq=512, hardware="H100")["compute"]
+    work = flops(model, seq=512, batch=2, recompute=recompute, flash=True).total
+    forward = flops(model, seq=512, batch=2, phase="forward")["attention"]
     # The backward of flash attention computes the scores again.
     attention = forward.total * (3 if recompute == "none" else 4) + forward["scores"].total
     peak = H100.peak("bf16")
@@ -113,6 +128,18 @@ def test_matrices_and_attention_are_all_the_arithmetic(recompute: str) -> None:
     )
     rate = peak * MATMUL_FRACTION["bf16"] * HARDWARE["H100"].power_factor
     assert compute["matrices"].total == pytest.approx((work - attention) / rate)
+
+
+def test_product_moves_the_input_and_output_that_its_shard_has() -> None:
+    """A matrix that is split along its rows reads a part of its input, and writes all outputs."""
+    plan, work = Plan(tensor=8, sequence_parallel=True), Workload(batch=1, seq=64, precision="bf16")
+    device = HARDWARE["A100"]
+    mlp = Transformer(layers=3, d_model=512, heads=0, d_ff=4096, vocab_size=0, gated_mlp=False)
+    values = 3 * 3 * 2 * (512 + 4096 / 8)
+    moved = stage_rates(mlp, plan, work, device).traffic * device.memory_bandwidth
+    assert moved * BANDWIDTH_FRACTION == pytest.approx(2 * values)
+    heads = [stage_rates(replace(MODEL, tied=tied), plan, work, device) for tied in (False, True)]
+    assert heads[0] == heads[1]
 
 
 @given(expert=st.sampled_from([8, 16, 64, 256]), size=st.integers(1, 10**9))

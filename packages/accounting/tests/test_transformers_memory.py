@@ -9,6 +9,7 @@ import torch
 from accounting import Ledger, Plan, Transformer, Window, Workload, peak_memory, training_memory
 from accounting.memory.activations import activations
 from accounting.memory.live import make_state
+from accounting.model.config import _ACTIVATIONS, activation
 from reference import described
 
 LLAMA: dict[str, Any] = {
@@ -203,6 +204,26 @@ def test_peaks_that_are_not_modeled_are_as_far_off_as_stated(
     monkeypatch.setitem(FAMILIES, family, sizes)
     actual, predicted = peaks(family, *run, flash)
     assert least <= predicted / actual <= most
+
+
+@pytest.mark.parametrize("name", [name for names in _ACTIVATIONS.values() for name in names])
+def test_activation_of_transformers_saves_the_tensors_that_are_counted(name: str) -> None:
+    from transformers.activations import ACT2FN
+
+    saved: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        saved[tensor.untyped_storage()._cdata] = tensor
+        return tensor
+
+    hidden = torch.randn(6, 8, requires_grad=True) * 1.0
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        (ACT2FN[name](hidden) @ torch.ones(8, 1, requires_grad=True)).sum()
+    count = sum(tensor.numel() == hidden.numel() for tensor in saved.values())
+    sizes: dict[str, Any] = {"layers": 1, "d_model": 4, "heads": 0, "d_ff": 8, "vocab_size": 0}
+    model = Transformer(**sizes, gated_mlp=False, activation=activation(name))
+    mlp = activations(model, Plan(), Workload(batch=1, seq=6, transformers=True))["mlp"]
+    assert mlp["hidden"].total == 4 * count * hidden.numel()
 
 
 def test_window_wider_than_the_sequence_needs_no_mask() -> None:

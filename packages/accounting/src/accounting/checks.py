@@ -207,7 +207,9 @@ def _typed(name: str, value: Any, rule: Rule) -> Any:
         most = MOST_LAYERS if name == "layers" else math.inf
         value = whole(name, value, least=_least(rule), most=most)
     elif declared == "float":
-        number(name, value, open=rule.limit is None and rule.default != 0)
+        converted = number(name, value, open=rule.limit is None and rule.default != 0)
+        if not isinstance(value, int | float):
+            value = converted
     elif declared == "bool":
         instance(name, value, bool, "True or False")
     elif declared == "str" and not isinstance(rule.limit, tuple):

@@ -108,7 +108,7 @@ def inference_flops(parameters: float, tokens: float) -> float:
 
 @checks.entry()
 def landauer_joule_per_flop(*, bits: int = 32, kelvin: float = 300.0) -> float:
-    """Return the minimum energy to erase some bits: kT ln 2 per bit (Landauer 1961)."""
+    """Return the minimum joules to erase `bits` in one FLOP: kT ln 2 per bit (Landauer 1961)."""
     return bits * BOLTZMANN_JOULE_PER_KELVIN * kelvin * math.log(2)
 
 

@@ -1,8 +1,8 @@
 """Accelerators: peaks, memory, links and power, each with its source.
 
-The entries are in hardware.toml. Peaks are derived from the clock rate, the number of units and
-their width, or are the published ones. Rates are dense; some data sheets print the rate with
-structured sparsity, which is twice as high. Bandwidths are bytes per second in one direction.
+The entries are in hardware.toml. A peak is either published, or derived from the clock rate and the
+number and width of the units. Rates are dense; some data sheets print the rate with structured
+sparsity, which is twice as high. Bandwidths are bytes per second in one direction.
 """
 
 import re

@@ -80,8 +80,8 @@ def ring(payload: float, ranks: int) -> float:
 def data_parallel(count: int, ranks: int, zero: int, ends: int = 0) -> float:
     """Return the bytes of 16-bit gradients and weights that one device sends per step.
 
-    A step has one micro-batch. FSDP keeps the `ends`, the weights outside the blocks, gathered
-    between the forward and the backward.
+    The step is assumed to have one micro-batch. FSDP keeps the `ends`, which are the weights
+    outside the blocks, gathered between the forward and the backward pass.
     """
     half = (ranks - 1) * 2 * count / ranks
     if zero == 0:

@@ -74,7 +74,10 @@ class Precision:
 
     @property
     def wire_dtypes(self) -> dict[str, str]:
-        """Return the dtypes in which weights (cast copies), gradients and activations are sent."""
+        """Return the dtypes in which weights, gradients and activations are sent.
+
+        Weights are sent in the dtype of their cast copies, if there are any.
+        """
         weights = self.cast_weights or self.weights
         return {"weights": weights, "gradients": self.gradients, "activations": self.activations}
 

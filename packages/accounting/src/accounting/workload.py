@@ -35,9 +35,9 @@ class Workload:
     #: and several matrices share one copy of their input under autocast.
     compiled: bool = False
     #: True for the eager modules of Hugging Face transformers with sdpa, which save more tensors.
-    #: An RMSNorm and the activation `gelu_new` are several operators. A layer with a window of at
-    #: most `seq` keys also saves a mask and repeated keys and values. MLA copies its keys and its
-    #: output.
+    #: An RMSNorm and activations such as `gelu_new` are several operators. A layer with a window of
+    #: at most `seq` keys also saves a mask and repeated keys and values. MLA copies its keys and
+    #: its output.
     transformers: bool = False
 
     def __post_init__(self) -> None:

@@ -15,6 +15,7 @@ from accounting.model.transformer import Transformer, matrices
 from accounting.plan import Plan, split
 from accounting.precision import bytes_of
 from accounting.time.collective import Collective
+from accounting.time.communication import reduced_blocks
 from accounting.time.efficiency import (
     BANDWIDTH_FRACTION,
     MATMUL_FRACTION,
@@ -62,8 +63,8 @@ def serving(
     The experts of a layer are distributed over the same stage of `expert` replicas, so `expert`
     divides `data`. Each of these replicas sends its tokens to the replicas of the chosen experts
     and receives the outputs: two all-to-alls per layer with experts. The load of the experts is
-    assumed to be equal. Device numbers vary fastest by tensor-parallel rank, then by the replicas
-    that share experts, then by stage.
+    assumed to be equal. Devices are numbered by tensor-parallel rank first, then by the replicas
+    that share experts, and then by stage.
 
     Bytes are summed over all devices, except `bytes_per_device`: weights and caches of `batch`
     sequences on the fullest device. A tenth of the memory is left free. `sequences_at_once` is the
@@ -73,14 +74,14 @@ def serving(
     decode step with one sequence.
 
     A prefill processes `batch` prompts of `seq` tokens, and a decode step adds one token to each.
-    Matrix products run in the dtype of the weights if the device lists it, and otherwise in bf16 or
-    fp16. Times have two bounds: `_low` is the roofline of all stages at the full peak and
-    bandwidth, and `_high` adds the widest known error of training steps. `tokens_per_second_low`
-    follows from the `_high` time, and vice versa.
+    Matrix products run in the dtype of the weights if the device lists it, and otherwise in bf16,
+    fp16, or the first dtype that it lists. Times have two bounds: `_low` is the roofline of all
+    stages at the full peak and bandwidth, and `_high` adds the widest known error of training
+    steps. `tokens_per_second_low` follows from the `_high` time, and vice versa.
 
     Raises `ValueError` if `data` x `pipeline` does not divide `gpus`, if `data` does not divide
-    `batch`, or if the model has no cache. Also raises `ValueError` if `expert` does not divide
-    `data` and the number of experts, or if the tensor-parallel degree does not divide the model.
+    `batch`, or if the model has no cache. Also raises `ValueError` unless `expert` divides both
+    `data` and the number of experts, and unless the tensor-parallel degree divides the model.
     """
     device = find(hardware)
     size = float(bytes_of(weights))
@@ -166,11 +167,11 @@ def _inference_seconds(
 ) -> Interval:
     """Return the seconds of a prefill or a decode step of a replica with `batch` sequences.
 
-    One stage runs after another.
+    The stages run one after another.
     """
     size = float(bytes_of(weights))
     dtype = next(d for d in (weights, "bf16", "fp16", *device.peaks) if d in device.peaks)
-    wire = 2 if dtype != "fp32" else 4
+    wire = max(2, int(bytes_of(dtype)))
     utilization = MATMUL_FRACTION.get(dtype, 0.8) * device.power_factor
     tokens = batch * (seq if phase == "prefill" else 1)
     least = modeled = 0.0
@@ -188,8 +189,7 @@ def _inference_seconds(
         modeled += (moved + stream) / (bandwidth * BANDWIDTH_FRACTION)
         payload = tokens * part.d_model * wire
         if tensor > 1:
-            # One all-reduce after attention or a mixer, and one after the MLP or the experts.
-            calls = _collective("all_reduce", tensor, 2 * part.layers, payload)
+            calls = _collective("all_reduce", tensor, reduced_blocks(part), payload)
             modeled += calls.seconds(group_link(device, stride=1, ranks=tensor))
         if expert > 1 and part.experts:
             # Each token is sent to its experts, and their outputs are sent back.
@@ -239,7 +239,7 @@ def _unselected_bytes(model: Transformer, cache: Breakdown, seq: int) -> float:
 
 
 def _count_parameters_read(model: Transformer, ranks: int, tokens: int = 1, expert: int = 1) -> int:
-    """Return the number of parameters that a device reads while each replica has `tokens` tokens.
+    """Return the number of parameters that a device reads if each replica has `tokens` tokens.
 
     Tables such as embeddings do not count, except for the one that a tied head reads. Tokens are
     assumed to choose experts independently of each other, so some experts are not read. With expert

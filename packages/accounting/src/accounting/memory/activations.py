@@ -8,6 +8,7 @@ bits, the sum per layer is the `sbh(34 + 5as/h)` of Korthikanti et al. 2022, "Re
 Recomputation", equation 1.
 """
 
+from collections import Counter
 from fractions import Fraction
 from typing import Any
 
@@ -20,6 +21,9 @@ from accounting.precision import Precision, bytes_of
 from accounting.workload import WORKLOAD, Workload, workload
 
 _TENSORS = tables("memory/activations.toml")
+#: Number of tensors that functions of several operators in transformers save, besides their input
+#: and output. For example, `gelu_new` saves half of its input, a tanh, and the tanh plus one.
+_WRITTEN_OUT = {"quick_gelu": 1, "gelu_python": 2, "gelu_new": 3, "xielu": 4, "gelu_fast": 6}
 
 
 @checks.entry(*WORKLOAD)
@@ -48,19 +52,22 @@ def activations(
     if plan.recompute == "full":
         parts = _rows("block inputs", names)
     else:
-        # Norms before or after attention, and before or after the MLP.
+        rows: dict[str, list[Breakdown | None]] = {
+            "attention": _rows("attention", names) if names["n"] else [],
+            "mlp": _rows("mlp", names),
+            "experts": _rows("experts", names) if stage_model.experts else [],
+            "mixers": _mixers(stage_model, names),
+        }
+        # Norms before or after attention or a mixer, and before or after the MLP.
+        without_attention = "mixers" if stage_model.mixers else "mlp"
         around = (stage_model.norms_per_layer + 1) // 2
-        before = {"attention": around, "mlp": stage_model.norms_per_layer - around}
-        parts = []
-        for part, norms in before.items():
-            if part == "mlp" or names["n"]:
-                norms_on_stage = stage_model.layers * norms if stage_model.norm != "none" else 0
-                leaves = (*_rows("norms", names | {"norms": norms_on_stage}), *_rows(part, names))
-                parts.append(total(part, "B", *leaves))
-        parts.append(
-            total("experts", "B", *_rows("experts", names)) if stage_model.experts else None
-        )
-        parts.append(total("mixers", "B", *_mixers(stage_model, names)))
+        norms = Counter({"attention" if names["n"] else without_attention: around})
+        norms["mlp"] += stage_model.norms_per_layer - around
+        if stage_model.norm != "none":
+            for part, count in norms.items():
+                on_stage = {"norms": stage_model.layers * count}
+                rows[part] = [*_rows("norms", names | on_stage), *rows[part]]
+        parts = [total(part, "B", *leaves) for part, leaves in rows.items()]
     return total(f"activations of {model.name}", "B", *parts)
 
 
@@ -109,9 +116,10 @@ def gradients_in_flight(
     the gradients of two score matrices with `keys` per row, or of q, k and v for flash attention
     (`keys=None`). Both include the gradient of the residual stream.
     """
-    hidden = model.d_ff
+    hidden = model.d_ff if model.mlp_layers else 0
     if model.experts:
-        hidden = model.experts.per_token * model.experts.width + model.experts.shared
+        of_experts = model.experts.per_token * model.experts.width + model.experts.shared
+        hidden = max(hidden, of_experts)
     scores = 3 * model.qk_dim if keys is None else 2 * keys
     return [
         tokens * (model.d_model + width // tensor)
@@ -176,8 +184,7 @@ def _masked_layers(model: Transformer, work: Workload) -> int:
 
 def _hidden_tensors(model: Transformer, work: Workload) -> int:
     """Return the number of saved tensors per layer that have the width of the MLP."""
-    # Besides its input and output, gelu_new saves half of its input, a tanh, and the tanh plus one.
-    written_out = 3 if model.activation == "gelu_new" and work.transformers else 0
+    written_out = _WRITTEN_OUT.get(model.activation, 0) if work.transformers else 0
     is_relu = model.activation == "relu"
     if not model.gated_mlp:
         # ReLU saves only its output, which is also the input of the next matrix.
@@ -195,9 +202,9 @@ def _rows(part: str, names: Table) -> list[Breakdown | None]:
     ]
 
 
-def _mixers(model: Transformer, names: Table) -> list[Breakdown]:
+def _mixers(model: Transformer, names: Table) -> list[Breakdown | None]:
     """Return the bytes that recurrent layers save: their input, and the values in mixers.toml."""
-    parts = []
+    parts: list[Breakdown | None] = []
     for mixer in model.mixers:
         layers = {"layers": len(mixer.layers)}
         stream = {"tokens": names["r"], "d_model": model.d_model, "bytes": names["size"]}

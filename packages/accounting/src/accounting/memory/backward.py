@@ -6,10 +6,11 @@ recomputed block.
 
 from dataclasses import replace
 from fractions import Fraction
+from typing import Any
 
 from accounting.breakdown import Breakdown, Number, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
-from accounting.memory.states import one_layer
+from accounting.memory.states import single_layers
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import bytes_of
@@ -84,13 +85,20 @@ def temporary_gradients(model: Transformer, plan: Plan, work: Workload) -> Break
 
 def one_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     """Return the bytes of the saved tensors of one block, which exist while it is recomputed."""
-    without_stages = replace(plan, pipeline=1, virtual_stages=1, schedule="1f1b", devices=0)
-    block = activations(one_layer(model), replace(without_stages, recompute="none"), work)
-    return total("one block recomputed", "B", *block.parts)
+    return total("one block recomputed", "B", *fullest_block(model, plan, work).parts)
+
+
+def fullest_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
+    """Return the activations, without recomputation, of the block that saves the most."""
+    stages: dict[str, Any] = {"virtual_stages": 1, "schedule": "1f1b", "devices": 0}
+    # A dense layer has no experts to distribute.
+    plan = replace(plan, **stages, pipeline=1, expert=1, recompute="none")
+    blocks = (activations(layer, plan, work) for layer in single_layers(model))
+    return max(blocks, key=lambda block: block.total)
 
 
 def times(name: str, part: Breakdown, **factor: Number) -> Breakdown | None:
-    """Return a copy of a part whose leaves are multiplied by a named factor, or None if it is 0."""
+    """Return a part, renamed and multiplied by a named factor, or None if the factor is 0."""
     ((label, count),) = factor.items()
     if not count:
         return None

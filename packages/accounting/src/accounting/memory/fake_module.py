@@ -83,7 +83,7 @@ class _FakeCopies(TorchFunctionMode):
 
 
 def copy_with(fakes: FakeTensors, module: nn.Module) -> nn.Module:
-    """Return a copy of a module whose tensors are fake.
+    """Return a copy of `module` in which all tensors are fake.
 
     Raises `ValueError` if the module cannot be copied, or if it has hooks that a copy would lose or
     share with the module.

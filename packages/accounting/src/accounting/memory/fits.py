@@ -31,7 +31,7 @@ class Fit:
     when: str
     #: Memory of the device.
     memory_bytes: int
-    #: The largest blocks at the peak, as text.
+    #: The largest memory allocations at the peak, as text.
     table: str
 
     @property
@@ -69,14 +69,15 @@ def fits(
 
     `sample` is the input of the module: a tensor, a tuple of arguments, or a dictionary of keyword
     arguments. `optimizer` is an optimizer class, or a `functools.partial` of one, and trains all
-    parameters that require gradients. None traces the forward and the backward pass only. `device`
-    provides the memory with which the peak is compared. `loss` computes a scalar from the output;
-    the default is the output's `.loss`, or otherwise the sum of its first tensor. The output is
-    released before the backward pass, as in `loss(module(sample)).backward()`. A loop that keeps
-    the output in a variable, such as the logits of a language model, needs its bytes in addition.
-    `autocast` is the dtype of mixed precision, `torch.bfloat16` or `torch.float16`. `rounding` is
-    the granularity of the allocator, 512 bytes on CUDA. Tensors that are plain attributes of the
-    module have the label `attributes`.
+    parameters that require gradients. With `optimizer=None`, only the forward and the backward pass
+    are traced. The peak is compared with the memory of `device`. `loss` computes a scalar from the
+    output; the default is the output's `.loss`, or otherwise the sum of its first tensor. The
+    output is released before the backward pass, as in `loss(module(sample)).backward()`. A loop
+    that keeps the output in a variable, such as the logits of a language model, needs its bytes in
+    addition.
+    `autocast` is the dtype of mixed precision, `torch.bfloat16` or `torch.float16`; None disables
+    autocast. `rounding` is the granularity of the allocator, 512 bytes on CUDA. Tensors that are
+    plain attributes of the module have the label `attributes`.
 
     Raises `ValueError` if a step depends on the values of tensors, because fake tensors have no
     values. A step is also refused if it runs an operator whose memory is hidden, such as a fused
@@ -252,5 +253,10 @@ def _loss(output: Any) -> Tensor:
     output_loss = getattr(output, "loss", None)
     if isinstance(output_loss, Tensor):
         return output_loss
-    first = next(leaf for leaf in tree_leaves(output) if isinstance(leaf, Tensor))
-    return first.sum()
+    for leaf in tree_leaves(output):
+        if isinstance(leaf, Tensor):
+            return leaf.sum()
+    raise ValueError(
+        f"expected the module to return a tensor, or a container or an object with `.loss`, got "
+        f"{type(output).__name__}; pass loss=..., a function from the output to a scalar"
+    )

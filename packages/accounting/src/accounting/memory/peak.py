@@ -8,7 +8,7 @@ from typing import Any
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
-from accounting.memory.backward import final_norm, times
+from accounting.memory.backward import final_norm, fullest_block, times
 from accounting.memory.states import (
     cast_weights,
     fsdp_groups,
@@ -121,9 +121,10 @@ class _Step:
             yield self._moment("in the final norm", cast, ends, saved, norm, gradients=after)
 
     def gradients_after_head(self) -> int:
-        """Return the parameters whose gradients exist after the head's backward, if not gathered.
+        """Return the number of parameters whose gradients exist after the head's backward pass.
 
-        If ZeRO-3 gathers the weights, their gradients are among the unsharded tensors.
+        The result is 0 if ZeRO-3 gathers the weights, because `unsharded` then contains these
+        gradients.
         """
         return 0 if self.is_gathered else head_parameters(self.model, self.plan)
 
@@ -132,7 +133,7 @@ class _Step:
         model, unsharded = self.model, self.unsharded
         cast = self.cast_weights
         after_first = self.parameters - _first_block_and_table(model)
-        block = activations(one_layer(model), replace(self.plan, recompute="none"), self.work)
+        block = fullest_block(model, self.plan, self.work)
         for part, alive in _inside(model, block, self.tokens, self.work):
             inside = _gradients_inside(model, part)
             block_gradients = unsharded.gradients_inside(part, inside)

@@ -52,7 +52,7 @@ def model_states(
 
 
 def device_parameters(model: Transformer, plan: Plan, stage: int = 0) -> tuple[int, int]:
-    """Return the parameters per device before ZeRO shards them: outside and inside experts."""
+    """Return the number of parameters per device outside and inside experts, before ZeRO shards."""
     dense = routed = 0
     for matrix in matrices(plan.stage_model(model, stage)):
         if matrix.routed:
@@ -63,7 +63,7 @@ def device_parameters(model: Transformer, plan: Plan, stage: int = 0) -> tuple[i
 
 
 def _device_size(matrix: Matrix, model: Transformer, plan: Plan) -> int:
-    """Return the parameters of a matrix per device before ZeRO shards them."""
+    """Return the number of parameters of a matrix per device, before ZeRO shards them."""
     ranks = matrix.tensor_ranks(plan.tensor, model.kv_heads)
     return split(matrix.size, ranks * (plan.expert if matrix.routed else 1))
 
@@ -110,16 +110,19 @@ def tied_table_gradients(model: Transformer, plan: Plan, kind: Precision) -> Bre
 
 
 def head_gradient(model: Transformer, plan: Plan, kind: Precision) -> Breakdown:
-    """Return the gradient of the head and the final norm, which FSDP reduces after the blocks."""
+    """Return the gradients of the head and the final norm, which FSDP reduces after the blocks."""
     size = bytes_of(kind.cast_weights or kind.weights)
     count = head_parameters(model, plan)
     return product("gradient of the head", "B", parameters=count, bytes=size)
 
 
 def head_parameters(model: Transformer, plan: Plan) -> int:
-    """Return the parameters of the head and the final norm on a device."""
-    count = split(model.vocab_size * model.embedding_dim, plan.tensor) if model.lm_head else 0
-    return count + (model.norm_vectors * model.d_model if model.final_norm else 0)
+    """Return the number of parameters after the blocks, such as the head, on a device."""
+    after = (m for m in matrices(model) if m.layers is None and m.where == "last")
+    count = sum(_device_size(matrix, model, plan) for matrix in after)
+    if model.tied and model.lm_head:
+        count += split(model.vocab_size * model.embedding_dim, plan.tensor)
+    return count
 
 
 def stage_states(model: Transformer, plan: Plan, kind: Precision, stage: int) -> list[Breakdown]:
@@ -151,7 +154,7 @@ def distinct_stages(model: Transformer, plan: Plan) -> list[int]:
     return list(stages_by_kind(model, plan).values())
 
 
-#: The number of layers of each kind in a stage, and if it is the first and the last stage.
+#: The number of layers of each kind in a stage, and whether the stage is the first and the last.
 StageKind = tuple[frozenset[tuple[tuple[bool, ...], int]], tuple[bool, bool]]
 
 
@@ -183,15 +186,20 @@ def layer_kinds(model: Transformer) -> tuple[tuple[bool, ...], ...]:
 
 
 @lru_cache
-def one_layer(model: Transformer) -> Transformer:
-    """Return a model of one layer, the largest of `model`, without a window.
+def single_layers(model: Transformer) -> tuple[Transformer, ...]:
+    """Return a model of one layer for each kind of layer, without a window.
 
-    It has the embedding and the head of `model`.
+    Each model has the embedding and the head of `model`.
     """
     kinds = layer_kinds(model)
     first = {kind: kinds.index(kind) for kind in kinds}
     layers = (part_of(model, (layer,), first=True, last=True) for layer in first.values())
-    return replace(max(layers, key=lambda layer_model: layer_model.size), window=None)
+    return tuple(replace(layer_model, window=None) for layer_model in layers)
+
+
+def one_layer(model: Transformer) -> Transformer:
+    """Return the model in `single_layers` with the most parameters."""
+    return max(single_layers(model), key=lambda layer_model: layer_model.size)
 
 
 class FsdpGroups(NamedTuple):
@@ -209,7 +217,7 @@ class FsdpGroups(NamedTuple):
     blocks: int
 
     def gathered(self, blocks: int, size: Fraction, *others: Breakdown | None) -> Breakdown:
-        """Return the gathered weights of the ends and of `blocks` blocks, with other tensors."""
+        """Return the bytes of gathered weights of the ends and `blocks` blocks, and of `others`."""
         inside = min(blocks * self.block, self.blocks)
         return total(
             "gathered",

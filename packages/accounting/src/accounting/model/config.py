@@ -12,16 +12,17 @@ from accounting.model.records import RECORDS, Matrix, Mixer, Window
 # Keys of a table that are not fields of a `Transformer`.
 _ABOUT = ("like", "fields", "let", "kinds", "refuse", "heads_known", "classes", "extra", "more")
 _ATTENTION = ("attention", "full_attention")
-# Activations that save the same number of tensors are one kind. Variants of GELU save their input
-# and output. A squared ReLU saves the output of its ReLU and the square; xIELU is similar.
+# Activations that save the same number of tensors are one kind. Some kinds are several operators in
+# transformers, which save more tensors. A squared ReLU saves the output of its ReLU and the square.
 _ACTIVATIONS = {
     "silu": ("silu", "swish"),
-    "gelu_new": ("gelu_new",),
-    "gelu": (
-        *("gelu", "gelu_10", "gelu_accurate", "gelu_fast", "gelu_python"),
-        *("gelu_python_tanh", "gelu_pytorch_tanh", "quick_gelu"),
-    ),
-    "relu2": ("relu2", "xielu"),
+    "gelu": ("gelu", "gelu_pytorch_tanh"),
+    "quick_gelu": ("quick_gelu", "gelu_10"),
+    "gelu_python": ("gelu_python",),
+    "gelu_new": ("gelu_new", "gelu_accurate", "gelu_python_tanh"),
+    "gelu_fast": ("gelu_fast",),
+    "xielu": ("xielu",),
+    "relu2": ("relu2",),
     "relu": ("relu",),
 }
 
@@ -296,7 +297,7 @@ class Config:
 
 
 def activation(name: str) -> str:
-    """Return the kind of activation function: `silu`, `gelu`, `gelu_new`, `relu2` or `relu`.
+    """Return the kind of activation function, a value of `Transformer.activation`.
 
     Functions of one kind save the same number of tensors for the backward. Raises `ValueError` for
     an unknown name.

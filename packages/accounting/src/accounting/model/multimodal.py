@@ -42,9 +42,10 @@ def language_model(content: Mapping[str, Any], family: Any) -> Table | None:
 
 
 def has_head(content: Mapping[str, Any]) -> bool:
-    """Return True if the class in `architectures` has the head of its language model.
+    """Return True if the class in `architectures` includes the head of the language model.
 
-    Raises `ValueError` if the class is neither a known base model nor a class for generation.
+    Also return True if no class is named. Raises `ValueError` if the class is neither a known base
+    model nor a class for generation.
     """
     family = content["model_type"]
     name = class_named(content)

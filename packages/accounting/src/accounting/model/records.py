@@ -43,7 +43,7 @@ class Matrix:
     #: Number of tokens per sequence that the matrix does not multiply, such as a class token, which
     #: is not a patch.
     skips: int = 0
-    #: Number of distinct copies that the layers use in turn; 0 if each layer has its own.
+    #: Number of distinct copies that the layers reuse cyclically; 0 if each layer has its own.
     shared: int = 0
     #: Number of key heads if `split` is `heads`; 0 for the number of the model.
     kv_heads: int = 0
@@ -55,7 +55,7 @@ class Matrix:
 
     @property
     def stored_count(self) -> int:
-        """Return the number of layers whose matrix is stored separately."""
+        """Return the number of distinct matrices that the layers store."""
         return min(self.count, self.shared or self.count)
 
     @property

@@ -56,8 +56,8 @@ class Transformer:
 
     #: True if the MLP has three matrices (SwiGLU, GeGLU); otherwise it has two.
     gated_mlp: bool = True
-    #: `silu`, `gelu`, `relu`, `relu2` (squared ReLU), or `gelu_new` (several operators in Hugging
-    #: Face transformers).
+    #: `silu`, `gelu`, `relu`, `relu2` (squared ReLU), or a function of several operators in Hugging
+    #: Face transformers: `quick_gelu`, `gelu_python`, `gelu_new`, `gelu_fast` or `xielu`.
     activation: str = "silu"
     #: `rmsnorm` (a weight), `layernorm` (a weight and a bias), or `none`.
     norm: str = "rmsnorm"
@@ -87,8 +87,8 @@ class Transformer:
     #: True if the layers without a window have no value matrix, because their values are the output
     #: of the key matrix (Gemma 4).
     keys_as_values: bool = False
-    #: Number of blocks of attention and MLP that the layers use in turn (Zamba 2); 0 if each layer
-    #: has its own.
+    #: Number of distinct blocks of attention and MLP, which the layers reuse cyclically (Zamba 2);
+    #: 0 if each layer has its own block.
     shared_blocks: int = 0
     #: True if each head has a learned logit that is included in the softmax (gpt-oss).
     sinks: bool = False
@@ -120,7 +120,7 @@ class Transformer:
     def from_hf(cls, config: str | PathLike[str] | Mapping[str, Any] | object) -> Transformer:
         """Read a Hugging Face configuration: a folder, a file, its content, or a config object.
 
-        Raises `ValueError` that names a missing field or an unknown family. Raises
+        Raises `ValueError` if a field is missing or the family is unknown. Raises
         `FileNotFoundError` with the download command if the argument is the name of a model on the
         hub. The class in `architectures` decides which parts exist, such as the head or a pooler.
         Without this field, a decoder has a head.
@@ -216,7 +216,7 @@ class Transformer:
             )
 
     def _check_sharing(self) -> None:
-        """Raise `ValueError` if no earlier layer has the keys that a layer shares.
+        """Raise `ValueError` if a layer that shares keys has no attention or no earlier keys.
 
         Also raise `ValueError` for latent attention with fields that describe other keys.
         """
@@ -342,7 +342,10 @@ class Transformer:
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "norm": ("rmsnorm", "layernorm", "none"),
-    "activation": ("silu", "gelu", "gelu_new", "relu2", "relu"),
+    "activation": (
+        *("silu", "gelu", "relu", "relu2"),
+        *("quick_gelu", "gelu_python", "gelu_new", "gelu_fast", "xielu"),
+    ),
     "qk_norm": (False, True, "head", "heads", "all"),
 }
 _RECORDS: dict[str, tuple[type, bool]] = {

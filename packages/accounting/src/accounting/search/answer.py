@@ -30,7 +30,7 @@ from accounting.workload import Workload
 TOKENS_PER_STEP = 4 * 2**20
 #: Smallest and largest ratio of published to predicted hours of the trainings of Llama 3.1. The
 #: intervals of days are those of steps, and do not include time that is lost between steps.
-TRAINING_RATIOS = (1.06, 2.87)
+TRAINING_RATIOS = (1.07, 2.85)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -245,8 +245,10 @@ def _contradiction(model: Transformer, seq: int, fixed: Mapping[str, Any]) -> st
         "schedule": "interleaved" if interleaved else "1f1b",
         "microbatches": fixed.get("pipeline", 1),
     }
+    # A number of data ranks that is not fixed is one that the experts divide.
+    data = fixed.get("data") or fixed.get("expert", 1)
     try:
-        plan = Plan(**usual | dict(fixed))
+        plan = Plan(**usual | dict(fixed) | {"data": data})
         plan.check(model, seq=seq)
         # The number of ranks that share weights is unknown at this point, so assume at least two.
         replace(plan, data=max(2, plan.data), devices=0).keeps_weights_whole()

@@ -352,7 +352,7 @@ class Bounds:
         )
 
     def _compute_temporary(self, tensor: int, is_last: bool) -> float:
-        """Return the bytes per token of tensors that exist only in a backward."""
+        """Return the bytes per token of tensors that exist only during the backward pass."""
         work = replace(self._space.work, batch=1)
         temporary = fullest_backward(self._space.model, self._plan(tensor, "none"), work, is_last)
         # The loss has a few bytes that do not grow with the tokens.

@@ -52,7 +52,7 @@ def token_collectives(
     stage_model = plan.stage_model(model, stage)
     stream = column_bytes * model.d_model
     return [
-        *_tensor(stage_model, model, plan, stream, stage),
+        *_tensor(stage_model, plan, stream, stage),
         *_experts(stage_model, plan, stream),
         *_context(stage_model, model, plan, column_bytes),
         *_pipeline(plan, stream, stage),
@@ -122,19 +122,10 @@ def _states(
 
 
 def _tensor(
-    stage_model: Transformer, model: Transformer, plan: Plan, call_bytes: int | Fraction, stage: int
+    stage_model: Transformer, plan: Plan, call_bytes: int | Fraction, stage: int
 ) -> Iterator[Collective]:
     """Yield the collectives of tensor parallelism, with or without sequence parallelism."""
-    # Each attention, mixer and MLP ends with an all-reduce; a parallel block has a single one.
-    mixing_layers = {i for m in stage_model.mixers for i in m.layers} | set(
-        stage_model.attention_layers or ()
-    )
-    mlp_layers = set(stage_model.mlp_layers or ()) | stage_model.expert_layers
-    blocks = (
-        len(mixing_layers | mlp_layers)
-        if model.parallel_block
-        else len(mixing_layers) + len(mlp_layers)
-    )
+    blocks = reduced_blocks(stage_model)
     # The embedding and the gradient of the head's input also end with an all-reduce.
     first = int(stage == 0 and stage_model.vocab_size > 0)
     last = int(stage == plan.pipeline - 1 and stage_model.lm_head and stage_model.vocab_size > 0)
@@ -155,6 +146,16 @@ def _tensor(
         ]
     for name, operation, calls in rows:
         yield _over("tensor", plan.tensor, name, operation, calls * plan.microbatches, call_bytes)
+
+
+def reduced_blocks(model: Transformer) -> int:
+    """Return the number of blocks whose outputs tensor parallelism reduces in a forward pass.
+
+    These are attention or a mixer, and the MLP or experts. A parallel block has a single output.
+    """
+    mixing = {i for m in model.mixers for i in m.layers} | {*(model.attention_layers or ())}
+    mlp = {*(model.mlp_layers or ())} | model.expert_layers
+    return len(mixing | mlp) if model.parallel_block else len(mixing) + len(mlp)
 
 
 def _experts(stage_model: Transformer, plan: Plan, stream: Fraction) -> Iterator[Collective]:

@@ -35,7 +35,7 @@ class StageRates(NamedTuple):
     Attention is not included.
     """
 
-    #: Arithmetic of the matrix products per token.
+    #: Arithmetic of the matrix products and of recurrent states, per token.
     arithmetic: float
     #: Inputs and outputs of the matrix products that move through memory, per token.
     traffic: float
@@ -57,25 +57,31 @@ def stage_rates(model: Transformer, plan: Plan, work: Workload, device: Hardware
     peak = device.peak(kind.compute) * utilization
     size = float(bytes_of(kind.activations))
     bandwidth = device.memory_bandwidth * BANDWIDTH_FRACTION
-    operations = values = dense = routed = 0.0
+    # The backward costs twice the forward. Full recomputation repeats the forward of blocks.
+    block_passes = 4.0 if plan.recompute == "full" else 3.0
+    values = dense = routed = 0.0
+    operations = block_passes / plan.tensor * sum(len(m.layers) * m.scan for m in model.mixers)
     for matrix in matrices(model):
         # A tied head multiplies by the embedding, the only table that is split along its rows.
         is_head = model.tied and model.lm_head and matrix.split == "rows"
         if matrix.kind != "matrix" and not (matrix.kind == "table" and is_head):
             continue
-        # The backward costs twice the forward. Full recomputation repeats the forward of blocks.
-        is_recomputed = plan.recompute == "full" and matrix.layers is not None
-        passes = 4.0 if is_recomputed else 3.0
-        repeats = passes * matrix.count
+        # A pooler multiplies one vector per sequence, and a patch embedding no class token.
+        used = 1 / work.seq if matrix.applies_to == "sequence" else 1 - matrix.skips / work.seq
+        passes = block_passes if matrix.layers is not None else 3.0
+        repeats = passes * matrix.count * used
         ranks = matrix.tensor_ranks(plan.tensor, model.kv_heads)
         entries = matrix.entries / ranks
         operations += repeats * 2 * matrix.chosen * entries
-        # Each product reads its input and its matrix and writes its output.
-        values += repeats * matrix.chosen * (matrix.rows + matrix.columns / ranks)
+        # Each product reads its input and writes its output; the matrix is counted below.
+        is_split_by_rows = matrix.split == "rows"
+        inputs = matrix.rows / (ranks if is_split_by_rows else 1)
+        outputs = matrix.columns / (1 if is_split_by_rows else ranks)
+        values += repeats * matrix.chosen * (inputs + outputs)
         if matrix.routed:
-            routed += repeats * entries * matrix.copies
+            routed += passes * matrix.count * entries * matrix.copies
         else:
-            dense += repeats * entries
+            dense += passes * matrix.count * entries
     seconds_per_value = size / bandwidth
     return StageRates(
         arithmetic=operations / peak,

@@ -23,7 +23,7 @@ from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
 from accounting.time.efficiency import MATMUL_FRACTION
-from accounting.time.step import OVERLAP, step_time
+from accounting.time.step import step_time
 from accounting.workload import Workload
 
 #: Chip, dtype of the matrix products, and `dense` or `MoE`.
@@ -44,7 +44,7 @@ class PublishedRun:
     precision: str = "megatron_bf16"
     flash: bool = False
     #: The argument `overlap` of `step_time`, for publications that report more overlap.
-    overlap: Mapping[str, float] = field(default_factory=lambda: OVERLAP)
+    overlap: Mapping[str, float] = field(default_factory=dict)
     #: Factor on the device's `attention_fraction` for this run.
     attention: float = 1.0
     #: Information that the publication omits, and the assumption made for it.
@@ -99,7 +99,6 @@ def _published(entry: dict[str, Any], sizes: dict[str, Any]) -> PublishedRun:
         "model": Transformer(name=entry.get("size") or entry["name"], **model),
         "plan": plan,
         "seconds": _seconds(entry, model, plan.devices),
-        "overlap": {**OVERLAP, **entry.get("overlap", {})},
     }
     known = {key: entry[key] for key in PublishedRun.__dataclass_fields__ if key in entry}
     return PublishedRun(**known | derived)

@@ -67,7 +67,9 @@ def roofline(
         # Each of the three matrices moves through memory once.
         bytes = plain(bytes_of(dtype) * (m * k + k * n + m * n))
     if not flops or not bytes:
-        raise ValueError("expected shape=(m, k, n), or flops > 0 and bytes > 0, got neither")
+        raise ValueError(
+            f"expected shape=(m, k, n), or flops > 0 and bytes > 0, got {flops=} and {bytes=}"
+        )
     checks.number("flops", flops)
     checks.number("bytes", bytes)
     peak, bandwidth = device.peak(dtype), device.memory_bandwidth

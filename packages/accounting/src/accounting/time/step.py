@@ -37,7 +37,7 @@ def step_time(
     work: Workload | None = None,
     *,
     hardware: str | Hardware,
-    overlap: Mapping[str, float] = OVERLAP,
+    overlap: Mapping[str, float] | None = None,
     **run: Any,
 ) -> Breakdown:
     """Return the seconds of one step, by part.
@@ -47,7 +47,8 @@ def step_time(
     `run` contains fields of a `Workload`; the default precision is `mixed_bf16`. Linear layers
     multiply in the `compute` dtype of the recipe, and attention in the dtype of activations. With
     `flash=False`, attention writes its scores to memory. `overlap` maps an axis of the plan to the
-    fraction of the compute time that can hide its traffic. The result is the modeled time;
+    fraction of the compute time that can hide its traffic; the default of other axes is in
+    `OVERLAP`, and 1 for the data axis with ZeRO-3. The result is the modeled time;
     `accounting.time.published.predicted` adds the factor and interval of published runs. Raises
     `ValueError` if the device does not list a dtype of the recipe. Also raises `ValueError` if the
     plan is not valid for the model or the batch.
@@ -64,12 +65,13 @@ def step_time(
         key=lambda parts: sum(float(part.total) for part in parts),
     )
     compute = float(parts[0].total)
-    for axis, fraction in overlap.items():
+    can_hide = dict(OVERLAP)
+    if plan.zero == 3:
+        # ZeRO-3 also gathers weights during the forward, so all compute can hide its data traffic.
+        can_hide["data"] = 1.0
+    for axis, fraction in (overlap or {}).items():
         checks.choice("an axis of overlap", axis, OVERLAP)
-        checks.number(f"overlap of {axis}", fraction, most=1, open=False)
-    # ZeRO-3 also gathers weights during the forward, so all compute can hide its data traffic.
-    overlap = {**OVERLAP, **overlap}
-    can_hide = overlap | ({"data": max(overlap["data"], 1.0)} if plan.zero == 3 else {})
+        can_hide[axis] = checks.number(f"overlap of {axis}", fraction, most=1, open=False)
     unused_compute, blocking_seconds = compute, 0.0
     exposed_parts = []
     for collective, link in collectives_on(model, plan, work, hardware=device):

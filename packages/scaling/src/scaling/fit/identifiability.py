@@ -24,7 +24,7 @@ REMEDY = "train several sizes at each of three or more budgets that span at leas
 
 
 def why_not_identified(parameters: Array, tokens: Array) -> str:
-    """Return why the runs identify no law of N and D, and the remedy; empty if they identify it."""
+    """Return why the runs do not identify a law of N and D, with a remedy; empty if they do."""
     x, y = (v - v.mean() for v in np.log([parameters, tokens]))
     columns = np.stack([x, y, x**2 / 2, y**2 / 2])
     if singular_values(columns).min() >= MIN_SINGULAR_VALUE:

@@ -68,7 +68,7 @@ class Proof:
 
     @property
     def holds(self) -> bool:
-        """True if the whole grid was used and all converged starts, at least one, agree."""
+        """True if the whole grid was used, some start converged, and all converged starts agree."""
         return self.complete and self.landed == self.converged > 0
 
 
@@ -143,9 +143,9 @@ def search(
 
     `prove` starts from every point of the exponent grid. Otherwise the starts are the best points
     of the grid or, for more than `SEARCH_ROWS` rows, the optimum of a sample. With at most two
-    exponents, a coarser grid is added, because the best points may all lie in one basin. If the
-    starts then reach several optima, the search is repeated from the whole grid. See Note [Vanished
-    terms] for the remaining steps.
+    exponents, a coarser grid is added, because the best points may all lie in one basin. With at
+    most two exponents, the search is also repeated from the whole grid if the starts reach several
+    optima. See Note [Vanished terms] for the remaining steps.
     """
     first_delta = _initial_delta(loss, delta)
     dimensions = max(sum(len(axis) > 1 for axis in problem.exponent_grid), 1)

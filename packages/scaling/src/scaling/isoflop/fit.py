@@ -132,7 +132,7 @@ def fit_isoflop(
     Args:
         runs: The runs, at least five at two budgets.
         nearest: Fit a separate parabola to this many runs of each budget, the nearest in log size
-            to the best run. A number above that of the runs fits all of them.
+            to the best run. If a budget has fewer runs, all of them are used.
         tolerance: The relative gap in compute that separates two budgets: see `Runs.budgets`.
 
     Raises:
@@ -198,8 +198,8 @@ def _report_valleys(valleys: list[Valley], diagnostics: Diagnostics) -> None:
 def _power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Array]:
     """Return the scale, the exponent, and the covariance of the line through log C and log N.
 
-    `covariance` weights the budgets, and the scatter about the line scales the result. Raise
-    `ValueError` unless the exponent is positive.
+    The budgets are weighted by the inverse of `covariance`. The returned covariance is scaled by
+    the scatter about the line. Raise `ValueError` unless the exponent is positive.
     """
     x = np.log(c)
     weight = np.linalg.inv(covariance / np.trace(covariance))

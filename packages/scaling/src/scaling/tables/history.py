@@ -222,7 +222,7 @@ def _require_different_tokens(
     """Raise `ValueError` if rows of one run name have one size and equal tokens.
 
     Such rows are accepted if the table has a column such as `seed`. They are also accepted if the
-    rows of each name have different settings and their losses do not fall from row to row.
+    rows of each name have different settings, unless the loss falls at every row within a name.
     """
     last_words = {"".join(split_words(name)[-1:]) for name in reading.table.columns}
     if last_words & {*WORDS["repetitions"]}:

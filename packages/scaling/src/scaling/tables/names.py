@@ -1,6 +1,6 @@
 """Recognition of the columns that contain parameters, tokens, compute and loss.
 
-The most specific name is chosen: `train_tokens` is preferred to a `d`, which may be a width. A name
+The most specific name is chosen: `train_tokens` is preferred to `d`, which may be a width. A name
 may also state a unit, that embeddings are not counted, or that the loss is in bits; see `Column`.
 """
 
@@ -70,14 +70,15 @@ KINDS = (
     ("total", "total"),
 )
 
-#: Terms of the rank of a possible loss column: for a name that says only "loss", for a held-out
-#: loss (subtracted for a training loss), and for a unit other than nats.
+#: Numbers that are added to the rank of a possible loss column. The first is for a usual name, with
+#: or without words such as "final" and "val". The second is for a held-out loss, and is subtracted
+#: for a training loss. The third is for a unit other than nats.
 FULL_LOSS_RANK = 20.0
 HELD_OUT_RANK = 10.0
 OTHER_UNIT_RANK = -3.0
 
-#: Term for an average over corpora whose name says so, such as levanter's `eval/macro_loss`. The
-#: loss without such a word is preferred.
+#: Added to the rank of a name with `macro` or `micro`, such as levanter's `eval/macro_loss`. A loss
+#: without such a word is preferred.
 AVERAGE_RANK = -1.0
 
 
@@ -94,7 +95,7 @@ class Column:
     #: Kinds of parameters that the column counts: "non-embedding", "with embeddings", "active",
     #: "total".
     kinds: frozenset[str] = frozenset()
-    #: True if the name is a single letter, which may also stand for layers or a width.
+    #: True if the name ends with a single letter, which may also stand for layers or a width.
     is_letter: bool = False
 
 
@@ -371,7 +372,10 @@ def _loss_unit(words: list[str]) -> tuple[str, float]:
 
 
 def set_word(name: str) -> str:
-    """Return the word, such as "dataset" in `dataset_name`, that stands for sets of runs, or ""."""
+    """Return the word of a name that distinguishes data sets or groups of runs; empty if none.
+
+    An example is "dataset" in `dataset_name`.
+    """
     words = split_words(name)
     if words[-2:] == ["vocab", "size"]:
         return "vocab"
@@ -382,11 +386,12 @@ def set_word(name: str) -> str:
 
 
 def is_rate_name(name: str) -> bool:
-    """Return True if a name contains a learning rate; a column `eta` is usually a time."""
+    """Return True if a name stands for a learning rate; a column `eta` is usually a time."""
     words = split_words(name)
     if "lr" in words or words == ["rate"]:
         return True
-    return ends_with(name, {*SWEEP_NAMES["rate"]} - {"eta", "rate"})  # not a rate of dropout
+    # A name such as dropout_rate also ends with `rate`.
+    return ends_with(name, {*SWEEP_NAMES["rate"]} - {"eta", "rate"})
 
 
 def is_setting_name(name: str) -> bool:

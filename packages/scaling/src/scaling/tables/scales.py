@@ -135,7 +135,8 @@ def _require_ratio_of_rows(reading: Reading) -> None:
     low, high = TOKENS_PER_PARAMETER
     for part in parts:
         i = int(part[0])
-        # A few random sizes and tokens also have such gaps, but rarely beyond so few of the rows.
+        # A small table of random sizes and tokens also has such gaps, but they rarely separate so
+        # few rows.
         if len(part) > max(1, len(ratio) / 10) or low <= ratio[i] <= high:
             continue
         first, second = (f"{reading.columns[k].name!r} is {values[k][i]:.4g}" for k in present)

@@ -134,7 +134,7 @@ def keep_best_settings(reading: Reading) -> None:
 
 
 def _method_codes(reading: Reading, name: str) -> NDArray[np.intp]:
-    """Return the index of the text of each row in a column; zeros if the cells are numbers."""
+    """Return integer codes of the texts in a column, per row; zeros if all cells are numbers."""
     cells = reading.table.cells(name)
     if not np.isnan(parse_numbers(cells)).any():
         return np.zeros(len(cells), np.intp)

@@ -38,9 +38,10 @@ class Bootstrap(Sample):
         """Return the interval of a constant, of "exponent", or of a function of the constants.
 
         The ends are quantiles of the resampled values. They are shifted by the bias of the
-        resamples (Efron 1981). They are also widened by t sqrt(n / (n - 5)) / z, because a fit of n
-        runs uses five degrees of freedom (Hesterberg 2015). Here t and z are quantiles of Student's
-        t and of the normal distribution. Without degrees of freedom the interval is (0, inf).
+        resamples (Efron 1981). They are also widened by the factor t sqrt(n / (n - 5)) / z, because
+        a fit of n runs uses five degrees of freedom (Hesterberg 2015). Here t and z are quantiles
+        of Student's t and of the normal distribution. The interval always contains the estimate.
+        Without degrees of freedom it is (0, inf).
         """
         values, estimate = self.evaluate(target)
         if self.reason:

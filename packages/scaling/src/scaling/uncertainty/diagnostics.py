@@ -127,9 +127,10 @@ class BendTest(NamedTuple):
 
 
 def bend_p_value(problem: Problem, theta: Array, errors: Array) -> float:
-    """Return the probability of residuals this curved if the losses follow the law.
+    """Return the p value of the F test in Note [Lack of fit].
 
-    It is 1 if there are too few runs or no noise.
+    This is the probability of residuals at least this curved if the losses follow the law. It is 1
+    if there are too few runs or no noise.
     """
     test = _bend_test(problem, theta, errors)
     if test is None:

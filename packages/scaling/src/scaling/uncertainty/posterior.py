@@ -274,8 +274,9 @@ def _draw_amplitudes(
 ) -> tuple[Array, Array]:
     """Draw E, A and B for each pair of exponents.
 
-    Return all constants (draws, 5). Also return for each pair the sum of squared relative
-    differences between its predictions, at its best amplitudes, and those of the fit (draws,).
+    Return the constants of all draws (draws, 5), and a sum of squares per draw (draws,). The
+    squares are relative differences from the predictions of the fit. They are computed with the
+    best amplitudes for the pair, not with the drawn amplitudes.
     """
     count = len(fit.runs)
     rows = np.linspace(0, count - 1, min(count, MAX_SAMPLED_RUNS)).astype(int)

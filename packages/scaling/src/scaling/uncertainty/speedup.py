@@ -105,7 +105,7 @@ def effective_speedup(
 
 
 def _exp(x: float) -> float:
-    """Return e^x; inf beyond the range of floats, and for laws that never reach the loss."""
+    """Return e^x, or inf if it overflows. For a law that never reaches the loss, x is inf."""
     return math.exp(x) if x < 700 else math.inf
 
 
