@@ -89,6 +89,7 @@ class Server:
             allow_missing=allow_missing,
             elastic=elastic,
         )
+        #: The lock of `core`. It is notified when a waiting request may be answerable.
         self._changed = threading.Condition()
         self._errors: dict[int, Exception] = {}
         #: The module of each worker in this process.

@@ -47,7 +47,7 @@ def find_unresponsive_ranks(
     )
     thread.start()
     thread.join(GRACE_SECONDS + STORE_SECONDS)
-    # Unless torchrun hosts the store, one that does not respond means that rank 0 hangs.
+    # Rank 0 hosts the store unless torchrun does, so a store that hangs means that rank 0 hangs.
     return answers[0] if answers else ([0], {})
 
 
@@ -64,7 +64,7 @@ def _poll_store(ranks: list[int], description: str) -> tuple[list[int], dict[int
                 answers[rank] = store.get(absent.pop(rank)).decode()
             time.sleep(0.02)
     except RuntimeError:
-        # Unless torchrun hosts the store, one that does not respond means that rank 0 has died.
+        # Rank 0 hosts the store unless torchrun does, so this error means that rank 0 has died.
         return [0], {}
     return sorted(absent), answers
 

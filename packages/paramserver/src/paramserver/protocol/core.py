@@ -228,8 +228,8 @@ class Core:
         if message.kind is not Kind.STAGE:
             self._check_clock(worker, message)
             if message.clock < self.ledger.members[worker].clock:
-                # The push is repeated. If the disk of the journal was full, the push is committed,
-                # but not replayed.
+                # The push is repeated. If the journal's disk was full at the first attempt, the
+                # push is committed but not replayed yet.
                 self._replay_own_log()
         if message.kind is not Kind.COMMIT and self.replica.is_next(push):
             self._stage(push, message, data, is_known_finite)

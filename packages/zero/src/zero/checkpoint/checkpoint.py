@@ -185,7 +185,8 @@ def _collect_slot(
     if run is None:
         return
     # Some values, such as a step count, are equal on all ranks that have a part of the parameter.
-    # The rank with the parameter's first element writes them; rank 0 if it has no elements.
+    # The rank with the parameter's first element writes them. Rank 0 writes them if the parameter
+    # has no elements. `Part.is_written_by` selects the rank that writes a replicated tensor.
     writes_if_empty = slot.is_replicated or rank == 0
     is_first = run.start == 0 and (run.stop > 0 or (not slot.shape.numel() and writes_if_empty))
     for key, value in state.items():

@@ -226,8 +226,8 @@ def _find_name(
 
 
 def _find_prefix(stored: Collection[str], names: Collection[str]) -> str:
-    """Return the prefix that fits most stored names; raise ValueError if another may be meant."""
-    # Maps each prefix to the stored names that are names of the model if it is removed.
+    """Return the prefix that fits most stored names; raise ValueError if it is ambiguous."""
+    # Maps each prefix to the stored names that become names of the model when it is removed.
     fitting: dict[str, list[str]] = {}
     for name in stored:
         for start in [0, *(match.end() for match in re.finditer(r"\.", name))]:

@@ -304,7 +304,11 @@ class Unit:
         self.reshard()
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if a forward wrote to the full parameters, as this would be lost."""
+        """Raise RuntimeError if a forward wrote to the full parameters.
+
+        The written values would be lost. A write through `.data` is only detected at some checks,
+        on the rank whose shard has the written elements.
+        """
         self._check_versions()
         self._num_checks += 1
         # A write through `.data` changes the values and not the version. Each rank compares its own

@@ -129,7 +129,10 @@ class UnitGradients:
         self.is_used = [False] * len(self.unit.parameters)
 
     def mark_unreduced(self) -> None:
-        """Replace each `.grad` that is not averaged yet by a placeholder that raises if read."""
+        """Set `.grad` of each shard with an unreduced gradient to a placeholder.
+
+        Reading the placeholder raises an error.
+        """
         for index, parameter in enumerate(self.unit.parameters):
             gradient = parameter.full.grad
             if gradient is None:

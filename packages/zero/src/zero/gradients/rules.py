@@ -64,7 +64,11 @@ def reduces_all_elements(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def python_name(func: Any) -> str:
-    """Return the name of a torch function or method, or of the attribute that `func` reads."""
+    """Return the name of a torch function or method, or of the attribute that `func` reads.
+
+    For a function that sets an attribute, return "__set__". `torch.linalg.vector_norm` is returned
+    under the name of its aten operator, "linalg_vector_norm".
+    """
     name: str = getattr(func, "__name__", "")
     if name == "__get__":
         name = func.__self__.__name__

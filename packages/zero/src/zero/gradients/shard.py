@@ -106,7 +106,7 @@ class _FullTensor(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # The loss of a training step is the average of the ranks' losses, and so is its gradient.
+        # The loss of a training step is the average of the ranks' losses, so average the gradients.
         average = gradient.to(ctx.communicator.device).contiguous().clone()
         ctx.communicator.divide_before_sum(average)
         ctx.communicator.all_reduce(average).wait()
@@ -204,7 +204,10 @@ def _whole_tensor_error(name: str) -> RuntimeError:
 
 
 def _check_same_elements(name: str, leaves: Sequence[Any]) -> None:
-    """Raise RuntimeError unless tensors are gradients of the same elements, or 0-dimensional."""
+    """Raise RuntimeError unless tensors are gradients of the same elements, or 0-dimensional.
+
+    With a single rank, plain tensors of the same shape are accepted too.
+    """
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     gradients = [tensor for tensor in tensors if isinstance(tensor, ShardGradient)]
     others = [tensor for tensor in tensors if tensor.numel() != 1 or tensor.dim()]
