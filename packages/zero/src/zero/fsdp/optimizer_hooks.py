@@ -124,8 +124,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         # The closure computes the gradients, so it must run before they are exchanged.
         with torch.enable_grad():
             loss = closure()
-        args = args[:1]
-        kwargs = {**kwargs, "closure": partial(_return_once, [loss])}
+        once = partial(_return_once, [loss])
+        if "closure" in kwargs:
+            kwargs = {**kwargs, "closure": once}
+        else:
+            args = args[0], once, *args[2:]
     end_step()
     for exchange in shard_optimizer.exchanges:
         for parameter in exchange.parameters:

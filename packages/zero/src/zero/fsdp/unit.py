@@ -188,7 +188,8 @@ class Unit:
     def _is_data_replaced(self, parameter: ShardedParameter, stored: Tensor) -> bool:
         """Return True if `.data` was replaced; raise if its shape, dtype or device changed."""
         data = plain_shard(parameter.shard)
-        if data.data_ptr() == stored.data_ptr() or not stored.numel():
+        is_at_stored = data.data_ptr() == stored.data_ptr() and data.shape == stored.shape
+        if is_at_stored or not stored.numel():
             return False
         if (data.shape, data.dtype, data.device) != (stored.shape, stored.dtype, stored.device):
             raise RuntimeError(

@@ -118,7 +118,9 @@ class UnitGradients:
             if self.is_used[index]:
                 self._accumulate_grad(index, part)
             else:
-                self._unclaimed_averages[index] = part
+                # A reentrant checkpoint may reduce a unit several times per backward.
+                earlier = self._unclaimed_averages.get(index)
+                self._unclaimed_averages[index] = part if earlier is None else earlier + part
 
     def assign_unclaimed_averages(self, used_anywhere: Sequence[bool]) -> None:
         """Add averages to parameters that other ranks have used, and discard all other averages."""
