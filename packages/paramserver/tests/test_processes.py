@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import shutil
 import signal
+import struct
 import sys
 import tempfile
 import time
@@ -18,8 +19,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts im
 
 from paramserver import Asynchronous, BulkSynchronous, run
 from paramserver.running import launch, supervise
+from paramserver.running.job import Outcome
 from paramserver.running.launch import PRELOADED
-from paramserver.running.processes import Processes
+from paramserver.running.processes import Processes, collect
 from paramserver_training import SGD, model, train, wait_until_started
 
 
@@ -221,6 +223,21 @@ def test_processes_that_are_suspended_for_longer_than_the_timeout_continue(suspe
     assert result.values == [6] * workers
     assert result.versions == [6]
     assert result.lost == {}
+
+
+def die_within_a_message():
+    """Send the length and the first bytes of an outcome, as a process does that is killed."""
+    pipe = sys._getframe(1).f_locals["pipe"]
+    os.write(pipe.fileno(), struct.pack("!i", 1000) + b"first")
+    os._exit(3)
+
+
+def test_a_process_that_dies_while_it_sends_its_outcome_is_named():
+    context = multiprocessing.get_context("fork")
+    with Processes(context, None, 1.0) as processes:
+        processes.start("worker 0", die_within_a_message)
+        outcomes = collect(processes, allow_missing=False)
+    assert outcomes == {"worker 0": Outcome("worker 0", exit_code=3)}
 
 
 @pytest.mark.parametrize(

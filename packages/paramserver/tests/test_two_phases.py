@@ -27,7 +27,7 @@ from paramserver import (
 )
 from paramserver.protocol.ledger import Ledger
 from paramserver.protocol.log import Accept, Join, Leave, Log, Read, Write
-from paramserver.protocol.messages import Message
+from paramserver.protocol.messages import Kind, Message
 from paramserver.running.serving import serve
 from paramserver.transport.connection import RemoteConnection
 from paramserver.transport.shared_memory import channel_pairs
@@ -381,3 +381,26 @@ def test_saved_ledger_state_does_not_change_with_the_ledger():
     assert saved == before
     ledger.commit((2, 0, 0))
     assert saved == before
+
+
+@pytest.mark.parametrize("consistency", [BulkSynchronous(), Asynchronous()])
+def test_a_worker_finishes_after_all_workers_of_a_restarted_job(consistency):
+    """A worker that has nothing left to do also waits for workers that have not joined yet."""
+    module = Vector()
+    parameters = dict(module.named_parameters())
+    server = Server(parameters, UNIT_SGD, consistency, workers=2, elastic=True)
+
+    def join(worker, session):
+        text = server.core.replica.layout
+        message = Message(Kind.JOIN, clock=session, text=text)
+        return server.core.handle(worker, message, None, 0.0).epoch
+
+    def finish(worker, epoch):
+        return server.core.handle(worker, Message(Kind.FINISH, epoch=epoch), None, 0.0)
+
+    for session in (10, 20):
+        first = join(0, session)
+        assert finish(0, first) is None
+        second = join(1, session + 1)
+        assert finish(0, first) is None
+        assert finish(1, second).kind is finish(0, first).kind is Kind.OK

@@ -727,6 +727,9 @@ def test_command_line_names_the_argument_that_is_wrong(tmp_path, monkeypatch, ca
         ("join", "mine:job", *serve, "--rank", "0", *both, str(tmp_path / "pair")),
     ):
         assert "expected a public key of 40 characters in" in error_of(*command)
+    key = f"0={tmp_path / 'pair.public'}"
+    twice = "serve", "mine:job", *serve, *both, key, "--peer", key
+    assert "expected --peer once per rank, got 0=" in error_of(*twice)
     assert "expected --before FILE:BYTE" in error_of("recover", str(tmp_path), "--before", "12")
 
 

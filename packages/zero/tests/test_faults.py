@@ -126,12 +126,16 @@ def test_every_survivor_names_the_rank_that_hangs(tmp_path, stage):
 
 
 def exchange_objects_after_a_death():
-    communicator = Communicator()
-    diagnostics.GRACE_SECONDS = 0.1
+    communicator = Communicator(dist.new_group(timeout=timedelta(seconds=0.5)))
+    diagnostics.GRACE_SECONDS = 1.0
+    # All ranks report this earlier failure, which must not count as a sign of life later.
+    with pytest.raises(RuntimeError, match="ranks wait for different collectives"):
+        communicator.all_reduce(torch.ones(1 + dist.get_rank())).wait()
     dist.barrier()
+    time.sleep(diagnostics.GRACE_SECONDS)
     if dist.get_rank() == 1:
         os._exit(3)
-    communicator.gather_objects("value")
+    Communicator().gather_objects("value")
 
 
 def test_an_exchange_of_objects_names_the_rank_that_died():
@@ -237,10 +241,13 @@ def refuse_bad_groups():
 
 
 def refuse_shared_memory(stage):
-    for tie in ("data", "transposed", "part"):
+    for tie in ("data", "transposed", "part", "columns"):
         model = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, 3))
         if tie == "part":
             model[3].weight.data = model[0].weight.data[2:5]
+        elif tie == "columns":
+            flat = torch.randn(6, 9)
+            model[0].weight.data, model[2].weight.data = flat[:, :6], flat[:, 3:]
         else:
             weight = model[0].weight.data
             model[2].weight.data = weight if tie == "data" else weight.T
@@ -248,8 +255,9 @@ def refuse_shared_memory(stage):
             build_sharded(model, stage)
     tied = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.LSTM(6, 6))
     tied[2].weight = tied[0].weight
-    flat = torch.randn(6, 12)
-    tied[0].weight.data, tied[3].weight_ih_l0.data = flat[:, :6], flat[:, 6:].repeat(4, 1)
+    # Rows of the two parameters alternate in memory, and so do their columns.
+    flat = torch.randn(24, 12)
+    tied[0].weight.data, tied[3].weight_ih_l0.data = flat[:6, ::2], flat[:, 1::2]
     build_sharded(tied, stage)
     expanded = nn.Linear(6, 6)
     expanded.bias = nn.Parameter(torch.zeros(1).expand(6))
@@ -590,10 +598,16 @@ def save_dotted_keys():
     model = nn.Linear(5, 3, bias=False)
     optimizer = ShardedOptimizer(model.parameters(), DottedKeys, elementwise=False, lr=0.1)
     step(model, optimizer)
-    with pytest.raises(
+    refused = pytest.raises(
         RuntimeError, match="was not saved: rank 0: ValueError: expected names without dots"
-    ):
+    )
+    with refused:
         save(f"{path}/checkpoint", model, optimizer)
+    # The options of a group are read by the same names.
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    plain.param_groups[0]["a.b"] = 1
+    with refused:
+        save(f"{path}/checkpoint", model, plain)
     return not os.listdir(path)
 
 

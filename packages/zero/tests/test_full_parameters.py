@@ -2,6 +2,7 @@
 
 import gc
 import sys
+from collections import deque
 from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import partial
@@ -246,6 +247,26 @@ def test_a_unit_changes_its_state_as_documented_and_gathers_again_after_a_failur
     assert run_on_shared_ranks(change_states, 2) == [0, 0]
 
 
+def refuse_operations_on_shards():
+    model = FSDP(nn.Linear(4, 4, bias=False))
+    (parameter,) = model.parameters()
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="needs elements of a gradient or parameter"):
+            parameter[(parameter * 0).long()] = 1.0
+        with pytest.raises(RuntimeError, match="needs elements of a gradient or parameter"):
+            parameter.norm("nuc")
+    # The average of the ranks' gradients has no derivative.
+    parameter.full_tensor().pow(3).sum().backward(create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        parameter.grad.sum().backward()
+    return True
+
+
+@pytest.mark.filterwarnings("ignore:Using backward")
+def test_indices_matrix_norms_and_second_derivatives_of_shards_are_refused():
+    assert all(run_on_shared_ranks(refuse_operations_on_shards, 2))
+
+
 def penalty(model, inputs):
     """Return a gradient penalty, which needs a backward through a backward."""
     inputs = inputs.clone().requires_grad_()
@@ -487,6 +508,7 @@ class Collecting(nn.Module):
         y = torch.tanh(self.layer(arguments.x))
         terms.append(y.square().mean())
         cache["inputs"].append(arguments.x)
+        cache["last"].append(arguments.x)
         cache["count"] = cache.get("count", 0) + 1
         cache.pop("first", None)
         return Arguments(arguments.x + y)
@@ -499,7 +521,7 @@ class Collector(nn.Module):
         self.has_output = has_output
 
     def forward(self, x):
-        terms, cache = [], {"inputs": [x], "first": x}
+        terms, cache = [], {"inputs": [x], "first": x, "last": deque(maxlen=2)}
         arguments = Arguments(x * 2)
         for block in self.blocks:
             arguments = block(arguments, terms, cache)
@@ -507,7 +529,8 @@ class Collector(nn.Module):
                 # The backward reaches a block only through its term.
                 arguments = Arguments(arguments.x.detach())
         assert cache["count"] == len(terms) == 3
-        assert [*cache] == ["inputs", "count"]
+        assert [*cache] == ["inputs", "last", "count"]
+        assert len(cache["last"]) == cache["last"].maxlen == 2
         assert cache["inputs"][0] is x
         return arguments.x.square().mean() + sum(terms) + cache["inputs"][-1].sum()
 
@@ -606,6 +629,45 @@ PROGRAMS = {
     "some": list(zip(MODULES[:3], OPTIONS, strict=True)),
     "all": list(product(MODULES, OPTIONS)),
 }
+
+
+class UsedInPart(nn.Module):
+    """A block whose second layer only rank 0 uses."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(5, 5), nn.Linear(5, 5)
+
+    def forward(self, x, rank):
+        return self.first(x) if rank else self.first(x) + self.second(x)
+
+
+class RunThrice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.head, self.block = nn.Linear(5, 5), UsedInPart()
+
+    def forward(self, x, rank):
+        x = self.head(x)
+        for _ in range(3):
+            x = checkpoint(self.block, x, rank, use_reentrant=True)
+        return x
+
+
+def reduce_a_unit_twice_in_one_backward():
+    build = partial(_seeded, RunThrice)
+    model, ours, twin, theirs = pair(build=build, name="SGD", shard=(UsedInPart,))
+    rank, world = dist.get_rank(), dist.get_world_size()
+    model(batch(0, rank), rank).square().mean().backward()
+    for other in range(world):
+        (twin(batch(0, other), other).square().mean() / world).backward()
+    ours.step()
+    theirs.step()
+    return assert_alike(model, twin)
+
+
+def test_averages_of_a_parameter_that_only_another_rank_uses_are_summed():
+    assert all(run_on_shared_ranks(reduce_a_unit_twice_in_one_backward, 2))
 
 
 def checkpoint_reentrantly(name):

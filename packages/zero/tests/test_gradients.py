@@ -18,6 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
+from zero.fsdp.shard import plain_shard
 from zero_training import assert_alike
 
 OTHER_SIZES = [(2, 1), (3, 1), (3, 2), (3, 3)]
@@ -674,18 +675,19 @@ def test_parameters_are_exchanged_for_their_averages(stage):
     assert all(run_on_shared_ranks(exchange_for_averages, 2, stage))
 
 
-def change_dtype(stage):
-    model, ours, _, _ = pair(stage)
-    for parameter in model.parameters():
-        parameter.data = parameter.data.float()
-    with pytest.raises(RuntimeError, match=r"expected .*\.float64 on cpu, got .*\.float32 on cpu"):
-        loss_of(model, 0, 0) if stage == 3 else ours.step()
+def change_data(stage):
+    for change in (torch.Tensor.float, lambda values: values[:1]):
+        model, ours, _, _ = pair(stage)
+        for parameter in model.parameters():
+            parameter.data = change(plain_shard(parameter))
+        with pytest.raises(RuntimeError, match=r"expected .* on cpu, got .* on cpu"):
+            loss_of(model, 0, 0) if stage == 3 else ours.step()
     return True
 
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_dtype_changed_after_wrapping_is_refused(stage):
-    assert all(run_on_shared_ranks(change_dtype, 2, stage))
+    assert all(run_on_shared_ranks(change_data, 2, stage))
 
 
 def freeze(stage):

@@ -283,3 +283,48 @@ def resume_moments(stage):
 @pytest.mark.parametrize("stage", [1, 3])
 def test_state_of_every_element_is_sharded_whatever_its_name(stage):
     assert all(run_on_shared_ranks(resume_moments, 2, stage))
+
+
+class Scaled(torch.optim.SGD):
+    """An optimizer whose step has a further positional argument."""
+
+    def step(self, closure=None, scale=1.0):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(scale)
+        return super().step()
+
+
+def pass_scale_by_position():
+    model, _, twin, _ = pair()
+    for module in (model, twin):
+        optimizer = Scaled(module.parameters(), lr=0.1)
+
+        def closure(module=module):
+            loss = mean_square(module, batch(0, 0))
+            loss.backward()
+            return loss
+
+        if module is twin:
+            closure()
+        optimizer.step(closure if module is model else None, 0.25)
+    return assert_alike(model, twin)
+
+
+def test_every_positional_argument_of_a_step_is_passed_at_stage_3():
+    assert all(run_on_shared_ranks(pass_scale_by_position, 2))
+
+
+def load_a_learning_rate_in_a_tensor():
+    optimizers = [
+        ShardedOptimizer(make().parameters(), torch.optim.SGD, lr=torch.tensor(lr))
+        for lr in (0.1, 0.5)
+    ]
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
+    optimizers[0].param_groups[0]["lr"].fill_(9)
+    return optimizers[1].param_groups[0]["lr"].item()
+
+
+def test_a_loaded_option_is_not_shared_with_the_optimizer_that_had_it():
+    assert run_on_shared_ranks(load_a_learning_rate_in_a_tensor, 1) == [pytest.approx(0.1)]

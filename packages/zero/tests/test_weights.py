@@ -1,5 +1,6 @@
 """Weights and checkpoints are exchanged with other programs."""
 
+import copy
 import itertools
 import json
 import os
@@ -25,6 +26,7 @@ from zero import (
     load_checkpoint,
     save_checkpoint,
 )
+from zero.checkpoint.ownership import unwrapped
 from zero.checkpoint.storage import find
 
 save_file = pytest.importorskip("safetensors.torch", reason="the format's own writer").save_file
@@ -661,6 +663,66 @@ def load_it(path):
     model = make(1)
     load_checkpoint(path, model)
     return same(model.state_dict(), make().state_dict())
+
+
+class Counter(nn.Module):
+    """A module with a state that is neither a parameter nor a buffer."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+        self.state = state
+
+    def get_extra_state(self):
+        return copy.deepcopy(self.state)
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+def counters(*states):
+    model = nn.Sequential(*map(Counter, states))
+    model[0] = torch.compile(model[0], backend="eager")
+    return model
+
+
+def exchange_module_states():
+    """Save and load states of modules: tensors, NaN, and nested values, under compiled names."""
+    saved = [torch.tensor([3.0, torch.nan]), {"steps": 7, "scales": [torch.ones(2), 0.5]}, 5]
+    path = case_folder()
+    model = counters(*saved)
+    model[2].layer.weight = model[1].layer.weight
+    model[1].layer.weight.data[0, 0] = torch.nan
+    save_checkpoint(f"{path}/own", model)
+    state = {name.replace("_orig_mod.", ""): value for name, value in model.state_dict().items()}
+    dcp.save({"model": state}, checkpoint_id=f"{path}/torch")
+    tensors = counters(torch.zeros(2))
+    save_file({"0._extra_state": saved[0], "0.layer.weight": torch.ones(2, 2)}, f"{path}/file")
+    with pytest.warns(UserWarning, match=r"0\.layer\.bias: in the model, not in the checkpoint"):
+        load_checkpoint(f"{path}/file", tensors, strict=False)
+    assert repr(tensors[0].state) == repr(saved[0])
+    for source in ("own", "torch"):
+        other = FSDP(counters(torch.zeros(2), {}, 0)) if source == "own" else counters(0, 0, 0)
+        extra = load_checkpoint(f"{path}/{source}", other)
+        states = [module.state for module in unwrapped(other)]
+        assert repr(states) == repr(saved)
+        assert not extra
+        with pytest.raises(RuntimeError, match=r"0\._extra_state and . more is in the checkpoint"):
+            load_checkpoint(f"{path}/{source}", nn.Sequential(*(Plain() for _ in range(3))))
+    save_checkpoint(f"{path}/none", nn.Sequential(Plain()))
+    with pytest.raises(RuntimeError, match=r"0\._extra_state is in the model, not in the"):
+        load_checkpoint(f"{path}/none", counters(0))
+    return True
+
+
+class Plain(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+
+def test_states_of_modules_are_exchanged_or_reported_as_missing():
+    assert all(run_on_shared_ranks(exchange_module_states, 2))
 
 
 def strided():

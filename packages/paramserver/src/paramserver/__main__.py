@@ -95,6 +95,8 @@ def _serve(arguments: argparse.Namespace) -> None:
     )
     public, secret = _read_key_pair(arguments)
     workers = dict(map(_read_worker_key, arguments.peer))
+    if len(workers) < len(arguments.peer):
+        raise ValueError(f"expected --peer once per rank, got {' '.join(arguments.peer)}")
     keys = Keys(public, secret, workers=workers) if secret else None
     if arguments.journal:
         require_journals(arguments.journal, job.servers, [arguments.server])

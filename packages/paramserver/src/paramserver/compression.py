@@ -1,8 +1,8 @@
 """Compression of parameter changes to 8 or 4 bits per element.
 
-Elements are scaled by the largest magnitude of their block, rounded to the nearest integer, and
-Huffman coded with zlib. The integers are far from uniformly distributed, so 4 bits become about 3
-bits per element.
+Each block of elements is scaled so that its largest magnitude becomes the largest integer of
+`bits` bits. Elements are rounded to the nearest integer and Huffman coded with zlib. The integers
+are far from uniformly distributed, so 4 bits become about 3 bits per element.
 
 Rounding errors are carried over: the sender adds the residual to the next change that it encodes
 (error feedback; Seide et al., "1-Bit Stochastic Gradient Descent", 2014).

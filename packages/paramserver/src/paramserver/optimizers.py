@@ -167,7 +167,8 @@ class Updater:
         """Return the settings that affect updates, by name, as strings equal in all processes."""
         settings = self.common_settings()
         del settings["options"]
-        # An error names the first difference: the options, whose rates a schedule contains too.
+        # Errors name the first difference. The scheduler's state also contains learning rates, so
+        # the options precede it.
         scheduler = settings.pop("scheduler")
         names = {id(target): name for target, name in zip(self.targets, self._names, strict=True)}
         for group in self.optimizer.param_groups:
@@ -296,7 +297,7 @@ def _require_known_options(optimizer: Optimizer) -> None:
 def _new_scheduler(
     factory: Callable[[Optimizer], LRScheduler], optimizer: Optimizer
 ) -> LRScheduler:
-    """Return the optimizer's scheduler if a journal can resume it.
+    """Create the optimizer's scheduler, and check that a journal can resume it.
 
     Raises:
         ValueError: the scheduler is of another optimizer or needs the loss, or its state cannot be

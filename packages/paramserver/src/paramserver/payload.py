@@ -235,5 +235,5 @@ def pin(buffers: Iterable[Tensor]) -> None:
     for start, buffer in {b.untyped_storage().data_ptr(): b for b in buffers}.items():
         nbytes = buffer.untyped_storage().nbytes()
         torch.cuda.check_error(int(runtime.cudaHostRegister(start, nbytes, 0)))
-        # Unlock the pages with the buffer, because later memory may have the same address.
+        # Unlock the pages when the buffer is freed: later memory may have the same address.
         weakref.finalize(buffer, runtime.cudaHostUnregister, start).atexit = False

@@ -71,7 +71,10 @@ class Worker:
         self.model.zero_grad()
         self.loss_of_step(self.model, self.number, self.clock).backward()
         self.clock += 1
-        server.push(self.number, [p.grad for p in self.model.parameters() if p.grad is not None])
+        parameters = self.model.parameters()
+        # A missing gradient counts as zero.
+        gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
+        server.push(self.number, gradients)
 
     def local_steps(self, server: Server, inner: torch.optim.Optimizer, steps: int) -> None:
         """Take `steps` local steps, then push the change (DiLoCo, algorithm 1, lines 3 to 10)."""

@@ -89,7 +89,8 @@ class Server:
             allow_missing=allow_missing,
             elastic=elastic,
         )
-        self._changed = threading.Condition()
+        #: The lock of `core`. It is notified when a waiting request may be answerable.
+        self._core_changed = threading.Condition()
         self._errors: dict[int, Exception] = {}
         #: The module of each worker in this process.
         self._modules = weakref.WeakValueDictionary[int, nn.Module]()
@@ -110,7 +111,7 @@ class Server:
         Raises:
             ValueError: another worker that still trains has the same module.
         """
-        with self._changed:
+        with self._core_changed:
             for other, used in self._modules.items():
                 if used is module and other != worker and other in self.core.ledger.active:
                     raise ValueError(
@@ -147,7 +148,7 @@ class Server:
         Raises:
             Exception: the request is invalid, has timed out, or cannot be answered.
         """
-        with self._changed:
+        with self._core_changed:
             last_message = time.monotonic()
             is_first_try = True
             try:
@@ -171,25 +172,25 @@ class Server:
                     # forever.
                     has_new_loss = len(self.core.lost) != num_lost
                     if is_first_try or errors or has_new_loss:
-                        self._changed.notify_all()
+                        self._core_changed.notify_all()
                     is_first_try = False
                     if has_new_loss:
                         continue  # the loss may end this wait, which has no deadline any more
                     if keep_alive and now - last_message >= _KEEP_ALIVE:
                         last_message = now
-                        self._changed.release()
+                        self._core_changed.release()
                         try:
                             keep_alive()
                         finally:
-                            self._changed.acquire()
+                            self._core_changed.acquire()
                     until = self.core.next_deadline()
                     if keep_alive:
                         until = min(until, last_message + _KEEP_ALIVE)
                     seconds = max(0.0, until - time.monotonic())
-                    self._changed.wait(min(seconds, LONGEST_WAIT))
+                    self._core_changed.wait(min(seconds, LONGEST_WAIT))
             finally:
                 # This request, or its failure, may end the waits of other workers.
-                self._changed.notify_all()
+                self._core_changed.notify_all()
 
     def _deliver(self, worker: int, deliver: Callable[[Tensor], Callable[[], None] | None]) -> None:
         copy_out = deliver(self.core.answer_data)
@@ -198,9 +199,9 @@ class Server:
 
     def mark_lost(self, worker: int, reason: str) -> None:
         """Handle the loss of `worker`, unless it has finished or left; see `Core.mark_lost`."""
-        with self._changed:
+        with self._core_changed:
             self.core.mark_lost(worker, reason)
-            self._changed.notify_all()
+            self._core_changed.notify_all()
 
 
 class LocalConnection(Connection):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
 from collections.abc import Sequence
@@ -11,6 +12,8 @@ import torch.distributed as dist
 
 #: Seconds to wait for reports: all surviving ranks notice a failure within this time.
 GRACE_SECONDS = 5.0
+#: The time at which each report was first read. An old report is of an earlier failure.
+_first_read: dict[bytes, float] = {}
 #: Time within which the store responds if its host is alive.
 STORE_SECONDS = 5.0
 REMEDY = "build the same model and the same groups on every rank"
@@ -47,7 +50,7 @@ def find_unresponsive_ranks(
     )
     thread.start()
     thread.join(GRACE_SECONDS + STORE_SECONDS)
-    # Unless torchrun hosts the store, one that does not respond means that rank 0 hangs.
+    # Rank 0 hosts the store unless torchrun does, so a store that hangs means that rank 0 hangs.
     return answers[0] if answers else ([0], {})
 
 
@@ -58,13 +61,18 @@ def _poll_store(ranks: list[int], description: str) -> tuple[list[int], dict[int
     answers: dict[int, str] = {}
     deadline = time.monotonic() + GRACE_SECONDS
     try:
-        store.set(absent[dist.get_rank()], description)
+        # The number makes each report of a rank different from its earlier ones.
+        store.set(absent[dist.get_rank()], f"{secrets.token_hex(8)} {description}")
         while absent and time.monotonic() < deadline:
             for rank in [rank for rank, key in absent.items() if store.check([key])]:
-                answers[rank] = store.get(absent.pop(rank)).decode()
+                report = store.get(absent[rank])
+                now = time.monotonic()
+                if now - _first_read.setdefault(report, now) < GRACE_SECONDS:
+                    answers[rank] = report.decode().partition(" ")[2]
+                    del absent[rank]
             time.sleep(0.02)
     except RuntimeError:
-        # Unless torchrun hosts the store, one that does not respond means that rank 0 has died.
+        # Rank 0 hosts the store unless torchrun does, so this error means that rank 0 has died.
         return [0], {}
     return sorted(absent), answers
 

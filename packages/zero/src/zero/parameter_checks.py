@@ -51,25 +51,45 @@ def _check_separate_memory(named: Iterable[tuple[str, Tensor]]) -> None:
 
     One parameter object in several modules (a tied parameter) is not an error.
     """
-    ranges: list[tuple[str, int, int, str, Tensor]] = []
+    name_of: dict[Tensor, str] = {}
     for name, parameter in named:
-        if parameter.is_meta or not parameter.numel():
-            continue
-        start = parameter.data_ptr()
-        # A non-contiguous tensor may skip elements of its memory, so compare only its first one.
-        size = parameter.nbytes if parameter.is_contiguous() else parameter.itemsize
-        ranges.append((str(parameter.device), start, start + size, name, parameter))
-    ranges.sort(key=lambda entry: entry[:3])
-    last: tuple[str, int, int, str, Tensor] | None = None
-    for entry in ranges:
-        device, start, _, name, parameter = entry
-        if last is None or device != last[0] or start >= last[2]:
-            last = entry
-        elif parameter is not last[4]:
-            raise ValueError(
-                f"parameters {last[3]} and {name} share memory, which sharding would separate: "
-                "assign one parameter to both modules, as in second.weight = first.weight"
-            )
+        if not parameter.is_meta and parameter.numel():
+            name_of.setdefault(parameter, name)
+    ordered = sorted(name_of, key=lambda p: (str(p.device), p.data_ptr()))
+    for index, first in enumerate(ordered):
+        for second in ordered[index + 1 :]:
+            if second.device != first.device or second.data_ptr() >= _memory_end(first):
+                break
+            if _share_bytes(first, second):
+                raise ValueError(
+                    f"parameters {name_of[first]} and {name_of[second]} share memory, which "
+                    "sharding would separate: assign one parameter to both modules, as in "
+                    "second.weight = first.weight"
+                )
+
+
+def _memory_end(tensor: Tensor) -> int:
+    """Return the address after the last element of a tensor that is not empty."""
+    last = sum((size - 1) * s for size, s in zip(tensor.shape, tensor.stride(), strict=True))
+    return tensor.data_ptr() + (last + 1) * tensor.itemsize
+
+
+def _share_bytes(first: Tensor, second: Tensor) -> bool:
+    """Return True if two tensors share a byte; `second` does not start before `first`."""
+    start = first.data_ptr()
+    is_used = torch.zeros(max(map(_memory_end, (first, second))) - start, dtype=torch.bool)
+    _bytes_of(first, is_used, start).fill_(True)
+    return bool(_bytes_of(second, is_used, start).any())
+
+
+def _bytes_of(tensor: Tensor, flags: Tensor, start: int) -> Tensor:
+    """Return the view of `flags`, one per byte from address `start`, of a tensor's bytes."""
+    # Elements of a dimension with stride 0 have the same bytes.
+    sizes = [size if s else 1 for size, s in zip(tensor.shape, tensor.stride(), strict=True)]
+    strides = [s * tensor.itemsize for s in tensor.stride()]
+    return flags.as_strided(
+        (*sizes, tensor.itemsize), (*strides, 1), storage_offset=tensor.data_ptr() - start
+    )
 
 
 def check_module(module: nn.Module, adopted: set[nn.Parameter]) -> None:

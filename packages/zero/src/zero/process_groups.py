@@ -164,7 +164,7 @@ class Communicator:
     def divide_before_sum(self, gradients: Tensor) -> None:
         """Divide float16 gradients, in place, so that their sum over ranks does not overflow.
 
-        The divisor is a power of two, so only subnormal numbers are rounded.
+        The divisor is a power of two, so only quotients that are subnormal are rounded.
         """
         if gradients.dtype == torch.float16:
             gradients /= self._float16_divisor
@@ -343,7 +343,7 @@ def _tag_by_label(call: Collective, label: str) -> Collective:
     """Tag a collective by layer, so that mismatched ranks time out instead of exchanging data.
 
     gloo accepts a message that is shorter than expected, and aborts the process if it is longer.
-    Return functions other than the direct ones, and calls without a label, unchanged.
+    Return `call` unchanged if it is not one of the direct collectives, or if `label` is empty.
     """
     if not label or call not in (direct_all_gather, direct_reduce_scatter):
         return call

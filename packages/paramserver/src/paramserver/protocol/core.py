@@ -6,6 +6,19 @@ calls it from threads, `transport.zeromq` from one loop, and the tests from a si
 `Core.handle` validates a request before it changes or records anything. With a journal, it records
 every change before it returns the answer. If it returns None, the request has to wait: the caller
 retries it after each later request, and calls `check` at `next_deadline`.
+
+| request            | server   | appended to the log       | staged    | may wait for          |
+|--------------------|----------|---------------------------|-----------|-----------------------|
+| JOIN               | all      | Start, Join (server 0)    |           |                       |
+| PULL, READ         | 0        | Read                      |           | slower workers        |
+| STAGE              | all      |                           | gradients |                       |
+| PUSH, COMMIT       | 0        | Accept, Write             | (PUSH)    |                       |
+| LEAVE, FINISH      | 0        | Leave, Write              |           | all workers (FINISH)  |
+| SYNC               | 0        |                           |           |                       |
+| FETCH, REPLAY, END | all      | the entries in the text   |           |                       |
+| HEARTBEAT, ABORT   | all      | Leave (ABORT, server 0)   |           |                       |
+
+Server 0 replays each entry that it appends before it answers with parameters or with the log.
 """
 
 import json
@@ -207,12 +220,12 @@ class Core:
         """Answer a SYNC, LEAVE or FINISH with the log; return None while a FINISH has to wait."""
         if message.kind is not Kind.SYNC:
             self.ledger.leave(worker)
-        text = self._log(worker, message).to_text()
+        text = self._take_log(worker, message).to_text()
         if message.kind is Kind.SYNC:
             return Message(Kind.OK, number=int(self.ledger.has_pending_push(worker)), text=text)
         if message.kind is Kind.LEAVE:
             return Message(Kind.OK, text=text)
-        return None if self.ledger.active else self._newest(text)
+        return None if self.ledger.awaited else self._answer_with_newest(text)
 
     def _answer_after_log(self, worker: int, message: Message) -> Message:
         """Return the answer to a request whose log this server has replayed."""
@@ -220,7 +233,7 @@ class Core:
             return self._fetch(worker, message)
         if message.kind is Kind.REPLAY:
             return Message(Kind.OK, position=self.replica.position)
-        return self._newest(json.dumps(self.replica.staleness))
+        return self._answer_with_newest(json.dumps(self.replica.staleness))
 
     def _push(self, worker: int, message: Message, data: Data, is_known_finite: bool) -> Message:
         """Stage the gradients of a STAGE, commit those of a COMMIT, and do both for a PUSH."""
@@ -228,8 +241,8 @@ class Core:
         if message.kind is not Kind.STAGE:
             self._check_clock(worker, message)
             if message.clock < self.ledger.members[worker].clock:
-                # The push is repeated. If the disk of the journal was full, the push is committed,
-                # but not replayed.
+                # The push is repeated. If the journal's disk was full at the first attempt, the
+                # push is committed but not replayed yet.
                 self._replay_own_log()
         if message.kind is not Kind.COMMIT and self.replica.is_next(push):
             self._stage(push, message, data, is_known_finite)
@@ -276,7 +289,7 @@ class Core:
             return None
         self.ledger.read(worker, message.number)
         if message.kind is Kind.READ:
-            return Message(Kind.OK, text=self._log(worker, message).to_text())
+            return Message(Kind.OK, text=self._take_log(worker, message).to_text())
         self._replay_own_log()
         self.ledger.discard_before(self.replica.position)
         return self._fetch(worker, message)
@@ -292,7 +305,7 @@ class Core:
         size = len(self.answer_data)
         return Message(Kind.OK, 0, 0, version, position, size, fragment=fragment)
 
-    def _newest(self, text: str) -> Message:
+    def _answer_with_newest(self, text: str) -> Message:
         self.answer_data = self.replica.newest
         return Message(Kind.OK, number=self.replica.version, size=len(self.answer_data), text=text)
 
@@ -319,7 +332,7 @@ class Core:
         if message.clock != member.clock and not is_repeated:
             raise wrong_clock(worker, message.clock, member.clock)
 
-    def _log(self, worker: int, message: Message) -> Log:
+    def _take_log(self, worker: int, message: Message) -> Log:
         """Return the log from the position of the message, and discard the entries before it.
 
         The position of a worker's message is the smallest position of all servers, so all servers

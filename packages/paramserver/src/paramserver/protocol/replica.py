@@ -197,6 +197,7 @@ class Replica:
                     # Pushes of this epoch that arrive later are void.
                     epoch, _ = self.next_push.get(worker, (0, 0))
                     self.next_push[worker] = epoch + 1, 0
+            # A Start entry only changes the ledger.
             self.position += 1
 
     def fetch(
@@ -207,7 +208,7 @@ class Replica:
         The data may be a view of this server's memory. If `pulled_version` is the previous version
         and no update has followed, they are the update of one fragment: its new values, or with
         compression its encoded change. Otherwise they are the whole shard, and the fragment is -1.
-        Return None if the read is not pending, such as after it was fetched.
+        Return None if the read is not pending, for example because it has been fetched already.
         """
         pending, version, preserved = self._pending_reads.get(worker, (None, 0, None))
         if pending != read:

@@ -141,7 +141,7 @@ class Session:
             (first,) = yield [self._request(0, Kind.FINISH)]
             others = self._requests_with_log(Kind.END, Log.from_text(first.text))[1:]
             answers = [first, *((yield others) if others else [])]
-            # Otherwise, a worker that joined in the meantime has created a later version.
+            # Try again if a worker that joined in the meantime has created a later version.
             if all(answer.number <= first.number for answer in answers):
                 return self._common_version(answers)
 

@@ -42,7 +42,7 @@ class Waits:
     def blockers(self, message: Message, ledger: Ledger) -> list[int]:
         """Return the workers that block a request and are not waiting for an answer themselves."""
         is_finish = message.kind is Kind.FINISH
-        blockers = ledger.active if is_finish else ledger.workers_behind(message.clock)
+        blockers = ledger.awaited if is_finish else ledger.workers_behind(message.clock)
         return [worker for worker in blockers if worker not in self.waiting]
 
     def silent(self, worker: int, ledger: Ledger, now: float) -> list[int]:

@@ -98,7 +98,7 @@ class Processes:
             name = by_pipe[pipe]
             try:
                 received = pickle.loads(pipe.recv_bytes())
-            except EOFError:
+            except (EOFError, OSError):  # the process may have died while it sent its outcome
                 process = self.running[name][0]
                 process.join()
                 error = PeerLost(self._killed[name]) if name in self._killed else None

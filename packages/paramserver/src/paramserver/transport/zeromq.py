@@ -279,7 +279,8 @@ class ZeroMQServer:
                 # Copy, because the next request may change the data before they are sent.
                 chunk = out[start:stop].copy_(self.core.answer_data[start:stop])
                 frames.append(chunk.numpy().data)
-            # A worker that has lost its connection sends the request again.
+            # ZeroMQ drops the answer if the connection is lost. The worker then repeats its
+            # request.
             self._socket.send_multipart(frames, copy=False)
 
 

@@ -33,6 +33,7 @@ from zero.checkpoint.ownership import (
 )
 from zero.checkpoint.storage import HEADER, find, fingerprint, together, write_folder
 from zero.checkpoint.weights import check_format, find_weights
+from zero.fsdp.wrapping import original_name
 from zero.optimizer.optimizer_trial import check_state
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_dict import options_of
@@ -81,11 +82,12 @@ def _header_objects(
     for index, (group, members) in enumerate(zip(groups, names, strict=True)):
         # torch's reader expects these names.
         for key, value in {"params": members, **options_of(group)}.items():
+            _check_key(key, f"options of parameter group {index}")
             objects[f"optimizer.param_groups.{index}.{key}"] = value
     objects[HEADER] = {
         "version": VERSION,
         "groups": len(groups),
-        "modules": model_parts(model)[1],
+        "modules": {original_name(name): v for name, v in model_parts(model)[1].items()},
         "extra": extra or {},
     }
     return objects
@@ -155,8 +157,10 @@ def _open(
     """Match the checkpoint with the model and the optimizer."""
     check_format(path)
     weights = None if (path / ".metadata").exists() else find_weights(path)
-    names = {part.name for part in model_parts(model)[0]} | tied_names(model).keys()
-    contents = read_contents(weights or find(path), names, prefix)
+    parts, states = model_parts(model)
+    names = {part.name for part in parts} | tied_names(model).keys()
+    state_names = {original_name(name) for name in states}
+    contents = read_contents(weights or find(path), names, state_names, prefix)
     return Loading(contents, model, optimizer, strict)
 
 
@@ -185,15 +189,12 @@ def _collect_slot(
     if run is None:
         return
     # Some values, such as a step count, are equal on all ranks that have a part of the parameter.
-    # The rank with the parameter's first element writes them; rank 0 if it has no elements.
+    # The rank with the parameter's first element writes them. Rank 0 writes them if the parameter
+    # has no elements. `Part.is_written_by` selects the rank that writes a replicated tensor.
     writes_if_empty = slot.is_replicated or rank == 0
     is_first = run.start == 0 and (run.stop > 0 or (not slot.shape.numel() and writes_if_empty))
     for key, value in state.items():
-        if not isinstance(key, str) or "." in key:
-            raise ValueError(
-                f"expected names without dots for the optimizer's state of {slot.name}, got "
-                f"{key!r}, which a load could not separate from the parameter's name: rename it"
-            )
+        _check_key(key, f"state of {slot.name}")
         name = f"optimizer.state.{slot.name}.{key}"
         if not isinstance(value, torch.Tensor):
             if is_first and (not slot.is_replicated or rank == 0):
@@ -204,3 +205,12 @@ def _collect_slot(
             parts.append(Part(name, slot.shape, run.start, run.stop, flat, slot.is_replicated))
         elif is_first:
             parts.append(Part(name, value.shape, 0, value.numel(), flat, slot.is_replicated))
+
+
+def _check_key(key: Any, kind: str) -> None:
+    """Raise ValueError if a load could not find the end of the name before this key."""
+    if not isinstance(key, str) or "." in key:
+        raise ValueError(
+            f"expected names without dots for the optimizer's {kind}, got {key!r}, which a load "
+            "could not separate from the name before it: rename it"
+        )

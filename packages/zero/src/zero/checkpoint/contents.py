@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint._traverse import set_element
 
 from zero.checkpoint import checksums
 from zero.checkpoint.ownership import Part
@@ -38,6 +39,7 @@ class Contents:
     states: dict[str | int, list[tuple[str, str]]] = field(default_factory=dict)
     #: Maps a parameter's name or number to the options of its group.
     options: dict[str | int, dict[str, Any]] = field(default_factory=dict)
+    #: The states of modules that are neither parameters nor buffers, by their names in the model.
     modules: dict[str, Any] = field(default_factory=dict)
     extra: dict[str, Any] = field(default_factory=dict)
     #: The prefix of each optimizer: the part of the names before `state` and `param_groups`.
@@ -49,11 +51,24 @@ class Contents:
         """Return the shape and dtype of a stored tensor of the model."""
         return self.source.tensors[self.model[name]]
 
+    def read_whole(self, stored: str) -> torch.Tensor:
+        """Return the whole tensor that is stored under this name."""
+        shape, dtype = self.source.tensors[stored]
+        values = torch.empty(shape.numel(), dtype=dtype)
+        self.source.read([Part(stored, shape, 0, shape.numel(), values)])
+        return values.view(shape)
 
-def read_contents(source: Folder | Weights, names: Collection[str], prefix: str | None) -> Contents:
+
+def read_contents(
+    source: Folder | Weights,
+    names: Collection[str],
+    state_names: Collection[str],
+    prefix: str | None,
+) -> Contents:
     """Find the stored tensors of a model, and their optimizer state.
 
     names: every name of a tensor of the model.
+    state_names: the names of the other states of the model's modules.
     """
     is_native = isinstance(source, Folder) and HEADER in source.objects
     if is_native:
@@ -67,7 +82,7 @@ def read_contents(source: Folder | Weights, names: Collection[str], prefix: str 
         if is_native:
             sorter.read_native()
         else:
-            sorter.read_other()
+            sorter.read_other(state_names)
     return contents
 
 
@@ -105,12 +120,14 @@ class _EntrySorter:
         self.contents.modules = header["modules"]
         self.contents.extra = dict(header["extra"])
 
-    def read_other(self) -> None:
+    def read_other(self, state_names: Collection[str]) -> None:
         """Sort the entries of another program's folder."""
+        states = self._read_module_states(state_names)
         entries = [
             name
             for name in self.folder.metadata.state_dict_metadata
-            if not (name.startswith(self.prefix) and name.removeprefix(self.prefix) in self.names)
+            if name not in states
+            and not (name.startswith(self.prefix) and name.removeprefix(self.prefix) in self.names)
         ]
         self.contents.optimizers = _optimizer_prefixes(entries, self.names)
         self._sort(entries, sorted(self.contents.optimizers, key=len, reverse=True))
@@ -120,6 +137,25 @@ class _EntrySorter:
                 members = group.get("param_names", group.get("params", [key]))
                 spelled += [str(member) for member in members]
             self._name_parameters(_state_prefix(spelled, self.names, self.prefix))
+
+    def _read_module_states(self, state_names: Collection[str]) -> set[str]:
+        """Read the states of modules, and return the names of their entries.
+
+        torch stores each value of a nested state separately, with its path.
+        """
+        paths = self.folder.metadata.planner_data
+        stored = {self.prefix + name: name for name in state_names}
+        entries = set()
+        for entry in self.folder.metadata.state_dict_metadata:
+            path = paths.get(entry, (entry,)) if isinstance(paths, dict) else (entry,)
+            for depth in range(1, len(path) + 1):
+                name = stored.get(".".join(map(str, path[:depth])))
+                if name is not None:
+                    value = self._read_value(entry)
+                    set_element(self.contents.modules, (name, *path[depth:]), value)
+                    self.contents.model.pop(entry.removeprefix(self.prefix), None)
+                    entries.add(entry)
+        return entries
 
     def _sort(self, entries: Sequence[str], roots: Sequence[str]) -> None:
         """Assign each entry to the first optimizer in `roots` with its prefix, or to `extra`."""
@@ -148,12 +184,7 @@ class _EntrySorter:
 
     def _read_value(self, name: str) -> Any:
         """Return an object or a whole tensor."""
-        if name in self.objects:
-            return self.objects[name]
-        shape, dtype = self.folder.tensors[name]
-        values = torch.empty(shape.numel(), dtype=dtype)
-        self.folder.read([Part(name, shape, 0, shape.numel(), values)])
-        return values.view(shape)
+        return self.objects[name] if name in self.objects else self.contents.read_whole(name)
 
     def _name_parameters(self, strip: str) -> None:
         """Find the model's name of each parameter in the optimizer's groups and state.
@@ -226,8 +257,8 @@ def _find_name(
 
 
 def _find_prefix(stored: Collection[str], names: Collection[str]) -> str:
-    """Return the prefix that fits most stored names; raise ValueError if another may be meant."""
-    # Maps each prefix to the stored names that are names of the model if it is removed.
+    """Return the prefix that fits most stored names; raise ValueError if it is ambiguous."""
+    # Maps each prefix to the stored names that become names of the model when it is removed.
     fitting: dict[str, list[str]] = {}
     for name in stored:
         for start in [0, *(match.end() for match in re.finditer(r"\.", name))]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from copy import deepcopy
 from dataclasses import replace
 from typing import Any
@@ -23,10 +23,11 @@ from zero.checkpoint.ownership import (
 )
 from zero.checkpoint.storage import Folder
 from zero.dtensors import has_elements
+from zero.fsdp.wrapping import original_name
 from zero.optimizer.optimizer_kinds import ELEMENTWISE
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_dict import number_parameters, options_of
-from zero.process_groups import check_separate_elements
+from zero.process_groups import as_bytes, check_separate_elements
 
 
 class Loading:
@@ -49,7 +50,10 @@ class Loading:
         #: Descriptions of the tensors that `strict=False` leaves out.
         self.left_out: list[str] = []
         self.tied = tied_names(model)
-        self.parts = self._match_model(model_parts(model)[0])
+        parts, states = model_parts(model)
+        #: The states of modules that are neither parameters nor buffers, by the model's names.
+        self.module_states = self._match_module_states(states)
+        self.parts = self._match_model(parts)
         #: The stored options of each parameter group.
         self.options: list[dict[str, Any]] = []
         #: Each parameter of the optimizer, in order, with the (key, name in the checkpoint) pairs
@@ -70,8 +74,20 @@ class Loading:
         mark_changed(self.model)
         if self.optimizer is not None:
             self._fill_optimizer(self.optimizer)
-        if self.contents.modules:
-            unwrapped(self.model).load_state_dict(self.contents.modules, strict=False)
+        if self.module_states:
+            unwrapped(self.model).load_state_dict(self.module_states, strict=False)
+
+    def _match_module_states(self, names: Collection[str]) -> dict[str, Any]:
+        """Return the stored states of modules by their names in the model's state dict."""
+        stored = self.contents.modules
+        originals = {original_name(name) for name in names}
+        for name in originals & self.contents.model.keys():
+            stored[name] = self.contents.read_whole(self.contents.model.pop(name))
+        self._check_missing(sorted(originals - stored.keys()), "the model, not in the checkpoint")
+        self._check_missing(sorted(stored.keys() - originals), "the checkpoint only")
+        return {
+            name: stored[original_name(name)] for name in names if original_name(name) in stored
+        }
 
     def _match_model(self, parts: list[Part]) -> list[Part]:
         """Return the model's parts that are in the checkpoint."""
@@ -128,9 +144,11 @@ class Loading:
             shape, dtype = self.contents.shape_and_dtype(name)
             if shape == part.shape:
                 # Each rank compares its own elements.
-                values.append(torch.empty(part.stop - part.start, dtype=dtype))
-                stored = replace(part, name=self.contents.model[name], values=values[-1])
+                read = torch.empty(part.stop - part.start, dtype=dtype)
+                stored = replace(part, name=self.contents.model[name], values=read)
                 self.contents.source.read([stored])
+                values.append(as_bytes(read))
+        # Compare bytes, because NaN is not equal to itself.
         if len(values) < 2 or not torch.equal(*values):
             raise ValueError(
                 f"{second} and {part.name} are one tensor in the model and two in the checkpoint: "

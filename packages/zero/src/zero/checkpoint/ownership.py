@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from zero.dtensors import Run
 from zero.fsdp.fsdp import FSDP, find_fsdp
@@ -94,7 +95,11 @@ def _compiled_from(model: nn.Module) -> nn.Module:
 
 
 def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
-    """Return this rank's parts of parameters and buffers, and the modules' non-tensor states."""
+    """Return this rank's parts of parameters and buffers, and the other states of modules.
+
+    The states are those of `get_extra_state()`, and values that are not tensors, by their names in
+    `unwrapped(model).state_dict()`.
+    """
     parts = []
     for slot in _parameter_slots(model):
         assert slot.run is not None
@@ -115,12 +120,14 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
     fsdp = _fsdp_of(model)
     with fsdp.state_dict_hooks.keep_shards() if fsdp else nullcontext():
         state = unwrapped(model).state_dict()
-    others = {}
+    states = {}
     for wrapped_name, value in state.items():
         name = original_name(wrapped_name)
         if name in parameter_names:
             continue
-        if isinstance(value, Tensor):
+        # A module may create the tensor of its extra state, so it must receive the loaded one.
+        is_extra = name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
+        if isinstance(value, Tensor) and not is_extra:
             flat = value.detach().reshape(-1)
             parts.append(
                 Part(
@@ -135,8 +142,8 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
                 )
             )
         else:
-            others[name] = value
-    return parts, others
+            states[wrapped_name] = value
+    return parts, states
 
 
 def _fsdp_of(model: nn.Module) -> FSDP | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 #: Types of values that certainly have no tensors.
 TYPES_WITHOUT_TENSORS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
 #: Types of containers that a module may change, so that its caller must see the changes.
-MUTABLE = (list, dict, OrderedDict, defaultdict)
+MUTABLE = (list, deque, dict, OrderedDict, defaultdict)
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,8 @@ def _is_dataclass_object(value: Any) -> bool:
 
 
 def _entries_of(container: Any) -> dict[Any, Any]:
-    """Return the entries of a list, a dictionary or a dataclass by index, key or name."""
-    if isinstance(container, list):
+    """Return the entries of a list, a deque, a dictionary or a dataclass by index, key or name."""
+    if isinstance(container, list | deque):
         return dict(enumerate(container))
     if isinstance(container, dict):
         return dict(container)
@@ -80,8 +80,9 @@ def _entries_of(container: Any) -> dict[Any, Any]:
 
 
 def _set_entries(container: Any, entries: dict[Any, Any]) -> None:
-    if isinstance(container, list):
-        container[:] = entries.values()
+    if isinstance(container, list | deque):
+        container.clear()
+        container.extend(entries.values())
     elif isinstance(container, dict):
         container.clear()
         container.update(entries)

@@ -1,6 +1,6 @@
 """Full tensors for optimizers that are not element-wise, during their step at stage 3.
 
-All ranks gather the parameters and gradients of a unit at a time. Each parameter has one owner
+All ranks gather the parameters and gradients of one unit at a time. Each parameter has one owner
 rank, which keeps the full parameter and its gradient, steps it, and broadcasts the result. All
 state of a parameter is on its owner.
 """

@@ -124,8 +124,11 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         # The closure computes the gradients, so it must run before they are exchanged.
         with torch.enable_grad():
             loss = closure()
-        args = args[:1]
-        kwargs = {**kwargs, "closure": partial(_return_once, [loss])}
+        once = partial(_return_once, [loss])
+        if "closure" in kwargs:
+            kwargs = {**kwargs, "closure": once}
+        else:
+            args = args[0], once, *args[2:]
     end_step()
     for exchange in shard_optimizer.exchanges:
         for parameter in exchange.parameters:
@@ -216,10 +219,10 @@ class ShardOptimizer:
         optimizer.register_load_state_dict_pre_hook(self._load_rows)
 
     def is_step_within_step(self, optimizer: torch.optim.Optimizer) -> bool:
-        """Return True in the hooks of `super().step()` in a subclass's step.
+        """Return True if the running step is a `super().step()` call within a subclass's `step`.
 
         torch runs the hooks of both steps. The keyword arguments of the outer step are alive until
-        it ends. A traceback may keep them longer, so the running functions decide in this case.
+        it ends. A traceback may keep them longer, so the call stack is checked too.
         """
         if self.step_options() is None:
             return False

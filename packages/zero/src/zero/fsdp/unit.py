@@ -188,7 +188,8 @@ class Unit:
     def _is_data_replaced(self, parameter: ShardedParameter, stored: Tensor) -> bool:
         """Return True if `.data` was replaced; raise if its shape, dtype or device changed."""
         data = plain_shard(parameter.shard)
-        if data.data_ptr() == stored.data_ptr() or not stored.numel():
+        is_at_stored = data.data_ptr() == stored.data_ptr() and data.shape == stored.shape
+        if is_at_stored or not stored.numel():
             return False
         if (data.shape, data.dtype, data.device) != (stored.shape, stored.dtype, stored.device):
             raise RuntimeError(
@@ -304,7 +305,11 @@ class Unit:
         self.reshard()
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if a forward wrote to the full parameters, as this would be lost."""
+        """Raise RuntimeError if a forward wrote to the full parameters.
+
+        The written values would be lost. A write through `.data` is only detected at some checks,
+        on the rank whose shard has the written elements.
+        """
         self._check_versions()
         self._num_checks += 1
         # A write through `.data` changes the values and not the version. Each rank compares its own

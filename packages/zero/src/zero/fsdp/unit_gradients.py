@@ -118,7 +118,9 @@ class UnitGradients:
             if self.is_used[index]:
                 self._accumulate_grad(index, part)
             else:
-                self._unclaimed_averages[index] = part
+                # A reentrant checkpoint may reduce a unit several times per backward.
+                earlier = self._unclaimed_averages.get(index)
+                self._unclaimed_averages[index] = part if earlier is None else earlier + part
 
     def assign_unclaimed_averages(self, used_anywhere: Sequence[bool]) -> None:
         """Add averages to parameters that other ranks have used, and discard all other averages."""
@@ -129,7 +131,10 @@ class UnitGradients:
         self.is_used = [False] * len(self.unit.parameters)
 
     def mark_unreduced(self) -> None:
-        """Replace each `.grad` that is not averaged yet by a placeholder that raises if read."""
+        """Set `.grad` of each shard with an unreduced gradient to a placeholder.
+
+        Reading the placeholder raises an error.
+        """
         for index, parameter in enumerate(self.unit.parameters):
             gradient = parameter.full.grad
             if gradient is None:

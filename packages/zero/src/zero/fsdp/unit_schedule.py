@@ -6,8 +6,8 @@
 
 S is the size of the parameters in bytes, and n the number of ranks. A layer that runs several times
 per forward may be gathered for each run. The last layer of forward is the first of backward, so it
-is not freed in between. The backward of `nn.Embedding` does not read the weight, so an embedding
-that is a unit is not gathered for it.
+is not freed in between if the units run in the same order as in the previous forward. The backward
+of `nn.Embedding` does not read the weight, so an embedding that is a unit is not gathered for it.
 """
 
 from __future__ import annotations
@@ -242,11 +242,12 @@ class UnitSchedule(nn.Module):
         return self._end_forward(output)
 
     def _leave_module(self, units: list[Unit]) -> None:
-        is_last_layer = self._forward_order == self._previous_order
+        # If all units of the previous forward have run, no other unit is expected in this forward.
+        is_forward_complete = self._forward_order == self._previous_order
         for unit in units:
             unit.set_unsharded_by_caller(False)
             unit.remove_user()
-            keep = is_last_layer or not unit.reshard_after_forward
+            keep = is_forward_complete or not unit.reshard_after_forward
             if not (keep and torch.is_grad_enabled()) and not self._in_backward:
                 unit.reshard()
 
@@ -323,7 +324,7 @@ class UnitSchedule(nn.Module):
             unit.keep_unsharded = True
 
     def _after_backward(self, module: nn.Module) -> None:
-        """Free a module's units after its backward, except those of modules around it."""
+        """Free a module's units after its backward, except units that an outer module needs."""
         outer = self._outer_units.get(module, ())
         for unit in self.units_of[module]:
             if unit not in outer:

@@ -54,7 +54,9 @@ def reduces_all_elements(name: str, args: Any, kwargs: Any) -> bool:
     else:
         return False
     arguments = dict(zip(names, args, strict=False)) | kwargs
-    if name == "linalg_norm" and arguments.get("ord") is not None and args[0].dim() > 1:
+    order = arguments.get("ord", arguments.get("p"))
+    is_of_matrix = name == "linalg_norm" and order is not None and args[0].dim() > 1
+    if is_of_matrix or order == "nuc":
         # This is a norm of the matrix, such as its largest singular value.
         return False
     if arguments.get("keepdim"):
@@ -64,7 +66,11 @@ def reduces_all_elements(name: str, args: Any, kwargs: Any) -> bool:
 
 
 def python_name(func: Any) -> str:
-    """Return the name of a torch function or method, or of the attribute that `func` reads."""
+    """Return the name of a torch function or method, or of the attribute that `func` reads.
+
+    For a function that sets an attribute, return "__set__". `torch.linalg.vector_norm` is returned
+    under the name of its aten operator, "linalg_vector_norm".
+    """
     name: str = getattr(func, "__name__", "")
     if name == "__get__":
         name = func.__self__.__name__

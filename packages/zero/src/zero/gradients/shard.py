@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
@@ -105,8 +106,9 @@ class _FullTensor(torch.autograd.Function):
         return gather_runs(runs, elements.shape, communicator)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        # The loss of a training step is the average of the ranks' losses, and so is its gradient.
+        # The loss of a training step is the average of the ranks' losses, so average the gradients.
         average = gradient.to(ctx.communicator.device).contiguous().clone()
         ctx.communicator.divide_before_sum(average)
         ctx.communicator.all_reduce(average).wait()
@@ -144,8 +146,6 @@ def shard_function(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any
         if ShardGradient.is_stepping or is_on_object:
             return func(*args, **kwargs)
         if is_access and (func.__name__ != "__get__" or name not in VIEWS):
-            if name == "data":
-                args = args[0], *[plain(arg) for arg in args[1:]]
             return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         local_args, local_kwargs = tree_unflatten([as_gradient(leaf) for leaf in leaves], spec)
@@ -178,7 +178,7 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if is_checked and name in READS_MEMORY:
         raise _whole_tensor_error(name)
     # An assignment to the elements that a mask selects is element-wise, although indexing is not.
-    has_mask = name == "__setitem__" and isinstance(args[1], ShardGradient)
+    has_mask = name == "__setitem__" and getattr(args[1], "dtype", None) == torch.bool
     with _ElementwiseOnly() if is_checked and not has_mask else nullcontext():
         if is_checked and not gradient.numel() and gradient.communicator.world > 1:
             # Some functions call no operator for an empty shard, but must raise as on other ranks.
@@ -204,7 +204,10 @@ def _whole_tensor_error(name: str) -> RuntimeError:
 
 
 def _check_same_elements(name: str, leaves: Sequence[Any]) -> None:
-    """Raise RuntimeError unless tensors are gradients of the same elements, or 0-dimensional."""
+    """Raise RuntimeError unless tensors are gradients of the same elements, or 0-dimensional.
+
+    With a single rank, plain tensors of the same shape are accepted too.
+    """
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     gradients = [tensor for tensor in tensors if isinstance(tensor, ShardGradient)]
     others = [tensor for tensor in tensors if tensor.numel() != 1 or tensor.dim()]

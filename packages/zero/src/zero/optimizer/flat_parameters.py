@@ -72,7 +72,8 @@ class FlatParameters:
         replaced: list[tuple[nn.Parameter, Tensor]] = []
         for parameter, view in self.views.items():
             data = parameter.data
-            if data.data_ptr() == view.data_ptr() and data.stride() == view.stride():
+            is_at_view = data.data_ptr() == view.data_ptr() and data.stride() == view.stride()
+            if is_at_view and data.shape == view.shape:
                 continue
             if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
                 raise RuntimeError(

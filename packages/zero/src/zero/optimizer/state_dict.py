@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from copy import deepcopy
 from typing import Any
 
 import torch
@@ -70,7 +71,8 @@ def load_state_dict(
             state[number_of[shard]] = {
                 key: run.select(parameter.shape, key, value) for key, value in entry.items()
             }
-    options = [options_of(group) for group in state_dict["param_groups"]]
+    # The state dict may have another optimizer's options, such as a learning rate in a tensor.
+    options = deepcopy([options_of(group) for group in state_dict["param_groups"]])
     inner.load_state_dict(
         {"state": state, "param_groups": number_parameters(options, inner.param_groups)}
     )
