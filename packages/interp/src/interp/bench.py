@@ -133,7 +133,7 @@ def beside_transformer_lens() -> Row:
 
 
 def describing(*, quick: bool = False) -> Row:
-    """Describe a bfloat16 Llama of TinyLlama's size, or a small one if `quick`.
+    """Measure `describe` for a bfloat16 Llama of TinyLlama's size, or a small one if `quick`.
 
     `memory` is the peak memory, including the model, divided by the memory of the model. This
     number is correct only in a new process.

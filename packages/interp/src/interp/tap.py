@@ -234,7 +234,7 @@ def _rebuilt(output: Any, entries: Mapping[Any, Any], key: Any, new: Tensor) -> 
     rebuild: Callable[..., Any] = type(output)
     changed = {**entries, key: new}
     if isinstance(output, Mapping):
-        # A dict and Hugging Face's ModelOutput are both constructed from keywords.
+        # A dict and Hugging Face's ModelOutput can both be constructed from keywords.
         has_names = all(isinstance(name, str) for name in changed)
         return rebuild(**changed) if has_names else rebuild(changed)
     if isinstance(output, tuple | list):

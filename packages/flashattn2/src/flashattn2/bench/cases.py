@@ -81,7 +81,7 @@ def flash(device: str, quick: bool) -> Iterator[Row]:
 
 
 def train(device: str, quick: bool) -> Iterator[Row]:
-    """Yield rows for a batch that fills a GPU, 16384 tokens of width 2048, or a small CPU batch."""
+    """Yield rows for a full GPU (16384 tokens of width 2048), or for a small batch on a CPU."""
     if device != "cuda":
         attentions = causal(device, quick)
         yield from compare("train", attentions, (2, 4, 512, 64), torch.float32, device, quick)

@@ -159,7 +159,10 @@ class Decoder(nn.Module):
         position_ids: Tensor | None,
         cache: Cache | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the initial residual stream, the position embeddings, and all positions."""
+        """Return the initial residual stream, the position embeddings, and all positions.
+
+        The position embeddings are None unless they are added to queries and keys only.
+        """
         positions = self._positions(input_ids, padding, position_ids, cache)
         x = self.embed_norm(self.embed(input_ids))
         if self.position is None:

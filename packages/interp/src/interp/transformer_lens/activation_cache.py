@@ -85,7 +85,8 @@ class ActivationCache(Mapping[Any, Tensor]):
     ) -> Stack:
         """Return the residual streams before each layer up to `layer`.
 
-        At the end of the model, `apply_ln` applies the final norm to each stream.
+        `incl_mid` adds the streams between attention and MLP. If `layer` means the input of the
+        final norm, `apply_ln` applies this norm to each stream, with the stream's own scale.
         """
         last = self._layer(layer)
         streams = {}
@@ -159,7 +160,8 @@ class ActivationCache(Mapping[Any, Tensor]):
     ) -> Tensor:
         """Divide components by the recorded scale of the norm that reads the input of `layer`.
 
-        A layer norm also centers each component. Weights and biases of the norm are not applied;
+        With `mlp_input`, the norm is the one before the MLP of that layer. A layer norm also
+        centers each component. Weights and biases of the norm are not applied;
         `fold_decoder` moves them into the next matrix.
         """
         index, name = self._layer(layer), "ln2" if mlp_input else "ln1"

@@ -333,13 +333,14 @@ class HookedDecoder(TextConversion):
             return value if result is None else result
 
         def call_backward(gradient: Tensor) -> Tensor | None:
-            # The graph may outlive the hook. Functions may change the gradient in place, which
-            # autograd may use again.
+            # The graph may outlive the hook, so check that it is still installed. Functions may
+            # change the gradient in place, and autograd may use it again, so pass a copy.
             return call(gradient.clone()) if hook in self._hooks else None
 
         def watch_gradient(value: Tensor) -> Tensor:
             if torch.is_grad_enabled():
-                # The weights of a description do not require gradients by default.
+                # Weights from `describe` do not require gradients by default, so `value` may not
+                # be part of a graph yet.
                 value = value if value.requires_grad else value.detach().requires_grad_()
                 value.register_hook(call_backward)
             return value
