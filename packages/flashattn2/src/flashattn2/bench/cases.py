@@ -16,13 +16,7 @@ from torch import Tensor
 
 from flashattn2.attention import flash_attention_varlen
 from flashattn2.bench.implementations import Attention, causal, fused_kernels
-from flashattn2.bench.measure import (
-    elapsed_ms,
-    graph_ms,
-    peak_extra_bytes,
-    processor,
-    time_ms,
-)
+from flashattn2.bench.measure import elapsed_ms, graph_ms, peak_extra_bytes, processor, time_ms
 from flashattn2.bench.rounds import Rate, Row, attempt, time_rows
 from flashattn2.kvcache import flash_attention_with_kvcache
 

@@ -11,7 +11,7 @@ units.  Their error is so small that the rounding of this factor and of L would 
 Therefore scores remain exponents of e, and P is divided by its sum (`row_sums.py`).
 
 The kernels receive plain tuples: `strides` has three strides per tensor, `cuts` is (cu_q, cu_k) for
-packed sequences, `sizes` differs per kernel, `spec` is (scale, inner, outer, left, right), and
+packed sequences, `sizes` differs per kernel, `factors` is (scale, inner, outer, left, right), and
 `meta` is a `launch.Meta`.
 """
 
@@ -203,8 +203,8 @@ def query_ranges(
 ):  # fmt: skip
     """Return `lo, all_lo, all_hi, hi` of the queries that see the keys first to last.
 
-    The bounds are as in `key_ranges`.  Queries after the end of the sequence count as seeing all
-    keys.
+    The bounds are as in `key_ranges`, except that all_hi may be hi.  Queries after the end of the
+    sequence count as seeing all keys.
     """
     shift = seq_k - seq_q
     lo = 0
