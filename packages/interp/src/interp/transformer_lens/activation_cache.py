@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.decoder import Decoder
 from interp.decoder.modules.mlp import NoMLP
 from interp.hook_points import center
 from interp.lens import head_outputs
 from interp.transformer_lens.names import get_act_name
 
+if TYPE_CHECKING:
+    from interp.transformer_lens.hooked_decoder import HookedDecoder
+
 #: One position, (stop,), (start, stop), (start, stop, step), a list of positions, or None for all.
 PosSlice = int | tuple[int, ...] | list[int] | Tensor | None
 #: Components (components, batch, pos, d_model), or a pair of components and labels.
 Stack = Tensor | tuple[Tensor, list[str]]
-
-
-class Model(Protocol):
-    """The members of a `HookedDecoder` that its caches use."""
-
-    decoder: Decoder
-
-    def tokens_to_residual_directions(self, tokens: str | int | Tensor) -> Tensor:
-        """Return the directions whose products with the stream are the logits of `tokens`."""
-        ...
 
 
 class ActivationCache(Mapping[Any, Tensor]):
@@ -39,9 +31,9 @@ class ActivationCache(Mapping[Any, Tensor]):
     the components to the result.
     """
 
-    def __init__(self, cache_dict: dict[str, Tensor], model: Model) -> None:
+    def __init__(self, cache_dict: dict[str, Tensor], model: HookedDecoder) -> None:
         self.cache_dict, self.model = cache_dict, model
-        self.decoder: Decoder = model.decoder
+        self.decoder = model.decoder
 
     def __getitem__(self, key: Any) -> Tensor:
         name = key
@@ -204,7 +196,15 @@ class ActivationCache(Mapping[Any, Tensor]):
         return (stack * direction).sum(-1)
 
     def _layer(self, layer: int | None) -> int:
-        return len(self.decoder.layers) if layer is None or layer == -1 else layer
+        """Return the index of the layer, or the number of layers for the final norm."""
+        count = len(self.decoder.layers)
+        if layer is None or layer == -1:
+            return count
+        if not 0 <= layer <= count:
+            raise ValueError(
+                f"expected a layer from 0 to {count}, or -1 or None for the final norm, got {layer}"
+            )
+        return layer
 
     def _stack(
         self,
@@ -215,7 +215,9 @@ class ActivationCache(Mapping[Any, Tensor]):
         apply_ln: bool = False,
         return_labels: bool = False,
     ) -> Stack:
-        stack = torch.stack([_positions(part, pos_slice) for part in parts.values()])
+        chosen = [_positions(part, pos_slice) for part in parts.values()]
+        # Before the first layer, there are no heads.
+        stack = torch.stack(chosen) if chosen else _positions(self["embed"][None][:0], pos_slice)
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, layer, pos_slice=pos_slice)
         return (stack, list(parts)) if return_labels else stack

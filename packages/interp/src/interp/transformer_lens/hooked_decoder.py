@@ -480,8 +480,8 @@ class HookedDecoder(TextConversion):
         a row is filled with this token. Hooks receive the prompt first, and then the new
         token of each call. `verbose` has no effect.
 
-        Raises ValueError for a padded prompt without an `attention_mask`, and if `stop_at_eos` and
-        no such token is known.
+        Raises ValueError for a padded prompt without an `attention_mask`, for padding at the end,
+        and if `stop_at_eos` and no such token is known.
         """
         eos = getattr(self.tokenizer, "eos_token_id", None)
         eos = eos if eos_token_id is None else eos_token_id
@@ -492,6 +492,11 @@ class HookedDecoder(TextConversion):
                 f"expected return_type 'input', 'str' or 'tokens', got {return_type!r}"
             )
         tokens, mask = self._encode(input, prepend_bos, "left", attention_mask)
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise ValueError(
+                "expected prompts that end with a token, got an attention_mask with padding at the "
+                "end, from which the next token would be predicted; pad on the left"
+            )
         output = continued(
             lambda *arguments: self._run(*arguments)[0],
             partial(sample, temperature=temperature if do_sample else 0.0, top_k=top_k),
