@@ -37,7 +37,8 @@ from interp.prompts import Prompt, forward, require_zeros_and_ones
 from interp.tap import record
 
 
-def _warn_if_tokens_follow(padding: Tensor) -> None:
+def _warn_if_tokens_follow_padding(padding: Tensor) -> None:
+    """Warn that learned positions count the padding (batch, seq) before tokens."""
     if bool(((padding.cumsum(-1) > 0) & ~padding).any()):
         warnings.warn(
             "tokens follow padding, and learned positions count padding too unless position_ids "
@@ -194,13 +195,14 @@ class Decoder(nn.Module):
             new = new if earlier is None else new + earlier[:, -1:] + 1
         is_default = position_ids is None and earlier is None
         if is_default and padding is not None and self.position is not None:
-            _warn_if_tokens_follow(padding)
+            _warn_if_tokens_follow_padding(padding)
+        positions = new
         if new is not None and earlier is not None:
-            new = torch.cat([earlier, new], 1)
-            self._require_same_angles(earlier, new)
-        if new is not None and position_ids is not None:
-            _require_one_text_per_row(new, padding)
-        return new
+            positions = torch.cat([earlier, new], 1)
+            self._require_same_angles(earlier, positions)
+        if positions is not None and position_ids is not None:
+            _require_one_text_per_row(positions, padding)
+        return positions
 
     def _require_same_angles(self, earlier: Tensor, positions: Tensor) -> None:
         """Raise ValueError if the new tokens change the rotary angles of those in the cache."""
@@ -214,10 +216,11 @@ class Decoder(nn.Module):
                 )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
-        # Conversions and moves copy the weights, which then no longer follow the described model.
-        source = None if self.source is None else self.source.all_copied()
+        self.require_fresh()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.source = source
+        if self.source is not None:
+            # Weights that were converted or moved no longer follow the described model.
+            self.source = self.source.with_copies(self.parameters())
         return self
 
     def require_fresh(self) -> None:
