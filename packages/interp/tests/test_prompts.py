@@ -126,6 +126,9 @@ def test_a_failed_call_leaves_the_cache_and_wrong_masks_are_refused() -> None:
     prompt = {"input_ids": TOKENS[:1], "cache": cache}
     with pytest.raises(ValueError, match="pass the whole text"):
         patch_streams(decoder, prompt, prompt, metric)
+    prompt = {"input_ids": TOKENS, "scale": torch.tensor(2.0)}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
+        patch_streams(decoder, prompt, prompt, metric)
 
 
 def test_additive_masks_are_refused() -> None:

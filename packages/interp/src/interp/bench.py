@@ -11,6 +11,7 @@ import argparse
 import importlib.metadata
 import itertools
 import json
+import os
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -280,7 +281,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         rows = bench(device=arguments.device, quick=arguments.quick)
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        part = arguments.json.with_name(f"{arguments.json.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(rows, indent=1) + "\n")
+        part.replace(arguments.json)
     for row in rows:
         print(json.dumps(row))
 

@@ -29,12 +29,7 @@ from interp.decoder.names import (
 )
 from interp.decoder.rotary import Rotary, rotary_angles
 from interp.decoder.source import Source, weights_of
-from interp.decoder.verify.matching import (
-    compute_logits,
-    distance,
-    evaluating,
-    matching_settings,
-)
+from interp.decoder.verify.matching import compute_logits, distance, evaluating, matching_settings
 
 #: A verification temporarily replaces the weights of the model. A concurrent verification would
 #: take these replacements for the original weights.
