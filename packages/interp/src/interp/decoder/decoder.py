@@ -128,10 +128,10 @@ class Decoder(nn.Module):
     ) -> Tensor | None:
         """Return booleans (batch, tokens), True at padding, or None without an `attention_mask`.
 
-        Raises ValueError for wrong tokens and masks, and for the cache of another decoder.
+        Raises ValueError for wrong tokens and masks, and for a cache of another decoder or batch.
         """
         if cache is not None:
-            require_cache_of(self, cache)
+            require_cache_of(self, cache, len(input_ids))
         past = 0 if cache is None else cache.get_seq_length()
         self._require_tokens(input_ids, past)
         shape = len(input_ids), past + input_ids.shape[1]

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
+from interp.decoder.decoder import Decoder
 from interp.decoder.modules.mlp import NoMLP
 from interp.hook_points import center
 from interp.lens import head_outputs
 from interp.transformer_lens.names import get_act_name
 
-if TYPE_CHECKING:
-    from interp.transformer_lens.hooked_decoder import HookedDecoder
-
 #: One position, (stop,), (start, stop), (start, stop, step), a list of positions, or None for all.
 PosSlice = int | tuple[int, ...] | list[int] | Tensor | None
 #: Components (components, batch, pos, d_model), or a pair of components and labels.
 Stack = Tensor | tuple[Tensor, list[str]]
+
+
+class Model(Protocol):
+    """The members of a `HookedDecoder` that its caches use."""
+
+    decoder: Decoder
+
+    def tokens_to_residual_directions(self, tokens: str | int | Tensor) -> Tensor:
+        """Return the directions whose products with the stream are the logits of `tokens`."""
+        ...
 
 
 class ActivationCache(Mapping[Any, Tensor]):
@@ -31,9 +39,9 @@ class ActivationCache(Mapping[Any, Tensor]):
     the components to the result.
     """
 
-    def __init__(self, cache_dict: dict[str, Tensor], model: HookedDecoder) -> None:
+    def __init__(self, cache_dict: dict[str, Tensor], model: Model) -> None:
         self.cache_dict, self.model = cache_dict, model
-        self.decoder = model.decoder
+        self.decoder: Decoder = model.decoder
 
     def __getitem__(self, key: Any) -> Tensor:
         name = key
