@@ -29,7 +29,7 @@ def jobs(paged, kind, dim):
             "cuts": ("*i32",) * 2 if paged else "constexpr",
             "table_shape": ("i32", "i32"),
             "sizes": ("i32",) * 7,
-            "spec": SCORE,
+            "factors": SCORE,
             "meta": "constexpr",
         },
         {"meta": meta},

@@ -131,7 +131,7 @@ def types(job, meta):
         "strides": (("i32",) * 3,) * tensors,
         "cuts": ("*i32",) * 2 if meta.PACKED else "constexpr",
         "sizes": ("constexpr" if job.get("of_one") else "i32",) * 5,
-        "spec": ("fp32",) * 3 + ("i32",) * 2,
+        "factors": ("fp32",) * 3 + ("i32",) * 2,
         "meta": "constexpr",
     }
 

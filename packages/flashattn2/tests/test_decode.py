@@ -291,6 +291,18 @@ def test_wrong_pages_and_lengths_are_refused_and_write_nothing(
         assert torch.equal(v, before[1]), wrong
 
 
+@pytest.mark.parametrize("length", [-2, -1, 0, 4])
+def test_more_new_keys_than_the_capacity_are_refused_for_every_length(length):
+    q, k, v, _ = pages_of_four()
+    before, new = k.clone(), torch.randn(2, 2, 6, 16)
+    lengths, table = torch.tensor([[length, length], [4, 0]], dtype=torch.int32)
+    with pytest.raises(ValueError, match=rf"cache_seqlens must be .* got length {length}"):
+        flash_attention_with_kvcache(
+            q, k, v, new, new, cache_seqlens=lengths, block_table=table[:, None]
+        )
+    assert torch.equal(k, before)
+
+
 @pytest.mark.parametrize(("table", "lengths"), WRONG_CACHES.values(), ids=WRONG_CACHES)
 def test_the_assertion_for_gpus_finds_wrong_pages_and_lengths(table, lengths):
     _, k, _, _ = pages_of_four()

@@ -65,7 +65,7 @@ def candidates(key, block_d, arch):
         rows, sums = first, 2 if kernel == "dkdv" else 1
         if (sums * rows * block_d + m * n) / (32 * warps) > ALL_REGISTERS:
             continue
-        if configs.buffers(kernel, tile, element_bytes, block_d) <= SHARED_BYTES[arch]:
+        if configs.shared_memory_bytes(kernel, tile, element_bytes, block_d) <= SHARED_BYTES[arch]:
             is_float32 = path == "pointers" and kind != "half"
             yield (m, n, warps, stages, *([ALL_REGISTERS] if is_float32 else []))
 

@@ -801,9 +801,11 @@ def test_moved_or_converted_weights_are_refused() -> None:
     model = family("LlamaForCausalLM")
     converted = describe(model).double()  # a copy of the weights
     assert converted(tokens).dtype == torch.float64
+    same = describe(model).cpu().float()  # no copy of the weights
     change_in_place(model.lm_head.weight, "no_grad")
     with pytest.raises(RuntimeError, match=r"lm_head\.weight was changed in place"):
         converted(tokens)
+    torch.testing.assert_close(same(tokens), model(tokens).logits)
 
 
 def change_epsilon(model: nn.Module) -> None:

@@ -84,7 +84,7 @@ def test_weight_of_a_sink_is_kept_by_a_knockout(dtype: torch.dtype, has_sink: bo
     scores = scores.masked_fill(torch.ones(9, 9).triu(1).bool(), float("-inf"))
     masked = scores.clone()
     masked[:, :, 6:, 2:4] = float("-inf")
-    sink = torch.full((2, 3, 9, 1), 1.0 if has_sink else float("-inf"), dtype=torch.float64)
+    sink = torch.full((2, 3, 9, 1), -1.0 if has_sink else float("-inf"), dtype=torch.float64)
     pattern, expected = (
         torch.cat([x, sink], -1).softmax(-1)[..., :-1].to(dtype) for x in (scores, masked)
     )

@@ -267,22 +267,19 @@ def test_metrics_may_change_their_argument_in_place() -> None:
     torch.testing.assert_close(effects.values, expected.values)
 
 
-@pytest.mark.parametrize(
-    "mixed",
-    [
+def test_metrics_that_mix_streams_are_refused() -> None:
+    decoder = random_decoder("GPTNeoX")
+    metric = metric_of(decoder)
+    mixtures: list[Callable[[Tensor], Tensor]] = [
         lambda values: values - values.mean(),
         lambda values: values.softmax(0),
         lambda values: values / values.abs().max(),
         lambda values: values.roll(1),
         lambda values: torch.from_numpy(values.numpy() - values.numpy().mean()),
-    ],
-)
-def test_metrics_that_mix_streams_are_refused(mixed: Callable[[Tensor], Tensor]) -> None:
-    decoder = random_decoder("GPTNeoX")
-    metric = metric_of(decoder)
-    for function in (patch_edges, patch_streams):
+    ]
+    for mixed, function in itertools.product(mixtures, (patch_edges, patch_streams)):
         with pytest.raises(ValueError, match="depends on the other streams of its batch"):
-            function(decoder, CLEAN, CORRUPTED, lambda streams: mixed(metric(streams)))
+            function(decoder, CLEAN, CORRUPTED, lambda streams, f=mixed: f(metric(streams)))
 
 
 def test_metrics_without_gradients_are_measured() -> None:

@@ -121,10 +121,16 @@ def test_a_failed_call_leaves_the_cache_and_wrong_masks_are_refused() -> None:
         other(TOKENS[:, 5:], cache=cache)
     with pytest.raises(TypeError, match=r"expected an interp\.Cache, got a DynamicCache"):
         decoder(TOKENS, cache=transformers.DynamicCache())
+    for rows in (TOKENS[:1], TOKENS.repeat(2, 1)):
+        with pytest.raises(ValueError, match=rf"expected 2 rows .* got {len(rows)}"):
+            decoder(rows[:, 5:6], cache=cache)
     assert copy.deepcopy(cache).decoder() is decoder
     metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
     prompt = {"input_ids": TOKENS[:1], "cache": cache}
     with pytest.raises(ValueError, match="pass the whole text"):
+        patch_streams(decoder, prompt, prompt, metric)
+    prompt = {"input_ids": TOKENS, "scale": torch.tensor(2.0)}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'scale'"):
         patch_streams(decoder, prompt, prompt, metric)
 
 

@@ -1,6 +1,7 @@
-from collections import namedtuple
+from collections import defaultdict, namedtuple
 from collections.abc import Iterator
 from dataclasses import dataclass
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -101,6 +102,8 @@ def test_gradients_flow_through_records_and_patches(model: AttentionOnly) -> Non
         lambda x: Pair(None, x),
         lambda x: Output(None, x),
         lambda x: {0: None, 1: x},
+        lambda x: MappingProxyType({"hidden": x}),
+        lambda x: defaultdict(int, hidden=x),
     ],
 )
 def test_first_tensor_of_packed_outputs_is_recorded(pack: object) -> None:
@@ -108,6 +111,7 @@ def test_first_tensor_of_packed_outputs_is_recorded(pack: object) -> None:
     with patch(model, {"": torch.zeros_like}), record(model, "") as seen:
         out = model(x)
     assert type(out) is type(pack(x))  # type: ignore[operator]
+    assert not isinstance(out, defaultdict) or out["absent"] == 0
     assert torch.equal(seen[""], torch.zeros(3))
     with record(model, ":input") as seen, patch(model, {":input": -x}):
         model(hidden=x)
@@ -149,6 +153,16 @@ def test_backward_inside_the_block_recomputes_checkpoints_with_the_patch() -> No
         inner.zero_grad()
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(recomputed, plain)
+
+
+@torch.inference_mode()
+def test_records_in_inference_mode_are_copies(model: AttentionOnly) -> None:
+    with record(model, "blocks.0", detach=False) as seen:
+        model(TOKENS)
+    expected = seen["blocks.0"].clone()
+    with patch(model, {"blocks.0": torch.Tensor.zero_}):
+        model(TOKENS)
+    assert torch.equal(seen["blocks.0"], expected)
 
 
 def test_records_do_not_change_if_the_model_works_in_place() -> None:

@@ -15,7 +15,14 @@ from interp import describe, record
 from interp.bench import random_decoder
 from interp.decoder.fold import fold_decoder
 from interp.hook_points import HookPoint
-from interp.transformer_lens import FactoredMatrix, HookedDecoder, get_act_name, patching, utils
+from interp.transformer_lens import (
+    ActivationCache,
+    FactoredMatrix,
+    HookedDecoder,
+    get_act_name,
+    patching,
+    utils,
+)
 from torch import Tensor, nn
 
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 37
@@ -130,6 +137,7 @@ def test_activations_stacks_and_losses_are_those_of_the_decoder(model: HookedDec
     torch.testing.assert_close(lens[-1] @ model.W_U + model.b_U, logits[:, 1:3])
     heads, labels = cache.stack_head_results(return_labels=True, apply_ln=True)
     assert labels == [f"L{layer}H{head}" for layer in range(2) for head in range(6)]
+    assert cache.stack_head_results(0, pos_slice=-1).shape == (0, 2, 24)
     z = inputs["blocks.1.attention.o:input"][..., 12:16]
     head = z @ decoder.layers[1].attention.o.weight[:, 12:16].T
     centered = head - head.mean(-1, keepdim=True)
@@ -213,6 +221,9 @@ def test_texts_are_converted_with_a_bos_token(model: HookedDecoder) -> None:
     assert model.to_tokens("cab").tolist() == [[0, 3, 1, 2]]
     assert model.to_tokens(["ab", "ba"], prepend_bos=False).tolist() == [[1, 2], [2, 1]]
     assert torch.equal(model("cab"), model(torch.tensor([0, 3, 1, 2])))
+    # The BOS token may also be the padding token, as in GPT-2.
+    model.tokenizer.pad_token_id = 0
+    assert torch.equal(model(model.to_tokens("")), model(""))
     assert model.to_string(model.to_tokens("cab")) == ["<s>cab"]
     assert model.to_string([3, 1]) == "ca"
     assert model.to_string(2) == "b"
@@ -480,6 +491,10 @@ def test_the_example_of_the_readme_runs(model: HookedDecoder) -> None:
     assert names["loss"] != names["model"](names["texts"], return_type="loss")
 
 
+def patched(model: HookedDecoder, tokens: Tensor, cache: ActivationCache) -> Tensor:
+    return patching.get_act_patch_resid_pre(model, tokens, cache, lambda logits: logits[0, -1, 5])
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -501,6 +516,28 @@ def test_the_example_of_the_readme_runs(model: HookedDecoder) -> None:
         ),
         (lambda m: m.run_with_cache(TOKENS, stop_at_layer=3), "from 0 to 2, got 3"),
         (lambda m: m(TOKENS, stop_at_layer=-1), "from 0 to 2, got -1"),
+        *(
+            (
+                lambda m, read=read, layer=layer: getattr(m.run_with_cache(TOKENS)[1], read)(layer),
+                f"expected a layer from 0 to 2, .* got {layer}",
+            )
+            for read in ("accumulated_resid", "decompose_resid", "stack_head_results")
+            for layer in (-2, 3)
+        ),
+        (lambda m: m.to_tokens(["a", "ab"], padding_side="Left"), "'left' or 'right', got 'Left'"),
+        (
+            lambda m: m.generate(TOKENS, attention_mask=torch.ones(2, 12).tril(10)),
+            "end with a token, .* pad on the left",
+        ),
+        (lambda m: m.generate(TOKENS, top_k=0), "expected temperature >= 0 and top_k >= 1"),
+        (lambda m: m.generate(TOKENS, temperature=-1.0), "got -1.0 and None"),
+        (lambda m: patched(m, TOKENS[:, :7], m.run_with_cache(TOKENS)[1]), "in the clean cache"),
+        (
+            lambda m: patched(
+                m, TOKENS[:1], m.run_with_cache(TOKENS[:1], remove_batch_dim=True)[1]
+            ),
+            r"hook_resid_pre is \(12, 24\) .* expected \(1, 12, 24\)",
+        ),
         (lambda m: m.run_with_cache(TOKENS, remove_batch_dim=True), "is .2, 12, 24.; only a batch"),
         (
             lambda m: HookedDecoder(m.decoder, TokenizerWithoutPadding()).to_tokens(["a", "ab"]),

@@ -9,11 +9,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 from torch import Tensor, is_grad_enabled
 
 from flashattn2.autocast import cast_for_autocast
-from flashattn2.autograd_functions import (
-    apply_sinks,
-    kernel_attention,
-    run_attention,
-)
+from flashattn2.autograd_functions import apply_sinks, kernel_attention, run_attention
 from flashattn2.backends import aten
 from flashattn2.compilation import is_untransformed
 from flashattn2.dispatch import Method, select_backend

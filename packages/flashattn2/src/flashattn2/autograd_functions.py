@@ -153,8 +153,8 @@ def _is_differentiated_again() -> bool:
 class _KernelAttention(torch.autograd.Function):
     """Dense attention by torch's CPU kernel, which returns only the output.
 
-    Training on a CPU runs this function, because its Python code takes half the time of that of
-    `_Attention`.  With few tokens the difference is measurable.
+    Repeated calls that need gradients but no log-sum-exp run this function.  Its Python code takes
+    half as long as that of `_Attention`, which is measurable with few tokens.
     """
 
     @staticmethod
@@ -235,8 +235,8 @@ class _Undifferentiable(torch.autograd.Function):
     """The five results of the double backward pass, whose derivative raises an error.
 
     `once_differentiable` would leave these results without a path to the inputs.  Then
-    `torch.autograd.grad(inputs=...)` would return a third derivative without its largest term
-    instead of raising an error.
+    `torch.autograd.grad(inputs=...)` would omit their terms from a third derivative instead of
+    raising an error.
     """
 
     @staticmethod

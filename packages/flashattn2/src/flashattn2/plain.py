@@ -5,7 +5,7 @@ paper's names. `PlainAttention.apply(Q, K, V, is_causal)` is differentiable. Tes
 implementations (`tiled`, `kernels`) with this one.
 
 Shapes: Q is `[batch, N, d]`, K and V are `[batch, M, d]`, with N = M for causal attention. A tile
-has B rows of Q or of K.
+has at most B rows of Q or of K.
 """
 
 from typing import Any

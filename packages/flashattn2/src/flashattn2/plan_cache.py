@@ -39,10 +39,10 @@ def look_up_plan(
     """Return the signature of a call and its stored plan.  See Note [Plan cache].
 
     The signature contains the types of the options, because True, 1 and 1.0 are equal.  It is None
-    if the call must not be cached.  Calls are not cached in a compiled graph, which is validated
-    once, inside `torch.jit.trace` and `make_fx`, and under autocast.  Calls with tensor subclasses,
-    with options that cannot be hashed, or on devices other than CPUs and GPUs are not cached
-    either.
+    if the call must not be cached.  Calls are not cached inside a compiled graph (which is
+    validated only once), `torch.jit.trace` or `make_fx`, or under autocast.  Calls with tensor
+    subclasses, with options that cannot be hashed, or on devices other than CPUs and GPUs are not
+    cached either.
     """
     if is_dynamo_compiling() or _get_tracing_state() is not None or is_recorded():
         return None, None

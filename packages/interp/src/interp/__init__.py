@@ -9,12 +9,7 @@ from interp.decoder.decoder import Decoder
 from interp.decoder.describe import describe
 from interp.decoder.modules.cache import Cache
 from interp.detect import detect_heads
-from interp.interventions import (
-    SparseAutoencoder,
-    knock_out_attention,
-    steer,
-    steering_vector,
-)
+from interp.interventions import SparseAutoencoder, knock_out_attention, steer, steering_vector
 from interp.lens import attribution, logit_lens
 from interp.patterns import record_patterns
 from interp.tap import patch, record

@@ -11,6 +11,7 @@ import argparse
 import importlib.metadata
 import itertools
 import json
+import os
 import resource
 import time
 from collections.abc import Callable, Sequence
@@ -133,7 +134,7 @@ def beside_transformer_lens() -> Row:
 
 
 def describing(*, quick: bool = False) -> Row:
-    """Describe a bfloat16 Llama of TinyLlama's size, or a small one if `quick`.
+    """Measure `describe` for a bfloat16 Llama of TinyLlama's size, or a small one if `quick`.
 
     `memory` is the peak memory, including the model, divided by the memory of the model. This
     number is correct only in a new process.
@@ -280,7 +281,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         rows = bench(device=arguments.device, quick=arguments.quick)
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        part = arguments.json.with_name(f"{arguments.json.name}.{os.getpid()}.part")
+        part.write_text(json.dumps(rows, indent=1) + "\n")
+        part.replace(arguments.json)
     for row in rows:
         print(json.dumps(row))
 

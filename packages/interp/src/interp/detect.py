@@ -70,7 +70,8 @@ class DetectedHead:
     def is_noise(self) -> bool:
         """True if the score is not significant, or is hardly larger than chance.
 
-        The p-value must be at most 0.05, and (score - chance) / (1 - chance) at least 0.1.
+        A head is not noise if its p-value is at most 0.05 and (score - chance) / (1 - chance) is at
+        least 0.1.
         """
         effect = (self.score - self.chance) / max(1 - self.chance, 1e-12)
         return not (self.p_value <= _SIGNIFICANCE and effect >= _MIN_EFFECT)
@@ -139,8 +140,8 @@ def detect_heads(
         tokens: (batch, seq) or (seq,), or a prompt with `input_ids` and an `attention_mask`, or
             texts with `tokenizer`.
         queries: The positions to average over: a slice, or booleans (seq,) or (batch, seq), by
-            default all. If a prompt without an `attention_mask` has booleans, equal tokens at the
-            start or the end count as padding if they are not queries and no query attends to them.
+            default all. With booleans and without an `attention_mask`, equal tokens at the start
+            or the end count as padding if they are not queries and no query attends to them.
         tokenizer: A function from a text to token ids, or a tokenizer of transformers. Patterns of
             several texts must be those of the model called with `encode(tokenizer, texts)`.
 

@@ -94,9 +94,11 @@ def knock_out_attention(
         blocked[blocked_heads[:, None, None], query_index[:, None], key_index] = True
         wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
         remaining = wide.masked_fill(blocked, 0.0)
-        # A row's sum is less than 1 by the weight of its sink, or by a rounding error.
+        # A row's sum is less than 1 by the weight of its sink, or by rounding errors: those of its
+        # weights are at most half a unit, and the sum has further ones.
         sink = 1 - wide.sum(-1, keepdim=True)
-        sink = sink.where(sink > 4 * torch.finfo(pattern.dtype).eps, 0.0)
+        rounding = torch.finfo(pattern.dtype).eps / 2 + 4 * torch.finfo(wide.dtype).eps
+        sink = sink.where(sink > rounding, 0.0)
         total = remaining.sum(-1, keepdim=True) + sink
         is_changed = blocked.any(-1)[..., None]
         if bool((is_changed & (total == 0)).any()):

@@ -133,7 +133,7 @@ class Attribution:
     logits: Tensor
 
     def named(self) -> dict[str, Tensor]:
-        """Return the terms by component."""
+        """Return the terms as a dictionary by component name."""
         return dict(zip(self.names, self.terms, strict=True))
 
 

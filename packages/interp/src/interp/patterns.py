@@ -114,7 +114,7 @@ class _AttentionObserver(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.store(sdpa_pattern(*args, **kwargs))
         elif func is F.multi_head_attention_forward:
-            # Functions inside this one are not intercepted, so it is called again for its weights.
+            # The softmax inside this function is not intercepted, so call it again for its weights.
             options = {"need_weights": True, "average_attn_weights": False, "training": False}
             pattern: Any = func(*args, **{**kwargs, **options})[1]
             self.store(pattern if pattern.ndim == 4 else pattern[None])

@@ -84,7 +84,7 @@ def lens(w: Weights, tokens: Tensor) -> Tensor:
 
 
 def composition(w: Weights, kind: str) -> Tensor:
-    """Return ||W_2 W_1|| / (||W_2|| ||W_1||) for each head 1 of layer 0 and head 2 of layer 1.
+    """Return ||W_2 W_1|| / (||W_2|| ||W_1||), (heads 1 of layer 0, heads 2 of layer 1).
 
     Head 2 reads the output of head 1 in its queries ("q"), its keys ("k") or its values ("v").
     """

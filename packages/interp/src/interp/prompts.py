@@ -204,7 +204,7 @@ def _prompt_at(prompt: Prompt, index: int) -> Prompt:
     arguments = {"input_ids": prompt} if isinstance(prompt, Tensor) else dict(prompt)
     # Arguments with another number of rows, such as one row of position ids, belong to all prompts.
     for name, value in arguments.items():
-        if isinstance(value, Tensor) and len(value) == count:
+        if isinstance(value, Tensor) and value.shape[:1] == (count,):
             arguments[name] = value[index : index + 1]
     return arguments
 

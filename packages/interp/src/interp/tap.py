@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -41,8 +41,9 @@ def record(
     A site is a module's name (its output) or `name:input` (its input). `*` matches one part of a
     dotted name and `**` one or more parts. If a module has several inputs or outputs, the first
     tensor is recorded. Outputs may be sequences, mappings or dataclasses. `detach=False` records
-    the tensors themselves, attached to the graph. With `names="transformer_lens"`, the sites of a
-    `Decoder` have TransformerLens's names, and queries, keys, values and z are split into heads.
+    the tensors themselves, attached to the graph; in inference mode, it has no effect. With
+    `names="transformer_lens"`, the sites of a `Decoder` have TransformerLens's names, and queries,
+    keys, values and z are split into heads.
 
     Raises ValueError for a site that matches no module. With `detach=False`, raises RuntimeError on
     exit if the model changed a recorded tensor in place.
@@ -53,8 +54,10 @@ def record(
     def record_activation(site: str, point: Activation, tensor: Tensor) -> None:
         tensor = point.read(tensor)
         seen.pop(site, None)
-        seen[site] = tensor.detach().clone() if detach else tensor
-        if not detach:
+        # Inference tensors have no graph, and no version that would show a change in place.
+        is_copied = detach or tensor.is_inference()
+        seen[site] = tensor.detach().clone() if is_copied else tensor
+        if not is_copied:
             versions[site] = tensor._version
 
     points = _points(model, sites, names)
@@ -233,15 +236,17 @@ def _rebuilt(output: Any, entries: Mapping[Any, Any], key: Any, new: Tensor) -> 
     """Return a container like `output` with a new entry."""
     rebuild: Callable[..., Any] = type(output)
     changed = {**entries, key: new}
-    if isinstance(output, Mapping):
-        # A dict and Hugging Face's ModelOutput are both constructed from keywords.
-        has_names = all(isinstance(name, str) for name in changed)
-        return rebuild(**changed) if has_names else rebuild(changed)
     if isinstance(output, tuple | list):
         items = list(changed.values())
         return rebuild(*items) if hasattr(output, "_fields") else rebuild(items)
+    if isinstance(output, Mapping) and not isinstance(output, MutableMapping):
+        return rebuild(changed)
+    # A copy keeps everything else, such as the default of a defaultdict.
     copied = copy.copy(output)
-    object.__setattr__(copied, key, new)  # The dataclass may be frozen.
+    if isinstance(copied, MutableMapping):
+        copied[key] = new
+    else:
+        object.__setattr__(copied, key, new)  # The dataclass may be frozen.
     return copied
 
 

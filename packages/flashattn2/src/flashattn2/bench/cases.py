@@ -16,13 +16,7 @@ from torch import Tensor
 
 from flashattn2.attention import flash_attention_varlen
 from flashattn2.bench.implementations import Attention, causal, fused_kernels
-from flashattn2.bench.measure import (
-    elapsed_ms,
-    graph_ms,
-    peak_extra_bytes,
-    processor,
-    time_ms,
-)
+from flashattn2.bench.measure import elapsed_ms, graph_ms, peak_extra_bytes, processor, time_ms
 from flashattn2.bench.rounds import Rate, Row, attempt, time_rows
 from flashattn2.kvcache import flash_attention_with_kvcache
 
@@ -81,7 +75,7 @@ def flash(device: str, quick: bool) -> Iterator[Row]:
 
 
 def train(device: str, quick: bool) -> Iterator[Row]:
-    """Yield rows for a batch that fills a GPU, 16384 tokens of width 2048, or a small CPU batch."""
+    """Yield rows for a full GPU (16384 tokens of width 2048), or for a small batch on a CPU."""
     if device != "cuda":
         attentions = causal(device, quick)
         yield from compare("train", attentions, (2, 4, 512, 64), torch.float32, device, quick)

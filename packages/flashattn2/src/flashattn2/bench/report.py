@@ -3,6 +3,7 @@
 import argparse
 import itertools
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -22,8 +23,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in cases.measured_rows(arguments.device, arguments.quick, arguments.cases):
         rows.append(row)
         if arguments.json:
-            # Write the file after every row, so that an interrupted run keeps its measurements.
-            arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+            # Replace the file after every row, so that an interrupted run keeps its measurements.
+            part = arguments.json.with_name(f"{arguments.json.name}.{os.getpid()}.part")
+            part.write_text(json.dumps(rows, indent=1) + "\n")
+            part.replace(arguments.json)
     print(table(rows))
 
 

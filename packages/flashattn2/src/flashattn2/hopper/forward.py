@@ -197,9 +197,9 @@ def consumer(
         row, last, seq_q, seq_k, left, right, 0, KEYS, LEFT, RIGHT, 1
     )
     # This consumer skips the program's tiles before `begin`, which are to the right of all keys
-    # that its queries see.  It also skips the tiles from `end` on.  The right edge of the band or
-    # the end of the keys cuts tiles begin to near - 1.  Tiles near to far - 1 need no mask.  The
-    # left edge of the band cuts tiles far to end - 1.
+    # that its queries see.  It also skips the tiles from `end` on.  Tiles begin to near - 1 are
+    # masked, because the right edge of the band or the end of the keys may cut them.  Tiles near to
+    # far - 1 need no mask.  The left edge of the band may cut tiles far to end - 1.
     stop = start + KEYS
     begin = gl.minimum(gl.maximum(stop - hi, 0) // KEYS, count - 1)
     end = gl.maximum(gl.minimum((stop - lo) // KEYS, count), begin + 1)
@@ -274,8 +274,9 @@ def release_skipped(barriers, begin):
     """Release the tiles before `begin`, which a consumer does not read.
 
     The first tiles of two consumers differ by fewer than STAGES tiles, so a skipped tile is the
-    first tile in its stage.  It is released only after its load: until then, a wait for the next
-    tile of the stage, whose phase has the other parity, would return at once.
+    first tile in its stage.  The consumer waits for its load, although it does not read the tile.
+    Otherwise, its wait for the next tile of the stage could begin before the first phase ends.
+    That wait is for the other parity, so it would return at once.
     """
     _, k_ready, k_free, v_ready, v_free = barriers
     for j in range(begin):
@@ -325,7 +326,7 @@ def step(
 def to_operand(p, dtype: gl.constexpr, o_layout: gl.constexpr, PACK: gl.constexpr):
     """Return P, rounded to `dtype`, as the left operand of a product.
 
-    The change of layout keeps each number in its thread; a register has two of them.  With PACK,
+    The change of layout keeps each number in its thread; a register holds two of them.  With PACK,
     one instruction rounds two numbers into one register.  Otherwise, loop variables are stored with
     one number per register, and the loop packs them with further instructions.
     """
@@ -366,14 +367,14 @@ def softmax(
 
 
 def choose(dim: int, seq_q: int, spec: AttentionSpec) -> Tile:
-    """Return the tile sizes; the comments of `LONG_TILE` and `IS_TRITON_3_6` have the reasons."""
+    """Return the tile sizes; the comments of `LONG_TILE` and `IS_TRITON_3_6` give the reasons."""
     is_long = dim == 64 and seq_q >= LONG and spec.left < 0
     if is_long and (spec.right < 0 or IS_TRITON_3_6):
         return LONG_TILE
     return TILES[dim]
 
 
-def packs(tile: Tile, spec: AttentionSpec) -> bool:
+def should_pack(tile: Tile, spec: AttentionSpec) -> bool:
     """Return True if the kernel is faster with PACK (see `to_operand`).
 
     On an H200 with 16,384 tokens, PACK made the kernel 1.02 to 1.09 times as fast.  The exception
@@ -402,7 +403,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
         descriptor(out, ROWS), lse, outer, tiles, heads, heads // k.shape[1], seq_q,
         k.shape[2], spec.left, spec.right,
         D=dim, CONSUMERS=tile.consumers, ROWS=ROWS, KEYS=tile.keys, STAGES=tile.stages,
-        LEFT=spec.left >= 0, RIGHT=spec.right >= 0, PACK=packs(tile, spec),
+        LEFT=spec.left >= 0, RIGHT=spec.right >= 0, PACK=should_pack(tile, spec),
         CONSUMER_REGISTERS=tile.consumer_registers, PRODUCER_REGISTERS=PRODUCER_REGISTERS,
         num_warps=4, enable_fp_fusion=True,
     )  # fmt: skip

@@ -88,7 +88,11 @@ def _closure(function: MaskFunction) -> dict[str, Any]:
 
 
 def _band(window: Any, left: int, right: int | None) -> Pattern | None:
-    """Return the band of a window, or None; `left` and `right` are added to the window's size."""
+    """Return the band with the bounds `window + left` and `window + right`.
+
+    The band has no right bound if `right` is None.  The result is None if the window is not an int
+    or its left bound would be negative.
+    """
     if not isinstance(window, int) or window + left < 0:
         return None
     return Pattern(window + left, None if right is None else window + right)

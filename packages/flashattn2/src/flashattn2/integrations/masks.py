@@ -3,7 +3,7 @@
 Note [A mask that cannot be misread]
 A model that does not call the attention function adds the mask to the scores it computes.  A tensor
 of numbers would be added and hide nothing, without an error.  Therefore `AttentionMask`
-is a tensor subclass without storage.  Operations that copy it or cut it along its dimensions
+is a tensor subclass without storage.  Operations that copy, convert, slice or expand it
 return another `AttentionMask`; every other operation raises ValueError and names the model.
 """
 
@@ -109,7 +109,7 @@ class AttentionMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Copy or cut the mask; raise ValueError for every other operation."""
+        """Copy, convert, slice or expand the mask; raise ValueError for every other operation."""
         handler = HANDLERS.get(func)
         mask = args[0] if args else None
         if handler is not None and isinstance(mask, AttentionMask):

@@ -76,7 +76,7 @@ def sdpa(
 def _torch_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Callable[..., Tensor]:
     """Return torch's function, or the function by which `context_parallel` replaces it.
 
-    That function gives `DTensor` inputs to the function that it replaced, which may be `sdpa`.
+    That function passes `DTensor` inputs to the function that it replaced, which may be `sdpa`.
     """
     current = torch.nn.functional.scaled_dot_product_attention
     if current is scaled_dot_product_attention:
@@ -91,8 +91,8 @@ def _is_supported(
 ) -> bool:
     """Return True if `flash_attention` supports the tensors and the scale of a call.
 
-    Traces would contain the lengths of their example, so they get torch's own function, as calls
-    under forward-mode AD and `torch.func.functionalize` do.
+    A trace would be valid only for the lengths of its example, so traced calls run torch's own
+    function.  Calls under forward-mode AD and `torch.func.functionalize` run it too.
     """
     if is_jit_tracing() or is_recorded() or not _is_supported_scale(scale):
         return False

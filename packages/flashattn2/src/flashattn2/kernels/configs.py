@@ -110,7 +110,7 @@ def find_sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:
 
 def prune(kernel: str, tile: Tile, element_bytes: int, block_d: int, shared_bytes: int) -> Tile:
     """Reduce the stages, then halve the rows down to 16, until the shared memory suffices."""
-    while buffers(kernel, tile, element_bytes, block_d) > shared_bytes:
+    while shared_memory_bytes(kernel, tile, element_bytes, block_d) > shared_bytes:
         if tile.num_stages > 1:
             tile = replace(tile, num_stages=tile.num_stages - 1)
         elif max(tile.block_m, tile.block_n) <= 16:
@@ -122,7 +122,7 @@ def prune(kernel: str, tile: Tile, element_bytes: int, block_d: int, shared_byte
     return tile
 
 
-def buffers(kernel: str, tile: Tile, element_bytes: int, block_d: int) -> int:
+def shared_memory_bytes(kernel: str, tile: Tile, element_bytes: int, block_d: int) -> int:
     """Return the bytes of all tiles in shared memory, both resident and in the pipeline."""
     m, n = tile.block_m * block_d, tile.block_n * block_d
     resident, streamed = {

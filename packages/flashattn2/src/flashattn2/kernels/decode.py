@@ -169,7 +169,7 @@ def count_stages(device: torch.device, key_bytes: int) -> int:
 
 @triton.jit
 def decode_kernel(
-    q, k, v, out, lse, lengths, table, strides, cuts, table_shape, sizes, spec,
+    q, k, v, out, lse, lengths, table, strides, cuts, table_shape, sizes, factors,
     meta: tl.constexpr,
 ):  # fmt: skip
     """Compute the output of one tile of rows.
@@ -179,7 +179,7 @@ def decode_kernel(
     """
     q_strides, k_strides, v_strides, out_strides = strides
     tiles, kv_heads, rows, group, pages, page_size, new = sizes
-    _, _, _, left, right = spec
+    _, _, _, left, right = factors
     tile, batch, kv_head, batch_head, batch_heads = program(tiles, kv_heads, False)
     split = tl.program_id(1)
     first, begin, _, count, _, sequence = locate_tile(
@@ -213,7 +213,7 @@ def decode_kernel(
     v += tl.cast(kv_head, tl.int64) * v_strides[1]
     acc, maximum, total = _attend_pages(
         q_tile, k, v, table, strides, table_shape, batch, pages, page_size, lo, hi, seq_k,
-        positions, spec, meta,
+        positions, factors, meta,
     )  # fmt: skip
     total = tl.where(total == 0.0, 1.0, total)
     total += invalid_sequence
@@ -230,11 +230,11 @@ def decode_kernel(
 @triton.jit
 def _attend_pages(
     q_tile, k, v, table, strides, table_shape, batch, pages, page_size, lo, hi, seq_k,
-    positions, spec, meta: tl.constexpr,
+    positions, factors, meta: tl.constexpr,
 ):  # fmt: skip
     """Return the output, maximum and sum of each row over the keys [lo, hi)."""
     _, k_strides, v_strides, _ = strides
-    _, inner, outer, left, right = spec
+    _, inner, outer, left, right = factors
     maximum = tl.full([meta.BLOCK_M], float("-inf"), tl.float32)  # [M]
     total = tl.full([meta.BLOCK_M], 0.0, tl.float32)  # [M]
     acc = tl.full([meta.BLOCK_M, meta.BLOCK_DV], 0.0, tl.float32)  # [M, DV]

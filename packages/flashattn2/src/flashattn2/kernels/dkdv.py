@@ -24,7 +24,7 @@ from flashattn2.kernels.tiles import (
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, grad_out, sums, dk, dv, strides, cuts, sizes, spec,
+    q, k, v, grad_out, sums, dk, dv, strides, cuts, sizes, factors,
     meta: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of one tile of keys.
@@ -33,7 +33,7 @@ def dkdv_kernel(
     """
     _, k_strides, v_strides, _, dk_strides, dv_strides = strides
     tiles, kv_heads, group, rows, seq_k = sizes
-    scale, _, _, left, right = spec
+    scale, _, _, left, right = factors
     # With a causal mask the first tiles are seen by the most queries; they start first.
     tile, batch, kv_head, _, batch_heads = program(tiles, kv_heads, False)
     split = tl.program_id(1)
@@ -66,7 +66,7 @@ def dkdv_kernel(
                 dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, strides,
                 (batch, head, q_begin, seq_q), row_offset, first,
                 start, stop,
-                seq_k, spec, meta, region != 1,
+                seq_k, factors, meta, region != 1,
             )  # fmt: skip
     part = split * (batch_heads // kv_heads) + batch
     keys = (part, kv_head, k_begin, seq_k)
@@ -77,12 +77,12 @@ def dkdv_kernel(
 @triton.jit
 def _add_dkdv(
     dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, strides, sequence, row_offset, first, lo, hi,
-    seq_k, spec, meta: tl.constexpr, MASKED: tl.constexpr,
+    seq_k, factors, meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add Pᵀ dO to dV and dSᵀ Q to dK over the queries [lo, hi)."""
     q_strides, _, _, grad_out_strides, _, _ = strides
     seq_q = sequence[3]
-    _, inner, outer, left, right = spec
+    _, inner, outer, left, right = factors
     for start in tl.range(lo, hi, meta.BLOCK_M):
         q_tile = load_tile(
             q, q_strides, sequence, start, meta.BLOCK_M, meta.D, meta.BLOCK_D, meta.TMA

@@ -21,7 +21,7 @@ from flashattn2.kernels.tiles import (
 
 @triton.jit
 def dq_kernel(
-    q, k, v, grad_out, sums, dq, strides, cuts, sizes, spec, meta: tl.constexpr
+    q, k, v, grad_out, sums, dq, strides, cuts, sizes, factors, meta: tl.constexpr
 ):  # fmt: skip
     """Compute dQ of one tile of queries.
 
@@ -29,7 +29,7 @@ def dq_kernel(
     """
     q_strides, _, _, grad_out_strides, dq_strides = strides
     tiles, heads, group, rows, seq_k = sizes
-    scale, _, _, left, right = spec
+    scale, _, _, left, right = factors
     tile, batch, head, batch_head, batch_heads = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
@@ -60,7 +60,7 @@ def dq_kernel(
         acc = _add_dq(
             acc, q_tile, do_tile, row_statistics, k, v, strides, (batch, kv_head, k_begin, seq_k),
             start, stop,
-            first + seq_k - seq_q, spec, meta, region != 1,
+            first + seq_k - seq_q, factors, meta, region != 1,
         )  # fmt: skip
     part = split * (batch_heads // heads) + batch
     store_tile(dq, dq_strides, (part, head, q_begin, seq_q), first, acc * scale, meta.D)
@@ -68,12 +68,12 @@ def dq_kernel(
 
 @triton.jit
 def _add_dq(
-    acc, q_tile, do_tile, row_statistics, k, v, strides, sequence, lo, hi, position, spec,
+    acc, q_tile, do_tile, row_statistics, k, v, strides, sequence, lo, hi, position, factors,
     meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add dS K to dQ over the keys [lo, hi)."""
     _, k_strides, v_strides, _, _ = strides
-    _, inner, outer, left, right = spec
+    _, inner, outer, left, right = factors
     seq_k = sequence[3]
     row_lse, d, n = row_statistics  # [M] each
     for start in tl.range(lo, hi, meta.BLOCK_N):

@@ -31,7 +31,7 @@ from flashattn2.spec import AttentionSpec
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, strides, cuts, sizes, spec, meta: tl.constexpr
+    q, k, v, out, lse, strides, cuts, sizes, factors, meta: tl.constexpr
 ):  # fmt: skip
     """Compute the output of one tile of queries.
 
@@ -39,7 +39,7 @@ def forward_kernel(
     """
     q_strides, _, _, out_strides = strides
     tiles, heads, group, rows, seq_k = sizes
-    _, _, _, left, right = spec
+    _, _, _, left, right = factors
     tile, batch, head, _, batch_heads = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
@@ -66,7 +66,7 @@ def forward_kernel(
         acc, maximum, total = _attend(
             acc, maximum, total, q_tile, k, v, strides, (batch, kv_head, k_begin, seq_k),
             start, stop,
-            first + seq_k - seq_q, spec, meta, region != 1,
+            first + seq_k - seq_q, factors, meta, region != 1,
         )  # fmt: skip
 
     # A row that sees no key has a total of 0, output 0 and log-sum-exp -inf.
@@ -86,12 +86,12 @@ def forward_kernel(
 
 @triton.jit
 def _attend(
-    acc, maximum, total, q_tile, k, v, strides, sequence, lo, hi, position, spec,
+    acc, maximum, total, q_tile, k, v, strides, sequence, lo, hi, position, factors,
     meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add the keys [lo, hi) to the running output, maximum and sum of each row."""
     _, k_strides, v_strides, _ = strides
-    _, inner, outer, left, right = spec
+    _, inner, outer, left, right = factors
     seq_k = sequence[3]
     for start in tl.range(lo, hi, meta.BLOCK_N):
         k_tile = load_tile(

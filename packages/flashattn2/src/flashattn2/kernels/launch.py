@@ -52,7 +52,7 @@ class Meta(NamedTuple):
     RIGHT: bool
     #: True if the scores have a softcap.
     SOFTCAP: bool
-    #: Number of programs among which the loop of each tile is split evenly.
+    #: Number of programs among which the loop of each tile is split.
     SPLITS: int
     #: True for packed sequences.
     PACKED: bool = False

@@ -123,7 +123,7 @@ def delta_kernel(
 
 @triton.jit
 def sums_kernel(
-    q, k, v, grad_out, lse, p_sums, dp_sums, strides, cuts, sizes, spec,
+    q, k, v, grad_out, lse, p_sums, dp_sums, strides, cuts, sizes, factors,
     meta: tl.constexpr,
 ):  # fmt: skip
     """Compute the row sums of P and P ∘ dP.
@@ -132,7 +132,7 @@ def sums_kernel(
     """
     q_strides, k_strides, v_strides, grad_out_strides = strides
     tiles, heads, group, rows, seq_k = sizes
-    _, inner, outer, left, right = spec
+    _, inner, outer, left, right = factors
     tile, batch, head, batch_head, batch_heads = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(

@@ -11,7 +11,7 @@ units.  Their error is so small that the rounding of this factor and of L would 
 Therefore scores remain exponents of e, and P is divided by its sum (`row_sums.py`).
 
 The kernels receive plain tuples: `strides` has three strides per tensor, `cuts` is (cu_q, cu_k) for
-packed sequences, `sizes` differs per kernel, `spec` is (scale, inner, outer, left, right), and
+packed sequences, `sizes` differs per kernel, `factors` is (scale, inner, outer, left, right), and
 `meta` is a `launch.Meta`.
 """
 
@@ -25,7 +25,8 @@ import triton.language as tl
 def program(tiles, heads, LAST_FIRST: tl.constexpr):
     """Return the tile, batch, head, `batch_head` and `batch_heads` of the program.
 
-    The `batch_head` is the head's index among the `batch_heads`, the heads of all batch entries.
+    The number of heads in all batch entries is `batch_heads`, and `batch_head` is the head's index
+    among them.
 
     LAST_FIRST reverses the order of the tiles: with a causal mask the last queries see the most
     keys, and the longest programs should start first.
@@ -79,7 +80,8 @@ def load_tile(
 ):  # fmt: skip
     """Load ROWS rows of a sequence `(batch, head, offset, length)`, beginning at row `start`.
 
-    Rows outside of the sequence are zeros.  With WHOLE, the caller guarantees that there are none.
+    Rows outside of the sequence are zeros.  With WHOLE, the caller guarantees that all rows are
+    inside.
     """
     batch, head, begin, length = sequence
     if TMA:
@@ -201,8 +203,8 @@ def query_ranges(
 ):  # fmt: skip
     """Return `lo, all_lo, all_hi, hi` of the queries that see the keys first to last.
 
-    The bounds are as in `key_ranges`.  Queries after the end of the sequence count as seeing all
-    keys.
+    The bounds are as in `key_ranges`, except that all_hi may be hi.  Queries after the end of the
+    sequence count as seeing all keys.
     """
     shift = seq_k - seq_q
     lo = 0
@@ -223,7 +225,10 @@ def query_ranges(
 
 @triton.jit
 def split_range(lo, all_lo, all_hi, hi, split, BLOCK: tl.constexpr, SPLITS: tl.constexpr):
-    """Return the bounds, limited to part number `split` of SPLITS even parts of [lo, hi)."""
+    """Return the bounds, limited to part number `split` of the SPLITS parts of [lo, hi).
+
+    Each part has the same number of tiles, except that the last parts may be shorter or empty.
+    """
     if SPLITS > 1:
         part = tl.cdiv(tl.cdiv(hi - lo, BLOCK), SPLITS) * BLOCK
         lo = lo + split * part

@@ -196,11 +196,11 @@ def _call_cpu_kernel(
     cache_seqlens: int | Tensor,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor] | None:
-    """Append the new rows and call torch's CPU kernel; return None for the general path.
+    """Append the new rows and call torch's CPU kernel, or return None if the call needs more.
 
-    The function copies each new row and reads the caches through views.  The log-sum-exp has the
-    shape `(batch, kv_heads, heads // kv_heads)`.  The caller reshapes it if requested, which takes
-    a copy.
+    If the result is None, nothing was written, and the caller runs its general code.  The
+    log-sum-exp has the shape `(batch, kv_heads, heads // kv_heads)`.  Reshaping it takes a copy, so
+    the caller does so only if the log-sum-exp is requested.
     """
     if type(cache_seqlens) is not int:
         return None

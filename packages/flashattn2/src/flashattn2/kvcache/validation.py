@@ -14,13 +14,7 @@ from torch.compiler import is_dynamo_compiling
 from flashattn2 import autocast
 from flashattn2.compilation import is_recorded, is_untransformed
 from flashattn2.spec import MAX_ROWS
-from flashattn2.validation import (
-    DTYPES,
-    check_device,
-    check_heads,
-    check_int32,
-    check_tensors,
-)
+from flashattn2.validation import DTYPES, check_device, check_heads, check_int32, check_tensors
 
 if TYPE_CHECKING:
     # The import takes about a second.
@@ -335,7 +329,8 @@ def check_values(
             raise ValueError(f"{rule}, got {name} {values[~is_valid][0]}")
 
     if check_lengths:
-        is_valid = lengths == lengths.clamp(0, _capacity(cache, table) - new)
+        # `clamp` would accept a negative length if there are more new rows than the capacity.
+        is_valid = (lengths >= 0) & (lengths <= _capacity(cache, table) - new)
         require(is_valid, _length_rule(new, cache, table), "length", lengths)
     if table is not None and check_pages:
         first_rows = torch.arange(table.shape[1], device=table.device) * cache.shape[2]

@@ -163,7 +163,7 @@ def synthesize(matrix: Tensor, rank: int) -> LowRank:
     """
     if matrix.ndim < 2 or not 0 < rank <= min(matrix.shape[-2:]):
         raise ValueError(
-            f"rank {rank} is not within 1 and the smaller dimension of {tuple(matrix.shape)}"
+            f"rank {rank} is not between 1 and the smaller dimension of {tuple(matrix.shape)}"
         )
     u, s, vh = torch.linalg.svd(decomposable(matrix), full_matrices=False)
     root = s[..., :rank].sqrt()

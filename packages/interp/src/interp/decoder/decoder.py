@@ -37,7 +37,8 @@ from interp.prompts import Prompt, forward, require_zeros_and_ones
 from interp.tap import record
 
 
-def _warn_if_tokens_follow(padding: Tensor) -> None:
+def _warn_if_tokens_follow_padding(padding: Tensor) -> None:
+    """Warn that learned positions count the padding (batch, seq) before tokens."""
     if bool(((padding.cumsum(-1) > 0) & ~padding).any()):
         warnings.warn(
             "tokens follow padding, and learned positions count padding too unless position_ids "
@@ -127,10 +128,10 @@ class Decoder(nn.Module):
     ) -> Tensor | None:
         """Return booleans (batch, tokens), True at padding, or None without an `attention_mask`.
 
-        Raises ValueError for wrong tokens and masks, and for the cache of another decoder.
+        Raises ValueError for wrong tokens and masks, and for a cache of another decoder or batch.
         """
         if cache is not None:
-            require_cache_of(self, cache)
+            require_cache_of(self, cache, len(input_ids))
         past = 0 if cache is None else cache.get_seq_length()
         self._require_tokens(input_ids, past)
         shape = len(input_ids), past + input_ids.shape[1]
@@ -159,7 +160,10 @@ class Decoder(nn.Module):
         position_ids: Tensor | None,
         cache: Cache | None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return the initial residual stream, the position embeddings, and all positions."""
+        """Return the initial residual stream, the position embeddings, and all positions.
+
+        The position embeddings are None unless they are added to queries and keys only.
+        """
         positions = self._positions(input_ids, padding, position_ids, cache)
         x = self.embed_norm(self.embed(input_ids))
         if self.position is None:
@@ -191,13 +195,14 @@ class Decoder(nn.Module):
             new = new if earlier is None else new + earlier[:, -1:] + 1
         is_default = position_ids is None and earlier is None
         if is_default and padding is not None and self.position is not None:
-            _warn_if_tokens_follow(padding)
+            _warn_if_tokens_follow_padding(padding)
+        positions = new
         if new is not None and earlier is not None:
-            new = torch.cat([earlier, new], 1)
-            self._require_same_angles(earlier, new)
-        if new is not None and position_ids is not None:
-            _require_one_text_per_row(new, padding)
-        return new
+            positions = torch.cat([earlier, new], 1)
+            self._require_same_angles(earlier, positions)
+        if positions is not None and position_ids is not None:
+            _require_one_text_per_row(positions, padding)
+        return positions
 
     def _require_same_angles(self, earlier: Tensor, positions: Tensor) -> None:
         """Raise ValueError if the new tokens change the rotary angles of those in the cache."""
@@ -211,10 +216,11 @@ class Decoder(nn.Module):
                 )
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Decoder:
-        # Conversions and moves copy the weights, which then no longer follow the described model.
-        source = None if self.source is None else self.source.all_copied()
+        self.require_fresh()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
-        self.source = source
+        if self.source is not None:
+            # Weights that were converted or moved no longer follow the described model.
+            self.source = self.source.with_copies(self.parameters())
         return self
 
     def require_fresh(self) -> None:

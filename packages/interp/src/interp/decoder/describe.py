@@ -1,7 +1,7 @@
 """Description of any decoder module in memory by a `Decoder` that shares its weights.
 
-The configuration of a Hugging Face model, or the attributes and structure of another module, give
-candidate settings. `interp.decoder.verify` then compares the candidates with the model.
+The configuration of a Hugging Face model, or the attributes and structure of another module,
+determine the candidate settings. `interp.decoder.verify` then compares them with the model.
 """
 
 from __future__ import annotations
@@ -29,19 +29,14 @@ from interp.decoder.names import (
 )
 from interp.decoder.rotary import Rotary, rotary_angles
 from interp.decoder.source import Source, weights_of
-from interp.decoder.verify.matching import (
-    compute_logits,
-    distance,
-    evaluating,
-    matching_settings,
-)
+from interp.decoder.verify.matching import compute_logits, distance, evaluating, matching_settings
 
 #: A verification temporarily replaces the weights of the model. A concurrent verification would
 #: take these replacements for the original weights.
 _VERIFICATION = threading.Lock()
 
 
-@torch.inference_mode(False)  # Copies of weights that are made in this mode have no gradients.
+@torch.inference_mode(False)  # A weight that is copied in inference mode cannot have a gradient.
 @torch.no_grad()
 def describe(model: nn.Module, **settings: Any) -> Decoder:
     """Return a `Decoder` that computes the same function as `model` and shares its weights.
@@ -54,11 +49,12 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
 
     The decoder is compared with the model under random weights, see `interp.decoder.verify`, and
     under the model's own weights. `Decoder.comparisons` has the errors under random weights.
-    Weights into which a constant is folded are copies: if the model later changes the originals,
-    calling the decoder raises RuntimeError. No other thread may call the model during `describe`.
-    If `model` is a `Decoder` and no settings are passed, it is returned unchanged.
+    Some weights are copies, such as those into which a constant is folded. If the model later
+    changes the original of a copy, calling the decoder raises RuntimeError. No other thread may
+    call the model during `describe`. If `model` is a `Decoder` and no settings are passed, it is
+    returned unchanged.
 
-    Raises ValueError if no decoder reproduces the model's logits.
+    Raises ValueError for an unsupported model, and if no decoder reproduces the model's logits.
     """
     if isinstance(model, Decoder) and not settings:
         return model
@@ -164,7 +160,7 @@ def _require_equal_logits(model: nn.Module, decoder: Decoder) -> None:
 
 
 def _settings_from_model(model: nn.Module, config: Mapping[str, Any]) -> list[Settings]:
-    """Return the configuration's settings, and the same settings with the model's rotary angles."""
+    """Return the configuration's settings, and also those with the model's angles if different."""
     settings = settings_from_config(config)
     buffers = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
     of_model = []

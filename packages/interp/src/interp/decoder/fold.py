@@ -82,7 +82,8 @@ def fold_decoder(model: Decoder) -> Decoder:
     The stream is centered if every reader subtracts its mean (layer norm) and no norm follows a
     writer. The unembedding is centered if the logits have no cap. The original does not change.
     """
-    source = None if model.source is None else model.source.all_copied()
+    model.require_fresh()
+    source = None if model.source is None else model.source.with_copies()
     # Separate parameters share memory until they are folded. The same parameters in both modules
     # would make .to() of the copy convert the original.
     parameters = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}

@@ -11,7 +11,7 @@ angles.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -48,10 +48,12 @@ class Source:
         # A pickled or deep-copied decoder has separate weights and therefore no source.
         return type(None), ()
 
-    def all_copied(self) -> Source:
-        """Return the source of a decoder that has copies of all weights of the same model."""
-        self.require_fresh()
-        return Source(self.model, self.tensors, self.tensors)
+    def with_copies(self, parameters: Iterable[Tensor] = ()) -> Source:
+        """Return the source of a decoder with these parameters and copies of all other weights."""
+        shared = {parameter.untyped_storage().data_ptr() for parameter in parameters}
+        storages = {name: x.untyped_storage().data_ptr() for name, x in self.tensors.items()}
+        copied = [name for name, storage in storages.items() if storage not in shared]
+        return Source(self.model, self.tensors, copied)
 
     def require_fresh(self) -> None:
         """Raise RuntimeError if weights, modules or constants of the model have changed.

@@ -11,13 +11,7 @@ from torch import Tensor
 
 from interp.decoder.decoder import Decoder
 from interp.patching.batching import require_unchanged_blocks
-from interp.patching.paths import (
-    EdgeEffects,
-    Node,
-    measure_edges,
-    projection,
-    sender_changes,
-)
+from interp.patching.paths import EdgeEffects, Node, measure_edges, projection, sender_changes
 from interp.patching.restart import Restart
 from interp.prompts import (
     Metric,
@@ -174,33 +168,49 @@ def _receiver_effects(
     if receiver.kind == "mlp":
         return torch.einsum("nsd,xsd->n", change, gradients[site])[:, None]
     block = run.model.layers[receiver.layer]
-    attention = block.attention
-    linear, heads = projection(attention, receiver.kind)
+    linear, heads = projection(block.attention, receiver.kind)
     stream = run.block_inputs[receiver.layer]
-    new, old = linear(block.norm1(stream + change)), seen[f"{site}.{receiver.kind}"]
+    new = linear(block.norm1(stream + change))  # [n, seq, heads * d_head]
     if receiver.kind == "v":
-        value_effects = (new - old) * gradients[f"{site}.v"]
+        value_effects = (new - seen[f"{site}.v"]) * gradients[f"{site}.v"]
         return value_effects.unflatten(-1, (heads, -1)).sum((1, 3))
+    return _pattern_effects(run, receiver, site, new, heads, seen, gradients[f"{site}.pattern"])
+
+
+def _pattern_effects(
+    run: Restart,
+    receiver: Node,
+    site: str,
+    new: Tensor,
+    heads: int,
+    seen: Mapping[str, Tensor],
+    gradient: Tensor,
+) -> Tensor:
+    """Return the effects of new queries or keys (n, seq, heads * d_head) of each head, (n, heads).
+
+    `gradient` is that of the pattern. The softmax is computed, and everything after it linearized.
+    """
+    attention = run.model.layers[receiver.layer].attention
     norm = attention.q_norm if receiver.kind == "q" else attention.k_norm
     is_joint = len(getattr(norm, "weight", ())) > attention.d_head
     if is_joint:
         # With a norm over all heads (OLMo 2), a change of one head would change the other heads
         # too. Each row of `new` therefore changes a single head and keeps the other heads.
         alone = torch.eye(heads, dtype=torch.bool, device=new.device)[:, None, None, :, None]
-        new, old = new.unflatten(-1, (heads, -1)), old.unflatten(-1, (heads, -1))
-        new = torch.where(alone, new, old).flatten(-2).flatten(0, 1)
+        old = seen[f"{site}.{receiver.kind}"].unflatten(-1, (heads, -1))
+        new = torch.where(alone, new.unflatten(-1, (heads, -1)), old)
+        new = new.flatten(-2).flatten(0, 1)  # [heads * n, seq, heads * d_head]
     q, k = (seen[f"{site}.{part}"].expand(len(new), -1, -1) for part in "qk")
     q, k = (new, k) if receiver.kind == "q" else (q, new)
     padding, _, position_ids = run.layout
-    old_pattern = seen[f"{site}.pattern"]
-    pattern = attention.scores(q, k, padding, position_ids).softmax(-1)[
-        ..., : old_pattern.shape[-1]
-    ]
-    pattern_effects = (pattern - old_pattern) * gradients[f"{site}.pattern"]
+    old_pattern = seen[f"{site}.pattern"]  # [1, query heads, seq, seq], without the sink
+    scores = attention.scores(q, k, padding, position_ids)
+    pattern = scores.softmax(-1)[..., : old_pattern.shape[-1]]  # [rows, query heads, seq, seq]
+    effects = ((pattern - old_pattern) * gradient).sum((2, 3))  # [rows, query heads]
     if is_joint:
-        return pattern_effects.sum((1, 2, 3)).unflatten(0, (heads, -1)).T
+        return effects.sum(1).unflatten(0, (heads, -1)).T
     # A key head changes the patterns of all query heads that share it.
-    return pattern_effects.sum((2, 3)).unflatten(-1, (heads, -1)).sum(-1)
+    return effects.unflatten(-1, (heads, -1)).sum(-1)
 
 
 def _gradients(

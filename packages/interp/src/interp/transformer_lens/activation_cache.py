@@ -85,7 +85,8 @@ class ActivationCache(Mapping[Any, Tensor]):
     ) -> Stack:
         """Return the residual streams before each layer up to `layer`.
 
-        At the end of the model, `apply_ln` applies the final norm to each stream.
+        `incl_mid` adds the streams between attention and MLP. If `layer` means the input of the
+        final norm, `apply_ln` applies this norm to each stream, with the stream's own scale.
         """
         last = self._layer(layer)
         streams = {}
@@ -159,7 +160,8 @@ class ActivationCache(Mapping[Any, Tensor]):
     ) -> Tensor:
         """Divide components by the recorded scale of the norm that reads the input of `layer`.
 
-        A layer norm also centers each component. Weights and biases of the norm are not applied;
+        With `mlp_input`, the norm is the one before the MLP of that layer. A layer norm also
+        centers each component. Weights and biases of the norm are not applied;
         `fold_decoder` moves them into the next matrix.
         """
         index, name = self._layer(layer), "ln2" if mlp_input else "ln1"
@@ -202,7 +204,15 @@ class ActivationCache(Mapping[Any, Tensor]):
         return (stack * direction).sum(-1)
 
     def _layer(self, layer: int | None) -> int:
-        return len(self.decoder.layers) if layer is None or layer == -1 else layer
+        """Return the index of the layer, or the number of layers for the final norm."""
+        count = len(self.decoder.layers)
+        if layer is None or layer == -1:
+            return count
+        if not 0 <= layer <= count:
+            raise ValueError(
+                f"expected a layer from 0 to {count}, or -1 or None for the final norm, got {layer}"
+            )
+        return layer
 
     def _stack(
         self,
@@ -213,7 +223,9 @@ class ActivationCache(Mapping[Any, Tensor]):
         apply_ln: bool = False,
         return_labels: bool = False,
     ) -> Stack:
-        stack = torch.stack([_positions(part, pos_slice) for part in parts.values()])
+        chosen = [_positions(part, pos_slice) for part in parts.values()]
+        # Before the first layer, there are no heads.
+        stack = torch.stack(chosen) if chosen else _positions(self["embed"][None][:0], pos_slice)
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, layer, pos_slice=pos_slice)
         return (stack, list(parts)) if return_labels else stack

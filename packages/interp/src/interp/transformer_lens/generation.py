@@ -43,8 +43,12 @@ def sample(logits: Tensor, *, temperature: float, top_k: int | None) -> Tensor:
     """Return one sampled token id per row of logits (batch, d_vocab).
 
     A temperature of 0 selects the most likely token. `top_k` is the number of most likely tokens to
-    sample from, or None for all.
+    sample from, or None for all. Raises ValueError for a negative temperature and `top_k` < 1.
     """
+    if temperature < 0 or (top_k is not None and top_k < 1):
+        raise ValueError(
+            f"expected temperature >= 0 and top_k >= 1 or None, got {temperature} and {top_k}"
+        )
     if temperature == 0:
         return logits.argmax(-1)
     if top_k is not None:

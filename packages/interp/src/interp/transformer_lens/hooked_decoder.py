@@ -333,13 +333,14 @@ class HookedDecoder(TextConversion):
             return value if result is None else result
 
         def call_backward(gradient: Tensor) -> Tensor | None:
-            # The graph may outlive the hook. Functions may change the gradient in place, which
-            # autograd may use again.
+            # The graph may outlive the hook, so check that it is still installed. Functions may
+            # change the gradient in place, and autograd may use it again, so pass a copy.
             return call(gradient.clone()) if hook in self._hooks else None
 
         def watch_gradient(value: Tensor) -> Tensor:
             if torch.is_grad_enabled():
-                # The weights of a description do not require gradients by default.
+                # Weights from `describe` do not require gradients by default, so `value` may not
+                # be part of a graph yet.
                 value = value if value.requires_grad else value.detach().requires_grad_()
                 value.register_hook(call_backward)
             return value
@@ -479,8 +480,8 @@ class HookedDecoder(TextConversion):
         a row is filled with this token. Hooks receive the prompt first, and then the new
         token of each call. `verbose` has no effect.
 
-        Raises ValueError for a padded prompt without an `attention_mask`, and if `stop_at_eos` and
-        no such token is known.
+        Raises ValueError for a padded prompt without an `attention_mask`, for padding at the end,
+        and if `stop_at_eos` and no such token is known.
         """
         eos = getattr(self.tokenizer, "eos_token_id", None)
         eos = eos if eos_token_id is None else eos_token_id
@@ -491,6 +492,11 @@ class HookedDecoder(TextConversion):
                 f"expected return_type 'input', 'str' or 'tokens', got {return_type!r}"
             )
         tokens, mask = self._encode(input, prepend_bos, "left", attention_mask)
+        if mask is not None and not bool(mask[:, -1].all()):
+            raise ValueError(
+                "expected prompts that end with a token, got an attention_mask with padding at the "
+                "end, from which the next token would be predicted; pad on the left"
+            )
         output = continued(
             lambda *arguments: self._run(*arguments)[0],
             partial(sample, temperature=temperature if do_sample else 0.0, top_k=top_k),

@@ -53,7 +53,13 @@ def _patch_each(
         index = (slice(None), *(chosen.get(dimension, slice(None)) for dimension in dimensions))
 
         def restore(value: Tensor, hook: HookPoint, index: tuple[int | slice, ...]) -> Tensor:
-            value[index] = clean_cache[hook.name][index]
+            clean = clean_cache[hook.name]
+            if clean.shape[1:] != value.shape[1:]:
+                raise ValueError(
+                    f"{hook.name} is {tuple(clean.shape)} in the clean cache, expected "
+                    f"{tuple(value.shape)}; pass prompts of equal lengths, with a batch dimension"
+                )
+            value[index] = clean[index]
             return value
 
         hook = get_act_name(name, layer), partial(restore, index=index)
@@ -88,37 +94,26 @@ def get_act_patch_block_every(
     return torch.stack([function(*arguments) for function in functions])
 
 
-def get_act_patch_attn_head_all_pos_every(
-    model: HookedDecoder, corrupted_tokens: Tensor, clean_cache: ActivationCache, metric: Metric
-) -> Tensor:
-    """Patch z, queries, keys, values and patterns of each head, (5, layers, heads).
-
-    Keys and values with fewer heads are padded with zeros.
-    """
-    return _every_part(model, corrupted_tokens, clean_cache, metric, ())
-
-
-def get_act_patch_attn_head_by_pos_every(
-    model: HookedDecoder, corrupted_tokens: Tensor, clean_cache: ActivationCache, metric: Metric
-) -> Tensor:
-    """Patch z, queries, keys, values and patterns at each position, (5, layers, pos, heads).
-
-    The position of a pattern is that of the query. Keys and values with fewer heads are padded with
-    zeros.
-    """
-    return _every_part(model, corrupted_tokens, clean_cache, metric, ("pos",))
-
-
 def _every_part(
     model: HookedDecoder,
     corrupted_tokens: Tensor,
     clean_cache: ActivationCache,
     metric: Metric,
+    *,
     before: tuple[str, ...],
 ) -> Tensor:
+    """Patch z, queries, keys, values and patterns of each head, (5, layers, *before, heads).
+
+    The position of a pattern is that of the query. Keys and values with fewer heads are padded with
+    zeros.
+    """
     run = partial(_patch_each, model, corrupted_tokens, clean_cache, metric)
     results = [run(name=name, axes=(*before, "head")) for name in ("z", "q", "k", "v")]
     pattern = run(name="pattern", axes=_PATTERN[: 1 + len(before)])
     results.append(pattern.mT if before else pattern)
     heads = model.cfg.n_heads
     return torch.stack([F.pad(result, (0, heads - result.shape[-1])) for result in results])
+
+
+get_act_patch_attn_head_all_pos_every = partial(_every_part, before=())
+get_act_patch_attn_head_by_pos_every = partial(_every_part, before=("pos",))

@@ -60,14 +60,16 @@ class TextConversion:
                 "token; set tokenizer.pad_token, or pass texts of equal lengths"
             )
         side = padding_side or getattr(self.tokenizer, "padding_side", "right")
-        tokens, mask = [], []
-        for row in rows:
-            missing = max(lengths) - len(row)
-            before = missing if side == "left" else 0
-            after = missing - before
-            tokens.append([padding] * before + row + [padding] * after)
-            mask.append([0] * before + [1] * len(row) + [0] * after)
-        return torch.tensor(tokens, device=self._device), torch.tensor(mask, device=self._device)
+        if side not in ("left", "right"):
+            raise ValueError(f"expected padding_side 'left' or 'right', got {side!r}")
+
+        def padded(row: list[int], filler: int) -> list[int]:
+            missing = [filler] * (max(lengths) - len(row))
+            return missing + row if side == "left" else row + missing
+
+        tokens = torch.tensor([padded(row, padding) for row in rows], device=self._device)
+        mask = torch.tensor([padded([1] * len(row), 0) for row in rows], device=self._device)
+        return tokens, mask
 
     def require_no_left_padding(self, tokens: Tensor) -> None:
         """Raise ValueError if token ids start with padding, as from `to_tokens` with texts."""
@@ -75,7 +77,8 @@ class TextConversion:
         # A BOS token that is also the padding token may start a text once.
         first = 1 if padding == getattr(self.tokenizer, "bos_token_id", None) else 0
         start = tokens[:, : first + 1]
-        if padding is not None and bool((start == padding).all(-1).any()):
+        is_longer = start.shape[1] > first
+        if padding is not None and is_longer and bool((start == padding).all(-1).any()):
             raise ValueError(
                 f"expected token ids without padding, got rows that start with the padding token "
                 f"{padding}; pass attention_mask=, or the texts"

@@ -10,6 +10,7 @@ import base64
 import html
 import itertools
 import json
+import os
 import re
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
@@ -87,9 +88,14 @@ def view(
     page = resources.files("interp.view").joinpath("view.html").read_text(encoding="utf-8")
     parts = {"{{title}}": html.escape(title), "{{data}}": _json(data)}
     page = re.sub(r"{{(?:title|data)}}", lambda match: parts[match[0]], page)
-    encoded = page.encode()  # raises an error for a lone surrogate before the file is opened
-    Path(path).write_bytes(encoded)
-    return Path(path)
+    path = Path(path)
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # An error leaves no half page.
+    try:
+        part.write_text(page, encoding="utf-8", newline="\n")
+        part.replace(path)
+    finally:
+        part.unlink(missing_ok=True)
+    return path
 
 
 def _strings(

@@ -59,8 +59,11 @@ class Cache:
         self.pending = {}
 
 
-def require_cache_of(decoder: nn.Module, cache: object) -> None:
-    """Raise TypeError unless `cache` is a `Cache`, and ValueError if another decoder filled it."""
+def require_cache_of(decoder: nn.Module, cache: object, rows: int) -> None:
+    """Raise TypeError unless `cache` is a `Cache`.
+
+    Raises ValueError if another decoder filled it, or if its tokens have another number of rows.
+    """
     if not isinstance(cache, Cache):
         raise TypeError(
             f"expected an interp.Cache, got a {type(cache).__name__}; create one with Cache() and "
@@ -70,3 +73,6 @@ def require_cache_of(decoder: nn.Module, cache: object) -> None:
         raise ValueError(
             "the cache has keys and values of another decoder; create one Cache() per decoder"
         )
+    if cache.position_ids is not None and len(cache.position_ids) != rows:
+        expected = len(cache.position_ids)
+        raise ValueError(f"expected {expected} rows of tokens, as in the cache, got {rows}")

@@ -32,7 +32,8 @@ ACTIVATIONS: Mapping[str, Callable[[Tensor], Tensor]] = {
 class DecoderMLP(nn.Module):
     """The MLP down(act(up x)), or the gated MLP down(act(gate x) * up x).
 
-    With `mlp_clip` (gpt-oss), gate and up projections are clamped, and 1 is added to the latter.
+    With `mlp_clip` (gpt-oss), `gate x` is clamped to at most `mlp_clip`, and `up x` to the range
+    from -`mlp_clip` to `mlp_clip`. Then 1 is added to `up x`. MLPs without a gate are not clamped.
     """
 
     def __init__(self, weights: Weights, name: str, settings: Settings) -> None:

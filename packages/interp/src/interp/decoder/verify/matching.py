@@ -213,7 +213,7 @@ def compute_logits(
         if weights is None:
             out = model(tokens, **arguments)
         else:
-            # The model itself sets its rotary frequencies, which it may round and replace.
+            # Leave out the rotary frequencies: the model sets them, and may round or replace them.
             buffers = {
                 name: buffer.float() if buffer.is_floating_point() else buffer
                 for name, buffer in model.named_buffers(remove_duplicate=False)
