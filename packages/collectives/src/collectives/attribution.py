@@ -12,7 +12,7 @@ from collectives.shared_memory.fingerprint import Lengths, compare, compare_leng
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # A broken connection shows that a rank has ended, but not which one: ranks that fail close their
 # connections, so that the messages of the other ranks fail too. Each rank that still runs therefore
-# publishes a report when its call fails. A rank that waits for long publishes a WAITING report
+# publishes a report when its call fails. A rank that has waited for long publishes a WAITING report
 # before that. Every rank applies the rules below to the same reports, and the first rule that
 # matches decides. "Reported" means a report of a failed call; "silent" means no report at all.
 #
@@ -204,8 +204,8 @@ def _reported_cause(reports: Mapping[int, Report], call_number: int) -> Attribut
 def _find_difference(reports: Mapping[int, Report], world: int) -> Mismatch | None:
     """Return the difference between the ranks' calls, or None if they made the same call.
 
-    A rank that completed a call may already be in a later one. The reports are therefore compared
-    at the last call that all of them have made.
+    A rank that completed a call may already be in a later one. The ranks are therefore compared at
+    the last call that all of them have made.
     """
     number = _last_common_number(reports)
     lengths = {

@@ -43,8 +43,8 @@ from collectives.store import STORE_SECONDS, clone_store, query_store, run_withi
 REPORT_SECONDS = 1.0
 # Time in which gloo notices that all connections to a dead rank have ended.
 DISCONNECT_SECONDS = 0.25
-# A rank checks at this interval whether it is waiting: the longer of these seconds and of this
-# fraction of the timeout.
+# A rank checks whether it is waiting every MIN_POLL_SECONDS. If POLL_FRACTION of the timeout is
+# longer, that is the interval.
 MIN_POLL_SECONDS = 0.1
 POLL_FRACTION = 0.1
 # Pause between two reads of the reports, because all ranks read the same store.
@@ -122,7 +122,7 @@ class FailureDetector:
             timeout: the timeout of the call in seconds.
         """
         if isinstance(error, Mismatch):
-            # Otherwise only the ranks of this host have compared the call, and other hosts wait.
+            # If only the ranks of this host have compared the call, the other hosts still wait.
             if not (self._one_host or operation.compares_calls):
                 self.leave_group_with_reason(error, operation)
             return error

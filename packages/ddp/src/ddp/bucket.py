@@ -93,8 +93,8 @@ class Bucket:
         """Keep the values of old gradients that the caller still references.
 
         Call this before the buffer is overwritten. A gradient that is still the `.grad` of its
-        parameter is overwritten. So are aliases of memory from `allocate`, except for a former
-        `.grad` itself.
+        parameter is not preserved. In memory from `allocate`, only former `.grad` tensors are
+        preserved, not other aliases.
         """
         for slot, references in enumerate(count_references(self._grad_views)):
             grad_view = self._grad_views[slot]

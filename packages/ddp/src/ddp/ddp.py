@@ -66,7 +66,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         allocate: function that returns the memory of a bucket, called as
             `allocate(numel, dtype=..., group=...)`.
         gradient_dtype: dtype in which gradients are sent, such as bfloat16. They are added in
-            their own dtype, or in `gradient_dtype` if that is wider.
+            their own dtype, or in `gradient_dtype` if that is wider. If `all_reduce` is passed, it
+            receives gradients in `gradient_dtype` and chooses the precision of the sum.
         find_unused_parameters: count a gradient that is missing on some ranks as zero. By default
             it is an error.
         check_nan: check each bucket for NaN before it is reduced.

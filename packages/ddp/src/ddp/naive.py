@@ -1,8 +1,8 @@
 """Gradient averaging without overlap: functions to call between `backward()` and the optimizer.
 
 Both functions first compare across ranks which parameters have a gradient. Without this comparison,
-ranks with different gradients would hang, or add gradients of different parameters. The meter does
-not count the small all-reduce of the comparison.
+ranks with different gradients would hang, or add gradients of different parameters. The time of the
+comparison is part of the recorded step, but the meter does not count its all-reduce and bytes.
 """
 
 from __future__ import annotations

@@ -53,7 +53,7 @@ IN_SHARED_MEMORY: dict[str, Function] = {
 
 
 def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
-    """Run a collective on flat tensors: one tensor, or (output, input) of equal parts."""
+    """Run a collective on one flat tensor, or on (output, input) with parts of equal size."""
     algorithm = _prepare(comm, call, packed, max(tensor.nbytes for tensor in tensors))
     topology = comm.topology
     kind = call.steps
@@ -93,7 +93,8 @@ def all_to_all(
     compare_calls(comm, packed)
     local = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
     comm.operation.lengths = local
-    # A rank copies its part for itself, and `copy_` would broadcast a part of one element.
+    # Always compare at least the part that this rank sends to itself: `copy_` would silently
+    # broadcast a part of one element.
     lengths = {comm.rank: local}
     if comm.operation.compares_calls or comm.topology.one_host:
         lengths = _gather_lengths(comm, local)

@@ -6,7 +6,7 @@
 Sizes and bandwidths are defined as in nccl-tests. The size is that of the whole array. algbw is
 size / time, and busbw is algbw times 2(n-1)/n for all-reduce, and (n-1)/n for reduce-scatter and
 all-gather. `ratio` is the backend's own time divided by ours in the same round (in place for
-all-reduce). `wire_bytes` are the bytes that a rank passes to TCP per call, the maximum over the
+all-reduce). `wire_bytes` are the bytes that a rank sends over TCP per call, the maximum over the
 ranks. `runs` is the algorithm that ran. Each rank needs memory for twice the largest size.
 """
 
@@ -137,7 +137,7 @@ class _Case:
         #: The result and the source of each contender.
         self.tensors = dict.fromkeys(self.calls, (result, source))
         if kind == "all_reduce" and device == "cpu":
-            # Each tensor is the source for the other one, which saves a third tensor.
+            # `result` and `shared` are each other's source, which saves a third tensor.
             shared = collectives.shared_empty(self.count)
             self.tensors = dict.fromkeys(self.calls, (result, shared))
             self.tensors["shared_empty"] = (shared, result)

@@ -38,7 +38,7 @@ class Shared:
 
     #: Every rank's copy.
     copies: Sequence[Tensor]
-    #: The number of the allocation, and the offset in it.
+    #: The number of the allocation, and the tensor's offset in it in bytes.
     allocation: int
     offset: int
 
@@ -108,7 +108,7 @@ def all_gather(arena: Arena, out: Tensor, local: Tensor, packed: bytes) -> None:
 
 
 def broadcast(arena: Arena, flat: Tensor, source: int, packed: bytes) -> None:
-    """Copy the tensor of rank `source` to every rank."""
+    """Copy the tensor of one rank to every rank; `source` is its position on this host."""
     if _run_in_engine(arena, "broadcast", packed, flat, flat, root=source):
         return
     arena.announce(packed)

@@ -8,7 +8,7 @@
 # the other ranks. A rank that writes no reason in that time is dead or hanging.
 #
 # Ranks also rendezvous through the store when their parameters change. A rank that waits in a
-# collective detects there that a peer waits at a rendezvous instead.
+# collective reads from the store whether a peer waits at a rendezvous instead.
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class FailureAttribution(Extension):
             )
 
     def fail(self, reason: str) -> None:
-        """Report to the other ranks that this rank cannot continue."""
+        """Report to the other ranks that this rank cannot continue; do nothing if it has failed."""
         if not self._failure:
             self._failure = f"rank {self._rank}: {reason}"
             self._write_reason(reason)
@@ -84,7 +84,8 @@ class FailureAttribution(Extension):
     def rendezvous(self, cause: str, value: Any) -> list[Any]:
         """Exchange values with all ranks and return the `value` of every rank.
 
-        If a peer waits in a collective instead, both ranks raise `RuntimeError`.
+        If a peer waits in a collective instead, both ranks raise `RuntimeError`. So does a rank
+        if another rank has failed, or does not reach the rendezvous within the store's timeout.
         """
         key = self._rendezvous_key()
         self._store.set(f"{key}/{self._rank}", pickle.dumps(value))

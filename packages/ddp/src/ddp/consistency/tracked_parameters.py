@@ -64,7 +64,7 @@ class TrackedParameters:
         """Return True if the parameters to average are no longer the recorded ones.
 
         Parameters that were frozen since then stay recorded and count as unused on every rank. A
-        training loop may therefore freeze and unfreeze them in every step at no cost.
+        training loop may therefore freeze and unfreeze them in every step without new buckets.
         """
         now = self._snapshot()
         if self._last.equals(now):
