@@ -217,8 +217,9 @@ def _num_wrong(result: Tensor, block: Tensor) -> int:
 def _description(kind: str, name: str, size: int, device: str) -> Row:
     """Return the columns that identify a row."""
     comm = communicator()
-    # The array that is scattered or gathered is a multiple of the number of ranks.
-    whole = size if kind == "all_reduce" else size // 4 // comm.world * comm.world * 4
+    # The array is a multiple of one float32, and of one per rank if it is scattered or gathered.
+    multiple = 4 if kind == "all_reduce" else 4 * comm.world
+    whole = size // multiple * multiple
     runs = "shared_memory" if name == "auto" else name
     if name == "auto" and device != "cpu":
         runs = dist.get_backend()

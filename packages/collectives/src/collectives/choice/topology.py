@@ -82,7 +82,7 @@ class Topology:
         # tensors, and the cached views of these tensors.
         self._shared: dict[int, tuple[int, list[Tensor], Views]] = {}
 
-    def require(self) -> Arena:
+    def require_arena(self) -> Arena:
         """Return the arena of a group whose ranks are known to share memory."""
         assert self.arena is not None
         return self.arena

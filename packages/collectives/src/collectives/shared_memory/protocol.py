@@ -169,7 +169,7 @@ def _all_to_all_in_python(
         arena.sync()
         if start == 0:
             arena.read_notes()
-            longest = max(max(lengths.sends) for lengths in arena.read_lengths())
+            longest = max(max(of_rank.sends) for of_rank in arena.read_lengths())
             outputs[rank].copy_(inputs[rank])
         for source, part in enumerate(outputs):
             piece = part[start : start + width]
