@@ -58,8 +58,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     Args:
         module: module to replicate.
         bucket_size_mb: largest size of a bucket, in units of 2**20 bytes. None reduces each
-            parameter separately. With the default of 25, the first of several buckets is limited to
-            1. torch's names `bucket_cap_mb` and `bucket_cap_mb_list` are accepted too.
+            parameter separately. With the default of 25, the first bucket of a larger model is
+            limited to 1. torch's names `bucket_cap_mb` and `bucket_cap_mb_list` are accepted too.
         group: ranks to average over; all ranks by default. torch's names `process_group` and
             `device_mesh` are accepted too.
         all_reduce: function with the signature of `torch.distributed.all_reduce`.
@@ -203,7 +203,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         except BaseException as error:
             if self._replica.is_connected:
                 reason = f"no_sync() was left by {type(error).__name__}: {error}"
-                self._replica.failures.fail(reason)
+                self._replica.failures.report_failure(reason)
             raise
         finally:
             self.require_backward_grad_sync = previous
@@ -219,7 +219,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         replica = self._replica
         replica.hooks.check_not_replaced()
         replica.connect_copy()
-        replica.failures.check()
+        replica.failures.check_not_failed()
         if not replica.has_synchronized:
             replica.start_step()
             replica.finish_step()
