@@ -238,22 +238,21 @@ def test_all_ranks_get_identical_bits():
 
 
 def narrow_sum():
-    """Sum 1 and four values of half its last place, which bfloat16 sums would lose."""
-    step = torch.finfo(torch.bfloat16).eps / 2
-    values = set()
-    for algorithm in candidates("all_reduce", (dist.get_world_size(),)):
-        value = 1.0 if dist.get_rank() == 0 else step
-        tensor = torch.full((1000,), value, dtype=torch.bfloat16)
-        collectives.all_reduce(tensor, algorithm=algorithm)
-        values |= set(tensor.tolist())
-    return values
+    """Sum 1 and four values of half its last place, which 16-bit sums would lose."""
+    sums = set()
+    for dtype in (torch.bfloat16, torch.complex32):
+        step = torch.finfo(dtype).eps / 2
+        for algorithm in candidates("all_reduce", (dist.get_world_size(),)):
+            value = 1.0 if dist.get_rank() == 0 else step
+            tensor = torch.full((1000,), value).to(dtype)
+            collectives.all_reduce(tensor, algorithm=algorithm)
+            sums |= {(dtype, (value.real - 1.0) / step) for value in tensor.tolist()}
+    return sums
 
 
+@pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_bfloat16_is_summed_in_float32():
-    step = torch.finfo(torch.bfloat16).eps / 2
-    want = torch.tensor(1.0 + 4 * step, dtype=torch.float64).to(torch.bfloat16).item()
-    assert want > 1.0
-    assert run_ranks(narrow_sum, 5) == [{want}] * 5
+    assert run_ranks(narrow_sum, 5) == [{(torch.bfloat16, 4.0), (torch.complex32, 4.0)}] * 5
 
 
 def uneven_exchange():

@@ -1,9 +1,14 @@
 """The benchmark returns checked rows with nccl-tests' columns."""
 
+import collectives
 import pytest
+import torch
+import torch.distributed as dist
 from collectives import bench
 from collectives.bench import interleaved
 from collectives.bench.plot import plot
+from collectives.bench.rows import _description
+from host_layout import emulate_hosts
 from worker_pool import run_ranks
 
 COLUMNS = {"size_bytes", "count", "type", "redop", "time_us", "algbw_gbps", "busbw_gbps", "wrong",
@@ -46,6 +51,23 @@ def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
     assert "busbw_gbps" in bench.table(measured)
     plot(measured, tmp_path / "bandwidth.png")
     assert (tmp_path / "bandwidth.png").stat().st_size > 10_000
+
+
+def choices_of_auto(size):
+    """Return the choice of "auto" for arrays whose size need not be a multiple of one element."""
+    emulate_hosts("apart")
+    world = dist.get_world_size()
+    collectives.all_reduce(torch.ones(size // 4))
+    collectives.all_gather_into_tensor(
+        torch.ones(size // 4 // world * world), torch.ones(size // 8)
+    )
+    return [
+        _description(kind, "auto", size, "cpu")["runs"] for kind in ("all_reduce", "all_gather")
+    ]
+
+
+def test_choice_of_auto_is_found_for_every_size():
+    assert run_ranks(choices_of_auto, 2, 1027) == [["tree", "ring"]] * 2
 
 
 def test_sizes_without_an_element_per_rank_are_refused():

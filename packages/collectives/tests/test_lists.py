@@ -445,6 +445,9 @@ def refused():
         collectives.all_gather([ones], ones)
     with raises(ValueError, match=r"list\[0\] has 5 elements"):
         collectives.gather(ones, [torch.ones(5), ones], dst=dist.get_rank())
+    with raises(ValueError, match=r"list\[0\] to have the dtype torch\.float32 .* torch\.float64"):
+        # On rank 1, the size of this tensor may differ from that of rank 1's tensor.
+        collectives.all_gather([torch.ones(3).double(), ones], ones)
     with raises(TypeError, match="one dtype"):
         collectives.all_to_all([ones] * world, [ones.double()] * world)
     if dist.get_rank() == 1:

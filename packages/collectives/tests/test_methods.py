@@ -197,7 +197,8 @@ def gather_single():
         else:
             assert (output == -1).all()
         # `tensor` on the other ranks is a placeholder, as in torch.distributed.gather_single.
-        output = torch.full((2 * world, 3), -1.0) if rank == root else torch.empty(0)
+        strided = torch.full((2 * world, 6), -1.0)[:, ::2]
+        output = strided if rank == root else torch.empty(0)
         group.gather_into_tensor(output, tensor, root=root).wait()
         assert rank != root or output[::2, 0].tolist() == [0.0, 1.0, 2.0]
     with pytest.raises(ValueError, match="elements"):

@@ -4,6 +4,7 @@ import ctypes
 import dataclasses
 import gc
 import itertools
+import mmap
 import os
 import resource
 import signal
@@ -20,7 +21,7 @@ from collectives.algorithms import dispatch
 from collectives.choice.cost import candidates
 from collectives.choice.topology import group_by_host
 from collectives.groups import communicator
-from collectives.shared_memory import segment
+from collectives.shared_memory import arena, engine, segment
 from collectives.shared_memory.arena import ARENA_BYTES, CHUNK_BYTES, ONE_SHOT_BYTES
 from worker_pool import run_on_shared_ranks, run_ranks, try_ranks
 
@@ -214,6 +215,39 @@ def open_wrong_addresses():
 
 def test_sharing_memory_is_proved_by_opening_it():
     run_ranks(open_wrong_addresses, 1)
+
+
+class Clock:
+    """A replacement of the module `time` in which only sleeping takes time."""
+
+    def __init__(self, on_sleep):
+        self.now = 0.0
+        self.on_sleep = on_sleep
+
+    def monotonic(self):
+        return self.now
+
+    def sleep(self, seconds):
+        self.now += seconds
+        self.on_sleep(self.now)
+
+
+def test_late_rank_gives_a_lost_rank_no_more_time(monkeypatch):
+    """Without the engine, wait for rank 1, which is late, and then for rank 2, which is lost."""
+    monkeypatch.setattr(engine, "library", lambda: None)
+    mappings = [mmap.mmap(-1, segment.HEADER_BYTES + ARENA_BYTES) for _ in range(3)]
+    pids = [os.getpid()] * 3
+    ours = arena.Arena(mappings, pids, 0, group_ranks=[0, 1, 2], timeout=1.0)
+
+    def tick_late(now):
+        ours._clocks[1][0] = int(now > 0.9)
+
+    clock = Clock(tick_late)
+    monkeypatch.setattr(arena, "time", clock)
+    with pytest.raises(collectives.RankLost) as caught:
+        ours.sync()
+    assert caught.value.ranks == (2,)
+    assert clock.now < 1.1
 
 
 def test_hosts_are_the_ranks_that_reach_each_other():

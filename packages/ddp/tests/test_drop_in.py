@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from ddp import DDP
+from ddp import DDP, all_reduce_gradients, all_reduce_gradients_flat
 from ddp.consistency import failure_attribution
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
@@ -385,6 +385,17 @@ def keeps_graphs() -> bool:
         both.check_gradients()
         assert not any(p.grad.requires_grad for p in both.module.parameters())
         both.update()
+    both.module = copy.deepcopy(both.twin)
+    for average in (all_reduce_gradients, all_reduce_gradients_flat):
+        both.module.zero_grad()
+        both.twin.zero_grad()
+        x = both.batches(3, 5)
+        both.module(x[both.rank]).square().mean().backward(create_graph=True)
+        with pytest.warns(UserWarning, match="has no graph"):
+            average(both.module)
+        (sum(both.twin(batch).square().mean() for batch in x) / both.world).backward()
+        both.check_gradients()
+        assert not any(p.grad.requires_grad for p in both.module.parameters())
     return True
 
 

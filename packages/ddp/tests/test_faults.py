@@ -391,6 +391,11 @@ def train_with_failing_collective(asynchronous: bool) -> tuple:
             return Handle()
         raise RankLost([7])
 
+    def fail_without_message(tensor, **_) -> None:
+        raise RuntimeError
+
+    with pytest.raises(RuntimeError, match=r"could not finish .* \(RuntimeError\)"):
+        step(DDP(Branches(), all_reduce=fail_without_message))
     attribution = ddp.consistency.failure_attribution
     grace = attribution.GRACE_SECONDS
     attribution.GRACE_SECONDS = 50.0

@@ -3,6 +3,7 @@
 from contextlib import nullcontext
 from itertools import product
 
+import ddp
 import pytest
 import torch
 import torch.distributed as dist
@@ -160,6 +161,27 @@ def run_pairs_of_graphs() -> bool:
 
 def test_each_backward_pass_follows_its_own_forward_pass() -> None:
     assert run_on_shared_ranks(run_pairs_of_graphs, 2) == [True, True]
+
+
+def count_counted_references() -> int:
+    """Return how often references of a gradient are counted in an accumulating backward pass."""
+    model = DDP(nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)]))
+    num_counted = 0
+    count_references = ddp.bucket.count_references
+
+    def count(tensors: list[torch.Tensor]) -> list[int]:
+        nonlocal num_counted
+        num_counted += len(tensors)
+        return count_references(tensors)
+
+    with pytest.MonkeyPatch.context() as patch, model.no_sync():
+        patch.setattr(ddp.bucket, "count_references", count)
+        model(torch.ones(1, 2)).sum().backward()
+    return num_counted
+
+
+def test_cost_of_accumulation_is_linear_in_the_number_of_parameters() -> None:
+    assert run_on_shared_ranks(count_counted_references, 1) == [40]
 
 
 def retry_after_an_error() -> bool:

@@ -139,6 +139,11 @@ def test_steps_have_the_names_of_the_minimal_implementation() -> None:
     assert {"copy_in"} <= vars(ddp.plain.Bucket).keys() & vars(Bucket).keys()
 
 
+def test_buffer_of_the_minimal_implementation_is_on_the_device_of_its_parameters() -> None:
+    parameter = nn.Parameter(torch.empty(3, device="meta"))
+    assert ddp.plain.Bucket([parameter]).views[0].device == parameter.device
+
+
 def test_minimal_implementation_is_short_and_imports_only_torch() -> None:
     source = Path(ddp.plain.__file__).read_text()
     assert len(source.splitlines()) <= 120

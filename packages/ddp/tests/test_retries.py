@@ -100,6 +100,36 @@ def fail_to_allocate() -> list[str]:
     return [*errors, error_of(model), error_of(model)]
 
 
+def fail_to_rebuild() -> list[str]:
+    """Fail to allocate the buckets in the new order, at the start of an accumulating pass."""
+    is_full = False
+
+    def allocate(numel: int, *, dtype: torch.dtype, group: dist.ProcessGroup) -> torch.Tensor:
+        if is_full:
+            raise MemoryError("no memory for a bucket")
+        return torch.empty(numel, dtype=dtype)
+
+    class Reversed(nn.Sequential):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self[0](self[1](x))
+
+    torch.manual_seed(0)
+    model = DDP(Reversed(nn.Linear(3, 2), nn.Linear(3, 3)), None, allocate=allocate)
+    errors = [error_of(model)]
+    is_full = True
+    with model.no_sync():
+        errors.append(error_of(model))
+    return [*errors, error_of(model)]
+
+
+def test_failed_allocation_of_rebuilt_buckets_is_reported_again() -> None:
+    for unchanged, first, second in run_on_shared_ranks(fail_to_rebuild, 2):
+        assert unchanged == ""
+        assert "no memory for a bucket" in first
+        assert "out of step since an earlier failure (rank" in second
+        assert "no memory for a bucket" in second
+
+
 def test_failed_allocation_of_new_buckets_is_reported_again() -> None:
     for unchanged, first, second in run_on_shared_ranks(fail_to_allocate, 2):
         assert unchanged == ""

@@ -452,13 +452,15 @@ def test_undefined_gradient_of_a_custom_function_counts_as_zero_as_in_torch_ddp(
 
 def share_gradients() -> list[str]:
     errors = []
-    for is_synchronized in (True, False):
+    for is_synchronized, num_shared in ((True, 25), (False, 1)):
         module = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False))
         model = DDP(module)
         model.require_backward_grad_sync = is_synchronized
         copied = copy.deepcopy(model)
         for layers in (module, copied.module):
-            layers[0].weight.grad = layers[1].weight.grad = torch.zeros(5, 5)
+            memory = torch.zeros(50)
+            layers[0].weight.grad = memory[:25].view(5, 5)
+            layers[1].weight.grad = memory[25 - num_shared :][:25].view(5, 5)
         for program in (
             lambda model=model: model(torch.ones(1, 5)).sum().backward(),
             lambda model=copied: model(torch.ones(1, 5)).sum().backward(),
@@ -467,6 +469,12 @@ def share_gradients() -> list[str]:
             with pytest.raises(RuntimeError) as error:
                 program()
             errors.append(str(error.value))
+    # The ranges of these gradients overlap, but no element is shared.
+    module = nn.Sequential(nn.Linear(5, 5, bias=False), nn.Linear(5, 5, bias=False))
+    module[0].weight.grad, module[1].weight.grad = torch.zeros(5, 10).split(5, dim=1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        DDP(module)(torch.ones(1, 5)).sum().backward()
     return errors
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from ddp import DDP
 from ddp.consistency import gradient_agreement
+from ddp.consistency.gradient_parts import GradientParts
 from torch import nn
 from worker_pool import run_on_shared_ranks
 
@@ -122,6 +123,15 @@ def train_with_uneven_inputs(by_initial: bool, accumulate: bool) -> dict:
 def test_join_averages_over_ranks_with_uneven_inputs(by_initial, accumulate) -> None:
     ranks = run_on_shared_ranks(train_with_uneven_inputs, 3, by_initial, accumulate)
     assert ranks[0] == ranks[1] == ranks[2]
+
+
+def test_parts_of_gradients_are_counted_in_the_first_step_that_computes_some() -> None:
+    parts = GradientParts(2)
+    parts.start_step()  # as in `join()` on a rank without inputs
+    parts.start_step()
+    assert [parts.has_more(index) for index in (0, 1, 1)] == [True] * 3
+    parts.start_step()
+    assert [parts.has_more(index) for index in (1, 0, 1)] == [True, False, False]
 
 
 def train_sparse_with_uneven_inputs(by_initial: bool) -> None:

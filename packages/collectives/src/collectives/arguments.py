@@ -151,7 +151,10 @@ def _may_share_elements(tensor: Tensor) -> bool:
 
 
 def check_memory(kind: str, tensor: Tensor, like: Tensor) -> None:
-    """Raise TypeError unless the tensor is dense, not a wrapper, and on the device of `like`."""
+    """Raise TypeError unless the tensor is dense and on the device of `like`.
+
+    Quantized tensors, and tensors that wrap another tensor, are refused too.
+    """
     if tensor.device != like.device:
         raise TypeError(
             f"{kind} expected tensors on one device, got {tensor.device} and {like.device}; move "
@@ -175,7 +178,10 @@ def check_memory(kind: str, tensor: Tensor, like: Tensor) -> None:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Return the tensor in one dimension, as a view if it is contiguous and otherwise as a copy."""
+    """Return the tensor in one dimension, as a view if possible and otherwise as a copy.
+
+    Tensors that are not contiguous are copied, and so are lazy conjugates and negatives.
+    """
     is_lazy = tensor.is_conj() or tensor.is_neg()
     if tensor.dim() == 1 and tensor.stride(0) == 1 and not (is_lazy or tensor.requires_grad):
         return tensor
@@ -219,7 +225,7 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
 
 
 def copy_back(tensor: Tensor, flat: Tensor) -> None:
-    """Copy `flat` to the tensor that it was flattened from, unless it is a view of that tensor."""
+    """Copy `flat` to the tensor in its shape, unless `flat` is a view of that tensor."""
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
 

@@ -12,7 +12,7 @@ from collectives.shared_memory.fingerprint import Lengths, compare, compare_leng
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
 # A broken connection shows that a rank has ended, but not which one: ranks that fail close their
 # connections, so that the messages of the other ranks fail too. Each rank that still runs therefore
-# publishes a report when its call fails. A rank that waits for long publishes a WAITING report
+# publishes a report when its call fails. A rank that has waited for long publishes a WAITING report
 # before that. Every rank applies the rules below to the same reports, and the first rule that
 # matches decides. "Reported" means a report of a failed call; "silent" means no report at all.
 #
@@ -26,11 +26,10 @@ from collectives.shared_memory.fingerprint import Lengths, compare, compare_leng
 #   6. needed ranks are silent                                     SILENT               these ranks
 #   7. an earlier call that all ranks remember differs             MISMATCH             deviating
 #   8. participants have not reported                              SILENT               these ranks
-#   9. the connection to a known peer failed                       PEER_DISCONNECTED    the peer
-#  10. otherwise                                                   UNKNOWN              none
+#   9. otherwise                                                   UNKNOWN              none
 #
-# - A participant takes part in the failed call, or is the peer that this rank waited for. A needed
-#   rank is a participant, or a rank that any report waits for.
+# - A participant takes part in the failed call. A needed rank is a participant, or a rank that any
+#   report waits for.
 # - Rule 4 comes before rule 5, because a rank that has not reported may have completed this call.
 #   It also compares the calls of ranks that wait, unless rule 5 matches.
 # - A wait that times out closes connections too. If a rank has timed out and a needed rank is
@@ -40,6 +39,8 @@ from collectives.shared_memory.fingerprint import Lengths, compare, compare_leng
 # - Calls with empty tensors send no messages, so ranks can complete different calls. From then on
 #   equal calls have different numbers, and only rule 7 finds the rank that deviated. It comes after
 #   the rules for lost ranks, because such a difference may be harmless.
+# - If every participant has reported, both ends of a failed connection run, and each of them knows
+#   only that the other end failed. Rule 9 therefore blames none of them.
 
 
 class Status(Enum):
@@ -105,7 +106,6 @@ class Cause(Enum):
     MISMATCH = "mismatch"
     DISCONNECTED = "disconnected"
     SILENT = "silent"
-    PEER_DISCONNECTED = "peer disconnected"
     UNKNOWN = "unknown"
 
 
@@ -128,7 +128,6 @@ def attribute(
     call_number: int,
     participants: Collection[int],
     world: int,
-    peer: int | None = None,
 ) -> Attribution:
     """Return the cause of a failed call: see Note [Attribution of a failure].
 
@@ -136,9 +135,8 @@ def attribute(
         reports: the reports of ranks whose call has failed, by rank.
         waiting: the reports of ranks that wait and have not failed yet, by rank.
         call_number: the number of the failed call.
-        participants: the ranks that take part in the call, and the peer that this rank waited for.
+        participants: the ranks that take part in the call.
         world: the number of ranks in the group.
-        peer: the rank whose connection failed, if known.
     """
     # Ties are decided by the order of reports, but ranks read the reports in different orders.
     reports = dict(sorted(reports.items()))
@@ -164,8 +162,6 @@ def attribute(
     unreported = sorted(set(participants) - reports.keys())
     if unreported:
         return Attribution(Cause.SILENT, unreported)
-    if peer is not None:
-        return Attribution(Cause.PEER_DISCONNECTED, [peer])
     return Attribution(Cause.UNKNOWN)
 
 
@@ -204,8 +200,8 @@ def _reported_cause(reports: Mapping[int, Report], call_number: int) -> Attribut
 def _find_difference(reports: Mapping[int, Report], world: int) -> Mismatch | None:
     """Return the difference between the ranks' calls, or None if they made the same call.
 
-    A rank that completed a call may already be in a later one. The reports are therefore compared
-    at the last call that all of them have made.
+    A rank that completed a call may already be in a later one. The ranks are therefore compared at
+    the last call that all of them have made.
     """
     number = _last_common_number(reports)
     lengths = {

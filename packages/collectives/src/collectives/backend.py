@@ -178,7 +178,11 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Write every rank's input to the root's output, in rank order."""
         outputs: list[Tensor] = []
         if self.rank() == options.root:
-            outputs = list(single(output).view(-1).tensor_split(self.size()))
+            # Only a contiguous tensor can be flattened without a copy.
+            whole = single(output)
+            has_equal_parts = whole.dim() > 0 and whole.shape[0] % self.size() == 0
+            parts = whole if has_equal_parts else whole.view(-1)
+            outputs = list(parts.tensor_split(self.size()))
         return lists.gather(
             single(input),
             outputs,

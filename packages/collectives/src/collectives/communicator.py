@@ -331,7 +331,7 @@ class _Execution:
                     with torch.inference_mode() if self.in_inference_mode else nullcontext():
                         self.body(call.packed)
                 elif not is_done(job):
-                    comm.topology.require().run_job(job)
+                    comm.topology.require_arena().run_job(job)
             except BaseException as error:
                 comm.fail(error)
 

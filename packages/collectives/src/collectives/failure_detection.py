@@ -43,10 +43,13 @@ from collectives.store import STORE_SECONDS, clone_store, query_store, run_withi
 REPORT_SECONDS = 1.0
 # Time in which gloo notices that all connections to a dead rank have ended.
 DISCONNECT_SECONDS = 0.25
-# A rank checks at this interval whether it is waiting: the longer of these seconds and of this
-# fraction of the timeout.
+# A rank checks whether it is waiting every MIN_POLL_SECONDS. If POLL_FRACTION of the timeout is
+# longer, that is the interval.
 MIN_POLL_SECONDS = 0.1
 POLL_FRACTION = 0.1
+# A rank whose message fails after this fraction of the timeout counts as timed out: the timeouts of
+# the ranks start at different times, and the first rank that times out closes its connections.
+TIMED_OUT_FRACTION = 0.9
 # Pause between two reads of the reports, because all ranks read the same store.
 READ_INTERVAL_SECONDS = 0.05
 # The key of the report of a rank that knows the cause.
@@ -122,7 +125,7 @@ class FailureDetector:
             timeout: the timeout of the call in seconds.
         """
         if isinstance(error, Mismatch):
-            # Otherwise only the ranks of this host have compared the call, and other hosts wait.
+            # If only the ranks of this host have compared the call, the other hosts still wait.
             if not (self._one_host or operation.compares_calls):
                 self.leave_group_with_reason(error, operation)
             return error
@@ -280,7 +283,7 @@ class FailureDetector:
         if error.peer is not None:
             participants.add(error.peer)
         waited = time.monotonic() - operation.start_time
-        status = Status.TIMED_OUT if waited > (1 - POLL_FRACTION) * timeout else Status.FAILED
+        status = Status.TIMED_OUT if waited > TIMED_OUT_FRACTION * timeout else Status.FAILED
         if status is Status.FAILED:
             # gloo notices the closed connections of a dead rank one after another. The report must
             # contain all of them, because this rank closes its other connections afterwards.
@@ -298,9 +301,9 @@ class FailureDetector:
             reports,
             waiting,
             call_number=number,
-            participants=participants,
+            # Not the peer, which differs between ranks: they must all blame the same ranks.
+            participants=operation.participants,
             world=self._world,
-            peer=error.peer,
         )
         return _error_for(attribution, context, timeout)
 
@@ -318,7 +321,6 @@ def _error_for(attribution: Attribution, context: str, timeout: float) -> RankLo
         Cause.LEFT: f"{named} {LEFT_GROUP}",
         Cause.DISCONNECTED: f"the connections of {named} have ended",
         Cause.SILENT: f"{named} did not respond within the timeout of {timeout:g} s",
-        Cause.PEER_DISCONNECTED: f"the connection to {named} failed",
         Cause.UNKNOWN: "a connection failed although every rank still responds",
     }
     return RankLost(ranks, f"{messages[attribution.cause]}: {context}")

@@ -248,11 +248,15 @@ def _check_list(
         return list(tensors)
     for i, tensor in enumerate(tensors):
         check_memory(name, tensor, like)
-        is_same_size = tensor.numel() == like.numel() or position not in (None, i)
-        if not is_same_size or tensor.dtype != like.dtype:
+        if tensor.dtype != like.dtype:
             raise ValueError(
-                f"{name}[{i}] has {tensor.numel()} elements of {tensor.dtype}; expected as many as "
-                f"this rank's tensor: {like.numel()} elements of {like.dtype}"
+                f"expected {name}[{i}] to have the dtype {like.dtype} of this rank's tensor, got "
+                f"{tensor.dtype}; convert one of them"
+            )
+        if tensor.numel() != like.numel() and position in (None, i):
+            raise ValueError(
+                f"{name}[{i}] has {tensor.numel()} elements; expected as many as this rank's "
+                f"tensor has, {like.numel()}"
             )
     return list(tensors)
 

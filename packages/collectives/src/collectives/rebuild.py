@@ -16,12 +16,12 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
 
     Every surviving rank must call this function after its `RankLost`, as with
     `torch.distributed.new_group`. Ranks keep their global ranks, and the new group numbers them in
-    the order of these. The failed group remains unusable, even if it is the default group. The
-    ranks rendezvous in the store of the default group, which a lost rank must not serve.
+    the order of their global ranks. The failed group remains unusable, even if it is the default
+    group. The ranks rendezvous in the store of the default group, so no lost rank may serve it.
 
     If further ranks are lost meanwhile, every survivor of a group of the registered backend gets
-    `RankLost` after the timeout. Its `ranks` are all lost ranks of `group`, which the next call
-    excludes too.
+    `RankLost` after the timeout. The error's `ranks` are all lost ranks of `group`. The next call
+    excludes all of them. On other backends, torch's own error is raised.
 
     Args:
         group: the failed group; the default group if None.

@@ -89,14 +89,16 @@ class Bucket:
         """The names of the parameters, shortened for messages."""
         return _describe(self.names)
 
-    def preserve_aliased_grads(self) -> None:
+    def preserve_aliased_grads(self, slots: Sequence[int] = ()) -> None:
         """Keep the values of old gradients that the caller still references.
 
-        Call this before the buffer is overwritten. A gradient that is still the `.grad` of its
-        parameter is overwritten. So are aliases of memory from `allocate`, except for a former
-        `.grad` itself.
+        Call this before `slots` of the buffer are overwritten, by default all. A gradient that is
+        still the `.grad` of its parameter is not preserved. In memory from `allocate`, only former
+        `.grad` tensors are preserved, not other aliases.
         """
-        for slot, references in enumerate(count_references(self._grad_views)):
+        slots = slots or range(len(self.views))
+        all_references = count_references([self._grad_views[slot] for slot in slots])
+        for slot, references in zip(slots, all_references, strict=True):
             grad_view = self._grad_views[slot]
             parameter = self.parameters[slot]
             if parameter.grad is grad_view:
@@ -113,9 +115,9 @@ class Bucket:
             return
         # Other aliases of the buffer exist but cannot be enumerated: they keep the old memory, and
         # the bucket moves to new memory.
-        slots = [slot for slot in range(len(self.views)) if self.holds_grad(slot)]
+        holding = [slot for slot in range(len(self.views)) if self.holds_grad(slot)]
         # Aliases of accumulating gradients receive the new values, as without a wrapper.
-        if len(slots) == len(self.views):
+        if len(holding) == len(self.views):
             return
         self.buffer = self.buffer.clone()
         storage = self.buffer.untyped_storage()
@@ -124,7 +126,7 @@ class Bucket:
             for view in self.views
         )
         self._index_views()
-        for slot in slots:
+        for slot in holding:
             self.set_grad_view(slot)
 
     def copy_in(self, slot: int, scale: float) -> None:
@@ -188,7 +190,7 @@ class Bucket:
         """
         has_gradient = self.parameters[slot].grad is not None
         if self.gradient_as_view and has_gradient and not self.holds_grad(slot):
-            self.preserve_aliased_grads()
+            self.preserve_aliased_grads([slot])
             self.views[slot].copy_(self._checked_gradients([slot])[0])
             self.set_grad_view(slot)
 
@@ -311,14 +313,7 @@ class Bucket:
             ):
                 raise self._gradient_error(slot)
             # With create_graph=True, autograd would record the copy into the bucket.
-            if gradient.requires_grad:
-                warnings.warn(
-                    "backward(create_graph=True): the mean over the ranks has no graph, so `.grad` "
-                    "has no graph either; compute second derivatives with torch.autograd.grad",
-                    stacklevel=2,
-                )
-                gradient = gradient.detach()
-            gradients.append(gradient)
+            gradients.append(without_graph(gradient))
         return gradients
 
     def _gradient_error(self, slot: int) -> Exception:
@@ -340,6 +335,18 @@ class Bucket:
             f"that it had when it was wrapped, got {tuple(gradient.shape)}; wrap the changed "
             "model in a new DDP"
         )
+
+
+def without_graph(gradient: Tensor) -> Tensor:
+    """Return a gradient without its graph; issue a warning if it has one."""
+    if not gradient.requires_grad:
+        return gradient
+    warnings.warn(
+        "backward(create_graph=True): the mean over the ranks has no graph, so `.grad` has no "
+        "graph either; compute second derivatives with torch.autograd.grad",
+        stacklevel=2,
+    )
+    return gradient.detach()
 
 
 def make_bucket(

@@ -58,15 +58,16 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     Args:
         module: module to replicate.
         bucket_size_mb: largest size of a bucket, in units of 2**20 bytes. None reduces each
-            parameter separately. With the default of 25, the first of several buckets is limited to
-            1. torch's names `bucket_cap_mb` and `bucket_cap_mb_list` are accepted too.
+            parameter separately. With the default of 25, the first bucket of a larger model is
+            limited to 1. torch's names `bucket_cap_mb` and `bucket_cap_mb_list` are accepted too.
         group: ranks to average over; all ranks by default. torch's names `process_group` and
             `device_mesh` are accepted too.
         all_reduce: function with the signature of `torch.distributed.all_reduce`.
         allocate: function that returns the memory of a bucket, called as
             `allocate(numel, dtype=..., group=...)`.
         gradient_dtype: dtype in which gradients are sent, such as bfloat16. They are added in
-            their own dtype, or in `gradient_dtype` if that is wider.
+            their own dtype, or in `gradient_dtype` if that is wider. If `all_reduce` is passed, it
+            receives gradients in `gradient_dtype` and chooses the precision of the sum.
         find_unused_parameters: count a gradient that is missing on some ranks as zero. By default
             it is an error.
         check_nan: check each bucket for NaN before it is reduced.
@@ -202,7 +203,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         except BaseException as error:
             if self._replica.is_connected:
                 reason = f"no_sync() was left by {type(error).__name__}: {error}"
-                self._replica.failures.fail(reason)
+                self._replica.failures.report_failure(reason)
             raise
         finally:
             self.require_backward_grad_sync = previous
@@ -218,7 +219,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         replica = self._replica
         replica.hooks.check_not_replaced()
         replica.connect_copy()
-        replica.failures.check()
+        replica.failures.check_not_failed()
         if not replica.has_synchronized:
             replica.start_step()
             replica.finish_step()

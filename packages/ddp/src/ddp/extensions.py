@@ -66,7 +66,9 @@ class Extension:
         return nullcontext()
 
     def on_step_end(self, step: Step, reductions: Sequence[BucketReduction]) -> None:
-        """Handle the end of a step, before `.grad` is set. May raise an error on every rank.
+        """Handle the end of a step, before the mean is stored in each `.grad` that is not a view.
+
+        May raise an error on every rank.
 
         `reductions` has the reduction of each bucket in the order of launches.
         """

@@ -1,8 +1,8 @@
 """Gradient averaging without overlap: functions to call between `backward()` and the optimizer.
 
 Both functions first compare across ranks which parameters have a gradient. Without this comparison,
-ranks with different gradients would hang, or add gradients of different parameters. The meter does
-not count the small all-reduce of the comparison.
+ranks with different gradients would hang, or add gradients of different parameters. The time of the
+comparison is part of the recorded step, but the meter does not count its all-reduce and bytes.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.bucket import without_graph
 from ddp.consistency.gradient_agreement import GradientReport, check_same_gradients
 from ddp.metering.meter import Meter
 from ddp.metering.records import BucketRecord
@@ -105,16 +106,20 @@ def _average(tensor: Tensor, group: ReduceGroup, names: tuple[str, ...]) -> Buck
 
 def _common_gradients(module: nn.Module, group: ReduceGroup) -> dict[str, Tensor]:
     """Return the gradients; raise `RuntimeError` if one exists on some ranks only."""
-    gradients = {n: p.grad for n, p in module.named_parameters() if p.requires_grad}
+    gradients = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.grad is not None:
+            # The mean of the ranks has another graph than the gradient of this rank.
+            gradients[name] = parameter.grad = without_graph(parameter.grad)
     # Ranks may have frozen different parameters, so the flags include those that are not trained.
     names = [name for name, _ in module.named_parameters()]
     if not names:
         return {}
-    missing = tuple(name for name in names if gradients.get(name) is None)
+    missing = tuple(name for name in names if name not in gradients)
     device = next(module.parameters()).device
     flags = torch.tensor([float(name in missing) for name in names], device=device)
     dist.all_reduce(flags, group=group.process_group)
     if ((flags > 0) & (flags < group.world_size)).any():
         report = GradientReport(missing)
         check_same_gradients(report, group.process_group, find_unused_parameters=False)
-    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    return gradients

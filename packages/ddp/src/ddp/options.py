@@ -77,9 +77,9 @@ class Options:
     def bucket_bytes_for(self, parameters: Iterable[nn.Parameter]) -> tuple[float, ...]:
         """Return the bucket size limits for a model.
 
-        With the default size, the first of several buckets is small, as in torch's DDP: its
-        reduction then starts early in the backward pass. A model that fits in one bucket has one
-        bucket, because a second one costs more than it hides.
+        With the default size, the first bucket of a model that is larger than one bucket is small,
+        as in torch's DDP: its reduction then starts early in the backward pass. A small first
+        bucket of a smaller model would cost more than it hides.
         """
         total_bytes = sum(parameter.nbytes for parameter in parameters)
         if total_bytes > DEFAULT_SIZE_MB * 2**20 and self._sizes_mb == (DEFAULT_SIZE_MB,):

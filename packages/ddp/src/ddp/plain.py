@@ -21,7 +21,8 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         sizes = [parameter.numel() for parameter in parameters]
-        self.buffer = torch.zeros(sum(sizes), dtype=parameters[0].dtype)
+        first = parameters[0]
+        self.buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
         # Each view has the shape of its parameter, so reducing the buffer reduces every gradient.
         self.views = []
         for parameter, piece in zip(parameters, self.buffer.split(sizes), strict=True):

@@ -133,8 +133,14 @@ class Reducer:
 
         The assignment is a collective: every rank must call it.
         """
-        if self.num_steps == 1:
+        if self.num_steps != 1:
+            return
+        try:
             self.assignment.rebuild()
+        except BaseException as error:
+            # The old buckets have been freed, so this rank cannot continue.
+            self._on_failure(f"the buckets could not be allocated: {error}")
+            raise
 
     def launch_ready_buckets(self, *, is_finishing: bool = False) -> None:
         """Launch full buckets in index order, because ranks must launch in the same order."""

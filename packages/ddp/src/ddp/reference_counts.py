@@ -22,8 +22,9 @@ def count_references(tensors: Sequence[Tensor]) -> list[int]:
     return [getrefcount(tensor) + tensor._use_count() for tensor in tensors]
 
 
-#: Result of `count_references` for a tensor that is referenced only by the list that is passed.
-UNSHARED_REFERENCES = count_references([torch.empty(0)])[0]
+_tensors = [torch.empty(0)]
+#: Result of `count_references` for a tensor that only the passed list and one other list reference.
+UNSHARED_REFERENCES = count_references(list(_tensors))[0]
 
 
 def count_memory_references(tensor: Tensor) -> int:

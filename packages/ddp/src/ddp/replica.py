@@ -82,9 +82,9 @@ class Replica:
         self.has_synchronized = False
         self._wrapper = weakref.ref(wrapper)
         self._process_group = process_group
-        #: True if a warning was issued that memory of `.grad` does not receive the mean. Also True
-        #: if no warning is needed because `.grad` does not become a view.
-        self._has_warned_of_alias = not options.gradient_as_bucket_view
+        #: True until a warning is issued that memory of `.grad` does not receive the mean. False if
+        #: no warning is needed, because `.grad` does not become a view.
+        self._should_warn_of_alias = options.gradient_as_bucket_view
         #: True if a forward pass checked the parameters since the last step.
         self._has_checked_parameters = False
         #: True if the ranks without inputs were notified of the current step of `join()`.
@@ -169,10 +169,10 @@ class Replica:
                 self.group,
                 self._make_extensions(),
                 try_open_step=self.try_open_step,
-                on_failure=self.failures.fail,
+                on_failure=self.failures.report_failure,
             )
         except BaseException as error:
-            self.failures.fail(f"the buckets could not be allocated: {error}")
+            self.failures.report_failure(f"the buckets could not be allocated: {error}")
             raise
         self.hooks.remove()
         for index, parameter in enumerate(self.tracked.dense.values()):
@@ -217,10 +217,10 @@ class Replica:
         if not self.is_connected:
             self.connect_at_first_gradient()
             return
-        self.failures.check()
+        self.failures.check_not_failed()
         if self.reducer.is_open and torch._C._current_graph_task_id() == -1:
             self._fail_open_step()
-        if self.tracked.have_changed():
+        if self.tracked.detect_changes():
             adopt = self._adopt_changed_parameters
             # While Dynamo traces the allocation of buckets, it may raise an error. Importing Dynamo
             # takes seconds, so tracing is disabled only if Dynamo has been imported already.
@@ -248,7 +248,7 @@ class Replica:
 
     def prepare_buffers(self) -> None:
         """Copy buffers before a forward pass."""
-        self.failures.check()
+        self.failures.check_not_failed()
         if self._ddp._join_config.enable:
             self.notify_join()
         # A checkpoint may repeat the forward pass within the backward pass, where ranks may have
@@ -266,7 +266,7 @@ class Replica:
     def _fail_open_step(self) -> NoReturn:
         """Raise an error, because an earlier backward pass failed after it had opened a step."""
         reason = "the last backward pass raised an error before its gradients were averaged"
-        self.failures.fail(reason)
+        self.failures.report_failure(reason)
         raise RuntimeError(
             f"rank {self.group.rank}: {reason}; this step cannot be completed, so restart from a "
             "checkpoint"
@@ -304,8 +304,8 @@ class Replica:
                 if self.reducer.is_open:
                     self._fail_open_step()
                 refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
-                if not self._has_warned_of_alias:
-                    self._has_warned_of_alias = warn_of_aliased_gradient(
+                if self._should_warn_of_alias:
+                    self._should_warn_of_alias = not warn_of_aliased_gradient(
                         self.reducer.buckets, self.group.rank
                     )
             self.hooks.move_to_end()
@@ -359,12 +359,12 @@ class Replica:
 
     def start_step(self) -> None:
         """Check the state of this rank, then open a step in which it participates."""
-        self.failures.check()
+        self.failures.check_not_failed()
         has_checked = self._has_checked_parameters
         self._has_checked_parameters = False
-        if not has_checked and self.tracked.have_changed():
+        if not has_checked and self.tracked.detect_changes():
             reason = "parameters changed since the last forward pass of the wrapper"
-            self.failures.fail(reason)
+            self.failures.report_failure(reason)
             raise RuntimeError(f"{reason}: call the wrapper, not its .module, to train")
         if self.reducer.num_steps == 0:
             for parameter in self.tracked.parameters:

@@ -53,7 +53,7 @@ IN_SHARED_MEMORY: dict[str, Function] = {
 
 
 def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
-    """Run a collective on flat tensors: one tensor, or (output, input) of equal parts."""
+    """Run a collective on one flat tensor, or on (output, input) with parts of equal size."""
     algorithm = _prepare(comm, call, packed, max(tensor.nbytes for tensor in tensors))
     topology = comm.topology
     kind = call.steps
@@ -65,7 +65,7 @@ def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None
         argument = ()
     if algorithm == "shared_memory":
         shared = [topology.shared(tensors[0])] if kind == "all_reduce" else []
-        IN_SHARED_MEMORY[kind](topology.require(), *tensors, *argument, packed, *shared)
+        IN_SHARED_MEMORY[kind](topology.require_arena(), *tensors, *argument, packed, *shared)
     elif algorithm == "hierarchical":
         root = call.root if kind == "broadcast" else None
         # Only the leaders receive messages of other hosts.
@@ -88,12 +88,13 @@ def all_to_all(
 ) -> None:
     """Copy inputs[j] of rank i to outputs[i] of rank j, for all i and j."""
     if _uses_shared_memory(comm, call):
-        protocol.all_to_all(comm.topology.require(), outputs, inputs, packed)
+        protocol.all_to_all(comm.topology.require_arena(), outputs, inputs, packed)
         return
     compare_calls(comm, packed)
     local = Lengths([part.numel() for part in inputs], [part.numel() for part in outputs])
     comm.operation.lengths = local
-    # A rank copies its part for itself, and `copy_` would broadcast a part of one element.
+    # Always compare at least the part that this rank sends to itself: `copy_` would silently
+    # broadcast a part of one element.
     lengths = {comm.rank: local}
     if comm.operation.compares_calls or comm.topology.one_host:
         lengths = _gather_lengths(comm, local)
@@ -118,7 +119,7 @@ def make_job(comm: Communicator, call: Call, out: Tensor, source: Tensor) -> Job
     for tensor in (out, source):
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
-    arena = comm.topology.require()
+    arena = comm.topology.require_arena()
     shared = comm.topology.shared(out)
     return protocol.make_job(arena, call.kind, call.packed, out, source, call.op, call.root, shared)
 
@@ -156,7 +157,7 @@ def _uses_shared_memory(comm: Communicator, call: Call) -> bool:
 def compare_calls(comm: Communicator, packed: bytes) -> None:
     """Compare the ranks' calls: always on one host, between hosts only inside `checked`."""
     if comm.topology.one_host:
-        protocol.barrier(comm.topology.require(), packed)
+        protocol.barrier(comm.topology.require_arena(), packed)
     elif comm.operation.compares_calls:
         fingerprint.compare(gather_by_messages(comm.point_to_point, packed), range(comm.world))
     comm.point_to_point.tag_by(packed)

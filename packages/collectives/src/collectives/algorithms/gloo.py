@@ -56,7 +56,8 @@ OPS = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PRODUCT", "MIN": "MIN", "MAX": "M
 def gloo_backend(group: Any) -> Any:
     """Return the group's gloo backend.
 
-    Return None if TORCH_DISTRIBUTED_DEBUG=DETAIL is set or only NCCL is used.
+    Return None if the group has no gloo backend, for example with MPI or with NCCL only. Return
+    None also if TORCH_DISTRIBUTED_DEBUG=DETAIL is set, which wraps the backend.
     """
     backend = group
     if isinstance(group, dist.ProcessGroup):

@@ -122,8 +122,8 @@ class PointToPoint:
 
         A piece is combined while the next one is transferred. This needs two pieces of extra
         memory, independent of the tensor's size. `out` may share memory with `local` and with the
-        sent tensor. Both ranks must call this method, with an empty tensor if there is nothing to
-        send or receive.
+        sent tensor. The target and the source must call this method too, because both split the
+        message into the same pieces. Pass an empty tensor to send or receive nothing.
 
         Args:
             send: the target and the tensor.

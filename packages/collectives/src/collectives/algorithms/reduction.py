@@ -73,7 +73,9 @@ def in_pieces(flat: Tensor, length: int) -> list[Tensor]:
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    """Return float32 for 16-bit and 8-bit floats, otherwise the dtype itself."""
+    """Return float32 for 16-bit and 8-bit floats, complex64 for complex32, otherwise the dtype."""
+    if dtype == torch.complex32:
+        return torch.complex64
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 

@@ -1,11 +1,13 @@
 """Interleaved timing of contenders, on machines whose speed changes over time.
 
 Every contender runs in every round, so other load on the machine affects all of them, and ratios
-are computed within a round. Unless calls are long, a contender's first call in a round is not
-timed. The previous contender has changed the caches and the state of the ranks' threads.
+are computed within a round. A contender's first call in a round is an untimed warm-up call, because
+the previous contender has changed the caches and the state of the ranks' threads. Long calls need
+no warm-up.
 
-Wire bytes are the bytes that the sockets of this process have passed to TCP, so other programs on
-the interface do not matter. Shared memory and NCCL's own transports are not counted.
+Wire bytes are the data bytes that TCP has sent for the sockets of this process, including
+retransmissions. Other programs on the interface do not matter. Shared memory and NCCL's own
+transports are not counted.
 """
 
 import os

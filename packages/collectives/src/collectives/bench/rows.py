@@ -6,7 +6,7 @@
 Sizes and bandwidths are defined as in nccl-tests. The size is that of the whole array. algbw is
 size / time, and busbw is algbw times 2(n-1)/n for all-reduce, and (n-1)/n for reduce-scatter and
 all-gather. `ratio` is the backend's own time divided by ours in the same round (in place for
-all-reduce). `wire_bytes` are the bytes that a rank passes to TCP per call, the maximum over the
+all-reduce). `wire_bytes` are the bytes that a rank sends over TCP per call, the maximum over the
 ranks. `runs` is the algorithm that ran. Each rank needs memory for twice the largest size.
 """
 
@@ -137,7 +137,7 @@ class _Case:
         #: The result and the source of each contender.
         self.tensors = dict.fromkeys(self.calls, (result, source))
         if kind == "all_reduce" and device == "cpu":
-            # Each tensor is the source for the other one, which saves a third tensor.
+            # `result` and `shared` are each other's source, which saves a third tensor.
             shared = collectives.shared_empty(self.count)
             self.tensors = dict.fromkeys(self.calls, (result, shared))
             self.tensors["shared_empty"] = (shared, result)
@@ -217,8 +217,9 @@ def _num_wrong(result: Tensor, block: Tensor) -> int:
 def _description(kind: str, name: str, size: int, device: str) -> Row:
     """Return the columns that identify a row."""
     comm = communicator()
-    # The array that is scattered or gathered is a multiple of the number of ranks.
-    whole = size if kind == "all_reduce" else size // 4 // comm.world * comm.world * 4
+    # The array is a multiple of one float32, and of one per rank if it is scattered or gathered.
+    multiple = 4 if kind == "all_reduce" else 4 * comm.world
+    whole = size // multiple * multiple
     runs = "shared_memory" if name == "auto" else name
     if name == "auto" and device != "cpu":
         runs = dist.get_backend()

@@ -8,11 +8,12 @@ Between hosts the time of an algorithm is linear in four prices (Thakur, Rabense
 Here alpha is the latency of a message, 1/beta is the bandwidth of a link, and gamma is the time to
 combine a byte. Omega is the time that a rank spends on starting and ending a send or a receive (the
 overhead of LogP: Culler and others, 1993). A ring of two ranks sends and receives at the same time,
-whereas a tree sends and then receives. Without omega, both would cost the same. For short messages,
-measurements show that the ring takes longer.
+whereas a tree sends and then receives. For short messages, both would cost the same without omega,
+but measurements show that the ring takes longer.
 
 `terms` counts the quantities from the definition of each algorithm, so a fit is linear least
-squares. Shared memory is faster than messages at every size, so only its reduced bytes are counted.
+squares. Shared memory is faster than messages at every size, so its counts are not modeled: each
+collective counts as one reduction of its bytes.
 
 Sizes are defined as in nccl-tests: the whole array, also for reduce-scatter and all-gather.
 """
@@ -78,8 +79,8 @@ class CostModel:
         """Return the model whose nonnegative prices minimize the relative errors (least squares).
 
         Pass several sizes and algorithms: the samples of a ring alone, for example, do not
-        distinguish messages from operations. scipy uses the active-set method of Lawson and Hanson,
-        1974, chapter 23.
+        distinguish messages from operations. The model does not store the samples, so it predicts
+        from prices only. scipy uses the active-set method of Lawson and Hanson, 1974, chapter 23.
         """
         # Imported here, because it is slow and most programs never fit a model.
         from scipy.optimize import nnls
@@ -215,7 +216,7 @@ def candidates(
 
 
 def terms(collective: str, algorithm: str, size: int, ranks_per_host: tuple[int, ...]) -> Terms:
-    """Return the counts of one call on `size` bytes, each of which is multiplied by its price."""
+    """Return the counts of one call on `size` bytes; `predict` multiplies each by its price."""
     supported = candidates(collective, ranks_per_host, shared=True)
     if algorithm not in supported:
         raise ValueError(

@@ -78,10 +78,11 @@ class Topology:
         if self.arena is not None:
             self.arena.is_whole_group = self.one_host
         self._num_allocations = 0
-        # By address of this rank's tensor: its number, the other ranks' tensors and their views.
+        # Maps the address of this rank's tensor to the number of its allocation, the other ranks'
+        # tensors, and the cached views of these tensors.
         self._shared: dict[int, tuple[int, list[Tensor], Views]] = {}
 
-    def require(self) -> Arena:
+    def require_arena(self) -> Arena:
         """Return the arena of a group whose ranks are known to share memory."""
         assert self.arena is not None
         return self.arena

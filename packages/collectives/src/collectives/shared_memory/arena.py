@@ -168,18 +168,19 @@ class Arena:
         tick = self._shared.tick = self.tick + 1
         clocks = self._clocks
         clocks[self.rank][0] = tick
+        # One deadline for all ranks: a late rank does not give the others more time.
+        deadline = time.monotonic() + self.timeout
         for i in self._others:
             if clocks[i][0] < tick:
-                self._wait(i, tick)
+                self._wait(i, tick, deadline)
         self._shared.completed = tick
 
-    def _wait(self, other: int, tick: int) -> None:
+    def _wait(self, other: int, tick: int, deadline: float) -> None:
         clock = self._clocks[other]
         yields = YIELDS
         while yields and clock[0] < tick and not self._failures[other][0]:
             yield_core()
             yields -= 1
-        deadline = time.monotonic() + self.timeout
         seconds = MIN_SLEEP_SECONDS
         while clock[0] < tick:
             time.sleep(seconds)
@@ -199,18 +200,19 @@ class Arena:
             raise RankLost([rank], f"rank {rank}, this rank, has left the group; {UNUSABLE}")
         left_late = [i for i in left if i in late]
         if left_late:
-            self._report(left_late, LEFT_GROUP)
+            self._raise_lost(left_late, LEFT_GROUP)
         # This check comes before dead ranks: a rank that has ended may have reported the cause.
         failed_late = [i for i in failed if i in late]
         if failed_late:
             self._fail_as_reported(failed_late[0])
         dead_late = [i for i in dead if i in late]
         if dead_late:
-            self._fail(dead_late, "died")
+            self._leave_and_raise(dead_late, "died")
         # A rank that has failed since lowers its clock. The next check reads the reason.
         has_failed = any(self._failures[i][0] for i in late)
         if late and not has_failed and time.monotonic() > deadline:
-            self._report(late, f"did not make the call within the timeout of {self.timeout:g} s")
+            event = f"did not make the call within the timeout of {self.timeout:g} s"
+            self._raise_lost(late, event)
 
     def _late_positions(self, tick: int) -> list[int]:
         """Return the positions of the other ranks that have not reached a tick."""
@@ -291,17 +293,17 @@ class Arena:
         blamed = self._failures[position][0] - 1
         reporter = self.group_ranks[position]
         if blamed == reporter:
-            self._fail([position], "left after an error")
+            self._leave_and_raise([position], "left after an error")
         self.leave(blamed)
         raise RankLost([blamed], f"rank {blamed} is lost, as rank {reporter} reported; {UNUSABLE}")
 
-    def _report(self, positions: Sequence[int], event: str) -> None:
+    def _raise_lost(self, positions: Sequence[int], event: str) -> None:
         """Raise RankLost, or PeerError if reports of other hosts may name another cause."""
         if not self.is_whole_group:
             raise PeerError(self.group_ranks[positions[0]], event)
-        self._fail(positions, event)
+        self._leave_and_raise(positions, event)
 
-    def _fail(self, positions: Sequence[int], event: str) -> None:
+    def _leave_and_raise(self, positions: Sequence[int], event: str) -> None:
         """Leave the group and raise RankLost."""
         ranks = [self.group_ranks[i] for i in positions]
         self.leave(ranks[0])

@@ -3,8 +3,9 @@
 In Python a step of a collective costs microseconds and needs the GIL. An asynchronous call waits
 for the GIL at every step while the caller computes in Python. `engine.c` runs all steps of a call
 without the GIL. It is compiled on first use, which takes seconds, and cached in the user's cache
-folder. It runs the same steps in the same order as the Python implementation. Therefore ranks with
-and without a compiler can take part in the same collective and get the same bits.
+folder. It runs the same steps in the same order as the Python implementation. The exception is a
+tensor that all ranks share, which it reduces in place if all of them use the engine. Therefore
+ranks with and without a compiler can take part in the same collective and get the same bits.
 
 A function of the engine returns when it has finished, or when a peer makes it wait. Only
 `Arena._check_peers` decides whether a peer is lost.

@@ -38,7 +38,7 @@ class Shared:
 
     #: Every rank's copy.
     copies: Sequence[Tensor]
-    #: The number of the allocation, and the offset in it.
+    #: The number of the allocation, and the tensor's offset in it in bytes.
     allocation: int
     offset: int
 
@@ -108,7 +108,7 @@ def all_gather(arena: Arena, out: Tensor, local: Tensor, packed: bytes) -> None:
 
 
 def broadcast(arena: Arena, flat: Tensor, source: int, packed: bytes) -> None:
-    """Copy the tensor of rank `source` to every rank."""
+    """Copy the tensor of one rank to every rank; `source` is its position on this host."""
     if _run_in_engine(arena, "broadcast", packed, flat, flat, root=source):
         return
     arena.announce(packed)
@@ -169,7 +169,7 @@ def _all_to_all_in_python(
         arena.sync()
         if start == 0:
             arena.read_notes()
-            longest = max(max(lengths.sends) for lengths in arena.read_lengths())
+            longest = max(max(of_rank.sends) for of_rank in arena.read_lengths())
             outputs[rank].copy_(inputs[rank])
         for source, part in enumerate(outputs):
             piece = part[start : start + width]

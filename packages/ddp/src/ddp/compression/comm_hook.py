@@ -85,7 +85,7 @@ class CommHook(Extension):
     hook: Hook
 
     def on_step_start(self, step: Step) -> None:
-        """Request gradients that are not scaled, because the hook divides them."""
+        """Request unscaled gradients, because the hook divides them; sum the flags separately."""
         step.scale = 1.0
         step.reduces_flags = False
 

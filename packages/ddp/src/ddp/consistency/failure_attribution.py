@@ -8,7 +8,7 @@
 # the other ranks. A rank that writes no reason in that time is dead or hanging.
 #
 # Ranks also rendezvous through the store when their parameters change. A rank that waits in a
-# collective detects there that a peer waits at a rendezvous instead.
+# collective reads from the store whether a peer waits at a rendezvous instead.
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class FailureAttribution(Extension):
         self._num_rendezvous = 0
         self._failure = ""
 
-    def check(self) -> None:
+    def check_not_failed(self) -> None:
         """Raise `RuntimeError` if this rank has failed before."""
         if self._failure:
             raise RuntimeError(
@@ -53,8 +53,8 @@ class FailureAttribution(Extension):
                 f"({self._failure}); construct a new DDP, or restart from a checkpoint"
             )
 
-    def fail(self, reason: str) -> None:
-        """Report to the other ranks that this rank cannot continue."""
+    def report_failure(self, reason: str) -> None:
+        """Report to the other ranks that this rank cannot continue; do nothing if it has failed."""
         if not self._failure:
             self._failure = f"rank {self._rank}: {reason}"
             self._write_reason(reason)
@@ -74,7 +74,7 @@ class FailureAttribution(Extension):
         except (RuntimeError, OSError) as error:
             ranks = getattr(error, "ranks", ())
             if ranks and not self._has_reason(ranks):
-                self.fail(f"{type(error).__name__}: {error}")
+                self.report_failure(f"{type(error).__name__}: {error}")
                 error.add_note(f"rank {self._rank} was waiting for {description}")
                 raise
             attributed: Any = self._attribute_error(description, error)
@@ -84,7 +84,8 @@ class FailureAttribution(Extension):
     def rendezvous(self, cause: str, value: Any) -> list[Any]:
         """Exchange values with all ranks and return the `value` of every rank.
 
-        If a peer waits in a collective instead, both ranks raise `RuntimeError`.
+        If a peer waits in a collective instead, both ranks raise `RuntimeError`. So does a rank
+        if another rank has failed, or does not reach the rendezvous within the store's timeout.
         """
         key = self._rendezvous_key()
         self._store.set(f"{key}/{self._rank}", pickle.dumps(value))
@@ -101,7 +102,7 @@ class FailureAttribution(Extension):
         return [pickle.loads(self._store.get(rank_key)) for rank_key in rank_keys]
 
     def _poll(self, work: Any) -> None:
-        num_polls_at_rendezvous = 0
+        seconds_at_rendezvous = 0.0
         while True:
             try:
                 work.wait(POLL_INTERVAL)
@@ -114,8 +115,9 @@ class FailureAttribution(Extension):
                     raise
                 # A peer that is ahead of this rank may have reached the next rendezvous already.
                 # If it stays there, the two ranks wait for each other.
-                num_polls_at_rendezvous += self._store.check([self._rendezvous_key()])
-                if num_polls_at_rendezvous * POLL_INTERVAL.total_seconds() > GRACE_SECONDS:
+                if self._store.check([self._rendezvous_key()]):
+                    seconds_at_rendezvous += POLL_INTERVAL.total_seconds()
+                if seconds_at_rendezvous > GRACE_SECONDS:
                     self._refuse_rendezvous()
 
     def _rendezvous_key(self) -> str:
@@ -124,11 +126,11 @@ class FailureAttribution(Extension):
     def _refuse_rendezvous(self) -> None:
         cause = self._store.get(self._rendezvous_key()).decode()
         reason = f"{cause}, but not on rank {self._rank}; make the same change on every rank"
-        self.fail(reason)
+        self.report_failure(reason)
         raise RuntimeError(reason)
 
     def _attribute_error(self, description: str, error: Exception) -> RuntimeError:
-        summary = str(error).splitlines()[0]
+        summary = (str(error) or type(error).__name__).splitlines()[0]
         if not self._failure:
             self._write_reason(_LOST + summary)
             self._failure = self._find_cause()

@@ -166,7 +166,7 @@ class GradientAgreement(Extension):
             )
         except WeightsDiffer as error:
             # The flags of the next step would agree although the weights still differ.
-            self._failures.fail(str(error))
+            self._failures.report_failure(str(error))
             raise
         unused = set()
         for bucket in step.buckets:

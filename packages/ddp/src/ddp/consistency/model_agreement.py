@@ -87,8 +87,8 @@ def broadcast_tensors(
 ) -> None:
     """Broadcast the tensors of rank `source` of the group; small tensors share one message."""
     broadcast = partial(dist.broadcast, group=group, group_src=source)
-    # A graph that is retained for a second backward pass may have saved buffers. Without this guard
-    # that pass would fail, although torch's DDP changes buffers in the same way.
+    # A graph that is retained for a second backward pass may have saved buffers. This guard hides
+    # their change from autograd, so that the pass does not fail.
     with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
         for batch in _batches(tensors):
             # Bytes can represent every dtype, including bool and float8.
@@ -146,7 +146,7 @@ def parameters_with_sparse_gradients(module: nn.Module) -> set[Tensor]:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the value of every rank of `group`, or of all ranks."""
+    """Return the value of every rank of `group`, or of all ranks if it is None."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered

@@ -60,11 +60,13 @@ class TrackedParameters:
         #: Dtype and device of each averaged parameter, by the id of the parameter.
         self._averaged = {id(p): (p.dtype, p.device) for p in self.trained.values()}
 
-    def have_changed(self) -> bool:
+    def detect_changes(self) -> bool:
         """Return True if the parameters to average are no longer the recorded ones.
 
+        Record changes of other parameters and of submodules.
+
         Parameters that were frozen since then stay recorded and count as unused on every rank. A
-        training loop may therefore freeze and unfreeze them in every step at no cost.
+        training loop may therefore freeze and unfreeze them in every step without new buckets.
         """
         now = self._snapshot()
         if self._last.equals(now):
