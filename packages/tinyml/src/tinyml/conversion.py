@@ -70,7 +70,7 @@ def warn_of_dense_weights(
 
     Examples are fused experts, `in_proj_weight`, transposed convolutions, embedding bags, and the
     tensors from which `weight_norm` computes a weight. Matrices of the modules in `protected` are
-    not counted. No warning is given if the others contain at most a hundredth of the elements of
+    not counted. There is no warning if the counted ones have at most a hundredth of the elements of
     the state dict. `skipped` are layers of a known kind that stay dense nevertheless.
     """
     dense: dict[str, int] = {}

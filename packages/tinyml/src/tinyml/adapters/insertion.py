@@ -85,9 +85,9 @@ def insert_adapters(
 ) -> nn.Module:
     """Freeze `model` and replace each of `children` by the adapter that `make` returns.
 
-    `parameters` are the adapters of single parameters, by module and parameter. All adapters are
-    created before the first is installed. A layer that the model contains twice has one adapter in
-    both positions, because its weight is merged once.
+    `parameters` maps (module name, parameter name) to the adapter of a single parameter. All
+    adapters are created before the first is installed. A layer that the model contains twice has
+    one adapter in both positions, because its weight is merged once.
     """
     check_supported(model)
     children = list(children)

@@ -38,7 +38,7 @@ from tinyml.validation import check_finite, first_names
 
 _PREFIX = "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-#: Options of peft that change the function of an adapter, and their values without such a change.
+#: Options of peft that change the function of an adapter, and the values that do not change it.
 _REFUSED = {
     "use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
     "trainable_token_indices": None, "layer_replication": None,
@@ -99,7 +99,8 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     """Add the adapters in `folder` to `model`, in place; return the model.
 
     The base is frozen. Raise `ValueError` if `model` has adapters, or if those in the folder do not
-    fit or use unsupported options of peft. An error leaves the model unchanged.
+    fit or use unsupported options of peft. Raise `TypeError` if one of them belongs to a layer that
+    cannot have an adapter, such as a convolution. An error leaves the model unchanged.
     """
     folder = Path(folder)
     config = json.loads((folder / _CONFIG).read_text())
@@ -209,7 +210,7 @@ def _copy_factors(name: str, adapter: LoRA | ParameterLoRA, pair: dict[str, Tens
 
 
 def _pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
-    """Return a pattern, from which `_of_pattern` returns the values that are not `usual`.
+    """Return a pattern from which `_of_pattern` returns every value that is not `usual`.
 
     A name may also match as the end of a longer name, so longer names come first.
     """

@@ -28,7 +28,8 @@ from tinyml.quantization.pack import pack
 def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, GridWeight]:
     """Return the quantized linear layers; raise `ValueError` if the formats cannot store them.
 
-    All of them must have the same number of bits, one of `widths`, and the same group size.
+    All of them must have the same number of bits, one of `widths`. They must also have the same
+    group size, or all have one scale per output.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):

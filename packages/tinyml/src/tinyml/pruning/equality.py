@@ -52,7 +52,10 @@ def check_equal(
 def _in_double(
     small: nn.Module, dense: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[nn.Module, nn.Module, tuple[Any, ...], bool]:
-    """Return float64 copies on the CPU and True, or the unchanged models and False."""
+    """Return float64 copies on the CPU and True.
+
+    Return the arguments and False if the dense model does not run in float64 on the CPU.
+    """
     try:
         other = copy.deepcopy(dense).to("cpu", torch.float64)
         moved = tree_map_only(Tensor, _to_double, inputs)
@@ -120,7 +123,7 @@ def _variants(inputs: tuple[Any, ...], sizes: Sequence[int]) -> Iterator[list[_C
 
 
 def _resized(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ...]]:
-    """Repeat or cut all tensors where they are as large as the first one along `dim`.
+    """Repeat or cut all tensors along the axes whose size is that of `dim` in the first tensor.
 
     The batch is the first dimension of a tensor. A length may be any of the other dimensions.
     Return two variants. In the first, the repetitions of the first tensor differ, because equal

@@ -31,13 +31,13 @@ def kmeans_quantize(
     layers: Sequence[type[nn.Module]] = QUANTIZABLE,
     protect: Sequence[str] = (),
 ) -> nn.Module:
-    """Return a copy of `model` in which the weights of a layer have at most 2^bits values.
+    """Return a copy of `model` in which the weights of each layer have at most 2^bits values.
 
     Layers of the types in `layers` are compressed. `bits` may be a mapping from layer names to
     bits; other layers, and those that `protect` names, are unchanged. The palettes can be trained
     like any parameter; the codes do not change. Zeros of pruned weights are clustered like other
     values and move with their centroid. If the row `padding_idx` of an embedding is zero, it stays
-    zero.
+    zero, even if the palette has no zero.
     """
 
     def compress(layer: nn.Module, bits: int) -> Palette:
@@ -188,10 +188,10 @@ def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
 
 
 def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """Return the means and counts of `bins` to 2 `bins` - 1 intervals of the sorted values.
+    """Return the means and counts of intervals of the sorted values.
 
-    Their edges are those of `bins` intervals of equal count and those of `bins` intervals of equal
-    width.
+    Their edges are the edges of `bins` intervals of equal count together with the edges of `bins`
+    intervals of equal width. The number of intervals is between `bins` and `2 * bins - 1`.
     """
     first, last = float(ordered[0]), float(ordered[-1])
     widths = torch.linspace(first, last, bins + 1, dtype=torch.float64, device=ordered.device)
