@@ -1,9 +1,11 @@
-"""The independent reference of the audit: `plain.py`, in the dtype of the weights, and distances.
+"""The independent reference of the audit, which computes in the dtype of the weights.
+
+It runs `plain.py` on a few rows at a time and measures distances.
 
 Except for `measure.distance`, no code is shared with the code under test. Attention, normalization,
 rotation and loss are written as formulas. The sampler draws from numpy's Mersenne Twister and cuts
-rows from bytes. The optimizer follows its paper. Torch provides only tensor operations and
-autograd.
+rows from bytes or tokens. The optimizer follows its paper. Torch provides only tensor operations
+and autograd.
 """
 
 from __future__ import annotations

@@ -200,7 +200,8 @@ def _error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
     clipped = logs.clip(*np.quantile(logs, [0.25, 0.75]))
     clipped = clipped - clipped.mean()
     correlation = float(clipped[1:] @ clipped[:-1] / max(clipped @ clipped, 1e-300))
-    # The estimate from a short series is too low, with an uncertainty of 1 / sqrt(n).
+    # The estimate from n rounds is too low by about (1 + 4 r) / n and has a standard error of about
+    # 1 / sqrt(n). Half of the standard error is added, to be careful.
     correlation += (1 + 4 * max(correlation, 0.0)) / n + 0.5 / math.sqrt(n)
     correlation = min(max(correlation, 0.0), 0.9)
     effective = n * (1 - correlation) / (1 + correlation)

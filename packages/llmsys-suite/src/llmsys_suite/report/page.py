@@ -57,7 +57,7 @@ def run(run: Run) -> None:
 def write_report(folder: RunFolder) -> str:
     """Write report.md and report.html; return the text of report.md.
 
-    The manifest of a complete run is renewed.
+    The manifest of a complete run is also rewritten.
     """
     stage_sections = list(sections(folder))
     head = [f"# {title(folder)}", "", *opening(folder), "", OF_THE_RUN, ""]

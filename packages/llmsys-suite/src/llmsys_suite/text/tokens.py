@@ -159,6 +159,8 @@ def load(folder: Path) -> Corpus:
 def batches_of_lines(part: bytes | memoryview) -> Iterator[list[bytes]]:
     """Yield the lines of a text with their newlines, one list per chunk of `CHUNK_BYTES`.
 
+    The last list has the bytes after the last newline.
+
     Raises:
         UsageError: a line is longer than a chunk and does not end in the chunk after its start.
     """
