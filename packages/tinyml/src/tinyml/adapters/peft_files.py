@@ -132,7 +132,16 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
         rank, alpha = _rank_and_alpha(name, config)
         single[module, key] = new_adapter(model, module, key, rank, alpha)
         _copy_factors(name, single[module, key], pairs.pop(path, {}))
-    named = {modules[name]: name for name in pairs}
+    named: dict[nn.Module, str] = {}
+    for name in pairs:
+        other = named.setdefault(modules[name], name)
+        if not _are_equal(pairs[other], pairs[name]) or (
+            _rank_and_alpha(other, config) != _rank_and_alpha(name, config)
+        ):
+            raise ValueError(
+                f"expected equal adapters of {other} and {name}, which are one layer of the model, "
+                "got different ones; copy the layer first"
+            )
 
     def make(base: nn.Module) -> LoRA:
         name = named[base]
@@ -187,6 +196,11 @@ def _factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict[str,
     return pairs
 
 
+def _are_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Return True if two adapters have the same factors."""
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
 def _rank_and_alpha(name: str, config: dict[str, Any]) -> tuple[int, float]:
     """Return the rank and the alpha of an adapter, so that alpha / rank is its scaling."""
     rank: int = _of_pattern(name, config.get("rank_pattern"), config["r"])
@@ -212,11 +226,12 @@ def _copy_factors(name: str, adapter: LoRA | ParameterLoRA, pair: dict[str, Tens
 def _pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
     """Return a pattern from which `_of_pattern` returns every value that is not `usual`.
 
-    A name may also match as the end of a longer name, so longer names come first.
+    A name may also match as the end of a longer name, so longer names come first. The keys are
+    regular expressions, in which an unescaped dot would match any character.
     """
-    unusual = [name for name, value in values.items() if value != usual]
-    named = {name for name in values if _of_pattern(name, dict.fromkeys(unusual, True), False)}
-    return {name: values[name] for name in sorted(named, key=len, reverse=True)}
+    unusual = {re.escape(name): True for name, value in values.items() if value != usual}
+    named = [name for name in values if _of_pattern(name, unusual, False)]
+    return {re.escape(name): values[name] for name in sorted(named, key=len, reverse=True)}
 
 
 def _of_pattern(name: str, pattern: dict[str, Any] | None, otherwise: Any) -> Any:
