@@ -67,6 +67,33 @@ class Views(nn.Module):
             self.register_buffer(name, tensor)
 
 
+class WithState(nn.Module):
+    """A linear layer in a module with an extra state of its own."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.layer, self.state = nn.Linear(32, 32), state
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [7, [3, -2], [[1, 2], [3, 4]]])
+def test_the_extra_state_of_other_modules_is_restored(state, tmp_path):
+    saved = quantize(WithState(torch.tensor(state)), 4)
+    save(saved, tmp_path / "model")
+    back = load(WithState(torch.tensor(0)), tmp_path / "model")
+    assert torch.equal(back.state, saved.state)
+    assert torch.equal(back.layer.weight, saved.layer.weight)
+    assert quantize(WithState({"any": "object"}), 4).state == {"any": "object"}
+
+
 def test_views_are_stored_separately(tmp_path):
     torch.manual_seed(0)
     source, target = Views(), Views()

@@ -50,6 +50,7 @@ _DENSE = {
 }  # fmt: skip
 _ALIGNMENT = 32
 _LONGEST_NAME = 63
+_MOST_DIMENSIONS = 4
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -143,6 +144,11 @@ def _entries(
             raise ValueError(
                 f"expected a separate name of at most {_LONGEST_NAME} bytes for each tensor, which "
                 f"llama.cpp reads, got {key!r}; pass shorter ones in names"
+            )
+        if tensor.dim() > _MOST_DIMENSIONS:
+            raise ValueError(
+                f"expected at most {_MOST_DIMENSIONS} dimensions, which llama.cpp reads, got "
+                f"{name} of shape {tuple(tensor.shape)}"
             )
         if memory in blocks:
             entries[key] = _BLOCKS[kind][0], tuple(tensor.shape), blocks[memory].tobytes()
