@@ -72,8 +72,8 @@ class Int8Weights:
             _chosen[key] = measure(
                 calls, inputs, lambda name: name != "int8" or self._is_int8_exact(inputs)
             )
-        if _chosen[key].selected != "float32":
-            self._dense = None
+            if _chosen[key].selected != "float32":
+                self._dense = None  # the measurement has created it
         return _chosen[key]
 
     @cached_property
