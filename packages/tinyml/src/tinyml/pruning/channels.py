@@ -263,7 +263,7 @@ def _replace(layer: Any, key: str, tensor: Tensor) -> None:
     if isinstance(old, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
     setattr(layer, key, tensor)
-    if hasattr(layer, "num_features"):
+    if getattr(layer, "num_features", None) == len(old):
         layer.num_features = len(tensor)
     if isinstance(layer, nn.GroupNorm):
         layer.num_groups = layer.num_groups * len(tensor) // layer.num_channels
