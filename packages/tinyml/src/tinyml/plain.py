@@ -39,7 +39,7 @@ def grid(low: float, high: float, bits: int) -> tuple[float, int]:
     """Return the step S and the code Z of zero for values from `low` to `high`."""
     qmin, qmax = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     low, high = min(low, 0.0), max(high, 0.0)  # with a code for zero, padding and ReLU are exact
-    step = (high - low) / (qmax - qmin)
+    step = (high - low) / (qmax - qmin) or 1.0  # any step represents zeros
     return step, int(min(max(round(qmin - low / step), qmin), qmax))
 
 

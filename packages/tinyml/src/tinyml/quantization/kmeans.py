@@ -90,6 +90,8 @@ _MOST_CLUSTERS = 256
 _MOST_ITERATIONS = 10_000
 #: The largest number of distinct values that are clustered without a summary.
 _MOST_POINTS_WITHOUT_SUMMARY = 1024
+#: The number of intervals of equal count, and of those of equal width, in a summary.
+_SUMMARY_BINS = 512
 
 
 @torch.no_grad()
@@ -117,13 +119,15 @@ def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     ordered = _sorted(flat)
     sums = torch.zeros(ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
     torch.cumsum(ordered, 0, dtype=torch.float64, out=sums[1:])
+    if not torch.isfinite(sums[-1]):
+        raise ValueError("expected values whose sum is finite in float64, got larger ones")
     if int((ordered[1:] != ordered[:-1]).sum()) < _MOST_POINTS_WITHOUT_SUMMARY:
         points, counts = torch.unique_consecutive(ordered, return_counts=True)
         if points.numel() <= k:
             codes = torch.bucketize(flat, points)
             return points.double(), codes.to(torch.int16).view(values.shape)
     else:
-        points, counts = _summary(ordered, sums, max(512, 2 * k))
+        points, counts = _summary(ordered, sums, _SUMMARY_BINS)
     centroids = best_intervals(points.double(), counts, k)
     edges = None
     for _ in range(_MOST_ITERATIONS):
