@@ -139,7 +139,9 @@ def round_ratios(samples: list[Sample]) -> Ratios:
         if s["stage"] == "train" and s["phase"] == WHOLE_STEP and not s["warmup"]:
             steps[s["variant"]][s["step"]][s["rank"]] = s
     # Consecutive steps of the peer are one round apart, so they delimit the CPU time of one round.
-    fractions = others.shares([s for ranks in steps[PEER].values() for s in ranks.values()])
+    fractions = others.foreign_cpu_fractions(
+        [s for ranks in steps[PEER].values() for s in ranks.values()]
+    )
     ratios_by_variant = {}
     for name, rounds in steps.items():
         if name == PEER:
@@ -165,9 +167,10 @@ def _compare(
     among: int,
     random: np.random.Generator,
 ) -> Comparison:
-    rounds = min(len(logs) for logs, _ in (before, after))
-    disturbed = max(count for _, count in (before, after))
-    if rounds < 2:
+    pairs = [(len(logs), count) for logs, count in (before, after)]
+    # The run with too few rounds decides, or the run with fewer.
+    rounds, disturbed = min(pairs, key=lambda pair: (has_enough_rounds(*pair), pair))
+    if min(pairs)[0] < 2:
         return Comparison(name, math.nan, 0.0, math.inf, rounds, disturbed, margin)
     old_mean, new_mean = (float(_trimmed_mean(logs)) for logs, _ in (before, after))
     log_ratio = new_mean - old_mean

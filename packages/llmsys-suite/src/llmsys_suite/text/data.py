@@ -198,10 +198,11 @@ def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
     """
     import torch
 
-    rows = (part.to(torch.int32).cpu().numpy().tobytes() for part in (*tokens, *targets))
-    parts = list(rows)
-    pairs = zip(parts[: len(tokens)], parts[len(tokens) :], strict=True)
-    return [hashlib.sha256(x + b"\0" + y).hexdigest()[:12] for x, y in pairs]
+    digests = []
+    for row in zip(tokens, targets, strict=True):
+        x, y = (part.to(torch.int32).cpu().numpy().tobytes() for part in row)
+        digests.append(hashlib.sha256(x + b"\0" + y).hexdigest()[:12])
+    return digests
 
 
 def _release(mapped: mmap.mmap | None) -> None:

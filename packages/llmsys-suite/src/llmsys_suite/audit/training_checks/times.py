@@ -125,7 +125,7 @@ def peers(record: Record) -> Iterator[Check]:
     another variant, and the peer's ratio to that variant is compared with the ratio in the stage.
     Needed times are compared in undisturbed rounds only, if there are enough.
     """
-    fractions = others.shares(record.steps_of(PEER))
+    fractions = others.foreign_cpu_fractions(record.steps_of(PEER))
     for name, by_measure in record.evidence["peers"].items():
         peer = Sources("the run's variant", f"the audit's own {name}")
         for measure_name, ratios in by_measure.items():
