@@ -100,8 +100,8 @@ def insert_adapters(
     try:
         replacements: dict[nn.Module, nn.Module] = {child: make(child) for child in children}
     except Exception:
-        for parameter, was in trained.items():
-            parameter.requires_grad_(was)
+        for parameter, requires_grad in trained.items():
+            parameter.requires_grad_(requires_grad)
         raise
     for parameter in trained:
         parameter.requires_grad_(False)

@@ -59,13 +59,13 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
         )
     single = parameter_adapters(model)
     everything: dict[str, LoRA | ParameterLoRA] = {**adapters, **single}
-    paths = {name: path for path, name in _paths_in_file(list(single)).items()}
+    path_of = {name: path for path, name in _names_by_path(list(single)).items()}
     tensors: dict[str, Tensor] = {}
     for name, adapter in everything.items():
         is_embedding = isinstance(adapter, LoRA) and isinstance(adapter.base, nn.Embedding)
         for key, parameter in (("A", adapter.lora_A), ("B", adapter.lora_B)):
             factor = f"lora_embedding_{key}" if is_embedding else f"lora_{key}.weight"
-            path = f"{_PREFIX}{paths.get(name, name)}.{factor}"
+            path = f"{_PREFIX}{path_of.get(name, name)}.{factor}"
             tensors[path] = parameter.detach().cpu().contiguous()
     first = next(iter(everything.values()))
     alphas = {name: adapter.scaling * adapter.rank for name, adapter in everything.items()}
@@ -106,28 +106,28 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     config = json.loads((folder / _CONFIG).read_text())
     if config.get("peft_type") != "LORA":
         raise ValueError(f"expected peft_type 'LORA' in {folder}, got {config.get('peft_type')!r}")
-    for key, plain in _REFUSED.items():
-        if (config.get(key) or plain) != plain:
+    for key, usual in _REFUSED.items():
+        if (config.get(key) or usual) != usual:
             raise ValueError(
-                f"expected {key}={plain!r} in {folder}, got {config[key]!r}, which these adapters "
+                f"expected {key}={usual!r} in {folder}, got {config[key]!r}, which these adapters "
                 "cannot express; merge with peft (merge_and_unload) and load the merged model"
             )
-    if (start := config.get("init_lora_weights", True)) not in _LEAVE_THE_BASE:
+    if (method := config.get("init_lora_weights", True)) not in _LEAVE_THE_BASE:
         raise ValueError(
-            f"{folder} has init_lora_weights={start!r}, which changes the base; let peft write it "
+            f"{folder} has init_lora_weights={method!r}, which changes the base; let peft write it "
             "as a plain adapter (path_initial_model_for_weight_conversion)"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     pairs = _factors(folder, modules)
     require_no_adapters(model)
     targeted = matching_parameters(model, config.get("target_parameters") or ())
-    paths = _paths_in_file([f"{module}.{key}" for module, key in targeted])
-    if unknown := sorted(pairs.keys() - modules.keys() - paths.keys()):
+    names = _names_by_path([f"{module}.{key}" for module, key in targeted])
+    if unknown := sorted(pairs.keys() - modules.keys() - names.keys()):
         raise ValueError(
             f"expected adapters of this model, got names of another model: {first_names(unknown)}"
         )
     single = {}
-    for path, name in paths.items():
+    for path, name in names.items():
         module, _, key = name.rpartition(".")
         rank, alpha = _rank_and_alpha(name, config)
         single[module, key] = new_adapter(model, module, key, rank, alpha)
@@ -153,7 +153,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     return insert_adapters(model, named, make, single)
 
 
-def _paths_in_file(names: Sequence[str]) -> dict[str, str]:
+def _names_by_path(names: Sequence[str]) -> dict[str, str]:
     """Return the name of each adapted parameter by its path in the file.
 
     peft wraps the module once per parameter, in the order of registration. The last wrapper is the

@@ -124,12 +124,13 @@ class FastestLinear(Replacement):
         )  # fmt: skip
         if key not in _timings:
             text = " ".join(map(str, (type(self).__name__, *key[1:])))
-            stored = stored_timing(text) if inputs.device.type == "cpu" else None
-            if stored is None or stored.selected not in self.implementations:
-                stored = self._measured(self.example(inputs.numel() // self.in_features, inputs))
-                if inputs.device.type == "cpu":
-                    store_timing(text, stored)
-            _timings[key] = stored
+            is_stored = inputs.device.type == "cpu"
+            timing = stored_timing(text) if is_stored else None
+            if timing is None or timing.selected not in self.implementations:
+                timing = self._measured(self.example(inputs.numel() // self.in_features, inputs))
+                if is_stored:
+                    store_timing(text, timing)
+            _timings[key] = timing
         return _timings[key]
 
     def _measured(self, inputs: Tensor) -> Timing:
