@@ -61,8 +61,9 @@ def save(model: nn.Module, path: str | Path) -> None:
     shapes: dict[str, list[int]] = {}
     formats: dict[str, list[int]] = {}
     storages: set[int] = set()
-    for name, tensor in state_tensors(model).items():
-        if _is_format(name):
+    state = state_tensors(model)
+    for name, tensor in state.items():
+        if _is_format(name, state):
             formats[name] = tensor.tolist()
         elif tensor.numel():
             first = names.setdefault(memory_of(tensor), name)
@@ -144,9 +145,8 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     state |= {name: state[first] for name, first in aliases.items()}
     formats = json.loads(metadata["formats"])
     for name, value in formats.items():
-        if (
-            _is_format(name) and value[-1] < 0
-        ):  # earlier versions stored -1 - zero_row after the shape of a palette
+        # Earlier versions stored -1 - zero_row after the shape of a palette.
+        if _is_format(name, state) and value[-1] < 0:
             zero_row = torch.tensor([-1 - value.pop()])
             state[f"{name.removesuffix('_extra_state')}zero_row"] = zero_row
         state[name] = torch.tensor(value, dtype=torch.int64, device="cpu")
@@ -174,10 +174,10 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     return model
 
 
-def _is_format(name: str) -> bool:
+def _is_format(name: str, state: dict[str, Tensor]) -> bool:
     """Return True for the extra state of a compressed weight, False for that of other modules."""
-    prefix, suffix, _ = name.partition("_extra_state")
-    return bool(suffix) and f"{prefix}codes".endswith((_COMPRESSED, _INT4))
+    codes = name.removesuffix("_extra_state") + "codes"
+    return codes in state and codes.endswith((_COMPRESSED, _INT4))
 
 
 def _codes_of(layer: str, state: dict[str, Tensor]) -> str | None:

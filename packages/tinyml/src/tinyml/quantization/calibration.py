@@ -243,9 +243,9 @@ class _Replay:
                 return self._placeholders[key]
             before = _state(self._blocks[name], (arguments, options))
             outputs = forward(*arguments, **options)
-            after = _state(self._blocks[name], (arguments, options))
+            has_effects = _state(self._blocks[name], (arguments, options))[1] != before[1]
             # If there is an input, a layer inside is not done.
-            if self._run.inputs is None and _is_unchanged(before, after):
+            if self._run.inputs is None and not has_effects:
                 self._record(key, outputs)
             return outputs
 
@@ -322,32 +322,18 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def _state(block: nn.Module, arguments: Any) -> list[tuple[Any, int]]:
-    """Return the values in the arguments of a block and in the attributes of its modules.
+def _state(block: nn.Module, arguments: Any) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Return the values in a block's arguments and in its modules' attributes, and their stamps.
 
-    Each value is paired with its version, which counts the modifications of a tensor in place.
+    A stamp changes if the value is replaced, or if it is a tensor that is modified in place. The
+    first list keeps the values alive, so that no other object gets the identity of one of them.
     """
-    attributes = [
-        value
-        for module in block.modules()
-        for key, value in vars(module).items()
-        if key not in _ATTRIBUTES_OF_MODULE
-    ]
-    return [
-        (leaf, leaf._version if isinstance(leaf, Tensor) and not leaf.is_inference() else 0)
-        for leaf in tree_leaves((arguments, attributes))
-    ]
-
-
-def _is_unchanged(before: list[tuple[Any, int]], after: list[tuple[Any, int]]) -> bool:
-    """Return True if two results of `_state` have the same objects, or equal numbers or texts."""
-    if len(before) != len(after):
-        return False
-    for (old, old_version), (new, version) in zip(before, after, strict=True):
-        is_equal = isinstance(old, int | float | str) and type(new) is type(old) and new == old
-        if not is_equal and (new is not old or version != old_version):
-            return False
-    return True
+    modules = [vars(module).items() for module in block.modules()]
+    own = [value for items in modules for key, value in items if key not in _ATTRIBUTES_OF_MODULE]
+    leaves = tree_leaves((arguments, own))
+    is_counted = [isinstance(leaf, Tensor) and not leaf.is_inference() for leaf in leaves]
+    versions = [leaf._version if c else 0 for leaf, c in zip(leaves, is_counted, strict=True)]
+    return leaves, list(zip(map(id, leaves), versions, strict=True))
 
 
 def _call(model: nn.Module, batch: Any) -> None:
