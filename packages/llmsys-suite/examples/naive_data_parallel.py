@@ -23,12 +23,12 @@ STEPS, ROWS = 10, 8
 def main() -> float:
     """Train, and return the mean loss of the last step over all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)  # the same weights on every rank
     config = ModelConfig(d_model=64, d_ff=192, num_layers=2, num_heads=2, context=64)
     model, corpus = Decoder(config).to(device), load_corpus()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    begin = time.perf_counter()
+    start_time = time.perf_counter()
     for step in range(STEPS):
         where = {"rows": ROWS, "context": 64, "seed": 0, "step": step}
         tokens, targets = corpus.batch(**where, rank=rank, world=world)
@@ -42,15 +42,16 @@ def main() -> float:
     total = loss.detach().clone()
     dist.all_reduce(total)
     if rank == 0:
-        seconds = (time.perf_counter() - begin) / STEPS
+        seconds = (time.perf_counter() - start_time) / STEPS
         print(f"naive, {world} ranks: {seconds:.3f} s per step, loss {total / world:.4f}")
     return float(total / world)
 
 
 if __name__ == "__main__":
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" in os.environ:  # set by torchrun
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(backend)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     main()
     dist.destroy_process_group()

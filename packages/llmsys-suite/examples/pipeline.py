@@ -50,14 +50,14 @@ def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def main() -> float:
     """Train, and return the loss of the last step, which the last rank broadcasts."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    device = f"cuda:{os.environ['LOCAL_RANK']}" if torch.cuda.is_available() else "cpu"
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     torch.manual_seed(0)  # all ranks draw the same model, and each keeps its layers
     config = ModelConfig(d_model=64, d_ff=192, num_layers=2, num_heads=2, context=64)
     model, corpus = Stage(Decoder(config), rank, world).to(device), load_corpus()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     stage = PipelineStage(model, rank, world, torch.device(device))
     schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=cross_entropy)
-    begin = time.perf_counter()
+    start_time = time.perf_counter()
     for step in range(STEPS):
         tokens, targets = corpus.batch(rows=ROWS, context=64, seed=0, step=step)
         losses: list[torch.Tensor] = []
@@ -71,15 +71,16 @@ def main() -> float:
     total = torch.stack(losses).detach().mean() if losses else torch.zeros((), device=device)
     dist.broadcast(total, src=world - 1)
     if rank == 0:
-        seconds = (time.perf_counter() - begin) / STEPS
+        seconds = (time.perf_counter() - start_time) / STEPS
         print(f"pipeline, {world} stages: {seconds:.3f} s per step, loss {total:.4f}")
     return float(total)
 
 
 if __name__ == "__main__":
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" in os.environ:  # set by torchrun
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(backend)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     main()
     dist.destroy_process_group()

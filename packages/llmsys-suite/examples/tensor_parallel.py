@@ -29,7 +29,7 @@ def main() -> float:
     """Train, and return the loss of the last step, which is equal on all ranks."""
     rank, world = dist.get_rank(), dist.get_world_size()
     kind = "cuda" if torch.cuda.is_available() else "cpu"
-    device = f"cuda:{os.environ['LOCAL_RANK']}" if kind == "cuda" else "cpu"
+    device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if kind == "cuda" else "cpu"
     torch.manual_seed(0)
     config = ModelConfig(d_model=64, d_ff=192, num_layers=2, num_heads=2, context=64)
     if config.num_heads % world or config.d_ff % world:
@@ -42,7 +42,7 @@ def main() -> float:
         parallelize_module(block, init_device_mesh(kind, (world,)), plan)
         block.attention.num_heads = config.num_heads // world
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
-    begin = time.perf_counter()
+    start_time = time.perf_counter()
     for step in range(STEPS):
         tokens, targets = corpus.batch(rows=ROWS, context=64, seed=0, step=step)
         loss = model.loss(tokens.to(device), targets.to(device))
@@ -50,15 +50,16 @@ def main() -> float:
         optimizer.step()
         optimizer.zero_grad()
     if rank == 0:
-        seconds = (time.perf_counter() - begin) / STEPS
+        seconds = (time.perf_counter() - start_time) / STEPS
         print(f"tensor parallel, {world} ranks: {seconds:.3f} s per step, loss {loss:.4f}")
     return loss.item()
 
 
 if __name__ == "__main__":
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
     if "RANK" in os.environ:  # set by torchrun
-        dist.init_process_group("nccl" if torch.cuda.is_available() else "gloo")
+        dist.init_process_group(backend)
     else:
-        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
     main()
     dist.destroy_process_group()

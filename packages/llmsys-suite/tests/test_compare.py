@@ -308,7 +308,9 @@ def test_the_work_of_other_programs_is_that_of_the_machine_without_the_ranks(tmp
         for process in busy:
             process.kill()
             process.wait()
-    fractions = others.shares([*begin, others.clocks(world=1) | {"step": 1, "rank": 0}])
+    fractions = others.foreign_cpu_fractions(
+        [*begin, others.clocks(world=1) | {"step": 1, "rank": 0}]
+    )
     assert fractions[1] > 0.9
 
 
@@ -391,6 +393,16 @@ def test_a_training_that_failed_compares_with_none(tmp_path):
 def test_runs_without_a_common_variant_are_refused():
     with pytest.raises(UsageError, match="no variant besides the peer"):
         compare_ratios({"zero 1": (np.zeros(9), 0)}, {"fsdp": (np.zeros(9), 0)})
+
+
+@pytest.mark.parametrize(("disturbed", "verdict"), [(80, "same"), (120, "cannot tell")])
+def test_each_run_has_enough_rounds_by_its_own_number_of_disturbed_ones(disturbed, verdict):
+    random = np.random.default_rng(0)
+    before = {"zero 1": (random.normal(0, 0.01, 30), 0)}
+    after = {"zero 1": (random.normal(0, 0.01, 100), disturbed)}
+    (row,) = compare_ratios(before, after)
+    assert row.verdict == verdict
+    assert (row.rounds, row.disturbed) == ((30, 0) if verdict == "same" else (100, 120))
 
 
 def test_a_variant_that_only_some_runs_have_trained_cannot_be_told():

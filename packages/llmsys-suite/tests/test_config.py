@@ -16,7 +16,7 @@ from llmsys_suite.config import (
     size_of,
     with_dependencies,
 )
-from llmsys_suite.config_file import MEANING, read_toml
+from llmsys_suite.config_file import MEANING, read_toml, to_toml
 from llmsys_suite.resolution import resolve
 from llmsys_suite.stages.plan import predict
 from llmsys_suite.start import execute
@@ -200,6 +200,16 @@ def test_the_printed_file_has_every_field_and_describes_the_default_run(tmp_path
     assert {*MEANING} == names
     for name in names:
         assert re.search(rf"^# .+\n(# )?{name} = ", path.read_text(), re.MULTILINE)
+
+
+def test_a_file_of_paths_with_any_characters_describes_the_same_run(tmp_path):
+    text = tmp_path / 'a "text" \\ é 😀'
+    text.write_text("x" * 20_000)
+    config = resolve(["train"], preset="cpu", data=text)
+    path = tmp_path / "run.toml"
+    path.write_text(to_toml(config), encoding="utf-8")
+    values = read_toml(path)
+    assert resolve(values.pop("stages"), **values) == config
 
 
 def test_options_override_the_fields_of_the_file(tmp_path, monkeypatch):

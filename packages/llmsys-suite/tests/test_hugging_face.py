@@ -77,6 +77,10 @@ def test_missing_files_and_other_tensors_are_refused(exported, tmp_path):
     with pytest.raises(UsageError, match="cannot be read"):
         import_model(tmp_path / "nowhere")
     config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text("[]")
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(UsageError, match="cannot be read as a Llama model"):
+        import_model(tmp_path)
     del config["max_position_embeddings"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     save_file({}, tmp_path / "model.safetensors")

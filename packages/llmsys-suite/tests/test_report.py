@@ -20,7 +20,7 @@ from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import CORE_WAIT
-from llmsys_suite.report import plots, sections
+from llmsys_suite.report import page, plots, sections
 from llmsys_suite.report.page import headline, write_report
 from llmsys_suite.report.sentences import against, fastest, interval
 from llmsys_suite.report.unaudited import OF_THE_RUN, UNAUDITED, Unaudited, unaudited
@@ -267,6 +267,14 @@ def test_an_audit_without_a_failed_check_is_not_reported_as_a_failed_stage(tmp_p
     folder.add_stage("audit", audit.run(SimpleNamespace(folder=folder)))
     assert "audit: 0/0 passed" in headline(folder.path)
     assert "FAILED stage" not in headline(folder.path)
+
+
+@pytest.mark.parametrize(("failed", "kind"), [([], "good"), (["train: losses"], "bad")])
+def test_only_an_audit_without_a_failed_check_is_marked_as_good(tmp_path, failed, kind):
+    folder = RunFolder.create(RunConfig(out=tmp_path / "run"), ENVIRONMENT)
+    folder.add_stage("audit", of.Audit(5, failed))
+    line = f'<p class="{kind} finding">audit: {5 - len(failed)}/5 passed</p>'
+    assert line in page.page(folder, [])
 
 
 def test_report_names_the_fastest_variant_in_the_rounds_that_compare_uses(tmp_path):

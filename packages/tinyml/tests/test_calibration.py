@@ -92,6 +92,13 @@ class Block(nn.Module):
         return (x,)
 
 
+class BlockWithEffects(Block):
+    def forward(self, x, outputs):
+        (self.last,) = super().forward(x)
+        outputs.append(torch.tanh(self.last))
+        x.mul_(0.5).add_(self.last)
+
+
 class Blocks(nn.Module):
     """Blocks with code between them that depends on the number of the block and on the input."""
 
@@ -117,6 +124,20 @@ class Skips(Blocks):
         for block in self.blocks:
             outputs.append(block(outputs[-1])[0])
         return self.head(outputs[-1] + outputs[1])
+
+
+class Effects(Blocks):
+    """Blocks have other results than their outputs: two arguments, and an attribute."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([BlockWithEffects(6) for _ in range(3)])
+
+    def forward(self, x):
+        hidden, outputs = self.first(x), []
+        for block in self.blocks:
+            block(hidden, outputs)
+        return self.head(hidden + sum(outputs) + sum(block.last for block in self.blocks))
 
 
 class Twice(Blocks):
@@ -162,7 +183,7 @@ class Overwriting(nn.Module):
         return self.c(z)
 
 
-@pytest.mark.parametrize("kind", [Blocks, Skips, Twice, Overwriting])
+@pytest.mark.parametrize("kind", [Blocks, Skips, Effects, Twice, Overwriting])
 def test_statistics_are_those_of_full_runs(kind):
     torch.manual_seed(0)
     model = kind().double()

@@ -329,6 +329,12 @@ def test_normalization_without_weights_says_its_size():
     assert (small[0].out_channels, small[1].num_features, small[2].in_channels) == (4, 4, 4)
 
 
+def test_an_attribute_that_is_not_the_size_of_a_replaced_tensor_stays():
+    model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+    model[0].num_features = 4
+    assert prune_channels(model, 0.25, torch.randn(3, 4))[0].num_features == 4
+
+
 def test_a_weight_that_is_read_twice_stays():
     twice = By(
         lambda s, x: s.c(torch.relu(s.b(torch.relu(s.b(s.a(x)))))),

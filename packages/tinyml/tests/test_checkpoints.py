@@ -120,6 +120,14 @@ def test_a_tied_head_is_stored_once(tmp_path):
     assert "lm_head.weight" not in tensors
 
 
+def test_a_weight_that_the_configuration_does_not_tie_is_stored_for_each_layer(tmp_path):
+    model = llama()
+    model.lm_head.weight = model.model.embed_tokens.weight
+    save_awq(quantize(model, 4, group_size=32, **WEIGHTS), tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert torch.equal(tensors["lm_head.weight"], tensors["model.embed_tokens.weight"])
+
+
 @pytest.mark.parametrize("save", [save_awq, save_gptq])
 def test_generation_settings_are_saved_and_other_types_than_float16_refused(save, tmp_path):
     model = quantize(llama(), 4, group_size=32, **WEIGHTS)
@@ -385,6 +393,8 @@ def test_quantized_weights_are_stored_exactly(kind, bits, tmp_path):
     for metadata in ({"general.alignment": 64}, {"n": 2**40}, {"n": [1]}, {"n": 1e300}):
         with pytest.raises(ValueError, match=r"alignment|metadata..n.."):
             save_gguf(network(), tmp_path / "wrong.gguf", kind, metadata=metadata)
+    with pytest.raises(ValueError, match="at most 4 dimensions"):
+        save_gguf(nn.Sequential(network(), nn.Conv3d(1, 1, 1)), tmp_path / "wrong.gguf", kind)
     with pytest.raises(ValueError, match="expected kind 'Q4_0'"):
         save_gguf(network(), tmp_path / "wrong.gguf", "Q5_0")
     assert not (tmp_path / "wrong.gguf").exists()

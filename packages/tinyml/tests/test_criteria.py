@@ -1,9 +1,13 @@
 """Criteria of importance, against their formulas."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
 from tinyml import prune_channels
+from tinyml.pruning import importance, units
+from tinyml.pruning.rules import RULES
 from torch import nn
 
 X = torch.randn(16, 3, 6, 6, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
@@ -139,6 +143,38 @@ def test_bad_criteria_are_refused():
         prune_channels(linear, 0.5, torch.randn(2, 4), criterion="bn_scale")
     with pytest.raises(ValueError, match=r"after \['3'\]"):
         prune_channels(network(), {"3": 0.5}, X, criterion="bn_scale")
+
+
+@pytest.mark.parametrize("factor", [1e-3, 2e3])
+@pytest.mark.parametrize("criterion", ["magnitude", "taylor", "bn_scale"])
+def test_scores_of_16_bit_weights_neither_vanish_nor_overflow(criterion, factor):
+    model = network().half()
+    with torch.no_grad():
+        if criterion == "bn_scale":
+            model[1].weight.mul_(min(factor, 200.0))
+        else:
+            model[0].weight.mul_(factor)
+            model[1].weight.mul_(min(1.0, 20 / factor))  # later activations do not overflow
+        model[1].bias.fill_(0.5)  # no unit is dead
+    exact = copy.deepcopy(model).double()
+    order = FORMULAS[criterion](exact, exact[0], exact[3]).argsort(descending=True)
+    options = {"loss": lambda m: loss(m.double())} if criterion == "taylor" else {}
+    small = prune_channels(model, 0.5, X.half(), criterion=criterion, **options)
+    assert torch.equal(small[0].weight, model[0].weight[order[:4].sort().values])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_squares_of_the_noise_do_not_overflow(dtype):
+    model = nn.Sequential(nn.Linear(4, 64), nn.ReLU(), nn.Linear(64, 2)).to(dtype)
+    inputs = (torch.randn(64, 4, dtype=dtype) * 1e4,)
+    walk = units.Walk(model, inputs, RULES)
+    probe = importance._Probe(walk)
+    probe.run(*walk.graph.arguments(inputs))
+    probe.noise = torch.Generator().manual_seed(0)
+    value = torch.zeros(2**12, 64, dtype=dtype)
+    for name in probe.squares:
+        noise = probe._noise_like(value, 1, probe._noise_scale(name, value))
+        assert noise.square().isfinite().all()
 
 
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])

@@ -50,6 +50,11 @@ COMPRESSIONS = {
     "gptq": lambda m: gptq(m, [TOKENS], 4),
     "trained": lambda m: convert(prepare_qat(m, 4)),
 }
+# "gptq" and "trained" store their weights as "4 bits" does.
+CASES = [
+    pytest.param(name, marks=pytest.mark.exhaustive) if name in ("gptq", "trained") else name
+    for name in COMPRESSIONS
+]
 
 
 class Views(nn.Module):
@@ -65,6 +70,33 @@ class Views(nn.Module):
         }  # fmt: skip
         for name, tensor in views.items():
             self.register_buffer(name, tensor)
+
+
+class WithState(nn.Module):
+    """A linear layer in a module with an extra state of its own."""
+
+    def __init__(self, state):
+        super().__init__()
+        self.layer, self.state = nn.Linear(32, 32), state
+
+    def forward(self, x):
+        return self.layer(x)
+
+    def get_extra_state(self):
+        return self.state
+
+    def set_extra_state(self, state):
+        self.state = state
+
+
+@pytest.mark.parametrize("state", [7, [3, -2], [[1, 2], [3, 4]], 1.5])
+def test_the_extra_state_of_other_modules_is_restored(state, tmp_path):
+    saved = quantize(WithState(torch.tensor(state)), 4)
+    save(saved, tmp_path / "model")
+    back = load(WithState(torch.tensor(0)), tmp_path / "model")
+    assert torch.equal(back.state, saved.state)
+    assert torch.equal(back.layer.weight, saved.layer.weight)
+    assert quantize(WithState({"any": "object"}), 4).state == {"any": "object"}
 
 
 def test_views_are_stored_separately(tmp_path):
@@ -88,7 +120,7 @@ def test_layers_are_restored_on_the_device_of_the_model(name, tmp_path):
     torch.testing.assert_close(loaded(TOKENS.cuda()).cpu(), small(TOKENS), **close)
 
 
-@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_a_loaded_model_equals_the_saved_one_bit_for_bit(name, tmp_path):
     compressed = COMPRESSIONS[name](model())
     path = tmp_path / "model.safetensors"
@@ -105,7 +137,7 @@ def test_a_loaded_model_equals_the_saved_one_bit_for_bit(name, tmp_path):
     json.loads(content[8:header])
 
 
-@pytest.mark.parametrize("name", COMPRESSIONS)
+@pytest.mark.parametrize("name", CASES)
 def test_weights_that_the_model_ties_and_the_file_does_not_are_loaded_separately(name, tmp_path):
     untied = model()
     untied.head.weight = nn.Parameter(untied.head.weight.detach().flip(0) * 0.5)

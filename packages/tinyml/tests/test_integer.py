@@ -556,6 +556,18 @@ def test_outputs_that_are_not_one_value_are_refused(function, message):
         IntegerModel(By(function), [torch.randn(8, 6)])
 
 
+def test_a_part_that_the_output_does_not_need_is_left_out():
+    def function(layer, x):
+        hidden = layer(x)
+        nn.functional.dropout(torch.tanh(hidden), training=False)  # as of an auxiliary head
+        return hidden
+
+    model, inputs = By(function), torch.randn(8, 6)
+    integer = IntegerModel(model, [inputs])
+    assert len(integer.layers) == 1
+    assert (integer(inputs) - model(inputs)).norm() < 0.02 * model(inputs).norm()
+
+
 def test_images_may_be_bytes():
     model = By(lambda layer, x: torch.relu(layer(x.float() / 255 - 0.5))).eval()
     images = torch.randint(256, (40, 6), dtype=torch.uint8)

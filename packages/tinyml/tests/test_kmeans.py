@@ -152,6 +152,8 @@ def test_bits_by_layer_leave_the_others():
 def test_nan_and_more_clusters_than_codes_are_errors():
     with pytest.raises(ValueError, match="finite"):
         kmeans(torch.tensor([1.0, float("nan")]), 2)
+    with pytest.raises(ValueError, match="sum is finite"):
+        kmeans(torch.tensor([1.7e308, 1.6e308, 1.0], dtype=torch.float64), 2)
     for count in (0, 257):
         with pytest.raises(ValueError, match=f"clusters, got {count}"):
             kmeans(torch.randn(4), count)

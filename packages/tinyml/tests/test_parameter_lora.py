@@ -122,6 +122,23 @@ def test_copies_have_separate_adapters():
     assert not torch.equal(model(X), Model()(X))
 
 
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_no_updated_parameter_behind():
+    model = adapted()
+    handle = model.blocks[0].experts.register_forward_hook(interrupt, prepend=True)
+    with pytest.raises(KeyboardInterrupt):
+        model(X)
+    handle.remove()
+    with torch.no_grad():
+        for adapter in parameter_adapters(model).values():
+            adapter.lora_B.mul_(2)
+    expected = copy.deepcopy(model)(X)
+    torch.testing.assert_close(merge_and_unload(model)(X), expected, rtol=1e-5, atol=1e-4)
+
+
 @pytest.mark.parametrize("is_transposed", [False, True])
 def test_an_unloaded_model_has_plain_parameters_with_the_updates(is_transposed):
     model = adapted(is_transposed, targets=["gate"])

@@ -62,10 +62,12 @@ def test_ranks_and_alphas_of_their_own(tmp_path):
 
 
 def nested():
-    """Return a model in which names of layers end with other names, with different ranks."""
+    """Return a model in which names end with other names or are patterns, with different ranks."""
     torch.manual_seed(0)
-    sizes = {"v": (2, 6.0), "block.v": (4, 10.0), "a.block.v": (3, 6.0)}
-    model = nn.ModuleDict({"v": nn.Linear(8, 8), "block": nn.ModuleDict({"v": nn.Linear(8, 8)})})
+    sizes = {"block.v": (2, 6.0), "v": (2, 6.0), "a.block.v": (3, 6.0), "blocksv": (4, 10.0)}
+    sizes |= {"w(1": (3, 5.0)}
+    model = nn.ModuleDict({name: nn.Linear(8, 8) for name in ("v", "blocksv", "w(1")})
+    model["block"] = nn.ModuleDict({"v": nn.Linear(8, 8)})
     model["a"] = nn.ModuleDict({"block": nn.ModuleDict({"v": nn.Linear(8, 8)})})
     model["u"] = nn.Linear(8, 8)
     plain = copy.deepcopy(model)
@@ -84,7 +86,7 @@ def test_a_name_that_is_the_end_of_another_has_its_own_settings(tmp_path):
     plain, saved = nested()
     save_lora(saved, tmp_path)
     back = load_lora(plain, tmp_path)
-    for name in ("v", "block.v", "a.block.v", "u"):
+    for name in ("v", "block.v", "a.block.v", "u", "blocksv", "w(1"):
         ours, theirs = back.get_submodule(name), saved.get_submodule(name)
         assert (ours.rank, ours.scaling) == (theirs.rank, theirs.scaling)
         assert torch.equal(ours.update, theirs.update)
@@ -97,10 +99,24 @@ def test_peft_finds_the_settings_of_every_name(tmp_path):
     plain, saved = nested()
     save_lora(saved, tmp_path)
     theirs = peft.PeftModel.from_pretrained(plain, tmp_path).base_model.model
-    for name in ("v", "block.v", "a.block.v", "u"):
+    for name in ("v", "block.v", "a.block.v", "u", "blocksv", "w(1"):
         layer = theirs.get_submodule(name)
         assert layer.scaling["default"] == saved.get_submodule(name).scaling
         assert torch.equal(layer.get_delta_weight("default"), saved.get_submodule(name).update)
+
+
+def test_two_adapters_of_a_layer_with_two_names_are_refused(tmp_path):
+    layers = nn.ModuleDict({"a": nn.Linear(4, 4), "b": nn.Linear(4, 4)})
+    saved = add_lora(copy.deepcopy(layers), 2)
+    save_lora(saved, tmp_path)
+    shared = nn.ModuleDict({"a": layers["a"], "b": layers["a"]})
+    with pytest.raises(ValueError, match="equal adapters of a and b"):
+        load_lora(copy.deepcopy(shared), tmp_path)
+    saved["b"].load_state_dict(saved["a"].state_dict())
+    save_lora(saved, tmp_path)
+    loaded = load_lora(shared, tmp_path)
+    assert loaded["a"] is loaded["b"]
+    assert torch.equal(loaded["a"].update, saved["a"].update)
 
 
 def change(folder, **settings):

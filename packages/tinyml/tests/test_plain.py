@@ -66,6 +66,11 @@ def test_the_grid():
         )
 
 
+def test_the_grid_of_zeros_has_a_code_for_zero():
+    step, zero = plain.grid(0.0, 0.0, 4)
+    assert plain.dequantize(plain.quantize(torch.zeros(3), step, zero, 4), step, zero).eq(0).all()
+
+
 def test_an_integer_layer():
     torch.manual_seed(0)
     inputs = torch.randn(50, 8)

@@ -150,6 +150,31 @@ def test_auto_stays_in_float_where_that_is_faster_and_says_so(wins, monkeypatch)
         assert "computed in int8" in auto[0].explain([4])[0]
 
 
+def test_the_first_call_may_have_any_strides_and_leaves_random_numbers_as_they_are(monkeypatch):
+    monkeypatch.setattr(fastest_linear, "stored_timing", lambda key: None)
+    monkeypatch.setattr(fastest_linear, "store_timing", lambda key, timing: None)
+    layer, inputs = Int8Linear(nn.Linear(64, 32), may_stay_float=True), torch.randn(3, 5, 64)
+    for call in (lambda: layer(inputs.transpose(0, 1)), lambda: torch.vmap(layer)(inputs)):
+        monkeypatch.setattr(fastest_linear, "_timings", {})
+        layer._selected.clear()
+        state = torch.get_rng_state()
+        assert call().shape[-1] == 32
+        assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_the_dense_codes_stay_for_the_numbers_of_tokens_that_use_them(monkeypatch):
+    selected = {1: "float64", 32: "float32"}
+    monkeypatch.setattr(
+        products, "measure", lambda calls, inputs, right: Timing(selected[len(inputs)], {}, {})
+    )
+    weights = Int8Weights(codes(16, 16, 0))
+    dense = []
+    for tokens in (1, 32, 1, 32):
+        weights.product(torch.ones(tokens, 16))
+        dense.append(weights._dense)
+    assert dense[1] is dense[3] is not None
+
+
 @pytest.mark.filterwarnings("ignore:.*weight_norm:FutureWarning")
 def test_weight_norm_layer_is_not_quantized():
     model = nn.Sequential(nn.utils.weight_norm(nn.Linear(32, 32)), nn.Linear(32, 16))

@@ -172,6 +172,15 @@ def test_weights_that_no_configuration_unties_take_no_adapters(tied, options):
     assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+def test_weights_that_code_of_a_user_ties_take_no_adapters():
+    model = llama(tied=True)
+    first, second = model.model.layers
+    second.mlp.up_proj.weight = first.mlp.up_proj.weight
+    with pytest.raises(ValueError, match=r"1.mlp.up_proj.weight'\] share"):
+        add_lora(model, 2, targets=["up_proj"])
+    add_lora(model, 2, targets=["q_proj", "lm_head"])
+
+
 def test_an_adapter_of_a_compressed_weight_is_not_unloaded():
     coarse = add_lora(quantize(nn.Sequential(nn.Linear(32, 32)), 4), 2)
     with pytest.raises(RuntimeError, match="compressed"):

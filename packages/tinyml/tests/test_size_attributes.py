@@ -217,6 +217,22 @@ class HeadBlocks(Blocks):
     other = property(lambda self: self.num_heads, lambda self, value: None)
 
 
+class First(nn.Module):
+    """The first of two pieces along the length, whose sizes are attributes."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.length, self.rest = nn.Conv1d(3, 8, 1), nn.Conv1d(8, 2, 1), 4, 6
+
+    def forward(self, x):
+        return self.b(self.a(x).split([self.length, self.rest], dim=2)[0])
+
+
+def test_pieces_of_another_dimension_may_be_unread():
+    small = prune_channels(First(), 0.5, torch.randn(2, 3, 10))
+    assert (small.a.out_channels, small.length, small.rest) == (4, 4, 6)
+
+
 @pytest.mark.parametrize(
     ("kind", "message"),
     [

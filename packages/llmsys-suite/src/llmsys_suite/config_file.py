@@ -61,7 +61,7 @@ def to_toml(config: RunConfig) -> str:
             lines.append(f"# {name} = {json.dumps(EXAMPLES[name])}")
         else:
             plain = str(value) if isinstance(value, Path) else value
-            lines.append(f"{name} = {json.dumps(plain)}")
+            lines.append(f"{name} = {json.dumps(plain, ensure_ascii=False)}")
         lines.append("")
     return "\n".join(lines)
 

@@ -80,7 +80,7 @@ def import_model(folder: Path) -> Decoder:
             context=config["max_position_embeddings"],
         )
         model = Decoder(shape)
-    except (OSError, ValueError, KeyError, SafetensorError) as error:
+    except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UsageError(f"{folder} cannot be read as a Llama model: {error}") from None
     # Versions of transformers store the rotary positions under different names.
     rope = {"rope_type": "default", "rope_theta": ROPE_BASE}

@@ -22,8 +22,8 @@ def batch(text: bytes, rows: int, context: int, seed: int, step: int) -> tuple[T
     return windows[:, :-1], windows[:, 1:]
 
 
-def logits(w: Weights, tokens_BT: Tensor, heads: int, seen: list[Tensor] | None = None) -> Tensor:
-    """Return logits (B, T, V); append the attention pattern of each block to `seen`."""
+def logits(w: Weights, tokens_BT: Tensor, heads: int, maps: list[Tensor] | None = None) -> Tensor:
+    """Return logits (B, T, V); append the attention pattern of each block to `maps`."""
     x_BTD = w["embedding.weight"][tokens_BT]
     for block in (f"blocks.{i}." for i in range((len(w) - 3) // 9)):
         y_BTD = norm(x_BTD, w[block + "attention_norm.weight"])
@@ -32,8 +32,8 @@ def logits(w: Weights, tokens_BT: Tensor, heads: int, seen: list[Tensor] | None 
         scores_BHTT = rotate(q) @ rotate(k).transpose(-2, -1) / math.sqrt(q.shape[-1])
         position = torch.arange(x_BTD.shape[1], device=q.device)
         pattern_BHTT = softmax(scores_BHTT.where(position[:, None] >= position, -math.inf))
-        if seen is not None:
-            seen.append(pattern_BHTT)
+        if maps is not None:
+            maps.append(pattern_BHTT)
         mixed_BTD = (pattern_BHTT @ v).transpose(1, 2).flatten(2)
         x_BTD = x_BTD + mixed_BTD @ w[block + "attention.out.weight"].T
         y_BTD = norm(x_BTD, w[block + "ffn_norm.weight"])
@@ -105,10 +105,10 @@ def train(
     """Train on batches of `shape` (rows, context); return weights and (loss, seconds) per step."""
     optimizer, measured = AdamW(w, rate), []
     for step in range(steps):
-        begin = time.perf_counter()
+        start_time = time.perf_counter()
         value, slopes = gradients(w, *batch(text, *shape, 0, step), heads)
         w = optimizer.step(w, slopes)
-        measured.append((value, time.perf_counter() - begin))
+        measured.append((value, time.perf_counter() - start_time))
     return w, measured
 
 

@@ -79,8 +79,8 @@ def resolve(
 def _num_ranks(world: int | None, default: int) -> int:
     """Return the number of ranks of torchrun; without torchrun, the requested or default number.
 
-    Raises UsageError if torchrun's number differs from the requested one, or if only a part of
-    torchrun's environment is set.
+    Raises UsageError if torchrun's number differs from the requested one, or if RANK is set without
+    a valid WORLD_SIZE.
     """
     if "RANK" not in os.environ:
         return default if world is None else world

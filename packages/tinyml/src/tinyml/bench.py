@@ -2,7 +2,7 @@
 
 Ratios are quantiles over rounds in which both implementations alternate. A ratio "over ours" above
 1 means that this package is faster. Errors and bytes of layers with activations="auto" depend on
-the implementation that was chosen. All others are independent of the machine's load.
+the implementation that was chosen. Other errors and bytes do not depend on the machine's load.
 """
 
 from __future__ import annotations

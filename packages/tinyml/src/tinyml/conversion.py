@@ -70,7 +70,7 @@ def warn_of_dense_weights(
 
     Examples are fused experts, `in_proj_weight`, transposed convolutions, embedding bags, and the
     tensors from which `weight_norm` computes a weight. Matrices of the modules in `protected` are
-    not counted. No warning is given if the others contain at most a hundredth of the elements of
+    not counted. There is no warning if the counted ones have at most a hundredth of the elements of
     the state dict. `skipped` are layers of a known kind that stay dense nevertheless.
     """
     dense: dict[str, int] = {}
@@ -87,7 +87,9 @@ def warn_of_dense_weights(
             is_known = key in ("lora_A", "lora_B")
         if parameter.dim() > 1 and not is_known and owner not in protected:
             dense[name] = parameter.numel()
-    total = sum(tensor.numel() for tensor in model.state_dict().values())
+    # A module may store any object as its extra state.
+    stored = [value for value in model.state_dict().values() if isinstance(value, Tensor)]
+    total = sum(tensor.numel() for tensor in stored)
     if sum(dense.values()) > total / 100:
         warnings.warn(
             f"{len(dense)} matrices are not weights of plain linear layers, convolutions or "

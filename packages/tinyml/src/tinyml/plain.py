@@ -39,7 +39,7 @@ def grid(low: float, high: float, bits: int) -> tuple[float, int]:
     """Return the step S and the code Z of zero for values from `low` to `high`."""
     qmin, qmax = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     low, high = min(low, 0.0), max(high, 0.0)  # with a code for zero, padding and ReLU are exact
-    step = (high - low) / (qmax - qmin)
+    step = (high - low) / (qmax - qmin) or 1.0  # any step represents zeros
     return step, int(min(max(round(qmin - low / step), qmin), qmax))
 
 
@@ -74,7 +74,7 @@ def integer_linear(
 
 
 def rounded_to_train(weight: Tensor, step: float, bits: int) -> Tensor:
-    """Round the weight forward and pass the gradient unchanged (straight-through estimator)."""
+    """Round the weight in the forward pass and pass its gradient through (straight-through)."""
     top = 2 ** (bits - 1) - 1
     clipped = (weight / step).clamp(-top, top)  # outside of the range the gradient is zero
     return step * (clipped + (clipped.round() - clipped).detach())
@@ -109,7 +109,8 @@ def remove_channels(
 def lora(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
     """Return y = W x + (alpha / r) B (A x), with A (r, in) and B (out, r).
 
-    B starts at zero and A does not: the function is unchanged and dB = G (A x)^T is not zero.
+    B starts at zero and A does not, so the function is unchanged at first. With the gradient G of
+    y, the gradient of B is (alpha / r) G (A x)^T, which is not zero.
     """
     return x @ weight.t() + alpha / len(a) * (x @ a.t()) @ b.t()
 

@@ -65,7 +65,7 @@ class Sources:
         return self.between(name, expected, actual, expected - room, expected + room, where)
 
     def within(self, name: str, expected: float, actual: float, factor: float) -> Check:
-        """Return a check that `actual` differs from `expected` by at most `factor`."""
+        """Return a check that `actual / expected` lies between `1 / factor` and `factor`."""
         return self.between(name, expected, actual, expected / factor, expected * factor)
 
     def near(self, name: str, distance: float, tolerance: float, where: str = "") -> Check:

@@ -24,7 +24,7 @@ def num_heads(config: RunConfig) -> int:
     return size_of(config.size).num_heads
 
 
-def global_batch(text: bytes, config: RunConfig, step: int) -> tuple[Tensor, Tensor]:
+def global_batch(text: reference.Tokens, config: RunConfig, step: int) -> tuple[Tensor, Tensor]:
     """Return the rows that all variants read in a step, from the independent sampler."""
     return reference.batch(text, config.rows, config.context, config.seed, step)
 

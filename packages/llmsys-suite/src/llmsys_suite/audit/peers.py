@@ -91,7 +91,7 @@ def time_peers(run: Run, trained: list[str]) -> dict[str, dict[str, dict[str, fl
 def _time_peer(
     run: Run, name: str, wrap: Callable[[Decoder], nn.Module], other: str | None
 ) -> dict[str, dict[str, float]]:
-    tokens, targets = run.batch(0, shared=True)
+    tokens, targets = run.batch(0, split=True)
     model = wrap(seeded(run, run.model, attention=flash_attention))
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.config.learning_rate, fused=True)
 
@@ -152,7 +152,7 @@ def ratios_to_others(
     `by_call` has a list of steps for each rank.
     """
     ratios = {}
-    fractions = others.shares([*chain(*by_call[name])])
+    fractions = others.foreign_cpu_fractions([*chain(*by_call[name])])
     rounds = {s["step"] for s in chain(*by_call[name])}
     for other, steps in by_call.items():
         if other == name:

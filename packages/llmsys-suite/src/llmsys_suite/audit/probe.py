@@ -52,7 +52,7 @@ def _probe_one(run: Run, name: str, start: Weights, exact: Weights) -> dict[str,
     run.barrier()
     evidence = None
     if not (variant.alone and run.rank):
-        batch = run.batch(0, rows=run.world, shared=not variant.alone)
+        batch = run.batch(0, rows=run.world, split=not variant.alone)
         evidence = _observe(variant, start, exact, *batch)
     variant.close()
     run.barrier()

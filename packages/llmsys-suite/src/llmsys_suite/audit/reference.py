@@ -1,9 +1,11 @@
-"""The independent reference of the audit: `plain.py`, in the dtype of the weights, and distances.
+"""The independent reference of the audit, which computes in the dtype of the weights.
+
+It runs `plain.py` on a few rows at a time and measures distances.
 
 Except for `measure.distance`, no code is shared with the code under test. Attention, normalization,
 rotation and loss are written as formulas. The sampler draws from numpy's Mersenne Twister and cuts
-rows from bytes. The optimizer follows its paper. Torch provides only tensor operations and
-autograd.
+rows from bytes or tokens. The optimizer follows its paper. Torch provides only tensor operations
+and autograd.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,6 +25,8 @@ from llmsys_suite.plain import AdamW, Weights, logits, loss, softmax
 
 __all__ = ["AdamW", "batch", "distance", "furthest", "logits", "loss"]
 
+#: The bytes of a text, or an array of its tokens.
+Tokens = Any
 #: Maximum bytes of one layer's attention scores. A batch is split into parts that need no more, or
 #: into single rows if one row needs more.
 SCORE_BYTES = 2**22
@@ -32,7 +37,7 @@ def gradients(
 ) -> tuple[float, Weights]:
     """Return the loss and its gradient, computed on a few rows at a time to save memory."""
     total, summed = 0.0, {name: torch.zeros_like(w) for name, w in weights.items()}
-    for fraction, tokens, targets in _a_few_rows(tokens_BT, targets_BT, heads):
+    for fraction, tokens, targets in _split_rows(tokens_BT, targets_BT, heads):
         value, part = plain.gradients(weights, tokens, targets, heads)
         total += fraction * value
         for name, g in part.items():
@@ -43,11 +48,11 @@ def gradients(
 @torch.no_grad()
 def mean_loss(weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int) -> float:
     """Return the loss, computed on a few rows at a time to save memory."""
-    parts = _a_few_rows(tokens_BT, targets_BT, heads)
+    parts = _split_rows(tokens_BT, targets_BT, heads)
     return sum(fraction * float(loss(weights, x, y, heads)) for fraction, x, y in parts)
 
 
-def _a_few_rows(
+def _split_rows(
     tokens_BT: Tensor, targets_BT: Tensor, heads: int
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
     """Yield (fraction of all rows, tokens, targets) for each part of the batch."""
@@ -73,14 +78,14 @@ def patterns(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
     return attention
 
 
-def spread(text: bytes, rows: int, context: int) -> tuple[Tensor, Tensor]:
+def spread(text: Tokens, rows: int, context: int) -> tuple[Tensor, Tensor]:
     """Return tokens and targets, each (rows, context), at equal distances in a text."""
     stride = (len(text) - context - 1) // rows
     windows = torch.tensor([list(text[i * stride : i * stride + context + 1]) for i in range(rows)])
     return windows[:, :-1], windows[:, 1:]
 
 
-def batch(text: bytes, rows: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
+def batch(text: Tokens, rows: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
     """Return tokens and targets of windows at random offsets in a text of any length."""
     count = len(text) - context - 1
     if count < 2**28:

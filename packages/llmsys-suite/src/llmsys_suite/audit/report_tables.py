@@ -22,7 +22,7 @@ Table = tuple[str, list[list[str]]]
 
 
 def shown_figures(folder: RunFolder) -> Check:
-    """Check each row of the tables in report.md, and of the tables in report.html before details.
+    """Check each row of the tables in report.md and of the unfolded tables in report.html.
 
     The tables of `OTHER_TABLES` are not checked.
     """

@@ -19,11 +19,10 @@ import numpy as np
 
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.inputs import global_batch
+from llmsys_suite.audit.reference import Tokens
 from llmsys_suite.config import BYTES, RunConfig
 from llmsys_suite.ranks.rank import Run
 
-#: The bytes of a text, or an array of its tokens.
-Tokens = Any
 #: Number of held-out windows to search for in the training text, and their length in bytes.
 WINDOWS, WINDOW_BYTES = 64, 256
 

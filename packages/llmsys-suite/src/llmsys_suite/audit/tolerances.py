@@ -44,10 +44,10 @@ MOMENTS = {"fp32": GRADIENT, "tf32": 1e-2, "bf16": 6e-2}
 
 
 def loss_tolerance(config: RunConfig, tolerance: float) -> float:
-    """Return the tolerance of a loss: that of float32, or the rounding of the run's dtype."""
+    """Return the larger of a loss tolerance in float32 and the rounding of the run's dtype."""
     return max(tolerance, LOSS_IN_DTYPE[config.dtype])
 
 
 def weight_tolerance(config: RunConfig, tolerance: float) -> float:
-    """Return the tolerance of a weight change: float32's, or the rounding of the run's dtype."""
+    """Return the larger of a weight tolerance in float32 and the rounding of the run's dtype."""
     return max(tolerance, WEIGHT_CHANGE_IN_DTYPE[config.dtype])

@@ -38,9 +38,10 @@ def product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.5)
     """
     n = 1024 if device.type == "cpu" else 8192
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
-    best, end = 0.0, time.perf_counter() + seconds
-    while best == 0.0 or time.perf_counter() < end:
-        begin = clock(device)
+    best_rate = 0.0
+    stop_time = time.perf_counter() + seconds
+    while best_rate == 0.0 or time.perf_counter() < stop_time:
+        start_time = clock(device)
         a @ b.mT
-        best = max(best, 2 * n**3 / (clock(device) - begin))
-    return best
+        best_rate = max(best_rate, 2 * n**3 / (clock(device) - start_time))
+    return best_rate

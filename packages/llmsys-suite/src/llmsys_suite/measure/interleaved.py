@@ -42,13 +42,13 @@ def time_interleaved(
     for contender in contenders.values():
         contender()
     synchronize(device)
-    begin_ns = time.time_ns()
+    start_ns = time.time_ns()
     for _ in range(rounds):
         for name, contender in contenders.items():
-            begin = now(device)
+            start_time = now(device)
             contender()
-            seconds[name].append(now(device) - begin)
-    return Interleaved(seconds, (time.time_ns() - begin_ns) / 1e9)
+            seconds[name].append(now(device) - start_time)
+    return Interleaved(seconds, (time.time_ns() - start_ns) / 1e9)
 
 
 def now(device: torch.device) -> float:

@@ -38,7 +38,7 @@ def clocks(world: int) -> dict[str, float]:
     return {"process_s": time.process_time(), "machine_s": ticks / os.sysconf("SC_CLK_TCK")}
 
 
-def shares(samples: list[Sample]) -> dict[int, float]:
+def foreign_cpu_fractions(samples: list[Sample]) -> dict[int, float]:
     """Return, for each step but the first, the fraction of CPU time that other programs used.
 
     The CPU time is the busy time of all cores since the previous step of the same variant.
@@ -49,9 +49,9 @@ def shares(samples: list[Sample]) -> dict[int, float]:
         if "machine_s" in s:
             ends[s["step"]][s["rank"]] = s
     fractions = {}
-    for (_, begin), (step, end) in pairwise(sorted(ends.items())):
-        ours = sum(s["process_s"] - begin[rank]["process_s"] for rank, s in end.items())
-        machine = _machine(end) - _machine(begin)
+    for (_, before), (step, after) in pairwise(sorted(ends.items())):
+        ours = sum(s["process_s"] - before[rank]["process_s"] for rank, s in after.items())
+        machine = _machine(after) - _machine(before)
         fractions[step] = 1 - ours / machine if machine > 0 else 0.0
     return fractions
 
@@ -59,7 +59,7 @@ def shares(samples: list[Sample]) -> dict[int, float]:
 def disturbed_rounds(steps: Iterable[Sample], fractions: Mapping[int, float]) -> set[int]:
     """Return the indices of the steps that other programs disturbed on any rank.
 
-    `fractions` are the results of `shares`. Without one, the wait for a core decides alone.
+    `fractions` are those of `foreign_cpu_fractions`. Without one, only the wait for a core counts.
     """
     return {
         s["step"]

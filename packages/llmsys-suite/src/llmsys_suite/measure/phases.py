@@ -36,11 +36,11 @@ class Recorder:
         self._labels = {"stage": stage, "variant": variant, "step": step, "warmup": warmup}
         extra: Sample = {}
         try:
-            begin = now(self.device)
+            start_time = now(self.device)
             yield extra
-            self._keep(WHOLE_STEP, now(self.device) - begin, extra)
-            for name, begin_event, end_event in self._events:
-                self._keep(name, begin_event.elapsed_time(end_event) / 1e3, {})
+            self._keep(WHOLE_STEP, now(self.device) - start_time, extra)
+            for name, start_event, stop_event in self._events:
+                self._keep(name, start_event.elapsed_time(stop_event) / 1e3, {})
         finally:
             self._labels = {}
             self._events.clear()
@@ -53,15 +53,15 @@ class Recorder:
                 yield
                 return
             if self.device.type == "cuda":
-                begin_event, end_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                begin_event.record()
+                start_event, stop_event = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                start_event.record()
                 yield
-                end_event.record()
-                self._events.append((name, begin_event, end_event))
+                stop_event.record()
+                self._events.append((name, start_event, stop_event))
                 return
-            begin = time.perf_counter()
+            start_time = time.perf_counter()
             yield
-            self._keep(name, time.perf_counter() - begin, {})
+            self._keep(name, time.perf_counter() - start_time, {})
 
     def take(self) -> list[Sample]:
         """Return the samples since the last call, and discard them here."""

@@ -81,10 +81,10 @@ class Run:
             torch.set_float32_matmul_precision(precision)
 
     def batch(
-        self, step: int, *, rows: int | None = None, shared: bool = False
+        self, step: int, *, rows: int | None = None, split: bool = False
     ) -> tuple[Tensor, Tensor]:
-        """Return tokens and targets of a step: all rows, or only this rank's if `shared`."""
-        rank, world = (self.rank, self.world) if shared else (0, 1)
+        """Return tokens and targets of a step: all rows, or only this rank's if `split`."""
+        rank, world = (self.rank, self.world) if split else (0, 1)
         pair = self.corpus.batch(
             rows=rows or self.config.rows,
             context=self.config.context,

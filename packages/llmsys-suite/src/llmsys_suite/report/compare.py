@@ -139,7 +139,9 @@ def round_ratios(samples: list[Sample]) -> Ratios:
         if s["stage"] == "train" and s["phase"] == WHOLE_STEP and not s["warmup"]:
             steps[s["variant"]][s["step"]][s["rank"]] = s
     # Consecutive steps of the peer are one round apart, so they delimit the CPU time of one round.
-    fractions = others.shares([s for ranks in steps[PEER].values() for s in ranks.values()])
+    fractions = others.foreign_cpu_fractions(
+        [s for ranks in steps[PEER].values() for s in ranks.values()]
+    )
     ratios_by_variant = {}
     for name, rounds in steps.items():
         if name == PEER:
@@ -165,9 +167,10 @@ def _compare(
     among: int,
     random: np.random.Generator,
 ) -> Comparison:
-    rounds = min(len(logs) for logs, _ in (before, after))
-    disturbed = max(count for _, count in (before, after))
-    if rounds < 2:
+    pairs = [(len(logs), count) for logs, count in (before, after)]
+    # The run with too few rounds decides, or the run with fewer.
+    rounds, disturbed = min(pairs, key=lambda pair: (has_enough_rounds(*pair), pair))
+    if min(pairs)[0] < 2:
         return Comparison(name, math.nan, 0.0, math.inf, rounds, disturbed, margin)
     old_mean, new_mean = (float(_trimmed_mean(logs)) for logs, _ in (before, after))
     log_ratio = new_mean - old_mean
@@ -200,7 +203,8 @@ def _error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
     clipped = logs.clip(*np.quantile(logs, [0.25, 0.75]))
     clipped = clipped - clipped.mean()
     correlation = float(clipped[1:] @ clipped[:-1] / max(clipped @ clipped, 1e-300))
-    # The estimate from a short series is too low, with an uncertainty of 1 / sqrt(n).
+    # The estimate from n rounds is too low by about (1 + 4 r) / n and has a standard error of about
+    # 1 / sqrt(n). Half of the standard error is added, to be careful.
     correlation += (1 + 4 * max(correlation, 0.0)) / n + 0.5 / math.sqrt(n)
     correlation = min(max(correlation, 0.0), 0.9)
     effective = n * (1 - correlation) / (1 + correlation)

@@ -7,15 +7,15 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from llmsys_suite import results as of
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.report import plots
 from llmsys_suite.report.sections import Section, sections
 from llmsys_suite.report.sentences import fastest
-from llmsys_suite.report.tables import Row
+from llmsys_suite.report.tables import Results, Row
 from llmsys_suite.report.unaudited import OF_THE_RUN, unaudited
+from llmsys_suite.results import Audit, Learn, Plan, Train
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
@@ -57,7 +57,7 @@ def run(run: Run) -> None:
 def write_report(folder: RunFolder) -> str:
     """Write report.md and report.html; return the text of report.md.
 
-    The manifest of a complete run is renewed.
+    The manifest of a complete run is also rewritten.
     """
     stage_sections = list(sections(folder))
     head = [f"# {title(folder)}", "", *opening(folder), "", OF_THE_RUN, ""]
@@ -78,7 +78,7 @@ def headline(path: Path) -> str:
 def title(folder: RunFolder) -> str:
     """Return the title, which names the trained model and its text."""
     plan = folder.results.get("plan")
-    size = f"{plan.parameters:,} parameters" if isinstance(plan, of.Plan) else folder.config.size
+    size = f"{plan.parameters:,} parameters" if isinstance(plan, Plan) else folder.config.size
     text = folder.read_json("env.json").get("text_source", "text")
     return f"A decoder of {size}, trained on {text}"
 
@@ -91,7 +91,7 @@ def opening(folder: RunFolder) -> Iterator[str]:
     if lacks := {"gpus", "processor", "cores", "torch", "python", "date", "load_average"} - {*env}:
         raise UsageError(f"{folder.path / 'env.json'} is not what a run writes: no {min(lacks)}")
     where = ", ".join(env["gpus"]) or f"{env['processor']}, {env['cores']} cores"
-    ranks = f"{config.world} rank{'s' * (config.world > 1)}"
+    ranks = "1 rank" if config.world == 1 else f"{config.world} ranks"
     yield (
         f"{where}; {ranks} on {config.backend}; torch {env['torch']}, Python "
         f"{env['python']}; {env['date']}; load {env['load_average']} at the start."
@@ -102,14 +102,14 @@ def opening(folder: RunFolder) -> Iterator[str]:
     missing = [s for s in config.stages if s not in results and s != "report"]
     if missing and not folder.complete:
         yield f"FAILED to end: this run was cut off before the end of {', '.join(missing)}."
-    if isinstance(audit := results.get("audit"), of.Audit):
+    if isinstance(audit := results.get("audit"), Audit):
         yield f"audit: {audit.checks - len(audit.red)}/{audit.checks} passed"
         yield from (f"FAILED {name}" for name in audit.red)
-    if isinstance(train := results.get("train"), of.Train):
+    if isinstance(train := results.get("train"), Train):
         losses = train.losses[SINGLE]
         yield f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} in one process's {_steps(len(losses))}"
         yield fastest(folder) or "Only one variant was trained."
-    if isinstance(learn := results.get("learn"), of.Learn):
+    if isinstance(learn := results.get("learn"), Learn):
         steps, loss = learn.heldout[-1]
         taken = f"{_steps(steps)} of {learn.variant}"
         if begun_at := learn.begun_at:
@@ -119,7 +119,7 @@ def opening(folder: RunFolder) -> Iterator[str]:
 
 
 def _steps(count: int) -> str:
-    return f"{count} step{'s' * (count > 1)}"
+    return "1 step" if count == 1 else f"{count} steps"
 
 
 def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
@@ -127,11 +127,10 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
     results, heading = folder.results, html.escape(title(folder))
     lines = list(opening(folder))
     first = "".join(
-        f'<p class="{"bad" if line.startswith("FAILED") else _mood(line)}">{html.escape(line)}</p>'
-        for line in lines[1:]
+        f'<p class="{_css_class(line, results)}">{html.escape(line)}</p>' for line in lines[1:]
     )
     curve = samples = ""
-    if isinstance(learn := results.get("learn"), of.Learn):
+    if isinstance(learn := results.get("learn"), Learn):
         curve = f"<figure>{plots.learning(learn, folder.config.loss_unit)}</figure>"
         samples = (
             "<figure><figcaption>written after training, from held-out text</figcaption><pre>"
@@ -158,8 +157,14 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
     )
 
 
-def _mood(line: str) -> str:
-    return "good finding" if line.startswith("audit") else ""
+def _css_class(line: str, results: Results) -> str:
+    """Return the class of a line of `opening`: a failure, an audit without one, or neither."""
+    if line.startswith("FAILED"):
+        return "bad"
+    audit = results.get("audit")
+    if line.startswith("audit:") and isinstance(audit, Audit):
+        return "good finding" if audit.passed else "bad finding"
+    return ""
 
 
 def _section(section: Section) -> str:

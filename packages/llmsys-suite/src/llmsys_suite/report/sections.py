@@ -8,11 +8,24 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from llmsys_suite import results as of
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.report import plots
 from llmsys_suite.report.sentences import fastest, interleaved_against
 from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, evidence_of, pick, planned
+from llmsys_suite.results import (
+    Attention,
+    Audit,
+    Compress,
+    Inspect,
+    Learn,
+    Links,
+    Memory,
+    Parallel,
+    Plan,
+    Scale,
+    Skipped,
+    Train,
+)
 
 
 @dataclass(frozen=True)
@@ -30,13 +43,13 @@ def sections(folder: RunFolder) -> Iterator[Section]:
     """Yield the sections of the finished stages, in the order in which they ran."""
     results = folder.results
     for stage, result in results.items():
-        if isinstance(result, of.Skipped):
+        if isinstance(result, Skipped):
             yield Section(stage, f"Skipped: {result.skipped}.")
         else:
             yield MAKERS[stage](result, results, folder)
 
 
-def _plan(plan: of.Plan, results: Results, folder: RunFolder) -> Section:
+def _plan(plan: Plan, results: Results, folder: RunFolder) -> Section:
     rows = planned(results, evidence_of(folder))
     worst = max(rows, key=lambda row: abs(math.log(row["ratio"])))
     finding = (
@@ -50,7 +63,7 @@ def _plan(plan: of.Plan, results: Results, folder: RunFolder) -> Section:
     return Section("plan", finding, rows, folded=[(memory, parts), ("derivation", plan.derivation)])
 
 
-def _links(links: of.Links, *_: Any) -> Section:
+def _links(links: Links, *_: Any) -> Section:
     rows = [row for row in links.rows if row["case"] == "all_reduce"]
     largest = max(row["size_bytes"] for row in rows)
     best = max((r for r in rows if r["size_bytes"] == largest), key=lambda r: r["busbw_gbps"])
@@ -64,7 +77,7 @@ def _links(links: of.Links, *_: Any) -> Section:
     return Section("links", finding, top, folded=[("all sizes", shown)])
 
 
-def _attention(attention: of.Attention, *_: Any) -> Section:
+def _attention(attention: Attention, *_: Any) -> Section:
     rows = attention.rows
     ours = min((r for r in rows if r["kernel"] != "SDPA"), key=lambda r: r["forward_backward_ms"])
     shown = pick(rows, COLUMNS["attention"])
@@ -76,7 +89,7 @@ def _attention(attention: of.Attention, *_: Any) -> Section:
     )
 
 
-def _train(train: of.Train, _: Results, folder: RunFolder) -> Section:
+def _train(train: Train, _: Results, folder: RunFolder) -> Section:
     shown = pick(train.rows, COLUMNS["train"])
     folded = [("tensors that a rank stores after the training, MiB", _stored(train))]
     received = [row for row in train.rows if "wire_bytes" in row]
@@ -86,7 +99,7 @@ def _train(train: of.Train, _: Results, folder: RunFolder) -> Section:
     return Section("train", fastest(folder), shown, plots.phases(train.rows), folded)
 
 
-def _stored(train: of.Train) -> list[Row]:
+def _stored(train: Train) -> list[Row]:
     """Return the maximum over ranks of the stored bytes, by variant."""
     return [
         {"variant": name}
@@ -95,7 +108,7 @@ def _stored(train: of.Train) -> list[Row]:
     ]
 
 
-def _learn(learn: of.Learn, _: Results, folder: RunFolder) -> Section:
+def _learn(learn: Learn, _: Results, folder: RunFolder) -> Section:
     first, (steps, last) = learn.heldout[0][1], learn.heldout[-1]
     unit = folder.config.loss_unit
     # The steps before a checkpoint may have used another variant and another number of ranks.
@@ -113,7 +126,7 @@ def _learn(learn: of.Learn, _: Results, folder: RunFolder) -> Section:
     return Section("learn", finding, shown)
 
 
-def _parallel(parallel: of.Parallel, *_: Any) -> Section:
+def _parallel(parallel: Parallel, *_: Any) -> Section:
     rows = parallel.rows
     best, *others = sorted(rows, key=lambda row: row["iteration_ms"])
     finding = f"{best['split']} takes {best['iteration_ms']:.3g} ms per iteration"
@@ -125,7 +138,7 @@ def _parallel(parallel: of.Parallel, *_: Any) -> Section:
     return Section("parallel", finding, pick(rows, COLUMNS["parallel"]))
 
 
-def _memory(memory: of.Memory, _: Results, folder: RunFolder) -> Section:
+def _memory(memory: Memory, _: Results, folder: RunFolder) -> Section:
     top = memory.peaks[-1]
     finding = (
         f"Training {folder.config.size} on {memory.rows} x {top['context']} tokens peaks at "
@@ -138,7 +151,7 @@ def _memory(memory: of.Memory, _: Results, folder: RunFolder) -> Section:
     return Section("memory", finding, shown, picture, folded)
 
 
-def _scale(scale: of.Scale, *_: Any) -> Section:
+def _scale(scale: Scale, *_: Any) -> Section:
     at, finding = scale.extrapolated, f"No law: {'; '.join(scale.warnings)}."
     if at:
         apart = at["high"] / at["low"] if at["low"] else math.inf
@@ -158,7 +171,7 @@ def _scale(scale: of.Scale, *_: Any) -> Section:
     return Section("scale", finding, best, plots.isoflop(scale), folded)
 
 
-def _inspect(inspect: of.Inspect, *_: Any) -> Section:
+def _inspect(inspect: Inspect, *_: Any) -> Section:
     real = [head["kind"] for head in inspect.heads if not head["by_chance"]]
     kinds = f"heads for {', '.join(real)}" if real else "no head beyond chance"
     shown = pick(inspect.heads, COLUMNS["inspect"])
@@ -166,7 +179,7 @@ def _inspect(inspect: of.Inspect, *_: Any) -> Section:
     return Section("inspect", f"The trained model has {kinds}.", shown, "", lens)
 
 
-def _compress(compress: of.Compress, _: Results, folder: RunFolder) -> Section:
+def _compress(compress: Compress, _: Results, folder: RunFolder) -> Section:
     rows = compress.rows
     shown = pick(rows, COLUMNS["compress"])
     unit = folder.config.loss_unit
@@ -182,7 +195,7 @@ def _compress(compress: of.Compress, _: Results, folder: RunFolder) -> Section:
     return Section("compress", finding, shown)
 
 
-def _audit(_: of.Audit, __: Results, folder: RunFolder) -> Section:
+def _audit(_: Audit, __: Results, folder: RunFolder) -> Section:
     checks = folder.read_json("checks.json")
     failed = pick([check for check in checks if not check["passed"]], COLUMNS["audit"])
     finding = f"{len(checks) - len(failed)} of {len(checks)} checks passed."

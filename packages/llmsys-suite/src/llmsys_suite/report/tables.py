@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llmsys_suite import results as of
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import PEER
+from llmsys_suite.results import Audit, Train
 
 MIB = 2**20
 Row = dict[str, Any]
@@ -47,7 +47,7 @@ def pick(rows: Sequence[Row], columns: dict[str, str]) -> list[Row]:
 
 def evidence_of(folder: RunFolder) -> Row:
     """Return the evidence of the audit, or {} without an audit."""
-    there = isinstance(folder.results.get("audit"), of.Audit)
+    there = isinstance(folder.results.get("audit"), Audit)
     evidence: Row = folder.read_json("evidence.json") if there else {}
     return evidence
 
@@ -56,7 +56,7 @@ def planned(results: Results, evidence: Row) -> list[Row]:
     """Return rows of predicted and measured values and their ratio, where both exist."""
     plan = results["plan"]
     train = results.get("train")
-    rows = train.rows if isinstance(train, of.Train) else []
+    rows = train.rows if isinstance(train, Train) else []
     received = [row["wire_bytes"] for row in rows if row["variant"] == PEER and "wire_bytes" in row]
     counts = evidence.get("model_counts", {})
     pairs = [

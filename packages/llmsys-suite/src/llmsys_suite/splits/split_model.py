@@ -125,7 +125,7 @@ class SplitModel(Variant):
                 local /= self.replicas.size()
 
     def clip(self, max_norm: float) -> None:
-        """Scale the gradient to at most `max_norm`, the norm over all parts of the model."""
+        """Scale the gradients so that their norm over the whole model is at most `max_norm`."""
         square = torch.zeros((), device=self.device)
         for parameter in self.model.parameters():
             assert parameter.grad is not None

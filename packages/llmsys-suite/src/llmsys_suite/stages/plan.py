@@ -53,7 +53,9 @@ def predict(config: RunConfig) -> Prediction:
     static = 16 * int(parameters.total)
     transient = max(0, int(memory.total) - static)
     ranks_here = config.world if config.device == "cpu" else 1
-    single_bytes = ranks_here * PROCESS_BYTES * (config.device == "cpu") + static + transient
+    single_bytes = static + transient
+    if config.device == "cpu":
+        single_bytes += ranks_here * PROCESS_BYTES
     all_together = single_bytes + (len(VARIANT_NAMES) - 1) * static * ranks_here
     return Prediction(
         parameters=int(parameters.total),

@@ -69,7 +69,7 @@ def _train(run: Run, trained: dict[str, Variant]) -> None:
             # before this rank starts the step, or to its server after it, belong to the step too.
             received = counter(run)
             run.barrier()
-            batch = run.batch(step, shared=not variant.alone)
+            batch = run.batch(step, split=not variant.alone)
             sample = timed_step(run, name, variant, step, batch) if takes_part else {}
             run.barrier()
             if received:

@@ -94,7 +94,7 @@ class Case:
         # When checkpointing recomputes a block, torch stops before the last matmul, because
         # backward does not need its output.
         unread = 2 * self.tokens * model.d_ff * model.d_model * model.num_layers
-        return int(total) - unread * self.checkpoint
+        return int(total) - (unread if self.checkpoint else 0)
 
     def labels(self) -> dict[str, Any]:
         """Return the columns that identify the case in a table."""

@@ -108,8 +108,8 @@ def _short(value: float, digits: int) -> str:
 
 
 def _name(row: Row) -> str:
-    ways = [key for key in ("compile", "checkpoint") if row[key]]
-    return ", ".join([row["size"], f"{row['rows']} x {row['context']}", row["dtype"], *ways])
+    enabled = [key for key in ("compile", "checkpoint") if row[key]]
+    return ", ".join([row["size"], f"{row['rows']} x {row['context']}", row["dtype"], *enabled])
 
 
 def _line(cells: Sequence[str]) -> str:

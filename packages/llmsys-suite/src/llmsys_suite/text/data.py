@@ -41,7 +41,7 @@ CHUNK_BYTES = 2**24
 class Text:
     """The training bytes and the held-out bytes. The last tenth of the text is held out.
 
-    Both are `bytes`, or views of a file that is mapped into memory.
+    Both are bytes in memory, or views of a file that is mapped into memory.
     """
 
     train: bytes | memoryview
@@ -116,8 +116,9 @@ class Corpus:
 
 
 def read_text(path: Path | None = None) -> Text:
-    """Return the bytes of a file, of all files below a folder, or of the standard library (None).
+    """Return the bytes of a file, of all files below a folder, or, for None, of Python's modules.
 
+    The modules are the files `*.py` at the top level of the standard library, without packages.
     Raises UsageError if there is no text, if a file cannot be read, or if the files of a folder
     exceed `LARGEST_FOLDER`.
     """
@@ -197,14 +198,15 @@ def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
     """
     import torch
 
-    rows = (part.to(torch.int32).cpu().numpy().tobytes() for part in (*tokens, *targets))
-    parts = list(rows)
-    pairs = zip(parts[: len(tokens)], parts[len(tokens) :], strict=True)
-    return [hashlib.sha256(x + b"\0" + y).hexdigest()[:12] for x, y in pairs]
+    digests = []
+    for row in zip(tokens, targets, strict=True):
+        x, y = (part.to(torch.int32).cpu().numpy().tobytes() for part in row)
+        digests.append(hashlib.sha256(x + b"\0" + y).hexdigest()[:12])
+    return digests
 
 
 def _release(mapped: mmap.mmap | None) -> None:
-    """Release the pages of a mapped file, which the kernel reads again when they are needed.
+    """Release the pages of a mapped file; the kernel reads them again when they are needed.
 
     Otherwise the pages count as memory of the process, up to two MiB per window that was read.
     """

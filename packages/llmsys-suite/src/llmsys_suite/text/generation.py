@@ -9,7 +9,7 @@ import torch
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.text.tokens import ByteCodec, PairCodec
+from llmsys_suite.text.tokens import ByteCodec, TokenizerCodec
 
 MODEL = "model.safetensors"
 
@@ -35,7 +35,7 @@ def generate_text(
     *,
     temperature: float = 0.7,
     seed: int = 0,
-    codec: ByteCodec | PairCodec | None = None,
+    codec: ByteCodec | TokenizerCodec | None = None,
 ) -> str:
     """Return the text of `max_bytes` tokens that the model generates after `prompt`.
 

@@ -54,7 +54,7 @@ class ByteCodec:
         return "".join(c if c.isprintable() or c in "\t\n" else "·" for c in text)
 
 
-class PairCodec:
+class TokenizerCodec:
     """Codec of a tokenizer file of the package `tokenizers`."""
 
     def __init__(self, path: Path) -> None:
@@ -87,9 +87,9 @@ class PairCodec:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
-def codec_of(config: RunConfig, folder: Path) -> ByteCodec | PairCodec:
+def codec_of(config: RunConfig, folder: Path) -> ByteCodec | TokenizerCodec:
     """Return the run's codec: bytes, or the tokenizer that is stored in its folder."""
-    return ByteCodec() if config.tokenizer == BYTES else PairCodec(folder / TOKENIZER)
+    return ByteCodec() if config.tokenizer == BYTES else TokenizerCodec(folder / TOKENIZER)
 
 
 def require_tokenizer(config: RunConfig) -> None:
@@ -101,7 +101,7 @@ def require_tokenizer(config: RunConfig) -> None:
         return
     if importlib.util.find_spec("tokenizers") is None:
         raise UsageError(f"--tokenizer {config.tokenizer} needs `pip install tokenizers`")
-    if config.tokenizer != "bpe" and (size := PairCodec(Path(config.tokenizer)).size) > (
+    if config.tokenizer != "bpe" and (size := TokenizerCodec(Path(config.tokenizer)).size) > (
         config.vocabulary
     ):
         raise UsageError(
@@ -128,7 +128,7 @@ def write_tokens(config: RunConfig, folder: Path) -> None:
         content = json.loads(Path(config.tokenizer).read_text(encoding="utf-8"))
         content |= dict.fromkeys(("post_processor", "truncation", "padding"))
         (folder / TOKENIZER).write_text(json.dumps(content), encoding="utf-8")
-    codec = PairCodec(folder / TOKENIZER)
+    codec = TokenizerCodec(folder / TOKENIZER)
     for name, part in ((TRAIN, text.train), (HELDOUT, text.heldout)):
         count = 0
         with (folder / name).open("wb") as file:
@@ -158,6 +158,8 @@ def load(folder: Path) -> Corpus:
 
 def batches_of_lines(part: bytes | memoryview) -> Iterator[list[bytes]]:
     """Yield the lines of a text with their newlines, one list per chunk of `CHUNK_BYTES`.
+
+    The last list has the bytes after the last newline.
 
     Raises:
         UsageError: a line is longer than a chunk and does not end in the chunk after its start.

@@ -85,9 +85,9 @@ def insert_adapters(
 ) -> nn.Module:
     """Freeze `model` and replace each of `children` by the adapter that `make` returns.
 
-    `parameters` are the adapters of single parameters, by module and parameter. All adapters are
-    created before the first is installed. A layer that the model contains twice has one adapter in
-    both positions, because its weight is merged once.
+    `parameters` maps (module name, parameter name) to the adapter of a single parameter. All
+    adapters are created before the first is installed. A layer that the model contains twice has
+    one adapter in both positions, because its weight is merged once.
     """
     check_supported(model)
     children = list(children)
@@ -100,8 +100,8 @@ def insert_adapters(
     try:
         replacements: dict[nn.Module, nn.Module] = {child: make(child) for child in children}
     except Exception:
-        for parameter, was in trained.items():
-            parameter.requires_grad_(was)
+        for parameter, requires_grad in trained.items():
+            parameter.requires_grad_(requires_grad)
         raise
     for parameter in trained:
         parameter.requires_grad_(False)
@@ -110,10 +110,10 @@ def insert_adapters(
 
 
 def _check_ties(model: nn.Module, adapted: Collection[Tensor | None]) -> None:
-    """Raise `ValueError` if `from_pretrained` would tie adapted weights again after a merge.
+    """Raise `ValueError` for adapted weights that `from_pretrained` may tie again after a merge.
 
-    A configuration unties all of its tied weights or none of them, and some models, such as T5, tie
-    weights that no configuration unties.
+    A configuration can untie the input embedding and the head. It unties all of its tied weights or
+    none of them. Some models, such as T5, and code of users tie other weights as well.
     """
     for module in model.modules():
         if not hasattr(module, "save_pretrained"):
@@ -124,12 +124,18 @@ def _check_ties(model: nn.Module, adapted: Collection[Tensor | None]) -> None:
         for weight, tied in names.items():
             if weight not in adapted or len(tied) == 1:
                 continue
-            if len(tied) > 2 or not tying_configs(module):
+            if len(tied) > 2 or not tying_configs(module) or not _is_head(module, weight):
                 raise ValueError(
                     f"expected adapters of weights that a configuration can untie, got one of the "
                     f"weight that {tied} share; exclude the layers with protect, or copy the "
                     "weight into each layer first"
                 )
+
+
+def _is_head(model: Any, weight: Tensor) -> bool:
+    """Return True if a transformers model has `weight` as its input embedding and as its head."""
+    layers = model.get_input_embeddings(), model.get_output_embeddings()
+    return all(getattr(layer, "weight", None) is weight for layer in layers)
 
 
 def tying_configs(model: nn.Module) -> list[Any]:

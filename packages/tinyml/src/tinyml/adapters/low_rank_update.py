@@ -14,7 +14,7 @@ from tinyml.validation import check_finite, check_strided
 class LowRankUpdate:
     """A base class of modules with the factors `lora_A` and `lora_B` and their scaling alpha / r.
 
-    A state dict contains the scaling, because the saved factors belong to it.
+    A state dict contains the scaling, because the factors determine the update only with it.
     """
 
     rank: int

@@ -22,7 +22,7 @@ from tinyml.conversion import check_hooks, replace_modules
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Merge every adapter of `model` in place, so that the model does not compute updates.
+    """Merge every adapter of `model` in place, so that forward passes add no low-rank updates.
 
     Raise an error, and merge no adapter, if one of them cannot be merged or is already merged.
     """

@@ -55,11 +55,18 @@ class ParameterLoRA(LowRankUpdate, nn.Module):
     def compute_once(self, owner: nn.Module, _: Any) -> None:
         """Compute the updated weight before `owner` runs, which may read it once per expert."""
         weight = cast(Any, owner).parametrizations[self._name_in(owner)].original
+        self.discard()
         self._updated = self.forward(weight)
 
     def discard(self, *_: Any) -> None:
-        """Discard the updated weight after the owner has run."""
+        """Discard the updated weight after the owner has run.
+
+        torch does not call this hook if an interrupt ends the owner's forward pass.
+        """
         self._updated = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_updated": None}  # a copy computes the updated weight again
 
     def _name_in(self, owner: nn.Module) -> str:
         parametrizations = cast(Any, owner).parametrizations
@@ -119,7 +126,8 @@ def parameter_adapters(model: nn.Module) -> dict[str, ParameterLoRA]:
 @torch.no_grad()
 def check_updated_parameters(model: nn.Module) -> None:
     """Raise `ValueError` if an adapted parameter with its update contains NaN or infinity."""
-    for name in parameter_adapters(model):
+    for name, adapter in parameter_adapters(model).items():
+        adapter.discard()
         module, _, key = name.rpartition(".")
         check_finite(f"{name} with its update", getattr(model.get_submodule(module), key))
 

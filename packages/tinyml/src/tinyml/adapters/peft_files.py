@@ -38,7 +38,7 @@ from tinyml.validation import check_finite, first_names
 
 _PREFIX = "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-#: Options of peft that change the function of an adapter, and their values without such a change.
+#: Options of peft that change the function of an adapter, and the values that do not change it.
 _REFUSED = {
     "use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
     "trainable_token_indices": None, "layer_replication": None,
@@ -59,13 +59,13 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
         )
     single = parameter_adapters(model)
     everything: dict[str, LoRA | ParameterLoRA] = {**adapters, **single}
-    paths = {name: path for path, name in _paths_in_file(list(single)).items()}
+    path_of = {name: path for path, name in _names_by_path(list(single)).items()}
     tensors: dict[str, Tensor] = {}
     for name, adapter in everything.items():
         is_embedding = isinstance(adapter, LoRA) and isinstance(adapter.base, nn.Embedding)
         for key, parameter in (("A", adapter.lora_A), ("B", adapter.lora_B)):
             factor = f"lora_embedding_{key}" if is_embedding else f"lora_{key}.weight"
-            path = f"{_PREFIX}{paths.get(name, name)}.{factor}"
+            path = f"{_PREFIX}{path_of.get(name, name)}.{factor}"
             tensors[path] = parameter.detach().cpu().contiguous()
     first = next(iter(everything.values()))
     alphas = {name: adapter.scaling * adapter.rank for name, adapter in everything.items()}
@@ -99,39 +99,49 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     """Add the adapters in `folder` to `model`, in place; return the model.
 
     The base is frozen. Raise `ValueError` if `model` has adapters, or if those in the folder do not
-    fit or use unsupported options of peft. An error leaves the model unchanged.
+    fit or use unsupported options of peft. Raise `TypeError` if one of them belongs to a layer that
+    cannot have an adapter, such as a convolution. An error leaves the model unchanged.
     """
     folder = Path(folder)
     config = json.loads((folder / _CONFIG).read_text())
     if config.get("peft_type") != "LORA":
         raise ValueError(f"expected peft_type 'LORA' in {folder}, got {config.get('peft_type')!r}")
-    for key, plain in _REFUSED.items():
-        if (config.get(key) or plain) != plain:
+    for key, usual in _REFUSED.items():
+        if (config.get(key) or usual) != usual:
             raise ValueError(
-                f"expected {key}={plain!r} in {folder}, got {config[key]!r}, which these adapters "
+                f"expected {key}={usual!r} in {folder}, got {config[key]!r}, which these adapters "
                 "cannot express; merge with peft (merge_and_unload) and load the merged model"
             )
-    if (start := config.get("init_lora_weights", True)) not in _LEAVE_THE_BASE:
+    if (method := config.get("init_lora_weights", True)) not in _LEAVE_THE_BASE:
         raise ValueError(
-            f"{folder} has init_lora_weights={start!r}, which changes the base; let peft write it "
+            f"{folder} has init_lora_weights={method!r}, which changes the base; let peft write it "
             "as a plain adapter (path_initial_model_for_weight_conversion)"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
     pairs = _factors(folder, modules)
     require_no_adapters(model)
     targeted = matching_parameters(model, config.get("target_parameters") or ())
-    paths = _paths_in_file([f"{module}.{key}" for module, key in targeted])
-    if unknown := sorted(pairs.keys() - modules.keys() - paths.keys()):
+    names = _names_by_path([f"{module}.{key}" for module, key in targeted])
+    if unknown := sorted(pairs.keys() - modules.keys() - names.keys()):
         raise ValueError(
             f"expected adapters of this model, got names of another model: {first_names(unknown)}"
         )
     single = {}
-    for path, name in paths.items():
+    for path, name in names.items():
         module, _, key = name.rpartition(".")
         rank, alpha = _rank_and_alpha(name, config)
         single[module, key] = new_adapter(model, module, key, rank, alpha)
         _copy_factors(name, single[module, key], pairs.pop(path, {}))
-    named = {modules[name]: name for name in pairs}
+    named: dict[nn.Module, str] = {}
+    for name in pairs:
+        other = named.setdefault(modules[name], name)
+        if not _are_equal(pairs[other], pairs[name]) or (
+            _rank_and_alpha(other, config) != _rank_and_alpha(name, config)
+        ):
+            raise ValueError(
+                f"expected equal adapters of {other} and {name}, which are one layer of the model, "
+                "got different ones; copy the layer first"
+            )
 
     def make(base: nn.Module) -> LoRA:
         name = named[base]
@@ -143,7 +153,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     return insert_adapters(model, named, make, single)
 
 
-def _paths_in_file(names: Sequence[str]) -> dict[str, str]:
+def _names_by_path(names: Sequence[str]) -> dict[str, str]:
     """Return the name of each adapted parameter by its path in the file.
 
     peft wraps the module once per parameter, in the order of registration. The last wrapper is the
@@ -186,6 +196,11 @@ def _factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict[str,
     return pairs
 
 
+def _are_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    """Return True if two adapters have the same factors."""
+    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
+
+
 def _rank_and_alpha(name: str, config: dict[str, Any]) -> tuple[int, float]:
     """Return the rank and the alpha of an adapter, so that alpha / rank is its scaling."""
     rank: int = _of_pattern(name, config.get("rank_pattern"), config["r"])
@@ -209,13 +224,14 @@ def _copy_factors(name: str, adapter: LoRA | ParameterLoRA, pair: dict[str, Tens
 
 
 def _pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
-    """Return a pattern, from which `_of_pattern` returns the values that are not `usual`.
+    """Return a pattern from which `_of_pattern` returns every value that is not `usual`.
 
-    A name may also match as the end of a longer name, so longer names come first.
+    A name may also match as the end of a longer name, so longer names come first. The keys are
+    regular expressions, in which an unescaped dot would match any character.
     """
-    unusual = [name for name, value in values.items() if value != usual]
-    named = {name for name in values if _of_pattern(name, dict.fromkeys(unusual, True), False)}
-    return {name: values[name] for name in sorted(named, key=len, reverse=True)}
+    unusual = {re.escape(name): True for name, value in values.items() if value != usual}
+    named = [name for name in values if _of_pattern(name, unusual, False)]
+    return {re.escape(name): values[name] for name in sorted(named, key=len, reverse=True)}
 
 
 def _of_pattern(name: str, pattern: dict[str, Any] | None, otherwise: Any) -> Any:

@@ -7,8 +7,9 @@ A row is divided into blocks; each format stores a block in a fixed number of by
     Q4_K  256 weights: float16 d and m, 12 bytes of 6-bit scales s and minima t   w = d s q - m t
           of 8 groups of 32, 128 bytes of codes
 
-In 16 (or 32) bytes of 4-bit codes, the low halves are the first 16 (32) weights and the high halves
-the next ones. Dense weights are rounded as in llama.cpp's reference for Q8_0 and Q4_0.
+In each 16 bytes of 4-bit codes (32 for Q4_K), the low halves are the first 16 (32) weights and the
+high halves are the next ones. Dense weights are rounded as in llama.cpp's reference for Q8_0 and
+Q4_0.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ _DENSE = {
 }  # fmt: skip
 _ALIGNMENT = 32
 _LONGEST_NAME = 63
+_MOST_DIMENSIONS = 4
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -70,8 +72,8 @@ def save_gguf(
     Dense weights of `nn.Linear` layers are rounded. Weights that were quantized symmetrically to 8
     bits ("Q8_0") or 4 bits ("Q4_0") are stored exactly. Their groups must have a multiple of 32
     inputs, and their scales must be float16 numbers. Raise `ValueError` for linear weights that are
-    compressed otherwise, and for weights so large or small that the float16 scales of `kind` change
-    them.
+    compressed otherwise. Also raise it for weights so large or small that rounding the scales to
+    float16 changes them by more than half a step.
 
     All other tensors are stored dense and unchanged. These include the weights of layers that
     `protect` names, and of layers whose number of inputs is not a multiple of the block size.
@@ -142,6 +144,11 @@ def _entries(
             raise ValueError(
                 f"expected a separate name of at most {_LONGEST_NAME} bytes for each tensor, which "
                 f"llama.cpp reads, got {key!r}; pass shorter ones in names"
+            )
+        if tensor.dim() > _MOST_DIMENSIONS:
+            raise ValueError(
+                f"expected at most {_MOST_DIMENSIONS} dimensions, which llama.cpp reads, got "
+                f"{name} of shape {tuple(tensor.shape)}"
             )
         if memory in blocks:
             entries[key] = _BLOCKS[kind][0], tuple(tensor.shape), blocks[memory].tobytes()
@@ -215,6 +222,8 @@ def _large_blocks(name: str, rows: Numbers) -> Bytes:
     minima = np.rint(_over(-low, m_wide)).clip(0, 63).astype(np.uint8)
     shifted = rows + (m_wide * minima)[:, :, None]
     codes = np.rint(_over(shifted, (d_wide * scales)[:, :, None])).clip(0, 15).astype(np.uint8)
+    # The 12 bytes: scales 0 to 3 with the high 2 bits of scales 4 to 7, minima 0 to 3 with those of
+    # minima 4 to 7, and the low 4 bits of scales and minima 4 to 7.
     first = scales[:, :4] | scales[:, 4:] >> 4 << 6
     second = minima[:, :4] | minima[:, 4:] >> 4 << 6
     third = scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4

@@ -7,6 +7,7 @@ in the file, rounded to float16, is exactly `layer.weight`.
 from __future__ import annotations
 
 import copy
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from tinyml.adapters.insertion import tying_configs
 from tinyml.adapters.parameter_lora import parameter_adapters
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement
@@ -28,7 +30,8 @@ from tinyml.quantization.pack import pack
 def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, GridWeight]:
     """Return the quantized linear layers; raise `ValueError` if the formats cannot store them.
 
-    All of them must have the same number of bits, one of `widths`, and the same group size.
+    All of them must have the same number of bits, one of `widths`. They must also have the same
+    group size, or all have one scale per output.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
@@ -128,12 +131,17 @@ def write_folder(
     readers derive from the model's configuration.
     """
     tensors: dict[str, Tensor] = {}
-    seen: set[object] = set()
     storages: set[int] = set()
+    tied_keys = getattr(model, "_tied_weights_keys", None) or () if tying_configs(model) else ()
+    tied = [re.compile(key) for key in tied_keys]
+    seen: set[object] = set()
     for name, tensor in state_tensors(model).items():
         is_packed = name.partition(".parametrizations.")[0] in grids and ".parametriz" in name
-        if not is_packed and (memory := memory_of(tensor)) not in seen:
-            seen.add(memory)  # transformers ties weights by its configuration
+        memory = memory_of(tensor)
+        # transformers ties only the weights that the model lists, and only by its configuration.
+        is_tied = memory in seen and any(key.search(name) for key in tied)
+        seen.add(memory)
+        if not is_packed and not is_tied:
             tensors[name] = separate(tensor, storages)
     for name, grid in grids.items():
         for key, tensor in tensors_of(grid).items():

@@ -61,8 +61,9 @@ def save(model: nn.Module, path: str | Path) -> None:
     shapes: dict[str, list[int]] = {}
     formats: dict[str, list[int]] = {}
     storages: set[int] = set()
-    for name, tensor in state_tensors(model).items():
-        if name.endswith("_extra_state") and tensor.dtype == torch.int64:
+    state = state_tensors(model)
+    for name, tensor in state.items():
+        if _is_format(name, state):
             formats[name] = tensor.tolist()
         elif tensor.numel():
             first = names.setdefault(memory_of(tensor), name)
@@ -144,7 +145,8 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     state |= {name: state[first] for name, first in aliases.items()}
     formats = json.loads(metadata["formats"])
     for name, value in formats.items():
-        if value[-1] < 0:  # earlier versions stored -1 - zero_row after the shape of a palette
+        # Earlier versions stored -1 - zero_row after the shape of a palette.
+        if _is_format(name, state) and value[-1] < 0:
             zero_row = torch.tensor([-1 - value.pop()])
             state[f"{name.removesuffix('_extra_state')}zero_row"] = zero_row
         state[name] = torch.tensor(value, dtype=torch.int64, device="cpu")
@@ -167,9 +169,15 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     model = replace_modules(model, replacements)
     avoid_fused_operators(model)
     # Placeholders without elements are in the model but not in the file.
-    empty = {name: tensor for name, tensor in model.state_dict().items() if not tensor.numel()}
+    empty = {name: t for name, t in state_tensors(model).items() if not t.numel()}
     model.load_state_dict(state | empty)
     return model
+
+
+def _is_format(name: str, state: dict[str, Tensor]) -> bool:
+    """Return True for the extra state of a compressed weight, False for that of other modules."""
+    codes = name.removesuffix("_extra_state") + "codes"
+    return codes in state and codes.endswith((_COMPRESSED, _INT4))
 
 
 def _codes_of(layer: str, state: dict[str, Tensor]) -> str | None:
@@ -185,7 +193,7 @@ def _tie_as_stored(model: nn.Module, state: dict[str, Tensor], aliases: dict[str
     by_origin: dict[str, nn.Parameter] = {}
     used: set[nn.Parameter] = set()
     for owner, module in model.named_modules():
-        for key, parameter in list(module.named_parameters(recurse=False)):
+        for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{owner}.{key}".lstrip(".")
             stored = (_codes_of(owner, state) if key == "weight" else None) or name
             origin = aliases.get(stored, stored)

@@ -66,11 +66,7 @@ class _Walk:
             else:
                 raise ValueError(f"the model takes a second input, {node.name}; one is supported")
         elif node.op == "output":
-            outputs: list[fx.Node] = list(node.args[0])  # type: ignore[arg-type]
-            if len(outputs) != 1:
-                raise ValueError(f"the model returns {len(outputs)} values; one is supported")
-            if not isinstance(self._values[outputs[0]], Step):
-                raise ValueError("the output of the model does not depend on its input")
+            self._select_output(list(node.args[0]))  # type: ignore[arg-type]
         elif node.target is operator.getitem:
             # A step is the first result of its operator. The others, such as the indices of a
             # maximum, have no integer form.
@@ -80,6 +76,18 @@ class _Walk:
             self._values[node] = value if isinstance(value, Step) else value[node.args[1]]
         elif node.op == "call_function" and not node.name.startswith("_assert"):
             self._values[node] = self._call(node)
+
+    def _select_output(self, outputs: list[fx.Node]) -> None:
+        """Remove steps that the output does not need, such as those of an auxiliary head."""
+        if len(outputs) != 1:
+            raise ValueError(f"the model returns {len(outputs)} values; one is supported")
+        if not isinstance(output := self._values[outputs[0]], Step):
+            raise ValueError("the output of the model does not depend on its input")
+        needed = {output}
+        for step in reversed(self.steps):
+            if step in needed:
+                needed.update(step.sources)
+        self.steps = [step for step in self.steps if step in needed]
 
     def _call(self, node: fx.Node) -> Any:
         inputs = [n for n in node.all_input_nodes if isinstance(self._values[n], Step)]

@@ -49,7 +49,7 @@ def prune_channels(
     group stays. Layers that `protect` names, and all layers inside them, keep their sizes.
 
     With scope="global", `sparsity` is the fraction of all units. They are ranked by the square root
-    of their importance, divided by the mean of these roots in their group.
+    of their importance, divided by the mean of the nonzero roots in their group.
 
     `inputs` are a typical example for `model(*inputs)`. By default, a unit's importance is the sum
     of w^2 E[x^2] over the weights w that read it and their inputs x. The module
@@ -212,7 +212,7 @@ def _chosen_elements(
 def _select(
     model: nn.Module, name: str, axis: int, pieces: Sequence[tuple[int, int, Tensor]]
 ) -> None:
-    """Keep only the chosen elements of a tensor inside `pieces`, and all elements outside."""
+    """Keep the chosen elements of each piece of a tensor, and all elements between the pieces."""
     whole = parameter_of(model, name)
     end = 0
     parts: list[Tensor] = []
@@ -263,7 +263,7 @@ def _replace(layer: Any, key: str, tensor: Tensor) -> None:
     if isinstance(old, nn.Parameter):
         tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
     setattr(layer, key, tensor)
-    if hasattr(layer, "num_features"):
+    if getattr(layer, "num_features", None) == len(old):
         layer.num_features = len(tensor)
     if isinstance(layer, nn.GroupNorm):
         layer.num_groups = layer.num_groups * len(tensor) // layer.num_channels

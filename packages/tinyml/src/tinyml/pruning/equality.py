@@ -34,25 +34,28 @@ def check_equal(
     these values, because an attribute may also be an attention window. If the dense model does not
     run in float64 on the CPU, only `inputs` are compared.
     """
-    small, dense, inputs, exact = _in_double(small, dense, inputs)
+    small, dense, inputs, in_double = _in_double(small, dense, inputs)
     with evaluation_mode(small), evaluation_mode(dense):
         example = _call(inputs)
-        _compare(small, example, tensors_in(example(dense)), exact)
+        _compare(small, example, tensors_in(example(dense)), in_double)
         # Indices out of bounds are an error on a CPU, but make a GPU unusable for the process.
-        for calls in _variants(inputs, sizes) if exact else ():
+        for calls in _variants(inputs, sizes) if in_double else ():
             for call in calls:
                 try:
                     expected = tensors_in(call(dense))
                 except Exception:  # the model's own code may raise anything
                     continue
-                _compare(small, call, expected, exact)
+                _compare(small, call, expected, in_double)
                 break
 
 
 def _in_double(
     small: nn.Module, dense: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[nn.Module, nn.Module, tuple[Any, ...], bool]:
-    """Return float64 copies on the CPU and True, or the unchanged models and False."""
+    """Return float64 copies on the CPU and True.
+
+    Return the arguments and False if the dense model does not run in float64 on the CPU.
+    """
     try:
         other = copy.deepcopy(dense).to("cpu", torch.float64)
         moved = tree_map_only(Tensor, _to_double, inputs)
@@ -120,7 +123,7 @@ def _variants(inputs: tuple[Any, ...], sizes: Sequence[int]) -> Iterator[list[_C
 
 
 def _resized(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ...]]:
-    """Repeat or cut all tensors where they are as large as the first one along `dim`.
+    """Repeat or cut all tensors along the axes whose size is that of `dim` in the first tensor.
 
     The batch is the first dimension of a tensor. A length may be any of the other dimensions.
     Return two variants. In the first, the repetitions of the first tensor differ, because equal
@@ -151,13 +154,13 @@ def _resized(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ..
     return [tree_map_only(Tensor, function, inputs) for function in (resize_and_vary, resize)]
 
 
-def _compare(small: nn.Module, call: _Call, expected: list[Tensor], exact: bool) -> None:
+def _compare(small: nn.Module, call: _Call, expected: list[Tensor], in_double: bool) -> None:
     try:
         outputs = tensors_in(call(small))
     except Exception as error:  # the model's own code may raise anything
         raise _size_error(small, str(error)) from error
     is_close = len(outputs) == len(expected) and all(
-        map(_is_close, outputs, expected, [exact] * len(outputs))
+        map(_is_close, outputs, expected, [in_double] * len(outputs))
     )
     if not is_close:
         shape = tuple(expected[0].shape) if expected else ()
@@ -171,18 +174,18 @@ def _size_error(model: nn.Module, why: str) -> ValueError:
     )
 
 
-def _is_close(ours: Tensor, exact: Tensor, in_double: bool) -> bool:
-    if ours.shape != exact.shape or ours.dtype != exact.dtype:
+def _is_close(ours: Tensor, expected: Tensor, in_double: bool) -> bool:
+    if ours.shape != expected.shape or ours.dtype != expected.dtype:
         return False
-    if not exact.is_floating_point():
-        return torch.equal(ours, exact)
+    if not expected.is_floating_point():
+        return torch.equal(ours, expected)
     # Parts of a model may compute in float32 although its parameters have 64 bits.
     if in_double:
         tolerance = 1e-5
-    elif torch.finfo(exact.dtype).bits > 16:
+    elif torch.finfo(expected.dtype).bits > 16:
         tolerance = 1e-3
     else:
         tolerance = 0.1
-    same = (ours == exact) | (ours.isnan() & exact.isnan())
-    distance = (ours - exact).masked_fill(same, 0).norm()
-    return bool(distance <= tolerance * exact.masked_fill(same & ~exact.isfinite(), 0).norm())
+    same = (ours == expected) | (ours.isnan() & expected.isnan())
+    distance = (ours - expected).masked_fill(same, 0).norm()
+    return bool(distance <= tolerance * expected.masked_fill(same & ~expected.isfinite(), 0).norm())

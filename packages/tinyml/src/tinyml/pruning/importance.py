@@ -30,6 +30,8 @@ from tinyml.validation import check_finite
 #: The minimum number of noise samples per unit. With fewer, units that are rarely active look dead.
 _SAMPLES = 64
 _SCALES = (0.1, 1.0, 10.0, 100.0)
+#: A magnitude that a normal number exceeds once in 500 million draws.
+_LARGEST_NORMAL = 6.0
 
 
 Criterion = Literal["wanda", "magnitude", "bn_scale", "taylor"]
@@ -79,18 +81,19 @@ def _score(
     piece: Slice, size: int, model: nn.Module, criterion: Criterion, gradients: dict[str, Tensor]
 ) -> Tensor:
     """Return the contribution of a slice to the score of each unit."""
-    weight = parameter_of(model, piece.tensor)
+    # The squares of 16-bit numbers overflow, and those of small ones round to zero.
+    weight = parameter_of(model, piece.tensor).detach().double()
     values = weight.square()
     is_counted = piece.role != "passer"
     if criterion == "bn_scale":
         norm = isinstance(model.get_submodule(piece.layer), nn.modules.batchnorm._BatchNorm)
         is_counted = norm and piece.tensor.endswith("weight")
     if criterion == "taylor":
-        values = weight * gradients.get(piece.tensor, torch.zeros_like(weight))
+        values = weight * gradients.get(piece.tensor, torch.zeros_like(weight)).double()
         is_counted = piece.role == "writer"
     if not is_counted:
         return torch.zeros(size, dtype=torch.float64, device="cpu")
-    part = values.detach().double().cpu().narrow(piece.axis, piece.start, piece.width * size)
+    part = values.cpu().narrow(piece.axis, piece.start, piece.width * size)
     return part.movedim(piece.axis, 0).reshape(size, -1).sum(1)
 
 
@@ -200,10 +203,10 @@ class _Probe(fx.Interpreter):
         """Return the scale of the noise that replaces an input of a product.
 
         It is the root mean square of the example's input, but at least 1. It is limited so that the
-        squares of the largest noise do not overflow.
+        squares of the largest noise do not overflow, in float16 to 0.4.
         """
-        most = torch.finfo(value.dtype).max ** 0.5 / _SCALES[-1]
-        return max(1.0, min(most, float(self.squares[name].mean().sqrt())))
+        most = torch.finfo(value.dtype).max ** 0.5 / (_SCALES[-1] * _LARGEST_NORMAL)
+        return min(most, max(1.0, float(self.squares[name].mean().sqrt())))
 
     def _noise_like(self, value: Tensor, dim: int, size: float) -> Tensor:
         """Return normal numbers of several magnitudes, one magnitude per sample."""

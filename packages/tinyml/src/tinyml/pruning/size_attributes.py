@@ -90,7 +90,7 @@ def size_sources(node: fx.Node) -> dict[int, tuple[Source, ...]]:
 
 
 def _sizes(name: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the sizes that a function of shapes receives, with the keys of `size_sources`."""
+    """Return the sizes passed to an operation such as `view`, by the keys of `size_sources`."""
     if len(arguments) < 2 or not isinstance(arguments[0], Tensor):
         return {}
     if name in _SHAPED:

@@ -160,13 +160,14 @@ class Walk:
         sized = node.op == "call_function" and operator_name(node) in _OPERATORS_WITH_SIZES
         for index, sources in size_sources(node).items() if sized else ():
             if isinstance(result, list):
-                # A split along another dimension does not count units.
                 source, _, *dim = node.args
+                rank, units = len(shape_of(source)), result[0].dim  # type: ignore[arg-type]
                 pieces = result if index == -1 else result[index : index + 1]
-                first = pieces[0]
-                splits_units = (dim or [0])[0] in (first.dim, first.dim - len(shape_of(source)))  # type: ignore[arg-type]
+                if (dim or [0])[0] not in (units, units - rank):
+                    # A split along another dimension counts no units, and may have more pieces.
+                    pieces = [Along(units, ())]
                 for piece in pieces:
-                    self._note_size(node, sources, piece.parts if splits_units else ())
+                    self._note_size(node, sources, piece.parts)
             else:
                 counts_units = isinstance(result, Along) and result.dim == index
                 self._note_size(node, sources, result.parts if counts_units else ())

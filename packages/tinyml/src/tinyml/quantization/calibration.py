@@ -12,7 +12,8 @@ finished block of a list keeps its record: its outputs for all batches. Earlier 
 placeholders. In a chain of blocks, these reach only the next block, which ignores its inputs
 because it returns a record or a placeholder too. If a model uses the outputs of earlier blocks
 elsewhere, as skip connections do, the operation on the placeholder raises an error. From then on,
-all records are kept.
+all records are kept. A block that changes its arguments, or attributes of its modules, runs each
+time, because a record contains its outputs only.
 """
 
 from __future__ import annotations
@@ -65,6 +66,8 @@ def visit_layers(
                         progress(name, len(replay.done), len(layers))
 
 
+#: The attributes of every module, which contain its parameters, buffers and hooks.
+_ATTRIBUTES_OF_MODULE = frozenset(vars(nn.Module()))
 #: Number of tokens that are converted to float64 at a time.
 _TOKENS_AT_A_TIME = 256
 
@@ -115,6 +118,32 @@ class _Record:
         self._path.unlink()
 
 
+class _Run:
+    """A run of a batch: the blocks that it has called, and the layers that it has reached."""
+
+    def __init__(self, number: int) -> None:
+        #: The number of the batch.
+        self.number = number
+        self.called: set[str] = set()
+        #: The unfinished layers that receive the same input.
+        self.reached: list[str] = []
+        #: The input of these layers. The model may overwrite it after they have read it, so `copy`
+        #: contains its values, and `stamp` identifies its memory, version, shape and strides.
+        self.inputs: Tensor | None = None
+        self.copy = torch.empty(0)
+        self.stamp: object = None
+
+    def reach(self, name: str, inputs: Tensor) -> None:
+        """Add an unfinished layer, or end the run if the layer receives another input."""
+        stamp = tensor_versions(inputs), inputs.shape, inputs.stride()
+        if self.inputs is None:
+            self.inputs, self.stamp = inputs, stamp
+            self.copy = inputs.clone()
+        elif stamp != self.stamp:
+            raise _StopRun
+        self.reached.append(name)
+
+
 class _Replay:
     """Runs of batches up to the next layer that is not done (Note [Replayed blocks])."""
 
@@ -139,38 +168,29 @@ class _Replay:
         self._keeps_all = False
         #: The name of the last recorded block, by batch and by the name of its list.
         self._last: dict[tuple[int, str], str] = {}
-        # The state of the current run.
-        self._number = 0
-        self._called: set[str] = set()
-        self._inputs: Tensor | None = None  # as the first unfinished layer received them
-        self._copy = torch.empty(0)
-        self._stamp: object = None  # identifies the inputs: their memory, version, shape and stride
-        self._reached: list[str] = []
+        self._run = _Run(0)
 
     def next_stage(self) -> _Stage | None:
         """Run all batches to their next layer; return the stage of the first of these layers."""
         stage: _Stage | None = None
         for number, batch in enumerate(self._batches):
             self._run_to_next_layer(number, batch)
-            if not self._reached:
+            if not (reached := self._run.reached):
                 continue
-            first = min(self._reached, key=self._order.index)
+            first = min(reached, key=self._order.index)
             if stage is None or self._order.index(first) < self._order.index(stage.first):
-                stage = _Stage(first, self._reached, self._copy)
+                stage = _Stage(first, reached, self._run.copy)
             if first == stage.first:
-                stage.layers = [name for name in stage.layers if name in self._reached]
+                stage.layers = [name for name in stage.layers if name in reached]
                 stage.batches.add(number)
-                stage.add(_without_padding(self._copy, self._model, batch))
+                stage.add(_without_padding(self._run.copy, self._model, batch))
         return stage
 
     def _run_to_next_layer(self, number: int, batch: Any) -> None:
-        self._number = number
         while True:
-            self._called = set()
-            self._inputs = None
-            self._reached = []
+            self._run = _Run(number)
             try:
-                _run(self._model, batch)
+                _call(self._model, batch)
             except _StopRun:
                 pass
             except Exception:
@@ -183,30 +203,22 @@ class _Replay:
 
     def on_layer_input(self, name: str, inputs: Tensor) -> None:
         """Add a layer to the stage of this run, or end the run if it receives another input."""
-        if name in self._reached:
+        if name in self._run.reached:
             return
         if name in self.done:
-            if self._number in self.done[name]:
+            if self._run.number in self.done[name]:
                 return
             raise ValueError(
-                f"expected batches that reach layers in one order, got batch {self._number}, which "
-                f"reaches {name} after a layer that other batches reach later; join the batches "
-                "into one, or exclude the layer with protect"
+                f"expected batches that reach layers in one order, got batch {self._run.number}, "
+                f"which reaches {name} after a layer that other batches reach later; join the "
+                "batches into one, or exclude the layer with protect"
             )
         if not isinstance(inputs, Tensor):
             raise TypeError(
                 f"expected a tensor as the input of {name}, got a {type(inputs).__name__}; a batch "
                 "is the single argument of the model, or a mapping of keyword arguments"
             )
-        stamp = tensor_versions(inputs), inputs.shape, inputs.stride()
-        if self._inputs is None:
-            self._inputs = inputs
-            self._stamp = stamp
-            # The model may overwrite the inputs after the layer has read them.
-            self._copy = inputs.clone()
-        elif stamp != self._stamp:
-            raise _StopRun
-        self._reached.append(name)
+        self._run.reach(name, inputs)
 
     @contextmanager
     def blocks(self) -> Iterator[None]:
@@ -221,16 +233,19 @@ class _Replay:
 
     def _replayed(self, name: str, forward: Callable[..., Any]) -> Callable[..., Any]:
         def replayed(*arguments: Any, **options: Any) -> Any:
-            key = self._number, name
-            if name in self._called:  # a block that the model uses twice
+            key = self._run.number, name
+            if name in self._run.called:  # a block that the model uses twice
                 return forward(*arguments, **options)
-            self._called.add(name)
+            self._run.called.add(name)
             if key in self._records:
                 return self._records[key].load()
             if key in self._placeholders:
                 return self._placeholders[key]
+            before = _state(self._blocks[name], (arguments, options))
             outputs = forward(*arguments, **options)
-            if self._inputs is None:  # otherwise a layer inside is not done
+            has_effects = _state(self._blocks[name], (arguments, options))[1] != before[1]
+            # If there is an input, a layer inside is not done.
+            if self._run.inputs is None and not has_effects:
                 self._record(key, outputs)
             return outputs
 
@@ -307,7 +322,21 @@ def _without_cache(model: nn.Module) -> Iterator[None]:
             config.use_cache = True
 
 
-def _run(model: nn.Module, batch: Any) -> None:
+def _state(block: nn.Module, arguments: Any) -> tuple[list[Any], list[tuple[int, int]]]:
+    """Return the values in a block's arguments and in its modules' attributes, and their stamps.
+
+    A stamp changes if the value is replaced, or if it is a tensor that is modified in place. The
+    first list keeps the values alive, so that no other object gets the identity of one of them.
+    """
+    modules = [vars(module).items() for module in block.modules()]
+    own = [value for items in modules for key, value in items if key not in _ATTRIBUTES_OF_MODULE]
+    leaves = tree_leaves((arguments, own))
+    is_counted = [isinstance(leaf, Tensor) and not leaf.is_inference() for leaf in leaves]
+    versions = [leaf._version if c else 0 for leaf, c in zip(leaves, is_counted, strict=True)]
+    return leaves, list(zip(map(id, leaves), versions, strict=True))
+
+
+def _call(model: nn.Module, batch: Any) -> None:
     batch = _copied(batch)
     # A run may change buffers, such as a counter of calls, so it gets copies of them.
     named = {

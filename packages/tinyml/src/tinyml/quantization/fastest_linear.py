@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import Any, ClassVar, cast
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -37,9 +38,11 @@ from tinyml.quantization.rounded_weight import same_value
 from tinyml.timing import Timing, is_captured, measure, store_timing, stored_timing
 from tinyml.validation import Progress
 
-#: The numbers of tokens in reports: one token of a decoder, a small batch and a prompt.
-SHOWN_TOKENS = (1, 32, 512)
-_SMALL_MS = 0.25  # selecting an implementation costs 5 microseconds of Python on a slow core
+#: The numbers of tokens in reports, and in the decision whether a layer is replaced: one token of a
+#: decoder, a small batch and a prompt.
+DECISION_TOKENS = (1, 32, 512)
+#: Below this time of a call, the 5 microseconds of a selection cost more than 2 %.
+_SMALL_MS = 0.25
 _timings: dict[object, Timing] = {}
 
 
@@ -121,12 +124,13 @@ class FastestLinear(Replacement):
         )  # fmt: skip
         if key not in _timings:
             text = " ".join(map(str, (type(self).__name__, *key[1:])))
-            stored = stored_timing(text) if inputs.device.type == "cpu" else None
-            if stored is None or stored.selected not in self.implementations:
-                stored = self._measured(torch.randn_like(inputs).view(-1, self.in_features))
-                if inputs.device.type == "cpu":
-                    store_timing(text, stored)
-            _timings[key] = stored
+            is_stored = inputs.device.type == "cpu"
+            timing = stored_timing(text) if is_stored else None
+            if timing is None or timing.selected not in self.implementations:
+                timing = self._measured(self.example(inputs.numel() // self.in_features, inputs))
+                if is_stored:
+                    store_timing(text, timing)
+            _timings[key] = timing
         return _timings[key]
 
     def _measured(self, inputs: Tensor) -> Timing:
@@ -144,20 +148,25 @@ class FastestLinear(Replacement):
     def has_faster_implementation(self) -> bool:
         """Return True if the layer should replace a layer in float.
 
-        An implementation must be clearly faster than float for one of `SHOWN_TOKENS`. If float is
-        selected for one token and takes less than `_SMALL_MS`, the result is False.
+        An implementation must be clearly faster than float for one of `DECISION_TOKENS`. If float
+        is selected for one token and takes less than `_SMALL_MS`, the result is False.
         """
         single = self.timing(self.example(1))
         if single.selected == "float" and single.milliseconds["float"] < _SMALL_MS:
             return False  # the selection would take more than a fiftieth of this time
-        return any(self.timing(self.example(count)).selected != "float" for count in SHOWN_TOKENS)
+        return any(
+            self.timing(self.example(count)).selected != "float" for count in DECISION_TOKENS
+        )
 
-    def example(self, tokens: int) -> Tensor:
-        """Return random inputs with this number of tokens."""
-        device = next(self.buffers()).device
-        return torch.randn(tokens, self.in_features, device=device, dtype=self.dtype)
+    def example(self, tokens: int, like: Tensor | None = None) -> Tensor:
+        """Return random inputs with this number of tokens, of the type and device of `like`."""
+        like = next(self.buffers()).new_empty(0, dtype=self.dtype) if like is None else like
+        # `torch.vmap` refuses the random numbers of torch, and drawing them would change those that
+        # the model draws later.
+        numbers = np.random.default_rng(0).standard_normal((tokens, self.in_features), np.float32)
+        return torch.as_tensor(numbers, dtype=like.dtype, device=like.device)
 
-    def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
+    def explain(self, tokens: Sequence[int] = DECISION_TOKENS) -> list[str]:
         """Return the chosen implementation and the times of all, for each number of tokens."""
         return [f"{n} tokens: computed in {self.timing(self.example(n))}" for n in tokens]
 

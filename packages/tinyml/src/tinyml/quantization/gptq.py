@@ -66,7 +66,7 @@ def gptq(
     run again (Note [Replayed blocks]). Tokens at which `batch["attention_mask"]` (batch, seq) is
     zero are padding and do not count. A weight that several layers share is rounded for the inputs
     of the first one. A layer that receives no inputs other than zeros is rounded to the nearest
-    codes, and a warning names it.
+    codes. A warning names the first four of these layers.
 
     There is one scale per output, or per group of `group_size` inputs; with symmetric=False there
     is also a zero point. `damping` is the fraction of H's mean diagonal that is added to the

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.layers import outputs_first, weight_of
-from tinyml.quantization.fastest_linear import SHOWN_TOKENS, FastestLinear
+from tinyml.quantization.fastest_linear import DECISION_TOKENS, FastestLinear
 from tinyml.quantization.grid import grid_of, wide
 from tinyml.quantization.products import Int8Weights
 from tinyml.size import as_integers
@@ -61,7 +61,7 @@ class Int8Linear(FastestLinear):
             self.scale = fn(as_integers(scale)).view(scale.dtype)
         return self
 
-    def explain(self, tokens: Sequence[int] = SHOWN_TOKENS) -> list[str]:
+    def explain(self, tokens: Sequence[int] = DECISION_TOKENS) -> list[str]:
         """Return the timing of the exact products for each number of tokens.
 
         If the layer may stay in float, the timing of its implementations precedes that of the

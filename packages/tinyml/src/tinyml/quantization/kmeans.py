@@ -31,13 +31,13 @@ def kmeans_quantize(
     layers: Sequence[type[nn.Module]] = QUANTIZABLE,
     protect: Sequence[str] = (),
 ) -> nn.Module:
-    """Return a copy of `model` in which the weights of a layer have at most 2^bits values.
+    """Return a copy of `model` in which the weights of each layer have at most 2^bits values.
 
     Layers of the types in `layers` are compressed. `bits` may be a mapping from layer names to
     bits; other layers, and those that `protect` names, are unchanged. The palettes can be trained
     like any parameter; the codes do not change. Zeros of pruned weights are clustered like other
     values and move with their centroid. If the row `padding_idx` of an embedding is zero, it stays
-    zero.
+    zero, even if the palette has no zero.
     """
 
     def compress(layer: nn.Module, bits: int) -> Palette:
@@ -90,6 +90,8 @@ _MOST_CLUSTERS = 256
 _MOST_ITERATIONS = 10_000
 #: The largest number of distinct values that are clustered without a summary.
 _MOST_POINTS_WITHOUT_SUMMARY = 1024
+#: The number of intervals of equal count, and of those of equal width, in a summary.
+_SUMMARY_BINS = 512
 
 
 @torch.no_grad()
@@ -117,13 +119,15 @@ def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     ordered = _sorted(flat)
     sums = torch.zeros(ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
     torch.cumsum(ordered, 0, dtype=torch.float64, out=sums[1:])
+    if not torch.isfinite(sums[-1]):
+        raise ValueError("expected values whose sum is finite in float64, got larger ones")
     if int((ordered[1:] != ordered[:-1]).sum()) < _MOST_POINTS_WITHOUT_SUMMARY:
         points, counts = torch.unique_consecutive(ordered, return_counts=True)
         if points.numel() <= k:
             codes = torch.bucketize(flat, points)
             return points.double(), codes.to(torch.int16).view(values.shape)
     else:
-        points, counts = _summary(ordered, sums, max(512, 2 * k))
+        points, counts = _summary(ordered, sums, _SUMMARY_BINS)
     centroids = best_intervals(points.double(), counts, k)
     edges = None
     for _ in range(_MOST_ITERATIONS):
@@ -188,10 +192,10 @@ def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
 
 
 def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
-    """Return the means and counts of `bins` to 2 `bins` - 1 intervals of the sorted values.
+    """Return the means and counts of intervals of the sorted values.
 
-    Their edges are those of `bins` intervals of equal count and those of `bins` intervals of equal
-    width.
+    Their edges are the edges of `bins` intervals of equal count together with the edges of `bins`
+    intervals of equal width. The number of intervals is between `bins` and `2 * bins - 1`.
     """
     first, last = float(ordered[0]), float(ordered[-1])
     widths = torch.linspace(first, last, bins + 1, dtype=torch.float64, device=ordered.device)

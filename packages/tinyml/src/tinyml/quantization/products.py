@@ -32,7 +32,9 @@ from tinyml.timing import Timing, is_captured, measure
 EXACT_IN_FLOAT32 = 2**24
 #: Number of products of any codes and inputs whose sum is exact in float32.
 _EXACT_INPUTS = EXACT_IN_FLOAT32 // (128 * 127)
-_SMALLEST = 16  # torch 2.11's int8 product returns uninitialized memory for inner sizes of 1
+#: The smallest sizes of an int8 product. torch 2.11's product returns uninitialized memory for
+#: inner sizes of 1.
+_SMALLEST = 16
 
 _chosen: dict[Any, Timing] = {}
 
@@ -70,8 +72,8 @@ class Int8Weights:
             _chosen[key] = measure(
                 calls, inputs, lambda name: name != "int8" or self._is_int8_exact(inputs)
             )
-        if _chosen[key].selected != "float32":
-            self._dense = None
+            if _chosen[key].selected != "float32":
+                self._dense = None  # the measurement has created it
         return _chosen[key]
 
     @cached_property

@@ -119,13 +119,13 @@ def rounds(record: Record) -> Iterator[Check]:
 
 
 def peers(record: Record) -> Iterator[Check]:
-    """Compare the times of the run's DDP and FSDP2 of torch with the audit's implementations.
+    """Compare the times of torch's DDP and FSDP2 in the run with the audit's implementations.
 
     The audit's peers do not run in the stage `train`. Therefore the audit's rounds also time
     another variant, and the peer's ratio to that variant is compared with the ratio in the stage.
     Needed times are compared in undisturbed rounds only, if there are enough.
     """
-    fractions = others.shares(record.steps_of(PEER))
+    fractions = others.foreign_cpu_fractions(record.steps_of(PEER))
     for name, by_measure in record.evidence["peers"].items():
         peer = Sources("the run's variant", f"the audit's own {name}")
         for measure_name, ratios in by_measure.items():
