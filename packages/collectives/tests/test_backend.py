@@ -616,9 +616,16 @@ def profiled():
 def profiled_too_shortly():
     """Stop the profiler while calls of many threads are in progress."""
     begin()
-    for _ in range(20):
+    rank, store = dist.get_rank(), dist.distributed_c10d._get_default_store()
+    for i in range(20):
+        # In every other round, rank 1 makes its calls after the profiler of rank 0 has stopped.
+        if rank == 1 and i % 2:
+            store.wait([f"profiler {i} has stopped"])
         with torch.profiler.profile():
             works = [dist.all_reduce(torch.ones(200_000), async_op=True) for _ in range(5)]
+        if rank == 0 and i % 2:
+            assert not works[0].is_completed()
+            store.set(f"profiler {i} has stopped", "")
         for work in works:
             work.wait()
 

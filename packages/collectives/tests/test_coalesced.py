@@ -204,6 +204,8 @@ def mixed():
         torch.arange(5),
         torch.empty(0, 3),
         torch.tensor(4.0, dtype=torch.float64),
+        torch.ones(3, dtype=torch.bfloat16),
+        torch.ones(3, dtype=torch.int8),
     ]
     batch = [(rank + 1) * value for value in values]
     # A tensor that appears twice is reduced once, as on gloo.
@@ -218,11 +220,12 @@ def mixed():
         assert torch.equal(tensor, factor * value)
     results = [*work.result()], work.get_future().wait()
     for result in results:
-        assert [a is b for a, b in zip(result, [*batch, batch[0]], strict=True)] == [True] * 7
+        assert [a is b for a, b in zip(result, [*batch, batch[0]], strict=True)] == [True] * 9
 
     gathered = [torch.empty(world, value.numel(), dtype=value.dtype) for value in values]
     inputs = [(rank + 1) * value for value in values]
     world_group().allgather_into_tensor_coalesced(gathered, inputs).wait()
+    assert world_group().communicator.operation.number == calls + 2
     for output, value in zip(gathered, values, strict=True):
         for r in range(world):
             assert torch.equal(output[r], (r + 1) * value.reshape(-1))
@@ -231,6 +234,7 @@ def mixed():
     scattered = [torch.empty_like(value) for value in values]
     inputs = [torch.stack([(rank + 1) * (r + 1) * value for r in range(world)]) for value in values]
     world_group().reduce_scatter_tensor_coalesced(scattered, inputs).wait()
+    assert world_group().communicator.operation.number == calls + 3
     for output, value in zip(scattered, values, strict=True):
         assert torch.equal(output, factor * (rank + 1) * value)
 

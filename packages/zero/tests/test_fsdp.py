@@ -171,6 +171,7 @@ def steps_equal(ours, theirs, tolerance, micro_batches=1):
         for m in (ours, theirs)
     ]
     rank, world = dist.get_rank(), dist.get_world_size()
+    start = {name: parameter.detach().clone() for name, parameter in theirs.named_parameters()}
     for step in range(2):
         for micro in range(micro_batches):
             last = micro == micro_batches - 1
@@ -178,8 +179,9 @@ def steps_equal(ours, theirs, tolerance, micro_batches=1):
                 loss_of(ours, 10 * step + micro, rank).backward()
             for other in range(world):
                 (loss_of(theirs, 10 * step + micro, other) / world).backward()
-        norm = nn.utils.clip_grad_norm_(ours.parameters(), 1.0)
-        other = nn.utils.clip_grad_norm_(theirs.parameters(), 1.0)
+        norm = nn.utils.clip_grad_norm_(ours.parameters(), 0.5)
+        other = nn.utils.clip_grad_norm_(theirs.parameters(), 0.5)
+        assert norm > 0.5
         torch.testing.assert_close(norm, other, rtol=tolerance, atol=0)
         for optimizer in optimizers:
             optimizer.step()
@@ -189,6 +191,9 @@ def steps_equal(ours, theirs, tolerance, micro_batches=1):
     whole = ours.gather_full_params()
     for name, parameter in theirs.named_parameters():
         torch.testing.assert_close(whole[name], parameter.data, rtol=tolerance, atol=tolerance)
+        # The steps are short compared with the weights, so the updates are compared too.
+        error = (whole[name] - parameter.data).norm()
+        assert error <= 5 * tolerance * (parameter.data - start[name]).norm(), name
     return True
 
 

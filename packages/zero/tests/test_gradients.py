@@ -335,23 +335,10 @@ def test_norms_and_sums_of_gradients_are_over_all_ranks(stage):
 def change_before_backward(stage):
     """Change parameters whose earlier values a graph has saved; one process refuses this too."""
     folder = case_folder()
-    model, ours, _, _ = pair(stage)
-    module = getattr(model, "module", model)
-    state = {k: v.clone() for k, v in make_model().state_dict().items()}
+    model, ours, twin, theirs = pair(stage)
     save_checkpoint(folder, model, ours)
-
-    def step():
-        loss_of(model, 1, 0).backward()
-        ours.step()
-        ours.zero_grad()
-
-    changes = [step, lambda: module.load_state_dict(state), lambda: load_checkpoint(folder, model)]
-    for change in changes:
-        loss = loss_of(model, 0, dist.get_rank())
-        change()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
-        model.zero_grad()
+    refuse_backward_after_changes(twin, theirs, folder)
+    refuse_backward_after_changes(model, ours, folder)
     # The graph may need a parameter that was not stepped.
     some = torch.optim.SGD([p for n, p in model.named_parameters() if n.endswith("3.bias")], lr=1)
     if stage == 3:
@@ -360,6 +347,24 @@ def change_before_backward(stage):
         some.step()
         loss.backward()
     return True
+
+
+def refuse_backward_after_changes(model, optimizer, folder):
+    module = getattr(model, "module", model)
+    state = {k: v.clone() for k, v in make_model().state_dict().items()}
+
+    def step():
+        loss_of(model, 1, 0).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    changes = [step, lambda: module.load_state_dict(state), lambda: load_checkpoint(folder, model)]
+    for change in changes:
+        loss = loss_of(model, 0, dist.get_rank())
+        change()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        model.zero_grad()
 
 
 @pytest.mark.parametrize("stage", [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3])

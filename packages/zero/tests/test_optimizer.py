@@ -1048,7 +1048,7 @@ def refuse_unknown(stage):
 
 
 @pytest.mark.parametrize("stage", [1, 3])
-def test_stages_1_and_3_refuse_the_same_optimizers(stage):
+def test_optimizers_that_cannot_be_sharded_are_refused(stage):
     assert all(run_on_shared_ranks(refuse_unknown, 2, stage))
 
 
