@@ -187,7 +187,7 @@ def test_better_of_two_vanished_terms_is_revived():
     assert newton.objective(problem, starts, 1e-3) == min(least)
 
 
-@pytest.mark.parametrize("loss", ["huber", "lad", "squares"])
+@pytest.mark.parametrize("loss", ["huber", "lad"])
 def test_start_slightly_above_the_best_objective_has_not_landed(loss, monkeypatch):
     polish = newton.polish
 
@@ -196,7 +196,7 @@ def test_start_slightly_above_the_best_objective_has_not_landed(loss, monkeypatc
         ends.objective[0] *= 1 + 3e-7
         return ends
 
-    runs = isoflop_runs(noise=2e-3)
+    runs = isoflop_runs(budgets=(1e19, 1e20, 1e21), per_budget=5, noise=2e-3)
     exact = fit_parametric(runs, loss, prove=True).proof
     monkeypatch.setattr(newton, "polish", almost)
     with pytest.warns(ScalingWarning, match="several optima"):
