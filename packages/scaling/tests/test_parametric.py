@@ -169,6 +169,42 @@ def test_vanished_term_is_revived_if_that_lowers_the_objective():
     np.testing.assert_allclose(polished.theta[0, 3:], 0.2, rtol=1e-9)
 
 
+def test_better_of_two_vanished_terms_is_revived():
+    problem = Problem.chinchilla(isoflop_runs(Law(2.0, 100.0, 1000.0, 0.5, 0.3)))
+    theta = np.array([[1.9, *problem.bounds[0][1:3], 0.4, 0.4]])
+    value = newton.objective(problem, theta, 1e-3)
+    ends = newton.PolishResult(theta, value, np.ones(1, dtype=bool))
+    rows, starts = search._revive_terms(problem, ends, 1e-3)
+    assert rows.tolist() == [0]
+    sizes = np.log(search.REVIVAL_SIZES * problem.target_spread)
+    least = []
+    for term in (1, 2):
+        exponents = problem.exponent_grid[term - 1]
+        trials = np.tile(theta, (len(sizes) * len(exponents), 1))
+        trials[:, [term, 2 + term]] = list(itertools.product(sizes, exponents))
+        least.append(newton.objective(problem, trials, 1e-3).min())
+    assert least[0] != least[1]
+    assert newton.objective(problem, starts, 1e-3) == min(least)
+
+
+@pytest.mark.parametrize("loss", ["huber", "lad"])
+def test_start_slightly_above_the_best_objective_has_not_landed(loss, monkeypatch):
+    polish = newton.polish
+
+    def almost(*arguments, **options):
+        ends = polish(*arguments, **options)
+        ends.objective[0] *= 1 + 3e-7
+        return ends
+
+    runs = isoflop_runs(budgets=(1e19, 1e20, 1e21), per_budget=5, noise=2e-3)
+    exact = fit_parametric(runs, loss, prove=True).proof
+    monkeypatch.setattr(newton, "polish", almost)
+    with pytest.warns(ScalingWarning, match="several optima"):
+        proof = fit_parametric(runs, loss, prove=True).proof
+    assert proof.landed == exact.landed - 1
+    assert not proof.holds
+
+
 def test_vanished_term_stays_vanished_if_the_runs_do_not_show_it():
     """Tokens do not lower these losses, so the optimum has no term of B."""
     runs = isoflop_runs()

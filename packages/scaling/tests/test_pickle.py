@@ -50,10 +50,15 @@ RESULTS = {
 }
 
 
+@functools.cache
+def result_of(name):
+    return RESULTS[name]()
+
+
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_can_be_pickled_copied_and_compared(name):
-    result = RESULTS[name]()
+    result = result_of(name)
     for restored in (pickle.loads(pickle.dumps(result)), copy.deepcopy(result), RESULTS[name]()):
         assert restored == result
     assert result != "a fit"
@@ -62,7 +67,7 @@ def test_results_can_be_pickled_copied_and_compared(name):
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 @pytest.mark.parametrize("name", RESULTS)
 def test_results_print_in_ten_lines(name):
-    result = RESULTS[name]()
+    result = result_of(name)
     for item in result if isinstance(result, tuple) else [result]:
         for text in (repr(item), str(item)):
             assert len(text.splitlines()) <= 10
@@ -72,7 +77,7 @@ def test_results_print_in_ten_lines(name):
 @pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")
 def test_pickled_fit_gives_the_same_answers():
     fit = pickle.loads(pickle.dumps(fit_parametric(RUNS)))
-    assert fit.optimal(1e24) == fit_parametric(RUNS).optimal(1e24)
+    assert fit.optimal(1e24) == fitted().optimal(1e24)
     restored = pickle.loads(pickle.dumps(fit))
     assert restored.optimal(1e23) == fit.optimal(1e23)
     law = fit_law("step_batch", STEPS)

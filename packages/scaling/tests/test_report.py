@@ -21,7 +21,7 @@ from scaling import (
     plot,
 )
 from scaling.__main__ import main
-from scaling.page import backtest_table, report
+from scaling.page import _svg, backtest_table, report
 
 
 def few_runs():
@@ -30,8 +30,26 @@ def few_runs():
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory):
+    """Return a page that repeats its first figure, because saving a figure takes seconds."""
+    saved = []
+
+    def save_once(figure):
+        if not saved:
+            saved.append(_svg(figure))
+        return saved[0]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("scaling.page._svg", save_once)
+        return written_page(tmp_path_factory.mktemp("report"))
+
+
+@pytest.fixture(scope="module")
+def whole_page(tmp_path_factory):
+    return written_page(tmp_path_factory.mktemp("whole"))
+
+
+def written_page(folder):
     """Return the page of a table whose file name contains angle brackets."""
-    folder = tmp_path_factory.mktemp("report")
     runs = few_runs()
     rows = [f"{n},{d},{x}" for n, d, x in zip(runs.parameters, runs.tokens, runs.loss, strict=True)]
     table, target = folder / "runs <of> ours.csv", folder / "page.html"
@@ -133,14 +151,14 @@ def test_failed_backtest_is_shown_as_a_failure():
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("scheme", [0, 1])
-def test_page_is_legible_in_dark_and_light_mode(page, tmp_path, scheme):
+def test_page_is_legible_in_dark_and_light_mode(whole_page, tmp_path, scheme):
     from matplotlib.image import imread
 
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
         pytest.skip("no chromium or google-chrome on the path")
     path, shot = tmp_path / "page.html", tmp_path / "page.png"
-    path.write_text(page)
+    path.write_text(whole_page)
     flags = ["--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={tmp_path}/profile"]
     view = [f"--blink-settings=preferredColorScheme={scheme}", "--window-size=1100,3400"]
     subprocess.run(
@@ -158,7 +176,7 @@ def test_page_is_legible_in_dark_and_light_mode(page, tmp_path, scheme):
 
 
 @pytest.mark.exhaustive
-def test_page_is_readable_at_390_pixels(page, tmp_path):
+def test_page_is_readable_at_390_pixels(whole_page, tmp_path):
     """Nothing is cut or needs horizontal scrolling on a telephone."""
     browser = shutil.which("chromium") or shutil.which("google-chrome")
     if browser is None:
@@ -181,7 +199,7 @@ def test_page_is_readable_at_390_pixels(page, tmp_path):
         { wide: wide.map(p => p.tagName), sizes: sizes });
     };
     </script>"""
-    long_title = page.replace("<h1>", "<h1>/a/path/" + "without/any/space/" * 12)
+    long_title = whole_page.replace("<h1>", "<h1>/a/path/" + "without/any/space/" * 12)
     style = "width: 390px; height: 900px; border: 0"
     frame = f'<iframe style="{style}" srcdoc="{html.escape(long_title)}">'
     path = tmp_path / "frame.html"

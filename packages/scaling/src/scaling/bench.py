@@ -35,7 +35,8 @@ def bench(*, device: str = "cpu", quick: bool = False, data: Path | None = None)
     """
     starts = 20 if quick else 243
     calls = 1 if quick else 9
-    noisy = isoflop_runs(budgets=tuple(np.geomspace(1e18, 3e21, 24)), per_budget=10, noise=5e-3)
+    budgets = tuple(np.geomspace(1e18, 3e21, 6 if quick else 24))
+    noisy = isoflop_runs(budgets=budgets, per_budget=10, noise=5e-3)
     rows = _fits("generated", noisy, starts, calls)
     if data:
         rows += _fits(data.stem, load_runs(data).without_highest(5), starts, calls)

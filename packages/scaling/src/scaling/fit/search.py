@@ -45,9 +45,13 @@ REVIVAL_SIZES = 4.0 ** -np.arange(13)
 REVIVAL_EXPONENTS = 17
 
 #: Without `prove`, the number of best grid points that are used as starts, and the approximate
-#: number of further starts from a coarser grid.
+#: number of further starts from a coarser grid. Forms with four or more exponents use half of the
+#: best points, and forms with three or more do not use the coarser grid.
 BEST_STARTS = 8
 COARSE_GRID_POINTS = 25
+
+#: The delta of the Huber loss that approximates least absolute deviations.
+FINEST_DELTA = 1e-9
 
 #: For more rows than this, the search without `prove` starts from the optimum of a sample of this
 #: many rows.
@@ -157,13 +161,15 @@ def search(
             starts = starts[_promising_starts(problem, starts, first_delta, dimensions)]
     ends = newton.polish(problem, starts, delta=first_delta, max_steps=MAX_STEPS)
     _revive(problem, ends, first_delta)
+    last_delta = first_delta
     if loss == "lad":
         ends = _shrink_delta(problem, ends, first_delta)
+        last_delta = FINEST_DELTA
     best = int(np.argmin(ends.objective))
     # Rounding changes a residual r by a few ulps of 1, and the objective by |psi(r)| times as much.
     # Here psi is the derivative of the Huber loss.
     errors = newton.residuals(problem, ends.theta)
-    rounding = 1e-15 * np.abs(np.clip(errors, -first_delta, first_delta)).sum(1)
+    rounding = 1e-15 * np.abs(np.clip(errors, -last_delta, last_delta)).sum(1)
     tolerance = ends.objective[best] * SAME_OBJECTIVE + 2 * (rounding + rounding[best])
     landed = ends.objective <= ends.objective[best] + tolerance
     converged = int(ends.converged.sum())
@@ -213,7 +219,7 @@ def refit(
     delta: float,
     *,
     weights: Array | None = None,
-    finest: float = 1e-9,
+    finest: float = FINEST_DELTA,
 ) -> newton.PolishResult:
     """Minimize the objective from each start, for any loss: see `newton.polish`.
 
@@ -253,7 +259,7 @@ def _shrink_delta(
     ends: newton.PolishResult,
     delta: float,
     weights: Array | None = None,
-    finest: float = 1e-9,
+    finest: float = FINEST_DELTA,
 ) -> newton.PolishResult:
     """Repeat the minimization with ten times smaller deltas, down to `finest`."""
     while delta > finest * 1.01:
@@ -277,11 +283,11 @@ def _revive(problem: Problem, ends: newton.PolishResult, delta: float) -> None:
 def _revive_terms(problem: Problem, ends: newton.PolishResult, delta: float) -> tuple[Array, Array]:
     """Return the indices of results that a vanished term would improve, and a new start for each.
 
-    See Note [Vanished terms]. Only the amplitude of the vanished term and at most two exponents
-    that no other term uses are varied.
+    See Note [Vanished terms]. If several terms would improve a result, the start has the term that
+    improves it most. Only the amplitude of the vanished term and at most two exponents that no
+    other term uses are varied.
     """
-    rows = []
-    starts = []
+    best: dict[int, tuple[float, Array]] = {}
     sizes = np.log(REVIVAL_SIZES * problem.target_spread)
     for i, term in np.argwhere(newton.vanished_terms(problem, ends.theta)):
         shared: set[int] = set()
@@ -297,7 +303,8 @@ def _revive_terms(problem: Problem, ends: newton.PolishResult, delta: float) -> 
         trials = np.tile(ends.theta[i], (len(values), 1))
         trials[:, [term, *(problem.num_terms + j for j in private)]] = values
         objective = newton.objective(problem, trials, delta)
-        if objective.min() < ends.objective[i] * (1 - 1e-12):
-            rows.append(i)
-            starts.append(trials[np.argmin(objective)])
-    return np.array(rows, dtype=np.intp), np.array(starts)
+        least = float(objective.min())
+        known = best[i][0] if i in best else ends.objective[i] * (1 - 1e-12)
+        if least < known:
+            best[i] = least, trials[np.argmin(objective)]
+    return np.array([*best], dtype=np.intp), np.array([start for _, start in best.values()])

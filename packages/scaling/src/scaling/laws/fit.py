@@ -242,8 +242,9 @@ def _column(rows: Mapping[str, ArrayLike], name: str) -> Array:
     """Return a column; raise `ValueError` if it is missing or a value is not valid."""
     if name not in rows:
         raise ValueError(f"the rows have no {name!r}; they have {[*rows]}")
-    # np.asarray would return the number under a mask, so masked cells become nan, which is refused.
-    column: Array = np.asarray(np.ma.filled(np.ma.asarray(rows[name], float), math.nan))
+    # np.array would copy the number under a mask, so masked cells become nan, which is refused. A
+    # copy does not change if the caller changes the rows later.
+    column: Array = np.array(np.ma.filled(np.ma.asarray(rows[name], float), math.nan))
     valid = np.isfinite(column) & (column > 0)
     for row in np.flatnonzero(~valid):
         raise ValueError(

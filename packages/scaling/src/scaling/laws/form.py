@@ -52,6 +52,10 @@ class Form:
     source: str = ""
 
     def __post_init__(self) -> None:
+        # The caller may use the same containers for another form.
+        object.__setattr__(self, "inputs", [*self.inputs])
+        for mapping in ("terms", "exponents", "published"):
+            object.__setattr__(self, mapping, dict(getattr(self, mapping)))
         names = [*FUNCTIONS, *self.inputs, *self.exponents, *self.terms]
         if repeated := {name for name in names if names.count(name) > 1}:
             raise ValueError(f"{self.name}: the names {sorted(repeated)} are used twice")
