@@ -129,7 +129,7 @@ def start_of_part(name, raw, offset):
 
 BOTH = pytest.mark.parametrize("written", ["snapshot", "journal"], indirect=True)
 #: Distance of the tested bytes between the fields of records, of which the first byte is tested.
-STRIDES = pytest.mark.parametrize("stride", [499, pytest.param(1, marks=pytest.mark.exhaustive)])
+STRIDES = pytest.mark.parametrize("stride", [997, pytest.param(1, marks=pytest.mark.exhaustive)])
 
 
 def offsets(name, raw, stride):

@@ -14,7 +14,6 @@ from torch import nn
 from torch._dynamo import OptimizedModule
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
 from torch.nn import functional as F
-from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -246,8 +245,8 @@ def flip(path, every):
 
 def flipped(folder, every):
     path = str(folder / "checkpoint")
-    run_ranks(save_small, 2, path, timeout=DEADLINE)
-    tried, passed = run_ranks(flip, 1, path, every, timeout=1500)[0]
+    run_on_shared_ranks(save_small, 2, path, timeout=DEADLINE)
+    tried, passed = run_on_shared_ranks(flip, 1, path, every, timeout=1500)[0]
     assert tried > 3000 // every
     assert passed == 0
 
@@ -359,7 +358,7 @@ def test_other_programs_files_and_symbolic_links_are_kept(tmp_path):
     (folder / "plots" / "loss.png").write_bytes(b"png")
     (folder / "latest").symlink_to("plots")
     (tmp_path / "runs" / "now").symlink_to("../real")
-    assert all(run_ranks(save_beside_others, 2, str(tmp_path), timeout=DEADLINE))
+    assert all(run_on_shared_ranks(save_beside_others, 2, str(tmp_path), timeout=DEADLINE))
     assert (tmp_path / "runs" / "now").is_symlink()
     assert (folder / "notes.txt").read_text() == "mine"
     assert (folder / "plots" / "loss.png").read_bytes() == b"png"

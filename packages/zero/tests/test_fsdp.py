@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
-from worker_pool import run_ranks
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -104,7 +103,7 @@ def train(steps):
 
 @cache
 def trained(world):
-    return run_ranks(train, world, 3, timeout=DEADLINE)
+    return run_on_shared_ranks(train, world, 3, timeout=DEADLINE)
 
 
 @pytest.mark.parametrize("world", [exhaustive(1), exhaustive(2), 3, exhaustive(4)])
@@ -228,7 +227,7 @@ def compiled_blocks(has_inner_units):
 
 
 @pytest.mark.parametrize(
-    "has_inner_units", [True, pytest.param(False, marks=pytest.mark.exhaustive)]
+    "has_inner_units", [pytest.param(True, marks=pytest.mark.exhaustive), False]
 )
 def test_compiled_blocks_train_equally_under_the_original_names(has_inner_units):
     assert all(run_on_shared_ranks(compiled_blocks, 2, has_inner_units))

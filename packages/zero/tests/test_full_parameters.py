@@ -80,7 +80,7 @@ def torchs_state_dicts(folder):
 
 @pytest.mark.parametrize("world", [2, pytest.param(3, marks=pytest.mark.exhaustive)])
 def test_torchs_tools_get_save_and_set_whole_tensors(tmp_path, world):
-    assert all(run_ranks(torchs_state_dicts, world, str(tmp_path), timeout=DEADLINE))
+    assert all(run_on_shared_ranks(torchs_state_dicts, world, str(tmp_path), timeout=DEADLINE))
 
 
 def keep_dimensions():

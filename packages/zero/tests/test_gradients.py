@@ -23,7 +23,6 @@ from zero_training import assert_alike
 
 OTHER_SIZES = [(2, 1), (3, 1), (3, 2), (3, 3)]
 # Stage 1 differs from stage 2 where averages overwrite local gradients.
-EVERY_STAGE = [1, 2, 3]
 STAGES = [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3]
 
 
@@ -492,7 +491,7 @@ def drop(stage):
     return True
 
 
-@pytest.mark.parametrize("stage", EVERY_STAGE)
+@pytest.mark.parametrize("stage", STAGES)
 def test_cleared_gradients_are_discarded_and_others_accumulate(stage):
     assert all(run_on_shared_ranks(drop, 2, stage))
 
@@ -526,7 +525,7 @@ def accumulate(stage):
     return True
 
 
-@pytest.mark.parametrize("stage", EVERY_STAGE)
+@pytest.mark.parametrize("stage", STAGES)
 def test_backwards_accumulate_in_any_order_of_no_sync(stage):
     assert all(run_on_shared_ranks(accumulate, 2, stage))
 

@@ -363,7 +363,31 @@ def save_buffers():
         load_checkpoint(f"{folder}/checkpoint{stage}", other, resumed)
         for name, buffer in buffers_of(other).items():
             assert torch.equal(buffer, every[0][name]), name
+        save_unsynchronized_parameters(stage, f"{folder}/apart{stage}")
     return True
+
+
+def save_unsynchronized_parameters(stage, path):
+    """Save parameters that differ between ranks, with optimizer state that differs, too."""
+    model = nn.Sequential(*(nn.Linear(2, 2) for _ in range(6)))
+    apart = list(model[1:].parameters())
+    for parameter in apart:
+        parameter.data.fill_(dist.get_rank())
+    optimizer = torch.optim.SGD(apart, lr=0.1, momentum=0.9)
+    if stage == 3:
+        model = FSDP(model, ignored_params=apart)
+        sum(p.sum() * (1 + dist.get_rank()) for p in apart).backward()
+        optimizer.step()
+        save_checkpoint(path, model, optimizer)
+    else:
+        save_checkpoint(path, model, ShardedOptimizer(model[0].parameters(), torch.optim.SGD))
+    saved = [apart[0].detach()[0, 0].clone()]
+    dist.broadcast(saved[0], 0)
+    load_checkpoint(path, model, optimizer if stage == 3 else None)
+    saved *= len(apart)
+    assert all((p == value).all() for p, value in zip(apart, saved, strict=True))
+    if stage == 3:
+        assert all((optimizer.state[p]["momentum_buffer"] == 1).all() for p in apart)
 
 
 def test_all_buffers_are_saved_from_rank_0():

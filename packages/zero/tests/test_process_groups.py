@@ -12,7 +12,7 @@ from emulated_hosts import emulated_hosts, why_not
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks, run_ranks
 from zero import (
     FSDP,
     Communicator,
@@ -172,7 +172,7 @@ def test_direct_collectives_are_used_on_gloo_by_any_name():
 
 @pytest.mark.parametrize("world", [*[exhaustive(n) for n in (1, 2, 5)], 3])
 def test_direct_collectives_are_exact_and_sum_in_rank_order(world):
-    assert all(run_ranks(scatter_gather_and_reduce, world, timeout=DEADLINE))
+    assert all(run_on_shared_ranks(scatter_gather_and_reduce, world, timeout=DEADLINE))
 
 
 @settings(max_examples=100, deadline=None)

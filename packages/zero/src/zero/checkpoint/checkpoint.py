@@ -168,7 +168,9 @@ def _collect_state(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, rank: int
 ) -> tuple[list[Part], dict[str, Any]]:
     """Return this rank's parts of the model and the optimizer, and its objects."""
-    parts = [replace(part, name=f"model.{part.name}") for part in model_parts(model)[0]]
+    synchronized = optimizer.flat.views if isinstance(optimizer, ShardedOptimizer) else ()
+    model_only = model_parts(model, synchronized)[0]
+    parts = [replace(part, name=f"model.{part.name}") for part in model_only]
     objects: dict[str, Any] = {}
     inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
     if optimizer is None or inner is None:
@@ -190,7 +192,7 @@ def _collect_slot(
         return
     # Some values, such as a step count, are equal on all ranks that have a part of the parameter.
     # The rank with the parameter's first element writes them. Rank 0 writes them if the parameter
-    # has no elements. `Part.is_written_by` selects the rank that writes a replicated tensor.
+    # has no elements, and all values of a replicated parameter.
     writes_if_empty = slot.is_replicated or rank == 0
     is_first = run.start == 0 and (run.stop > 0 or (not slot.shape.numel() and writes_if_empty))
     for key, value in state.items():

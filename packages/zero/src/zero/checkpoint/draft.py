@@ -142,8 +142,9 @@ def previous(path: Path) -> Path:
 
 def current(path: Path) -> Path:
     """Return the path of the checkpoint, even if a save was killed between its renames."""
+    # A save writes to the real path too, where `..` needs no folder before it.
     real = Path(os.path.realpath(path))
-    return previous(real) if not real.exists() and previous(real).exists() else path
+    return previous(real) if not real.exists() and previous(real).exists() else real
 
 
 def keep_others(path: Path, draft: Path) -> None:

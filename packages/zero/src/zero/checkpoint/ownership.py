@@ -6,7 +6,7 @@ All stages use the same description, so a checkpoint of one stage can be read by
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -32,20 +32,18 @@ class Part:
     start: int
     stop: int
     values: Tensor
-    #: True if every rank has the same values.
+    #: True if every rank has these elements. The ranks' values may differ, so rank 0 writes them.
     is_replicated: bool = False
     #: The tensor whose elements are `values`; if the tensor is not contiguous, `values` is a copy.
     target: Tensor | None = None
-    #: True for buffers. They may differ between ranks, so rank 0 writes all of them.
-    is_buffer: bool = False
+    #: True if the values are equal on all ranks, so that any rank may write them.
+    is_synchronized: bool = False
 
     def is_written_by(self, rank: int, world: int) -> bool:
-        """Return True if a rank writes the part; replicated parts are distributed over ranks."""
-        if self.is_buffer:
-            return rank == 0
-        if self.is_replicated:
+        """Return True if a rank writes the part; synchronized parts are distributed over ranks."""
+        if self.is_synchronized:
             return zlib.crc32(self.name.encode()) % world == rank
-        return True
+        return rank == 0 or not self.is_replicated
 
 
 @dataclass(frozen=True)
@@ -94,11 +92,15 @@ def _compiled_from(model: nn.Module) -> nn.Module:
     return model if original is None else original
 
 
-def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
+def model_parts(
+    model: nn.Module, synchronized: Container[nn.Parameter] = ()
+) -> tuple[list[Part], dict[str, Any]]:
     """Return this rank's parts of parameters and buffers, and the other states of modules.
 
     The states are those of `get_extra_state()`, and values that are not tensors, by their names in
     `unwrapped(model).state_dict()`.
+
+    synchronized: the parameters that a ShardedOptimizer keeps equal on all ranks.
     """
     parts = []
     for slot in _parameter_slots(model):
@@ -113,6 +115,7 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
                 values.reshape(-1),
                 is_replicated=slot.is_replicated,
                 target=values,
+                is_synchronized=slot.parameter in synchronized,
             )
         )
     parameter_names = {name for name, _ in _named_parameters(model, with_tied=True)}
@@ -138,7 +141,6 @@ def model_parts(model: nn.Module) -> tuple[list[Part], dict[str, Any]]:
                     flat,
                     is_replicated=True,
                     target=value,
-                    is_buffer=True,
                 )
             )
         else:
