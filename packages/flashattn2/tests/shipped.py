@@ -32,14 +32,15 @@ OPTIONS = (
     ),
     *(NARROW | other for other in ({}, LEFT, SOFTCAP, NOT_CAUSAL, SPLITS, PACKED)),
 )
-# Head dim, architecture and options that ordinary tests compile, with all kernels of each kind.
+KERNELS = ("forward", "dq", "dkdv")
+# Head dim, architecture, options and kernels that ordinary tests compile, which takes seconds each.
 SAMPLE = {
-    ("tma", "half"): (64, 90, {}),
-    ("hopper", "half"): (128, 90, PACKED),
-    ("pointers", "half"): (128, 80, LEFT | SOFTCAP),
-    ("tma", "tf32"): (64, 90, LEFT | SOFTCAP),
-    ("pointers", "tf32"): (64, 80, PACKED),
-    ("pointers", "ieee"): (16, 90, {}),
+    ("tma", "half"): (64, 90, {}, KERNELS),
+    ("hopper", "half"): (128, 90, PACKED, ("dkdv",)),
+    ("pointers", "half"): (32, 80, LEFT | SOFTCAP, KERNELS),
+    ("tma", "tf32"): (32, 90, LEFT | SOFTCAP, ("forward",)),
+    ("pointers", "tf32"): (32, 80, PACKED, ("dq",)),
+    ("pointers", "ieee"): (16, 90, {}, ("dkdv",)),
 }
 
 
@@ -54,13 +55,23 @@ def exhaustive():
 
 
 def sample():
-    """Return the tiles for the head dims and options of `SAMPLE`."""
-    for key, tiles in configs.TILES.items():
-        block_d, arch, options = SAMPLE[key[:2]]
-        if block_d not in tiles:
-            continue
-        tile = serving(key, block_d, options)[-1]
-        yield from (job for job in jobs(key, block_d, tile, options) if job["arch"] == arch)
+    """Return the tiles of `SAMPLE`."""
+    for path_and_kind, (block_d, arch, options, kernels) in SAMPLE.items():
+        for kernel in kernels:
+            key = *path_and_kind, kernel
+            tile = serving(key, block_d, options)[-1]
+            yield from (job for job in jobs(key, block_d, tile, options) if job["arch"] == arch)
+
+
+def sizes_of_one():
+    """Return launches whose sizes are all 1, such as one head or one row, with small tiles.
+
+    Triton compiles these sizes as constants.
+    """
+    for kernel in KERNELS:
+        for job in jobs(("pointers", "ieee", kernel), 16, (16, 16, 4, 1), PACKED):
+            if job["arch"] == 90:
+                yield {**job, "of_one": True}
 
 
 def can_occur(path, block_d, options):

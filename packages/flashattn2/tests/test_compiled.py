@@ -76,11 +76,11 @@ BACK_SAMPLE = [{**SAMPLE[0], "deterministic": False}]
 def facts(request):
     """Return the facts of all kernels, compiled by one process, or by two if there are many."""
     if request.param == "sample":
-        tiles = [*shipped.sample(), REPEATS_PRODUCTS, *sizes_of_one()]
+        tiles = [*shipped.sample(), REPEATS_PRODUCTS, *shipped.sizes_of_one()]
         gluon = SAMPLE + BACK_SAMPLE
         every = compiled({"tiles": tiles, "decoding": False, "gluon": gluon})
     else:
-        tiles = [*shipped.exhaustive(), REPEATS_PRODUCTS, *sizes_of_one()]
+        tiles = [*shipped.exhaustive(), REPEATS_PRODUCTS, *shipped.sizes_of_one()]
         gluon = ALL + BACK
         halves = {"tiles": tiles[::2], "decoding": True}, {"tiles": tiles[1::2], "gluon": gluon}
         with ThreadPoolExecutor(2) as pool:
@@ -94,18 +94,6 @@ def facts(request):
 @pytest.fixture
 def every_result(facts):
     return facts["tiles"]
-
-
-def sizes_of_one():
-    """Return launches whose sizes are all 1, such as one head or one row.
-
-    Triton compiles these sizes as constants.
-    """
-    return [
-        {**job, "of_one": True, "packed": True}
-        for job in shipped.sample()
-        if job["arch"] == 90 and job["kind"] == "ieee"
-    ]
 
 
 def is_fault(result):

@@ -202,7 +202,9 @@ def test_a_compiled_function_may_slice_interleaved_caches_of_several_buffers():
         assert torch.equal(*caches)
 
 
-@pytest.mark.parametrize("layout", ["pages", "heads", "new keys"])
+@pytest.mark.parametrize(
+    "layout", ["heads", "new keys", pytest.param("pages", marks=pytest.mark.exhaustive)]
+)
 def test_compiled_caches_that_overlap_another_input_are_refused(layout):
     """The graph would assume the storage offsets of its first call.  Slices inside are right."""
     lengths, table = torch.tensor([20, 3], dtype=torch.int32), None

@@ -1,5 +1,7 @@
 """NaN in a query, key or value is NaN in every result that depends on it, on every CPU path."""
 
+import itertools
+
 import pytest
 import torch
 from flashattn2 import (
@@ -55,13 +57,12 @@ def assert_keeps_nan(out, lse, q, k, v, **options):
     ],
     ids=str,
 )
-@pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize(
     "options", [{}, {"is_causal": True}, {"window": (3, 0)}, {"window": (0, 0)}, {"softcap": 2.0}],
     ids=str,
 )  # fmt: skip
-def test_dense_attention_keeps_nan(options, name, seq, dtype):
-    for row in {0, seq // 2, seq - 1}:
+def test_dense_attention_keeps_nan(options, seq, dtype):
+    for name, row in itertools.product("qkv", {0, seq // 2, seq - 1}):
         tensors = draw(seq, seq, dtype)
         poison(tensors, name, row)
         for backend in ("auto", "torch"):
@@ -99,10 +100,9 @@ def test_gradients_and_other_functions_keep_nan(name, seq):
 
 @pytest.mark.parametrize("paged", [False, True])
 @pytest.mark.parametrize("seq_k", LENGTHS)
-@pytest.mark.parametrize("name", ["q", "k", "v"])
 @pytest.mark.parametrize("window", [None, (0, 0), (2, 0), (15, None)])
-def test_attention_over_a_cache_keeps_nan(window, name, seq_k, paged):
-    for seq_q in {1, min(2, seq_k)}:
+def test_attention_over_a_cache_keeps_nan(window, seq_k, paged):
+    for name, seq_q in itertools.product("qkv", {1, min(2, seq_k)}):
         for row in {0, seq_q - 1} if name == "q" else {seq_k - 1}:
             tensors = draw(seq_q, seq_k)
             poison(tensors, name, row)

@@ -258,6 +258,9 @@ def test_padded_texts_have_the_results_of_single_texts(model: HookedDecoder, sid
         torch.testing.assert_close(pattern, single["pattern", 1][0])
     mean = model(texts, return_type="loss", padding_side=side)
     torch.testing.assert_close(mean, losses.sum() / 8)
+    # One mask for all rows.
+    loss = model.loss_fn(logits, tokens, mask[:1])
+    torch.testing.assert_close(loss, model.loss_fn(logits, tokens))
 
 
 @torch.no_grad()

@@ -453,7 +453,8 @@ class HookedDecoder(TextConversion):
         losses = F.cross_entropy(logits[:, :-1].mT, tokens[:, 1:], reduction="none")
         is_counted = torch.ones_like(losses, dtype=torch.bool)
         if attention_mask is not None:
-            is_counted = attention_mask[:, :-1].bool() & attention_mask[:, 1:].bool()
+            is_token = attention_mask.bool().expand_as(tokens)
+            is_counted = is_token[:, :-1] & is_token[:, 1:]
         losses = losses.where(is_counted, 0)
         return losses if per_token else losses.sum() / is_counted.sum()
 
