@@ -45,6 +45,12 @@ def test_assignment_is_a_partition_within_the_size(model, bucket_bytes, data):
         assert len(runs) == len({dtype for _, dtype in model})
 
 
+def test_size_of_a_bucket_follows_from_the_number_of_buckets_before_it():
+    parameters = [nn.Parameter(torch.empty(2)), *(nn.Parameter(torch.empty(1).double()),) * 3]
+    # The second bucket has another dtype than the first one, which is still open.
+    assert assign_buckets(parameters, range(4), (8, 16)) == [(0,), (1, 2), (3,)]
+
+
 @settings(max_examples=40)
 @given(model=models)
 def test_views_are_in_the_buffer_and_do_not_overlap(model):
@@ -59,6 +65,34 @@ def test_views_are_in_the_buffer_and_do_not_overlap(model):
     expected = [float(v) for v, (shape, _) in enumerate(model) for _ in range(math.prod(shape))]
     assert bucket.gradients.tolist() == expected
     assert bucket.buffer[numel:].tolist() == [1.0, 1.0, 0.0, 1.0] + [0.0] * (len(parameters) - 1)
+
+
+def bucket_of_ones():
+    parameters = [nn.Parameter(torch.ones(2)) for _ in range(2)]
+    bucket = make_bucket([0, 1], parameters, None, None)
+    for parameter in parameters:
+        parameter.grad = torch.ones(2)
+    return bucket, parameters
+
+
+def test_alias_of_a_gradient_keeps_its_value_while_another_gradient_accumulates():
+    bucket, parameters = bucket_of_ones()
+    for slot in range(2):
+        bucket.move_in(slot)
+    alias = parameters[0].grad.view(-1)
+    parameters[0].grad = torch.full((2,), 5.0)
+    bucket.move_in(0)
+    assert alias.tolist() == [1.0, 1.0]
+    assert bucket.gradients.tolist() == [5.0, 5.0, 1.0, 1.0]
+    assert all(bucket.holds_grad(slot) for slot in range(2))
+
+
+def test_every_gradient_is_scaled_once():
+    bucket, _ = bucket_of_ones()
+    bucket.copy_in(0, 0.5)
+    bucket.deferred.append(1)
+    bucket.copy_in_deferred(0.5)
+    assert bucket.gradients.tolist() == [0.5] * 4
 
 
 def test_gradient_removed_by_another_hook_is_named():

@@ -64,8 +64,8 @@ def test_find_unused_parameters_allows_parameters_that_no_rank_used() -> None:
     assert run_on_shared_ranks(train_with_unused_parameters, 2, True) == [expected] * 2
 
 
-def freeze_unused_parameters() -> str:
-    """Follow the error for unused parameters, and freeze them; return the error."""
+def freeze_or_remove_unused_parameters() -> str:
+    """Follow the error for unused parameters: freeze or remove them; return the error."""
     model = DDP(Branches())
     model(torch.ones(1, 3), False).sum().backward()
     with pytest.raises(RuntimeError, match="freeze parameters that are not trained") as error:
@@ -73,11 +73,15 @@ def freeze_unused_parameters() -> str:
     model.module.right.requires_grad_(False)
     for _ in range(2):
         model(torch.ones(1, 3), False).sum().backward()
+    model.module.right.requires_grad_(True)
+    model(torch.ones(1, 3), False).sum().backward()
+    del model.module.right
+    model(torch.ones(1, 3), False).sum().backward()
     return str(error.value)
 
 
 def test_unused_parameters_may_be_frozen_after_the_error() -> None:
-    for error in run_on_shared_ranks(freeze_unused_parameters, 2):
+    for error in run_on_shared_ranks(freeze_or_remove_unused_parameters, 2):
         assert "right.weight" in error
 
 

@@ -426,6 +426,18 @@ def checkpoints(reentrant: bool, shared: bool) -> int:
     return len(both.model.meter.steps)
 
 
+def checkpoints_calls_of_the_wrapper() -> bool:
+    def loss(model, x):
+        hidden = checkpoint(model, x, False, use_reentrant=False)
+        # The gradient of the second layer opens the step before the first call is repeated.
+        return checkpoint(model, hidden, True, use_reentrant=False).square().mean()
+
+    both = Both(OptionalLayer(), None)
+    for _ in range(3):
+        both.step(loss)
+    return True
+
+
 def evaluates_between() -> bool:
     both = Both(net())
     for _ in range(3):
@@ -543,6 +555,7 @@ LOOPS = [
     "accumulates",
     "is_adversarial",
     "penalizes_gradients",
+    "checkpoints_calls_of_the_wrapper",
     "evaluates_between",
 ]
 
@@ -757,6 +770,10 @@ def runs_out_of_inputs() -> bool:
             both.zero_grad()
             both.model(both.batches(3, 5)[both.rank]).square().mean().backward()
             references += [(p.grad, p.grad.clone()) for p in both.module.parameters()]
+    # A rank without inputs contributes zeros, and its gradients keep their values.
+    parameters = list(both.module.parameters())
+    for parameter, (_, value) in zip(parameters, references[-len(parameters) :], strict=True):
+        references.append((parameter.grad, value))
     return all(torch.equal(*pair) for pair in references)
 
 

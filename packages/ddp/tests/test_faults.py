@@ -4,6 +4,7 @@ import os
 import re
 import socket
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 import ddp
@@ -254,6 +255,9 @@ def raise_inside_no_sync() -> list[str]:
                 raise ValueError("bad batch")
     except ValueError as error:
         outcomes.append(str(error))
+        # The first reason remains.
+        with suppress(KeyError), model.no_sync():
+            raise KeyError("another reason") from None
     try:
         model(torch.ones(2, 5)).backward()
         model.finish_gradient_synchronization()
