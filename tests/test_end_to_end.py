@@ -35,13 +35,16 @@ def command(monkeypatch, capsys):
     return run
 
 
-#: The configuration of a short run of a narrow model.
+#: The configuration of a short run of a narrow model. The stage scale takes a time that is
+#: proportional to the measured steps.
 SHORT = """
 size = "16x48x2x2"
 learning_rate = 0.01
-steps = 3
-warmup = 5
-learn = 12
+rows = 4
+context = 32
+steps = 1
+warmup = 6
+learn = 8
 """
 
 
@@ -124,7 +127,7 @@ def test_every_rank_every_step_every_phase_is_kept_raw(finished):
     out, _ = finished
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     flat = [s for s in samples if s["stage"] == "train" and s["variant"] == "ddp flat"]
-    assert {(s["rank"], s["step"]) for s in flat} == {(r, s) for r in (0, 1) for s in range(8)}
+    assert {(s["rank"], s["step"]) for s in flat} == {(r, s) for r in (0, 1) for s in range(7)}
     assert {s["phase"] for s in flat} == {
         "step",
         "forward",
@@ -293,7 +296,7 @@ def catches_sigterm(pid):
 )
 def test_an_interrupt_saves_what_was_learned_and_stops(number, world, tmp_path, command):
     out = tmp_path / "run"
-    options = ["--size", "mini", "--steps", 1, "--warmup", 0, "--learn", 10**6, "--world", world]
+    options = ["--size", "16x48x1x1", "--steps", 1, "--warmup", 0, "--learn", 10**6, "--world", world]
     process = start("learn", *options, "--out", out)
     while "learn ..." not in (line := process.stderr.readline()):
         assert line, process.poll()

@@ -28,7 +28,7 @@ from llmsys_suite.text.generation import MODEL, generate_text, model_of
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.single import Variant
 from safetensors.torch import save_file
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks, run_ranks
 
 STEPS, ROWS = 12, 4
 
@@ -111,7 +111,9 @@ def whole_stopped_and_continued(folder, variant, options):
 )
 def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant, worlds):
     clip = {"clip": 0.5}
-    first, second = run_ranks(whole_stopped_and_continued, 2, str(tmp_path), variant, clip)
+    first, second = run_on_shared_ranks(
+        whole_stopped_and_continued, 2, str(tmp_path), variant, clip
+    )
     (whole, _), stopped, continued = first
     assert len(whole) == STEPS
     assert stopped == second[1] == ("stopped", 5)
@@ -119,7 +121,7 @@ def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant
     assert continued == (whole, STEPS - 5)
     resume = str(tmp_path / "part" / training_state.CHECKPOINT)
     for world in worlds:
-        (losses, steps), *_ = run_ranks(
+        (losses, steps), *_ = run_on_shared_ranks(
             learned, world, str(tmp_path / f"new{world}"), variant, None, resume, ROWS, clip
         )
         assert steps == STEPS - 5
@@ -151,7 +153,8 @@ def continued_without_moments(folder):
 
 def test_a_training_that_continues_without_a_moment_of_its_checkpoint_fails(tmp_path):
     second = ["second loss after the checkpoint"]
-    assert run_ranks(continued_without_moments, 1, str(tmp_path)) == [[[], second, second]]
+    failed = run_on_shared_ranks(continued_without_moments, 1, str(tmp_path))
+    assert failed == [[[], second, second]]
 
 
 def whole_and_loaded(folder):
@@ -161,7 +164,7 @@ def whole_and_loaded(folder):
 
 
 def test_a_training_that_has_ended_is_loaded_and_saved_in_the_new_folder(tmp_path):
-    ((whole, loaded),) = run_ranks(whole_and_loaded, 1, str(tmp_path))
+    ((whole, loaded),) = run_on_shared_ranks(whole_and_loaded, 1, str(tmp_path))
     assert loaded == (whole, 0)
     checkpoint = training_state.CHECKPOINT
     first, second = (read_checkpoint(tmp_path / name / checkpoint) for name in ("whole", "new"))
@@ -214,11 +217,11 @@ def refused(folder):
 
 
 def test_the_stage_refuses_rows_that_contradict_the_checkpoint(tmp_path):
-    run_ranks(refused, 1, str(tmp_path))
+    run_on_shared_ranks(refused, 1, str(tmp_path))
 
 
 def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path):
-    run_ranks(learned, 1, str(tmp_path / "part"), "ddp flat", 3)
+    run_on_shared_ranks(learned, 1, str(tmp_path / "part"), "ddp flat", 3)
     checkpoint, out = tmp_path / "part" / training_state.CHECKPOINT, tmp_path / "new"
     config = RunConfig(
         stages=("plan", "train", "learn", "report"),

@@ -23,7 +23,7 @@ from llmsys_suite.text.data import load_corpus
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.initial_weights import initial_weights
 from llmsys_suite.variants.single import Variant
-from worker_pool import run_ranks
+from worker_pool import run_on_shared_ranks, run_ranks
 
 ROUNDS = 15
 
@@ -63,7 +63,7 @@ def processor_seconds(folder):
         progress=Progress(enabled=False),
     )
     run.folder = RunFolder.create(config, {}) if rank == 0 else None
-    batch = run.batch(0, shared=True)
+    batch = run.batch(0, split=True)
     idle, real = Idle(run, run.model), VARIANTS["ddp flat"](run, run.model)
     overhead, trained = [], []
     for step in range(ROUNDS):
@@ -133,7 +133,7 @@ def received_by_a_late_rank(folder, variant):
 @pytest.mark.skipif(not network.available(), reason="this kernel's sockets do not count")
 @pytest.mark.parametrize("variant", ["ddp bucketed", "parameter server"])
 def test_a_rank_that_is_late_to_its_counter_counts_all_that_it_is_sent(tmp_path, variant):
-    ranks = run_ranks(received_by_a_late_rank, 2, str(tmp_path / "run"), variant)
+    ranks = run_on_shared_ranks(received_by_a_late_rank, 2, str(tmp_path / "run"), variant)
     (size, trained), _ = ranks
     assert len(trained) == 2
     for received in trained:

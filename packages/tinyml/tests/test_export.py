@@ -73,7 +73,7 @@ class Views(nn.Module):
 
 
 class WithState(nn.Module):
-    """A linear layer in a module with an extra state of its own."""
+    """A linear layer in a module with an extra state."""
 
     def __init__(self, state):
         super().__init__()

@@ -184,7 +184,7 @@ DISTRIBUTIONS = {
 }
 
 
-@pytest.mark.parametrize("k", [4, 16])
+@pytest.mark.parametrize("k", [16, pytest.param(4, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("name", DISTRIBUTIONS)
 def test_the_error_is_at_most_that_of_sklearn(name, k):
     cluster = pytest.importorskip("sklearn.cluster", reason="scikit-learn is not installed")

@@ -1,7 +1,5 @@
 """Training with rounding: gradients by the book, and nothing changes when it is made final."""
 
-import statistics
-
 import pytest
 import torch
 from tinyml import IntegerModel, convert, prepare_qat, quantize, size_of
@@ -96,18 +94,14 @@ def loss_ratio(bits, learn_scale, seed):
 
 
 def test_training_recovers_most_of_what_rounding_afterwards_loses():
-    ratios = [loss_ratio(2, learn_scale=True, seed=seed) for seed in range(2)]
-    assert statistics.mean(ratios) < 0.4, (
-        ratios
-    )  # over 20 seeds 0.19 with a standard deviation of 0.08
+    # Over 20 seeds, the mean is 0.19 and the standard deviation 0.08.
+    assert loss_ratio(2, learn_scale=True, seed=0) < 0.4
 
 
 def test_training_with_the_scale_of_the_largest_weight_recovers_a_part():
     # Without a decay the weights keep moving between two codes, and the loss may grow.
-    ratios = [loss_ratio(3, learn_scale=False, seed=seed) for seed in range(2)]
-    assert statistics.mean(ratios) < 0.92, (
-        ratios
-    )  # over 20 seeds 0.72, with a standard deviation of 0.08
+    # Over 20 seeds, the mean is 0.72 and the standard deviation 0.08.
+    assert loss_ratio(3, learn_scale=False, seed=0) < 0.92
 
 
 def test_layers_that_share_a_weight_train_it_once():

@@ -222,7 +222,8 @@ class First(nn.Module):
 
     def __init__(self):
         super().__init__()
-        self.a, self.b, self.length, self.rest = nn.Conv1d(3, 8, 1), nn.Conv1d(8, 2, 1), 4, 6
+        self.a, self.b = nn.Conv1d(3, 8, 1), nn.Conv1d(8, 2, 1)
+        self.length, self.rest = 4, 6
 
     def forward(self, x):
         return self.b(self.a(x).split([self.length, self.rest], dim=2)[0])

@@ -13,6 +13,8 @@ from tinyml.quantization.int8 import Int8Linear
 from tinyml.timing import Timing, measure, store_timing, stored_timing, timing_file
 from torch import nn
 
+SEEDS = [*range(5), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(5, 20))]
+
 
 def plain(): ...
 def other(): ...
@@ -150,7 +152,7 @@ def test_an_implementation_is_selected_only_if_it_wins_in_and_out_of_the_cache(
         assert result.out_of_cache == {"plain": 4.0, "other": 4 * outside}
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_spikes_change_nothing(clock, seed):
     noise = random.Random(seed)
 
@@ -162,7 +164,7 @@ def test_spikes_change_nothing(clock, seed):
         assert clock(took).selected == faster
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_a_mostly_disturbed_reference_counts_at_its_best(clock, seed):
     noise = random.Random(seed)
 
@@ -173,7 +175,7 @@ def test_a_mostly_disturbed_reference_counts_at_its_best(clock, seed):
     assert result.selected == "plain"
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_equal_implementations_in_noise_leave_the_reference(clock, seed):
     noise = random.Random(seed)
     result = clock(lambda name, where: noise.lognormvariate(0, 0.3))

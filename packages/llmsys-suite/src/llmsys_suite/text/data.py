@@ -41,11 +41,11 @@ CHUNK_BYTES = 2**24
 class Text:
     """The training bytes and the held-out bytes. The last tenth of the text is held out.
 
-    Both are bytes in memory, or views of a file that is mapped into memory.
+    Both are views, either of bytes in memory or of a file that is mapped into memory.
     """
 
-    train: bytes | memoryview
-    heldout: bytes | memoryview
+    train: memoryview
+    heldout: memoryview
     source: str
     mapped: mmap.mmap | None = None
 

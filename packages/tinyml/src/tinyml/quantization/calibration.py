@@ -328,9 +328,13 @@ def _state(block: nn.Module, arguments: Any) -> tuple[list[Any], list[tuple[int,
     A stamp changes if the value is replaced, or if it is a tensor that is modified in place. The
     first list keeps the values alive, so that no other object gets the identity of one of them.
     """
-    modules = [vars(module).items() for module in block.modules()]
-    own = [value for items in modules for key, value in items if key not in _ATTRIBUTES_OF_MODULE]
-    leaves = tree_leaves((arguments, own))
+    attributes = [
+        value
+        for module in block.modules()
+        for key, value in vars(module).items()
+        if key not in _ATTRIBUTES_OF_MODULE
+    ]
+    leaves = tree_leaves((arguments, attributes))
     is_counted = [isinstance(leaf, Tensor) and not leaf.is_inference() for leaf in leaves]
     versions = [leaf._version if c else 0 for leaf, c in zip(leaves, is_counted, strict=True)]
     return leaves, list(zip(map(id, leaves), versions, strict=True))
