@@ -52,8 +52,8 @@ def page() -> str:
         "`exhaustive` are run only by `make test-gpu`, `make test-timing` and "
         "`make test-exhaustive`.",
         "",
-        "A test of a time allows a margin of 15 % beyond the figure of its claim, because "
-        "processors differ, unless the test passes a smaller margin (`tests/figures.py`).",
+        "The test of a measured time may allow a margin of up to 15 % beyond the figure of its "
+        "claim, because processors differ (`tests/figures.py`).",
         "",
         " · ".join(f"[{package}](#{package})" for package in PACKAGES),
     ]
