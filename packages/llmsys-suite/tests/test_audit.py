@@ -658,11 +658,11 @@ def test_a_configuration_that_was_edited_fails():
     assert [check.where for check in checks if not check.passed] == ["learning_rate"]
 
 
-@pytest.mark.parametrize("nbytes", [0, 200, 1800])
-def test_bytes_that_were_not_announced_in_shared_memory_fail(nbytes):
+@pytest.mark.parametrize("factor", [0, 0.5, 1.02, 2])
+def test_bytes_that_were_not_announced_in_shared_memory_fail(factor):
     *_, evidence = honest()
-    evidence["probe"]["ddp shared memory"] = probed(2)
-    evidence["probe"]["ddp shared memory"]["shared"][0] = nbytes
+    evidence["model_counts"]["parameters"] = 25_000
+    evidence["probe"]["ddp shared memory"] = probed(2) | {"shared": [factor * 1e5, 1e5]}
     record = Record(CONFIG, *honest()[:3], evidence)
     failed = [check.name for check in wire_checks.shared_memory(record) if not check.passed]
     assert failed == ["ddp shared memory: bytes summed in shared memory, rank 0"]

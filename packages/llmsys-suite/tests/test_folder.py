@@ -3,6 +3,7 @@
 import json
 import math
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import FrozenInstanceError
 
 import pytest
 from llmsys_suite.config import RunConfig, UsageError
@@ -73,6 +74,8 @@ def test_finished_stages_stay(folder):
     }
     for stage, result in results.items():
         folder.add_stage(stage, result, 2.0, 3.0)
+        with pytest.raises(FrozenInstanceError):
+            result.rows = []
     folder.add_stage("report", None)
     assert folder.results == results
     assert folder.summary["stages"]["parallel"] == {

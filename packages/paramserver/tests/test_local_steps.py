@@ -360,7 +360,7 @@ def test_four_bit_encoding_uses_less_than_3_2_bits_per_element():
     assert 8 * len(data) / 2**20 < 3.2
 
 
-def test_residuals_are_sent_by_later_pushes():
+def test_error_feedback_bounds_the_rounding_of_a_sum_of_four_bit_integers():
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(500, generator=generator)
     residual = torch.zeros(500)

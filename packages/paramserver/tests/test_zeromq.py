@@ -541,6 +541,9 @@ def test_a_key_may_act_only_as_its_ranks(served):
             ):
                 pass
         session = worker._connections[0].session
+        for kind in (Kind.PULL, Kind.PUSH, Kind.LEAVE):
+            with pytest.raises(ValueError, match="a rank of this key, got one of worker 0"):
+                request_as(0, session, server.address, of_second, Message(kind, epoch=1, clock=2))
         abort_as(0, session, server.address, of_second)  # has no effect
         with join_servers(job_of(), 1, [server.address], keys=of_second) as other:
             count(other, 2, 0.0)
@@ -576,6 +579,16 @@ def test_a_later_chunk_of_another_key_is_ignored(tmp_path):
     receive(first, 2, zeromq.CHUNK_BYTES, (), bytes(zeromq.CHUNK_BYTES))
     assert server.core.replica.version == 1
     server.close()
+
+
+def request_as(rank, session, address, keys, message):
+    """Send a request as the worker `rank`, in its session, with keys of another worker."""
+    connection = ZeroMQConnection(address, rank, 0, session=1, keys=keys)
+    connection.session = session
+    try:
+        connection.request(message)
+    finally:
+        connection.close()
 
 
 def abort_as(rank, session, address, keys):

@@ -30,11 +30,11 @@ def test_drawn_band_is_the_interval():
     fit = fit_parametric(isoflop_runs(noise=2e-3, per_budget=5))
     figure = plot(fit, up_to=1e24)
     growth, residuals, _ = figure.axes  # N and D, residuals, color bar
-    band = growth.collections[0].get_paths()[0].vertices
-    at_end = band[np.isclose(band[:, 0], 1e24)]
-    expected = fit.optimal(1e24).intervals["parameters"]
-    assert at_end[:, 1].min() == pytest.approx(expected.low, rel=1e-6)
-    assert at_end[:, 1].max() == pytest.approx(expected.high, rel=1e-6)
+    for name, collection in zip(("parameters", "tokens"), growth.collections[:2], strict=True):
+        band = collection.get_paths()[0].vertices
+        at_end = band[np.isclose(band[:, 0], 1e24), 1]
+        expected = fit.optimal(1e24).intervals[name]
+        assert (at_end.min(), at_end.max()) == pytest.approx((expected.low, expected.high))
     np.testing.assert_allclose(residuals.collections[0].get_offsets()[:, 1], -fit.residuals)
 
 

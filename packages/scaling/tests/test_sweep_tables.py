@@ -305,6 +305,7 @@ def best_setting(sweep):
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 def test_published_exponents_of_step_law_lie_in_the_intervals_of_its_runs():
     best = []
+    assert len((FOLDER / "step_dense.csv").read_text().splitlines()) == 1 + 1911
     for (n, d), sweep in fit_sweeps(FOLDER / "step_dense.csv", ["N", "D"]).items():
         size, rate = best_setting(sweep)
         best.append([float(n), float(d), rate, 2048 * size])  # a sequence has 2048 tokens
