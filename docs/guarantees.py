@@ -53,7 +53,8 @@ def page() -> str:
         "`make test-exhaustive`.",
         "",
         "The test of a measured time may allow a margin of up to 15 % beyond the figure of its "
-        "claim, because processors differ (`tests/figures.py`).",
+        "claim, because processors differ (`tests/figures.py`). Without the public data sets "
+        "(the variable `SCALING_DATA`) or optional programs that they need, tests are skipped.",
         "",
         " · ".join(f"[{package}](#{package})" for package in PACKAGES),
     ]
