@@ -296,7 +296,8 @@ def catches_sigterm(pid):
 )
 def test_an_interrupt_saves_what_was_learned_and_stops(number, world, tmp_path, command):
     out = tmp_path / "run"
-    options = ["--size", "16x48x1x1", "--steps", 1, "--warmup", 0, "--learn", 10**6, "--world", world]
+    options = ["--size", "16x48x1x1", "--steps", 1, "--warmup", 0, "--learn", 10**6]
+    options += ["--world", world]
     process = start("learn", *options, "--out", out)
     while "learn ..." not in (line := process.stderr.readline()):
         assert line, process.poll()

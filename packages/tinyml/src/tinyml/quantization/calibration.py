@@ -335,9 +335,12 @@ def _state(block: nn.Module, arguments: Any) -> tuple[list[Any], list[tuple[int,
         if key not in _ATTRIBUTES_OF_MODULE
     ]
     leaves = tree_leaves((arguments, attributes))
-    is_counted = [isinstance(leaf, Tensor) and not leaf.is_inference() for leaf in leaves]
-    versions = [leaf._version if c else 0 for leaf, c in zip(leaves, is_counted, strict=True)]
-    return leaves, list(zip(map(id, leaves), versions, strict=True))
+    return leaves, [(id(leaf), _version(leaf)) for leaf in leaves]
+
+
+def _version(value: Any) -> int:
+    """Return the number of modifications of a tensor in place, or 0 if they are not counted."""
+    return value._version if isinstance(value, Tensor) and not value.is_inference() else 0
 
 
 def _call(model: nn.Module, batch: Any) -> None:
