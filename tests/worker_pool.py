@@ -55,6 +55,7 @@ PRELOADED = [
     "ddp",
     "paramserver",
     "zero",
+    "llmsys_suite.variants",
 ]
 
 #: The pipe of a process yields its exit code once. `Process.start` also reads the exit codes of all
