@@ -163,7 +163,9 @@ def test_tiles_of_ampere_pass_the_gates_of_other_architectures(arch):
         key = "pointers", "half", kernel
         (job,) = shipped.jobs(key, dim, dataclasses.astuple(tile), options)
         jobs.append({**job, "arch": arch})
-    for r in compiled({"tiles": jobs})["tiles"]:
+    results = compiled({"tiles": jobs})["tiles"]
+    assert len(results) == len(jobs)
+    for r in results:
         assert r["stack_bytes"] <= FEW_BYTES, r
         assert r["shared_bytes"] <= 99 * 1024, r
         assert r["work"] <= tune.MOST_WORK[80], r

@@ -207,7 +207,7 @@ def test_windows_and_padding_add_no_false_positives() -> None:
         second = detect_heads([padded], torch.cat([padding, tokens], 1), queries=mask)
         for kind in result:
             result[kind] += len(first.significant(kind)) + len(second.significant(kind))
-    assert all(count <= 0.05 * 2 * 64 for count in result.values()), result
+    assert not any(result.values()), result
 
 
 def test_strong_heads_are_significant_and_weak_heads_are_not() -> None:

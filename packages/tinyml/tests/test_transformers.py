@@ -353,7 +353,8 @@ def test_what_is_compressed_can_be_compressed_again():
         recompressed.transformer.h[1].mlp.c_fc.weight, once.transformer.h[1].mlp.c_fc.weight
     )
     assert torch.equal(once.transformer.h[0].mlp.c_fc.weight, before)
-    for compress, _ in SMALLER.values():
-        small = compress(once)
+    starts = [once, kmeans_quantize(model, 4), prune(model, 0.5).model]
+    for (compress, _), start in zip(SMALLER.values(), 2 * starts, strict=True):
+        small = compress(start)
         with torch.no_grad():
             assert torch.isfinite(small(TOKENS).logits).all()
