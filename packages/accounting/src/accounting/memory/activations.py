@@ -112,14 +112,16 @@ def gradients_in_flight(
 ) -> list[int]:
     """Return the numbers of temporary gradient values in the backward of an MLP and of attention.
 
-    In the MLP, they are the gradients of `hidden_tensors` hidden tensors. In attention, they are
-    the gradients of two score matrices with `keys` per row, or of q, k and v for flash attention
-    (`keys=None`). Both include the gradient of the residual stream.
+    In the MLP, they are the gradients of `hidden_tensors` hidden tensors. Those of a mixer are as
+    wide as its widest matrix. In attention, they are the gradients of two score matrices with
+    `keys` per row, or of q, k and v for flash attention (`keys=None`). Both include the gradient of
+    the residual stream.
     """
-    hidden = model.d_ff if model.mlp_layers else 0
+    widths = [model.d_ff if model.mlp_layers else 0]
     if model.experts:
-        of_experts = model.experts.per_token * model.experts.width + model.experts.shared
-        hidden = max(hidden, of_experts)
+        widths.append(model.experts.per_token * model.experts.width + model.experts.shared)
+    widths += (matrix.columns for m in model.mixers for matrix in m.matrices if matrix.rows > 1)
+    hidden = max(widths)
     scores = 3 * model.qk_dim if keys is None else 2 * keys
     return [
         tokens * (model.d_model + width // tensor)
