@@ -881,7 +881,18 @@ class Forgetful(Signs):
         return self.change_of(state["average"])
 
 
-UNKNOWN = (Signs, Rated, Late, Large, Rows, Adam2, Replacing)
+class Decayed(torch.optim.SGD):
+    """An optimizer that also changes parameters without a gradient, by their maxima."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(1 - group["lr"] / (1 + parameter.abs().max()))
+
+
+UNKNOWN = (Signs, Rated, Late, Large, Rows, Adam2, Replacing, Decayed)
 
 
 def small():
@@ -927,6 +938,11 @@ def step_unknown(stage):
             assert ours.splits == ["parameters"], cls
     for cls in (Signs, Replacing):
         assert stepped(stage, cls, 3, elementwise=True)
+    if stage == 3:
+        model = FSDP(nn.Linear(4, 4, bias=False))
+        optimizer = Decayed(model.parameters(), lr=0.1)
+        with pytest.raises(RuntimeError, match="has changed a parameter that has no gradient"):
+            optimizer.step()
     return True
 
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from zero.fsdp.shard import ShardedParameter, plain_shard
 from zero.partition import by_parameter
-from zero.process_groups import Communicator
+from zero.process_groups import Communicator, as_bytes
 
 
 class FullTensorExchange:
@@ -40,10 +40,15 @@ class FullTensorExchange:
                 self.owner[added[piece.index].shard] = rank
         #: The elements and the gradient of each shard that is being stepped.
         self._shards: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
+        #: Copies of the trainable shards without a gradient, which a step should not change.
+        self._without_gradient: dict[nn.Parameter, Tensor] = {}
 
     @torch.no_grad()
     def gather_full_tensors(self) -> None:
-        """Set `.data` and `.grad` to full tensors on the owner; remove `.grad` on other ranks."""
+        """Set `.data` and `.grad` to full tensors on the owner.
+
+        On other ranks, `.data` is a placeholder of one element, and `.grad` is None.
+        """
         # `check_gradients_alike` ensures that a parameter has a gradient on all ranks or on none.
         stepped = [p for p in self.parameters if p.shard.grad is not None]
         self._shards = {p.shard: (plain_shard(p.shard), p.shard.grad) for p in stepped}
@@ -61,13 +66,32 @@ class FullTensorExchange:
             p.shard.grad = None
             if p.shard in full:
                 p.shard.data, p.shard.grad = full[p.shard]
+            else:
+                # An optimizer may also read parameters without a gradient. Most functions of whole
+                # tensors fail on this rank's elements if there are none.
+                elements, _ = self._shards[p.shard]
+                p.shard.data = elements.new_ones((1,) * elements.dim())
+        self._without_gradient = {
+            p.shard: plain_shard(p.shard).clone()
+            for p in self.parameters
+            if p.shard not in self._shards and p.shard.requires_grad
+        }
 
     @torch.no_grad()
     def scatter_full_tensors(self) -> list[nn.Parameter]:
         """Broadcast the stepped tensors, and copy this rank's elements of them into the shards.
 
-        Return the stepped shards.
+        Return the stepped shards. Raise RuntimeError if the optimizer has changed any other shard,
+        of which it only had this rank's elements.
         """
+        for shard, before in self._without_gradient.items():
+            if not torch.equal(as_bytes(plain_shard(shard)), as_bytes(before)):
+                raise RuntimeError(
+                    f"rank {self.communicator.rank}: the optimizer has changed a parameter that "
+                    "has no gradient and is not whole: compute gradients of all parameters, "
+                    "freeze it, or use ShardedOptimizer (stages 1 and 2)"
+                )
+        self._without_gradient = {}
         for parameter in self.parameters:
             shard = parameter.shard
             if shard not in self._shards:
