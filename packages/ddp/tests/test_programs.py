@@ -22,8 +22,6 @@ from worker_pool import run_ranks
 #: Programs with seeds that are multiples of this number are compiled, which takes several times as
 #: long as other programs.
 COMPILED_EVERY = 200
-#: Number of short programs in `make test`. None of their seeds is a multiple of `COMPILED_EVERY`.
-NUM_USUAL = 80
 #: In this program Dynamo raised an error when it traced the allocation of new buckets.
 COMPILED_SEED = 27_089_578_054_600
 
@@ -319,7 +317,7 @@ def run_programs(seeds: range, max_actions: int) -> int:
 def run_usual_programs() -> tuple[int, int]:
     """Run short programs and a longer one, which is compiled."""
     compiled = range(COMPILED_SEED, COMPILED_SEED + 1)
-    return run_programs(range(1, 1 + NUM_USUAL), 1), run_programs(compiled, 4)
+    return run_programs(range(1, COMPILED_EVERY), 1), run_programs(compiled, 4)
 
 
 @cache
@@ -329,7 +327,7 @@ def outcomes_of_usual_programs() -> list[tuple[int, int]]:
 
 @pytest.mark.filterwarnings("default")
 def test_random_programs_train_like_one_process() -> None:
-    assert outcomes_of_usual_programs() == [(NUM_USUAL, 1)] * 2
+    assert outcomes_of_usual_programs() == [(COMPILED_EVERY - 1, 1)] * 2
 
 
 @pytest.mark.filterwarnings("default")
