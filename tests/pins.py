@@ -46,11 +46,13 @@ def main() -> None:
     (ROOT / "uv.lock").unlink(missing_ok=True)
     try:
         subprocess.run([UV, "lock"], cwd=ROOT, check=True)
+        write_pins(pyproject, pins_of(tomllib.loads((ROOT / "uv.lock").read_text())))
+        subprocess.run([UV, "lock"], cwd=ROOT, check=True)
     except BaseException:
+        # `uv sync` writes a lock for these pins.
         pyproject.write_text(text_with_pins)
+        (ROOT / "uv.lock").unlink(missing_ok=True)
         raise
-    write_pins(pyproject, pins_of(tomllib.loads((ROOT / "uv.lock").read_text())))
-    subprocess.run([UV, "lock"], cwd=ROOT, check=True)
 
 
 if __name__ == "__main__":

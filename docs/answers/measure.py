@@ -979,9 +979,11 @@ def _stages(*wanted: str) -> dict[str, Any]:
         folder = Path(scratch) / "run"
         command = [sys.executable, "-m", "llmsys_suite", "run", *wanted, "--out", str(folder)]
         done = subprocess.run(command, check=False, stdout=subprocess.PIPE)
-        summary = json.loads((folder / "summary.json").read_text())
+        file = folder / "summary.json"
+        summary = json.loads(file.read_text()) if file.exists() else {"status": "missing"}
         if summary["status"] != "complete":
-            sys.exit(f"`llmsys run` ended in a stage, with status {done.returncode}")
+            stage = summary.get("failed_stage", "before its first stage")
+            sys.exit(f"`llmsys run` failed with status {done.returncode}: {stage}")
         stages: dict[str, Any] = summary["stages"]
         return stages
 

@@ -78,11 +78,11 @@ class Balanced(HTMLParser):
         assert self.open.pop() == tag
 
 
-def test_page_is_complete_well_formed_and_loads_nothing(page):
+def test_page_is_complete_well_formed_and_loads_nothing(whole_page):
     parser = Balanced()
-    parser.feed(page)
+    parser.feed(whole_page)
     assert parser.open == []
-    parts = re.findall("<h2>(.*?)</h2>", page)
+    parts = re.findall("<h2>(.*?)</h2>", whole_page)
     assert parts == [
         "Answers",
         "Warnings",
@@ -92,8 +92,8 @@ def test_page_is_complete_well_formed_and_loads_nothing(page):
         "Backtest",
     ]
     assert parser.seen.count("figure") == 4
-    assert "runs &lt;of&gt; ours" in page
-    assert not re.search(r"(?:src|href)=.(?:https?:|//)|@import|url\(http", page)
+    assert "runs &lt;of&gt; ours" in whole_page
+    assert not re.search(r"(?:src|href)=.(?:https?:|//)|@import|url\(http", whole_page)
 
 
 @pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")

@@ -6,7 +6,6 @@ recomputed block.
 
 from dataclasses import replace
 from fractions import Fraction
-from typing import Any
 
 from accounting.breakdown import Breakdown, Number, product, total
 from accounting.memory.activations import activations, gradients_in_flight, head_activations
@@ -90,9 +89,16 @@ def one_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
 
 def fullest_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     """Return the activations, without recomputation, of the block that saves the most."""
-    stages: dict[str, Any] = {"virtual_stages": 1, "schedule": "1f1b", "devices": 0}
     # A dense layer has no experts to distribute.
-    plan = replace(plan, **stages, pipeline=1, expert=1, recompute="none")
+    plan = replace(
+        plan,
+        devices=0,
+        pipeline=1,
+        virtual_stages=1,
+        schedule="1f1b",
+        expert=1,
+        recompute="none",
+    )
     blocks = (activations(layer, plan, work) for layer in single_layers(model))
     return max(blocks, key=lambda block: block.total)
 
