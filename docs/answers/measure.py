@@ -980,7 +980,9 @@ def _stages(*wanted: str) -> dict[str, Any]:
         command = [sys.executable, "-m", "llmsys_suite", "run", *wanted, "--out", str(folder)]
         done = subprocess.run(command, check=False, stdout=subprocess.PIPE)
         file = folder / "summary.json"
-        summary = json.loads(file.read_text()) if file.exists() else {"status": "missing"}
+        summary: dict[str, Any] = {"status": "missing"}
+        if file.exists():
+            summary = json.loads(file.read_text())
         if summary["status"] != "complete":
             stage = summary.get("failed_stage", "before its first stage")
             sys.exit(f"`llmsys run` failed with status {done.returncode}: {stage}")
