@@ -2,11 +2,14 @@
 
 import math
 from itertools import pairwise
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from ddp.assignment import assign_buckets
 from ddp.bucket import RANK_FLAGS, make_bucket
+from ddp.consistency import gradient_memory
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -102,3 +105,67 @@ def test_gradient_removed_by_another_hook_is_named():
     bucket.deferred.extend([0, 1])
     with pytest.raises(RuntimeError, match=r"expected a gradient of 'b', got None"):
         bucket.copy_in_deferred(0.5)
+
+
+def test_former_gradients_are_preserved_in_the_listed_slots_only() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    bucket = make_bucket(range(2), parameters, None, None)
+    for slot in range(2):
+        bucket.views[slot].fill_(slot)
+        bucket.set_grad_view(slot)
+    former = [parameter.grad for parameter in parameters]
+    for parameter in parameters:
+        parameter.grad = None
+    addresses = [gradient.data_ptr() for gradient in former]
+    bucket.preserve_aliased_grads([])
+    assert [gradient.data_ptr() for gradient in former] == addresses
+    bucket.preserve_aliased_grads()
+    bucket.views[0].fill_(5)
+    assert former[0].tolist() == [0, 0]
+
+
+def addresses_of_bytes(tensor: torch.Tensor) -> set[int]:
+    indices = torch.cartesian_prod(torch.arange(1), *map(torch.arange, tensor.shape)).tolist()
+    steps = (0, *tensor.stride())
+    offsets = [sum(i * s for i, s in zip(index, steps, strict=True)) for index in indices]
+    size = tensor.itemsize
+    return {tensor.data_ptr() + size * offset + byte for offset in offsets for byte in range(size)}
+
+
+layouts = st.tuples(
+    st.sampled_from([torch.int8, torch.float16, torch.float32]),
+    st.integers(0, 40),
+    st.lists(st.tuples(st.integers(1, 4), st.integers(0, 5)), min_size=1, max_size=2),
+)
+
+
+@settings(max_examples=100)
+@given(layouts=st.lists(layouts, min_size=1, max_size=4))
+def test_gradients_with_a_common_byte_are_refused(layouts) -> None:
+    memory = torch.zeros(400, dtype=torch.int8)
+    parameters = {}
+    has_common = False
+    used: set[int] = set()
+    for number, (dtype, offset, dims) in enumerate(layouts):
+        shape, strides = zip(*dims, strict=True)
+        gradient = memory.view(dtype).as_strided(shape, strides, offset)
+        parameters[str(number)] = SimpleNamespace(grad=gradient)
+        has_common |= not used.isdisjoint(addresses_of_bytes(gradient))
+        used |= addresses_of_bytes(gradient)
+    failures = Mock()
+    if has_common:
+        with pytest.raises(RuntimeError, match="share memory"):
+            gradient_memory.refuse_shared_gradients(parameters, 0, failures)
+    else:
+        gradient_memory.refuse_shared_gradients(parameters, 0, failures)
+        failures.report_failure.assert_not_called()
+
+
+def test_interleaved_gradients_are_compared_once() -> None:
+    parameters = {str(i): nn.Parameter(torch.zeros(50_000)) for i in range(10)}
+    for parameter, column in zip(parameters.values(), torch.zeros(50_000, 10).T, strict=True):
+        parameter.grad = column
+    gradient_memory._find_repeated_element.cache_clear()
+    for _ in range(3):
+        gradient_memory.refuse_shared_gradients(parameters, 0, Mock())
+    assert gradient_memory._find_repeated_element.cache_info().misses == 1

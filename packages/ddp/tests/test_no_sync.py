@@ -163,25 +163,42 @@ def test_each_backward_pass_follows_its_own_forward_pass() -> None:
     assert run_on_shared_ranks(run_pairs_of_graphs, 2) == [True, True]
 
 
-def count_counted_references() -> int:
-    """Return how often references of a gradient are counted in an accumulating backward pass."""
-    model = DDP(nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)]))
-    num_counted = 0
-    count_references = ddp.bucket.count_references
+def count_accumulation_calls() -> list[int]:
+    """Accumulate gradients once, and count three calls.
 
-    def count(tensors: list[torch.Tensor]) -> list[int]:
-        nonlocal num_counted
-        num_counted += len(tensors)
+    The calls are counts of references, checks whether `.grad` is a view, and copies of tensors.
+    """
+    model = DDP(nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)]))
+    num_references = num_checks = num_copies = 0
+    count_references = ddp.bucket.count_references
+    holds_grad = ddp.bucket.Bucket.holds_grad
+    clone = torch.Tensor.clone
+
+    def count_tensors(tensors: list[torch.Tensor]) -> list[int]:
+        nonlocal num_references
+        num_references += len(tensors)
         return count_references(tensors)
 
+    def count_check(bucket: ddp.bucket.Bucket, slot: int) -> bool:
+        nonlocal num_checks
+        num_checks += 1
+        return holds_grad(bucket, slot)
+
+    def count_copy(tensor: torch.Tensor) -> torch.Tensor:
+        nonlocal num_copies
+        num_copies += 1
+        return clone(tensor)
+
     with pytest.MonkeyPatch.context() as patch, model.no_sync():
-        patch.setattr(ddp.bucket, "count_references", count)
+        patch.setattr(ddp.bucket, "count_references", count_tensors)
+        patch.setattr(ddp.bucket.Bucket, "holds_grad", count_check)
+        patch.setattr(torch.Tensor, "clone", count_copy)
         model(torch.ones(1, 2)).sum().backward()
-    return num_counted
+    return [num_references, num_checks, num_copies]
 
 
 def test_cost_of_accumulation_is_linear_in_the_number_of_parameters() -> None:
-    assert run_on_shared_ranks(count_counted_references, 1) == [40]
+    assert run_on_shared_ranks(count_accumulation_calls, 1) == [[40, 40, 0]]
 
 
 def retry_after_an_error() -> bool:

@@ -122,6 +122,24 @@ def fail_to_rebuild() -> list[str]:
     return [*errors, error_of(model)]
 
 
+def interrupt_agreement_on_order() -> str:
+    def interrupt(*_: object, **options: object) -> None:
+        raise KeyboardInterrupt
+
+    model = DDP(net())
+    assert error_of(model) == ""
+    with pytest.MonkeyPatch.context() as patch, model.no_sync():
+        patch.setattr(dist, "broadcast", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            error_of(model)
+    return error_of(model)
+
+
+def test_interrupted_agreement_on_the_order_of_buckets_is_reported_again() -> None:
+    (error,) = run_on_shared_ranks(interrupt_agreement_on_order, 1)
+    assert "the buckets could not be rebuilt: KeyboardInterrupt()" in error
+
+
 def test_failed_allocation_of_rebuilt_buckets_is_reported_again() -> None:
     for unchanged, first, second in run_on_shared_ranks(fail_to_rebuild, 2):
         assert unchanged == ""

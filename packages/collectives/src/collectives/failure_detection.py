@@ -301,7 +301,7 @@ class FailureDetector:
             reports,
             waiting,
             call_number=number,
-            # Not the peer, which differs between ranks: they must all blame the same ranks.
+            # The peer differs between ranks, but all ranks must blame the same ranks.
             participants=operation.participants,
             world=self._world,
         )

@@ -89,14 +89,15 @@ class Bucket:
         """The names of the parameters, shortened for messages."""
         return _describe(self.names)
 
-    def preserve_aliased_grads(self, slots: Sequence[int] = ()) -> None:
+    def preserve_aliased_grads(self, slots: Sequence[int] | None = None) -> None:
         """Keep the values of old gradients that the caller still references.
 
         Call this before `slots` of the buffer are overwritten, by default all. A gradient that is
         still the `.grad` of its parameter is not preserved. In memory from `allocate`, only former
         `.grad` tensors are preserved, not other aliases.
         """
-        slots = slots or range(len(self.views))
+        if slots is None:
+            slots = range(len(self.views))
         all_references = count_references([self._grad_views[slot] for slot in slots])
         for slot, references in zip(slots, all_references, strict=True):
             grad_view = self._grad_views[slot]

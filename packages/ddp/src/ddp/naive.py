@@ -109,8 +109,10 @@ def _common_gradients(module: nn.Module, group: ReduceGroup) -> dict[str, Tensor
     gradients = {}
     for name, parameter in module.named_parameters():
         if parameter.requires_grad and parameter.grad is not None:
-            # The mean of the ranks has another graph than the gradient of this rank.
-            gradients[name] = parameter.grad = without_graph(parameter.grad)
+            if parameter.grad.requires_grad:
+                # The mean of the ranks has another graph than the gradient of this rank.
+                parameter.grad = without_graph(parameter.grad)
+            gradients[name] = parameter.grad
     # Ranks may have frozen different parameters, so the flags include those that are not trained.
     names = [name for name, _ in module.named_parameters()]
     if not names:

@@ -138,8 +138,9 @@ class Reducer:
         try:
             self.assignment.rebuild()
         except BaseException as error:
-            # The old buckets have been freed, so this rank cannot continue.
-            self._on_failure(f"the buckets could not be allocated: {error}")
+            # The other ranks may have an order that this rank has not received, or the old buckets
+            # have been freed. So this rank cannot continue.
+            self._on_failure(f"the buckets could not be rebuilt: {error!r}")
             raise
 
     def launch_ready_buckets(self, *, is_finishing: bool = False) -> None:

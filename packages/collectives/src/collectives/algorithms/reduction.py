@@ -1,8 +1,8 @@
 """Reduce ops on tensors: their functions, accumulation dtypes and unsupported dtypes.
 
-16-bit and 8-bit floats accumulate in float32 and are rounded once, at the end. If one process sees
-the tensors of all ranks, it combines them in rank order. Therefore a result does not depend on the
-size of a chunk.
+16-bit and 8-bit floats accumulate in float32, and complex32 accumulates in complex64. Both are
+rounded once, at the end. If one process sees the tensors of all ranks, it combines them in rank
+order. Therefore a result does not depend on the size of a chunk.
 """
 
 from collections.abc import Callable, Sequence

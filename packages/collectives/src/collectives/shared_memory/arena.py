@@ -168,7 +168,8 @@ class Arena:
         tick = self._shared.tick = self.tick + 1
         clocks = self._clocks
         clocks[self.rank][0] = tick
-        # One deadline for all ranks: a late rank does not give the others more time.
+        # All ranks have one deadline, so a late rank does not extend the wait for the other
+        # ranks.
         deadline = time.monotonic() + self.timeout
         for i in self._others:
             if clocks[i][0] < tick:

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Mapping
+from functools import lru_cache
+from itertools import pairwise
+from math import gcd
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,51 +24,126 @@ def refuse_shared_gradients(
     Autograd would add both gradients to this memory, and the reduction of the first could be
     launched before the second is added.
     """
+    if _have_separate_ranges(parameters.values()):
+        return
+    for names, layouts in _find_overlapping_ranges(parameters):
+        number = _find_repeated_element(layouts)
+        if number is None:
+            continue
+        for other in range(number):
+            if _find_repeated_element((layouts[other], layouts[number])) is not None:
+                first, second = sorted([names[other], names[number]])
+                reason = (
+                    f"expected a separate .grad of each parameter, but {first!r} and {second!r} "
+                    "share memory; set both to None, or clone one of them, before the backward pass"
+                )
+                failures.report_failure(reason)
+                raise RuntimeError(f"rank {rank}: {reason}")
+
+
+def _have_separate_ranges(parameters: Iterable[nn.Parameter]) -> bool:
+    """Return True if no two gradients are in overlapping ranges of memory.
+
+    This function runs before each backward pass. Gradients next to each other are combined into one
+    range, so that few ranges are sorted.
+    """
+    ranges: list[tuple[int, int]] = []
+    start = end = 0
+    strided = torch.strided
+    for parameter in parameters:
+        gradient = parameter.grad
+        if gradient is None or gradient.layout is not strided:
+            continue
+        address = gradient.data_ptr()
+        if not address:
+            continue  # The gradient has no elements.
+        if gradient.is_contiguous():
+            gradient_end = address + gradient.nbytes
+        else:
+            gradient_end = _Layout.of(gradient).end
+        if gradient_end == start:
+            start = address
+        elif address == end:
+            end = gradient_end
+        else:
+            ranges.append((start, end))
+            start = address
+            end = gradient_end
+    ranges.append((start, end))
+    ranges.sort()
+    return all(left[1] <= right[0] for left, right in pairwise(ranges))
+
+
+class _Layout(NamedTuple):
+    """The memory of a tensor that is not empty."""
+
+    address: int
+    itemsize: int
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Layout:
+        """Return the layout of `tensor`."""
+        return cls(tensor.data_ptr(), tensor.itemsize, tuple(tensor.shape), tensor.stride())
+
+    @property
+    def end(self) -> int:
+        """The address of the byte after the last element."""
+        last = sum((size - 1) * step for size, step in zip(self.shape, self.strides, strict=True))
+        return self.address + (last + 1) * self.itemsize
+
+
+def _find_overlapping_ranges(
+    parameters: Mapping[str, nn.Parameter],
+) -> list[tuple[list[str], tuple[_Layout, ...]]]:
+    """Return names and layouts of gradients in overlapping memory, in the order of addresses."""
     gradients = []
     for name, parameter in parameters.items():
         gradient = parameter.grad
         if gradient is not None and gradient.layout is torch.strided and gradient.numel():
-            gradients.append((gradient.data_ptr(), name, gradient))
-    gradients.sort(key=lambda item: item[0])
-    # The gradients whose memory extends beyond the start of the next one.
-    open_gradients: list[tuple[int, str, Tensor]] = []
-    for start, name, gradient in gradients:
-        open_gradients = [other for other in open_gradients if other[0] > start]
-        for _, owner, other in open_gradients:
-            if _share_elements(gradient, other):
-                names = sorted([owner, name])
-                reason = (
-                    f"expected a separate .grad of each parameter, but {names[0]!r} and "
-                    f"{names[1]!r} share memory; set both to None, or clone one of them, before "
-                    "the backward pass"
-                )
-                failures.report_failure(reason)
-                raise RuntimeError(f"rank {rank}: {reason}")
-        open_gradients.append((_end_of_memory(gradient), name, gradient))
+            gradients.append((_Layout.of(gradient), name))
+    gradients.sort()
+    groups: list[list[tuple[_Layout, str]]] = []
+    end = 0
+    for layout, name in gradients:
+        if layout.address >= end:
+            groups.append([])
+        groups[-1].append((layout, name))
+        end = max(end, layout.end)
+    return [
+        ([name for _, name in group], tuple(layout for layout, _ in group))
+        for group in groups
+        if len(group) > 1
+    ]
 
 
-def _end_of_memory(tensor: Tensor) -> int:
-    """Return the address of the byte after the last element."""
-    if tensor.is_contiguous():
-        return tensor.data_ptr() + tensor.nbytes
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return tensor.data_ptr() + (last + 1) * tensor.element_size()
+# Gradients that are columns of one matrix, for example, have no common element. The cache avoids
+# that they are compared before each backward pass.
+@lru_cache(maxsize=128)
+def _find_repeated_element(layouts: tuple[_Layout, ...]) -> int | None:
+    """Return the number of the first tensor that has an element of a tensor before it.
 
-
-def _share_elements(first: Tensor, second: Tensor) -> bool:
-    """Return True if two tensors share an element; the ranges of their memory overlap."""
-    if first.is_contiguous() and second.is_contiguous():
-        return True
-    # Columns of one matrix, for example, share no element.
-    return bool(torch.isin(_addresses(first), _addresses(second)).any())
-
-
-def _addresses(tensor: Tensor) -> Tensor:
-    """Return the address of each element."""
-    offsets = torch.zeros(1, dtype=torch.int64)
-    for size, step in zip(tensor.shape, tensor.stride(), strict=True):
-        offsets = (offsets[:, None] + step * torch.arange(size)).view(-1)
-    return tensor.data_ptr() + tensor.element_size() * offsets
+    The tensors are in the order of their addresses. Returns None if there is no such tensor.
+    """
+    start = layouts[0].address
+    # All elements start and end at multiples of this number of bytes after `start`.
+    unit = gcd(*(x for layout in layouts for x in (layout.address - start, layout.itemsize)))
+    num_units = (max(layout.end for layout in layouts) - start) // unit
+    is_used = torch.zeros(num_units, dtype=torch.bool, device="cpu")
+    for number, layout in enumerate(layouts):
+        width = layout.itemsize // unit
+        # The elements along a dimension with stride 0 have the same address.
+        shape = [
+            size if step else 1 for size, step in zip(layout.shape, layout.strides, strict=True)
+        ]
+        strides = [step * width for step in layout.strides]
+        offset = (layout.address - start) // unit
+        elements = is_used.as_strided((*shape, width), (*strides, 1), offset)
+        if bool(elements.any()):
+            return number
+        elements.fill_(True)
+    return None
 
 
 def warn_of_aliased_gradient(buckets: Iterable[Bucket], rank: int) -> bool:
