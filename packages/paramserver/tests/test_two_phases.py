@@ -408,7 +408,7 @@ def test_a_worker_finishes_after_all_workers_of_a_restarted_job(consistency):
 
 @pytest.mark.parametrize("consistency", [BulkSynchronous(), Asynchronous()])
 def test_a_worker_that_rejoins_a_finished_job_waits_for_the_others_up_to_the_timeout(consistency):
-    """It was restarted because it died after FINISH; the other worker has its result and is gone."""
+    """The worker died after its FINISH and was restarted; the other worker has finished."""
     module = Vector()
     parameters = dict(module.named_parameters())
     server = Server(parameters, UNIT_SGD, consistency, workers=2, timeout=0.2, elastic=True)
