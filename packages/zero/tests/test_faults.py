@@ -128,7 +128,8 @@ def test_every_survivor_names_the_rank_that_hangs(tmp_path, stage):
 def exchange_objects_after_a_death():
     communicator = Communicator(dist.new_group(timeout=timedelta(seconds=0.5)))
     diagnostics.GRACE_SECONDS = 1.0
-    # All ranks report this failure of another group just before; it must not count as a sign of life.
+    # All ranks report this failure of another group just before. It must not count as a sign of
+    # life later.
     with pytest.raises(RuntimeError, match="ranks wait for different collectives"):
         communicator.all_reduce(torch.ones(1 + dist.get_rank())).wait()
     dist.barrier()
