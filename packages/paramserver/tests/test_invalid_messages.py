@@ -314,9 +314,9 @@ POLICIES = [
 ]
 
 
-def fuzz(tmp_path, tries, tries_per_run, policies=POLICIES):
+def fuzz(tmp_path, tries, tries_per_run, server_counts=(1, 2)):
     runs = []
-    for i, (policy, servers) in enumerate((p, s) for p in policies for s in (1, 2)):
+    for i, (policy, servers) in enumerate((p, s) for p in POLICIES for s in server_counts):
         (tmp_path / f"run{i}").mkdir()
         job = job_of(policy, servers)
         runs.append((job, recorded(job, tmp_path / f"run{i}")))
@@ -332,7 +332,7 @@ def fuzz(tmp_path, tries, tries_per_run, policies=POLICIES):
 
 
 def test_mutated_messages_change_nothing_unless_they_are_valid(tmp_path):
-    fuzz(tmp_path, 180, 20, POLICIES[::2])
+    fuzz(tmp_path, 100, 20, server_counts=(1,))
 
 
 @pytest.mark.exhaustive

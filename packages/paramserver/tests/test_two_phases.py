@@ -404,3 +404,16 @@ def test_a_worker_finishes_after_all_workers_of_a_restarted_job(consistency):
         second = join(1, session + 1)
         assert finish(0, first) is None
         assert finish(1, second).kind is finish(0, first).kind is Kind.OK
+
+
+@pytest.mark.parametrize("consistency", [BulkSynchronous(), Asynchronous()])
+def test_a_worker_that_rejoins_a_finished_job_waits_for_the_others_up_to_the_timeout(consistency):
+    """The worker died after its FINISH and was restarted; the other worker has finished."""
+    module = Vector()
+    parameters = dict(module.named_parameters())
+    server = Server(parameters, UNIT_SGD, consistency, workers=2, timeout=0.2, elastic=True)
+    workers = [Worker(copy.deepcopy(module), [server], rank=rank) for rank in range(2)]
+    in_threads(*(worker.finish for worker in workers))
+    restarted = Worker(module, [server], rank=0)
+    in_threads(restarted.finish)
+    assert not server.core.lost

@@ -23,6 +23,7 @@ from zero_training import assert_alike
 
 OTHER_SIZES = [(2, 1), (3, 1), (3, 2), (3, 3)]
 # Stage 1 differs from stage 2 where averages overwrite local gradients.
+EVERY_STAGE = [1, 2, 3]
 STAGES = [pytest.param(1, marks=pytest.mark.exhaustive), 2, 3]
 
 
@@ -491,7 +492,7 @@ def drop(stage):
     return True
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", EVERY_STAGE)
 def test_cleared_gradients_are_discarded_and_others_accumulate(stage):
     assert all(run_on_shared_ranks(drop, 2, stage))
 
@@ -525,7 +526,7 @@ def accumulate(stage):
     return True
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", EVERY_STAGE)
 def test_backwards_accumulate_in_any_order_of_no_sync(stage):
     assert all(run_on_shared_ranks(accumulate, 2, stage))
 
@@ -680,11 +681,18 @@ def test_parameters_are_exchanged_for_their_averages(stage):
 
 
 def change_data(stage):
-    for change in (torch.Tensor.float, lambda values: values[:1]):
+    changes = {
+        r"float64 on cpu, got .* torch\.float32 on cpu": torch.Tensor.float,
+        r"float64 on cpu, got .* torch\.complex64 on cpu": lambda values: values.view(
+            torch.complex64
+        ),
+        r"\) torch\.float64 on cpu, got \(1,.*\) torch\.float64 on cpu": lambda values: values[:1],
+    }
+    for message, change in changes.items():
         model, ours, _, _ = pair(stage)
         for parameter in model.parameters():
             parameter.data = change(plain_shard(parameter))
-        with pytest.raises(RuntimeError, match=r"expected .* on cpu, got .* on cpu"):
+        with pytest.raises(RuntimeError, match="expected .*" + message):
             loss_of(model, 0, 0) if stage == 3 else ours.step()
     return True
 
@@ -692,6 +700,31 @@ def change_data(stage):
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_dtype_changed_after_wrapping_is_refused(stage):
     assert all(run_on_shared_ranks(change_data, 2, stage))
+
+
+def conjugate(stage):
+    """Replace data by its conjugate, which has the same memory, shape and strides."""
+    model = nn.Linear(3, 2, dtype=torch.complex64)
+    twin = copy.deepcopy(model)
+    if stage == 3:
+        model = FSDP(model)
+    else:
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    for module in (model, twin):
+        for parameter in module.parameters():
+            parameter.data = plain_shard(parameter).conj()
+    if stage != 3:
+        optimizer.step()
+    inputs = torch.ones(1, 3, dtype=torch.complex64)
+    torch.testing.assert_close(model(inputs), twin(inputs))
+    if stage != 3:
+        assert not any(parameter.is_conj() for parameter in model.parameters())
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_conjugated_data_are_copied_into_the_shards(stage):
+    assert all(run_on_shared_ranks(conjugate, 1, stage))
 
 
 def freeze(stage):

@@ -397,11 +397,16 @@ def torch_files():
     folder = case_folder()
     file = Path(folder, "weights.pt")
     torch.save(make().state_dict(), file)
-    for path in (folder, file):
+    # The cache of Hugging Face has links to files whose names have no suffix.
+    snapshot = Path(folder, "snapshot")
+    snapshot.mkdir()
+    link = snapshot / "pytorch_model.bin"
+    link.symlink_to(file.rename(Path(folder, "blob")))
+    for path in (snapshot, link):
         with pytest.raises(RuntimeError, match=r"module\.load_state_dict\(torch\.load"):
             load_checkpoint(path, make(1))
     model = FSDP(make(1))
-    model.module.load_state_dict(torch.load(file, mmap=True))
+    model.module.load_state_dict(torch.load(link, mmap=True))
     return same(whole(model), make().state_dict())
 
 

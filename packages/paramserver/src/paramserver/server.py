@@ -163,19 +163,19 @@ class Server:
                         if deliver and answer.size:
                             self._deliver(worker, deliver)
                         return answer
-                    num_lost = len(self.core.lost)
+                    log_stop = self.core.ledger.stop
                     errors = dict(self.core.check(now))
                     self._errors.update(errors)
                     if worker in self._errors:
                         raise self._errors.pop(worker)
                     # Notify only after a change. Otherwise waiting requests would wake each other
                     # forever.
-                    has_new_loss = len(self.core.lost) != num_lost
-                    if is_first_try or errors or has_new_loss:
+                    has_removed_worker = self.core.ledger.stop != log_stop
+                    if is_first_try or errors or has_removed_worker:
                         self._core_changed.notify_all()
                     is_first_try = False
-                    if has_new_loss:
-                        continue  # the loss may end this wait, which has no deadline any more
+                    if has_removed_worker:
+                        continue  # the removal may end this wait, which has no deadline any more
                     if keep_alive and now - last_message >= _KEEP_ALIVE:
                         last_message = now
                         self._core_changed.release()

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from math import gcd
 
 import torch
 from torch import Tensor, nn
@@ -56,16 +57,40 @@ def _check_separate_memory(named: Iterable[tuple[str, Tensor]]) -> None:
         if not parameter.is_meta and parameter.numel():
             name_of.setdefault(parameter, name)
     ordered = sorted(name_of, key=lambda p: (str(p.device), p.data_ptr()))
-    for index, first in enumerate(ordered):
-        for second in ordered[index + 1 :]:
-            if second.device != first.device or second.data_ptr() >= _memory_end(first):
-                break
-            if _share_bytes(first, second):
-                raise ValueError(
-                    f"parameters {name_of[first]} and {name_of[second]} share memory, which "
-                    "sharding would separate: assign one parameter to both modules, as in "
-                    "second.weight = first.weight"
-                )
+    # Each cluster's memory ranges overlap. Usually every cluster has one parameter.
+    cluster: list[Tensor] = []
+    cluster_end = 0
+    for parameter in ordered:
+        is_separate = parameter.data_ptr() >= cluster_end
+        if not cluster or is_separate or parameter.device != cluster[0].device:
+            _check_cluster(cluster, name_of)
+            cluster, cluster_end = [], 0
+        cluster.append(parameter)
+        cluster_end = max(cluster_end, _memory_end(parameter))
+    _check_cluster(cluster, name_of)
+
+
+def _check_cluster(cluster: Sequence[Tensor], name_of: Mapping[Tensor, str]) -> None:
+    """Raise ValueError if two parameters, which are sorted by address, have common bytes."""
+    if len(cluster) < 2:
+        return
+    start = cluster[0].data_ptr()
+    # One flag stands for the largest number of bytes that divides all offsets and sizes.
+    unit = gcd(*(size for p in cluster for size in (p.itemsize, p.data_ptr() - start)))
+    num_flags = (max(map(_memory_end, cluster)) - start) // unit
+    is_used = torch.zeros(num_flags, dtype=torch.bool, device="cpu")
+    for second in cluster:
+        flags = _flags_of(second, is_used, start, unit)
+        if flags.any():
+            is_used.zero_()
+            flags.fill_(True)
+            first = next(p for p in cluster if _flags_of(p, is_used, start, unit).any())
+            raise ValueError(
+                f"parameters {name_of[first]} and {name_of[second]} share memory, which "
+                "sharding would separate: assign one parameter to both modules, as in "
+                "second.weight = first.weight"
+            )
+        flags.fill_(True)
 
 
 def _memory_end(tensor: Tensor) -> int:
@@ -74,21 +99,15 @@ def _memory_end(tensor: Tensor) -> int:
     return tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
-def _share_bytes(first: Tensor, second: Tensor) -> bool:
-    """Return True if two tensors share a byte; `second` does not start before `first`."""
-    start = first.data_ptr()
-    is_used = torch.zeros(max(map(_memory_end, (first, second))) - start, dtype=torch.bool)
-    _bytes_of(first, is_used, start).fill_(True)
-    return bool(_bytes_of(second, is_used, start).any())
-
-
-def _bytes_of(tensor: Tensor, flags: Tensor, start: int) -> Tensor:
-    """Return the view of `flags`, one per byte from address `start`, of a tensor's bytes."""
+def _flags_of(tensor: Tensor, flags: Tensor, start: int, unit: int) -> Tensor:
+    """Return the view of `flags`, one per `unit` bytes from address `start`, of a tensor."""
     # Elements of a dimension with stride 0 have the same bytes.
     sizes = [size if s else 1 for size, s in zip(tensor.shape, tensor.stride(), strict=True)]
-    strides = [s * tensor.itemsize for s in tensor.stride()]
+    strides = [s * tensor.itemsize // unit for s in tensor.stride()]
     return flags.as_strided(
-        (*sizes, tensor.itemsize), (*strides, 1), storage_offset=tensor.data_ptr() - start
+        (*sizes, tensor.itemsize // unit),
+        (*strides, 1),
+        storage_offset=(tensor.data_ptr() - start) // unit,
     )
 
 
@@ -152,6 +171,16 @@ def check_equal_on_all_ranks(written: Sequence[nn.Parameter], communicator: Comm
 def _checksum(parameter: Tensor) -> int:
     values = parameter.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
+
+
+def has_same_elements(first: Tensor, second: Tensor) -> bool:
+    """Return True if two tensors at one address with equal strides have the same elements."""
+    return (
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and first.is_conj() == second.is_conj()
+        and first.is_neg() == second.is_neg()
+    )
 
 
 def check_dense(gradient: Tensor | None) -> None:

@@ -130,11 +130,19 @@ class Core:
         """Return the workers whose wait has timed out, each with its error.
 
         If training continues after a loss, mark the silent workers as lost instead.
+
+        A worker that rejoins a finished job, because it died before it received the last answer,
+        expects all workers again. If every worker that has joined again has finished, the job is
+        complete, and the silent workers that never joined are not awaited any more.
         """
         timed_out: list[tuple[int, Exception]] = []
         for worker, (_, message) in list(self.waits.waiting.items()):
             silent = self.waits.silent(worker, self.ledger, now)
             if not silent:
+                continue
+            if message.kind is Kind.FINISH and not self.ledger.active:
+                for w in silent:
+                    self.ledger.leave(w)
                 continue
             state = ", ".join(f"worker {w} at clock {self.ledger.members[w].clock}" for w in silent)
             if self._continues_after_loss:

@@ -142,7 +142,9 @@ def previous(path: Path) -> Path:
 
 def current(path: Path) -> Path:
     """Return the path of the checkpoint, even if a save was killed between its renames."""
-    # A save writes to the real path too, where `..` needs no folder before it.
+    if path.exists():
+        return path  # the name of a link may have a suffix that its target does not have
+    # `..` also works in the real path if the folder before it does not exist.
     real = Path(os.path.realpath(path))
     return previous(real) if not real.exists() and previous(real).exists() else real
 

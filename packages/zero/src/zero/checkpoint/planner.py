@@ -90,8 +90,10 @@ class LoadPlanner(DefaultLoadPlanner):
         return LoadPlan(items)
 
     def load_bytes(self, read_item: ReadItem, value: Any) -> None:
-        """Load an object."""
-        self.loaded[read_item.dest_index.fqn] = torch.load(value, weights_only=True)
+        """Load an object; its tensors are on the CPU, because every rank loads rank 0's object."""
+        self.loaded[read_item.dest_index.fqn] = torch.load(
+            value, map_location="cpu", weights_only=True
+        )
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         """Return the tensor to fill with a box."""

@@ -237,7 +237,7 @@ def _check_loadable(objects: dict[str, Any]) -> None:
         try:
             torch.save(value, pickled)
             pickled.seek(0)
-            torch.load(pickled, weights_only=True)
+            torch.load(pickled, map_location="cpu", weights_only=True)
         except Exception as error:
             kind = "`extra` and the extra state of modules" if name == HEADER else name
             # torch's message names the class, after several lines of advice about torch.load.

@@ -49,6 +49,7 @@ from zero.fsdp.shard import Owner, Shard, ShardedParameter, as_column, plain_sha
 from zero.fsdp.unit_gradients import UnitGradients
 from zero.gloo_collectives import Work
 from zero.gradients.shard import plain
+from zero.parameter_checks import has_same_elements
 from zero.partition import alias, by_element
 from zero.process_groups import Communicator
 
@@ -188,7 +189,7 @@ class Unit:
     def _is_data_replaced(self, parameter: ShardedParameter, stored: Tensor) -> bool:
         """Return True if `.data` was replaced; raise if its shape, dtype or device changed."""
         data = plain_shard(parameter.shard)
-        is_at_stored = data.data_ptr() == stored.data_ptr() and data.shape == stored.shape
+        is_at_stored = data.data_ptr() == stored.data_ptr() and has_same_elements(data, stored)
         if is_at_stored or not stored.numel():
             return False
         if (data.shape, data.dtype, data.device) != (stored.shape, stored.dtype, stored.device):

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from zero.optimizer.gradient_buckets import Bucket, make_buckets
 from zero.optimizer.gradient_reducer import GradientReducer
 from zero.optimizer.optimizer_kinds import Split
-from zero.parameter_checks import is_trainable_dtype
+from zero.parameter_checks import has_same_elements, is_trainable_dtype
 from zero.partition import Piece, by_element, by_parameter
 from zero.process_groups import Communicator
 
@@ -73,7 +73,7 @@ class FlatParameters:
         for parameter, view in self.views.items():
             data = parameter.data
             is_at_view = data.data_ptr() == view.data_ptr() and data.stride() == view.stride()
-            if is_at_view and data.shape == view.shape:
+            if is_at_view and has_same_elements(data, view):
                 continue
             if (data.shape, data.dtype, data.device) != (view.shape, view.dtype, view.device):
                 raise RuntimeError(
