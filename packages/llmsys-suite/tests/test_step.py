@@ -133,6 +133,7 @@ def test_a_case_that_does_not_fit_or_end_is_a_row_with_the_reason(monkeypatch):
     [
         (1, "Traceback\nRuntimeError: no such kernel\n", "RuntimeError: no such kernel"),
         (-9, "UserWarning: something else\n", "ended by SIGKILL"),
+        (-40, "", "ended by signal 40"),  # a real-time signal without a name
         (1, "", "without a message"),
     ],
 )

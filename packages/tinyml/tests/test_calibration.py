@@ -140,6 +140,45 @@ class Effects(Blocks):
         return self.head(hidden + sum(outputs) + sum(block.last for block in self.blocks))
 
 
+class State:
+    """An object that blocks write to."""
+
+    total = 0.0
+
+
+class BlockWithState(Block):
+    def forward(self, x, state=None):
+        (x,) = super().forward(x)
+        state = state or self.state
+        state.total = state.total + torch.tanh(x)
+        return (x,)
+
+
+class EffectsOnArgument(Blocks):
+    """Blocks change an attribute of an argument."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList([BlockWithState(6) for _ in range(3)])
+
+    def forward(self, x):
+        hidden, state = self.first(x), State()
+        for block in self.blocks:
+            hidden = block(hidden, state)[0]
+        return self.head(hidden + state.total)
+
+
+class EffectsOnAttribute(EffectsOnArgument):
+    """Blocks change an attribute of an object that they contain."""
+
+    def forward(self, x):
+        hidden, state = self.first(x), State()
+        for block in self.blocks:
+            block.state = state
+            hidden = block(hidden)[0]
+        return self.head(hidden + state.total)
+
+
 class Twice(Blocks):
     """Each block is used twice, and the second pass reads the outputs of the last block."""
 
@@ -183,7 +222,9 @@ class Overwriting(nn.Module):
         return self.c(z)
 
 
-@pytest.mark.parametrize("kind", [Blocks, Skips, Effects, Twice, Overwriting])
+@pytest.mark.parametrize(
+    "kind", [Blocks, Skips, Effects, EffectsOnArgument, EffectsOnAttribute, Twice, Overwriting]
+)
 def test_statistics_are_those_of_full_runs(kind):
     torch.manual_seed(0)
     model = kind().double()
@@ -303,6 +344,19 @@ def test_finished_blocks_do_not_run_again():
     assert [runs.count(number) for number in range(4)] == [4 * 3] * 4
 
 
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
+def test_finished_blocks_of_transformers_do_not_run_again(name):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    kind = getattr(transformers, name)
+    special = {"vocab_size": 50, "bos_token_id": 0, "eos_token_id": 1}
+    model, runs = kind(kind.config_class(**USUAL, **special)).eval(), []
+    for block in model.base_model.get_submodule("layers" if "Llama" in name else "h"):
+        block.mlp.register_forward_hook(lambda mlp, *_: runs.append(mlp))
+    gptq(model, [{"input_ids": torch.arange(12)[None]}], 8)
+    # The first run calibrates the last layer of the block, and the next run records the block.
+    assert [runs.count(mlp) for mlp in dict.fromkeys(runs)] == [2] * 3
+
+
 def test_progress_and_cache():
     transformers = pytest.importorskip("transformers", reason="transformers is not installed")
     config = transformers.LlamaConfig(**USUAL, vocab_size=50, bos_token_id=0, eos_token_id=1)
@@ -331,7 +385,7 @@ def peak_bytes(call):
 
 @pytest.mark.parametrize(
     ("width", "count", "length"),
-    [(64, 1, 16), (16, 12, 64), pytest.param(256, 8, 16, marks=pytest.mark.exhaustive)],
+    [(64, 1, 16), (16, 24, 64), pytest.param(256, 8, 16, marks=pytest.mark.exhaustive)],
 )
 def test_memory_is_that_of_one_block_one_batch_and_two_matrices(width, count, length):
     torch.manual_seed(0)

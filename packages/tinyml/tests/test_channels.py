@@ -595,3 +595,5 @@ def test_models_are_pruned_on_their_device_if_another_one_is_the_default():
         ordered = sort_channels(model, X)
     assert torch.equal(pruned(X), prune_channels(model, 0.5, X, **options)(X))
     torch.testing.assert_close(ordered(X), model(X))
+    assert torch.equal(ordered.hidden.weight, sort_channels(model, X).hidden.weight)
+    assert not torch.equal(ordered.hidden.weight, model.hidden.weight)

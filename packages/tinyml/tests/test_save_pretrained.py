@@ -181,6 +181,45 @@ def test_weights_that_code_of_a_user_ties_take_no_adapters():
     add_lora(model, 2, targets=["q_proj", "lm_head"])
 
 
+class Wrapper(nn.Module):
+    """A model in a module with `save_pretrained`, such as the value head of trl."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def save_pretrained(self, folder):
+        self.model.save_pretrained(folder)
+
+
+class WrapperWithoutEmbeddings(Wrapper):
+    def get_input_embeddings(self):
+        raise NotImplementedError
+
+    get_output_embeddings = get_input_embeddings
+
+
+@pytest.mark.parametrize("wrapper", [Wrapper, WrapperWithoutEmbeddings])
+def test_the_head_of_a_tied_model_in_a_wrapper_takes_an_adapter(wrapper, tmp_path):
+    model = llama(tied=True)
+    wrapped = adapted(wrapper(model), ["lm_head"])
+    merge_and_unload(wrapped).save_pretrained(tmp_path)
+    assert torch.equal(type(model).from_pretrained(tmp_path)(TOKENS).logits, model(TOKENS).logits)
+
+
+def test_the_head_of_a_tied_decoder_takes_an_adapter(tmp_path):
+    transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+    sizes = {"hidden_size": 48, "num_attention_heads": 6, "intermediate_size": 80}
+    config = transformers.BertConfig(vocab_size=97, num_hidden_layers=1, **sizes)
+    config = transformers.EncoderDecoderConfig.from_encoder_decoder_configs(config, config)
+    model = transformers.EncoderDecoderModel(config).eval()
+    adapted(model, ["cls.predictions.decoder"])
+    merge_and_unload(model).save_pretrained(tmp_path)
+    saved = type(model).from_pretrained(tmp_path)
+    batch = {"input_ids": TOKENS, "decoder_input_ids": TOKENS}
+    assert torch.equal(saved(**batch).logits, model(**batch).logits)
+
+
 def test_an_adapter_of_a_compressed_weight_is_not_unloaded():
     coarse = add_lora(quantize(nn.Sequential(nn.Linear(32, 32)), 4), 2)
     with pytest.raises(RuntimeError, match="compressed"):

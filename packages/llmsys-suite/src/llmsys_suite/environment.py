@@ -7,6 +7,7 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -112,6 +113,14 @@ def forget_peak_memory() -> None:
     """Reset the peak memory of this process if the kernel supports it."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
+
+
+def signal_name(number: int) -> str:
+    """Return the name of a signal, or its number: most real-time signals have no name."""
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
 
 
 def diagnosis() -> list[tuple[str, str, str]]:

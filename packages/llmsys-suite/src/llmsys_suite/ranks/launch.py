@@ -18,6 +18,7 @@ import time
 from pathlib import Path
 
 from llmsys_suite.config import RunConfig
+from llmsys_suite.environment import signal_name
 
 INTERRUPTED = 130
 STORE = "LLMSYS_STORE"
@@ -77,7 +78,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
             failed_at = time.monotonic()
             for number, code in enumerate(codes):
                 if code is not None and code < 0:
-                    name = signal.Signals(-code).name
+                    name = signal_name(-code)
                     print(f"rank {number} was killed by {name}", file=sys.stderr)
         # If a rank has raised an exception, it has reported the failure, and the other ranks end by
         # themselves. A killed rank reports nothing, and the other ranks may wait for it.

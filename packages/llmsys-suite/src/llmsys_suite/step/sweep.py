@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import signal
 import statistics
 import subprocess
 import sys
@@ -11,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from llmsys_suite.environment import GIB, available_memory_bytes
+from llmsys_suite.environment import GIB, available_memory_bytes, signal_name
 from llmsys_suite.step.case import PHASES, STEPS, WARMUPS, Case
 
 Row = dict[str, Any]
@@ -58,7 +57,7 @@ def in_a_process(case: Case, limit: float, *, profile: bool = False) -> dict[str
         raise LeftOut(f"did not end within {limit:g} s") from None
     if done.returncode:
         if done.returncode < 0:  # usually out of memory
-            raise LeftOut(f"ended by {signal.Signals(-done.returncode).name}")
+            raise LeftOut(f"ended by {signal_name(-done.returncode)}")
         raise LeftOut((done.stderr.strip().splitlines() or ["it ended without a message"])[-1])
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return measured

@@ -132,10 +132,19 @@ def _check_ties(model: nn.Module, adapted: Collection[Tensor | None]) -> None:
                 )
 
 
-def _is_head(model: Any, weight: Tensor) -> bool:
-    """Return True if a transformers model has `weight` as its input embedding and as its head."""
-    layers = model.get_input_embeddings(), model.get_output_embeddings()
-    return all(getattr(layer, "weight", None) is weight for layer in layers)
+def _is_head(model: nn.Module, weight: Tensor) -> bool:
+    """Return True if `weight` is the input embedding and the head of a model from transformers.
+
+    This model may be a part of `model`, such as a decoder or the model in a wrapper.
+    """
+    for module in model.modules():
+        try:
+            layers = module.get_input_embeddings(), module.get_output_embeddings()  # type: ignore[operator]
+        except (AttributeError, NotImplementedError):  # the module has no embedding
+            continue
+        if all(getattr(layer, "weight", None) is weight for layer in layers):
+            return True
+    return False
 
 
 def tying_configs(model: nn.Module) -> list[Any]:

@@ -13,16 +13,19 @@ placeholders. In a chain of blocks, these reach only the next block, which ignor
 because it returns a record or a placeholder too. If a model uses the outputs of earlier blocks
 elsewhere, as skip connections do, the operation on the placeholder raises an error. From then on,
 all records are kept. A block that changes its arguments, or attributes of its modules, runs each
-time, because a record contains its outputs only.
+time, because a record contains its outputs only. Changes of the attributes of objects in them count
+too. Changes of objects without a `__dict__`, such as NumPy arrays, are not detected.
 """
 
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from types import FunctionType, ModuleType
 from typing import Any, cast
 
 import torch
@@ -68,6 +71,10 @@ def visit_layers(
 
 #: The attributes of every module, which contain its parameters, buffers and hooks.
 _ATTRIBUTES_OF_MODULE = frozenset(vars(nn.Module()))
+#: Objects whose attributes are not part of the state of a block.
+_WITHOUT_STATE = (nn.Module, Tensor, type, ModuleType, FunctionType)
+#: Largest number of values that are compared to detect the effects of a block.
+_MAX_VALUES = 100_000
 #: Number of tokens that are converted to float64 at a time.
 _TOKENS_AT_A_TIME = 256
 
@@ -334,8 +341,32 @@ def _state(block: nn.Module, arguments: Any) -> tuple[list[Any], list[tuple[int,
         for key, value in vars(module).items()
         if key not in _ATTRIBUTES_OF_MODULE
     ]
-    leaves = tree_leaves((arguments, attributes))
+    leaves = _leaves([arguments, attributes])
     return leaves, [(id(leaf), _version(leaf)) for leaf in leaves]
+
+
+def _leaves(root: Any) -> list[Any]:
+    """Return the values in nested containers and in attributes of objects, without the containers.
+
+    An object with attributes is a value itself. At most `_MAX_VALUES` values are visited.
+    """
+    leaves: list[Any] = []
+    visited: set[int] = set()
+    pending = [root]
+    while pending and len(visited) < _MAX_VALUES:
+        value = pending.pop()
+        if id(value) in visited:
+            continue
+        visited.add(id(value))
+        if isinstance(value, dict):
+            pending += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            pending += value
+        else:
+            leaves.append(value)
+        if not isinstance(value, _WITHOUT_STATE):
+            pending += getattr(value, "__dict__", {}).values()
+    return leaves
 
 
 def _version(value: Any) -> int:
