@@ -27,7 +27,8 @@ def test_every_pair_of_options_is_as_good_as_plain(interpreter, case):
     case |= sinks(case.pop("sinks"), case["shape"])
     # In the interpreter, every program takes long, and these sequences have enough rows.
     shape = case.pop("shape")
-    inputs = [x[: 4 if shape == "one query" else 1] for x in tensors(shape, case.pop("dim"))]
+    rows = {"one query": 4, "square": 2}.get(shape, 1)
+    inputs = [x[:rows] for x in tensors(shape, case.pop("dim"))]
     assert_as_good_as_plain(triton, inputs, **case)
 
 
@@ -68,7 +69,8 @@ def test_nothing_is_read_before_it_is_written(interpreter, monkeypatch, splits, 
     torch.use_deterministic_algorithms(True)
     try:
         assert torch.empty(3).isnan().all()
-        inputs = [x[:, :1] for x in tensors("fewer keys", 24, dtype)]
+        # Query heads share a key head: dK and dV are sums. The first tile of queries sees no key.
+        inputs = [x[:, :, :54] for x in tensors("fewer keys", 24, dtype)]
         assert_as_good_as_plain(triton, inputs, is_causal=True)
     finally:
         torch.use_deterministic_algorithms(False)

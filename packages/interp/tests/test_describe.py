@@ -765,6 +765,19 @@ def test_exchanged_entries_of_a_copied_vector_are_refused() -> None:
         decoder(torch.zeros(1, 5, dtype=torch.long))
 
 
+def test_changes_of_copies_in_a_shared_storage_are_refused_after_cpu() -> None:
+    model = family("GemmaForCausalLM")
+    flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    offset = 0
+    for parameter in model.parameters():
+        parameter.data = flat[offset : offset + parameter.numel()].view_as(parameter)
+        offset += parameter.numel()
+    decoder = describe(model).cpu()
+    change_in_place(model.model.norm.weight, "no_grad")
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight was changed in place"):
+        decoder(torch.zeros(1, 5, dtype=torch.long))
+
+
 def test_threads_that_describe_one_model_keep_its_weights() -> None:
     tokens = torch.arange(26).reshape(2, 13) * 7 % 37
     model = family("LlamaForCausalLM")

@@ -124,6 +124,9 @@ def test_a_failed_call_leaves_the_cache_and_wrong_masks_are_refused() -> None:
     for rows in (TOKENS[:1], TOKENS.repeat(2, 1)):
         with pytest.raises(ValueError, match=rf"expected 2 rows .* got {len(rows)}"):
             decoder(rows[:, 5:6], cache=cache)
+    for tokens in (TOKENS[0, 0], TOKENS[0]):
+        with pytest.raises(ValueError, match=r"integers \(batch, seq\)"):
+            decoder(tokens, cache=cache)
     assert copy.deepcopy(cache).decoder() is decoder
     metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
     prompt = {"input_ids": TOKENS[:1], "cache": cache}

@@ -1,7 +1,9 @@
-from collections import defaultdict, namedtuple
-from collections.abc import Iterator
+from collections import OrderedDict, UserDict, defaultdict, namedtuple
+from collections.abc import Callable, Iterator, MutableMapping
 from dataclasses import dataclass
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
 import pytest
 import torch
@@ -116,6 +118,39 @@ def test_first_tensor_of_packed_outputs_is_recorded(pack: object) -> None:
     with record(model, ":input") as seen, patch(model, {":input": -x}):
         model(hidden=x)
     assert torch.equal(seen[":input"], x)
+
+
+class Entries(MutableMapping):
+    """A mapping whose shallow copies share its entries."""
+
+    def __init__(self, **entries: Tensor) -> None:
+        self.entries = entries
+
+    def __getitem__(self, key: str) -> Tensor:
+        return self.entries[key]
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        self.entries[key] = value
+
+    def __delitem__(self, key: str) -> None:
+        del self.entries[key]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.entries)
+
+    def __len__(self) -> int:
+        return len(self.entries)
+
+
+@pytest.mark.parametrize("kind", [Entries, dict, OrderedDict, UserDict, partial(defaultdict, int)])
+def test_patches_do_not_change_mappings_of_the_model(kind: Callable[..., Any]) -> None:
+    stored = kind(hidden=torch.ones(3))
+    model = Returns(lambda x: stored)
+    with patch(model, {"": torch.zeros_like}):
+        out = model(torch.ones(3))
+    assert type(out) is type(stored)
+    assert torch.equal(out["hidden"], torch.zeros(3))
+    assert torch.equal(stored["hidden"], torch.ones(3))
 
 
 @pytest.mark.parametrize("inference", [False, True])

@@ -1,8 +1,10 @@
 import base64
 import json
+import os
 import re
 import shutil
 import subprocess
+from concurrent.futures import ThreadPoolExecutor
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -185,6 +187,19 @@ def test_failed_write_keeps_the_old_file(tmp_path: Path) -> None:
         view(path, tokens=["\ud800"])
     assert path.read_text() == "before"
     assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_symbolic_links_are_followed_and_pipes_are_written(tmp_path: Path) -> None:
+    target, link = tmp_path / "page.html", tmp_path / "link.html"
+    link.symlink_to(target)
+    assert view(link, tokens=["a"]) == link
+    assert link.is_symlink()
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor(1) as pool:
+        text = pool.submit(pipe.read_text, encoding="utf-8")
+        view(pipe, tokens=["a"])
+        assert text.result(timeout=10) == target.read_text(encoding="utf-8")
 
 
 def test_ids_are_shown_as_strings_in_every_form(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ from __future__ import annotations
 import copy
 import difflib
 import re
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
 from functools import partial
@@ -239,11 +240,15 @@ def _rebuilt(output: Any, entries: Mapping[Any, Any], key: Any, new: Tensor) -> 
     if isinstance(output, tuple | list):
         items = list(changed.values())
         return rebuild(*items) if hasattr(output, "_fields") else rebuild(items)
-    if isinstance(output, Mapping) and not isinstance(output, MutableMapping):
-        return rebuild(changed)
+    if isinstance(output, Mapping) and not isinstance(output, dict | UserDict):
+        # A shallow copy of another mapping may share its entries with the model's object.
+        try:
+            return rebuild(**changed)
+        except TypeError:
+            return rebuild(changed)
     # A copy keeps everything else, such as the default of a defaultdict.
     copied = copy.copy(output)
-    if isinstance(copied, MutableMapping):
+    if isinstance(copied, dict | UserDict):
         copied[key] = new
     else:
         object.__setattr__(copied, key, new)  # The dataclass may be frozen.

@@ -131,9 +131,11 @@ class Decoder(nn.Module):
         Raises ValueError for wrong tokens and masks, and for a cache of another decoder or batch.
         """
         if cache is not None:
-            require_cache_of(self, cache, len(input_ids))
+            require_cache_of(self, cache)
         past = 0 if cache is None else cache.get_seq_length()
         self._require_tokens(input_ids, past)
+        if cache is not None:
+            cache.require_rows(len(input_ids))
         shape = len(input_ids), past + input_ids.shape[1]
         if attention_mask is None:
             if cache is not None and cache.padding is not None:

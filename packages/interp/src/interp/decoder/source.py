@@ -52,7 +52,8 @@ class Source:
         """Return the source of a decoder with these parameters and copies of all other weights."""
         shared = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         storages = {name: x.untyped_storage().data_ptr() for name, x in self.tensors.items()}
-        copied = [name for name, storage in storages.items() if storage not in shared]
+        # A known copy may be in a storage from which other weights are shared.
+        copied = [n for n, s in storages.items() if n in self.fingerprints or s not in shared]
         return Source(self.model, self.tensors, copied)
 
     def require_fresh(self) -> None:

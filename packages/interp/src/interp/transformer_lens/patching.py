@@ -94,26 +94,38 @@ def get_act_patch_block_every(
     return torch.stack([function(*arguments) for function in functions])
 
 
+def get_act_patch_attn_head_all_pos_every(
+    model: HookedDecoder, corrupted_tokens: Tensor, clean_cache: ActivationCache, metric: Metric
+) -> Tensor:
+    """Patch z, queries, keys, values and patterns of each head, (5, layers, heads).
+
+    Keys and values with fewer heads are padded with zeros.
+    """
+    return _every_part(model, corrupted_tokens, clean_cache, metric, ())
+
+
+def get_act_patch_attn_head_by_pos_every(
+    model: HookedDecoder, corrupted_tokens: Tensor, clean_cache: ActivationCache, metric: Metric
+) -> Tensor:
+    """Patch z, queries, keys, values and patterns at each position, (5, layers, pos, heads).
+
+    The position of a pattern is that of the query. Keys and values with fewer heads are padded with
+    zeros.
+    """
+    return _every_part(model, corrupted_tokens, clean_cache, metric, ("pos",))
+
+
 def _every_part(
     model: HookedDecoder,
     corrupted_tokens: Tensor,
     clean_cache: ActivationCache,
     metric: Metric,
-    *,
     before: tuple[str, ...],
 ) -> Tensor:
-    """Patch z, queries, keys, values and patterns of each head, (5, layers, *before, heads).
-
-    The position of a pattern is that of the query. Keys and values with fewer heads are padded with
-    zeros.
-    """
+    """Return the results of the five activations of each head, (5, layers, *before, heads)."""
     run = partial(_patch_each, model, corrupted_tokens, clean_cache, metric)
     results = [run(name=name, axes=(*before, "head")) for name in ("z", "q", "k", "v")]
     pattern = run(name="pattern", axes=_PATTERN[: 1 + len(before)])
     results.append(pattern.mT if before else pattern)
     heads = model.cfg.n_heads
     return torch.stack([F.pad(result, (0, heads - result.shape[-1])) for result in results])
-
-
-get_act_patch_attn_head_all_pos_every = partial(_every_part, before=())
-get_act_patch_attn_head_by_pos_every = partial(_every_part, before=("pos",))

@@ -89,10 +89,14 @@ def view(
     parts = {"{{title}}": html.escape(title), "{{data}}": _json(data)}
     page = re.sub(r"{{(?:title|data)}}", lambda match: parts[match[0]], page)
     path = Path(path)
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")  # An error leaves no half page.
+    if path.exists() and not path.is_file():  # A pipe or a device, such as /dev/stdout.
+        path.write_text(page, encoding="utf-8", newline="\n")
+        return path
+    target = path.resolve()  # A symbolic link is kept.
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")  # An error leaves no half page.
     try:
         part.write_text(page, encoding="utf-8", newline="\n")
-        part.replace(path)
+        part.replace(target)
     finally:
         part.unlink(missing_ok=True)
     return path

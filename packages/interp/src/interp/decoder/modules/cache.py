@@ -41,6 +41,12 @@ class Cache:
         self.pending[layer] = k, v
         return k, v
 
+    def require_rows(self, rows: int) -> None:
+        """Raise ValueError if the tokens in the cache have another number of rows."""
+        if self.position_ids is not None and len(self.position_ids) != rows:
+            expected = len(self.position_ids)
+            raise ValueError(f"expected {expected} rows of tokens, as in the cache, got {rows}")
+
     def require_same_padding(self, padding: Tensor) -> None:
         """Raise ValueError if `padding` (batch, tokens) differs at the tokens of the cache."""
         earlier = padding[:, : self.get_seq_length()]
@@ -59,11 +65,8 @@ class Cache:
         self.pending = {}
 
 
-def require_cache_of(decoder: nn.Module, cache: object, rows: int) -> None:
-    """Raise TypeError unless `cache` is a `Cache`.
-
-    Raises ValueError if another decoder filled it, or if its tokens have another number of rows.
-    """
+def require_cache_of(decoder: nn.Module, cache: object) -> None:
+    """Raise TypeError unless `cache` is a `Cache`, and ValueError if another decoder filled it."""
     if not isinstance(cache, Cache):
         raise TypeError(
             f"expected an interp.Cache, got a {type(cache).__name__}; create one with Cache() and "
@@ -73,6 +76,3 @@ def require_cache_of(decoder: nn.Module, cache: object, rows: int) -> None:
         raise ValueError(
             "the cache has keys and values of another decoder; create one Cache() per decoder"
         )
-    if cache.position_ids is not None and len(cache.position_ids) != rows:
-        expected = len(cache.position_ids)
-        raise ValueError(f"expected {expected} rows of tokens, as in the cache, got {rows}")
