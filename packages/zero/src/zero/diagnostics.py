@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import secrets
 import threading
 import time
-from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +12,8 @@ import torch.distributed as dist
 
 #: Seconds to wait for reports: all surviving ranks notice a failure within this time.
 GRACE_SECONDS = 5.0
-#: Number of failures of each group so far, which is equal on all of its ranks.
-_num_failures: Counter[str] = Counter()
+#: The time at which each report was first read. An older report is of an earlier failure.
+_first_read: dict[bytes, float] = {}
 #: Time within which the store responds if its host is alive.
 STORE_SECONDS = 5.0
 REMEDY = "build the same model and the same groups on every rank"
@@ -47,10 +47,9 @@ def find_unresponsive_ranks(
     group = group or dist.group.WORLD
     assert group is not None
     ranks = dist.get_process_group_ranks(group)
-    _num_failures[group.group_name] += 1
-    failure = f"{group.group_name}/{_num_failures[group.group_name]}"
     thread = threading.Thread(
-        target=lambda: answers.append(_poll_store(ranks, failure, description)), daemon=True
+        target=lambda: answers.append(_poll_store(ranks, group.group_name, description)),
+        daemon=True,
     )
     thread.start()
     thread.join(GRACE_SECONDS + STORE_SECONDS)
@@ -59,21 +58,27 @@ def find_unresponsive_ranks(
 
 
 def _poll_store(
-    ranks: list[int], failure: str, description: str
+    ranks: list[int], group_name: str, description: str
 ) -> tuple[list[int], dict[int, str]]:
     """Report this rank's failed call in the store, and poll for the reports of other ranks.
 
-    The keys contain the `failure`, because a rank that reported an earlier one may be dead.
+    A rank that reported an earlier failure of the group may be dead. Its report is not accepted
+    later than `GRACE_SECONDS` after this rank first read it.
     """
     store = dist.distributed_c10d._get_default_store()
-    absent = {rank: f"zero/alive/{failure}/{rank}" for rank in ranks}
+    absent = {rank: f"zero/alive/{group_name}/{rank}" for rank in ranks}
     answers: dict[int, str] = {}
     deadline = time.monotonic() + GRACE_SECONDS
     try:
-        store.set(absent[dist.get_rank()], description)
+        # The number makes each report of a rank different from its earlier ones.
+        store.set(absent[dist.get_rank()], f"{secrets.token_hex(8)} {description}")
         while absent and time.monotonic() < deadline:
             for rank in [rank for rank, key in absent.items() if store.check([key])]:
-                answers[rank] = store.get(absent.pop(rank)).decode()
+                report = store.get(absent[rank])
+                now = time.monotonic()
+                if now - _first_read.setdefault(report, now) < GRACE_SECONDS:
+                    answers[rank] = report.decode().partition(" ")[2]
+                    del absent[rank]
             time.sleep(0.02)
     except RuntimeError:
         # Rank 0 hosts the store unless torchrun does, so this error means that rank 0 has died.
