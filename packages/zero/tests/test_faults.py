@@ -64,7 +64,7 @@ class Clock:
     """A clock that stands still until another survivor has reported, and then ends any wait."""
 
     def __init__(self, survivor):
-        self.key = f"zero/alive/{survivor}"
+        self.key = f"zero/alive/{dist.group.WORLD.group_name}/{survivor}"
         self.num_calls = 0
         self.has_reported = False
 

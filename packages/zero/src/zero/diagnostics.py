@@ -72,10 +72,9 @@ def _poll_store(
     try:
         # The number makes each report of a rank different from its earlier ones.
         store.set(absent[dist.get_rank()], f"{secrets.token_hex(8)} {description}")
-        while absent and time.monotonic() < deadline:
+        while absent and (now := time.monotonic()) < deadline:
             for rank in [rank for rank, key in absent.items() if store.check([key])]:
                 report = store.get(absent[rank])
-                now = time.monotonic()
                 if now - _first_read.setdefault(report, now) < GRACE_SECONDS:
                     answers[rank] = report.decode().partition(" ")[2]
                     del absent[rank]
