@@ -231,6 +231,11 @@ def test_statistics_are_those_of_full_runs(kind):
     compared(model, [torch.randn(n, 5, 6, dtype=torch.float64) for n in (2, 3, 1)])
 
 
+def test_blocks_with_too_many_values_to_compare_run_each_time(monkeypatch):
+    monkeypatch.setattr("tinyml.quantization.calibration._MAX_VALUES", 1)
+    test_statistics_are_those_of_full_runs(EffectsOnArgument)
+
+
 @pytest.mark.parametrize("joined", [True, False])
 def test_experts_are_calibrated_on_the_tokens_of_all_batches_that_reach_them(joined):
     torch.manual_seed(0)

@@ -73,7 +73,8 @@ def visit_layers(
 _ATTRIBUTES_OF_MODULE = frozenset(vars(nn.Module()))
 #: Objects whose attributes are not part of the state of a block.
 _WITHOUT_STATE = (nn.Module, Tensor, type, ModuleType, FunctionType)
-#: Largest number of values that are compared to detect the effects of a block.
+#: Largest number of values that are compared to detect the effects of a block. A block with more
+#: values runs each time.
 _MAX_VALUES = 100_000
 #: Number of tokens that are converted to float64 at a time.
 _TOKENS_AT_A_TIME = 256
@@ -348,7 +349,8 @@ def _state(block: nn.Module, arguments: Any) -> tuple[list[Any], list[tuple[int,
 def _leaves(root: Any) -> list[Any]:
     """Return the values in nested containers and in attributes of objects, without the containers.
 
-    An object with attributes is a value itself. At most `_MAX_VALUES` values are visited.
+    An object with attributes is a value itself. If there are more than `_MAX_VALUES` values, the
+    last one is a new object, so that two results are never equal.
     """
     leaves: list[Any] = []
     visited: set[int] = set()
@@ -366,6 +368,8 @@ def _leaves(root: Any) -> list[Any]:
             leaves.append(value)
         if not isinstance(value, _WITHOUT_STATE):
             pending += getattr(value, "__dict__", {}).values()
+    if pending:
+        leaves.append(object())
     return leaves
 
 
