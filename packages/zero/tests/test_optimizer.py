@@ -49,8 +49,9 @@ REFUSED = {
 DEADLINE = 300.0
 
 
-#: The steps of a trial on ranks. The optimizers of these tests differ from others in few steps.
-SHORT_TRIAL = 10
+#: The steps of a trial on ranks, one per scale of its gradients. The optimizers of these tests
+#: differ from others in few steps.
+SHORT_TRIAL = len(optimizer_trial.SCALES)
 
 
 def prepare_rank():
@@ -96,6 +97,7 @@ def loss_of(model, step, rank):
     return (model(inputs) - targets).square().mean()
 
 
+@cache
 def reference(name, world, steps, bias=True):
     """Sum all ranks' gradients in rank order, divide, and take the unsharded step."""
     model = make_model(bias)
