@@ -465,7 +465,7 @@ def check_outcomes(subject, outcomes):
 
 
 # Seeds that draw these faults, on one host and on several.
-SAMPLE = {3167: ("order", "raises"), 31: (RESTARTED,), 238: ("hangs",)}
+SAMPLE = {3167: ("order", "raises"), 31: (RESTARTED,)}
 
 
 def test_fault_in_a_random_sequence_is_reported_to_every_survivor():
