@@ -12,7 +12,7 @@ import worker_pool
 sys.path.append(str(Path(__file__).parent))
 
 # Ranks that wait do not compute, but all of them set up a group first.
-SCENARIOS_AT_A_TIME = 6
+SCENARIOS_AT_A_TIME = 8
 
 
 def pytest_collection_modifyitems(items):
