@@ -98,21 +98,29 @@ def test_cpu_attention_over_a_cache_equals_the_reference_in_float64(backend, sha
     check(backend, shape, tolerance=1e-6, dtype=torch.float64, **case, **options)
 
 
-def splits_pages_and_dtypes():
-    """Return the cases of the kernel; the usual tests run two, which contain every dtype."""
-    usual = [(1, None, torch.float32), (3, 8, torch.bfloat16)]
-    every = itertools.product((1, 3), (None, 8, 48), (torch.float32, torch.bfloat16))
+KERNEL_OPTIONS = {
+    "none": {},
+    "softcap": {"is_causal": True, "softcap": 2.0},
+    "sinks": {"window": (20, 3), "sinks": torch.arange(4.0) - 2},
+}
+
+
+def cases_of_the_kernel():
+    """Return the cases of the kernel; the usual tests run each of `KERNEL_OPTIONS` once."""
+    usual = [
+        (1, None, torch.float32, "none"),
+        (3, 8, torch.bfloat16, "softcap"),
+        (1, 8, torch.float32, "sinks"),
+    ]
+    dtypes = torch.float32, torch.bfloat16
+    every = itertools.product((1, 3), (None, 8, 48), dtypes, KERNEL_OPTIONS)
     return [pytest.param(*c, marks=[] if c in usual else [pytest.mark.exhaustive]) for c in every]
 
 
-@pytest.mark.parametrize(("splits", "page_size", "dtype"), splits_pages_and_dtypes(), ids=str)
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"is_causal": True, "softcap": 2.0}, {"window": (20, 3), "sinks": torch.arange(4.0) - 2}],
-    ids=str,
-)  # fmt: skip
-def test_decode_kernel_equals_the_reference(interpreter, splits, page_size, dtype, options):
+@pytest.mark.parametrize(("splits", "page_size", "dtype", "name"), cases_of_the_kernel(), ids=str)
+def test_decode_kernel_equals_the_reference(interpreter, splits, page_size, dtype, name):
     interpreter(splits=splits)
+    options = KERNEL_OPTIONS[name]
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     check("triton", (4, 2, 3), (0, 70, 33), page_size, 2, (24, 16), tolerance, dtype, **options)
 
@@ -516,22 +524,15 @@ def test_shapes_of_a_cache_on_the_meta_device():
         assert (out.dtype, lse.dtype, out.device.type) == (dtype, dtype, "meta")
 
 
+# The operators run the tiled backend as they run torch's kernel.
 @pytest.mark.parametrize(
-    ("backend", "page_size"),
-    [
-        ("torch", 4),
-        ("aten", 4),
-        ("triton", 4),
-    ],
+    "backend", [pytest.param("torch", marks=pytest.mark.exhaustive), "aten", "triton"]
 )
-def test_opcheck_of_both_operators(interpreter, backend, page_size):
+def test_opcheck_of_both_operators(interpreter, backend):
     q = torch.randn(2, 4, 3, 16)
-    cache = torch.randn(2, 2, 12, 16)
     new = torch.randn(2, 2, 2, 16)
-    table = None
-    if page_size:
-        cache, table = paged(cache, page_size)
-        cache = cache.nan_to_num()
+    cache, table = paged(torch.randn(2, 2, 12, 16), 4)
+    cache = cache.nan_to_num()
     lengths = torch.tensor([9, 5], dtype=torch.int32)
     scalars = (0.25, -1, 0, 0.0, backend, 2, True, True)
     torch.library.opcheck(decode_op, (q, cache, cache, lengths, table, None, *scalars))
