@@ -29,7 +29,7 @@ DEADLINE = 300.0
 
 def prepare_rank():
     # The optimizers of these tests do not change after a few steps.
-    optimizer_trial.STEPS = 10
+    optimizer_trial.STEPS = len(optimizer_trial.SCALES)
 
 
 FULL = StateDictOptions(full_state_dict=True)
