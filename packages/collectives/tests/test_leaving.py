@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from collectives.groups import _end_threads, communicator
 from collectives.shared_memory import arena, engine
-from host_layout import emulate_hosts
-from worker_pool import run_ranks, try_ranks
+from host_layout import emulate_hosts, prepare_rank  # noqa: F401
+from worker_pool import run_on_shared_ranks, run_ranks, try_ranks
 
 TIMEOUT = 40.0
 # The scenarios of `ends_of_processes.py` that run by default. In each, a process ends while a
@@ -215,7 +215,7 @@ def receive_from_any_rank():
 
 
 def test_messages_of_any_source_name_their_sender():
-    assert run_ranks(receive_from_any_rank, 3, backend="")[0] == [(1, 1.0), (2, 2.0)]
+    assert run_on_shared_ranks(receive_from_any_rank, 3, backend="")[0] == [(1, 1.0), (2, 2.0)]
 
 
 def leave_in_order(backend, where, rounds):
@@ -249,7 +249,7 @@ def leave_in_order(backend, where, rounds):
     ],
 )
 def test_leaving_after_the_last_call_is_not_a_fault(backend, where, rounds):
-    run_ranks(leave_in_order, 3, backend, where, rounds, backend="")
+    run_on_shared_ranks(leave_in_order, 3, backend, where, rounds, backend="")
 
 
 def in_opposite_orders(backend, where, compiled, calls):
@@ -326,7 +326,7 @@ def call_from_outside():
 
 
 def test_collectives_return_none_with_a_warning_outside_the_group():
-    run_ranks(call_from_outside, 2)
+    run_on_shared_ranks(call_from_outside, 2)
 
 
 def many_splits():
@@ -357,7 +357,7 @@ def many_splits():
 )
 @pytest.mark.filterwarnings("ignore")
 def test_groups_can_be_split_repeatedly():
-    assert run_ranks(many_splits, 4, backend="") == [
+    assert run_on_shared_ranks(many_splits, 4, backend="") == [
         (4.0, 0, "collectives"),
         (6.0, 1, "collectives"),
         (4.0, 1, "collectives"),
@@ -381,7 +381,7 @@ def many_subsets():
 
 @pytest.mark.filterwarnings("ignore")
 def test_groups_of_subsets_can_be_created_repeatedly():
-    run_ranks(many_subsets, 4, backend="")
+    run_on_shared_ranks(many_subsets, 4, backend="")
 
 
 def fork():
@@ -776,4 +776,4 @@ def call_destroyed_group(where):
 @pytest.mark.parametrize("where", ["together", "apart"])
 def test_call_on_a_destroyed_group_is_refused(where):
     # The thread of asynchronous calls has ended, so the handle of such a call would never complete.
-    run_ranks(call_destroyed_group, 2, where, backend="")
+    run_on_shared_ranks(call_destroyed_group, 2, where, backend="")
