@@ -104,7 +104,7 @@ def everything(where, cases, by=collectives):
     ids=lambda value: f"{len(value)}-cases" if isinstance(value, list) else None,
 )
 def test_collectives_with_lists_and_roots_match_their_definition(where, world, cases):
-    run_ranks(everything, world, where, cases)
+    run_on_shared_ranks(everything, world, where, cases)
 
 
 def by_torchs_names(where):
@@ -159,7 +159,7 @@ def by_torchs_names(where):
 
 @pytest.mark.parametrize("where", ["together", pytest.param("apart", marks=pytest.mark.exhaustive)])
 def test_list_collectives_run_on_the_registered_backend(where):
-    run_ranks(by_torchs_names, 3, where, backend="")
+    run_on_shared_ranks(by_torchs_names, 3, where, backend="")
 
 
 def uneven(where):
