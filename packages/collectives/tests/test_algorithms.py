@@ -175,7 +175,7 @@ def random_sequences(worlds, count):
     ids=["usual", "all"],
 )
 def test_random_sequences_equal_float64_result(worlds, count, covered):
-    done = run_ranks(random_sequences, max(worlds), worlds, count, timeout=900)[0]
+    done = run_on_shared_ranks(random_sequences, max(worlds), worlds, count, timeout=900)[0]
     assert done.total() > count
     kinds, _, _, dtypes, _, layouts, hosts = map(set, zip(*done, strict=True))
     assert (kinds, dtypes, layouts) == (set(KINDS), set(DTYPES), set(LAYOUTS))
@@ -252,7 +252,8 @@ def narrow_sum():
 
 @pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 def test_bfloat16_is_summed_in_float32():
-    assert run_ranks(narrow_sum, 5) == [{(torch.bfloat16, 4.0), (torch.complex32, 4.0)}] * 5
+    sums = {(torch.bfloat16, 4.0), (torch.complex32, 4.0)}
+    assert run_on_shared_ranks(narrow_sum, 5) == [sums] * 5
 
 
 def uneven_exchange():
