@@ -12,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.nn.parallel.distributed import _MixedPrecision
-from worker_pool import run_ranks, try_ranks
+from worker_pool import run_on_shared_ranks
 
 
 @pytest.mark.parametrize(
@@ -82,7 +82,7 @@ def compare_buffer_arguments() -> list[list]:
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 def test_every_name_of_sync_buffers_selects_it_as_in_torch() -> None:
-    outcomes = zip(BUFFER_ARGUMENTS, *run_ranks(compare_buffer_arguments, 2), strict=True)
+    outcomes = zip(BUFFER_ARGUMENTS, *run_on_shared_ranks(compare_buffer_arguments, 2), strict=True)
     for (arguments, in_step, in_constructor), (first, first_warned), (second, warned) in outcomes:
         # In a step and at the end of join(), the highest rank with inputs is the source.
         assert first == ([0, 3, 3] if in_step else [0, 2, 2]), arguments
@@ -141,8 +141,8 @@ def pass_invalid_arguments() -> list[str]:
 
 
 def test_invalid_arguments_are_refused_with_the_remedy() -> None:
-    (outcome,) = try_ranks(pass_invalid_arguments, 1)
-    zero, nan, mixed, named, short, strided, shared, *others = outcome.value
+    (errors,) = run_on_shared_ranks(pass_invalid_arguments, 1)
+    zero, nan, mixed, named, short, strided, shared, *others = errors
     expanded, sparse_buffer, nested, dtype, sparse = others
     assert "elements of 'table' share memory" in expanded
     assert "expected bucket_size_mb > 0, got 0; pass None" in zero
@@ -181,7 +181,7 @@ def refuse_groups_devices_and_tensors() -> None:
 
 
 def test_groups_devices_and_tensors_that_cannot_be_used_are_refused() -> None:
-    run_ranks(refuse_groups_devices_and_tensors, 1)
+    run_on_shared_ranks(refuse_groups_devices_and_tensors, 1)
 
 
 def allocate_too_much() -> list:
@@ -205,8 +205,7 @@ def allocate_too_much() -> list:
 
 
 def test_bucket_larger_than_memory_names_gradients_and_remedy() -> None:
-    (outcome,) = try_ranks(allocate_too_much, 1)
-    error, whole = outcome.value
+    ((error, whole),) = run_on_shared_ranks(allocate_too_much, 1)
     assert "the bucket of '1.bias' and 3 more takes 604 bytes" in error
     assert "pass a smaller bucket_size_mb" in error
     assert whole == 4 * 144
