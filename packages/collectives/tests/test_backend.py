@@ -156,7 +156,7 @@ def train_all():
 
 
 def test_trainer_gives_same_parameters_as_on_gloo():
-    for on_gloo, on_ours in run_ranks(by_backend, 2, train_all, backend=""):
+    for on_gloo, on_ours in run_on_shared_ranks(by_backend, 2, train_all, backend=""):
         assert on_gloo.keys() == TRAINERS.keys()
         torch.testing.assert_close(on_ours, on_gloo, rtol=1e-6, atol=1e-7)
 
@@ -462,7 +462,7 @@ def train_with_hooks():
 
 @pytest.mark.filterwarnings("ignore")
 def test_ddp_communication_hooks_give_same_parameters_as_on_gloo():
-    results = run_ranks(by_backend, 2, train_with_hooks, backend="")
+    results = run_on_shared_ranks(by_backend, 2, train_with_hooks, backend="")
     on_gloo, on_ours = zip(*results, strict=True)
     assert len(on_gloo[0]) >= 8
     for name in on_gloo[0]:
