@@ -150,7 +150,8 @@ class UnitGradients:
                 shard = parameter.shard
                 # The key is the average of earlier backwards, which `_accumulate_grad` restores.
                 placeholder = AveragedGradient(shard, self, shard.grad)
-                placeholder.unreduced = plain_shard(shard)
+                # Autograd adds gradients of penalties on the shard, which are averages already.
+                placeholder.unreduced = torch.zeros_like(plain_shard(shard))
                 self._placeholders[index] = placeholder
                 shard.grad = placeholder
 
@@ -179,6 +180,8 @@ class UnitGradients:
         placeholder = self._placeholders.pop(index, None)
         if placeholder is not None and shard.grad is placeholder:
             shard.grad = placeholder.key
+            assert placeholder.unreduced is not None
+            part = part + placeholder.unreduced.reshape(-1)
         if not shard.requires_grad:
             return
         part = shard_gradient(part.view(shard.shape), self.communicator, parameter.elements)

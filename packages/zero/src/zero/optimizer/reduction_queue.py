@@ -65,7 +65,9 @@ class ReductionQueue:
             # torch.distributed.reduce overwrites its tensor on the other ranks too.
             buffer = buffer if self.release_gradients else buffer.clone()
             work = self.communicator.reduce(buffer, bucket.span.owner)
-            output = buffer if bucket.span.owner == self.communicator.rank else buffer[:0]
+            is_owner = bucket.span.owner == self.communicator.rank
+            # An empty view would keep the memory of the buffer.
+            output = buffer if is_owner else buffer.new_empty(0)
         else:
             in_place = not self.release_gradients and self.communicator.sums_in_place
             output = bucket.shard_of_buffer() if in_place else torch.empty_like(bucket.shard)
