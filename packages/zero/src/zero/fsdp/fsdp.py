@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.fsdp.optimizer_hooks import install
-from zero.fsdp.shard import find_sharded, replaced_parameters
+from zero.fsdp.shard import find_sharded, mark_replaced
 from zero.fsdp.unit import Unit
 from zero.fsdp.unit_schedule import UnitSchedule
 from zero.fsdp.wrapping import ShardPolicy, make_units, materialize_module, original_name
@@ -99,7 +99,9 @@ class FSDP(UnitSchedule):
         named = list(module.named_parameters(remove_duplicate=False))
         self._names = [original_name(name) for name, _ in named]
         check_parameters(
-            [(original_name(name), p) for name, p in named if p not in ignored], self.communicator
+            [(original_name(name), p) for name, p in named if p not in ignored],
+            module.named_buffers(),
+            self.communicator,
         )
         target = torch.device(device) if device else self.communicator.device
         self.units, self.units_of = make_units(
@@ -117,7 +119,7 @@ class FSDP(UnitSchedule):
         for fsdp in inner or ():
             self._adopt(fsdp)
         for parameter in {p for _, p in named}.difference(module.parameters()):
-            replaced_parameters[parameter] = True
+            mark_replaced(parameter)
         self.communicator.broadcast_buffers(module)
         self._init_runtime_state()
         self._hook_modules()
@@ -220,9 +222,7 @@ class FSDP(UnitSchedule):
         )
 
 
-def find_fsdp(model: nn.Module) -> FSDP | None:
-    """Return `model` if it is an FSDP, the FSDP of a `fully_shard` module, or None otherwise."""
-    if isinstance(model, FSDP):
-        return model
-    fsdp: FSDP | None = vars(model).get(FULLY_SHARDED)
-    return fsdp
+def find_fsdps(model: nn.Module) -> list[FSDP]:
+    """Return the FSDPs among a model and the modules within it, and those of `fully_shard`."""
+    found = [m if isinstance(m, FSDP) else vars(m).get(FULLY_SHARDED) for m in model.modules()]
+    return list(dict.fromkeys(filter(None, found)))
