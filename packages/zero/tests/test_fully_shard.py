@@ -217,7 +217,7 @@ def use_methods():
     handle.wait()
     outputs = model(batch(0, 0))
     assert torch.equal(outputs, model(batch(0, 0)))
-    with pytest.raises(AssertionError, match=r"copy it before fully_shard, and load"):
+    with pytest.raises(TypeError, match=r"copy the module before FSDP"):
         copy.deepcopy(model)
     return True
 

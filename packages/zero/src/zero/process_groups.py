@@ -153,11 +153,6 @@ class Communicator:
             )
 
     @property
-    def ranks(self) -> list[int]:
-        """The global ranks in the order of their ranks in the group."""
-        return dist.get_process_group_ranks(self._process_group)
-
-    @property
     def mesh(self) -> DeviceMesh:
         """The ranks as a mesh of one dimension, over which DTensors are sharded."""
         if self._mesh is None:

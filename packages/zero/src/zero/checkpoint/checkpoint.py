@@ -83,10 +83,11 @@ def _check_group(
         communicators.append(optimizer.communicator)
     ranks = dist.get_process_group_ranks(group)
     for communicator in communicators:
-        if communicator.ranks != ranks:
+        sharded_over = communicator.mesh.mesh.tolist()
+        if sharded_over != ranks:
             raise ValueError(
                 f"expected the group over which the model or its optimizer is sharded, of ranks "
-                f"{communicator.ranks}, got ranks {ranks}: pass it as group="
+                f"{sharded_over}, got ranks {ranks}: pass it as group="
             )
 
 
@@ -104,7 +105,6 @@ def _header_objects(
             objects[f"optimizer.param_groups.{index}.{key}"] = value
     objects[HEADER] = {
         "version": VERSION,
-        "groups": len(groups),
         "modules": {original_name(name): v for name, v in model_parts(model)[1].items()},
         "extra": extra or {},
     }

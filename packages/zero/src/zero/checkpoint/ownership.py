@@ -191,13 +191,6 @@ def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
             yield Slot(name, parameter.shape, run, parameter, True)
 
 
-def mark_changed(model: nn.Module) -> None:
-    """Make autograd refuse graphs that saved earlier values of FSDP's parameters."""
-    for fsdp in find_fsdps(model):
-        for parameter in (p for unit in fsdp.units for p in unit.parameters):
-            parameter.unit.mark_changed(parameter)
-
-
 def _look_up(parameter: nn.Parameter, table: dict[nn.Parameter, Any]) -> Any:
     if parameter not in table:
         raise ValueError(

@@ -204,16 +204,10 @@ class FSDP(UnitSchedule):
         self.input_dtypes |= inner.input_dtypes
         self.output_dtypes |= inner.output_dtypes
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FSDP:
-        raise TypeError(
-            "FSDP cannot be copied: copy the module before FSDP(module), pass the copy to another "
-            "FSDP, and load the state_dict() of this one"
-        )
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "FSDP stores this rank's shards only, so it cannot be pickled: use save_checkpoint, or "
-            "save the result of gather_full_params()"
+            "FSDP stores this rank's shards only, so it cannot be copied or pickled: copy the "
+            "module before FSDP(module), and use save_checkpoint or gather_full_params()"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> FSDP:

@@ -75,7 +75,8 @@ class ShardGradient(PartialGradient):
             if name == UNSCALE:
                 return unscale(*args)
             if name == "_foreach_norm" and _needs_graph(args[0]):
-                return func([_full(g) for g in args[0]], *args[1:], **kwargs)
+                full = [g.full_tensor() if isinstance(g, ShardGradient) else g for g in args[0]]
+                return func(full, *args[1:], **kwargs)
             if name == "_foreach_norm":
                 return norms(*args, **kwargs)
             if name.startswith("_foreach_"):
@@ -84,7 +85,7 @@ class ShardGradient(PartialGradient):
                 return args[0].elements.shape.numel()
             if reduces_all_elements(name, args, kwargs) and isinstance(args[0], ShardGradient):
                 if _needs_graph(args[:1]):
-                    return func(_full(args[0]), *args[1:], **kwargs)
+                    return func(args[0].full_tensor(), *args[1:], **kwargs)
                 return reduce(name, args, kwargs)
             return _apply_to_shards(func, name, args, kwargs)
 
@@ -97,10 +98,6 @@ def is_stepping() -> bool:
 def _needs_graph(tensors: Sequence[Tensor]) -> bool:
     """Return True if an operation on the tensors must be differentiable."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
-
-
-def _full(tensor: Tensor) -> Tensor:
-    return tensor.full_tensor() if isinstance(tensor, ShardGradient) else tensor
 
 
 class _FullTensor(torch.autograd.Function):

@@ -159,7 +159,7 @@ class GradientReducer:
         Wait for reductions in flight. Raise RuntimeError if the average was cleared, or while
         backward is running.
         """
-        parameter = gradient.key.parameter
+        parameter = gradient.key()
         if not self._averages.is_current(gradient.key):
             raise RuntimeError(
                 "this gradient belongs to an earlier step, and its memory was reused by a later "
@@ -181,7 +181,7 @@ class GradientReducer:
     def reset(self) -> None:
         """Discard all averages, and the state of a backward that an exception interrupted."""
         self._discard_backward()
-        self._averages.clear()
+        self._averages = Averages()
         for bucket in self.buckets:
             bucket.average = None
             if self.release_gradients:

@@ -34,8 +34,7 @@ class _Reduction:
 class ReductionQueue:
     """The reductions in flight.
 
-    release_gradients: True frees a bucket's buffer after it has been sent. False keeps the buffer,
-        and overwrites this rank's shard of it with the average.
+    release_gradients: see `GradientReducer`.
     """
 
     def __init__(self, communicator: Communicator, *, release_gradients: bool) -> None:
