@@ -218,5 +218,5 @@ class FSDP(UnitSchedule):
 
 def find_fsdps(model: nn.Module) -> list[FSDP]:
     """Return the FSDPs among a model and the modules within it, and those of `fully_shard`."""
-    found = [m if isinstance(m, FSDP) else vars(m).get(FULLY_SHARDED) for m in model.modules()]
-    return list(dict.fromkeys(filter(None, found)))
+    fsdps = [m if isinstance(m, FSDP) else vars(m).get(FULLY_SHARDED) for m in model.modules()]
+    return list(dict.fromkeys(filter(None, fsdps)))
