@@ -18,7 +18,7 @@ from torch.nn import functional as F
 sys.path.insert(0, str(Path(__file__).parent))
 
 from worker_pool import case_folder, run_on_shared_ranks
-from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
+from zero import FSDP, ShardedOptimizer, fully_shard, load_checkpoint, save_checkpoint
 from zero.checkpoint.planner import boxes
 from zero.optimizer import optimizer_trial
 from zero_training import assert_alike, batch, flip_bits, make, mean_square, pair
@@ -319,6 +319,52 @@ def name_it():
 
 def test_names_are_the_unwrapped_modules_and_tied_tensors_keep_all_names():
     assert all(run_on_shared_ranks(name_it, 2))
+
+
+class Scaled(nn.Module):
+    """A model whose only child is called `module`, or `model` beside a parameter."""
+
+    def __init__(self, name, model):
+        super().__init__()
+        self.add_module(name, model)
+        if name == "model":
+            self.scale = nn.Parameter(torch.ones(3))
+
+
+def in_other_modules():
+    """Save and load sharded models within other modules, and modules that are sharded in part."""
+    path = case_folder()
+
+    def build(kind, seed):
+        torch.manual_seed(seed)
+        model = make(seed)
+        if kind == "outer":
+            return Scaled("model", FSDP(model))
+        if kind == "inner":
+            return FSDP(Scaled("module", model))
+        if kind == "parts":
+            fully_shard(model[0])
+            fully_shard(model[3])
+        return model if kind == "parts" else Scaled("module", model)
+
+    for kind, other in (("outer", "outer"), ("inner", "plain"), ("plain", "inner"), ("parts",) * 2):
+        saved, loaded = build(kind, 0), build(other, 1)
+        optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1) for model in (saved, loaded)]
+        inputs = batch(0, 0)
+        for module in saved.modules():
+            if isinstance(module, nn.Sequential):
+                module(inputs).square().sum().backward()
+        optimizers[0].step()
+        save_checkpoint(f"{path}/{kind}", saved, optimizers[0])
+        load_checkpoint(f"{path}/{kind}", loaded, optimizers[1])
+        for ours, theirs in zip(loaded.parameters(), saved.parameters(), strict=True):
+            both = [getattr(p, "full_tensor", p.detach)().detach() for p in (ours, theirs)]
+            assert torch.equal(*both), kind
+    return True
+
+
+def test_models_within_other_modules_are_saved_and_loaded():
+    assert all(run_on_shared_ranks(in_other_modules, 2))
 
 
 def compiled_as_a_whole():

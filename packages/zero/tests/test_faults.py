@@ -12,6 +12,7 @@ import time
 import weakref
 from contextlib import nullcontext
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -251,8 +252,16 @@ def refuse_shared_memory(stage):
         else:
             weight = model[0].weight.data
             model[2].weight.data = weight if tie == "data" else weight.T
-        with pytest.raises(ValueError, match=r"parameters .* share memory, .*: assign one"):
+        with pytest.raises(ValueError, match=r"and parameter .* share memory, .*: assign one"):
             build_sharded(model, stage)
+    model = nn.Linear(6, 6)
+    for name in ("first", "second"):
+        model.register_buffer(name, torch.zeros(6) if name == "first" else model.first)
+    build_sharded(copy.deepcopy(model), stage)
+    model.first = model.weight.data[2:]
+    sgd = partial(ShardedOptimizer, model.parameters(), torch.optim.SGD)
+    with pytest.raises(ValueError, match=r"and buffer first share memory, .* clone one"):
+        FSDP(model) if stage == 3 else sgd(module=model)
     tied = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.LSTM(6, 6))
     tied[2].weight = tied[0].weight
     # Rows of the two parameters alternate in memory, and so do their columns.
@@ -312,6 +321,18 @@ def test_buffers_made_by_expand_are_refused():
     assert all(run_on_shared_ranks(refuse_expanded_buffers, 2))
 
 
+class Listing(nn.Module):
+    """A module that reads its parameter from a list."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.weights = [self.weight]
+
+    def forward(self, x):
+        return (x * self.weights[0]).sum()
+
+
 def refuse_parameters_of_before():
     """Refuse hooks and an optimizer that were created for parameters before FSDP replaced them."""
     for register in ("register_hook", "register_post_accumulate_grad_hook"):
@@ -329,6 +350,8 @@ def refuse_parameters_of_before():
             optimizer.step()
         with pytest.raises(ValueError, match=r"parameter number 0, .* was replaced by a shard"):
             ShardedOptimizer(optimizer.param_groups[0]["params"], torch.optim.SGD)
+    with pytest.raises(RuntimeError, match=r"has read a parameter of shape \(4,\) that a shard"):
+        FSDP(Listing())(torch.ones(4)).backward()
     return True
 
 

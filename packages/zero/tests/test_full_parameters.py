@@ -22,6 +22,7 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from torch.utils._pytree import register_pytree_node
 from torch.utils.checkpoint import checkpoint
 from worker_pool import run_ranks, try_ranks
 
@@ -498,6 +499,16 @@ class Arguments:
     name: str = "arguments"
 
 
+class Log:
+    """An object of a class that a program registers as a pytree."""
+
+    def __init__(self, values):
+        self.values = values
+
+
+register_pytree_node(Log, lambda log: (log.values, None), lambda values, _: Log(list(values)))
+
+
 class Collecting(nn.Module):
     """A block that adds a term of the loss to its caller's list, and counts in a dictionary."""
 
@@ -505,7 +516,8 @@ class Collecting(nn.Module):
         super().__init__()
         self.layer = nn.Linear(5, 5)
 
-    def forward(self, arguments, terms, cache):
+    def forward(self, arguments, terms, cache, log):
+        log.values.append(len(terms))
         y = torch.tanh(self.layer(arguments.x))
         terms.append(y.square().mean())
         cache["inputs"].append(arguments.x)
@@ -523,9 +535,9 @@ class Collector(nn.Module):
 
     def forward(self, x):
         terms, cache = [], {"inputs": [x], "first": x, "last": deque(maxlen=2)}
-        arguments = Arguments(x * 2)
+        arguments, log = Arguments(x * 2), Log([torch.ones(1, dtype=torch.int64)])
         for block in self.blocks:
-            arguments = block(arguments, terms, cache)
+            arguments = block(arguments, terms, cache, log)
             if not self.has_output:
                 # The backward reaches a block only through its term.
                 arguments = Arguments(arguments.x.detach())
@@ -533,6 +545,7 @@ class Collector(nn.Module):
         assert [*cache] == ["inputs", "last", "count"]
         assert len(cache["last"]) == cache["last"].maxlen == 2
         assert cache["inputs"][0] is x
+        assert log.values[1:] == [0, 1, 2]
         return arguments.x.square().mean() + sum(terms) + cache["inputs"][-1].sum()
 
 

@@ -141,14 +141,19 @@ def test_policies_of_mixed_precision_cast_as_torchs():
 
 
 def reduce_by_default():
-    """Compute in bfloat16; without `reduce_dtype`, gradients are reduced in float32."""
+    """Without `reduce_dtype`, gradients are reduced in float32; complex ones are never cast."""
     layer = nn.Linear(4, 3, bias=False)
     fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16))
     scale = 1 + 2**-7 * dist.get_rank()
     (layer(torch.ones(1, 4)) * scale).sum().backward()
     # The average has more digits than bfloat16.
     expected = torch.full((3, 4), 1 + 2**-8)
-    return torch.equal(layer.weight.grad.full_tensor(), expected)
+    assert torch.equal(layer.weight.grad.full_tensor(), expected)
+    # Complex gradients keep their imaginary parts.
+    layer = nn.Linear(4, 3, bias=False, dtype=torch.complex64)
+    fully_shard(layer, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.bfloat16))
+    layer(torch.full((1, 4), 1 + 2j)).real.sum().backward()
+    return torch.equal(layer.weight.grad.full_tensor(), torch.full((3, 4), 1 - 2j))
 
 
 def test_gradients_are_reduced_in_the_dtype_of_the_parameters_by_default():
@@ -203,7 +208,16 @@ def use_methods():
             with torch.no_grad():
                 model(batch(0, 0))
         assert model[1][0].weight.shape.numel() < 25
-    with pytest.raises(AssertionError, match=r"copy it before fully_shard, and load"):
+    # Gathered parameters are gathered again if the optimizer changes them.
+    for parameter in model.parameters():
+        parameter.data = parameter.data.clone()
+    model(batch(0, 0)).sum().backward()
+    handle = model.unshard(async_op=True)
+    optimizer.step()
+    handle.wait()
+    outputs = model(batch(0, 0))
+    assert torch.equal(outputs, model(batch(0, 0)))
+    with pytest.raises(TypeError, match=r"copy the module before FSDP"):
         copy.deepcopy(model)
     return True
 
@@ -262,6 +276,11 @@ def refuse():
     for call, message in cases:
         with pytest.raises(ValueError, match=message):
             call()
+    alone = zero.FSDP(nn.Linear(2, 2), group=groups_of_one[dist.get_rank()])
+    with pytest.raises(
+        RuntimeError, match=r"of ranks \[0\], got ranks \[0, 1\]: pass it as group="
+    ):
+        save_checkpoint(case_folder(), alone)
     return True
 
 

@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.fsdp.shard import plain_shard
+from zero.gradients.shard import plain
 from zero_training import assert_alike
 
 OTHER_SIZES = [(2, 1), (3, 1), (3, 2), (3, 3)]
@@ -121,7 +122,7 @@ def assign_data(parameters):
 
 def divide_by_maxima(parameters):
     gradients = [p.grad for p in parameters]
-    maxima = torch._foreach_max(gradients)
+    maxima = [gradient.max() for gradient in gradients]
     torch._foreach_div_(gradients, [1 + maximum.item() for maximum in maxima])
 
 
@@ -202,6 +203,7 @@ def assign(parameters):
 
 def penalties(parameters):
     total = sum(p.norm() + p.abs().mean() + (1 + p.pow(2).sum()).sqrt() for p in parameters)
+    total = total + sum(torch._foreach_norm(parameters, 3))
     return 0.1 * (total + sum(p.exp().amax() for p in parameters))
 
 
@@ -233,7 +235,7 @@ def read_parameters():
 
 
 def penalize_by_batch():
-    """Train with penalties whose weight depends on this rank's batch."""
+    """Train with penalties whose weight depends on this rank's batch, and accumulate gradients."""
     model, twin = make_model(), make_model()
     model = FSDP(model)
     ours, theirs = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, twin))
@@ -244,13 +246,16 @@ def penalize_by_batch():
 
     world = dist.get_world_size()
     for step in range(2):
-        loss(model, step, dist.get_rank()).backward()
-        for rank in range(world):
-            (loss(twin, step, rank) / world).backward()
+        for number in (2 * step, 2 * step + 1):
+            with nullcontext() if number % 2 else model.no_sync():
+                loss(model, number, dist.get_rank()).backward()
+            for rank in range(world):
+                (loss(twin, number, rank) / world).backward()
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-    return assert_alike(model, twin)
+        assert_alike(model, twin)
+    return True
 
 
 def test_gradients_of_penalties_are_averaged_over_ranks():
@@ -312,6 +317,15 @@ def norms(stage):
         assert count.dtype == torch.int64
         assert count == (whole > 0).sum()
         torch.testing.assert_close(parameter.grad.full_tensor(), whole)
+        assert (1e3 * parameter.grad).sum(dtype=torch.int64) == (1e3 * whole).sum(dtype=torch.int64)
+        assert torch.mul(parameter.grad, 2, out=changed) is changed
+        torch.testing.assert_close(changed.full_tensor(), 2 * whole)
+        for function in (torch.neg, torch.amax, torch.linalg.vector_norm):
+            # A plain tensor would receive this rank's elements only.
+            output = torch.zeros_like(plain(parameter.detach()))
+            output = output if function is torch.neg else output.new_zeros(())
+            with pytest.raises(RuntimeError, match=r"full_tensor|plain tensor of their shape"):
+                function(parameter.grad, out=output)
         assert torch.signbit((-torch.zeros_like(parameter.grad)).full_tensor()).all()
         assert torch.equal((parameter.grad > 0).full_tensor(), whole > 0)
         if stage < 3:
@@ -489,6 +503,10 @@ def drop(stage):
         message = r"parameter 1, of shape \(7,\), had its gradient cleared .* on some ranks only"
         with pytest.raises(RuntimeError, match=message):
             ours.step()
+        if dist.get_rank() == 1:
+            model[0].bias.grad = torch.zeros(7).double()
+        with pytest.raises(RuntimeError, match=message):
+            ours.step()
     return True
 
 
@@ -505,7 +523,9 @@ def accumulate(stage):
             for number, sync in enumerate(synced):
                 holder = model if stage == 3 else ours
                 with nullcontext() if sync else holder.no_sync():
-                    loss_of(model, 10 * step + number, dist.get_rank()).backward()
+                    loss = loss_of(model, 10 * step + number, dist.get_rank())
+                    # With a graph of the backward, gradients are enabled in its hooks.
+                    loss.backward(create_graph=number == 0)
                 for rank in range(dist.get_world_size()):
                     loss = loss_of(twin, 10 * step + number, rank)
                     (loss / dist.get_world_size()).backward()
@@ -751,7 +771,8 @@ def freeze(stage):
             module[2].requires_grad_(step != 2)
         loss_of(model, step, dist.get_rank()).backward()
         sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()
-        for optimizer in (ours, theirs):
+        for module, optimizer in ((model, ours), (twin, theirs)):
+            nn.utils.clip_grad_norm_(module.parameters(), 0.01)
             optimizer.step()
             optimizer.zero_grad()
         assert_alike(model, twin)
@@ -921,6 +942,8 @@ def combine_shapes_and_dtypes():
     for reduce in (torch.sum, torch.amax, torch.linalg.vector_norm):
         with pytest.raises(RuntimeError, match="full_tensor"):
             reduce(first, dim=None if reduce is torch.sum else (), keepdim=True)
+    with pytest.raises(RuntimeError, match="any needs all elements"):
+        torch.any(first > 0, dim=())
     ours.step()
     return True
 

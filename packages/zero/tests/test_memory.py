@@ -37,7 +37,7 @@ class Block(nn.Module):
         return x + self.down(F.gelu(self.up(x)))
 
 
-def make_build(stage):
+def make_build(stage, **options):
     def build(group):
         model = nn.Sequential(
             nn.Embedding(VOCABULARY, WIDTH),
@@ -49,8 +49,8 @@ def make_build(stage):
             model = FSDP(model, group=group, shard=layers)
         if stage in (0, 3):
             return model, torch.optim.AdamW(model.parameters())
-        options = {"group": group, "shard_gradients": stage == 2, "bucket_size_mb": 0.5}
-        return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, **options)
+        known = {"group": group, "shard_gradients": stage == 2, "bucket_size_mb": 0.5}
+        return model, ShardedOptimizer(model.parameters(), torch.optim.AdamW, **known, **options)
 
     return build
 
@@ -132,6 +132,13 @@ def test_bytes_of_each_stage_equal_the_papers_formula(stage):
     assert parameters * 4 / divisor <= before.gradients * 1.001
     assert before.gradients <= parameters * 4 / divisor * 1.01 + bucket
     assert before.optimizer == pytest.approx(parameters * 8 / (world if stage else 1), rel=0.01)
+
+
+def test_each_rank_stores_the_gradients_of_its_whole_parameters():
+    total = sum(p.nbytes for p in make_build(0)(None)[0].parameters())
+    report = memory_report(make_build(2, elementwise=False), loss, world=4)
+    # Rank 0 has three of the ten matrices, and no reduction is running after the step.
+    assert report.predicted[3].gradients == pytest.approx(0.3 * total, rel=0.02)
 
 
 def test_the_formula_gives_the_numbers_of_the_papers_figure():

@@ -1,6 +1,7 @@
 """Training that continues after a caught exception equals one process, or is refused."""
 
 import sys
+import weakref
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from zero import (
 )
 from zero.fsdp.optimizer_hooks import _StepOptions
 from zero.gloo_collectives import direct_all_reduce
-from zero.gradients.shard import ShardGradient
+from zero.gradients.shard import ShardGradient, is_stepping
 from zero_training import assert_alike, batch, make, mean_square
 
 
@@ -335,10 +336,10 @@ def test_a_refused_group_leaves_the_optimizer_unchanged():
 
 
 def test_freed_arguments_of_an_earlier_step_do_not_end_a_later_one():
-    earlier = _StepOptions({})
-    later = _StepOptions({})
-    ShardGradient.is_stepping = True
-    del earlier
-    assert ShardGradient.is_stepping
+    earlier, later = _StepOptions({}), _StepOptions({})
+    for options in (earlier, later):
+        ShardGradient.step_options = weakref.ref(options)
+    del options, earlier
+    assert is_stepping()
     del later
-    assert not ShardGradient.is_stepping
+    assert not is_stepping()

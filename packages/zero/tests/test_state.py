@@ -309,6 +309,8 @@ def pass_scale_by_position():
         if module is twin:
             closure()
         optimizer.step(closure if module is model else None, 0.25)
+        # An optimizer without state has none on any rank.
+        assert not optimizer.state_dict()["state"]
     return assert_alike(model, twin)
 
 

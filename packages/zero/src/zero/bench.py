@@ -5,9 +5,6 @@ ZeroRedundancyOptimizer, and stage 3 with FSDP2. torch's implementations are set
 documentation advises: DDP's gradients and ZeroRedundancyOptimizer's parameters are views of
 buckets, and FSDP2 shards each block and the root. `fsdp2_layers` shards the same modules as
 `stage3` instead.
-
-Under torchrun or tests/emulated_hosts.py the benchmark uses that process group; otherwise it starts
-two processes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,8 @@
 """Collectives for gloo that send each block directly to the ranks that need it.
 
-torch's reduce-scatter on gloo is one all-reduce per rank and sends twice the necessary bytes.
-`direct_reduce_scatter` sends the minimum and always adds in rank order. torch's all-gather on gloo
-copies the data twice; `direct_all_gather` receives each block at its final offset. If ranks call
-different collectives, torch's collectives abort the process or mix the data. A `direct_all_reduce`
-is only matched with calls of the same dtype and size, so that other calls time out.
+torch's reduce-scatter on gloo is one all-reduce per rank and sends twice the necessary bytes, and
+its all-gather copies the data twice. If ranks call different collectives, torch's abort the process
+or mix the data. Calls of this file only match calls with the same tag, so that others time out.
 """
 
 from __future__ import annotations

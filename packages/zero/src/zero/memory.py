@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from zero.fsdp.fsdp import find_fsdp
+from zero.fsdp.fsdp import FSDP, find_fsdps
 from zero.fsdp.shard import find_sharded
 from zero.fsdp.unit import Unit
 from zero.fsdp.wrapping import original_name
@@ -51,11 +51,6 @@ class Moment:
     buffers: int
     activations: int
     peak: int
-
-    @property
-    def total(self) -> int:
-        """All bytes at this moment."""
-        return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
 
 
 @dataclass(frozen=True)
@@ -157,9 +152,8 @@ def zero_stage_bytes(
 
 def _find_replicated(model: nn.Module) -> dict[str, str]:
     """Return the names of the parameters that every rank stores whole, with the reasons."""
-    fsdp = find_fsdp(model)
-    module = fsdp.module if fsdp else model
-    ignored = fsdp.ignored_params if fsdp else set()
+    module = model.module if isinstance(model, FSDP) else model
+    ignored = {p for fsdp in find_fsdps(model) for p in fsdp.ignored_params}
     replicated = {}
     for name, parameter in module.named_parameters():
         if parameter in ignored:
@@ -236,8 +230,7 @@ def tensors_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
 
 
 def _units(model: nn.Module) -> list[Unit]:
-    fsdp = find_fsdp(model)
-    return fsdp.units if fsdp else []
+    return [unit for fsdp in find_fsdps(model) for unit in fsdp.units]
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

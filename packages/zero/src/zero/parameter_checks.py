@@ -21,8 +21,13 @@ def is_trainable_dtype(dtype: torch.dtype) -> bool:
     return has_arithmetic and (dtype.is_floating_point or dtype.is_complex)
 
 
-def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if the parameters cannot be concatenated in a flat tensor and trained."""
+def check_shardable(
+    named: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]] = ()
+) -> None:
+    """Raise ValueError if the parameters cannot be concatenated in a flat tensor and trained.
+
+    buffers: the named buffers of the module, whose memory must be separate.
+    """
     # Entries that are not tensors are refused by torch's optimizers.
     parameters = [entry for entry in named if isinstance(entry[1], Tensor)]
     for name, parameter in parameters:
@@ -44,18 +49,19 @@ def check_shardable(named: Iterable[tuple[str, Tensor]]) -> None:
                 )
         if is_trained:
             check_separate_elements(f"parameter {name}", parameter)
-    _check_separate_memory(parameters)
+    described = [(f"parameter {name}", parameter) for name, parameter in parameters]
+    _check_separate_memory([*described, *((f"buffer {name}", b) for name, b in buffers)])
 
 
-def _check_separate_memory(named: Iterable[tuple[str, Tensor]]) -> None:
-    """Raise ValueError if two parameters share memory, because sharding would separate them.
+def _check_separate_memory(described: Iterable[tuple[str, Tensor]]) -> None:
+    """Raise ValueError if a parameter shares memory, because sharding would separate it.
 
     One parameter object in several modules (a tied parameter) is not an error.
     """
     name_of: dict[Tensor, str] = {}
-    for name, parameter in named:
-        if not parameter.is_meta and parameter.numel():
-            name_of.setdefault(parameter, name)
+    for name, tensor in described:
+        if not tensor.is_meta and tensor.layout == torch.strided and tensor.numel():
+            name_of.setdefault(tensor, name)
     ordered = sorted(name_of, key=lambda p: (str(p.device), p.data_ptr()))
     # Each cluster's memory ranges overlap. Usually every cluster has one parameter.
     cluster: list[Tensor] = []
@@ -71,7 +77,10 @@ def _check_separate_memory(named: Iterable[tuple[str, Tensor]]) -> None:
 
 
 def _check_cluster(cluster: Sequence[Tensor], name_of: Mapping[Tensor, str]) -> None:
-    """Raise ValueError if two parameters, which are sorted by address, have common bytes."""
+    """Raise ValueError if a parameter has bytes of another tensor; buffers may have common bytes.
+
+    The tensors are sorted by address.
+    """
     if len(cluster) < 2:
         return
     start = cluster[0].data_ptr()
@@ -79,18 +88,20 @@ def _check_cluster(cluster: Sequence[Tensor], name_of: Mapping[Tensor, str]) -> 
     unit = gcd(*(size for p in cluster for size in (p.itemsize, p.data_ptr() - start)))
     num_flags = (max(map(_memory_end, cluster)) - start) // unit
     is_used = torch.zeros(num_flags, dtype=torch.bool, device="cpu")
-    for second in cluster:
+    is_buffer = {tensor: name_of[tensor].startswith("buffer ") for tensor in cluster}
+    ordered = sorted(cluster, key=lambda tensor: is_buffer[tensor])
+    for second in ordered:
         flags = _flags_of(second, is_used, start, unit)
         if flags.any():
             is_used.zero_()
             flags.fill_(True)
-            first = next(p for p in cluster if _flags_of(p, is_used, start, unit).any())
+            first = next(p for p in ordered if _flags_of(p, is_used, start, unit).any())
             raise ValueError(
-                f"parameters {name_of[first]} and {name_of[second]} share memory, which "
-                "sharding would separate: assign one parameter to both modules, as in "
-                "second.weight = first.weight"
+                f"{name_of[first]} and {name_of[second]} share memory, which sharding would "
+                "separate: assign one parameter to both modules, as in second.weight = "
+                "first.weight, or clone one of the tensors"
             )
-        flags.fill_(True)
+        flags.fill_(not is_buffer[second])
 
 
 def _memory_end(tensor: Tensor) -> int:
@@ -126,7 +137,11 @@ def check_module(module: nn.Module, adopted: set[nn.Parameter]) -> None:
             )
 
 
-def check_parameters(named: Sequence[tuple[str, nn.Parameter]], communicator: Communicator) -> None:
+def check_parameters(
+    named: Sequence[tuple[str, nn.Parameter]],
+    buffers: Iterable[tuple[str, Tensor]],
+    communicator: Communicator,
+) -> None:
     """Raise ValueError if parameters differ between ranks, cannot be sharded, or have hooks.
 
     Every rank must call this function.
@@ -136,7 +151,7 @@ def check_parameters(named: Sequence[tuple[str, nn.Parameter]], communicator: Co
         for name, parameter in named
     ]
     check_alike(communicator.gather_objects(described))
-    check_shardable(named)
+    check_shardable(named, buffers)
     for name, parameter in named:
         if _has_hooks(parameter):
             raise ValueError(

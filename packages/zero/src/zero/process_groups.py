@@ -1,9 +1,8 @@
 """Replaceable collectives of one process group, with a count of their payload bytes.
 
 Any function with the signature of torch.distributed's collective may replace it. On gloo the
-defaults are the functions of `zero.gloo_collectives`. With this backend, torch's own collectives
-send or copy more data than necessary, or abort the process if ranks call different ones. If a
-collective fails, its error names the ranks that caused the failure.
+defaults are the functions of `zero.gloo_collectives`. If a collective fails, its error names the
+ranks that caused the failure.
 """
 
 from __future__ import annotations

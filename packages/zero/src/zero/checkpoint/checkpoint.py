@@ -33,6 +33,7 @@ from zero.checkpoint.ownership import (
 )
 from zero.checkpoint.storage import HEADER, find, fingerprint, together, write_folder
 from zero.checkpoint.weights import check_format, find_weights
+from zero.fsdp.fsdp import find_fsdps
 from zero.fsdp.wrapping import original_name
 from zero.optimizer.optimizer_trial import check_state
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
@@ -60,6 +61,7 @@ def save_checkpoint(
     objects: dict[str, Any] = {}
 
     def collect() -> None:
+        _check_group(model, optimizer, group)
         all_parts, state_objects = _collect_state(model, optimizer, rank)
         parts.extend(part for part in all_parts if part.is_written_by(rank, world))
         objects.update(state_objects)
@@ -70,6 +72,23 @@ def save_checkpoint(
     together(collect, group, f"checkpoint {path} was not saved")
     tied = {f"model.{name}": f"model.{first}" for name, first in tied_names(model).items()}
     write_folder(Path(path), parts, objects, group, tied)
+
+
+def _check_group(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup | None
+) -> None:
+    """Raise ValueError if a model or its optimizer is sharded over other ranks than `group`."""
+    communicators = [fsdp.communicator for fsdp in find_fsdps(model)]
+    if isinstance(optimizer, ShardedOptimizer):
+        communicators.append(optimizer.communicator)
+    ranks = dist.get_process_group_ranks(group)
+    for communicator in communicators:
+        sharded_over = communicator.mesh.mesh.tolist()
+        if sharded_over != ranks:
+            raise ValueError(
+                f"expected the group over which the model or its optimizer is sharded, of ranks "
+                f"{sharded_over}, got ranks {ranks}: pass it as group="
+            )
 
 
 def _header_objects(
@@ -86,7 +105,6 @@ def _header_objects(
             objects[f"optimizer.param_groups.{index}.{key}"] = value
     objects[HEADER] = {
         "version": VERSION,
-        "groups": len(groups),
         "modules": {original_name(name): v for name, v in model_parts(model)[1].items()},
         "extra": extra or {},
     }

@@ -15,7 +15,6 @@ from zero.checkpoint.ownership import (
     Part,
     Slot,
     group_names,
-    mark_changed,
     model_parts,
     slots,
     tied_names,
@@ -23,6 +22,7 @@ from zero.checkpoint.ownership import (
 )
 from zero.checkpoint.storage import Folder
 from zero.dtensors import has_elements
+from zero.fsdp.fsdp import find_fsdps
 from zero.fsdp.wrapping import original_name
 from zero.optimizer.optimizer_kinds import ELEMENTWISE
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
@@ -71,7 +71,9 @@ class Loading:
             if not part.target.is_contiguous():
                 # The values were read into a copy of the target.
                 part.target.copy_(part.values.view(part.target.shape))
-        mark_changed(self.model)
+        for fsdp in find_fsdps(self.model):
+            for sharded in (p for unit in fsdp.units for p in unit.parameters):
+                sharded.unit.mark_changed(sharded)
         if self.optimizer is not None:
             self._fill_optimizer(self.optimizer)
         if self.module_states:

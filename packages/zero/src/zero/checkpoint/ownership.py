@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Container, Iterator
-from contextlib import nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from zero.dtensors import Run
-from zero.fsdp.fsdp import FSDP, find_fsdp
+from zero.fsdp.fsdp import find_fsdps
 from zero.fsdp.optimizer_hooks import find_shard_optimizer
-from zero.fsdp.shard import plain_shard
+from zero.fsdp.shard import ShardedParameter, plain_shard
 from zero.fsdp.wrapping import original_name
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 
@@ -119,9 +119,9 @@ def model_parts(
             )
         )
     parameter_names = {name for name, _ in _named_parameters(model, with_tied=True)}
-    parameter_names |= {part.name for part in parts}
-    fsdp = _fsdp_of(model)
-    with fsdp.state_dict_hooks.keep_shards() if fsdp else nullcontext():
+    with ExitStack() as stack:
+        for fsdp in find_fsdps(model):
+            stack.enter_context(fsdp.state_dict_hooks.keep_shards())
         state = unwrapped(model).state_dict()
     states = {}
     for wrapped_name, value in state.items():
@@ -146,10 +146,6 @@ def model_parts(
         else:
             states[wrapped_name] = value
     return parts, states
-
-
-def _fsdp_of(model: nn.Module) -> FSDP | None:
-    return find_fsdp(_compiled_from(model))
 
 
 def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]]:
@@ -180,26 +176,19 @@ def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list
 
 
 def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
-    sharded = set()
-    fsdp = _fsdp_of(model)
-    if fsdp is not None:
-        for unit in fsdp.units:
-            for p in unit.parameters:
-                sharded.add(p.shard)
-                run = Run(p.start, p.stop, p.shard.shape)
-                yield Slot(p.name, p.shape, run, p.shard, False)
+    sharded: dict[nn.Parameter, ShardedParameter] = {}
+    for fsdp in find_fsdps(model):
+        for p in (p for unit in fsdp.units for p in unit.parameters):
+            # After `FSDPModule.unshard` the module has the full parameter.
+            sharded |= {p.shard: p, p.full: p}
     for name, parameter in _named_parameters(model):
-        if parameter not in sharded:
+        if parameter in sharded:
+            p = sharded[parameter]
+            run = Run(p.start, p.stop, p.shard.shape)
+            yield Slot(name, p.shape, run, p.shard, False)
+        else:
             run = Run(0, parameter.numel(), parameter.shape)
             yield Slot(name, parameter.shape, run, parameter, True)
-
-
-def mark_changed(model: nn.Module) -> None:
-    """Make autograd refuse graphs that saved earlier values of FSDP's parameters."""
-    fsdp = _fsdp_of(model)
-    for unit in fsdp.units if fsdp else []:
-        for parameter in unit.parameters:
-            unit.mark_changed(parameter)
 
 
 def _look_up(parameter: nn.Parameter, table: dict[nn.Parameter, Any]) -> Any:

@@ -1,8 +1,4 @@
-"""A torch.distributed.checkpoint folder that all ranks write and read together.
-
-The folder is written beside its final path and renamed when every rank is done, so the last good
-checkpoint survives any failure while saving.
-"""
+"""A torch.distributed.checkpoint folder that all ranks write and read together."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 #: Types of values that certainly have no tensors.
 TYPES_WITHOUT_TENSORS = (str, bytes, int, float, complex, type(None), torch.dtype, torch.device)
@@ -51,10 +51,17 @@ def replace_tensors(
     def replace(value: Any) -> Any:
         if isinstance(value, Tensor):
             return function(value)
-        if type(value) not in MUTABLE and not _is_dataclass_object(value):
-            return value
+        if type(value) not in MUTABLE:
+            children, spec = tree_flatten(value, is_leaf=lambda child: child is not value)
+            if not spec.is_leaf():
+                changed = [replace(child) for child in children]
+                # A module may change an object of a class that a program has registered.
+                is_same = all(a is b for a, b in zip(children, changed, strict=True))
+                return value if is_same else tree_unflatten(changed, spec)
+            if not _is_dataclass_object(value):
+                return value
         entries = _entries_of(value)
-        replaced = {key: replace_tensors(function, v, mutable) for key, v in entries.items()}
+        replaced = {key: replace(v) for key, v in entries.items()}
         copied = value
         if not _are_same(entries, replaced):
             copied = copy.copy(value)
@@ -62,7 +69,7 @@ def replace_tensors(
         mutable.append(MutableArgument(value, copied, entries, replaced))
         return copied
 
-    return tree_map(replace, values, is_leaf=lambda value: type(value) in MUTABLE)
+    return replace(values)
 
 
 def _is_dataclass_object(value: Any) -> bool:

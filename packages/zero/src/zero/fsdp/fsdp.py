@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.fsdp.optimizer_hooks import install
-from zero.fsdp.shard import find_sharded, replaced_parameters
+from zero.fsdp.shard import find_sharded, mark_replaced
 from zero.fsdp.unit import Unit
 from zero.fsdp.unit_schedule import UnitSchedule
 from zero.fsdp.wrapping import ShardPolicy, make_units, materialize_module, original_name
@@ -99,7 +99,9 @@ class FSDP(UnitSchedule):
         named = list(module.named_parameters(remove_duplicate=False))
         self._names = [original_name(name) for name, _ in named]
         check_parameters(
-            [(original_name(name), p) for name, p in named if p not in ignored], self.communicator
+            [(original_name(name), p) for name, p in named if p not in ignored],
+            module.named_buffers(),
+            self.communicator,
         )
         target = torch.device(device) if device else self.communicator.device
         self.units, self.units_of = make_units(
@@ -117,7 +119,7 @@ class FSDP(UnitSchedule):
         for fsdp in inner or ():
             self._adopt(fsdp)
         for parameter in {p for _, p in named}.difference(module.parameters()):
-            replaced_parameters[parameter] = True
+            mark_replaced(parameter)
         self.communicator.broadcast_buffers(module)
         self._init_runtime_state()
         self._hook_modules()
@@ -202,16 +204,10 @@ class FSDP(UnitSchedule):
         self.input_dtypes |= inner.input_dtypes
         self.output_dtypes |= inner.output_dtypes
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> FSDP:
-        raise TypeError(
-            "FSDP cannot be copied: copy the module before FSDP(module), pass the copy to another "
-            "FSDP, and load the state_dict() of this one"
-        )
-
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise TypeError(
-            "FSDP stores this rank's shards only, so it cannot be pickled: use save_checkpoint, or "
-            "save the result of gather_full_params()"
+            "FSDP stores this rank's shards only, so it cannot be copied or pickled: copy the "
+            "module before FSDP(module), and use save_checkpoint or gather_full_params()"
         )
 
     def _apply(self, fn: Any, recurse: bool = True) -> FSDP:
@@ -220,9 +216,7 @@ class FSDP(UnitSchedule):
         )
 
 
-def find_fsdp(model: nn.Module) -> FSDP | None:
-    """Return `model` if it is an FSDP, the FSDP of a `fully_shard` module, or None otherwise."""
-    if isinstance(model, FSDP):
-        return model
-    fsdp: FSDP | None = vars(model).get(FULLY_SHARDED)
-    return fsdp
+def find_fsdps(model: nn.Module) -> list[FSDP]:
+    """Return the FSDPs among a model and the modules within it, and those of `fully_shard`."""
+    fsdps = [m if isinstance(m, FSDP) else vars(m).get(FULLY_SHARDED) for m in model.modules()]
+    return list(dict.fromkeys(filter(None, fsdps)))

@@ -38,8 +38,8 @@ def fully_shard(
 
     They form one unit per dtype; frozen parameters form separate units. Call it bottom-up: for each
     block, then for the model. The module is changed in place and returned; its `parameters()` are
-    this rank's shards. The arguments are those of
-    `torch.distributed.fsdp.fully_shard`. Raise ValueError for arguments without an equivalent.
+    this rank's shards. The arguments are those of `torch.distributed.fsdp.fully_shard`. Raise
+    ValueError for arguments without an equivalent.
     """
     # Importing this module takes as long as importing torch.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -99,12 +99,6 @@ class FSDPModule:
         """Construct an object of the original class, for example a slice of a container."""
         original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         return original(*args, **kwargs)
-
-    def __deepcopy__(self, memo: Any) -> Any:
-        raise AssertionError(
-            "a module of fully_shard cannot be copied: copy it before fully_shard, and load the "
-            "state_dict() of this one"
-        )
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module; return a handle to wait for if `async_op`."""

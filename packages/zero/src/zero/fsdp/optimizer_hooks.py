@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import cache, partial, wraps
 from itertools import compress
 from traceback import walk_stack
-from typing import Any, ClassVar
+from typing import Any
 from weakref import WeakKeyDictionary, ref
 
 import torch
@@ -136,36 +136,25 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     shard_optimizer.check_gradients_alike(optimizer)
     for exchange in shard_optimizer.exchanges:
         exchange.gather_full_tensors()
-    ShardGradient.is_stepping = True
     options = _StepOptions(kwargs)
-    shard_optimizer.step_options = ref(options)
+    ShardGradient.step_options = shard_optimizer.step_options = ref(options)
     return args, options
 
 
 class _StepOptions(dict[str, Any]):
     """The keyword arguments of a step, which torch keeps alive until the step returns or raises.
 
-    Then `end_step` is called.
+    torch calls no hook after a step that raised an error, so a step ends when these are freed.
     """
 
-    #: The weak reference to the latest arguments, which calls `end_step` when they are freed.
-    _latest: ClassVar[ref[_StepOptions] | None] = None
 
-    def __init__(self, kwargs: dict[str, Any]) -> None:
-        super().__init__(kwargs)
-        # A traceback may keep an earlier step's arguments until the middle of this step. The
-        # reference to them is replaced, so they do not end this step when they are freed.
-        _StepOptions._latest = ref(self, end_step)
-
-
-def end_step(_: object = None) -> None:
+def end_step() -> None:
     """Make operations on shards span all ranks again.
 
-    torch calls no hook after a step that raised an error. Therefore this function is called when
-    the arguments of the step are freed. The next forward and backward call this function too,
-    because a traceback may keep the arguments.
+    The next forward and backward call this function too, because a traceback may keep the
+    arguments of a step that raised an error.
     """
-    ShardGradient.is_stepping = False
+    ShardGradient.step_options = lambda: None
 
 
 def _return_once(losses: list[Any]) -> Any:
@@ -304,7 +293,8 @@ class ShardOptimizer:
             if sharded is None:
                 continue
             run = self.run(parameter)
-            local_state = [(run, state.pop(index, {}))] if run else []
+            entry = state.pop(index, {})
+            local_state = [(run, entry)] if run else []
             rows = state_rows(local_state, sharded.full, sharded.unit.communicator)
             if rows:
                 state[index] = rows

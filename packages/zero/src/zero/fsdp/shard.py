@@ -74,6 +74,21 @@ _parameter_of_shard = WeakTensorKeyDictionary()
 replaced_parameters = WeakTensorKeyDictionary()
 
 
+def mark_replaced(parameter: nn.Parameter) -> None:
+    """Record that a shard has replaced a parameter; a backward that still reaches it raises."""
+    replaced_parameters[parameter] = True
+    if parameter.requires_grad:
+        parameter.register_post_accumulate_grad_hook(_refuse_gradient)
+
+
+def _refuse_gradient(parameter: Tensor) -> None:
+    raise RuntimeError(
+        f"a forward has read a parameter of shape {tuple(parameter.shape)} that a shard of FSDP "
+        "has replaced, for example from a list of parameters: read it as an attribute of its "
+        "module, or store the list as nn.ParameterList"
+    )
+
+
 def find_sharded(tensor: Tensor) -> ShardedParameter | None:
     """Return the ShardedParameter of a shard, or None for any other tensor."""
     parameter: ShardedParameter | None = _parameter_of_shard.get(tensor, lambda: None)()

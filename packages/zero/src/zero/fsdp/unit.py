@@ -80,7 +80,10 @@ class Unit:
     ) -> None:
         self.communicator = communicator
         first = parameters_with_owners[0][1]
-        dtype = compute_dtype if compute_dtype and first.dtype.is_floating_point else first.dtype
+        dtype = first.dtype
+        gradient_dtype = gradient_dtype if dtype.is_floating_point else None
+        if compute_dtype and dtype.is_floating_point:
+            dtype = compute_dtype
         #: True if a backward may read the parameters. The backward of `nn.Embedding` does not.
         self.is_read_in_backward = True
         world = communicator.world
@@ -226,6 +229,8 @@ class Unit:
         The storage of the full parameter is refilled with the new values, so the gradient would
         silently be wrong.
         """
+        # A shard whose `.data` was replaced has a separate version counter.
+        self._gathered_version = -1
         increment_version(parameter.full)
         if parameter.full in self._full_versions:
             self._full_versions[parameter.full] = parameter.full._version
@@ -237,11 +242,11 @@ class Unit:
 
     def unshard(self) -> None:
         """Start gathering the full parameters, unless they are valid or being gathered."""
-        if self.state is UnitState.UNSHARDING:
-            return
         is_valid = self._gathered_version == self.shard._version
-        if self.state is UnitState.UNSHARDED and is_valid:
+        if self.state is not UnitState.SHARDED and is_valid:
             return
+        # A shard may have changed since a gather was started, which still fills the memory.
+        self._finish_unshard()
         # If launching the gather fails, the parameters are not valid.
         self.state = UnitState.SHARDED
         version = self.shard._version
@@ -256,6 +261,9 @@ class Unit:
     def wait_for_unshard(self) -> None:
         """Wait until the full parameters are valid; start gathering them if necessary."""
         self.unshard()
+        self._finish_unshard()
+
+    def _finish_unshard(self) -> None:
         work = self._unshard_work
         if work is None:
             return
@@ -270,8 +278,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Free the full parameters, unless the unit is used; raise if a forward wrote to them."""
-        if self.state is UnitState.UNSHARDING:
-            self.wait_for_unshard()
+        self._finish_unshard()
         is_in_use = self._num_users > 0 or self.keep_unsharded
         if self.state is UnitState.UNSHARDED and not is_in_use:
             self._check_versions()

@@ -19,9 +19,8 @@ from zero.process_groups import Communicator
 class UnitGradients:
     """The local and the averaged gradients of one unit's parameters.
 
-    Autograd accumulates into the `.grad` of full parameters. `reduce_grads()` starts to average
-    these gradients and frees them; `wait_for_reduce_grads()` adds the average to the shards'
-    `.grad`. Under `no_sync()`, a placeholder in a shard's `.grad` represents the local gradient.
+    Autograd accumulates into the `.grad` of full parameters. See Note [Lifetime of a unit]. Under
+    `no_sync()`, a placeholder in a shard's `.grad` represents the local gradient.
     """
 
     def __init__(self, unit: Any, dtype: torch.dtype) -> None:
@@ -50,10 +49,6 @@ class UnitGradients:
     def communicator(self) -> Communicator:
         """The collectives of the unit's ranks."""
         return self.unit.communicator
-
-    def num_trainable(self) -> int:
-        """Return the number of parameters that a backward may reach."""
-        return sum(parameter.full.requires_grad for parameter in self.unit.parameters)
 
     def has_unreduced(self) -> bool:
         """Return True if any full parameter has a gradient that is not averaged yet."""
@@ -150,7 +145,8 @@ class UnitGradients:
                 shard = parameter.shard
                 # The key is the average of earlier backwards, which `_accumulate_grad` restores.
                 placeholder = AveragedGradient(shard, self, shard.grad)
-                placeholder.unreduced = plain_shard(shard)
+                # Autograd adds gradients of penalties on the shard, which are averages already.
+                placeholder.unreduced = torch.zeros_like(plain_shard(shard))
                 self._placeholders[index] = placeholder
                 shard.grad = placeholder
 
@@ -179,6 +175,8 @@ class UnitGradients:
         placeholder = self._placeholders.pop(index, None)
         if placeholder is not None and shard.grad is placeholder:
             shard.grad = placeholder.key
+            assert placeholder.unreduced is not None
+            part = part + placeholder.unreduced.reshape(-1)
         if not shard.requires_grad:
             return
         part = shard_gradient(part.view(shard.shape), self.communicator, parameter.elements)

@@ -5,9 +5,7 @@
                reduce-scatter layer i's gradient while layer i-1 runs        S (n-1)/n
 
 S is the size of the parameters in bytes, and n the number of ranks. A layer that runs several times
-per forward may be gathered for each run. The last layer of forward is the first of backward, so it
-is not freed in between if the units run in the same order as in the previous forward. The backward
-of `nn.Embedding` does not read the weight, so an embedding that is a unit is not gathered for it.
+per forward may be gathered for each run.
 """
 
 from __future__ import annotations
@@ -354,7 +352,8 @@ class UnitSchedule(nn.Module):
         self._accumulates_gradients = True
         num_ready = self._num_ready_gradients.get(unit, 0) + 1
         self._num_ready_gradients[unit] = num_ready
-        if unit.gradients.sync and num_ready == unit.gradients.num_trainable():
+        num_trainable = sum(p.full.requires_grad for p in unit.parameters)
+        if unit.gradients.sync and num_ready == num_trainable:
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:

@@ -208,7 +208,8 @@ def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     runs_of = _runs_alike(func, gradients)
     ranges = [(start, stop) for start, stop, _ in runs_of[0]]
     is_in_place = func._schema.is_mutable
-    if is_in_place and not isinstance(args[0], AveragedGradient):
+    target = kwargs.get("out", args[0])
+    if is_in_place and not isinstance(target, AveragedGradient):
         raise _combination_error(func)
     if is_in_place:
         gradients[0].communicator.check_not_joining()
@@ -225,7 +226,7 @@ def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
         local_args, local_kwargs = tree_unflatten(local_leaves, spec)
         results.append((start, stop, func(*local_args, **local_kwargs)))
     if is_in_place:
-        return args[0]
+        return target
     dtype = results[0][2].dtype
     return AveragedGradient(gradients[0], gradients[0].source, None, dtype=dtype, runs=results)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import inf
 from typing import Any
 
 import torch
@@ -103,30 +102,25 @@ def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> lis
     """
     if ord <= 0:
         raise ValueError(f"expected a norm of order > 0 of a sharded gradient, got order {ord}")
-    # The sum of |x|^ord, or the maximum of |x| if `ord` is infinity.
-    powers = torch.zeros(len(gradients), dtype=torch.float64, device=gradients[0].device)
+    # The norm of a vector is the norm of the norms of its parts.
+    local = torch.zeros(len(gradients), dtype=torch.float64, device=gradients[0].device)
     for index, gradient in enumerate(gradients):
-        for piece in _local_pieces([gradient]):
-            if not piece.numel():
-                continue
-            wide = torch.complex128 if piece.is_complex() else torch.float64
-            norm = torch.linalg.vector_norm(piece.to(wide), ord)
-            if ord == inf:
-                powers[index] = torch.maximum(powers[index], norm)
-            else:
-                powers[index] += norm**ord
-    # Replicated gradients are equal on all ranks, so their local sums are the totals.
-    totals = powers.clone()
+        parts = [
+            torch.linalg.vector_norm(piece.to(torch.promote_types(piece.dtype, torch.float64)), ord)
+            for piece in _local_pieces([gradient])
+            if piece.numel()
+        ]
+        if parts:
+            local[index] = torch.linalg.vector_norm(torch.stack(parts), ord)
+    # Replicated gradients are equal on all ranks, so their local norms are the totals.
+    totals = local.clone()
     for communicator in _communicators_of(gradients):
-        everyone = _all_gather_rows(powers, communicator)
-        total = everyone.amax(0) if ord == inf else everyone.sum(0)
+        total = torch.linalg.vector_norm(_all_gather_rows(local, communicator), ord, dim=0)
         for index, gradient in enumerate(gradients):
             if isinstance(gradient, PartialGradient) and communicator.uses_same_groups(
                 gradient.communicator
             ):
                 totals[index] = total[index]
-    if ord != inf:
-        totals = totals ** (1 / ord)
     return [
         norm.to((dtype or gradient.dtype).to_real())
         for norm, gradient in zip(totals, gradients, strict=True)
@@ -166,7 +160,7 @@ def _reduce_elements(name: str, gradient: Any, dtype: torch.dtype | None) -> Ten
         dtype = getattr(torch, name)(torch.ones(1, dtype=gradient.dtype)).dtype
     function, neutral = REDUCTIONS[name]
     local = torch.tensor([neutral, 0.0], dtype=torch.float64, device=gradient.device)
-    pieces = [piece.reshape(-1).double() for piece in gradient.local_pieces()]
+    pieces = [piece.reshape(-1).to(dtype).double() for piece in gradient.local_pieces()]
     flat = torch.cat([local[:0], *pieces])
     if flat.numel():
         local[0] = function(flat)

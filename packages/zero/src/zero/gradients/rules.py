@@ -59,10 +59,12 @@ def reduces_all_elements(name: str, args: Any, kwargs: Any) -> bool:
     if is_of_matrix or order == "nuc":
         # This is a norm of the matrix, such as its largest singular value.
         return False
-    if arguments.get("keepdim"):
+    if arguments.get("keepdim") or arguments.get("out") is not None:
         return False
     dim = arguments.get("dim")
-    return dim is None or (isinstance(dim, list | tuple) and not dim)
+    # An empty `dim` of the other reductions means all dimensions.
+    is_empty = isinstance(dim, list | tuple) and not dim
+    return dim is None or (is_empty and name not in ("any", "all"))
 
 
 def python_name(func: Any) -> str:
@@ -79,7 +81,7 @@ def python_name(func: Any) -> str:
 
 @cache
 def is_elementwise(operator: Any) -> bool:
-    """Return True if an aten operator is element-wise, not random, and returns tensors."""
+    """Return True if an aten operator is element-wise, not random, and returns one tensor."""
     name = operator.overloadpacket.__name__
     if name.startswith("_foreach_"):
         # An operator on lists is element-wise if the operator on tensors is.
@@ -91,4 +93,5 @@ def is_elementwise(operator: Any) -> bool:
     # torch tags `equal`, which returns a bool, as `pointwise` too.
     others = {torch.Tag.nondeterministic_seeded, torch.Tag.data_dependent_output}
     is_pointwise = torch.Tag.pointwise in operator.tags and not others.intersection(operator.tags)
-    return is_pointwise or name in ELEMENTWISE_OPERATORS
+    has_one_result = len(operator._schema.returns) == 1
+    return (is_pointwise and has_one_result) or name in ELEMENTWISE_OPERATORS

@@ -50,8 +50,8 @@ class ShardGradient(PartialGradient):
     to be element-wise.
     """
 
-    #: True while an optimizer of shards steps.
-    is_stepping: ClassVar[bool] = False
+    #: A weak reference to the arguments of the running step of an optimizer of shards.
+    step_options: ClassVar[Callable[[], object]] = lambda: None
     elements: ElementRange
 
     def local_pieces(self) -> list[Tensor]:
@@ -74,22 +74,30 @@ class ShardGradient(PartialGradient):
         with torch._C.DisableTorchFunctionSubclass():
             if name == UNSCALE:
                 return unscale(*args)
+            if name == "_foreach_norm" and _needs_graph(args[0]):
+                full = [g.full_tensor() if isinstance(g, ShardGradient) else g for g in args[0]]
+                return func(full, *args[1:], **kwargs)
             if name == "_foreach_norm":
                 return norms(*args, **kwargs)
-            if name == "_foreach_max":
-                return [
-                    reduce("max", [g], {}) if isinstance(g, ShardGradient) else g.max()
-                    for g in args[0]
-                ]
             if name.startswith("_foreach_"):
                 return _apply_foreach(func, name, args, kwargs)
-            if name in ("numel", "nelement") and not cls.is_stepping:
+            if name in ("numel", "nelement") and not is_stepping():
                 return args[0].elements.shape.numel()
             if reduces_all_elements(name, args, kwargs) and isinstance(args[0], ShardGradient):
-                if torch.is_grad_enabled() and args[0].requires_grad:
+                if _needs_graph(args[:1]):
                     return func(args[0].full_tensor(), *args[1:], **kwargs)
                 return reduce(name, args, kwargs)
             return _apply_to_shards(func, name, args, kwargs)
+
+
+def is_stepping() -> bool:
+    """Return True while an optimizer of shards steps."""
+    return ShardGradient.step_options() is not None
+
+
+def _needs_graph(tensors: Sequence[Tensor]) -> bool:
+    """Return True if an operation on the tensors must be differentiable."""
+    return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
 class _FullTensor(torch.autograd.Function):
@@ -143,7 +151,7 @@ def shard_function(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any
     is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
     with torch._C.DisableTorchFunctionSubclass():
         is_on_object = name in ON_OBJECT or name.startswith("register_")
-        if ShardGradient.is_stepping or is_on_object:
+        if is_stepping() or is_on_object:
             return func(*args, **kwargs)
         if is_access and (func.__name__ != "__get__" or name not in VIEWS):
             return func(*args, **kwargs)
@@ -172,7 +180,7 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run a function on this rank's elements, or raise if the whole gradient is needed."""
     leaves = tree_leaves((args, kwargs))
     gradient = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
-    is_checked = not ShardGradient.is_stepping and name not in ON_OBJECT
+    is_checked = not is_stepping() and name not in ON_OBJECT
     if is_checked:
         _check_same_elements(name, leaves)
     if is_checked and name in READS_MEMORY:
@@ -226,7 +234,7 @@ def _check_same_elements(name: str, leaves: Sequence[Any]) -> None:
 
 def _apply_foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Run a `_foreach_` operation on this rank's elements, or raise if it needs whole tensors."""
-    if ShardGradient.is_stepping:
+    if is_stepping():
         return _wrap_results(func(*args, **kwargs), args[0])
     lists = [arg for arg in args if isinstance(arg, list | tuple)]
     for leaves in zip(*lists, strict=False):

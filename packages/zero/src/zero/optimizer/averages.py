@@ -17,32 +17,21 @@ from zero.optimizer.gradient_buckets import Bucket
 from zero.partition import Piece
 
 
-class AverageKey:
-    """A key that identifies one average of a parameter until the average is cleared."""
-
-    def __init__(self, parameter: nn.Parameter) -> None:
-        # The parameter's `.grad` refers to the key: see `AveragedGradient.source_ref`.
-        self._parameter = TensorWeakRef(parameter)
-
-    @property
-    def parameter(self) -> Any:
-        """The parameter, or None if it was deleted."""
-        return self._parameter()
-
-
 class Averages:
     """The averaged gradients of a reducer's parameters. The buckets store their elements."""
 
     def __init__(self) -> None:
-        #: The parameters that have an average, or will have one when its reduction is waited for.
-        self._keys: dict[nn.Parameter, AverageKey] = {}
+        #: The parameters that have an average, or will have one when its reduction is waited for,
+        #: each with the key of this average. The key is a weak reference to the parameter, because
+        #: the parameter's `.grad` refers to it: see `AveragedGradient.source_ref`.
+        self._keys: dict[nn.Parameter, TensorWeakRef] = {}
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
         return parameter in self._keys
 
-    def is_current(self, key: AverageKey) -> bool:
+    def is_current(self, key: TensorWeakRef) -> bool:
         """Return True if the average has not been cleared."""
-        return self._keys.get(key.parameter) is key
+        return self._keys.get(key()) is key
 
     def is_assigned(self, parameter: nn.Parameter) -> bool:
         """Return True if `.grad` is an average that the caller has computed or copied.
@@ -53,10 +42,6 @@ class Averages:
         if not isinstance(gradient, AveragedGradient):
             return False
         return gradient.runs is not None or self._keys.get(parameter) is not gradient.key
-
-    def clear(self) -> None:
-        """Discard all averages."""
-        self._keys.clear()
 
     def mark(self, parameter: nn.Parameter, source: Any) -> None:
         """Replace a collected local gradient in `.grad` by an AveragedGradient.
@@ -118,7 +103,7 @@ class Averages:
         gradient.unreduced = assigned.unreduced
 
     def _assign(self, parameter: nn.Parameter, source: Any, *, is_used: bool) -> AveragedGradient:
-        key = AverageKey(parameter)
+        key = TensorWeakRef(parameter)
         self._keys[parameter] = key
         gradient = AveragedGradient(parameter, source, key, is_used=is_used)
         parameter.grad = gradient
@@ -140,7 +125,7 @@ def has_unreduced_gradient(parameter: nn.Parameter) -> bool:
     return gradient is not None
 
 
-def _has_average(parameter: nn.Parameter, key: AverageKey) -> bool:
+def _has_average(parameter: nn.Parameter, key: TensorWeakRef) -> bool:
     """Return True if `.grad` is the average identified by `key`."""
     gradient = parameter.grad
     return isinstance(gradient, AveragedGradient) and gradient.key is key

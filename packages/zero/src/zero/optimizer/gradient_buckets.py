@@ -33,6 +33,8 @@ class Bucket:
     #: The parameters whose gradients this backward has not collected yet.
     missing: set[nn.Parameter] = field(default_factory=set)
 
+    # A backward with create_graph=True enables gradients in its hooks.
+    @torch.no_grad()
     def copy_gradient(self, piece: Piece, gradient: Tensor | None) -> None:
         """Copy a piece of a gradient into the buffer; without a gradient, write zeros."""
         if self.buffer is None:

@@ -69,8 +69,6 @@ class GradientReducer:
         self._pieces: dict[nn.Parameter, list[tuple[Bucket, Piece]]] = {}
         self._shard_pieces: dict[nn.Parameter, list[tuple[Bucket, Piece]]] = {}
         self._flat_gradients: list[Tensor] = []
-        #: The parameters that have this reducer's hook.
-        self._hooked: set[nn.Parameter] = set()
         self._hook_handles: list[RemovableHandle] = []
         weakref.finalize(self, _remove_hooks, self._hook_handles)
         self._averages = Averages()
@@ -102,7 +100,7 @@ class GradientReducer:
                 self.versions[parameter] = parameter._version
             for parameter, piece in bucket.shard_pieces:
                 self._shard_pieces.setdefault(parameter, []).append((bucket, piece))
-        self._register_hooks()
+        self._register_hooks(buckets)
 
     def finish(
         self, flags: Sequence[bool] = (), check: Callable[[Sequence[bool]], None] | None = None
@@ -118,13 +116,13 @@ class GradientReducer:
                 "an exception interrupted the last backward, so the gradients are incomplete: "
                 "clear them with zero_grad(), and run the backward again"
             )
-        self._register_hooks()
         self._adopt_edits()
         parameters = list(self._pieces)
         unreduced = {p for p in parameters if has_unreduced_gradient(p)}
         is_reached = [p.grad is not None and is_used(p.grad) for p in parameters]
         is_averaged = [isinstance(p.grad, AveragedGradient) for p in parameters]
-        is_cleared = [p.grad is None and p in self._averages for p in parameters]
+        cleared = set(self._averages.cleared_parameters())
+        is_cleared = [p in cleared for p in parameters]
         is_written = [self.versions.get(p, p._version) != p._version for p in parameters]
         is_dirty = [any(p in unreduced for p, _ in bucket.pieces) for bucket in self.buckets]
         agreed = self.communicator.any_across_ranks(
@@ -161,7 +159,7 @@ class GradientReducer:
         Wait for reductions in flight. Raise RuntimeError if the average was cleared, or while
         backward is running.
         """
-        parameter = gradient.key.parameter
+        parameter = gradient.key()
         if not self._averages.is_current(gradient.key):
             raise RuntimeError(
                 "this gradient belongs to an earlier step, and its memory was reused by a later "
@@ -183,7 +181,7 @@ class GradientReducer:
     def reset(self) -> None:
         """Discard all averages, and the state of a backward that an exception interrupted."""
         self._discard_backward()
-        self._averages.clear()
+        self._averages = Averages()
         for bucket in self.buckets:
             bucket.average = None
             if self.release_gradients:
@@ -227,7 +225,7 @@ class GradientReducer:
                 stored.append(parameter.grad.unreduced)
         return [tensor for tensor in stored if tensor is not None]
 
-    def _register_hooks(self) -> None:
+    def _register_hooks(self, buckets: Sequence[Bucket]) -> None:
         reducer_ref = weakref.ref(self)
 
         def on_accumulated(parameter: Tensor) -> None:
@@ -235,11 +233,13 @@ class GradientReducer:
             if reducer is not None and reducer.enabled:
                 reducer._gradient_ready(parameter)  # type: ignore[arg-type]
 
-        for parameter in self._pieces:
-            if parameter.requires_grad and parameter not in self._hooked:
-                handle = parameter.register_post_accumulate_grad_hook(on_accumulated)
-                self._hooked.add(parameter)
-                self._hook_handles.append(handle)
+        for parameter in dict.fromkeys(p for bucket in buckets for p, _ in bucket.pieces):
+            # A frozen parameter may become trainable, but torch refuses hooks while it is frozen.
+            is_trainable = parameter.requires_grad
+            parameter.requires_grad_(True)
+            handle = parameter.register_post_accumulate_grad_hook(on_accumulated)
+            parameter.requires_grad_(is_trainable)
+            self._hook_handles.append(handle)
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
         """Collect a gradient, and launch the buckets that are next in order and complete."""
@@ -339,8 +339,8 @@ class GradientReducer:
             if averaged[index] and cleared[index]:
                 raise RuntimeError(
                     f"parameter {index}, of shape {tuple(parameter.shape)}, had its gradient "
-                    "cleared after backward on some ranks only: set .grad to None, or skip the "
-                    "step, on every rank or on none"
+                    "cleared or replaced after backward on some ranks only: assign to .grad, or "
+                    "skip the step, on every rank or on none"
                 )
 
     def _collect(self, parameter: nn.Parameter, pieces: list[tuple[Bucket, Piece]]) -> None:

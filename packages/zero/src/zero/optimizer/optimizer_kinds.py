@@ -55,10 +55,7 @@ def how_to_split(
     rank.
 
     device: the device of a trial; by default, the CPU.
-    elementwise: True declares that the optimizer treats every element independently. A trial
-        verifies this for classes that are not torch's. False declares that it treats every
-        parameter independently, without a trial. None cuts torch's element-wise optimizers, and
-        keeps parameters whole for other classes, after a trial if the class is unknown.
+    elementwise: see `ShardedOptimizer`.
     group, shapes, dtypes: the options of one parameter group, and the shapes and dtypes of its
         parameters.
     as_columns: construct the optimizer of a trial on columns of elements, as at stage 3.

@@ -34,8 +34,7 @@ class _Reduction:
 class ReductionQueue:
     """The reductions in flight.
 
-    release_gradients: True frees a bucket's buffer after it has been sent. False keeps the buffer,
-        and overwrites this rank's shard of it with the average.
+    release_gradients: see `GradientReducer`.
     """
 
     def __init__(self, communicator: Communicator, *, release_gradients: bool) -> None:
@@ -65,7 +64,9 @@ class ReductionQueue:
             # torch.distributed.reduce overwrites its tensor on the other ranks too.
             buffer = buffer if self.release_gradients else buffer.clone()
             work = self.communicator.reduce(buffer, bucket.span.owner)
-            output = buffer if bucket.span.owner == self.communicator.rank else buffer[:0]
+            is_owner = bucket.span.owner == self.communicator.rank
+            # An empty view would keep the memory of the buffer.
+            output = buffer if is_owner else buffer.new_empty(0)
         else:
             in_place = not self.release_gradients and self.communicator.sums_in_place
             output = bucket.shard_of_buffer() if in_place else torch.empty_like(bucket.shard)

@@ -111,7 +111,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         if not 0 <= bucket_size_mb < math.inf:
             raise ValueError(f"expected a finite bucket_size_mb >= 0, got {bucket_size_mb}")
         named = named_members(members)
-        check_shardable(entry for entry in named if not isinstance(entry[1], Shard))
+        check_shardable(
+            (entry for entry in named if not isinstance(entry[1], Shard)),
+            module.named_buffers() if module else (),
+        )
         self.communicator = Communicator(
             group,
             reduce_scatter_tensor=reduce_scatter_tensor,
