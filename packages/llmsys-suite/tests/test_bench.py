@@ -2,7 +2,9 @@
 
 import json
 
+import pytest
 from llmsys_suite import bench
+from llmsys_suite.config import UsageError
 
 STAGES = {
     "train": {
@@ -24,3 +26,9 @@ def test_rows_with_different_columns_are_printed_and_written(tmp_path, monkeypat
     assert "60.25           3" in printed
     rows = json.loads((tmp_path / "rows.json").read_text())
     assert [row["case"] for row in rows] == ["train", "train", "attention", "compress"]
+    assert [path.name for path in tmp_path.iterdir()] == ["rows.json"]
+
+
+def test_an_unknown_device_is_not_replaced_by_a_cpu():
+    with pytest.raises(UsageError, match="preset 'tpu' is unknown; choose cpu or gpu"):
+        bench.bench(device="tpu")

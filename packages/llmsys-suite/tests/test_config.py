@@ -18,7 +18,7 @@ from llmsys_suite.config import (
 )
 from llmsys_suite.config_file import MEANING, read_toml, to_toml
 from llmsys_suite.resolution import resolve
-from llmsys_suite.stages.plan import predict
+from llmsys_suite.stages.plan import PROCESS_BYTES, predict
 from llmsys_suite.start import execute
 from llmsys_suite.text.data import read_text, require_text
 
@@ -163,6 +163,19 @@ def test_text_shorter_than_the_run_is_read_more_than_once(tmp_path):
     text = read_text(config.data)
     assert len(text.train) < config.rows * config.context * config.steps
     require_text(text, context=config.context)
+
+
+def test_each_rank_of_a_host_has_a_whole_model_in_train(monkeypatch):
+    def host_bytes(world, stages):
+        config = resolve(stages, preset="cpu", size="small", world=world, rows=8)
+        return predict(config).host_peak_bytes - world * PROCESS_BYTES
+
+    whole_model = 16 * predict(resolve([], preset="cpu", size="small")).parameters
+    assert host_bytes(4, ["train"]) - host_bytes(1, ["train"]) == 3 * whole_model
+    assert host_bytes(4, ["parallel"]) == host_bytes(1, ["train"])
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    config = resolve(["train"], preset="cpu", size="small", world=4, rows=8)
+    assert predict(config).host_peak_bytes - PROCESS_BYTES == host_bytes(1, ["train"])
 
 
 @pytest.mark.parametrize("world", [1, 8, 16, 64])

@@ -1,6 +1,7 @@
 """Batches are real text, the same at every world size, and never the held-out text."""
 
 import hashlib
+import os
 import random
 from pathlib import Path
 
@@ -77,9 +78,28 @@ def test_missing_and_empty_texts_are_refused(tmp_path, name):
         load_corpus(tmp_path / name)
 
 
-def test_an_unreadable_text_is_refused():
+def test_an_unreadable_text_is_refused(tmp_path, monkeypatch):
     with pytest.raises(UsageError, match="/proc/self/mem cannot be read"):
         read_text(Path("/proc/self/mem"))
+    (tmp_path / "text").write_text("some text")
+    (tmp_path / "folder").mkdir()
+
+    def scan(path, original=os.scandir):
+        if Path(path).name == "folder":
+            raise PermissionError(13, "Permission denied", str(path))
+        return original(path)
+
+    monkeypatch.setattr(os, "scandir", scan)
+    with pytest.raises(UsageError, match="folder cannot be read: Permission denied"):
+        read_text(tmp_path)
+
+
+def test_the_text_of_the_current_folder_has_a_name(tmp_path, monkeypatch):
+    (tmp_path / "text").write_text("some text")
+    monkeypatch.chdir(tmp_path)
+    assert read_text(Path()).source == tmp_path.name
+    assert read_text(Path("text")).source == "text"
+    assert read_text().source == "the standard library of this interpreter"
 
 
 def test_too_short_a_text_is_refused_with_both_numbers(tmp_path):
@@ -120,6 +140,7 @@ def test_reading_a_large_file_takes_no_memory_of_its_size(tmp_path):
     text = read_text(tmp_path / "text")
     text.digest()
     corpus = load_corpus(tmp_path / "text")
+    corpus.digest()
     assert bytes(corpus.train[1000:1009].tolist()) == b"some text"
     for step in range(20):
         corpus.batch(rows=4, context=64, seed=0, step=step)

@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +19,7 @@ import torch.distributed as dist
 from llmsys_suite import start
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import FolderTaken, RunFolder, claim
-from llmsys_suite.ranks import worker
+from llmsys_suite.ranks import launch, worker
 from llmsys_suite.ranks.failure import FailureWatch, report_failure
 from llmsys_suite.ranks.launch import INTERRUPTED
 from worker_pool import try_ranks
@@ -114,8 +114,6 @@ if __name__ == "__main__":
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("action", ["raise ValueError('no')", "os.kill(os.getpid(), 9)"])
 def test_failure_in_any_stage_ends_the_run(tmp_path, monkeypatch, capfd, stage, action):
-    from llmsys_suite.ranks import launch
-
     (tmp_path / "fails_in_stage.py").write_text(FAILS_IN_STAGE)
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("FAILING_STAGE", stage)
@@ -179,7 +177,6 @@ time.sleep(600)
 @pytest.fixture
 def launch_program(tmp_path, monkeypatch):
     """Return a function that launches a program as each rank of a run in `tmp_path / "run"`."""
-    from llmsys_suite.ranks import launch
 
     def run(program):
         (tmp_path / "program_of_rank.py").write_text(program)
@@ -219,6 +216,21 @@ def test_signal_to_the_launcher_ends_every_rank(launch_program, tmp_path, number
         assert not Path("/proc", process).exists()
     assert f"what was measured is in {tmp_path / 'run'}" in capfd.readouterr().err
     assert RunFolder(tmp_path / "run").summary["status"] == "incomplete"
+
+
+def test_ranks_that_do_not_end_are_killed_at_one_time(monkeypatch):
+    monkeypatch.setattr(launch, "SAVING_SECONDS", 1.0)
+    busy = "import signal, time; signal.signal(15, signal.SIG_IGN); print(1, flush=True)"
+    command = [sys.executable, "-c", f"{busy}; time.sleep(600)"]
+    with ExitStack() as stack:
+        ranks = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(4)]
+        for rank in ranks:
+            stack.enter_context(rank)
+            rank.stdout.readline()
+        start_time = time.monotonic()
+        launch._end(ranks)
+        assert time.monotonic() - start_time < 3
+    assert [rank.returncode for rank in ranks] == [-signal.SIGKILL] * 4
 
 
 def test_run_is_launched_on_a_thread_that_cannot_handle_signals(launch_program):

@@ -133,11 +133,12 @@ def test_parents_of_gpu_processes_query_memory_in_a_child_and_ranks_query_their_
     assert len(queries) == 1
 
 
-@pytest.mark.parametrize("backend", ["auto", "nccl"])
+@pytest.mark.parametrize("backend", ["auto", "nccl", "gloo"])
 def test_nccl_needs_one_gpu_per_rank_also_if_it_was_chosen_automatically(monkeypatch, backend):
     monkeypatch.setattr("llmsys_suite.resolution.count_gpus", lambda: 2)
-    assert resolve([], preset="gpu", backend=backend).backend == "nccl"
-    with pytest.raises(UsageError, match="one GPU per rank, got 4 ranks and 2 GPUs"):
+    expected = "gloo" if backend == "gloo" else "nccl"
+    assert resolve([], preset="gpu", backend=backend).backend == expected
+    with pytest.raises(UsageError, match="one GPU per rank, got 4 ranks and 2 GPUs; use --world 2"):
         resolve([], preset="gpu", backend=backend, world=4)
 
 

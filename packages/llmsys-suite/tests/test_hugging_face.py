@@ -61,6 +61,7 @@ def test_transformers_computes_the_same_logits_and_its_folder_is_imported(export
             {"rope_parameters": {"partial_rotary_factor": 0.5}},
             r"expected rope_parameters .*, got .*'partial_rotary_factor': 0\.5",
         ),
+        ({"rope_scaling": "linear"}, "cannot be read as a Llama model"),
         ({"rope_parameters": {"rope_theta": 5e5}}, r"expected rope_parameters .*, got .*500000\.0"),
     ],
 )

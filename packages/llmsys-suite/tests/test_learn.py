@@ -172,6 +172,28 @@ def test_a_training_that_has_ended_is_loaded_and_saved_in_the_new_folder(tmp_pat
         assert all(torch.equal(tensor, second[kind][name]) for name, tensor in tensors.items())
 
 
+def failed_checks_of_the_last_checkpoint(folder):
+    """Return the failed checks of a training, and with an entry of its checkpoint missing."""
+    run = make_run(f"{folder}/run", None)
+    with mock.patch.object(evaluation, "WRITTEN", 4):
+        result = learn.run(run)
+
+    def failed(kind):
+        checkpoint = read_checkpoint(run.out / training_state.CHECKPOINT)
+        if kind is not None:
+            checkpoint[kind].popitem()
+        with mock.patch.object(learn_checks, "read_checkpoint", return_value=checkpoint):
+            checks = learn_checks._last_checkpoint(run.folder, result)
+            return [check.name for check in checks if not check.passed]
+
+    return [failed(kind) for kind in (None, "step", "weight")]
+
+
+def test_a_checkpoint_without_a_weight_or_its_moments_fails(tmp_path):
+    failed = run_on_shared_ranks(failed_checks_of_the_last_checkpoint, 1, str(tmp_path))
+    assert failed == [[[], ["steps of the optimizer"], ["weights of the model file"]]]
+
+
 GRIDS = [
     pytest.param(2, {"tensor": 2}, id="tensor", marks=pytest.mark.exhaustive),
     pytest.param(
@@ -246,13 +268,13 @@ def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path):
         ({"total": 900}, "begun with total 900, not 700; set the same --learn"),
         ({"size": "tiny"}, "begun with size tiny, not mini"),
         ({"seed": 7}, "begun with seed 7, not 0"),
-        ({"rows": 3}, "3 rows, which do not split over 2 ranks"),
+        ({"rows": 3}, "c cannot be continued: 3 rows do not split over 2 replicas"),
         ({"clip": 1.0}, "begun with clip 1.0, not None"),
         ({"learning_rate": 1.0}, "learning_rate 1.0, not 0.002"),
     ],
 )
 def test_options_that_contradict_the_checkpoint_are_refused(saved, complaint):
-    text = torch.zeros(9, dtype=torch.uint8)
+    text = "digest"
     config = RunConfig(size="mini", learn=700)
     state = training_state.beginning(config, text)
     training_state.require_same(dict(state), config, text, Path("c"))
@@ -261,23 +283,26 @@ def test_options_that_contradict_the_checkpoint_are_refused(saved, complaint):
 
 
 def test_rows_that_the_user_has_set_and_that_contradict_the_checkpoint_are_refused():
-    text = torch.zeros(9, dtype=torch.uint8)
+    text = "digest"
     state = training_state.beginning(RunConfig(size="mini", rows=12), text)
     training_state.require_same(state, RunConfig(size="mini", world=3, rows=12), text, Path("c"))
     training_state.require_same(state, RunConfig(size="mini", world=2, rows=8), text, Path("c"))
     config = RunConfig(size="mini", world=2, rows=16)
     with pytest.raises(UsageError, match="begun with rows 12, not 16; set the same rows"):
         training_state.require_same(state, config, text, Path("c"))
+    split = RunConfig(size="tiny", world=4, pipeline=4, rows=16)
+    with pytest.raises(UsageError, match="2 rows do not split over 1 replicas of 4 pipeline"):
+        training_state.require_same(state | {"rows": 2}, split, text, Path("c"))
 
 
 def test_checkpoint_without_the_state_of_a_training_is_refused():
     config = RunConfig(size="mini")
     with pytest.raises(UsageError, match="not a checkpoint of the stage learn: it has no clip"):
-        training_state.require_same({}, config, torch.zeros(9, dtype=torch.uint8), Path("c"))
+        training_state.require_same({}, config, "digest", Path("c"))
 
 
 def test_checkpoint_decides_the_number_of_steps_if_no_option_does():
-    text = torch.zeros(9, dtype=torch.uint8)
+    text = "digest"
     state = training_state.beginning(RunConfig(size="mini", learn=900), text)
     training_state.require_same(state, RunConfig(size="mini"), text, Path("c"))
     with pytest.raises(UsageError, match="begun with total 900, not 500; set the same --learn"):

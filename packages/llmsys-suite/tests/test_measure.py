@@ -4,7 +4,9 @@ import statistics
 import subprocess
 import sys
 import time
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -15,9 +17,10 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import clocks, network
 from llmsys_suite.measure.phases import Recorder
-from llmsys_suite.measure.samples import CORE_WAIT, needed_seconds
+from llmsys_suite.measure.samples import CORE_WAIT, SINGLE, needed_seconds
 from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.stages import train
 from llmsys_suite.stages.train import _train, counter, timed_step
 from llmsys_suite.text.data import load_corpus
 from llmsys_suite.variants import VARIANTS
@@ -138,6 +141,44 @@ def test_a_rank_that_is_late_to_its_counter_counts_all_that_it_is_sent(tmp_path,
     assert len(trained) == 2
     for received in trained:
         assert 0.99 * size - 64 < received < 1.2 * size
+
+
+def count_living_variants(folder):
+    """Train two variants one after the other; count the earlier ones when each is constructed."""
+    cpu = torch.device("cpu")
+    names = [SINGLE, "ddp bucketed"]
+    config = RunConfig(size="mini", rows=2, context=16, world=1, steps=1, out=Path(folder))
+    run = Run(
+        config=config,
+        rank=0,
+        world=1,
+        device=cpu,
+        corpus=load_corpus(Path(__file__)),
+        recorder=Recorder(0, cpu),
+        progress=Progress(enabled=False),
+        folder=RunFolder.create(config, {}),
+    )
+    run.results["plan"] = SimpleNamespace(
+        variants_fit_together=False, step_flops_causal=1, peak=1.0
+    )
+    references, living = [], []
+
+    def construct(variant, *arguments, original=Variant.__init__):
+        living.append(sum(reference() is not None for reference in references))
+        references.append(weakref.ref(variant))
+        original(variant, *arguments)
+
+    with (
+        mock.patch.object(train, "variants_here", return_value=names),
+        mock.patch.object(Variant, "__init__", construct),
+    ):
+        train.run(run)
+    return living
+
+
+def test_variants_that_do_not_fit_together_are_freed_one_by_one(tmp_path):
+    living = run_on_shared_ranks(count_living_variants, 1, str(tmp_path / "run"))
+    assert living == [[0, 0]]
 
 
 PEAKS = """

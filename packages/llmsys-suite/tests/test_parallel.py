@@ -8,12 +8,11 @@ import pytest
 import torch
 from llmsys_suite import splits
 from llmsys_suite.audit import reference
-from llmsys_suite.config import Layout, RunConfig, UsageError
+from llmsys_suite.config import Layout, RunConfig, UsageError, group_size
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.splits.layout import group_size
 from llmsys_suite.stages import parallel
 from llmsys_suite.text.data import load_corpus
 from worker_pool import run_ranks
@@ -105,7 +104,7 @@ def test_microbatches_are_whole_rows_for_any_number_of_rows():
     [
         (Layout(tensor=2), {"num_heads": 1}, "num_heads 1 does not split over 2 ranks"),
         (Layout(tensor=2), {"d_ff": 33}, "d_ff 33 does not split over 2 ranks"),
-        (Layout(data=3), {}, "4 rows do not split over 3 groups"),
+        (Layout(data=3), {}, "4 rows do not split over 3 replicas"),
         (Layout(pipeline=2), {"num_layers": 1}, "1 layers do not make 2 stages"),
     ],
 )

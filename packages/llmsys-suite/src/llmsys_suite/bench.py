@@ -9,7 +9,6 @@ to SDPA.
 from __future__ import annotations
 
 import argparse
-import json
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -17,6 +16,7 @@ from typing import Any
 
 from collectives.bench import table
 
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.resolution import resolve
 from llmsys_suite.start import run
 
@@ -32,7 +32,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     with tempfile.TemporaryDirectory() as scratch:
         config = resolve(
             [*CASES, "audit"],
-            preset="gpu" if device == "cuda" else "cpu",
+            preset="gpu" if device == "cuda" else device,
             steps=4 if quick else None,
             warmup=1 if quick else None,
             learn=8 if quick else None,
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     measured = bench(device=arguments.device, quick=arguments.quick)
     if arguments.json:
-        arguments.json.write_text(json.dumps(measured, indent=1) + "\n")
+        RunFolder(arguments.json.parent).write_json(arguments.json.name, measured)
     print(table(measured))
 
 

@@ -151,13 +151,7 @@ def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> Non
     """Rewrite report.md and report.html of a run, and print report.md."""
     from llmsys_suite.report.page import write_report
 
-    run_folder = _run_folder(folder)
-    print(write_report(run_folder))
-    if not run_folder.complete:
-        print(
-            f"llmsys: {folder} is an incomplete run; the report has its finished stages only",
-            file=sys.stderr,
-        )
+    print(write_report(_run_folder(folder)))
 
 
 @app.command()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import os
 import re
 from dataclasses import asdict, dataclass
@@ -97,8 +98,9 @@ class Layout:
         for name in ("num_heads", "d_ff"):
             if (value := getattr(size, name)) % self.tensor:
                 return f"{name} {value} does not split over {self.tensor} ranks"
-        if rows % self.data:
-            return f"{rows} rows do not split over {self.data} groups"
+        if rows % self.data or rows // self.data < self.pipeline:
+            stages = f" of {self.pipeline} pipeline stages" if self.pipeline > 1 else ""
+            return f"{rows} rows do not split over {self.data} replicas{stages}"
         return ""
 
     def num_microbatches(self, rows: int) -> int:
@@ -116,6 +118,28 @@ class Layout:
         """
         idle = self.pipeline - 1
         return idle / (self.num_microbatches(rows) + idle)
+
+
+def possible_layouts(size: Size, world: int, rows: int) -> dict[str, Layout]:
+    """Return the layouts that the stage `parallel` compares, by name, if they fit the model."""
+    layouts = {
+        "pipeline (GPipe)": Layout(pipeline=world, schedule="GPipe"),
+        "pipeline (1F1B)": Layout(pipeline=world),
+        "tensor (Megatron)": Layout(tensor=world),
+    }
+    if (group := group_size(size, world)) > 1:
+        layouts["data x tensor"] = Layout(data=world // group, tensor=group)
+    return {name: split for name, split in layouts.items() if not split.why_not(size, rows)}
+
+
+def group_size(size: Size, world: int) -> int:
+    """Return the largest proper divisor of `world` that also divides num_heads and d_ff.
+
+    For example, a model with twelve heads trains on eight ranks in two groups of four.
+    """
+    fits = math.gcd(size.num_heads, size.d_ff)
+    divisors = [n for n in range(1, world) if world % n == 0 and fits % n == 0]
+    return max(divisors, default=1)
 
 
 #: Minimum context. `memory` also uses half of it, and previous-token heads need two positions.
@@ -143,8 +167,8 @@ DTYPES = ("fp32", "tf32", "bf16")
 TRAINED_VOCABULARY = 4096
 #: Stages that need byte tokens: the budgets of `scale` and the labels of `inspect` are for bytes.
 BYTE_STAGES = ("scale", "inspect")
-#: Values of `--log`: programs that can record the losses of `learn`, each with its Python module.
-LOGS = {"tensorboard": "tensorboard", "wandb": "wandb"}
+#: Values of `--log`: Python packages that can record the losses of `learn`.
+LOGS = ("tensorboard", "wandb")
 #: Largest seed. A batch is drawn with about 10**6 times the seed, which must fit in 64 bits.
 MOST_SEED = 10**12
 # Stages in the order of a run, each with the stages that it requires.
@@ -264,6 +288,11 @@ def with_dependencies(stages: list[str]) -> tuple[str, ...]:
 def restarts() -> int:
     """Return how often torchrun has restarted this run."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
+
+
+def ranks_on_this_host(world: int) -> int:
+    """Return how many of `world` ranks run on this host; without torchrun, all of them."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 
 
 def count_gpus() -> int:

@@ -142,7 +142,8 @@ class RunFolder:
 
     def seal(self) -> None:
         """Write the format to the manifest, and the digest of every file outside of subfolders."""
-        digests = {name: _digest(self.path / name) for name in self._files()}
+        files = sorted(path for path in self.path.iterdir() if path.is_file())
+        digests = {path.name: _digest(path) for path in files if path.name != MANIFEST}
         self.write_json(MANIFEST, {"format": FORMAT, "files": digests})
 
     def require_whole(self) -> None:
@@ -180,11 +181,6 @@ class RunFolder:
         # Parsed in one call, samples share the strings of their keys, which saves memory.
         rows: list[Sample] = from_text(f"[{','.join(whole.splitlines())}]")
         return rows
-
-    def _files(self) -> list[str]:
-        return sorted(
-            path.name for path in self.path.iterdir() if path.is_file() and path.name != MANIFEST
-        )
 
 
 def claim(config: RunConfig) -> RunConfig:

@@ -80,14 +80,14 @@ def import_model(folder: Path) -> Decoder:
             context=config["max_position_embeddings"],
         )
         model = Decoder(shape)
+        # Versions of transformers store the rotary positions under different names.
+        rope = {"rope_type": "default", "rope_theta": ROPE_BASE}
+        rope |= {
+            name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config
+        }
+        rope |= (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UsageError(f"{folder} cannot be read as a Llama model: {error}") from None
-    # Versions of transformers store the rotary positions under different names.
-    rope = {"rope_type": "default", "rope_theta": ROPE_BASE}
-    rope |= {
-        name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config
-    }
-    rope |= (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
     stated = {name: value for name, value in config.items() if value is not None}
     stated |= {"rope_theta": ROPE_BASE, "rope_parameters": rope}
     for name, value in _config(shape).items():

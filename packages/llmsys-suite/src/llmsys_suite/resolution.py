@@ -64,9 +64,9 @@ def resolve(
         preset=preset,
         world=world,
         backend=backend,
+        rows=default_rows(preset, world),
         out=None if out is None else Path(out),
     )
-    config = replace(config, rows=default_rows(preset, world))
     if preset == "gpu":
         config = replace(config, size="small", dtype="bf16", context=1024, learning_rate=3e-4)
     if options.get("tokenizer") == "bpe":
@@ -133,10 +133,10 @@ def _check_device(config: RunConfig) -> None:
         raise UsageError(f"backend {config.backend!r} is unknown; choose auto, gloo or nccl")
     if config.preset == "cpu" and config.backend == "nccl":
         raise UsageError("backend nccl moves CUDA tensors; use it with --preset gpu, or use gloo")
-    if config.backend == "nccl" and config.world > gpus and "RANK" not in os.environ:
+    if config.preset == "gpu" and config.world > gpus and "RANK" not in os.environ:
         raise UsageError(
-            f"backend nccl needs one GPU per rank, got {config.world} ranks and {gpus} GPUs; "
-            "use --backend gloo"
+            f"preset gpu needs one GPU per rank, got {config.world} ranks and {gpus} GPUs; "
+            f"use --world {gpus}"
         )
 
 
@@ -204,10 +204,10 @@ def _check_learn(config: RunConfig) -> None:
         raise UsageError(f"{split}: {reason}")
     if config.clip is not None and not 0 < config.clip < math.inf:
         raise UsageError(f"--clip {config.clip} is not a positive number")
-    if config.log is not None and config.log not in LOGS:
+    if config.log not in (None, *LOGS):
         raise UsageError(f"log {config.log!r} is unknown; choose from {', '.join(LOGS)}")
-    if config.log is not None and importlib.util.find_spec(LOGS[config.log]) is None:
-        raise UsageError(f"--log {config.log} needs `pip install {LOGS[config.log]}`")
+    if config.log is not None and importlib.util.find_spec(config.log) is None:
+        raise UsageError(f"--log {config.log} needs `pip install {config.log}`")
 
 
 def _check_text_folder(config: RunConfig) -> None:

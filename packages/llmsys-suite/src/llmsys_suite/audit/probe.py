@@ -39,10 +39,9 @@ def probe(run: Run) -> dict[str, Any]:
     _, exact = reference.gradients(start, *on_device(run, batch), num_heads(run.config))
     variants = {}
     for name in variants_here(run.device):
-        mine = _probe_one(run, name, start, exact)
-        shares = run.gather(mine)
-        taken = [evidence for evidence in shares if evidence is not None]
-        variants[name] = {key: [evidence[key] for evidence in taken] for key in taken[0]}
+        by_rank = run.gather(_probe_one(run, name, start, exact))
+        probed = [evidence for evidence in by_rank if evidence is not None]
+        variants[name] = {key: [evidence[key] for evidence in probed] for key in probed[0]}
     return variants
 
 

@@ -30,10 +30,7 @@ def heldout_loss(run: Run, model: torch.nn.Module) -> float:
 
 @torch.no_grad()
 def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
-    """Return a held-out prompt and the text that the model generates after it.
-
-    Ranks other than rank 0 return {}.
-    """
+    """Return a held-out prompt and the text that the model generates after it, on rank 0."""
     if run.rank:
         return {}
     model = with_weights(run, run.model, weights)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import random
 import warnings
@@ -12,9 +11,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import zero
-from torch import Tensor
 
-from llmsys_suite.config import BYTES, RunConfig, UsageError, default_rows, restarts
+from llmsys_suite.config import (
+    BYTES,
+    Layout,
+    RunConfig,
+    UsageError,
+    default_rows,
+    restarts,
+    size_of,
+)
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.text.data import load_corpus
 
@@ -29,13 +35,15 @@ OPTIONS = {"text": "--data and --tokenizer", "total": "--learn"}
 RATE, WARM = 2.0, 0.05
 
 
-def beginning(config: RunConfig, text: Tensor | None) -> dict[str, Any]:
-    """Return the state of a training run before its first step, as checkpoints store it."""
+def beginning(config: RunConfig, text: str | None) -> dict[str, Any]:
+    """Return the state of a training run before its first step, as checkpoints store it.
+
+    `text` is the digest of the corpus.
+    """
     return {
         "step": 0, "losses": [], "heldout": [], "total": config.learn or DEFAULT_STEPS,
         "rows": config.rows, "seed": config.seed, "context": config.context, "size": config.size,
-        "learning_rate": config.learning_rate, "clip": config.clip,
-        "text": None if text is None else hashlib.sha256(text.numpy().data).hexdigest()[:12],
+        "learning_rate": config.learning_rate, "clip": config.clip, "text": text,
     }  # fmt: skip
 
 
@@ -51,13 +59,11 @@ def require_resumable(config: RunConfig, source: Path) -> None:
     finally:
         dist.destroy_process_group()
     # Tokens other than bytes do not exist yet; the stage learn compares them.
-    text = load_corpus(config.data).train if config.tokenizer == BYTES else None
+    text = load_corpus(config.data).digest() if config.tokenizer == BYTES else None
     require_same(state, config, text, source)
 
 
-def require_same(
-    state: dict[str, Any], config: RunConfig, text: Tensor | None, source: Path
-) -> None:
+def require_same(state: dict[str, Any], config: RunConfig, text: str | None, source: Path) -> None:
     """Raise `UsageError` if the run's options contradict the training that saved `source`.
 
     The checkpoint decides the number of steps, the rows and the seed. The learning rate and the
@@ -75,11 +81,9 @@ def require_same(
     # The default depends on the number of ranks, so it need not equal the checkpoint's rows.
     if config.rows == default_rows(config.preset, config.world):
         not_compared.add("rows")
-    if state["rows"] % config.data_parallel:
-        raise UsageError(
-            f"{source} was begun with {state['rows']} rows, which do not split over "
-            f"{config.data_parallel} ranks"
-        )
+    layout = Layout(config.data_parallel, config.pipeline, config.tensor)
+    if reason := layout.why_not(size_of(config.size), state["rows"]):
+        raise UsageError(f"{source} cannot be continued: {reason}")
     for name, value in expected.items():
         if name not in not_compared and state[name] != value:
             raise UsageError(

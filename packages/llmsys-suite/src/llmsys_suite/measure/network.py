@@ -65,8 +65,8 @@ def _by_connection() -> dict[int, int]:
         return counts
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:
-            there = os.fstat(fd)
-            if not stat.S_ISSOCK(there.st_mode):
+            status = os.fstat(fd)
+            if not stat.S_ISSOCK(status.st_mode):
                 continue
             # Declare the socket as TCP, so that Python does not query the kernel for its type.
             # Sockets of other protocols fail below, because they have no TCP_INFO.
@@ -75,7 +75,7 @@ def _by_connection() -> dict[int, int]:
             continue
         try:
             info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROOM)
-            (counts[there.st_ino],) = struct.unpack_from("Q", info, _BYTES_RECEIVED_AT)
+            (counts[status.st_ino],) = struct.unpack_from("Q", info, _BYTES_RECEIVED_AT)
         except (OSError, struct.error):
             pass
         finally:

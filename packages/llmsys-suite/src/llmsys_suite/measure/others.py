@@ -13,6 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
+from llmsys_suite.config import ranks_on_this_host
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure.samples import CORE_WAIT
 
@@ -27,7 +28,7 @@ def clocks(world: int) -> dict[str, float]:
 
     The result is {} if the kernel does not count them, or if not all ranks run on one machine.
     """
-    if int(os.environ.get("LOCAL_WORLD_SIZE", world)) != world:
+    if ranks_on_this_host(world) != world:
         return {}
     try:
         with open("/proc/stat") as file:

@@ -97,9 +97,10 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
     for rank in ranks:
         if rank.poll() is None:
             (rank.kill if has_failed else rank.terminate)()
+    stop_time = time.monotonic() + SAVING_SECONDS
     for rank in ranks:
         try:
-            rank.wait(SAVING_SECONDS)
+            rank.wait(max(0.0, stop_time - time.monotonic()))
         except subprocess.TimeoutExpired:
             rank.kill()
             rank.wait()

@@ -32,7 +32,7 @@ from llmsys_suite.ranks.failure import FailureWatch, end_with_parent, report_fai
 from llmsys_suite.ranks.launch import STORE
 from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.text.data import load_corpus, read_text
+from llmsys_suite.text.data import read_text
 from llmsys_suite.text.tokens import load, write_tokens
 
 #: The modules of stages that are implemented outside of `stages`.
@@ -169,7 +169,7 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
         rank=rank,
         world=world,
         device=device,
-        corpus=load_corpus(config.data),
+        corpus=text.corpus(),
         recorder=Recorder(rank, device),
         progress=progress,
         folder=folder,

@@ -214,5 +214,5 @@ def _cell(value: Any) -> str:
     if isinstance(value, int):
         return f"{value:,}"
     if isinstance(value, float):
-        return f"{value:,.0f}" if 1000 <= abs(value) < 1e15 else f"{value:.3g}"
+        return f"{value:,.0f}" if 999.5 <= abs(value) < 1e15 else f"{value:.3g}"
     return str(value)

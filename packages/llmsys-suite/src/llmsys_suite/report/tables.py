@@ -47,13 +47,13 @@ def pick(rows: Sequence[Row], columns: dict[str, str]) -> list[Row]:
 
 def evidence_of(folder: RunFolder) -> Row:
     """Return the evidence of the audit, or {} without an audit."""
-    there = isinstance(folder.results.get("audit"), Audit)
-    evidence: Row = folder.read_json("evidence.json") if there else {}
+    is_audited = isinstance(folder.results.get("audit"), Audit)
+    evidence: Row = folder.read_json("evidence.json") if is_audited else {}
     return evidence
 
 
 def planned(results: Results, evidence: Row) -> list[Row]:
-    """Return rows of predicted and measured values and their ratio, where both exist."""
+    """Return rows of predicted and measured values and their ratio, if neither is missing or 0."""
     plan = results["plan"]
     train = results.get("train")
     rows = train.rows if isinstance(train, Train) else []
@@ -71,5 +71,5 @@ def planned(results: Results, evidence: Row) -> list[Row]:
     return [
         {"figure": name, "planned": predicted, "measured": measured, "ratio": measured / predicted}
         for name, predicted, measured in pairs
-        if measured
+        if measured and predicted
     ]

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from llmsys_suite.config import Layout
-from llmsys_suite.splits.layout import possible_layouts
+from llmsys_suite.config import Layout, possible_layouts
 from llmsys_suite.splits.split_model import SplitModel
 
 __all__ = ["Layout", "SplitModel", "possible_layouts"]

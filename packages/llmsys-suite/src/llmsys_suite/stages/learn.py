@@ -46,11 +46,12 @@ def run(run: Run) -> Learn | None:
     """Train from the start or a checkpoint; return losses, held-out losses and generated text."""
     config = run.config
     name, variant = make_variant(run)
-    state = beginning(config, run.corpus.train)
+    text = run.corpus.digest()
+    state = beginning(config, text)
     if (source := resumed(run)) is not None:
         pair = variant.checkpointed()
         state = zero.load_checkpoint(source, *pair)
-        require_same(state, config, run.corpus.train, source)
+        require_same(state, config, text, source)
         variant.restore(*pair)
     begun_at = state["step"]
     probed_step = draw_probed_step(run, begun_at, state["total"])
@@ -118,9 +119,9 @@ def train_step(
     record["row_digests"] = digests
     if step == probed_step:
         save(run, variant, state, f"{PROBE}/after")
-    both = torch.tensor([record["loss"], float(bool(stop_requests))], device=run.device)
-    dist.all_reduce(both)
-    state["losses"].append(float(both[0]) / run.world)
+    sums = torch.tensor([record["loss"], float(bool(stop_requests))], device=run.device)
+    dist.all_reduce(sums)
+    state["losses"].append(float(sums[0]) / run.world)
     require_finite(state["losses"][-1], step)
     log(step, {"loss": state["losses"][-1], "learning_rate": record["learning_rate"]})
     state["step"] = step = step + 1
@@ -128,9 +129,11 @@ def train_step(
         state["heldout"].append((step, heldout_loss(run, variant.evaluated_model())))
         log(step - 1, {"heldout_loss": state["heldout"][-1][1]})
         run.progress.update(step, total, f"steps, {state['heldout'][-1][1]:.3f} held out")
-    if both[1] or is_due(step, total, SAVES):
+    is_stopped = bool(sums[1])
+    if is_stopped or is_due(step, total, SAVES):
         save(run, variant, state, CHECKPOINT)
-    if both[1]:
+    if is_stopped:
+        run.flush_samples()
         raise KeyboardInterrupt
 
 

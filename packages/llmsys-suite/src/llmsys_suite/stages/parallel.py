@@ -43,16 +43,13 @@ def run(run: Run) -> Parallel | Skipped:
 
 @torch.no_grad()
 def single_loss(run: Run, tokens: Tensor, targets: Tensor) -> float:
-    """Return the initial loss of one process.
-
-    It is computed on as many rows at a time as one rank trains on.
-    """
+    """Return the initial loss of one process, which runs as many rows at a time as one rank."""
     model = seeded(run, run.model)
     rows = max(1, len(tokens) // run.world)
     total = 0.0
-    for some, theirs in zip(tokens.split(rows), targets.split(rows), strict=True):
+    for part, part_targets in zip(tokens.split(rows), targets.split(rows), strict=True):
         with run.autocast():
-            total += float(model.loss(some, theirs)) * len(some)
+            total += float(model.loss(part, part_targets)) * len(part)
     return total / len(tokens)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import accounting
 
-from llmsys_suite.config import RunConfig, size_of
+from llmsys_suite.config import RunConfig, ranks_on_this_host, size_of
 from llmsys_suite.environment import available_memory_bytes
 from llmsys_suite.measure.samples import VARIANT_NAMES
 from llmsys_suite.results import Plan, Prediction
@@ -36,8 +36,8 @@ def predict(config: RunConfig) -> Prediction:
     parameters = accounting.parameters(model)
     step = accounting.flops(model, seq=config.context, batch=config.rows, attention="full")
     causal = accounting.flops(model, seq=config.context, batch=config.rows)
-    # The variant of one process needs the most memory. On a CPU, torch's RMSNorm consists of
-    # several operators, and its optimizers update one parameter at a time.
+    # On a CPU, torch's RMSNorm consists of several operators, and its optimizers update one
+    # parameter at a time.
     on_gpu = config.device != "cpu"
     memory = accounting.peak_memory(
         model,
@@ -52,11 +52,10 @@ def predict(config: RunConfig) -> Prediction:
     )
     static = 16 * int(parameters.total)
     transient = max(0, int(memory.total) - static)
-    ranks_here = config.world if config.device == "cpu" else 1
-    single_bytes = static + transient
-    if config.device == "cpu":
-        single_bytes += ranks_here * PROCESS_BYTES
-    all_together = single_bytes + (len(VARIANT_NAMES) - 1) * static * ranks_here
+    # The ranks of a host share its memory, and in `train` and `learn` each has a whole model.
+    ranks_here = 1 if on_gpu else ranks_on_this_host(config.world)
+    models = ranks_here if "train" in config.stages else 1
+    shared = transient + (0 if on_gpu else ranks_here * PROCESS_BYTES)
     return Prediction(
         parameters=int(parameters.total),
         step_flops_full=int(step.total),
@@ -65,8 +64,8 @@ def predict(config: RunConfig) -> Prediction:
         training_bytes_by_part={part.name: int(part.total) for part in memory.parts},
         gradient_bytes=int(traffic.payload.total) or 4 * int(parameters.total),
         ddp_wire_bytes_per_rank=int(traffic.wire.total),
-        host_peak_bytes=single_bytes,
-        all_variants_bytes=all_together,
+        host_peak_bytes=models * static + shared,
+        all_variants_bytes=(1 + (len(VARIANT_NAMES) - 1) * ranks_here) * static + shared,
         derivation=parameters.explain(),
     )
 

@@ -6,6 +6,7 @@ alike. If the variants do not fit in memory together, they run one after another
 
 from __future__ import annotations
 
+import gc
 import time
 from typing import Any
 
@@ -37,7 +38,7 @@ def run(run: Run) -> Train | None:
     plan: Plan = run.results["plan"]
     names = variants_here(run.device)
     groups = [names] if plan.variants_fit_together else [[name] for name in names]
-    sending: dict[str, dict[str, float]] = {}
+    times: dict[str, dict[str, float]] = {}
     finals: dict[str, Any] = {}
     start = initial_weights(run)
     for group in groups:
@@ -46,9 +47,12 @@ def run(run: Run) -> Train | None:
         if SINGLE in trained and run.rank == 0:
             run.trained = trained[SINGLE].decoder
         for name, variant in trained.items():
-            sending[name] = variant.sending()
+            times[name] = variant.communication_times(run.config.steps)
             finals[name] = final_weights(run, start, variant)
             variant.close()
+        # Free the memory of these variants for the next ones. Variants have reference cycles.
+        del trained, variant
+        gc.collect()
     if run.folder is None:
         return None
     samples = [s for s in run.folder.samples() if s["stage"] == "train"]
@@ -56,7 +60,7 @@ def run(run: Run) -> Train | None:
     for row in rows:
         ranks = ranks_of(row["variant"], run.world)
         row["mfu"] = utilization(plan.step_flops_causal, plan.peak, row["step_ms"], ranks)
-        row |= sending[row["variant"]]
+        row |= times[row["variant"]]
     return Train(rows, loss_curves(samples), finals)
 
 

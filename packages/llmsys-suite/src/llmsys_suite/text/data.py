@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import hashlib
 import mmap
+import os
 import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import numpy as np
 
@@ -26,6 +28,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 
+#: Files that are mapped into memory.
+Maps = tuple[mmap.mmap, ...]
 #: Maximum total size in bytes of the files of a folder, which are joined in memory.
 LARGEST_FOLDER = 256 * 2**20
 #: Below this number of windows, `torch.randint` draws each start from 32 random bits. Above it, the
@@ -33,8 +37,8 @@ LARGEST_FOLDER = 256 * 2**20
 FEW_WINDOWS = 2**28
 #: Minimum number of held-out bytes, so that the 256 rows of 64 bytes that `scale` reads all differ.
 LEAST_HELDOUT = 512
-#: Number of bytes read at once to compute a digest.
-CHUNK_BYTES = 2**24
+#: Number of bytes or tokens read at once to compute a digest.
+DIGEST_CHUNK = 2**24
 
 
 @dataclass(frozen=True)
@@ -47,29 +51,44 @@ class Text:
     train: memoryview
     heldout: memoryview
     source: str
-    mapped: mmap.mmap | None = None
+    mapped: Maps = ()
 
     def digest(self) -> str:
-        """Return the hexadecimal SHA-256 digest of both parts, with a zero byte after each.
-
-        A mapped file occupies at most `CHUNK_BYTES` of memory, because read pages are released.
-        """
+        """Return the hexadecimal SHA-256 digest of both parts, with a zero byte after each."""
         digest = hashlib.sha256()
         for part in (self.train, self.heldout):
-            for start in range(0, len(part), CHUNK_BYTES):
-                digest.update(part[start : start + CHUNK_BYTES])
-                _release(self.mapped)
+            for chunk in chunks(part, DIGEST_CHUNK, self.mapped):
+                digest.update(chunk)
             digest.update(b"\0")
         return digest.hexdigest()
+
+    def corpus(self) -> Corpus:
+        """Return the bytes of both parts as tokens."""
+        import torch
+
+        parts = (
+            # Joined bytes are copied once, because a tensor may be written to and `bytes` may not.
+            np.frombuffer(part if self.mapped else bytearray(part), np.uint8)
+            for part in (self.train, self.heldout)
+        )
+        train, heldout = (torch.from_numpy(part) for part in parts)
+        return Corpus(train, heldout, self.mapped)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The training tokens and the held-out tokens, which may be views of a mapped file."""
+    """The training tokens and the held-out tokens, which may be views of mapped files."""
 
     train: Tensor
     heldout: Tensor
-    mapped: mmap.mmap | None = None
+    mapped: Maps = ()
+
+    def digest(self) -> str:
+        """Return twelve hexadecimal digits of the SHA-256 of the training tokens."""
+        digest = hashlib.sha256()
+        for chunk in chunks(self.train.numpy().data, DIGEST_CHUNK, self.mapped):
+            digest.update(chunk)
+        return digest.hexdigest()[:12]
 
     def batch(
         self,
@@ -122,16 +141,17 @@ def read_text(path: Path | None = None) -> Text:
     Raises UsageError if there is no text, if a file cannot be read, or if the files of a folder
     exceed `LARGEST_FOLDER`.
     """
-    if path is None:
-        folder = Path(sysconfig.get_paths()["stdlib"])
-        files, source = sorted(folder.glob("*.py")), "the standard library of this interpreter"
-    elif path.is_file():
+    if path is not None and path.is_file():
         return _read_file(path)
-    elif path.is_dir():
-        files, source = sorted(p for p in path.rglob("*") if p.is_file()), path.name
-    else:
-        raise UsageError(f"no data at {path}; give a file or a folder, or leave --data out")
     try:
+        if path is None:
+            files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
+        elif path.is_dir():
+            tree = os.walk(path, onerror=_raise)
+            files = sorted(Path(top, name) for top, _, names in tree for name in names)
+            files = [file for file in files if file.is_file()]
+        else:
+            raise UsageError(f"no data at {path}; give a file or a folder, or leave --data out")
         size = sum(file.stat().st_size for file in files)
         if size > LARGEST_FOLDER:
             raise UsageError(
@@ -142,7 +162,12 @@ def read_text(path: Path | None = None) -> Text:
         content = b"\n".join(file.read_bytes() for file in files)
     except OSError as error:
         raise UsageError(f"{error.filename or path} cannot be read: {error.strerror}") from None
-    return _split(content, str(path or source))
+    return _split(content, path or Path("the standard library of this interpreter"))
+
+
+def _raise(error: OSError) -> NoReturn:
+    """Raise the error of a folder that `os.walk` cannot read and would otherwise leave out."""
+    raise error
 
 
 def _read_file(path: Path) -> Text:
@@ -150,20 +175,21 @@ def _read_file(path: Path) -> Text:
         with path.open("rb") as file:
             if not path.stat().st_size:
                 # An empty file, or a kernel file such as one in /proc, cannot be mapped.
-                return _split(file.read(), str(path))
+                return _split(file.read(), path)
             # torch expects the memory of a tensor to be writable, as a private copy is.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
-    return _split(memoryview(mapped), str(path), mapped)
+    return _split(memoryview(mapped), path, (mapped,))
 
 
-def _split(content: bytes | memoryview, source: str, mapped: mmap.mmap | None = None) -> Text:
+def _split(content: bytes | memoryview, source: Path, mapped: Maps = ()) -> Text:
     if len(content) < 2:
         raise UsageError(f"no text in {source}; pass a file or a folder with text")
     content = memoryview(content)
     cut = len(content) * 9 // 10
-    return Text(content[:cut], content[cut:], Path(source).name, mapped)
+    # The name of `.` is empty, and that of the absolute path is not.
+    return Text(content[:cut], content[cut:], source.absolute().name, mapped)
 
 
 def require_text(text: Text, *, context: int) -> None:
@@ -179,16 +205,14 @@ def require_text(text: Text, *, context: int) -> None:
 
 def load_corpus(path: Path | None = None) -> Corpus:
     """Return the text at `path`, or the standard library, as byte tokens; see `read_text`."""
-    import torch
+    return read_text(path).corpus()
 
-    text = read_text(path)
-    parts = (
-        # Joined bytes are copied once, because a tensor may be written to and `bytes` may not.
-        np.frombuffer(part if text.mapped else bytearray(part), np.uint8)
-        for part in (text.train, text.heldout)
-    )
-    train, heldout = (torch.from_numpy(part) for part in parts)
-    return Corpus(train, heldout, text.mapped)
+
+def chunks(part: memoryview, length: int, mapped: Maps = ()) -> Iterator[memoryview]:
+    """Yield a text in chunks of at most `length` items, and release the pages of each chunk."""
+    for start in range(0, len(part), length):
+        yield part[start : start + length]
+        _release(mapped)
 
 
 def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
@@ -205,13 +229,13 @@ def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
     return digests
 
 
-def _release(mapped: mmap.mmap | None) -> None:
-    """Release the pages of a mapped file; the kernel reads them again when they are needed.
+def _release(mapped: Maps) -> None:
+    """Release the pages of mapped files; the kernel reads them again when they are needed.
 
     Otherwise the pages count as memory of the process, up to two MiB per window that was read.
     """
-    if mapped is not None:
-        mapped.madvise(mmap.MADV_DONTNEED)
+    for file in mapped:
+        file.madvise(mmap.MADV_DONTNEED)
 
 
 def _starts(length: int, rows: int, context: int, seed: int, step: int) -> list[int]:

@@ -18,12 +18,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmsys_suite.config import BYTES, RunConfig, UsageError
-from llmsys_suite.text.data import Corpus, Text, read_text
+from llmsys_suite.text.data import Corpus, Maps, Text, chunks, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-
-    from torch import Tensor
 
 #: Names of files in the run folder.
 TOKENIZER = "tokenizer.json"
@@ -110,7 +108,7 @@ def require_tokenizer(config: RunConfig) -> None:
         )
     text = read_text(config.data)
     for part in (text.train, text.heldout):
-        for _ in batches_of_lines(part):
+        for _ in batches_of_lines(part, text.mapped):
             pass  # raises for a line that is too long
 
 
@@ -132,7 +130,7 @@ def write_tokens(config: RunConfig, folder: Path) -> None:
     for name, part in ((TRAIN, text.train), (HELDOUT, text.heldout)):
         count = 0
         with (folder / name).open("wb") as file:
-            for batch in batches_of_lines(part):
+            for batch in batches_of_lines(part, text.mapped):
                 tokens = np.array(codec.encode_lines(batch), INT32)
                 file.write(tokens.tobytes())
                 count += len(tokens)
@@ -147,16 +145,15 @@ def load(folder: Path) -> Corpus:
     """Return the tokens that rank 0 has written into the run folder, mapped into memory."""
     import torch
 
-    parts: list[Tensor] = []
+    mapped = []
     for name in (TRAIN, HELDOUT):
         with (folder / name).open("rb") as file:
-            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        parts.append(torch.from_numpy(np.frombuffer(mapped, INT32)))
-    train, heldout = parts
-    return Corpus(train, heldout)
+            mapped.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY))
+    train, heldout = (torch.from_numpy(np.frombuffer(file, INT32)) for file in mapped)
+    return Corpus(train, heldout, tuple(mapped))
 
 
-def batches_of_lines(part: bytes | memoryview) -> Iterator[list[bytes]]:
+def batches_of_lines(part: memoryview, mapped: Maps = ()) -> Iterator[list[bytes]]:
     """Yield the lines of a text with their newlines, one list per chunk of `CHUNK_BYTES`.
 
     The last list has the bytes after the last newline.
@@ -165,8 +162,8 @@ def batches_of_lines(part: bytes | memoryview) -> Iterator[list[bytes]]:
         UsageError: a line is longer than a chunk and does not end in the chunk after its start.
     """
     pending = b""
-    for start in range(0, len(part), CHUNK_BYTES):
-        *whole, pending = (pending + bytes(part[start : start + CHUNK_BYTES])).split(b"\n")
+    for chunk in chunks(part, CHUNK_BYTES, mapped):
+        *whole, pending = (pending + bytes(chunk)).split(b"\n")
         if len(pending) > CHUNK_BYTES:
             raise UsageError(
                 f"a line of the text is longer than {CHUNK_BYTES / 2**20:.0f} MiB, and tokenizers "
@@ -190,7 +187,7 @@ def _train(text: Text, vocabulary: int) -> Any:
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    batches = batches_of_lines(text.train[:SAMPLE_BYTES])
+    batches = batches_of_lines(text.train[:SAMPLE_BYTES], text.mapped)
     sample = (line.decode(errors="replace") for batch in batches for line in batch)
     tokenizer.train_from_iterator(sample, trainer)
     return tokenizer

@@ -17,9 +17,9 @@ from llmsys_suite.variants.server import ParameterServer
 from llmsys_suite.variants.sharded import FullySharded, ShardedGradients, ShardedState, TorchFSDP
 from llmsys_suite.variants.single import Variant
 
-_IN_TURN = (Variant, TorchDDP, Naive, Flat, Overlapped, Bucketed, SharedMemory, ShardedState,
+_CLASSES = (Variant, TorchDDP, Naive, Flat, Overlapped, Bucketed, SharedMemory, ShardedState,
             ShardedGradients, FullySharded, TorchFSDP, ParameterServer)  # fmt: skip
-VARIANTS: dict[str, type[Variant]] = dict(zip(VARIANT_NAMES, _IN_TURN, strict=True))
+VARIANTS: dict[str, type[Variant]] = dict(zip(VARIANT_NAMES, _CLASSES, strict=True))
 
 
 def variants_here(device: torch.device) -> list[str]:

@@ -70,9 +70,10 @@ class Variant:
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
         """Run forward and backward as labeled phases and return the mean loss."""
         mean = 0.0
-        for some, theirs in zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True):
+        parts = zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True)
+        for part, part_targets in parts:
             with self.phase("forward"), self.autocast():
-                loss = cross_entropy(self.model(some), theirs) * (len(some) / len(tokens))
+                loss = cross_entropy(self.model(part), part_targets) * (len(part) / len(tokens))
             with self.phase("backward"):
                 loss.backward()
             mean += float(loss.detach())
@@ -95,12 +96,13 @@ class Variant:
         """Return the full, unsharded parameters by name, on every rank."""
         return {name: p.detach() for name, p in self.decoder.named_parameters()}
 
-    def sending(self) -> dict[str, float]:
-        """Return the median hidden and exposed communication per step in ms, from ddp's meter.
+    def communication_times(self, num_steps: int) -> dict[str, float]:
+        """Return medians of hidden and exposed communication in ms, from ddp's meter.
 
-        The result is {} if the variant does not use the meter.
+        The medians are over the last `num_steps` steps. The result is {} if the variant does not
+        use the meter.
         """
-        if not (steps := self.meter.steps):
+        if not (steps := [*self.meter.steps][-num_steps:]):
             return {}
         return {
             "hidden_ms": 1e3 * statistics.median(step.hidden_seconds for step in steps),

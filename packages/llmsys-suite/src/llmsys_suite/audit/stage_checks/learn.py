@@ -187,11 +187,13 @@ def _last_checkpoint(folder: RunFolder, result: results.Learn) -> Iterator[Check
     """Compare the last checkpoint with the results, the configuration and the model file."""
     total = len(result.losses)
     last = read_checkpoint(folder.path / CHECKPOINT)
-    steps = {int(step) for step in last["step"].values()}
-    counts = Sources("step counts in the checkpoint", f"{total} losses")
-    yield counts.none("steps of the optimizer", [f"{n} steps" for n in steps if n != total])
     stored = load_file(folder.path / MODEL)
-    different = [n for n, w in last["weight"].items() if not torch.equal(stored[n].cpu(), w)]
+    steps = {name: int(last["step"].get(name, 0)) for name in stored}
+    counts = Sources("step counts in the checkpoint", f"{total} losses")
+    wrong = [f"{n} steps of {name}" for name, n in steps.items() if n != total]
+    yield counts.none("steps of the optimizer", wrong)
+    saved = last["weight"]
+    different = [n for n, w in stored.items() if n not in saved or not torch.equal(w, saved[n])]
     weights = Sources("each weight", "the checkpoint")
     yield weights.none("weights of the model file", different)
     config = folder.config
