@@ -33,6 +33,7 @@ class FsdpStage:
 
     def __init__(self, model: Transformer, plan: Plan, work: Workload, stage: int) -> None:
         self.plan, self.kind = plan, work.kind
+        self._size = bytes_of(self.kind.cast_weights or self.kind.weights)
         stage_model = plan.stage_model(model, stage)
         self.layers = stage_model.layers
         self.groups = fsdp_groups(model, plan, stage)
@@ -129,10 +130,6 @@ class FsdpStage:
         # Under mixed precision the first gradient is cast, so two copies exist.
         exists = accumulated or self.kind.cast_weights is not None
         return product("fresh gradient", "B", parameters=count * exists, bytes=self._size)
-
-    @property
-    def _size(self) -> Fraction:
-        return bytes_of(self.kind.cast_weights or self.kind.weights)
 
     def _gathered(self, blocks: int, buffer: bool = False) -> Breakdown:
         last = self.block * buffer
