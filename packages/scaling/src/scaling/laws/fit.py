@@ -175,6 +175,7 @@ def fit_law(
             f"expected at least {needed} rows to fit {form.name}, got {len(log_target)}"
         )
     _require_identified(form, columns)
+    form.require_linearity(columns)  # `minimum` and `maximum` may be linear only for other inputs.
     problem = Problem(form, columns, log_target)
     # A constant term fits equal targets exactly, which leaves the exponents undetermined.
     if np.ptp(log_target) == 0 and 0 < len(problem.log_amplitude_terms) < problem.num_terms:
