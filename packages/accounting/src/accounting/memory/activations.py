@@ -129,7 +129,9 @@ def gradients_in_flight(
 
 def _sizes(model: Transformer, plan: Plan, work: Workload) -> Table:
     """Return the values of the names that all formulas of activations.toml use."""
-    tokens, fused_norm = work.tokens(plan), work.has_fused_norm(model)
+    tokens = work.tokens(plan)
+    is_written_out = work.transformers and model.norm == "rmsnorm"
+    fused_norm = (work.fused_norm or work.compiled) and not is_written_out
     size = bytes_of(work.kind.activations)
     wide = bytes_of(work.kind.stream) if work.kind.stream else size
     return {
@@ -188,7 +190,7 @@ def _hidden_tensors(model: Transformer, work: Workload) -> int:
         # ReLU saves only its output, which is also the input of the next matrix.
         return 1 if is_relu else 2 + written_out
     # A fused gate saves gate, up and the product.
-    return 3 if is_relu or work.has_fused_gate else 4 + written_out
+    return 3 if is_relu or work.fused_gate or work.compiled else 4 + written_out
 
 
 def _rows(part: str, names: Table) -> list[Breakdown | None]:

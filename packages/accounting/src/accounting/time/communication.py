@@ -119,8 +119,7 @@ def _states(
                 calls = 1
             size = weight if payload == "weights" else gradient
             yield _over("data", ranks, name + suffix, operation, calls, count * size)
-    is_tied = model.tied and model.lm_head
-    if is_tied and plan.pipeline > 1 and stage in (0, plan.pipeline - 1):
+    if model.tied and model.lm_head and plan.pipeline > 1 and stage in (0, plan.pipeline - 1):
         table = Fraction(model.vocab_size * model.embedding_dim, plan.tensor) * gradient
         yield _over("pipeline", 2, TIED_GRADIENTS, "all_reduce", 1, table)
 
