@@ -960,7 +960,8 @@ def test_forward_and_cache_of_sharing_layers_equal_torch(case: str) -> None:
 def test_training_step_of_sharing_layers_is_refused() -> None:
     reasons = {"gemma3n_text": "share keys and values", "gemma4_text": "share|several sizes"}
     reasons["zamba2"] = "its layers share blocks"
-    for family, sizes in SHARING.values():
+    reasons["deepseek_v32"] = "its attention selects keys by an index"
+    for family, sizes in (*SHARING.values(), ("deepseek_v32", {})):
         content = defaults(family) | NEEDED.get(family, {}) | PER_LAYER | sizes
         model = Transformer.from_hf(content)
         reason = f"a model whose training step is modeled, .*({reasons[family]})"

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
 MIB = 2**20
+SEEN: list[Tensor] = []
 
 
 @pytest.mark.parametrize("mixed", [False, True])
@@ -271,11 +272,18 @@ def test_fits_refuses_an_optimizer_that_is_built() -> None:
 def test_fits_refuses_hooks_that_a_copy_would_lose_or_share() -> None:
     x = torch.ones(4, 8)
     seen: list[Tensor] = []
-    module = nn.Linear(8, 8)
-    module.register_forward_hook(lambda _, inputs, output: seen.append(output))
-    with pytest.raises(ValueError, match="closes over"):
-        fits(module, x)
+    hooks: list[Callable[..., Any]] = [
+        lambda _, inputs, output: seen.append(output),
+        lambda _, inputs, output, seen=seen: seen.append(output),
+        lambda _, inputs, output: SEEN.append(output),
+    ]
+    for hook in hooks:
+        module = nn.Linear(8, 8)
+        module.register_forward_hook(hook)
+        with pytest.raises(ValueError, match="uses tensors, modules or containers besides its arg"):
+            fits(module, x)
     assert not seen
+    assert not SEEN
     module = nn.Linear(8, 8)
     module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(ValueError, match="weight has hooks on its gradient"):

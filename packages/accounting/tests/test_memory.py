@@ -584,6 +584,30 @@ def test_gathered_ends_do_not_depend_on_the_kinds_of_blocks(pipeline: int) -> No
     assert weights == whole if pipeline == 1 else weights <= whole
 
 
+def test_sequence_parallelism_splits_the_inputs_of_final_norm_and_head() -> None:
+    """Korthikanti et al. 2022, section 4.3: 4 s b h / t (1 + v / h)."""
+    model = Transformer(layers=2, d_model=64, heads=8, vocab_size=96, norm="layernorm")
+    plan = Plan(tensor=8, sequence_parallel=True)
+    head = head_activations(model, plan, Workload(batch=2, seq=16, precision="mixed_bf16"))
+    saved = sum(head[name].total for name in ("norm input", "head input", "log-softmax"))
+    assert saved == 4 * 2 * 16 * (64 + 96) / 8
+
+
+@pytest.mark.parametrize("expert", [1, 16])
+def test_largest_block_of_a_device_is_gathered(expert: int) -> None:
+    """With one expert per device, the block without experts is the largest one."""
+    model = mixture_with_dense_layers(dense=256)
+    plan = Plan(data=16, zero=3, expert=expert)
+    memory = training_memory(model, plan, batch=16, seq=16, precision="bf16")
+    attention, expert_size = 4 * 32 * 32 + 2 * 32, 3 * 32 * 64
+    sparse = attention + 32 * 16 + 16 // expert * expert_size
+    dense = attention + 3 * 32 * 256
+    largest = max(dense, sparse)
+    assert memory["gathered/gradients of a block"].total == 2 * largest
+    weights = memory["gathered/weights of blocks"].total
+    assert weights == 2 * min(2 * largest, dense + 2 * sparse)
+
+
 def test_tensor_parallelism_divides_the_widths_that_the_model_has() -> None:
     plan = Plan(tensor=2)
     everywhere = replace(mixture_with_dense_layers(dense=1), mlp_layers=())

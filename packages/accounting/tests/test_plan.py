@@ -434,12 +434,12 @@ def test_expert_parallel_decode_step_adds_two_all_to_alls_per_layer(expert: int)
     run: dict[str, Any] = {"gpus": 16, "data": 16, "seq": 8, "batch": 16 * 64}
     alone, shared = serving(QWEN3_30B, **run), serving(QWEN3_30B, expert=expert, **run)
     payload = 64 * 8 * 2048 * 2
-    # A ring of n devices sends (n - 1) / n of the payload, and a tree all of it in log n steps.
+    # A device sends (n - 1) / n of the payload to the others, or half of it in each of log n steps.
     link, bandwidth = device.node_link, device.node_link.bandwidth
     if expert == 16:
         link, bandwidth = device.network, device.network.bandwidth * 15 / 8
     ring = (expert - 1) * link.latency + payload * (expert - 1) / expert / bandwidth
-    tree = math.log2(expert) * link.latency + payload / bandwidth
+    tree = math.log2(expert) * (link.latency + payload / 2 / bandwidth)
     # Both steps are bound by memory, so their rooflines are the bytes that they read.
     saved = (alone["decode_step_seconds_low"] - shared["decode_step_seconds_low"]) / 0.8
     factor = predicted(1.0).middle
@@ -480,6 +480,32 @@ def test_decode_step_reads_no_latents_that_are_not_selected() -> None:
     sparse = replace(DEEPSEEK_V3, mla=latent)
     short, long = (serving(sparse, seq=seq)["bytes_per_token"] for seq in (2048, 16384))
     assert long - short == 61 * (16384 - 2048) * 128 * 2
+
+
+def test_devices_repeat_products_that_are_not_split() -> None:
+    """Each tensor-parallel device computes latents, the router and the index of all heads."""
+    latent = replace(DEEPSEEK_V3.mla, index_heads=64, index_head_dim=128, index_top=2048)
+    sparse = replace(DEEPSEEK_V3, mla=latent)
+    work = flops(sparse, seq=65536, phase="prefill")
+    whole = work["index"].total + work["experts"]["router"].total
+    for name in (
+        "query down",
+        "latent down",
+        "index queries",
+        "index keys",
+        "weights of index heads",
+    ):
+        whole += work["projections"][name].total
+    expected = (whole + (work.total - whole) / 8) / HARDWARE["H100"].peak("bf16")
+    assert serving(sparse, gpus=8, seq=65536)["prefill_seconds_low"] == pytest.approx(expected)
+
+
+def test_attention_between_eight_bit_products_has_sixteen_bits() -> None:
+    model = Transformer(layers=2, d_model=64, heads=1, vocab_size=99)
+    sixteen, eight = (
+        serving(model, seq=65536, weights=dtype)["prefill_seconds"] for dtype in ("bf16", "fp8")
+    )
+    assert eight == pytest.approx(sixteen, rel=0.05)
 
 
 @pytest.mark.parametrize("replicas", [1, 4])

@@ -9,10 +9,7 @@ from accounting.memory.states import device_parameters
 from accounting.model.records import Experts
 from accounting.time.collective import Collective
 from accounting.time.efficiency import BANDWIDTH_FRACTION, MATMUL_FRACTION, stage_rates
-from accounting.time.step import (
-    group_link,
-    step_time,
-)
+from accounting.time.step import group_link, step_time
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -61,6 +58,16 @@ def test_groups_take_the_link_they_span() -> None:
     assert group_link(H100, stride=8, ranks=4).bandwidth == H100.network.bandwidth
     assert group_link(H100, stride=2, ranks=16).bandwidth == 4 * H100.network.bandwidth
     assert group_link(H100, stride=1, ranks=64).bandwidth == 8 * H100.network.bandwidth
+    torus = HARDWARE["TPU v5p"]
+    axis = torus.node_link.bandwidth
+    assert group_link(torus, stride=1, ranks=512).bandwidth == 3 * axis
+    for ranks, operation in ((4, "all_reduce"), (4, "all_to_all"), (64, "all_to_all")):
+        assert group_link(torus, stride=1, ranks=ranks, operation=operation).bandwidth == (
+            pytest.approx(axis)
+        )
+    # Half of 8 x 8 x 8 chips send half of their bytes through 2 * 64 links, half of an axis each.
+    exchange = group_link(torus, stride=1, ranks=512, operation="all_to_all")
+    assert exchange.bandwidth == pytest.approx(2 * 64 * axis / 2 / (256 / 2))
 
 
 def rates(devices: tuple[int, ...], hardware: Any) -> list[float]:
@@ -140,6 +147,42 @@ def test_product_moves_the_input_and_output_that_its_shard_has() -> None:
     assert moved * BANDWIDTH_FRACTION == pytest.approx(2 * values)
     heads = [stage_rates(replace(MODEL, tied=tied), plan, work, device) for tied in (False, True)]
     assert heads[0] == heads[1]
+
+
+def test_axis_hides_at_most_its_fraction_of_compute() -> None:
+    plan = Plan(data=64, zero=1)
+    run = {"batch": 64, "seq": 256, "hardware": "H100"}
+    bare = step_time(MODEL, plan, overlap={"data": 0}, **run)["exposed communication"].total
+    for fraction in (0.1, 0.5, 1.0):
+        step = step_time(MODEL, plan, overlap={"data": fraction}, **run)
+        # Both the gradients and the updated weights would take longer than all compute.
+        hidden = bare - step["exposed communication"].total
+        assert hidden == pytest.approx(fraction * step["compute"].total)
+
+
+@pytest.mark.parametrize(
+    ("pipeline", "data", "link"),
+    [(2, 4, H100.node_link), (4, 1, H100.node_link), (4, 4, H100.network)],
+)
+def test_first_and_last_stage_reduce_the_tied_embedding(
+    pipeline: int, data: int, link: Link
+) -> None:
+    run: dict[str, Any] = {"batch": pipeline * data, "seq": 512, "hardware": "H100"}
+    plan = Plan(data=data, pipeline=pipeline, microbatches=pipeline)
+    exposed = step_time(replace(MODEL, tied=True), plan, **run)["exposed communication"]
+    expected = 2 * link.latency + 128256 * 4096 * 2 / link.bandwidth
+    assert exposed["gradients of the tied embedding"].total == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("zero", "name", "factor"), [(1, "updated weights", 2), (3, "weights", 1)])
+def test_only_fsdp_gathers_cast_weights(zero: int, name: str, factor: int) -> None:
+    run: dict[str, Any] = {"batch": 8, "seq": 64, "hardware": "H100", "overlap": {"data": 0}}
+    seconds = [
+        step_time(MODEL, Plan(data=8, zero=zero), precision=precision, **run)
+        for precision in ("amp_bf16", "mixed_bf16")
+    ]
+    autocast, sixteen = (step["exposed communication"][name].total for step in seconds)
+    assert autocast == pytest.approx(factor * sixteen, rel=1e-3)
 
 
 @given(expert=st.sampled_from([8, 16, 64, 256]), size=st.integers(1, 10**9))

@@ -209,6 +209,25 @@ def test_inconsistent_form_is_refused(changes, message):
         Form("own", **fields | changes)
 
 
+def test_law_that_is_not_linear_for_the_rows_is_refused():
+    # Near tokens = 1, the minimum is the first argument.
+    terms = {"E": "0", "A": "-minimum(alpha * log(tokens), 5)"}
+    form = Form("own", ["tokens"], terms, {"alpha": [0.02, 2.0]})
+    tokens = np.geomspace(1e9, 1e12, 20)
+    with pytest.raises(ValueError, match="linear in the exponents"):
+        fit_law(form, {"tokens": tokens, "loss": 1.7 + 400 * tokens**-0.3})
+
+
+@pytest.mark.parametrize("bounds", [(0.25, 0.4), (0.2, 1.0)])
+def test_exponent_between_close_bounds_is_found(bounds):
+    tokens = np.geomspace(1e9, 1e12, 20)
+    form = Form("own", ["tokens"], {"E": "0", "A": "-alpha * log(tokens)"}, {"alpha": bounds})
+    fit = fit_law(form, {"tokens": tokens, "loss": 1.7 + 400 * tokens**-0.3}, prove=True)
+    assert fit.constants["alpha"] == pytest.approx(0.3, rel=1e-5)
+    (axis,) = fit.problem.exponent_grid
+    assert bounds[0] <= axis.min() <= axis.max() <= bounds[1]
+
+
 def test_form_without_exponents_is_least_squares():
     tokens = np.geomspace(1e9, 1e12, 20)
     form = Form("line", ["tokens"], {"E": "0", "B": "-0.3 * log(tokens)"}, {})

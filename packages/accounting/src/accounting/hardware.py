@@ -85,8 +85,13 @@ class Hardware:
         checks.number("attention_fraction", self.attention_fraction, most=1)
         if not self.chip:
             object.__setattr__(self, "chip", self.name)
-        checks.instance("node_link", self.node_link, Link, "a Link")
-        checks.instance("network", self.network, Link, "a Link")
+        for name, link in (("node_link", self.node_link), ("network", self.network)):
+            checks.instance(name, link, Link, "a Link")
+            if link.bandwidth < LEAST_RATE or link.latency >= 1:
+                raise ValueError(
+                    f"expected {name} with at least {LEAST_RATE:,} bytes/s and a latency below 1 s,"
+                    f" got {link.bandwidth:g} and {link.latency:g}; check the units"
+                )
 
     @checks.entry()
     def peak(self, dtype: str = "bf16") -> int:
@@ -140,11 +145,6 @@ def _hardware(name: str, entry: Mapping[str, Any]) -> Hardware:
     fields = {key: value for key, value in entry.items() if key not in _DERIVED}
     for key in {"node_link", "network"} & fields.keys():
         label, bandwidth, latency = fields[key]
-        if bandwidth < LEAST_RATE or latency >= 1:
-            raise ValueError(
-                f"expected {key} with at least {LEAST_RATE:,} bytes/s and a latency below 1 s, got "
-                f"{bandwidth:g} and {latency:g}; check the units"
-            )
         fields[key] = Link(name=label, bandwidth=bandwidth, latency=latency)
     if "like" not in entry:
         return Hardware(name=name, peaks=_peaks(entry), **fields)

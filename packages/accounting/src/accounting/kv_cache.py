@@ -30,10 +30,6 @@ def kv_cache(
     model.check_positions(seq)
     entry = bytes_of(dtype)
     parts = []
-
-    def add_part(name: str, width: int, **sizes: int) -> None:
-        parts.append(product(name, "B", **sizes, width=width, bytes=entry))
-
     for group in model.attention_groups if model.causal else ():
         layers = len(set(group.layers) & set(model.key_layers))
         tokens = min(seq, model.window.size) if model.window and group.suffix else seq
@@ -46,11 +42,13 @@ def kv_cache(
             # If there are more devices than key heads, each device stores a copy of one head.
             sizes["heads"] = max(1, group.kv_heads // tensor)
         for kind, width in kinds.items():
-            add_part(kind + group.suffix, width, **sizes)
+            name = kind + group.suffix
+            parts.append(product(name, "B", **sizes, width=width, bytes=entry))
     for mixer in model.mixers if model.causal else ():
         if not mixer.state:
             continue
         # The size of a recurrent state does not depend on the length of the sequence.
         sizes = {"layers": len(mixer.layers), "sequences": batch}
-        add_part(f"state of {mixer.name}", split(mixer.state, tensor), **sizes)
+        width, name = split(mixer.state, tensor), f"state of {mixer.name}"
+        parts.append(product(name, "B", **sizes, width=width, bytes=entry))
     return total(f"KV cache of {model.name}", "B", *parts)

@@ -73,15 +73,6 @@ class Precision:
         return self.matmuls or self.activations
 
     @property
-    def wire_dtypes(self) -> dict[str, str]:
-        """Return the dtypes in which weights, gradients and activations are sent.
-
-        Weights are sent in the dtype of their cast copies, if there are any.
-        """
-        weights = self.cast_weights or self.weights
-        return {"weights": weights, "gradients": self.gradients, "activations": self.activations}
-
-    @property
     def bytes_per_parameter(self) -> Fraction:
         """Return the bytes of weights, gradients, master copy and moments per parameter.
 

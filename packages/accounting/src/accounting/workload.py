@@ -5,7 +5,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from accounting import checks
-from accounting.model.transformer import Transformer
 from accounting.plan import Plan
 from accounting.precision import Precision, recipe
 
@@ -53,16 +52,6 @@ class Workload:
                 "expected transformers=False with compiled=True, got True; torch.compile fuses the "
                 "operators of its modules"
             )
-
-    def has_fused_norm(self, model: Transformer) -> bool:
-        """Return True if a norm of the model is one operator."""
-        is_written_out = self.transformers and model.norm == "rmsnorm"
-        return (self.fused_norm or self.compiled) and not is_written_out
-
-    @property
-    def has_fused_gate(self) -> bool:
-        """Return True if one kernel computes the gated product of an MLP."""
-        return self.fused_gate or self.compiled
 
     @property
     def kind(self) -> Precision:

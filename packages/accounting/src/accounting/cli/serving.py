@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from accounting import checks
 from accounting.breakdown import Breakdown
@@ -14,7 +14,7 @@ from accounting.memory.states import device_parameters
 from accounting.model.transformer import Transformer, matrices
 from accounting.plan import Plan, split
 from accounting.precision import bytes_of
-from accounting.time.collective import Collective
+from accounting.time.collective import seconds
 from accounting.time.communication import reduced_blocks
 from accounting.time.efficiency import (
     BANDWIDTH_FRACTION,
@@ -75,13 +75,13 @@ def serving(
 
     A prefill processes `batch` prompts of `seq` tokens, and a decode step adds one token to each.
     Matrix products run in the dtype of the weights if the device lists it, and otherwise in bf16,
-    fp16, or the first dtype that it lists. Times have two bounds: `_low` is the roofline of all
-    stages at the full peak and bandwidth, and `_high` adds the widest known error of training
-    steps. `tokens_per_second_low` follows from the `_high` time, and vice versa.
+    fp16, or the first dtype that it lists. Attention is assumed to run in 16 bits or more. Times
+    have two bounds: `_low` is the roofline of all stages at the full peak and bandwidth, and
+    `_high` adds the widest known error of training steps. `tokens_per_second_low` follows from the
+    `_high` time, and vice versa.
 
-    Raises `ValueError` if `data` x `pipeline` does not divide `gpus`, if `data` does not divide
-    `batch`, or if the model has no cache. Also raises `ValueError` unless `expert` divides both
-    `data` and the number of experts, and unless the tensor-parallel degree divides the model.
+    Raises `ValueError` if the degrees do not divide the devices, the batch and the model, or if the
+    model has no cache.
     """
     device = find(hardware)
     size = float(bytes_of(weights))
@@ -170,44 +170,56 @@ def _inference_seconds(
     The stages run one after another.
     """
     size = float(bytes_of(weights))
-    dtype = next(d for d in (weights, "bf16", "fp16", *device.peaks) if d in device.peaks)
+    dtypes = [d for d in (weights, "bf16", "fp16", *device.peaks) if d in device.peaks]
+    dtype = dtypes[0]
+    attention_peak = device.peak(next((d for d in dtypes if bytes_of(d) >= 2), dtype))
     wire = max(2, int(bytes_of(dtype)))
     utilization = MATMUL_FRACTION.get(dtype, 0.8) * device.power_factor
     tokens = batch * (seq if phase == "prefill" else 1)
     least = modeled = 0.0
     for part, _, cache_bytes, read_bytes in loads:
         work = flops(part, seq=seq, batch=batch, phase=phase)
-        scores = float(work["attention"].total) if "attention" in work else 0.0
+        scores = float(work["attention"].total) / tensor if "attention" in work else 0.0
+        products = _device_operations(part, work, tensor, tokens) - scores
         moved = _count_parameters_read(part, tensor, tokens, expert) * size
         # A prefill writes the whole cache.
         moved += batch * (read_bytes if phase == "decode" else cache_bytes)
         peak, bandwidth = device.peak(dtype), device.memory_bandwidth
-        least += max(float(work.total) / tensor / peak, moved / bandwidth)
+        least += max((products + scores) / peak, moved / bandwidth)
         stream = STREAM_PASSES / 3 * part.layers * tokens * part.d_model * wire
-        modeled += (float(work.total) - scores) / tensor / (peak * utilization)
-        modeled += scores / tensor / (peak * device.attention_fraction)
+        modeled += products / (peak * utilization)
+        modeled += scores / (attention_peak * device.attention_fraction)
         modeled += (moved + stream) / (bandwidth * BANDWIDTH_FRACTION)
         payload = tokens * part.d_model * wire
         if tensor > 1:
-            calls = _collective("all_reduce", tensor, reduced_blocks(part), payload)
-            modeled += calls.seconds(group_link(device, stride=1, ranks=tensor))
+            link = group_link(device, stride=1, ranks=tensor)
+            modeled += seconds("all_reduce", tensor, reduced_blocks(part), payload, link)
         if expert > 1 and part.experts:
             # Each token is sent to its experts, and their outputs are sent back.
             exchanges = 2 * len(part.expert_layers)
-            calls = _collective("all_to_all", expert, exchanges, part.experts.per_token * payload)
             link = group_link(device, stride=tensor, ranks=expert, operation="all_to_all")
-            modeled += calls.seconds(link)
+            sent = part.experts.per_token * payload
+            modeled += seconds("all_to_all", expert, exchanges, sent, link)
     if len(loads) > 1:
-        sends = _collective("send", 2, len(loads) - 1, payload)
-        modeled += sends.seconds(
-            group_link(device, stride=tensor * expert, ranks=2, operation="send")
-        )
+        link = group_link(device, stride=tensor * expert, ranks=2, operation="send")
+        modeled += seconds("send", 2, len(loads) - 1, payload, link)
     return replace(predicted(modeled), low=least)
 
 
-def _collective(operation: str, ranks: int, count: int, size: int) -> Collective:
-    about: dict[str, Any] = {"name": operation, "operation": operation, "axis": "tensor"}
-    return Collective(**about, ranks=ranks, count=count, call_bytes=size)
+def _device_operations(model: Transformer, work: Breakdown, tensor: int, tokens: int) -> float:
+    """Return the operations on a device, which repeats the products that are not split.
+
+    `work` are the operations of a whole stage. Examples of products that are not split are latents,
+    routers, the index of sparse attention, and more devices than key heads.
+    """
+    index = float(work["index"].total) if "index" in work else 0.0
+    operations = (float(work.total) + (tensor - 1) * index) / tensor
+    for matrix in matrices(model):
+        if matrix.kind == "matrix":
+            repeated = 1 / matrix.tensor_ranks(tensor, model.kv_heads) - 1 / tensor
+            used = tokens * matrix.count * matrix.chosen
+            operations += 2 * repeated * used * matrix.entries
+    return operations
 
 
 def _replica_devices_needed(

@@ -17,7 +17,7 @@ from accounting.breakdown import Breakdown, product, total
 from accounting.model.formulas import Table, tables, value
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan, fitted
-from accounting.precision import Precision, bytes_of
+from accounting.precision import bytes_of
 from accounting.workload import WORKLOAD, Workload, workload
 
 _TENSORS = tables("memory/activations.toml")
@@ -94,12 +94,10 @@ def head_activations(model: Transformer, plan: Plan, work: Workload) -> Breakdow
     dtype of the logits. The gradients of the log-softmax and of the logits are allocated at the
     start of the backward, where many training steps peak.
     """
-    kind = work.kind
     if not model.vocab_size or not model.lm_head:
         return total("head and loss", "B")
-    names = _sizes(model, kind, work.has_fused_norm(model)) | {
-        "t": work.tokens(plan),
-        "logit": bytes_of(kind.logits),
+    names = _sizes(model, plan, work) | {
+        "logit": bytes_of(work.kind.logits),
         "final": model.final_norm and model.norm != "none",
         "compiled": work.compiled,
         "V": Fraction(model.vocab_size, plan.tensor),
@@ -129,11 +127,16 @@ def gradients_in_flight(
     ]
 
 
-def _sizes(model: Transformer, kind: Precision, fused_norm: bool) -> Table:
+def _sizes(model: Transformer, plan: Plan, work: Workload) -> Table:
     """Return the values of the names that all formulas of activations.toml use."""
-    size = bytes_of(kind.activations)
-    wide = bytes_of(kind.stream) if kind.stream else size
+    tokens = work.tokens(plan)
+    is_written_out = work.transformers and model.norm == "rmsnorm"
+    fused_norm = (work.fused_norm or work.compiled) and not is_written_out
+    size = bytes_of(work.kind.activations)
+    wide = bytes_of(work.kind.stream) if work.kind.stream else size
     return {
+        "t": tokens,
+        "r": Fraction(tokens, plan.tensor if plan.sequence_parallel else 1),
         "size": size,
         "wide": wide,
         # A norm that consists of several operators computes in fp32, and saves its input and
@@ -147,17 +150,12 @@ def _sizes(model: Transformer, kind: Precision, fused_norm: bool) -> Table:
 
 def _of_layers(model: Transformer, plan: Plan, work: Workload) -> Table:
     """Return the values of the names that the formulas for layers use."""
-    tokens = work.tokens(plan)
-    kind = work.kind
-    experts = model.experts
     dense = len(model.mlp_layers or ())
-    return _sizes(model, kind, work.has_fused_norm(model)) | {
+    return _sizes(model, plan, work) | {
         "m": model,
         "mla": model.mla,
-        "experts": experts,
-        "t": tokens,
+        "experts": model.experts,
         "seq": work.seq,
-        "r": Fraction(tokens, plan.tensor if plan.sequence_parallel else 1),
         "per_rank": lambda width: Fraction(width) / plan.tensor,
         "n": len(model.attention_layers or ()),
         "h": model.heads,
@@ -167,7 +165,7 @@ def _of_layers(model: Transformer, plan: Plan, work: Workload) -> Table:
         "v": model.v_head_dim,
         "hidden": _hidden_tensors(model, work),
         "dense": dense,
-        "casts": kind.stream is not None and not work.compiled,
+        "casts": work.kind.stream is not None and not work.compiled,
         "fed": 0 if model.parallel_block and model.norms_per_layer == 1 else dense,
         "x": len(model.expert_layers),
         "transformers": work.transformers,
@@ -192,7 +190,7 @@ def _hidden_tensors(model: Transformer, work: Workload) -> int:
         # ReLU saves only its output, which is also the input of the next matrix.
         return 1 if is_relu else 2 + written_out
     # A fused gate saves gate, up and the product.
-    return 3 if is_relu or work.has_fused_gate else 4 + written_out
+    return 3 if is_relu or work.fused_gate or work.compiled else 4 + written_out
 
 
 def _rows(part: str, names: Table) -> list[Breakdown | None]:

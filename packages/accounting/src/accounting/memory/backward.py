@@ -61,9 +61,8 @@ def final_norm(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     saved = replace(head, parts=tuple(part for part in head if "norm" in part.name))
     if "normalized" not in saved:
         return total("final norm", "B")
-    sizes = {"tokens": work.tokens(plan), "tensors": 4, "d_model": model.d_model}
-    size = saved["normalized"].factors[-1][1]
-    return total("final norm", "B", saved, product("gradients in flight", "B", **sizes, bytes=size))
+    sizes = {"tensors": 4} | dict(saved["normalized"].factors)
+    return total("final norm", "B", saved, product("gradients in flight", "B", **sizes))
 
 
 def temporary_gradients(model: Transformer, plan: Plan, work: Workload) -> Breakdown:

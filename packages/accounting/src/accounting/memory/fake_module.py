@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -112,12 +113,19 @@ def _refuse_hooks(module: nn.Module) -> None:
     for name, part in module.named_modules():
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         for hook in (hook for kind in kinds for hook in getattr(part, kind).values()):
-            cells = getattr(hook, "__closure__", None) or ()
-            if any(isinstance(cell.cell_contents, _SHARED) for cell in cells):
+            if any(isinstance(value, _SHARED) for value in _shared_values(hook)):
                 raise ValueError(
-                    f"a hook of {name or type(part).__name__} closes over tensors, modules or "
-                    "containers, which a copy would share; use Ledger around a real step"
+                    f"a hook of {name or type(part).__name__} uses tensors, modules or containers "
+                    "besides its arguments, which a copy would share; use Ledger around a real step"
                 )
+
+
+def _shared_values(hook: Any) -> list[Any]:
+    """Return the variables and defaults of a function, which `copy.deepcopy` does not copy."""
+    if not inspect.isfunction(getattr(hook, "__func__", hook)):
+        return []
+    used = inspect.getclosurevars(hook)
+    return [*used.nonlocals.values(), *used.globals.values(), *(hook.__defaults__ or ())]
 
 
 _SHARED = (Tensor, nn.Module, list, dict, set)

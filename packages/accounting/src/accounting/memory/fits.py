@@ -82,8 +82,9 @@ def fits(
     Raises `ValueError` if a step depends on the values of tensors, because fake tensors have no
     values. A step is also refused if it runs an operator whose memory is hidden, such as a fused
     LSTM. Also raises `ValueError` for modules that a fake copy cannot represent: those with lazy or
-    sharded parameters, sparse tensors, `torch.compile`, hooks on gradients, or hooks that close
-    over tensors, modules or containers, and those that read parameters of another module.
+    sharded parameters, sparse tensors, `torch.compile`, hooks on gradients, or hooks that use
+    tensors, modules or containers besides their arguments. The same holds for modules that read
+    parameters of another module.
     """
     from torch._subclasses import fake_tensor
 

@@ -33,6 +33,7 @@ class FsdpStage:
 
     def __init__(self, model: Transformer, plan: Plan, work: Workload, stage: int) -> None:
         self.plan, self.kind = plan, work.kind
+        self._size = bytes_of(self.kind.cast_weights or self.kind.weights)
         stage_model = plan.stage_model(model, stage)
         self.layers = stage_model.layers
         self.groups = fsdp_groups(model, plan, stage)
@@ -66,35 +67,26 @@ class FsdpStage:
         return max(moments, key=lambda moment: moment.total)
 
     def backward(self, alive: int, *, accumulated: bool, whole: bool) -> list[Breakdown]:
-        """Return the moments of a backward, from the head to the embedding.
+        """Return the moments of a backward in the last block, head, first block and embedding.
 
         `alive` is the number of micro-batches whose activations are saved. `accumulated` means that
         gradients of an earlier backward exist, and `whole` that an earlier backward left all
         weights unsharded.
         """
-        start = self.start(alive, accumulated=accumulated, whole=whole)
-        return start + self.end(alive, accumulated=accumulated, whole=whole)
-
-    def start(self, alive: int, *, accumulated: bool, whole: bool) -> list[Breakdown]:
-        """Return the moments at the start of a backward: in the last block, and in the head."""
-        whole = whole or not self.plan.reshard_after_forward
+        reshards = self.plan.reshard_after_forward and not whole
         grown = self._gradients(accumulated)
-        block = self._gathered(self.layers if whole else 2)
+        block = self._gathered(2 if reshards else self.layers)
         moments = [self._moment(alive, block, grown, self.recomputed, self.temporary)]
         if self.head:
             # In the head no block is gathered yet. The complete gradient of the head is computed
             # before it is added to the accumulated one. At that moment the log-softmax is freed,
             # and the gradient of the logits, which has the same size, exists.
-            ends = self._gathered(self.layers if whole else 0)
+            ends = self._gathered(0 if reshards else self.layers)
             fresh = self._fresh(self.head_matrix, accumulated)
             without = replace(self.head, parts=self.head.parts[:-1])
             moments.append(self._moment(alive, ends, grown, self.head))
             moments.append(self._moment(alive, ends, grown, fresh, without))
-        return moments
-
-    def end(self, alive: int, *, accumulated: bool, whole: bool) -> list[Breakdown]:
-        """Return the moments at the end of a backward: in the first block, and in the embedding."""
-        gathered = self._gathered(self.layers, self.plan.reshard_after_forward and not whole)
+        gathered = self._gathered(self.layers, reshards)
         inside = Fraction(alive - 1) + Fraction(1, self.layers)
         # The gradients of the first block are computed last.
         grown = self._gradients(
@@ -102,6 +94,7 @@ class FsdpStage:
         )
         more = (self._gradients(True), self._fresh(self.table, accumulated), self.stream)
         return [
+            *moments,
             self._moment(inside, gathered, grown, self.recomputed, self.temporary),
             self._moment(alive - 1, self._gathered(self.layers), *more),
         ]
@@ -129,10 +122,6 @@ class FsdpStage:
         # Under mixed precision the first gradient is cast, so two copies exist.
         exists = accumulated or self.kind.cast_weights is not None
         return product("fresh gradient", "B", parameters=count * exists, bytes=self._size)
-
-    @property
-    def _size(self) -> Fraction:
-        return bytes_of(self.kind.cast_weights or self.kind.weights)
 
     def _gathered(self, blocks: int, buffer: bool = False) -> Breakdown:
         last = self.block * buffer

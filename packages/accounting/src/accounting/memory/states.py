@@ -231,7 +231,7 @@ class FsdpGroups(NamedTuple):
 def fsdp_groups(model: Transformer, plan: Plan, stage: int) -> FsdpGroups:
     """Return the sizes of FSDP's groups on a stage: one group per block, and one for the ends."""
     stage_model = plan.stage_model(model, stage)
-    block = _blocks_parameters(one_layer(stage_model), plan)
+    block = max(_blocks_parameters(layer, plan) for layer in single_layers(stage_model))
     blocks = _blocks_parameters(stage_model, plan)
     return FsdpGroups(sum(device_parameters(model, plan, stage)) - blocks, block, blocks)
 

@@ -300,6 +300,7 @@ class Transformer:
             and (self.window.head_dim or self.window.kv_heads),
             "its attention reads more than the residual stream": self.attention_width
             != self.d_model,
+            "its attention selects keys by an index": self.mla and self.mla.index_heads,
         }
         reasons |= {f"it has {m.name}": m.saved is None for m in self.mixers}
         for reason, applies in reasons.items():

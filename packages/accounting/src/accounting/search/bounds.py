@@ -11,10 +11,9 @@ which compute hides in most plans, and that of the ends for tensor parallelism.
 from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from typing import NamedTuple
 
-from accounting.hardware import Link
 from accounting.memory.activations import activations
 from accounting.memory.backward import fullest_backward
 from accounting.memory.states import (
@@ -45,8 +44,6 @@ class Memory(NamedTuple):
     ends: float
     #: Bytes of activations that are saved per token of a micro-batch.
     saved: float
-    #: Parameters of all devices.
-    size: float
 
 
 class Time(NamedTuple):
@@ -101,7 +98,7 @@ class Bounds:
         self._gradient = float(bytes_of(kind.gradients))
         self._gathered = float(bytes_of(kind.cast_weights or kind.weights))
         self._optimizer = float(kind.bytes_per_parameter) - self._weight - self._gradient
-        self._sizes = {name: float(bytes_of(dtype)) for name, dtype in kind.wire_dtypes.items()}
+        self._activation = float(bytes_of(kind.activations))
         # The optimizer reads and writes all model states once.
         bandwidth = space.device.memory_bandwidth * BANDWIDTH_FRACTION
         self._update_seconds = 2 * float(kind.bytes_per_parameter) / bandwidth
@@ -109,7 +106,7 @@ class Bounds:
         self._memory = cache(self._compute_memory)
         self._time = cache(self._compute_time)
         self._temporary = cache(self._compute_temporary)
-        self._link = cache(self._find_link)
+        self._link = cache(partial(group_link, space.device))
         self._stage_memory = cache(self._sum_memory)
         self._stage_time = cache(self._sum_time)
 
@@ -192,8 +189,7 @@ class Bounds:
             self._memory(layout.tensor, layout.recompute, layer, False, False)
             for layer, _ in stage.layers
         ]
-        largest = max(blocks, key=lambda memory: memory.size)
-        block = largest.dense + largest.routed / expert
+        block = max(memory.dense + memory.routed / expert for memory in blocks)
         memory = self._stage_memory(layout.tensor, layout.recompute, stage)
         every = self._gathered * (memory.dense + memory.routed / expert)
         if not self._space.reshards:
@@ -218,7 +214,7 @@ class Bounds:
         """Return the seconds of traffic that compute does not hide, plus its part of the bubble."""
         layout, expert, zero = candidate
         can_hide = (1.0 if zero == 3 else OVERLAP["data"]) * compute
-        call_bytes = self._tokens(layout) * self._space.model.d_model * self._sizes["activations"]
+        call_bytes = self._tokens(layout) * self._space.model.d_model * self._activation
         if self._space.model.experts:
             call_bytes *= self._space.model.experts.per_token
         results = []
@@ -229,7 +225,7 @@ class Bounds:
             routed = self._traffic("all_to_all", layout.tensor, expert, exchanges, call_bytes)
             context = self._context_traffic(stage, layout)
             states = self._state_traffic(stage, candidate)
-            hidden = sum(min(part.seconds, can_hide) for part in states) + context.seconds
+            hidden = min(sum(part.seconds for part in states), can_hide) + context.seconds
             blocking = tensor.seconds + routed.seconds
             parts = (tensor, routed, context, *states)
             needs = sum(part.seconds for part in parts)
@@ -240,7 +236,7 @@ class Bounds:
         return min(exposed for wire, exposed in results if wire >= most)
 
     def _tensor_traffic(self, stage: Stage, layout: Layout) -> Traffic:
-        call_bytes = self._tokens(layout) * self._space.model.d_model * self._sizes["activations"]
+        call_bytes = self._tokens(layout) * self._space.model.d_model * self._activation
         time = self._stage_time(layout.tensor, layout.recompute, stage)
         count = layout.microbatches * time.tensor_phases
         return self._traffic("all_gather", 1, layout.tensor, count, call_bytes)
@@ -259,6 +255,8 @@ class Bounds:
         layout, expert, zero = candidate
         memory = self._stage_memory(layout.tensor, layout.recompute, stage)
         ends, reshards = memory.ends * (zero == 3), self._space.reshards
+        sizes = {"gradients": self._gradient}
+        sizes["weights"] = self._gathered if zero == 3 else self._weight
         # Ranks with the same experts are `expert` times as far apart.
         far = layout.tensor * expert, layout.replicas // expert
         traffic = []
@@ -268,7 +266,7 @@ class Bounds:
             (memory.routed / expert, *far, reshards),
         ):
             for call in state_calls(zero, layout.pipeline, layout.microbatches, is_resharded):
-                size = count * self._sizes[call.payload]
+                size = count * sizes[call.payload]
                 traffic.append(self._traffic(call.operation, stride, ranks, call.calls, size))
         return traffic
 
@@ -277,7 +275,7 @@ class Bounds:
     ) -> Traffic:
         if ranks == 1 or not count or not call_bytes:
             return Traffic(0.0, 0.0)
-        link = self._link(stride, ranks, operation)
+        link = self._link(stride=stride, ranks=ranks, operation=operation)
         wire = phases(operation) * count * call_bytes * (ranks - 1) / ranks
         return Traffic(seconds(operation, ranks, count, call_bytes, link), wire)
 
@@ -321,7 +319,7 @@ class Bounds:
         dense, routed = device_parameters(model, plan)
         saved = activations(model, plan, replace(self._space.work, batch=1)).total
         ends = fsdp_groups(model, plan, 0).ends
-        return Memory(dense, routed, ends, float(saved) / self._space.work.seq, model.size)
+        return Memory(dense, routed, ends, float(saved) / self._space.work.seq)
 
     def _compute_time(
         self, tensor: int, recompute: str, layer: int, first: bool, last: bool
@@ -361,9 +359,6 @@ class Bounds:
     def _plan(self, tensor: int, recompute: str) -> Plan:
         sequence_parallel = self._space.sequence_parallel(tensor)
         return Plan(tensor=tensor, recompute=recompute, sequence_parallel=sequence_parallel)
-
-    def _find_link(self, stride: int, ranks: int, operation: str) -> Link:
-        return group_link(self._space.device, stride=stride, ranks=ranks, operation=operation)
 
 
 def _sum(costs_of: Callable[[int, bool, bool], Iterable[float]], stage: Stage) -> list[float]:

@@ -60,14 +60,17 @@ def phases(operation: str) -> int:
 def seconds(operation: str, ranks: int, count: float, call_bytes: float, link: Link) -> float:
     """Return the time of `count` calls of a collective, each with a payload of `call_bytes`.
 
-    A collective uses a ring or a double binary tree, whichever is faster. A `send` is one message
-    per call.
+    A collective uses a ring or a double binary tree, whichever is faster. An all-to-all sends to
+    each rank directly, or half of its payload in each of log n steps (Bruck et al. 1997). A `send`
+    is one message per call.
     """
     payload_seconds = count * call_bytes / link.bandwidth
     if operation == "send":
         return count * link.latency + payload_seconds
     ring = (ranks - 1) * (count * link.latency + payload_seconds / ranks)
-    tree = math.ceil(math.log2(ranks)) * count * link.latency + payload_seconds
+    steps = math.ceil(math.log2(ranks))
+    sent = steps / 2 if operation == "all_to_all" else 1
+    tree = steps * count * link.latency + sent * payload_seconds
     return phases(operation) * min(ring, tree)
 
 

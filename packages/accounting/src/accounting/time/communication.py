@@ -11,6 +11,9 @@ from accounting.plan import Plan, fitted
 from accounting.precision import bytes_of
 from accounting.time.collective import Collective, Communication
 
+#: Name of the all-reduce between the first and the last stage, which both store a tied embedding.
+TIED_GRADIENTS = "gradients of the tied embedding"
+
 
 @checks.entry()
 def communication(
@@ -116,9 +119,9 @@ def _states(
                 calls = 1
             size = weight if payload == "weights" else gradient
             yield _over("data", ranks, name + suffix, operation, calls, count * size)
-    if model.tied and plan.pipeline > 1 and stage in (0, plan.pipeline - 1):
+    if model.tied and model.lm_head and plan.pipeline > 1 and stage in (0, plan.pipeline - 1):
         table = Fraction(model.vocab_size * model.embedding_dim, plan.tensor) * gradient
-        yield _over("pipeline", 2, "gradients of the tied embedding", "all_reduce", 1, table)
+        yield _over("pipeline", 2, TIED_GRADIENTS, "all_reduce", 1, table)
 
 
 def _tensor(

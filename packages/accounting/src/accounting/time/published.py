@@ -161,8 +161,6 @@ class Interval:
         return replace(self, low=low, middle=middle, high=high)
 
     def __str__(self) -> str:
-        if self.low == self.high:
-            return f"{self.middle:.4g}"
         return f"{self.middle:.4g} ({self.low:.4g} to {self.high:.4g})"
 
 

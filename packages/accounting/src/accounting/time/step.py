@@ -21,7 +21,7 @@ from accounting.model.transformer import Transformer
 from accounting.plan import Plan, fitted, split
 from accounting.precision import Precision
 from accounting.time.collective import Collective
-from accounting.time.communication import communication
+from accounting.time.communication import TIED_GRADIENTS, communication
 from accounting.time.efficiency import BANDWIDTH_FRACTION, stage_rates
 from accounting.workload import WORKLOAD, Workload, workload
 
@@ -73,11 +73,15 @@ def step_time(
         checks.choice("an axis of overlap", axis, OVERLAP)
         can_hide[axis] = checks.number(f"overlap of {axis}", fraction, most=1, open=False)
     unused_compute, blocking_seconds = compute, 0.0
+    unused = {axis: fraction * compute for axis, fraction in can_hide.items()}
     exposed_parts = []
     for collective, link in collectives_on(model, plan, work, hardware=device):
         needs = collective.seconds(link)
-        hidden = min(needs, unused_compute, can_hide[collective.axis] * compute)
+        hidden = min(needs, unused_compute, unused[collective.axis])
+        if collective.name == TIED_GRADIENTS:
+            hidden = 0.0  # The gradient of the embedding is the last one of a step.
         unused_compute -= hidden
+        unused[collective.axis] -= hidden
         if collective.axis in ("tensor", "expert", "context"):
             blocking_seconds += needs - hidden
         note = f"{needs:.4g} s on {link.name}, {hidden:.4g} s of it hidden"
@@ -163,20 +167,28 @@ def collectives_on(
 ) -> Iterable[tuple[Collective, Link]]:
     """Yield each collective of the inner stage with the most traffic, and the link of its group.
 
-    A pipeline of one or two stages has no inner stage, so its last stage is used.
+    A pipeline of one or two stages has no inner stage, so its last stage is used. The gradients of
+    a tied embedding, which is on the first and the last stage, are included.
     """
     inner = [stage for stage in distinct_stages(model, plan) if 0 < stage < plan.pipeline - 1]
-    run: dict[str, Any] = {"batch": work.batch, "seq": work.seq, **work.kind.wire_dtypes}
+    kind = work.kind
+    run: dict[str, Any] = {"batch": work.batch, "seq": work.seq}
+    # FSDP gathers the cast copies of the weights, if there are any.
+    run["weights"] = (kind.cast_weights if plan.zero == 3 else None) or kind.weights
+    run |= {"gradients": kind.gradients, "activations": kind.activations}
     collectives = max(
         (communication(model, plan, stage=stage, **run) for stage in inner or [plan.pipeline // 2]),
         key=lambda of_stage: sum(float(collective.wire) for collective in of_stage),
     )
+    ends = communication(model, plan, stage=0, **run) if inner and model.tied else ()
     strides = {"tensor": 1, "pipeline": plan.tensor * plan.replicas}
-    for collective in collectives:
+    for collective in (*collectives, *(c for c in ends if c.name == TIED_GRADIENTS)):
         stride = strides.get(collective.axis, plan.tensor)
         if collective.axis == "data" and collective.ranks == plan.expert_replicas:
             # Ranks with the same experts are `expert` times as far apart.
             stride *= plan.expert
+        if collective.name == TIED_GRADIENTS:
+            stride *= plan.pipeline - 1
         ranks, operation = collective.ranks, collective.operation
         yield collective, group_link(hardware, stride=stride, ranks=ranks, operation=operation)
 
@@ -189,7 +201,8 @@ def group_link(
 
     `operation` is a value of `Collective.operation`. For a ring collective, k members in a node use
     k network ports, each for 1/k of the bytes. In an all-to-all and in a send, each device sends
-    its bytes through its own port. An all-to-all sends only the bytes that leave the node.
+    its bytes through its own port. An all-to-all sends only the bytes that leave the node. In a
+    torus, half of its bytes cross the middle of each axis.
     """
     hardware = find(hardware)
     near, link = hardware.devices_per_node, hardware.node_link
@@ -197,7 +210,8 @@ def group_link(
         # In a torus, a group of up to four devices uses one axis, and a larger group all axes.
         near = hardware.pod
         axes = hardware.torus_axes if ranks > 4 else 1
-        link = replace(link, bandwidth=link.bandwidth * axes)
+        factor = 4 / ranks ** (1 / axes) if operation == "all_to_all" and ranks > 4 else axes
+        link = replace(link, bandwidth=link.bandwidth * factor)
     inside = max(1, near // stride)
     if ranks <= inside:
         return link

@@ -171,7 +171,8 @@ class Problem(ComparesArrays):
         grid = []
         for low, high in self.form.exponents.values():
             if low > 0:
-                grid.append(np.geomspace(low * GRID_START, high * GRID_STOP, points))
+                axis = np.geomspace(low * GRID_START, high * GRID_STOP, points)
+                grid.append(np.clip(axis, low, high))
             else:
                 grid.append(np.linspace(low, high, points + 2)[1:-1])
         return grid

@@ -160,8 +160,8 @@ def fit_law(
         TypeError: `form` is neither a `Form` nor a name.
         ValueError: The form or an option is unknown, columns are missing or of unequal length, a
             value is not positive and finite, or there are fewer rows than constants. Sizes and
-            tokens that do not identify the law also raise it, and so does a constant target of a
-            law with a constant term.
+            tokens that do not identify the law also raise it, and so do a constant target of a law
+            with a constant term, and terms that are not linear in the exponents for the rows.
 
     A `ScalingWarning` reports several optima, a failure to converge, constants at a bound, and as
     many rows as constants.
@@ -175,6 +175,7 @@ def fit_law(
             f"expected at least {needed} rows to fit {form.name}, got {len(log_target)}"
         )
     _require_identified(form, columns)
+    form.require_linearity(columns)  # `minimum` and `maximum` may be linear only for other inputs.
     problem = Problem(form, columns, log_target)
     # A constant term fits equal targets exactly, which leaves the exponents undetermined.
     if np.ptp(log_target) == 0 and 0 < len(problem.log_amplitude_terms) < problem.num_terms:

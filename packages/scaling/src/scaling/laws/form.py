@@ -72,12 +72,11 @@ class Form:
                     f"{self.name}: expected a lower and a larger upper bound of {name!r}, got"
                     f" {bounds}"
                 )
-        self._require_linearity()
-
-    def _require_linearity(self) -> None:
-        """Raise `ValueError` unless the logarithm of each term is linear in the exponents."""
         random = np.random.default_rng(0)
-        columns = {name: random.uniform(1.5, 3.0, 7) for name in self.inputs}
+        self.require_linearity({name: random.uniform(1.5, 3.0, 7) for name in self.inputs})
+
+    def require_linearity(self, columns: Mapping[str, Array]) -> None:
+        """Raise `ValueError` unless each log g_k is linear in the exponents in all rows."""
         ends = [{k: np.float64(v[end]) for k, v in self.exponents.items()} for end in (0, 1)]
         with np.errstate(all="ignore"):
             terms = self.decompose(columns)

@@ -198,11 +198,6 @@ def _preferred(likely: list[Column]) -> list[Column]:
     return [c for c in likely if not c.is_letter] or likely
 
 
-def is_known_name(name: str) -> bool:
-    """Return True if a name is recognized as any column of `Runs`."""
-    return any(recognize(name, quantity) for quantity in NAMES)
-
-
 def recognize(name: str, quantity: str) -> Column | None:
     """Return the column if its name stands for `quantity`, a name of `Runs`; otherwise None."""
     if FUNCTION.match(name.lower()):

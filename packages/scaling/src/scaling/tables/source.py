@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from scaling.tables.files import parse_csv, parse_json, read_text
-from scaling.tables.names import is_known_name
+from scaling.tables.names import NAMES, recognize
 from scaling.tables.reshape import flatten_cells, from_records, pivot
 from scaling.tables.table import Table, object_cells, require_unique_names
 
@@ -84,7 +84,7 @@ def _read_mapping(content: Mapping[str, Any]) -> Table:
         return table
     values = list(content.values())
     if all(isinstance(v, Mapping) for v in values):
-        if any(is_known_name(name) for name in content):
+        if any(recognize(name, quantity) for name in content for quantity in NAMES):
             # pandas' orient="columns": {"N": {"0": …, "1": …}}
             # The keys identify the rows, because the order of rows may differ between columns.
             keys = dict.fromkeys(key for column in values for key in column)
