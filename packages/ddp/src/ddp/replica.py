@@ -349,7 +349,7 @@ class Replica:
             if self.hooks.move_to_end():
                 raise RuntimeError(
                     "a parameter hook was registered after wrapping, and this backward pass did "
-                    "not start at an output of the wrapper; call the wrapper, not its .module"
+                    "not start at an output of the wrapper; register the hook before wrapping"
                 )
         self.backward_pass.queue_end()
         if not self.backward_pass.is_synchronized:
