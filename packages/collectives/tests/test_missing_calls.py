@@ -131,11 +131,15 @@ def without_dev_shm():
         group = dist.new_group([0, 1])
         total = torch.full((1000,), dist.get_rank() + 1.0)
         collectives.all_reduce(total, group=group, algorithm="ring")
-        return total.unique().tolist(), collectives.describe(group).shared_memory
+        alone = torch.full((1000,), 3.0, dtype=torch.bfloat16)
+        if dist.get_rank() == 0:
+            collectives.all_reduce(alone, group=dist.new_group([0], use_local_synchronization=True))
+        shares_memory = collectives.describe(group).shared_memory
+        return total.unique().tolist(), alone.unique().tolist(), shares_memory
 
 
 def test_messages_are_used_without_shared_memory():
-    assert run_ranks(without_dev_shm, 2) == [([3.0], False)] * 2
+    assert run_ranks(without_dev_shm, 2) == [([3.0], [3.0], False)] * 2
 
 
 def test_end_of_a_process_is_detected_before_its_parent_waits_for_it():

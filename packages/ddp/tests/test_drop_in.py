@@ -8,6 +8,7 @@ import copy
 import io
 from collections import OrderedDict
 from contextlib import nullcontext
+from functools import partial
 
 import pytest
 import torch
@@ -375,8 +376,8 @@ def penalizes_gradients() -> bool:
     return True
 
 
-def keeps_graphs() -> bool:
-    both = Both(net())
+def keeps_graphs(gradient_as_bucket_view: bool) -> bool:
+    both = Both(net(), gradient_as_bucket_view=gradient_as_bucket_view)
     for _ in range(3):
         x = both.batches(3, 5)
         with pytest.warns(UserWarning, match="has no graph"):
@@ -399,8 +400,9 @@ def keeps_graphs() -> bool:
     return True
 
 
-def test_create_graph_averages_gradients_and_warns() -> None:
-    assert run_on_shared_ranks(keeps_graphs, 2) == [True, True]
+@pytest.mark.parametrize("gradient_as_bucket_view", [True, False])
+def test_create_graph_averages_gradients_and_warns(gradient_as_bucket_view) -> None:
+    assert run_on_shared_ranks(keeps_graphs, 2, gradient_as_bucket_view) == [True, True]
 
 
 class Checkpointed(nn.Module):
@@ -786,39 +788,79 @@ def test_referenced_gradients_keep_their_values_in_join() -> None:
     assert run_on_shared_ranks(runs_out_of_inputs, 2) == [True, True]
 
 
-def exchanges_gradients() -> bool:
-    both = Both(nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5)))
-    for _ in range(3):
+def allocate_zeros(numel: int, *, dtype: torch.dtype, group: dist.ProcessGroup) -> torch.Tensor:
+    return torch.zeros(numel, dtype=dtype)
+
+
+CHANGES = {"itself": lambda g: g, "an alias": torch.Tensor.detach, "a transpose": torch.Tensor.t}
+
+
+def exchanges_gradients(kind: str, bucket_size_mb: float, has_custom_memory: bool) -> bool:
+    layers = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 5), nn.Linear(5, 5))
+    both = Both(layers, bucket_size_mb, allocate=allocate_zeros if has_custom_memory else None)
+    for step in range(4):
         both.backward()
         for module in (both.module, both.twin):
             first, second = module[0].weight, module[1].weight
-            first.grad, second.grad = second.grad, first.grad
-        both.backward()
+            if kind == "memory":
+                first.grad.data, second.grad.data = second.grad.data, first.grad.data
+            else:
+                change = CHANGES[kind]
+                first.grad, second.grad = change(second.grad), change(first.grad)
+        if step % 2:
+            with both.model.no_sync():
+                both.backward()
+            both.model.finish_gradient_synchronization()
+        else:
+            both.backward()
         both.check_gradients()
     return True
 
 
-def test_parameters_may_swap_gradients() -> None:
-    assert run_on_shared_ranks(exchanges_gradients, 2) == [True, True]
+@pytest.mark.parametrize("has_custom_memory", [False, True])
+@pytest.mark.parametrize("bucket_size_mb", [100 / MIB, 25.0])
+@pytest.mark.parametrize("kind", [*CHANGES, "memory"])
+def test_parameters_may_exchange_gradients(kind, bucket_size_mb, has_custom_memory) -> None:
+    ranks = run_on_shared_ranks(exchanges_gradients, 2, kind, bucket_size_mb, has_custom_memory)
+    assert ranks == [True, True]
 
 
-def replaces_gradients_by_views() -> bool:
-    module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 130), nn.Linear(130, 130))
-    module.register_parameter("phase", nn.Parameter(torch.tensor([1.0 + 2.0j])))
-    module.double()
-    both = Both(module, 25.0)
+REPLACEMENTS = {
+    "0.weight": torch.Tensor.t,
+    "1.bias": torch.Tensor.clone,
+    "2.weight": torch.Tensor.t,
+    "phase": torch.Tensor.conj,
+}
 
+
+def replace_gradient(name: str, parameter: nn.Parameter) -> None:
+    parameter.grad = REPLACEMENTS[name](parameter.grad)
+
+
+def replace_in_hooks(module: nn.Module) -> None:
+    for name in REPLACEMENTS:
+        parameter = module.get_parameter(name)
+        parameter.register_post_accumulate_grad_hook(partial(replace_gradient, name))
+
+
+def replaces_gradients_by_views(in_hooks: bool) -> bool:
     def loss(model: nn.Module, x: torch.Tensor) -> torch.Tensor:
         phase = getattr(model, "module", model).phase
         return model(x).square().mean() * (phase * (1 + 3j)).imag.square().sum()
 
+    module = nn.Sequential(nn.Linear(5, 5), nn.Linear(5, 130), nn.Linear(130, 130))
+    module.register_parameter("phase", nn.Parameter(torch.tensor([1.0 + 2.0j])))
+    module.double()
+    if in_hooks:
+        replace_in_hooks(module)
+    both = Both(module, 25.0)
+    if in_hooks:
+        replace_in_hooks(both.twin)
     for step in range(4):
         both.backward(loss)
-        for module in (both.module, both.twin):
-            module[0].weight.grad = module[0].weight.grad.t()
-            module[2].weight.grad = module[2].weight.grad.t()
-            module.phase.grad = module.phase.grad.conj()
-            module[1].bias.grad = module[1].bias.grad.clone()
+        for name in () if in_hooks else REPLACEMENTS:
+            replace_gradient(name, both.module.get_parameter(name))
+            replace_gradient(name, both.twin.get_parameter(name))
         if step % 2:
             with both.model.no_sync():
                 both.backward(loss)
@@ -829,8 +871,9 @@ def replaces_gradients_by_views() -> bool:
     return True
 
 
-def test_gradients_may_be_replaced_by_their_transposes_and_conjugates() -> None:
-    assert run_on_shared_ranks(replaces_gradients_by_views, 2) == [True, True]
+@pytest.mark.parametrize("in_hooks", [False, True])
+def test_gradients_may_be_replaced_by_their_transposes_and_conjugates(in_hooks) -> None:
+    assert run_on_shared_ranks(replaces_gradients_by_views, 2, in_hooks) == [True, True]
 
 
 # ----- copies -----

@@ -78,6 +78,7 @@ def average_in_any_memory_order(average) -> None:
     gradient = (torch.arange(12.0) * (rank + 1)).view(3, 4)
     module.weight.grad = torch.zeros(3, 8)[:, ::2] if rank else torch.zeros(4, 3).t()
     module.weight.grad.copy_(gradient)
+    module.weight.requires_grad_(False)  # Gradients of frozen parameters are averaged too.
     module.phase = nn.Parameter(torch.ones(2, dtype=torch.complex64))
     module.phase.grad = torch.full((2,), 1.0 + 2.0j).mul(rank + 1).conj()
     average(module)

@@ -248,16 +248,11 @@ class Communicator:
         self.point_to_point.finish_within(self.timeout)
         self.point_to_point.tag_by(b"")
 
-    def abort(self) -> None:
-        """Leave the group at once; the current call fails on all ranks."""
+    def abort(self, event: str = "called abort") -> None:
+        """Leave the group at once, which `event` explains; the current call fails on all ranks."""
         if not self.is_inherited:
-            self.fail_group(f"rank {self.rank} called abort")
-
-    def fail_group(self, reason: str) -> None:
-        """Leave the group and report this rank as lost for `reason`; all waits end."""
-        self.failures.leave_group_with_reason(
-            RankLost([self.rank], f"{reason}; {UNUSABLE}"), self.operation
-        )
+            reason = RankLost([self.rank], f"rank {self.rank} {event}; {UNUSABLE}")
+            self.failures.leave_group_with_reason(reason, self.operation)
 
     def stop(self) -> None:
         """End the threads after the queued calls, when the process exits.

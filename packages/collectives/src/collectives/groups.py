@@ -141,7 +141,7 @@ def _end_threads() -> None:
         if not comm.progress.join(deadline):
             # The store may have ended before this process.
             with suppress(Exception):
-                comm.fail_group(f"rank {comm.rank} ended before its calls had finished")
+                comm.abort("ended before its calls had finished")
     deadline = time.monotonic() + EXIT_SECONDS
     for comm in running:
         comm.progress.join(deadline)

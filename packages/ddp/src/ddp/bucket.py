@@ -101,12 +101,8 @@ class Bucket:
         all_references = count_references([self._grad_views[slot] for slot in slots])
         for slot, references in zip(slots, all_references, strict=True):
             grad_view = self._grad_views[slot]
-            parameter = self.parameters[slot]
-            if parameter.grad is grad_view:
+            if self.parameters[slot].grad is grad_view:
                 continue
-            if self._has_address(slot) and not self.holds_grad(slot):
-                assert parameter.grad is not None
-                parameter.grad = parameter.grad.clone()
             if references > UNSHARED_REFERENCES:
                 grad_view.data = grad_view.clone()
                 self._grad_views[slot] = self.views[slot].detach()
@@ -210,14 +206,13 @@ class Bucket:
                 continue
             if self.gradient_as_view:
                 self.set_grad_view(slot)
-            elif parameter.grad is None:
+            elif parameter.grad is None or parameter.grad.requires_grad:
                 parameter.grad = self.views[slot].clone()
             else:
                 parameter.grad.copy_(self.views[slot])
 
     def release(self) -> list[int]:
         """Replace each `.grad` that is a view of the buffer by a copy; return their indices."""
-        self._forget_moved_grads()
         released = []
         for slot, parameter in enumerate(self.parameters):
             if self.holds_grad(slot):
@@ -226,39 +221,42 @@ class Bucket:
         return released
 
     def holds_grad(self, slot: int) -> bool:
-        """Return True if `.grad` of the parameter is a view of the buffer."""
-        gradient: Any = self.parameters[slot].grad
+        """Return True if `.grad` of the parameter is a view of its slot."""
+        gradient = self.parameters[slot].grad
+        if gradient is None or gradient.layout is not torch.strided:
+            return False
         # The caller may have replaced `.grad` by its transpose or its lazy conjugate.
-        return self._has_address(slot) and (
-            gradient.stride() == self.views[slot].stride()
+        return (
+            gradient.data_ptr() == self._addresses[slot]
+            and gradient.stride() == self.views[slot].stride()
             and not gradient.is_conj()
             and not gradient.is_neg()
         )
 
-    def _has_address(self, slot: int) -> bool:
-        gradient = self.parameters[slot].grad
-        if gradient is None or gradient.layout is not torch.strided:
-            return False
-        return gradient.data_ptr() == self._addresses[slot]
+    def copy_misplaced_grads(self, storages: Collection[int]) -> None:
+        """Copy each `.grad` that is in one of these storages, but is not a view of its slot."""
+        for slot, parameter in enumerate(self.parameters):
+            gradient = parameter.grad
+            if gradient is None or self.holds_grad(slot):
+                continue
+            if gradient is self._grad_views[slot]:
+                # `module.double()`, or an assignment to `.grad.data`, has replaced its memory.
+                self._grad_views[slot] = self.views[slot].detach()
+            is_dense = gradient.layout is torch.strided
+            if is_dense and gradient.untyped_storage().data_ptr() in storages:
+                parameter.grad = gradient.clone()
 
     def find_aliased_grad(self) -> str | None:
         """Return the name of a parameter whose `.grad` has memory that the caller also references.
 
         Views of the buffer do not count. Returns None if there is no such parameter.
         """
-        self._forget_moved_grads()
         for slot, parameter in enumerate(self.parameters):
             if parameter.grad is None or parameter.grad.layout is not torch.strided:
                 continue
             if not self.holds_grad(slot) and is_aliased(parameter):
                 return self.names[slot]
         return None
-
-    def _forget_moved_grads(self) -> None:
-        # `module.double()` replaces the memory of `.grad`, which is no longer a view then.
-        for slot, parameter in enumerate(self.parameters):
-            if parameter.grad is self._grad_views[slot] and not self.holds_grad(slot):
-                self._grad_views[slot] = self.views[slot].detach()
 
     def clear(self) -> None:
         """Reset the state of the step."""
@@ -313,6 +311,8 @@ class Bucket:
                 or gradient.shape != self._shapes[slot]
             ):
                 raise self._gradient_error(slot)
+            if gradient.data_ptr() == self._addresses[slot] and not self.holds_grad(slot):
+                gradient = gradient.clone()  # A hook has replaced `.grad` by its conjugate.
             # With create_graph=True, autograd would record the copy into the bucket.
             gradients.append(without_graph(gradient))
         return gradients

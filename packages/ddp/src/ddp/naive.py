@@ -108,7 +108,7 @@ def _common_gradients(module: nn.Module, group: ReduceGroup) -> dict[str, Tensor
     """Return the gradients; raise `RuntimeError` if one exists on some ranks only."""
     gradients = {}
     for name, parameter in module.named_parameters():
-        if parameter.requires_grad and parameter.grad is not None:
+        if parameter.grad is not None:
             if parameter.grad.requires_grad:
                 # The mean of the ranks has another graph than the gradient of this rank.
                 parameter.grad = without_graph(parameter.grad)

@@ -116,6 +116,7 @@ class Reducer:
         self.is_open = True
         self._num_launched = 0
         self.unreported = []
+        self.copy_misplaced_grads()
         self.rebuild_buckets()
         for bucket in self.buckets:
             bucket.preserve_aliased_grads()
@@ -127,6 +128,15 @@ class Reducer:
             extension.on_step_start(self.step)
         if self._parts is not None:
             self._parts.start_step()
+
+    def copy_misplaced_grads(self) -> None:
+        """Copy each `.grad` that is in a bucket's memory, but is not a view of its slot.
+
+        The caller may have exchanged gradients. Copying into the buckets would overwrite them.
+        """
+        storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in self.buckets}
+        for bucket in self.buckets:
+            bucket.copy_misplaced_grads(storages)
 
     def rebuild_buckets(self) -> None:
         """After the first step, assign the parameters to new buckets; otherwise do nothing.
@@ -210,11 +220,6 @@ class Reducer:
         finally:
             for bucket in self.buckets:
                 bucket.clear()
-
-    def release(self) -> None:
-        """Replace each `.grad` that is a view of a bucket by a copy."""
-        for bucket in self.buckets:
-            bucket.release()
 
     def _copy_in(self, bucket: Bucket, slot: int) -> None:
         if slot in bucket.ready:

@@ -48,11 +48,7 @@ def _count_grad_references(parameter: nn.Parameter) -> tuple[int, int]:
     return references, count_memory_references(gradient)
 
 
-def _make_unaliased_references() -> tuple[int, int]:
-    parameter = nn.Parameter(torch.empty(1))
-    parameter.grad = torch.empty(1)
-    return _count_grad_references(parameter)
-
-
+_parameter = nn.Parameter(torch.empty(1))
+_parameter.grad = torch.empty(1)
 #: Result of `_count_grad_references` for a `.grad` that is referenced only by its parameter.
-_UNALIASED_REFERENCES = _make_unaliased_references()
+_UNALIASED_REFERENCES = _count_grad_references(_parameter)

@@ -276,7 +276,8 @@ class Replica:
         if self._ddp._join_config.enable:
             raise RuntimeError("parameters changed inside join(); change them outside of it")
         self.tracked.adopt_changes(self.group, self.failures)
-        self.reducer.release()
+        for bucket in self.reducer.buckets:
+            bucket.release()
         self.unused.parameters = {}
         self.make_reducer()
 
@@ -304,6 +305,7 @@ class Replica:
                 if self.reducer.is_open:
                     self._fail_open_step()
                 refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
+                self.reducer.copy_misplaced_grads()
                 if self._should_warn_of_alias:
                     self._should_warn_of_alias = not warn_of_aliased_gradient(
                         self.reducer.buckets, self.group.rank
@@ -342,11 +344,13 @@ class Replica:
     def try_open_step(self) -> bool:
         """Open a step for the gradient that is ready; return False if it is not synchronized."""
         self.backward_pass.discard_interrupted()
-        if not self.backward_pass.is_running and self.hooks.move_to_end():
-            raise RuntimeError(
-                "a parameter hook was registered after wrapping, and this backward pass did not "
-                "start at an output of the wrapper; call the wrapper, not its .module"
-            )
+        if not self.backward_pass.is_running:
+            self.reducer.copy_misplaced_grads()
+            if self.hooks.move_to_end():
+                raise RuntimeError(
+                    "a parameter hook was registered after wrapping, and this backward pass did "
+                    "not start at an output of the wrapper; register the hook before wrapping"
+                )
         self.backward_pass.queue_end()
         if not self.backward_pass.is_synchronized:
             # Rebuilding is a collective. With uneven inputs, ranks call collectives only at the

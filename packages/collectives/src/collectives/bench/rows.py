@@ -224,7 +224,9 @@ def _description(kind: str, name: str, size: int, device: str) -> Row:
     if name == "auto" and device != "cpu":
         runs = dist.get_backend()
     elif name == "auto" and not comm.topology.one_host:
-        runs = comm.choices.get((kind, whole, True)) or comm.choices[kind, whole, False]
+        # A single rank runs the ring without a choice.
+        known = comm.choices
+        runs = known.get((kind, whole, True)) or known.get((kind, whole, False), "ring")
     return {
         "case": kind,
         "algorithm": name,

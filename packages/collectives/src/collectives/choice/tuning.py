@@ -65,8 +65,7 @@ def tune(
         wins = _wins(rounds) if native else [1.0] * len(algorithms)
         for algorithm, median, won in zip(algorithms, medians, wins, strict=True):
             samples.append(Sample(kind, algorithm, size, tuple(ranks_per_host), median, won))
-    model = CostModel.fit(samples) if sum(ranks_per_host) > 1 else CostModel()
-    model = replace(model, samples=tuple(samples))
+    model = replace(CostModel.fit(samples), samples=tuple(samples))
     return CostModel.from_json(broadcast(model.to_json() if point_to_point.rank == 0 else ""))
 
 

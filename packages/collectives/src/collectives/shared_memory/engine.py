@@ -33,7 +33,6 @@ SOURCE = Path(__file__).with_name("engine.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC")
 SECONDS_TO_COMPILE = 120
 # Results of the engine's `run`: WAITING means that a peer has not reached the tick.
-DONE = 0
 WAITING = 1
 MISMATCH = 2
 # Capacity of the engine's queue.

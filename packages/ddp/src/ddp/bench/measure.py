@@ -206,8 +206,7 @@ def _all_reduce_seconds(num_bytes: int, device: torch.device) -> float:
         dist.barrier()
         start = time.perf_counter()
         dist.all_reduce(tensor)
-        tensor.fill_(1)
-        float(tensor[0])
+        float(tensor[0])  # waits for a GPU
         durations.append(time.perf_counter() - start)
     return median(durations[2:])
 

@@ -13,8 +13,7 @@ class GradientParts:
 
     def __init__(self, num_gradients: int) -> None:
         self._counts = [0] * num_gradients
-        self._remaining = [0] * num_gradients
-        self._is_counting = True
+        self.start_step()
 
     def start_step(self) -> None:
         """Reset the number of remaining parts."""

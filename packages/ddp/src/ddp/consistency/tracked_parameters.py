@@ -87,10 +87,9 @@ class TrackedParameters:
         cause = "parameters were unfrozen, replaced or added"
         description = describe_model(self._module, self._ignored)
         check_same_descriptions(failures.rendezvous(cause, description))
-        averaged = {id(parameter) for parameter in self.parameters}
         new = []
         for parameter in named_state(self._module, self._ignored, buffers=False).values():
-            is_unfrozen = parameter.requires_grad and id(parameter) not in averaged
+            is_unfrozen = parameter.requires_grad and id(parameter) not in self._averaged
             if is_unfrozen or parameter not in self._compared:
                 new.append(parameter)
         broadcast_tensors(new, group.process_group, failures, "the broadcast of new weights")

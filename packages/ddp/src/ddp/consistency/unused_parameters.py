@@ -29,8 +29,6 @@ class UnusedParameters:
 
     def check_unused(self, trained: Sequence[str], rank: int) -> None:
         """Raise `RuntimeError` with the names of the unused parameters of the last step, if any."""
-        if not self.parameters:
-            return
         # The caller may have frozen parameters since then.
         names = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         if not names:
