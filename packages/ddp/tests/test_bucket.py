@@ -24,7 +24,7 @@ models = st.lists(st.tuples(shapes, dtypes), min_size=1, max_size=12)
 def test_assignment_is_a_partition_within_the_size(model, bucket_bytes, data):
     parameters = [nn.Parameter(torch.empty(shape, dtype=dtype)) for shape, dtype in model]
     order = data.draw(st.permutations(range(len(parameters))))
-    runs = assign_buckets(parameters, order, [bucket_bytes])
+    runs = assign_buckets(parameters, order, bucket_bytes)
 
     assert sorted(index for run in runs for index in run) == sorted(order)
     position = {index: at for at, index in enumerate(order)}

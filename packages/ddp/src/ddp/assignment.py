@@ -105,14 +105,15 @@ class BucketAssignment:
 def assign_buckets(
     parameters: Sequence[nn.Parameter],
     order: Sequence[int],
-    bucket_bytes: Sequence[float],
+    bucket_bytes: float | Sequence[float],
 ) -> list[tuple[int, ...]]:
-    """Split `order` into buckets of one dtype and device with limited sizes.
+    """Split `order` into buckets of one dtype and device with at most `bucket_bytes` each.
 
     A parameter larger than the limit gets a separate bucket; with a limit of 0 every parameter
-    does. Bucket i has limit i of `bucket_bytes`, and later buckets have the last limit. Buckets are
-    sorted by the position of their last parameter in `order`.
+    does. If `bucket_bytes` is a sequence, bucket i has limit i, and later buckets have the last
+    limit. Buckets are sorted by the position of their last parameter in `order`.
     """
+    limits = list(bucket_bytes) if isinstance(bucket_bytes, Sequence) else [bucket_bytes]
     position = {index: number for number, index in enumerate(order)}
     full: list[list[int]] = []
     # The open bucket of each dtype and device, and its free bytes.
@@ -122,12 +123,12 @@ def assign_buckets(
         key = (parameter.dtype, parameter.device)
         size = parameter.numel() * parameter.element_size()
         members, free_bytes = open_buckets.get(key, ([], 0.0))
-        if not members or size > free_bytes or bucket_bytes[-1] == 0:
+        if not members or size > free_bytes or limits[-1] == 0:
             if members:
                 full.append(members)
             num_started = len(full) + len(open_buckets.keys() - {key})
             members = []
-            free_bytes = bucket_bytes[min(num_started, len(bucket_bytes) - 1)]
+            free_bytes = limits[min(num_started, len(limits) - 1)]
         members.append(index)
         open_buckets[key] = (members, free_bytes - size)
     full += [members for members, _ in open_buckets.values()]

@@ -9,14 +9,11 @@ from torch.distributed.algorithms.join import JoinHook
 
 from ddp.consistency.model_agreement import broadcast_tensors, named_state
 
-#: A `ddp.replica.Replica`, whose module imports this one.
-Replica = Any
-
 
 class ZeroContribution(JoinHook):
     """Join hook that takes part in the steps of the remaining ranks with zero gradients."""
 
-    def __init__(self, ddp: Any, replica: Replica) -> None:
+    def __init__(self, ddp: Any, replica: Any) -> None:
         self._ddp = ddp
         self._replica = replica
 
