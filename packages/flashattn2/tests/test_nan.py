@@ -201,3 +201,14 @@ def test_row_of_scores_of_minus_infinity_is_nan_or_zero(backend, length):
     row = out[0, 0, 7]
     assert (row.isnan() | (row == 0)).all()
     assert (out[0, 0, :7] > 0).all()
+
+
+@pytest.mark.parametrize("backend", ["aten", "torch"])
+@pytest.mark.parametrize("hidden", [1, 256, 599])
+def test_keys_with_scores_of_minus_infinity_have_no_weight(backend, hidden):
+    q, k, v = (torch.rand(1, 1, 600, 16).add(0.1) for _ in "qkv")
+    k[:, :, :hidden, 3] = -torch.inf
+    results = flash_attention(q, k, v, backend=backend, return_lse=True)
+    expected = attention_reference(q, k[:, :, hidden:], v[:, :, hidden:], return_lse=True)
+    for result, number in zip(results, expected, strict=True):
+        torch.testing.assert_close(result, number)

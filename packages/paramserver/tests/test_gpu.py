@@ -14,6 +14,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts im
 from paramserver import Asynchronous, BulkSynchronous, Integers, LocalSteps, Server, Worker, run
 from paramserver.checkpoint import random_states, set_random_states
 from paramserver.parameters import trainable_parameters
+from paramserver.partition import partition
 from paramserver.payload import pin
 from paramserver.transport.shared_memory import channel_pairs
 from paramserver_training import SGD, assert_equal_parameters, batch, model, train_alone
@@ -147,3 +148,23 @@ def test_a_checkpoint_restores_the_random_numbers_of_the_gpu(tmp_path):
     expected = torch.rand(3, device="cuda")
     resumed()
     assert torch.equal(torch.rand(3, device="cuda"), expected)
+
+
+@no_gpu
+@pytest.mark.gpu
+def test_gradients_of_another_stream_are_complete_when_they_are_sent():
+    module = model(torch.float32).cuda()
+    parameters = trainable_parameters(module)
+    servers = [
+        Server(parameters, partial(torch.optim.SGD, lr=1.0), workers=1, shard=shard)
+        for shard in partition(parameters, 2)
+    ]
+    expected = {name: p.detach() - 1 for name, p in parameters.items()}
+    with torch.cuda.stream(torch.cuda.Stream()), Worker(module, servers) as worker:
+        worker.pull()
+        torch.cuda._sleep(10**9)  # delays the next kernels of this stream
+        for parameter in parameters.values():
+            parameter.grad = torch.ones_like(parameter)
+        worker.push()
+    for name, parameter in parameters.items():
+        assert torch.equal(parameter, expected[name])

@@ -427,6 +427,26 @@ def test_a_waiting_worker_retries_its_request_only_after_changes(monkeypatch):
     assert server.version == 1
 
 
+def test_a_change_during_a_message_to_a_waiting_worker_ends_the_wait(monkeypatch):
+    monkeypatch.setattr("paramserver.server._KEEP_ALIVE", 0.01)
+    server = small_server(BulkSynchronous(), workers=2)
+    first, second = (Worker(nn.Linear(3, 1), server, rank=rank) for rank in range(2))
+    for worker in (first, second):
+        worker.pull()
+    first.push()
+    events = []
+    wait = server._core_changed.wait
+
+    def keep_alive():  # runs without the lock
+        second.push()
+        events.append("push")
+
+    monkeypatch.setattr(server._core_changed, "wait", lambda s: events.append("wait") or wait(s))
+    (request,) = next(first._exchange.session.pull())
+    assert server.request(0, request.message, keep_alive=keep_alive).number == 1
+    assert events == ["wait", "push"]
+
+
 @pytest.mark.parametrize("option", ["differentiable", "capturable"])
 def test_options_with_which_every_step_fails_are_refused_before_training(option):
     optimizer = partial(torch.optim.Adam, **{option: True})

@@ -1,5 +1,7 @@
 """Parameters are read in place, and gradients are checked while they are written."""
 
+import os
+import struct
 import time
 from functools import partial
 
@@ -64,6 +66,14 @@ def test_late_answer_is_not_used_for_the_next_request():
     server_end.send(Message(Kind.OK, number=1))
     with pytest.raises(PeerLost, match="an earlier request to server 0 failed before it was"):
         connection.request(Message(Kind.SYNC))
+
+
+def test_server_that_dies_while_it_sends_an_answer_is_named():
+    ((worker_end, server_end),) = channel_pairs(["worker 0"], "server 0", 64)
+    os.write(server_end._pipe.fileno(), struct.pack("!i", 100) + b"a part of 100 bytes")
+    server_end.close()
+    with pytest.raises(PeerLost, match="server 0 is gone: its process has ended"):
+        RemoteConnection(worker_end, 20.0).request(Message(Kind.SYNC))
 
 
 @pytest.mark.parametrize("updates", range(3))

@@ -79,7 +79,7 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
         from flashattn2.kernels import launch
 
         out = launch.empty_like_layout(q, v.shape[-1])
-    lse = q.new_empty(q.shape[:-1], dtype=_lse_dtype(q))
+    lse = q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
     if backend == "aten" and cu_q is None:
         out, lse = aten.forward_or_tiled(q, k, v, AttentionSpec(*options[2:6]))
     return out, lse
@@ -205,6 +205,6 @@ def map_sequences(
     return tuple(torch.cat(part, dim=2) for part in zip(*parts, strict=True))
 
 
-def _lse_dtype(q: Tensor) -> torch.dtype:
+def lse_dtype(q: Tensor) -> torch.dtype:
     """Return the dtype of the log-sum-exp: float64 for float64 inputs, otherwise float32."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32

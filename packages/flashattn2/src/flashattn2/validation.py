@@ -34,7 +34,6 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
 
     The values of the boundaries are checked by the operators: see `check_boundaries`.
     """
-    check_tensors(q=q, k=k, v=v)
     if q.dim() != 3:
         raise ValueError(
             f"expected q to be (total, heads, dim), got {q.dim()} dimensions, "

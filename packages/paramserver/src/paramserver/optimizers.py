@@ -67,9 +67,6 @@ class OptimizerSpec:
 OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer] | OptimizerSpec
 
 
-_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-
-
 def as_spec(factory: OptimizerFactory) -> OptimizerSpec:
     """Return an optimizer factory as an `OptimizerSpec`."""
     return factory if isinstance(factory, OptimizerSpec) else OptimizerSpec(factory)
@@ -155,11 +152,10 @@ class Updater:
             for key, value in values.items():
                 if isinstance(value, Tensor):
                     loaded[key] = value.to(loaded[key].device)
-        if self._scheduler and state.get("scheduler") is not None:
+        if self._scheduler:
             self._scheduler.load_state_dict(state["scheduler"])
         if self.spec.master_dtype:
-            masters = state.get("masters") or self._parameters
-            for target, master in zip(self.targets, masters, strict=True):
+            for target, master in zip(self.targets, state["masters"], strict=True):
                 target.copy_(master)
             self._publish()
 
@@ -241,7 +237,8 @@ def save_state(state: Mapping[str, Any], file: BinaryIO) -> None:
 def _require_step_without_arguments(optimizer: Optimizer) -> None:
     """Raise `ValueError` if `step` needs a closure, which would compute the loss several times."""
     for name, parameter in inspect.signature(optimizer.step).parameters.items():
-        if parameter.default is parameter.empty and parameter.kind not in _VARIADIC:
+        variadic = parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD
+        if parameter.default is parameter.empty and parameter.kind not in variadic:
             raise ValueError(
                 f"expected an optimizer whose step() needs no arguments, got "
                 f"{type(optimizer).__name__}, which needs {name}; pass another one, such as AdamW"

@@ -52,6 +52,10 @@ class Gradients:
     def _write_pieces(
         self, shard: Shard, gradients: Mapping[str, Tensor | None], buffer: Tensor
     ) -> Iterator[int]:
+        devices = {g.device for g in gradients.values() if g is not None and g.is_cuda}
+        for device in devices:
+            # The caller may compute the gradients on another stream than this thread's.
+            torch.cuda.synchronize(device)
         for piece, view in zip(shard.pieces, shard.views(buffer), strict=True):
             gradient = gradients[piece.name]
             if gradient is None:
@@ -68,9 +72,8 @@ class Gradients:
                 if not source.is_cuda:
                     yield piece.offset + (start + len(part)) * target.itemsize
         # Copies from a GPU are asynchronous: nothing may be sent before they have finished.
-        for device in {gradient.device for gradient in gradients.values() if gradient is not None}:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+        for device in devices:
+            torch.cuda.synchronize(device)
         yield len(buffer)
 
     def on_accepted(self) -> None:

@@ -183,6 +183,7 @@ class Server:
                             keep_alive()
                         finally:
                             self._core_changed.acquire()
+                        continue  # notifications were missed while the lock was released
                     until = self.core.next_deadline()
                     if keep_alive:
                         until = min(until, last_message + _KEEP_ALIVE)

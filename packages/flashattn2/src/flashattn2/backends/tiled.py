@@ -40,10 +40,8 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
         for columns, hidden in tiles.keys(rows, q.device):
             s_ij = scores(q_i, k_[:, columns], spec, hidden)  # [n, g·t, u]
             m_new = torch.maximum(m_i, s_ij.amax(-1))
-            base = m_new
-            if hidden is not None:
-                # The maximum is -inf while all keys are hidden, and -inf - -inf would be NaN.
-                base = m_new.masked_fill(m_new == -torch.inf, 0.0)
+            # The maximum is -inf while all scores are, and -inf - -inf would be NaN.
+            base = m_new.masked_fill(m_new == -torch.inf, 0.0)
             p_ij = s_ij.sub_(base[..., None]).exp_()
             rescale = torch.exp(m_i - base)
             l_i = rescale * l_i + p_ij.sum(-1)

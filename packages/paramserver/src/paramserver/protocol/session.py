@@ -51,7 +51,6 @@ class Session:
         self.version = -1
         self._layouts = layouts
         self._session_number = session_number
-        self._servers = range(len(layouts))
         #: Number of log entries that each server has replayed.
         self._positions = [0] * len(layouts)
         self._reads = 0
@@ -126,7 +125,7 @@ class Session:
         if len(self._layouts) == 1:
             yield [self._request(0, Kind.PUSH)]
         else:
-            yield [self._request(i, Kind.STAGE) for i in self._servers]
+            yield [self._request(i, Kind.STAGE) for i in range(len(self._layouts))]
             yield [self._request(0, Kind.COMMIT)]
         self.clock += 1
         self.pushes += 1

@@ -3,6 +3,7 @@
 There is one thread per worker, because a request may wait until it can be answered.
 """
 
+from functools import partial
 from threading import Thread
 
 from paramserver.protocol.messages import Kind, Message, check_request, failure
@@ -48,10 +49,7 @@ def _answer_next(server: Server, worker: int, channel: Channel) -> bool:
     check = FiniteCheck(server.shard, data)
     if request.kind in KINDS_WITH_GRADIENTS:
         channel.receive_gradients(data, check.update)
-
-    def keep_alive() -> None:
-        channel.send(Message(Kind.WAIT))
-
+    keep_alive = partial(channel.send, Message(Kind.WAIT))
     try:
         reply = server.request(
             worker, request, data, channel.deliver, keep_alive, is_known_finite=check.is_certain()

@@ -138,11 +138,11 @@ class SharedMemoryChannel(Channel):
 
     def _receive(self, timeout: float | None) -> bytes:
         try:
-            if not self._pipe.poll(timeout):
-                raise TimeoutError(f"{self.peer} did not answer for {timeout:g} s")
-            return self._pipe.recv_bytes()
-        except (EOFError, ConnectionError) as error:
+            if self._pipe.poll(timeout):
+                return self._pipe.recv_bytes()
+        except (EOFError, OSError) as error:  # OSError in the middle of a message
             raise ConnectionResetError("its process has ended") from error
+        raise TimeoutError(f"{self.peer} did not answer for {timeout:g} s")
 
     def __reduce__(self) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         descriptor = DupFd(self._descriptor)
