@@ -10,7 +10,7 @@ from interp.decoder.fold import fold_decoder
 from interp.decoder.modules.settings import Settings
 from interp.decoder.neurons import neuron_attribution
 from interp.decoder.rotary import Rotary
-from interp.hook_points import HookPoint
+from interp.hook_points import HookPoint, Scale
 from torch import Tensor, nn
 
 TOKENS = torch.arange(24).reshape(2, 12) * 7 % 37
@@ -197,6 +197,13 @@ def test_folding_keeps_the_terms_of_heads_and_neurons(family: str) -> None:
     assert folded_terms.keys() == terms.keys()
     for name, term in terms.items():
         torch.testing.assert_close(folded_terms[name], term, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_scales_of_streams_whose_squares_overflow_in_half_precision_are_finite() -> None:
+    scale = Scale("norm:input", nn.RMSNorm(24, eps=1e-5).half())
+    stream = 600 * torch.randn(2, 3, 24).half()
+    expected = scale.read(stream.double())
+    torch.testing.assert_close(scale.read(stream).double(), expected, rtol=1e-3, atol=0)
 
 
 def test_neurons_of_models_without_an_mlp_are_refused() -> None:

@@ -98,6 +98,14 @@ def test_weight_of_a_sink_is_kept_by_a_knockout(dtype: torch.dtype, has_sink: bo
             alone(pattern)
 
 
+def test_rounding_errors_of_long_rows_are_not_sinks() -> None:
+    length = 256
+    eps = torch.finfo(torch.float32).eps  # sums of 4,096 weights are off by up to 6 units
+    pattern = torch.full((1, 1, length, length), 1 / length - 8 * eps / length)
+    with pytest.raises(ValueError, match="would attend to nothing"):
+        knock_out_attention([1], range(length))(pattern)
+
+
 @torch.no_grad()
 def test_knockout_of_chosen_heads_leaves_other_heads_and_queries(model: AttentionOnly) -> None:
     site = "blocks.0.attention.pattern"

@@ -74,6 +74,12 @@ def test_norms_are_probed(make: Callable[[int], nn.Module | None], d: int) -> No
     torch.testing.assert_close(gain * projected + shift, x if norm is None else norm(x))
 
 
+def test_streams_whose_squares_overflow_in_float16_are_probed() -> None:
+    norm, x = nn.RMSNorm(64, eps=1e-5).half(), 1000 * torch.randn(2, 4, 64).half()
+    gain, _, _ = probe_norm(norm, x)
+    torch.testing.assert_close(gain * x, norm(x), rtol=1e-2, atol=1e-2)
+
+
 @pytest.mark.parametrize("make", NORMS)
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])

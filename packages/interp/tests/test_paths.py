@@ -14,6 +14,7 @@ from interp import (
     patch,
     record,
 )
+from interp.lens import head_outputs
 from interp.patching import (
     Node,
     edge_attribution,
@@ -316,6 +317,30 @@ def test_estimates_are_refused_inside_a_patch_of_patterns() -> None:
             edge_attribution(decoder, CLEAN, CORRUPTED, metric)
         # Exact effects of equal prompts are 0.
         assert not patch_edges(decoder, CLEAN, CLEAN, metric).values.any()
+
+
+def test_patches_around_patch_edges_act_once() -> None:
+    decoder = random_decoder("GPTNeoX")
+    metric, z = metric_of(decoder), "blocks.0.attention.o:input"
+    senders, receivers = [Node("head", 0, 1)], [Node("mlp", 1), Node("final")]
+    sites = (z, "blocks.1:input", "norm:input")
+    with patch(decoder, dict.fromkeys(sites, lambda x: 1.5 * x)):
+        edges = patch_edges(decoder, CLEAN, CORRUPTED, metric, senders=senders, receivers=receivers)
+        outputs = []
+        for tokens in (CLEAN, CORRUPTED):
+            with record(decoder, z, "blocks.1") as seen:
+                decoder(tokens)
+            weight = decoder.layers[0].attention.o.weight
+            outputs.append(head_outputs(seen[z], weight, heads=4)["head1"])
+        change = outputs[0] - outputs[1]
+        before = metric(seen["blocks.1"])
+        with (
+            patch(decoder, {"blocks.1.norm2:input": lambda x: x + change}),
+            record(decoder, "blocks.1") as patched,
+        ):
+            decoder(CORRUPTED)
+        expected = [metric(patched["blocks.1"]), metric(seen["blocks.1"] + change)]
+        torch.testing.assert_close(edges.values, torch.stack(expected).T - before)
 
 
 def test_equal_prompts_have_no_gap_to_recover() -> None:

@@ -156,6 +156,11 @@ def test_browser_draws_sorts_and_shows_values(page: tuple[str, dict], tmp_path: 
     assert 'aria-sort="descending"' in text
 
 
+def test_browser_draws_more_values_than_a_function_has_arguments(tmp_path: Path) -> None:
+    path = view(tmp_path / "page.html", tokens=["a"] * 1024, patching=torch.randn(200, 1024))
+    assert 'data-ready-ms="' in drawn(path, tmp_path)
+
+
 @pytest.mark.timing
 def test_large_page_is_written_within_a_second(tmp_path: Path) -> None:
     patterns = torch.randn(12, 12, 128, 128).softmax(-1)

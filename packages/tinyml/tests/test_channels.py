@@ -7,6 +7,7 @@ import pytest
 import torch
 from tinyml import IntegerModel, exported, prune_channels, size_of, sort_channels
 from tinyml.pruning.channels import channel_groups
+from tinyml.pruning.equality import _is_close
 from torch import nn
 
 
@@ -297,6 +298,12 @@ def scaled_by_mean(model, x):
     return model.b(x * x.mean())  # over all dimensions
 
 
+def split_and_read(model, x):
+    b = model.b(x)
+    left, right = (model.a(x) + b).split(4, -1)
+    return model.d(left * right) + model.c(b)
+
+
 @pytest.mark.parametrize(
     ("model", "node"),
     [
@@ -316,12 +323,37 @@ def scaled_by_mean(model, x):
         ),
         (nn.Sequential(conv(3, 8, 3), nn.Softmax(1), conv(8, 2, 3)), "softmax"),
         (By(scaled_by_mean, a=conv(3, 8, 3), b=conv(8, 2, 3)), "mean"),
+        (
+            By(
+                lambda s, x: s.b(s.pool(s.a(x[:, 0]).transpose(1, 2)).transpose(1, 2)),
+                a=linear(6, 8),
+                pool=nn.MaxPool2d((2, 1)),
+                b=linear(4, 2),
+            ),
+            "max_pool2d",
+        ),
+        (
+            By(
+                split_and_read,
+                a=linear(6, 8),
+                b=linear(6, 8),
+                c=linear(8, 2),
+                d=linear(4, 2),
+            ),
+            "a: split",
+        ),
         (nn.Sequential(conv(3, 3, 3)), "0: the model returns them"),
     ],
 )
 def test_units_that_stay_are_named_with_the_node_that_blocks_them(model, node):
     with pytest.raises(ValueError, match=node):
         prune_channels(model, 0.5, X)
+
+
+def test_outputs_whose_norm_overflows_in_float16_are_compared():
+    outputs = torch.full((100_000,), 300.0).half()
+    assert _is_close(outputs, outputs, in_double=False)
+    assert not _is_close(0 * outputs, outputs, in_double=False)
 
 
 def test_normalization_without_weights_says_its_size():

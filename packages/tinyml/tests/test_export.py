@@ -164,6 +164,15 @@ def test_a_failed_write_leaves_the_old_file(tmp_path, monkeypatch):
     assert [p.name for p in tmp_path.iterdir()] == [path.name]
 
 
+def test_a_symbolic_link_is_followed(tmp_path):
+    path, link = tmp_path / "model.safetensors", tmp_path / "latest.safetensors"
+    link.symlink_to(path)
+    save(model(), link)
+    assert link.is_symlink()
+    assert not path.is_symlink()
+    load(model(), path)
+
+
 def test_the_wrong_model_or_file_says_so(tmp_path):
     path = tmp_path / "model.safetensors"
     save(quantize(model(), 4), path)

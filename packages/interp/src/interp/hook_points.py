@@ -53,8 +53,10 @@ class Scale(Activation):
 
     def read(self, tensor: Tensor) -> Tensor:
         """Return the root of the mean square, after centering if the norm is a layer norm."""
-        square = center(self.norm, tensor).square().mean(-1, keepdim=True)
-        return (square + cast(float, self.norm.eps)).sqrt()
+        # In half precision, squares overflow and sums lose digits. Norms compute in float32, too.
+        wide = tensor.to(torch.promote_types(tensor.dtype, torch.float32))
+        square = center(self.norm, wide).square().mean(-1, keepdim=True)
+        return (square + cast(float, self.norm.eps)).sqrt().to(tensor)
 
     def write(self, value: Tensor, tensor: Tensor) -> Tensor:
         """Return the tensor unchanged; raise ValueError if the scale was changed."""

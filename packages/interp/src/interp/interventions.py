@@ -95,9 +95,11 @@ def knock_out_attention(
         wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
         remaining = wide.masked_fill(blocked, 0.0)
         # A row's sum is less than 1 by the weight of its sink, or by rounding errors: those of its
-        # weights are at most half a unit, and the sum has further ones.
+        # weights are at most half a unit, and those of the sums in the softmax and here grow with
+        # the number of keys.
         sink = 1 - wide.sum(-1, keepdim=True)
-        rounding = torch.finfo(pattern.dtype).eps / 2 + 4 * torch.finfo(wide.dtype).eps
+        sum_units = 4 + key_count**0.5
+        rounding = torch.finfo(pattern.dtype).eps / 2 + sum_units * torch.finfo(wide.dtype).eps
         sink = sink.where(sink > rounding, 0.0)
         total = remaining.sum(-1, keepdim=True) + sink
         is_changed = blocked.any(-1)[..., None]

@@ -212,9 +212,10 @@ def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
     gain, shift, centered = _gain_and_shift(norm, x)
     projected = gain * (x - x.mean(-1, keepdim=True) if centered else x)
     moved = norm(x) - shift
-    scale = (moved * projected).sum(-1, keepdim=True) / projected.square().sum(
-        -1, keepdim=True
-    ).clamp_min(torch.finfo(x.dtype).tiny)
+    # The products overflow in float16.
+    wide = projected.to(torch.promote_types(x.dtype, torch.float32))
+    size = wide.square().sum(-1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
+    scale = ((moved * wide).sum(-1, keepdim=True) / size).to(x)
     if not _close(scale * projected, moved):
         raise ValueError(
             "the norm is not of the form g * x / s(x) + b (layer norm, RMS norm), so logits are "

@@ -180,11 +180,13 @@ def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
 
 @contextmanager
 def installed_hooks(
-    model: nn.Module, actions: Mapping[str, Callable[[Tensor], Tensor | None]]
+    model: nn.Module,
+    actions: Mapping[str, Callable[[Tensor], Tensor | None]],
+    prepend: bool = False,
 ) -> Iterator[None]:
     """Call each action with the tensor of its site; if it returns a tensor, use that one instead.
 
-    The hooks are removed on exit.
+    With `prepend`, the actions run before other hooks. The hooks are removed on exit.
     """
     handles = []
     try:
@@ -193,9 +195,11 @@ def installed_hooks(
             module = model.get_submodule(name)
             if side:
                 hook = partial(_on_input, site, action)
-                handles.append(module.register_forward_pre_hook(hook, with_kwargs=True))
+                handle = module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=True)
             else:
-                handles.append(module.register_forward_hook(partial(_on_output, site, action)))
+                output_hook = partial(_on_output, site, action)
+                handle = module.register_forward_hook(output_hook, prepend=prepend)
+            handles.append(handle)
         yield
     finally:
         for handle in handles:

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from tinyml.export.atomic_file import atomic_file
 from tinyml.integer.model import IntegerModel
 from tinyml.integer.to_c import to_c
 from tinyml.quantization.kmeans import kmeans
@@ -222,7 +223,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     for row in rows:
         print(json.dumps(row))
     if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
+        with atomic_file(arguments.json) as part:
+            part.write_text(json.dumps(rows, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from interp.prompts import (
     measure,
     split_pairs,
 )
-from interp.tap import patch, record
+from interp.tap import installed_hooks, patch, record
 from interp.text import Texts, Tokenizer
 
 
@@ -128,8 +128,7 @@ def measure_edges(
             else:
                 site, replacement = _receiver_patch(run, receiver, changes[chosen])
                 with patch(model, {site: replacement}):
-                    streams = run.block_inputs[receiver.layer].repeat(len(chosen), 1, 1)
-                    after = measure(metric, run(streams, receiver.layer))
+                    after = measure(metric, run(receiver.layer, len(chosen)))
             values[chosen, column] = after - baseline
     return values
 
@@ -173,23 +172,29 @@ def sender_changes(
             "edges need learned positions in the stream, got positions in queries and keys only; "
             "use patch_parts"
         )
-    sites = ("blocks.0:input", "blocks.*.attention.o:input", "blocks.*.mlp_out")
-    with record(model, *sites) as seen:
+    # The calls of `attention.o` below call its hooks, so its inputs are those before hooks.
+    mixed: dict[str, Tensor] = {}
+    sites = [f"blocks.{i}.attention.o:input" for i in range(len(model.layers))]
+    actions = {site: partial(mixed.__setitem__, site) for site in sites}
+    with (
+        installed_hooks(model, actions, prepend=True),
+        record(model, "blocks.0:input", "blocks.*.mlp_out") as seen,
+    ):
         forward(model, clean)
-        before = dict(seen)
+        before = seen | mixed
         forward(model, corrupted)
     changes = [before["blocks.0:input"] - seen["blocks.0:input"]]
-    for i, block in enumerate(model.layers):
-        attention, site = block.attention, f"blocks.{i}.attention.o:input"
+    for i, (block, site) in enumerate(zip(model.layers, sites, strict=True)):
+        attention = block.attention
         # A norm after the attention reads all heads together, so each head is changed separately
         # while the other heads keep their corrupted outputs.
-        corrupted_heads = seen[site].expand(attention.heads, -1, -1)
+        corrupted_heads = mixed[site].expand(attention.heads, -1, -1)
         head = torch.arange(attention.heads, device=corrupted_heads.device)
         clean_heads = before[site].unflatten(-1, (attention.heads, -1))[0].transpose(0, 1)
         index = (head, slice(None), head)
         changed = replace_heads(index, clean_heads, attention.heads, corrupted_heads)
         new_output = block.attention_out(attention.o(changed))
-        old_output = block.attention_out(attention.o(seen[site]))
+        old_output = block.attention_out(attention.o(mixed[site]))
         changes.append(new_output - old_output)
         changes.append(before[f"blocks.{i}.mlp_out"] - seen[f"blocks.{i}.mlp_out"])
     all_senders, all_receivers = _all_nodes(model)

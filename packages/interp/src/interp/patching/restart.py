@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor
 
 from interp.decoder.decoder import Decoder
 from interp.prompts import Prompt, forward
-from interp.tap import record
+from interp.tap import installed_hooks, record
 
 
 class Restart:
@@ -14,11 +16,11 @@ class Restart:
 
     `batch` is the number of streams that callers continue together.
 
-    Hooks of the model act on the recorded pass and again on a continuation. Callers that compute
-    parts of blocks therefore reject hooks with `require_unchanged_blocks`.
+    Hooks of the model act on the recorded pass and on a continuation. Callers that compute parts of
+    blocks reject hooks with `require_unchanged_blocks`.
     """
 
-    #: The recorded input of each block, (1, seq, d_model).
+    #: The stream that each block reads, (1, seq, d_model), after hooks of the input.
     block_inputs: list[Tensor]
     #: The output of the last block, (1, seq, d_model).
     final_stream: Tensor
@@ -40,15 +42,25 @@ class Restart:
         # The arguments of the first block: stream, padding, position embeddings, positions, cache.
         received: list[Tensor | None] = []
         hook = model.layers[0].register_forward_pre_hook(lambda _, args: received.extend(args))
-        with hook, record(model, "blocks.*:input", "norm:input", *projection_sites) as seen:
+        inputs = [f"blocks.{i}:input" for i in range(len(model.layers))]
+        last_block = f"blocks.{len(model.layers) - 1}"
+        #: The inputs of blocks before hooks, which a continuation calls again.
+        self._inputs: dict[str, Tensor] = {}
+        actions = {site: partial(self._inputs.__setitem__, site) for site in inputs}
+        with (
+            hook,
+            installed_hooks(model, actions, prepend=True),
+            record(model, *inputs, last_block, *projection_sites) as seen,
+        ):
             forward(model, prompt)
         self.layout = received[1], received[2], received[3]
-        self.final_stream = seen.pop("norm:input")
-        self.block_inputs = [seen.pop(f"blocks.{i}:input") for i in range(len(model.layers))]
+        self.final_stream = seen.pop(last_block)
+        self.block_inputs = [seen.pop(site) for site in inputs]
         self.projections = dict(seen)
 
-    def __call__(self, stream: Tensor, start: int) -> Tensor:
-        """Run the blocks from `start` on; return the final stream, (n, seq, d_model)."""
+    def __call__(self, start: int, rows: int) -> Tensor:
+        """Run the blocks from `start` on for copies of the prompt; return (rows, seq, d_model)."""
+        stream = self._inputs[f"blocks.{start}:input"].repeat(rows, 1, 1)
         for block in self.model.layers[start:]:
             stream = block(stream, *self.layout)
         return stream

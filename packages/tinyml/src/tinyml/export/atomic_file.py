@@ -12,9 +12,9 @@ from pathlib import Path
 def atomic_file(path: str | Path) -> Iterator[Path]:
     """Yield a temporary path next to `path`; rename it to `path` if the body succeeds.
 
-    If the body raises an error, delete the temporary file.
+    If the body raises an error, delete the temporary file. A symbolic link is followed.
     """
-    path = Path(path)
+    path = Path(path).resolve()
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         yield part

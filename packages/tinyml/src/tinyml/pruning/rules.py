@@ -15,7 +15,7 @@ from torch import fx
 
 from tinyml.exported import ELEMENTWISE, operator_name, shape_of
 from tinyml.pruning.groups import Along, Group, Product, Slice
-from tinyml.pruning.units import PRODUCT_OPERATORS, Walk
+from tinyml.pruning.units import Walk
 
 
 def _linear(walk: Walk, node: fx.Node, x: fx.Node, weight: Any, bias: Any = None) -> Any:
@@ -192,9 +192,10 @@ def _attention(
 
 
 def _inner(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
-    """Pass units through windows over dimensions after the second one."""
+    """Pass units on unless a window of the operator, such as that of `max_pool2d`, covers them."""
     along = walk.values[x]
-    return along if along.dim <= 1 and len(shape_of(x)) > 2 else walk.block(node)
+    window_dims = next(int(letter) for letter in operator_name(node) if letter.isdigit())
+    return along if along.dim < len(shape_of(x)) - window_dims else walk.block(node)
 
 
 def _pad(walk: Walk, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any, **__: Any) -> Any:
@@ -265,8 +266,9 @@ def _split(walk: Walk, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> A
     (group, extent), *more = along.parts
     group = walk.find(group)
     widths = [sizes] * (total // sizes) if isinstance(sizes, int) else list(sizes)
-    is_single = not more and group.size == extent and not group.blocked_by
-    if not is_single or sum(widths) != total or group.layers("reader") or not _is_alone(x):
+    is_single = not more and group.size == extent and {s.width for s in group.slices} == {1}
+    is_written_only = not group.blocked_by and not group.layers("reader") and _is_alone(walk, x)
+    if not is_single or not is_written_only or sum(widths) != total:
         return walk.block(node)
     pieces, start = [], 0
     for size in widths:
@@ -309,13 +311,14 @@ def _view(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     return Along(dim, ((group, extent),))
 
 
-def _is_alone(node: fx.Node) -> bool:
-    """Return True if each value from the product to `node` has a single consumer."""
-    while operator_name(node) not in PRODUCT_OPERATORS:
-        if len(node.users) > 1 or not node.all_input_nodes:
-            return False
-        node = node.all_input_nodes[0]
-    return len(node.users) == 1
+def _is_alone(walk: Walk, node: fx.Node) -> bool:
+    """Return True if each value with these units, from the products on, has a single consumer."""
+    if len(node.users) > 1:
+        return False
+    if any(product.node is node for product in walk.products.values()):
+        return True
+    sources = [n for n in node.all_input_nodes if walk.values[n] is not None]
+    return all(_is_alone(walk, source) for source in sources)
 
 
 _WINDOWS = (

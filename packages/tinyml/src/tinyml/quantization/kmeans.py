@@ -117,9 +117,8 @@ def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     fits = values.is_floating_point() and values.dtype != torch.float64
     flat = values.reshape(-1).to(torch.float32 if fits else torch.float64)
     ordered = _sorted(flat)
-    sums = torch.zeros(ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
-    torch.cumsum(ordered, 0, dtype=torch.float64, out=sums[1:])
-    if not torch.isfinite(sums[-1]):
+    sums = _sums_from_zero(ordered)
+    if not sums[[0, -1]].isfinite().all():
         raise ValueError("expected values whose sum is finite in float64, got larger ones")
     if int((ordered[1:] != ordered[:-1]).sum()) < _MOST_POINTS_WITHOUT_SUMMARY:
         points, counts = torch.unique_consecutive(ordered, return_counts=True)
@@ -148,6 +147,18 @@ def _sorted(flat: Tensor) -> Tensor:
         return flat.sort().values
     # Sorting in numpy uses vector instructions, and sorting in torch does not.
     return torch.from_numpy(np.sort(flat.numpy()))
+
+
+def _sums_from_zero(ordered: Tensor) -> Tensor:
+    """Return sums (n + 1,) whose differences are the sums of ranges of n sorted values.
+
+    Each entry is the sum of the values between zero and its position. From the first value on, a
+    large negative value would round off the values after it.
+    """
+    first = int((ordered < 0).sum())
+    below = ordered[:first].flip(0).cumsum(0, dtype=torch.float64).flip(0)
+    above = ordered[first:].cumsum(0, dtype=torch.float64)
+    return torch.cat([-below, below.new_zeros(1), above])
 
 
 def _boundaries(centroids: Tensor, like: Tensor) -> Tensor:
