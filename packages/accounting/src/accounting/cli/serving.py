@@ -209,8 +209,8 @@ def _inference_seconds(
 def _device_operations(model: Transformer, work: Breakdown, tensor: int, tokens: int) -> float:
     """Return the operations on a device, which repeats the products that are not split.
 
-    `work` are the operations of a whole stage. Examples of products that are not split are latents,
-    routers, the index of sparse attention, and more devices than key heads.
+    `work` are the operations of a whole stage. Latents, routers and the index of sparse attention
+    are not split. Key heads are repeated if they are fewer than the devices.
     """
     index = float(work["index"].total) if "index" in work else 0.0
     operations = (float(work.total) + (tensor - 1) * index) / tensor
