@@ -710,6 +710,23 @@ def test_tensors_that_a_variant_should_not_store_fail(kind, nbytes, name):
     assert tampered(change) == [name]
 
 
+@pytest.mark.parametrize(("variant", "nbytes", "passes"), [
+    ("zero 1", 408, True), ("zero 2", 408, True), ("zero 2", 412, False), ("ddp flat", 408, False),
+])  # fmt: skip
+def test_a_flat_buffer_of_zero_may_be_padded_to_a_multiple_of_the_ranks(variant, nbytes, passes):
+    moments = 800 if variant == "ddp flat" else 272
+    stored = {"parameters": nbytes, "moments": moments, "all": nbytes + moments}
+    record = SimpleNamespace(
+        config=replace(CONFIG, world=3),
+        evidence={"model_counts": {"parameters": 100}},
+        train=SimpleNamespace(
+            rows=[{"variant": variant}], final_weights={variant: {"stored": [stored] * 3}}
+        ),
+    )
+    checks = {check.name: check.passed for check in weight_checks.stored_tensors(record)}
+    assert checks[f"{variant}: stored parameters"] is passes
+
+
 @pytest.mark.parametrize(("change", "failed"), [(0.0, SINGLE), (1e-4, "")])
 def test_a_variant_whose_losses_are_not_rounded_to_bf16_fails(change, failed):
     trajectory = [5.0 - 0.1 * step for step in range(12)]
