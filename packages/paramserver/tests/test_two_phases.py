@@ -341,6 +341,7 @@ NUMBER = st.integers(0, 10**12)
 PUSH = st.tuples(NUMBER, NUMBER, NUMBER)
 
 
+@settings(max_examples=30)
 @given(
     start=NUMBER,
     entries=st.lists(
