@@ -1,5 +1,6 @@
 """The command as a user types it: a whole run, bad input, Ctrl-C and a killed worker."""
 
+import io
 import json
 import os
 import re
@@ -9,14 +10,20 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest import mock
 
 import pytest
 from figures import assert_at_most
 from llmsys_suite import cli
+from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import VARIANT_NAMES
+from llmsys_suite.ranks import launch, worker
 from llmsys_suite.report.tables import evidence_of, planned
+from llmsys_suite.stages import links
+from worker_pool import run_ranks
 
 LLMSYS = [sys.executable, "-m", "llmsys_suite"]
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -48,27 +55,39 @@ learn = 8
 """
 
 
+def run_as_rank(values):
+    """Run all stages as this rank, with two sizes of messages; return the exit status."""
+    os.environ[launch.STORE] = os.environ["STORE_FILE"]
+    links.SIZES = (1 << 10, 1 << 20)
+    return worker.work(RunConfig.from_json(values))[0]
+
+
+def launch_in_pool(config):
+    """Launch a run in processes that have imported torch already; return its exit status."""
+    return max(run_ranks(run_as_rank, config.world, config.to_json(), backend="", timeout=600))
+
+
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory):
     """One short run of every stage, shared by the tests that read its folder."""
     folder = tmp_path_factory.mktemp("run")
     out = folder / "run"
     (folder / "short.toml").write_text(SHORT)
-    options = ["--config", str(folder / "short.toml")]
-    done = subprocess.run(
-        [*LLMSYS, "run", *options, "--out", str(out)],
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    return out, done
+    arguments = ["llmsys", "run", "--config", str(folder / "short.toml"), "--out", str(out)]
+    with (
+        mock.patch.object(launch, "launch", launch_in_pool),
+        mock.patch.object(sys, "argv", arguments),
+        redirect_stdout(io.StringIO()) as printed,
+        pytest.raises(SystemExit) as exit,
+    ):
+        cli.main()
+    return out, exit.value.code, printed.getvalue()
 
 
 def test_a_run_ends_with_every_audit_check_green(finished):
-    out, done = finished
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"audit: (\d+)/\1 passed", done.stdout)
+    out, status, printed = finished
+    assert not status, printed
+    assert re.search(r"audit: (\d+)/\1 passed", printed)
     checks = json.loads((out / "checks.json").read_text())
     assert len(checks) > 50
     assert all(check["passed"] for check in checks)
@@ -98,7 +117,7 @@ def test_a_whole_run_takes_150_seconds_and_what_was_planned(tmp_path):
 
 
 def test_the_folder_holds_what_the_readme_says(finished):
-    out, _ = finished
+    out, *_ = finished
     names = {path.name for path in out.iterdir()}
     reports = {"report.md", "report.html", "inspect.html", "model.safetensors"}
     records = {"env.json", "config.json", "samples.jsonl", "summary.json", "checks.json"}
@@ -108,14 +127,14 @@ def test_the_folder_holds_what_the_readme_says(finished):
 
 
 def test_the_loss_falls_on_real_text(finished):
-    out, _ = finished
+    out, *_ = finished
     losses = json.loads((out / "summary.json").read_text())["stages"]["train"]["losses"]
     assert all(curve[-1] < 0.9 * curve[0] for curve in losses.values())
     assert tuple(losses) == VARIANT_NAMES
 
 
 def test_the_report_is_one_page_that_fetches_nothing(finished):
-    out, _ = finished
+    out, *_ = finished
     page = (out / "report.html").read_text()
     assert len(page.encode()) <= 1e6
     assert page.count("<svg") == 4
@@ -124,7 +143,7 @@ def test_the_report_is_one_page_that_fetches_nothing(finished):
 
 
 def test_every_rank_every_step_every_phase_is_kept_raw(finished):
-    out, _ = finished
+    out, *_ = finished
     samples = [json.loads(line) for line in (out / "samples.jsonl").read_text().splitlines()]
     flat = [s for s in samples if s["stage"] == "train" and s["variant"] == "ddp flat"]
     assert {(s["rank"], s["step"]) for s in flat} == {(r, s) for r in (0, 1) for s in range(7)}
@@ -140,7 +159,7 @@ def test_every_rank_every_step_every_phase_is_kept_raw(finished):
 def test_the_bench_has_a_flat_row_for_every_variant_of_each_case(finished):
     from llmsys_suite import bench
 
-    out, _ = finished
+    out, *_ = finished
     rows = bench.rows(json.loads((out / "summary.json").read_text())["stages"])
     assert Counter(row["case"] for row in rows) == {
         "train": len(VARIANT_NAMES),
@@ -157,12 +176,12 @@ def peaks_of(out):
 
 
 def test_no_process_takes_more_than_one_and_a_half_gibibytes(finished):
-    out, _ = finished
+    out, *_ = finished
     assert {stage: mib for stage, mib in peaks_of(out).items() if mib > 1536} == {}
 
 
 def test_a_tampered_record_is_red_and_fails(finished):
-    out, _ = finished
+    out, *_ = finished
     from llmsys_suite.audit import training_checks
 
     folder = RunFolder.open(out)
@@ -181,7 +200,7 @@ def test_a_tampered_record_is_red_and_fails(finished):
 
 
 def test_an_edited_folder_is_one_line_and_status_2(finished, tmp_path, command):
-    out, _ = finished
+    out, *_ = finished
     copy = shutil.copytree(out, tmp_path / "copy")
     (copy / "samples.jsonl").write_text("")
     status, _, errors = command("compare", out, copy)
@@ -190,7 +209,7 @@ def test_an_edited_folder_is_one_line_and_status_2(finished, tmp_path, command):
 
 
 def test_the_report_is_made_again_and_a_run_is_not_compared_with_itself(finished, command):
-    out, _ = finished
+    out, *_ = finished
     before = (out / "report.html").read_text()
     status, printed, _ = command("report", out)
     assert status == 0

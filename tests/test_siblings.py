@@ -131,9 +131,10 @@ def test_a_readme_has_the_common_sections(package):
     assert re.findall(r"^## (.*)$", text, re.MULTILINE) == SECTIONS
 
 
-# Each job runs in a fork of one process, which imports torch once for all jobs that need it.
+# Each job runs in a fork of one process, which imports scipy, and torch for all jobs that need it.
 JOBS = """
 import json, os, sys, traceback
+import scipy.optimize
 heavy, jobs = json.loads(sys.argv[1])
 for name, needs_torch, code in jobs:
     if needs_torch:

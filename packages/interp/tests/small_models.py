@@ -6,7 +6,7 @@ COMMON = {
     "vocab_size": 37,
     "hidden_size": 24,
     "intermediate_size": 20,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
@@ -44,7 +44,7 @@ WINDOW = {"head_dim": 8, "sliding_window": 5}
 FALCON = {
     "vocab_size": 37,
     "hidden_size": 24,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "max_position_embeddings": 64,
     "bos_token_id": None,
@@ -52,7 +52,7 @@ FALCON = {
 }
 FAMILIES = {
     "GPT2LMHeadModel": {
-        "vocab_size": 37, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 32,
+        "vocab_size": 37, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32,
         "bos_token_id": None, "eos_token_id": None,
     },
     "LlamaForCausalLM": COMMON,
@@ -74,10 +74,10 @@ FAMILIES = {
     "Gemma2ForCausalLM": COMMON | WINDOW,
     "Gemma3ForCausalLM": COMMON
     | WINDOW
-    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    | {"layer_types": ["sliding_attention", "full_attention"]},
     "Gemma3ForCausalLM local": COMMON
     | WINDOW
-    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    | {"layer_types": ["sliding_attention", "full_attention"]},
     "Phi3ForCausalLM": COMMON,
     "GPTNeoXForCausalLM": {k: v for k, v in COMMON.items() if k != "num_key_value_heads"},
     "GPTNeoXForCausalLM sequential": {k: v for k, v in COMMON.items() if k != "num_key_value_heads"}
@@ -98,23 +98,23 @@ FAMILIES = {
     "CohereForCausalLM": COMMON,
     "Cohere2ForCausalLM": COMMON
     | WINDOW
-    | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    | {"layer_types": ["sliding_attention", "full_attention"]},
     "GraniteForCausalLM": COMMON
     | {
         "embedding_multiplier": 3.0, "logits_scaling": 2.0, "residual_multiplier": 0.5,
         "attention_multiplier": 0.3,
     },
     "GPTJForCausalLM": {
-        "vocab_size": 37, "n_embd": 24, "n_layer": 3, "n_head": 4, "n_positions": 32,
+        "vocab_size": 37, "n_embd": 24, "n_layer": 2, "n_head": 4, "n_positions": 32,
         "rotary_dim": 4, "bos_token_id": None, "eos_token_id": None,
     },
     "OPTForCausalLM": {
-        "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 3, "num_attention_heads": 4,
+        "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
         "ffn_dim": 20, "max_position_embeddings": 64, "word_embed_proj_dim": 24,
         "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
     },
     "BloomForCausalLM": {
-        "vocab_size": 37, "hidden_size": 24, "n_layer": 3, "n_head": 6,
+        "vocab_size": 37, "hidden_size": 24, "n_layer": 2, "n_head": 6,
         "bos_token_id": None, "eos_token_id": None, "max_position_embeddings": 64,
     },
     "FalconForCausalLM": FALCON,

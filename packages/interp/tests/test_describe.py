@@ -697,15 +697,17 @@ def test_other_constants_than_those_of_the_configuration_are_refused(constant: s
         describe(model)
 
 
-@pytest.mark.parametrize("how", ["optimizer", "data", "no_grad"])
+#: Separate, fused and interleaved projections of queries, keys and values.
+PROJECTIONS = ("LlamaForCausalLM", "Phi3ForCausalLM", "FalconForCausalLM")
+
+
 @pytest.mark.parametrize(
-    "name",
+    ("name", "how"),
     [
-        # Separate, fused and interleaved projections of queries, keys and values.
-        name
-        if name in ("LlamaForCausalLM", "Phi3ForCausalLM", "FalconForCausalLM")
-        else pytest.param(name, marks=pytest.mark.exhaustive)
+        pytest.param(name, how, marks=[] if is_usual else pytest.mark.exhaustive)
         for name in FAMILIES
+        for how in ("optimizer", "data", "no_grad")
+        for is_usual in [name == PROJECTIONS[0] or (name in PROJECTIONS and how == "data")]
     ],
 )
 def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -> None:

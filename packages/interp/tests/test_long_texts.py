@@ -82,7 +82,7 @@ STRETCHED: dict[str, tuple[str, dict[str, Any], int]] = {
         "Olmo3ForCausalLM",
         FAMILIES["Olmo3ForCausalLM"]
         | {
-            "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            "layer_types": ["sliding_attention", "full_attention"],
             "rope_parameters": {
                 "full_attention": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0},
                 "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
@@ -111,8 +111,10 @@ def fresh_logits(model: nn.Module, tokens: Tensor, **arguments: Tensor) -> Tenso
     return model(tokens, **arguments, use_cache=False).logits
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("method", STRETCHED)
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [*((method, torch.float32) for method in STRETCHED), ("longrope", torch.bfloat16)],
+)
 def test_texts_on_both_sides_of_the_original_length_are_described(
     method: str, dtype: torch.dtype
 ) -> None:

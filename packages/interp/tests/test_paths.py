@@ -261,16 +261,16 @@ def test_errors_of_the_largest_estimates_are_reported() -> None:
 
 
 def test_metrics_may_change_their_argument_in_place() -> None:
-    decoder = random_decoder("GPTNeoX")
-    metric = metric_of(decoder)
+    decoder = attention_only(2, 1.0)
+    metric = logit_difference(None, decoder.unembed, 5, 8)
     effects = patch_edges(decoder, CLEAN, CORRUPTED, lambda streams: metric(streams.square_()))
     expected = patch_edges(decoder, CLEAN, CORRUPTED, lambda streams: metric(streams.square()))
     torch.testing.assert_close(effects.values, expected.values)
 
 
 def test_metrics_that_mix_streams_are_refused() -> None:
-    decoder = random_decoder("GPTNeoX")
-    metric = metric_of(decoder)
+    decoder = attention_only(2, 1.0)
+    metric = logit_difference(None, decoder.unembed, 5, 8)
     mixtures: list[Callable[[Tensor], Tensor]] = [
         lambda values: values - values.mean(),
         lambda values: values.softmax(0),
@@ -284,8 +284,8 @@ def test_metrics_that_mix_streams_are_refused() -> None:
 
 
 def test_metrics_without_gradients_are_measured() -> None:
-    decoder = random_decoder("GPTNeoX")
-    metric = metric_of(decoder)
+    decoder = attention_only(2, 1.0)
+    metric = logit_difference(None, decoder.unembed, 5, 8)
     expected = patch_streams(decoder, CLEAN, CORRUPTED, metric).values
     values = patch_streams(
         decoder, CLEAN, CORRUPTED, lambda streams: torch.from_numpy(metric(streams).numpy())
@@ -344,8 +344,8 @@ def test_patches_around_patch_edges_act_once() -> None:
 
 
 def test_equal_prompts_have_no_gap_to_recover() -> None:
-    decoder = random_decoder("GPTNeoX")
-    metric = metric_of(decoder)
+    decoder = attention_only(2, 1.0)
+    metric = logit_difference(None, decoder.unembed, 5, 8)
     for shift in range(3):
         result = patch_streams(decoder, CLEAN + shift, CLEAN + shift, metric)
         with pytest.raises(ValueError, match="no gap to recover"):

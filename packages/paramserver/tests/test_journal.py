@@ -211,7 +211,7 @@ def train_on_full_disk(started, policy, servers, full_at, monkeypatch, *, is_kil
     return trained, next(records)
 
 
-@pytest.mark.parametrize("stride", [3, pytest.param(1, marks=pytest.mark.exhaustive)])
+@pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize("is_killed", [False, True])
 @pytest.mark.parametrize("servers", [1, 2])
 @pytest.mark.parametrize(

@@ -106,7 +106,7 @@ def diloco_in_twenty_lines(workers, rounds, steps, inner=INNER):
     return {name: p.detach() for name, p in theta.named_parameters()}
 
 
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_local_steps_are_diloco(servers):
     policy = LocalSteps(4, OUTER)
     result = run(train, model(), INNER, policy, args=(12,), workers=3, servers=servers)
@@ -124,8 +124,21 @@ OTHER_INNER = [
 
 @pytest.mark.parametrize("inner", OTHER_INNER, ids=lambda inner: inner.func.__name__)
 def test_local_steps_with_other_inner_optimizers_are_diloco(inner):
-    result = run(train, model(), inner, LocalSteps(4, OUTER), args=(8,), workers=2)
-    assert_equal_parameters(result.parameters, diloco_in_twenty_lines(2, 2, 4, inner))
+    trained, _ = train_in_threads(LocalSteps(4, OUTER), inner, 8)
+    assert_equal_parameters(trained, diloco_in_twenty_lines(2, 2, 4, inner))
+
+
+def train_in_threads(policy, spec, steps):
+    """Train two workers with two servers in this process; return the parameters of both."""
+    parameters = dict(model().named_parameters())
+    hosts = [
+        Server(parameters, spec, policy, workers=2, shard=shard)
+        for shard in partition(parameters, 2)
+    ]
+    workers = [Worker(model(), hosts, rank=rank, local=policy, optimizer=spec) for rank in range(2)]
+    in_threads(*(partial(train_to_the_end, worker, steps) for worker in workers))
+    modules = [worker.module for worker in workers]
+    return [{n: p.detach() for n, p in module.named_parameters()} for module in modules]
 
 
 class StreamingDiloco:
@@ -211,20 +224,9 @@ def test_fragments_are_streaming_diloco(policy, servers, transport):
 
 @pytest.mark.parametrize(("policy", "spec"), CONFIGURATIONS.values(), ids=CONFIGURATIONS)
 def test_published_configurations_equal_the_reference(policy, spec):
-    parameters = dict(model().named_parameters())
-    hosts = [
-        Server(parameters, spec, policy, workers=2, shard=shard)
-        for shard in partition(parameters, 2)
-    ]
-    modules = [model(), model()]
-    workers = [
-        Worker(module, hosts, rank=rank, local=policy, optimizer=spec)
-        for rank, module in enumerate(modules)
-    ]
-    in_threads(*(partial(train_to_the_end, worker, 40) for worker in workers))
     expected = StreamingDiloco(2, policy, 2).train(40, spec)
-    for module in modules:
-        assert_equal_parameters({n: p.detach() for n, p in module.named_parameters()}, expected)
+    for trained in train_in_threads(policy, spec, 40):
+        assert_equal_parameters(trained, expected)
     start = dict(model().named_parameters())
     assert all((start[name] - p).abs().max() > 1e-4 for name, p in expected.items())
 

@@ -281,19 +281,19 @@ def at_own_speed(worker, steps, seconds, folder):
 
 
 def test_run_waits_for_a_much_slower_worker(tmp_path):
-    # The fast worker waits at the end for twice the timeout; no step takes that long.
+    # The fast worker waits at the end for longer than the timeout; no step takes that long.
     result = run(
         at_own_speed,
         Vector(),
         UNIT_SGD,
         Asynchronous(),
-        args=(8, 0.25, tmp_path),
+        args=(6, 0.25, tmp_path),
         workers=2,
         servers=2,
         timeout=1.0,
     )
     assert result.values == [0, 1]
-    assert result.versions == [16, 16]
+    assert result.versions == [12, 12]
 
 
 def test_a_server_that_keeps_a_worker_waiting_is_not_blamed(monkeypatch):
@@ -325,7 +325,7 @@ def test_a_worker_that_waits_for_a_third_is_not_silent():
     hosts = servers_of(Vector(), 1, 3, BulkSynchronous(), timeout=0.6)
 
     def work(worker):
-        for _ in range(2 if worker.rank == 0 else 4):
+        for _ in range(1 if worker.rank == 0 else 3):
             worker.pull()
             if worker.rank == 2:
                 time.sleep(0.4)
@@ -334,13 +334,14 @@ def test_a_worker_that_waits_for_a_third_is_not_silent():
 
     workers = [Worker(Vector(), hosts, rank=rank) for rank in range(3)]
     in_threads(*(partial(work, worker) for worker in workers))
-    assert hosts[0].version == 4
+    assert hosts[0].version == 3
 
 
 NUMBER = st.integers(0, 10**12)
 PUSH = st.tuples(NUMBER, NUMBER, NUMBER)
 
 
+@settings(max_examples=30)
 @given(
     start=NUMBER,
     entries=st.lists(

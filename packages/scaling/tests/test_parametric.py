@@ -187,7 +187,7 @@ def test_better_of_two_vanished_terms_is_revived():
     assert newton.objective(problem, starts, 1e-3) == min(least)
 
 
-@pytest.mark.parametrize("loss", ["huber", "lad"])
+@pytest.mark.parametrize("loss", ["huber", pytest.param("lad", marks=pytest.mark.exhaustive)])
 def test_start_slightly_above_the_best_objective_has_not_landed(loss, monkeypatch):
     polish = newton.polish
 

@@ -170,7 +170,9 @@ def test_misread_runs_hardly_widen_the_interval_of_a_robust_fit():
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
-@pytest.mark.parametrize("irreducible", [0.0, -0.3, -1.0])
+@pytest.mark.parametrize(
+    "irreducible", [0.0, pytest.param(-0.3, marks=pytest.mark.exhaustive), -1.0]
+)
 def test_runs_that_suggest_a_negative_irreducible_loss_have_intervals(irreducible):
     """Laws with a negative term are not possible, so the sample consists of the other laws."""
     runs = isoflop_runs(Law(0.0, 60, 80, 0.2, 0.2), noise=3e-3, budgets=np.geomspace(1e17, 1e20, 5))

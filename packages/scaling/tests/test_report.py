@@ -21,7 +21,7 @@ from scaling import (
     plot,
 )
 from scaling.__main__ import main
-from scaling.page import _svg, backtest_table, report
+from scaling.page import backtest_table, report
 
 
 def few_runs():
@@ -29,27 +29,9 @@ def few_runs():
 
 
 @pytest.fixture(scope="module")
-def page(tmp_path_factory):
-    """Return a page that repeats its first figure, because saving a figure takes seconds."""
-    saved = []
-
-    def save_once(figure):
-        if not saved:
-            saved.append(_svg(figure))
-        return saved[0]
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("scaling.page._svg", save_once)
-        return written_page(tmp_path_factory.mktemp("report"))
-
-
-@pytest.fixture(scope="module")
 def whole_page(tmp_path_factory):
-    return written_page(tmp_path_factory.mktemp("whole"))
-
-
-def written_page(folder):
     """Return the page of a table whose file name contains angle brackets."""
+    folder = tmp_path_factory.mktemp("whole")
     runs = few_runs()
     rows = [f"{n},{d},{x}" for n, d, x in zip(runs.parameters, runs.tokens, runs.loss, strict=True)]
     table, target = folder / "runs <of> ours.csv", folder / "page.html"
@@ -97,16 +79,16 @@ def test_page_is_complete_well_formed_and_loads_nothing(whole_page):
 
 
 @pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")
-def test_page_shows_the_answers_of_the_fits(page):
+def test_page_shows_the_answers_of_the_fits(whole_page):
     fit = fit_parametric(few_runs())
     best = fit.optimal(1e23)
     interval = best.intervals["parameters"]
-    assert f"{best.parameters:.4g} [{interval.low:.3g}, {interval.high:.3g}]" in page
-    assert f"{best.loss:.4g}" in page
+    assert f"{best.parameters:.4g} [{interval.low:.3g}, {interval.high:.3g}]" in whole_page
+    assert f"{best.loss:.4g}" in whole_page
 
 
 def test_method_that_cannot_fit_is_listed_with_its_reason(monkeypatch):
-    # The panels are drawn, but not saved, which takes seconds. The fixture `page` saves some.
+    # The panels are drawn, but not saved, which takes seconds. `whole_page` saves some.
     monkeypatch.setattr("scaling.page._svg", lambda figure: "<figure></figure>")
     # All sizes lie above the best size of their budget, so none of the three budgets has a valley.
     law = Law(1.7, 400, 400, 0.34, 0.28)

@@ -30,7 +30,7 @@ def cheaper(law, factor):
 
 def test_noiseless_speedup_is_exact():
     a, b = (fit_parametric(isoflop_runs(law, **FEW)) for law in (cheaper(LAW, 1.7), LAW))
-    for compute in (1e19, 1e21, 1e23):
+    for compute in (1e19, 1e23):
         speedup = effective_speedup(a, b, compute)
         assert speedup.factor == pytest.approx(1.7, rel=1e-5)
         back = effective_speedup(b, a, compute * speedup.factor)
