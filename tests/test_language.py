@@ -8,7 +8,6 @@ from __future__ import annotations
 import ast
 import gc
 import re
-from bisect import bisect_left
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -20,7 +19,7 @@ from workspace import PACKAGES, ROOT
 #: A docstring or comment that opens with one of these words is a fragment without a subject.
 FRAGMENT = re.compile(r"(?:Of|What|Whether|Which|Who|Whose|How|Those|That|Nobody|None)\b")
 
-FORMAT_SKIP = re.compile(r"#\s*fmt:\s*(?:skip|off)\s*$", re.MULTILINE)
+FORMAT_SKIP = re.compile(r"#\s*fmt:\s*(?:skip|off)\s*$")
 
 #: Words that say nothing about what a name stands for.
 FILLER = frozenset(
@@ -28,12 +27,6 @@ FILLER = frozenset(
         *("told", "heard", "said", "asked", "look", "meet", "found", "given", "held", "kept"),
         *("own", "each", "one", "here", "made", "place", "share", "again", "way"),
     )
-)
-
-#: Text of every expression that `names` or `shapes` may report. A walk over all expressions would
-#: take most of the time of these tests.
-SUSPECT = re.compile(
-    rf"\belse\b(?!:)|\bgetattr\(|\b_*(?:{'|'.join(FILLER)})(?![a-z0-9])", re.IGNORECASE
 )
 
 UNITS = (
@@ -64,7 +57,6 @@ IDIOMS = (
     (r"\bwho (?:is|are)\b", "the noun that is meant"),
     (r"\bin turns\b", "alternately, interleaved"),
 )
-COMPILED_IDIOMS = [(re.compile(words, re.IGNORECASE), instead) for words, instead in IDIOMS]
 
 #: The largest number of words in a sentence of a page.
 MAX_WORDS = 25
@@ -99,33 +91,13 @@ def areas() -> dict[str, list[Path]]:
     return found
 
 
-def relevant_nodes(text: str) -> Iterator[ast.AST]:
-    """Yield every statement, and the expressions of the statements on lines with suspect text."""
-    rows = [row for row, line in enumerate(text.splitlines(), 1) if SUSPECT.search(line)]
-    blocks = ("body", "orelse", "finalbody", "handlers", "cases")
-    todo: list[ast.AST] = [ast.parse(text)]
-    while todo:
-        node = todo.pop()
-        yield node
-        inner = [statement for block in blocks for statement in getattr(node, block, ())]
-        todo += inner
-        if isinstance(node, ast.stmt):
-            last = getattr(inner[0], "lineno", node.lineno) if inner else last_line(node)
-            index = bisect_left(rows, first_line(node))
-            if index == len(rows) or rows[index] > last:
-                continue
-        for child in ast.iter_child_nodes(node):
-            if not isinstance(child, ast.stmt | ast.excepthandler | ast.match_case):
-                yield from ast.walk(child)
-
-
 def prose(text: str, nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     """Yield the line and text of each docstring and of each block of comments."""
     for node in nodes:
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            docstring = ast.get_docstring(node, clean=False)
+            docstring = ast.get_docstring(node)
             if docstring:
-                yield node.body[0].lineno, docstring.lstrip()
+                yield node.body[0].lineno, docstring
     yield from comments(text)
 
 
@@ -188,7 +160,7 @@ def last_line(node: ast.stmt) -> int:
 
 def misplaced_format_skips(path: Path, text: str, nodes: list[ast.AST]) -> Iterator[int]:
     """Yield lines whose formatting is switched off outside kernels and tables."""
-    if {"kernels", "hopper"} & set(path.parts) or not FORMAT_SKIP.search(text):
+    if {"kernels", "hopper"} & set(path.parts):
         return
     statements = [node for node in nodes if isinstance(node, ast.stmt)]
     for row, line in enumerate(text.splitlines(), 1):
@@ -227,15 +199,15 @@ def shapes(nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
 def idioms(text: str) -> Iterator[str]:
     """Yield each idiom in a text, with what to write instead."""
     text = " ".join(text.split())
-    for pattern, instead in COMPILED_IDIOMS:
-        for match in pattern.finditer(text):
+    for pattern, instead in IDIOMS:
+        for match in re.finditer(pattern, text, re.IGNORECASE):
             yield f"{match.group()!r}: write {instead!r}"
 
 
 def findings_in_python(path: Path) -> Iterator[tuple[int, str]]:
     """Yield every finding in a Python file."""
     text = path.read_text()
-    nodes = list(relevant_nodes(text))
+    nodes = list(ast.walk(ast.parse(text)))
     for row, words in prose(text, nodes):
         if FRAGMENT.match(words):
             yield row, f"opens with a fragment: {words[:40]!r}"
