@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
-from workspace import LEAVES, PACKAGES, ROOT, SUITE, UV, folder, module, project, source
+from workspace import LEAVES, PACKAGES, ROOT, SUITE, folder, module, project, source
 
 # Reports the file from which each package would be imported, without importing it.
 REPORT = """
@@ -56,20 +56,17 @@ def link_requirements(package, folder):
 def install(tmp_path):
     """Return a function that installs a package into a new environment and returns its python."""
 
-    def install(package, address, installer="pip"):
+    def install(package, address):
+        linked = tmp_path / "linked"
+        link_requirements(package, linked)
         home = tmp_path / "environment"
         venv.create(home, with_pip=False)
         paths = sysconfig.get_paths("venv", {"base": str(home), "platbase": str(home)})
+        (Path(paths["purelib"]) / "linked.pth").write_text(f"{linked}\n")
         python = home / "bin" / "python"
-        if installer == "uv":
-            command = [UV, "pip", "install", "--no-deps", "--python", python]
-        else:
-            linked = tmp_path / "linked"
-            link_requirements(package, linked)
-            (Path(paths["purelib"]) / "linked.pth").write_text(f"{linked}\n")
-            command = [sys.executable, "-m", "pip", "--python", python, "install"]
+        pip = [sys.executable, "-m", "pip", "--python", python]
         done = subprocess.run(
-            [*command, "--quiet", address],
+            [*pip, "install", "--quiet", address],
             cwd=tmp_path,
             env=without_python_path(),
             capture_output=True,
@@ -103,13 +100,16 @@ def assert_ours(python, packages):
 
 
 # test_siblings.py checks that each package declares what it imports. One package installed alone
-# therefore represents the others. uv is faster than pip.
+# therefore represents the others.
+ALONE = {"tinyml"}
+
+
 @pytest.mark.parametrize(
-    ("leaf", "installer"),
-    [("tinyml", "uv"), *(pytest.param(p, "pip", marks=pytest.mark.exhaustive) for p in LEAVES)],
+    "leaf",
+    [pytest.param(p, marks=() if p in ALONE else pytest.mark.exhaustive) for p in LEAVES],
 )
-def test_pip_install_of_a_folder_gives_ours(leaf, installer, install):
-    python = install(leaf, folder(leaf), installer)
+def test_pip_install_of_a_folder_gives_ours(leaf, install):
+    python = install(leaf, folder(leaf))
     assert_ours(python, [leaf])
     # Tables and other data files are part of the wheel.
     installed = next((python.parent.parent / "lib").glob(f"python*/site-packages/{leaf}"))
