@@ -52,6 +52,11 @@ class Moment:
     activations: int
     peak: int
 
+    @property
+    def total(self) -> int:
+        """All bytes at this moment."""
+        return self.parameters + self.gradients + self.optimizer + self.buffers + self.activations
+
 
 @dataclass(frozen=True)
 class MemoryReport:
