@@ -353,7 +353,8 @@ def test_hooks_act_once_around_patch_edges_if_they_change_inputs_in_place() -> N
         args[0].mul_(1.5)
 
     decoder = random_decoder("GPTNeoX")
-    metric, senders, receivers = metric_of(decoder), [Node("head", 0, 1)], [Node("mlp", 1)]
+    metric = metric_of(decoder)
+    senders, receivers = [Node("head", 0, 1)], [Node("mlp", 1)]
     for module in (decoder.layers[0].attention.o, decoder.layers[1]):
         values = []
         for hook in (multiply, multiply_in_place):
