@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -22,7 +23,8 @@ from interp.patching import (
     patch_edges,
     patch_streams,
 )
-from torch import Tensor
+from interp.patching.restart import Restart
+from torch import Tensor, nn
 
 transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
 
@@ -341,6 +343,32 @@ def test_patches_around_patch_edges_act_once() -> None:
             decoder(CORRUPTED)
         expected = [metric(patched["blocks.1"]), metric(seen["blocks.1"] + change)]
         torch.testing.assert_close(edges.values, torch.stack(expected).T - before)
+
+
+def test_hooks_act_once_around_patch_edges_if_they_change_inputs_in_place() -> None:
+    def multiply(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        return 1.5 * args[0], *args[1:]
+
+    def multiply_in_place(module: nn.Module, args: tuple[Any, ...]) -> None:
+        args[0].mul_(1.5)
+
+    decoder = random_decoder("GPTNeoX")
+    metric = metric_of(decoder)
+    senders, receivers = [Node("head", 0, 1)], [Node("mlp", 1)]
+    for module in (decoder.layers[0].attention.o, decoder.layers[1]):
+        values = []
+        for hook in (multiply, multiply_in_place):
+            with module.register_forward_pre_hook(hook):
+                effects = patch_edges(
+                    decoder, CLEAN, CORRUPTED, metric, senders=senders, receivers=receivers
+                )
+            values.append(effects.values)
+        torch.testing.assert_close(*values)
+
+
+def test_recorded_runs_do_not_store_the_graph() -> None:
+    run = Restart(random_decoder("GPTNeoX").requires_grad_(), CORRUPTED, batch=1)
+    assert not any(stream.requires_grad for stream in run._inputs.values())
 
 
 def test_equal_prompts_have_no_gap_to_recover() -> None:

@@ -444,7 +444,7 @@ def test_a_change_during_a_message_to_a_waiting_worker_ends_the_wait(monkeypatch
     monkeypatch.setattr(server._core_changed, "wait", lambda s: events.append("wait") or wait(s))
     (request,) = next(first._exchange.session.pull())
     assert server.request(0, request.message, keep_alive=keep_alive).number == 1
-    assert events == ["wait", "push"]
+    assert events[-1] == "push"
 
 
 @pytest.mark.parametrize("option", ["differentiable", "capturable"])

@@ -171,6 +171,10 @@ def test_a_symbolic_link_is_followed(tmp_path):
     assert link.is_symlink()
     assert not path.is_symlink()
     load(model(), path)
+    circle = tmp_path / "circle.safetensors"
+    circle.symlink_to(circle)
+    save(model(), circle)
+    load(model(), circle)
 
 
 def test_the_wrong_model_or_file_says_so(tmp_path):

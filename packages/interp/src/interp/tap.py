@@ -75,6 +75,20 @@ def record(
 
 
 @contextmanager
+def record_before_hooks(model: nn.Module, *sites: str) -> Iterator[dict[str, Tensor]]:
+    """Record copies of activations as in `record`, but before other hooks change them."""
+    seen: dict[str, Tensor] = {}
+
+    def record_activation(site: str, tensor: Tensor) -> None:
+        # Copied, because other hooks may change the tensor in place.
+        seen[site] = tensor.detach().clone()
+
+    actions = {site: partial(record_activation, site) for site in expand_sites(model, sites)}
+    with installed_hooks(model, actions, prepend=True):
+        yield seen
+
+
+@contextmanager
 def patch(
     model: nn.Module,
     replacements: Mapping[str, Replacement],

@@ -24,7 +24,7 @@ from interp.prompts import (
     measure,
     split_pairs,
 )
-from interp.tap import installed_hooks, patch, record
+from interp.tap import patch, record, record_before_hooks
 from interp.text import Texts, Tokenizer
 
 
@@ -173,11 +173,9 @@ def sender_changes(
             "use patch_parts"
         )
     # The calls of `attention.o` below call its hooks, so its inputs are those before hooks.
-    mixed: dict[str, Tensor] = {}
     sites = [f"blocks.{i}.attention.o:input" for i in range(len(model.layers))]
-    actions = {site: partial(mixed.__setitem__, site) for site in sites}
     with (
-        installed_hooks(model, actions, prepend=True),
+        record_before_hooks(model, *sites) as mixed,
         record(model, "blocks.0:input", "blocks.*.mlp_out") as seen,
     ):
         forward(model, clean)

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 from torch import Tensor
 
 from interp.decoder.decoder import Decoder
 from interp.prompts import Prompt, forward
-from interp.tap import installed_hooks, record
+from interp.tap import record, record_before_hooks
 
 
 class Restart:
@@ -44,15 +42,14 @@ class Restart:
         hook = model.layers[0].register_forward_pre_hook(lambda _, args: received.extend(args))
         inputs = [f"blocks.{i}:input" for i in range(len(model.layers))]
         last_block = f"blocks.{len(model.layers) - 1}"
-        #: The inputs of blocks before hooks, which a continuation calls again.
-        self._inputs: dict[str, Tensor] = {}
-        actions = {site: partial(self._inputs.__setitem__, site) for site in inputs}
         with (
             hook,
-            installed_hooks(model, actions, prepend=True),
+            record_before_hooks(model, *inputs) as before_hooks,
             record(model, *inputs, last_block, *projection_sites) as seen,
         ):
             forward(model, prompt)
+        #: The inputs of blocks before hooks, which a continuation calls again.
+        self._inputs = before_hooks
         self.layout = received[1], received[2], received[3]
         self.final_stream = seen.pop(last_block)
         self.block_inputs = [seen.pop(site) for site in inputs]

@@ -14,7 +14,7 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 
     If the body raises an error, delete the temporary file. A symbolic link is followed.
     """
-    path = Path(path).resolve()
+    path = Path(os.path.realpath(path))  # `Path.resolve` raises an error for links in a circle
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
         yield part

@@ -155,10 +155,14 @@ def _sums_from_zero(ordered: Tensor) -> Tensor:
     Each entry is the sum of the values between zero and its position. From the first value on, a
     large negative value would round off the values after it.
     """
-    first = int((ordered < 0).sum())
-    below = ordered[:first].flip(0).cumsum(0, dtype=torch.float64).flip(0)
-    above = ordered[first:].cumsum(0, dtype=torch.float64)
-    return torch.cat([-below, below.new_zeros(1), above])
+    first = int(torch.searchsorted(ordered, ordered.new_zeros(1)))
+    sums = torch.zeros(ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
+    torch.cumsum(ordered[first:], 0, dtype=torch.float64, out=sums[first + 1 :])
+    # In place, because tables of many values take long to allocate.
+    below = sums[:first]
+    below.copy_(ordered[:first].flip(0)).neg_().cumsum_(0)
+    below.copy_(below.flip(0))
+    return sums
 
 
 def _boundaries(centroids: Tensor, like: Tensor) -> Tensor:
