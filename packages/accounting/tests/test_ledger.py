@@ -275,6 +275,7 @@ def test_fits_refuses_hooks_that_a_copy_would_lose_or_share() -> None:
     hooks: list[Callable[..., Any]] = [
         lambda _, inputs, output: seen.append(output),
         lambda _, inputs, output, seen=seen: seen.append(output),
+        lambda *_, seen=seen: seen.append(_[-1]),
         lambda _, inputs, output: SEEN.append(output),
     ]
     for hook in hooks:
@@ -284,6 +285,10 @@ def test_fits_refuses_hooks_that_a_copy_would_lose_or_share() -> None:
             fits(module, x)
     assert not seen
     assert not SEEN
+    # An attribute may have the name of a global variable.
+    module = nn.Linear(8, 8)
+    module.register_forward_hook(lambda module, *_: None if module.training else module.SEEN)
+    assert fits(module, x).fits
     module = nn.Linear(8, 8)
     module.weight.register_post_accumulate_grad_hook(lambda parameter: None)
     with pytest.raises(ValueError, match="weight has hooks on its gradient"):

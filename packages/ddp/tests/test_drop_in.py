@@ -764,17 +764,23 @@ def keeps(kind: str) -> bool:
     return kind == "an alias" or len(buckets) == 1
 
 
-def runs_out_of_inputs() -> bool:
-    both = Both(net())
+def runs_out_of_inputs(has_custom_memory: bool) -> bool:
+    both = Both(net(), allocate=allocate_zeros if has_custom_memory else None)
     references = []
     with both.model.join():
         for _ in range(2 + 2 * both.rank):
             both.zero_grad()
             both.model(both.batches(3, 5)[both.rank]).square().mean().backward()
+            if has_custom_memory:
+                weight = both.module[0].weight
+                weight.grad = weight.grad.flatten().view_as(weight.t()).t()
             references += [(p.grad, p.grad.clone()) for p in both.module.parameters()]
     # A rank without inputs contributes zeros, and its gradients keep their values.
     parameters = list(both.module.parameters())
-    for parameter, (_, value) in zip(parameters, references[-len(parameters) :], strict=True):
+    values = [value for _, value in references[-len(parameters) :]]
+    if has_custom_memory:
+        references.clear()  # Aliases are not preserved.
+    for parameter, value in zip(parameters, values, strict=True):
         references.append((parameter.grad, value))
     return all(torch.equal(*pair) for pair in references)
 
@@ -784,8 +790,9 @@ def test_referenced_gradients_keep_their_values(kind: str) -> None:
     assert run_on_shared_ranks(keeps, 2, kind) == [True, True]
 
 
-def test_referenced_gradients_keep_their_values_in_join() -> None:
-    assert run_on_shared_ranks(runs_out_of_inputs, 2) == [True, True]
+@pytest.mark.parametrize("has_custom_memory", [False, True])
+def test_referenced_gradients_keep_their_values_in_join(has_custom_memory) -> None:
+    assert run_on_shared_ranks(runs_out_of_inputs, 2, has_custom_memory) == [True, True]
 
 
 def allocate_zeros(numel: int, *, dtype: torch.dtype, group: dist.ProcessGroup) -> torch.Tensor:

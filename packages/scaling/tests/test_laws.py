@@ -209,12 +209,18 @@ def test_inconsistent_form_is_refused(changes, message):
         Form("own", **fields | changes)
 
 
-def test_law_that_is_not_linear_for_the_rows_is_refused():
-    # Near tokens = 1, the minimum is the first argument.
-    terms = {"E": "0", "A": "-minimum(alpha * log(tokens), 5)"}
-    form = Form("own", ["tokens"], terms, {"alpha": [0.02, 2.0]})
+@pytest.mark.parametrize(
+    ("term", "message"),
+    [
+        # Near tokens = 1, the minimum is the first argument.
+        ("-minimum(alpha * log(tokens), 5)", "linear in the exponents"),
+        ("-alpha * exp(tokens)", "logarithm of term 'A' is not finite in every row"),
+    ],
+)
+def test_law_that_is_not_linear_or_finite_for_the_rows_is_refused(term, message):
+    form = Form("own", ["tokens"], {"E": "0", "A": term}, {"alpha": [0.02, 2.0]})
     tokens = np.geomspace(1e9, 1e12, 20)
-    with pytest.raises(ValueError, match="linear in the exponents"):
+    with np.errstate(all="ignore"), pytest.raises(ValueError, match=message):
         fit_law(form, {"tokens": tokens, "loss": 1.7 + 400 * tokens**-0.3})
 
 

@@ -79,6 +79,7 @@ class Bucket:
         self._grad_views = [view.detach() for view in self.views]
         self.slot_bytes = tuple(view.nbytes for view in self.views)
         self._shapes = tuple(view.shape for view in self.views)
+        self._strides = tuple(view.stride() for view in self.views)
         self._addresses = tuple(view.data_ptr() for view in self.views)
         num_flags = RANK_FLAGS + len(self.views)
         self.gradients, self.flags = self.buffer.split([len(self.buffer) - num_flags, num_flags])
@@ -228,7 +229,7 @@ class Bucket:
         # The caller may have replaced `.grad` by its transpose or its lazy conjugate.
         return (
             gradient.data_ptr() == self._addresses[slot]
-            and gradient.stride() == self.views[slot].stride()
+            and gradient.stride() == self._strides[slot]
             and not gradient.is_conj()
             and not gradient.is_neg()
         )
@@ -311,7 +312,11 @@ class Bucket:
                 or gradient.shape != self._shapes[slot]
             ):
                 raise self._gradient_error(slot)
-            if gradient.data_ptr() == self._addresses[slot] and not self.holds_grad(slot):
+            if (
+                gradient is not self._grad_views[slot]
+                and gradient.data_ptr() == self._addresses[slot]
+                and not self.holds_grad(slot)
+            ):
                 gradient = gradient.clone()  # A hook has replaced `.grad` by its conjugate.
             # With create_graph=True, autograd would record the copy into the bucket.
             gradients.append(without_graph(gradient))

@@ -221,6 +221,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         replica.connect_copy()
         replica.failures.check_not_failed()
         if not replica.has_synchronized:
+            replica.reducer.copy_misplaced_grads()
             replica.start_step()
             replica.finish_step()
         replica.has_synchronized = False

@@ -116,7 +116,6 @@ class Reducer:
         self.is_open = True
         self._num_launched = 0
         self.unreported = []
-        self.copy_misplaced_grads()
         self.rebuild_buckets()
         for bucket in self.buckets:
             bucket.preserve_aliased_grads()

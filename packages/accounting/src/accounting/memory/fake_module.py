@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dis
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -122,10 +123,15 @@ def _refuse_hooks(module: nn.Module) -> None:
 
 def _shared_values(hook: Any) -> list[Any]:
     """Return the variables and defaults of a function, which `copy.deepcopy` does not copy."""
-    if not inspect.isfunction(getattr(hook, "__func__", hook)):
+    function = getattr(hook, "__func__", hook)
+    if not inspect.isfunction(function):
         return []
-    used = inspect.getclosurevars(hook)
-    return [*used.nonlocals.values(), *used.globals.values(), *(hook.__defaults__ or ())]
+    # `inspect.getclosurevars` would also return globals with the name of an attribute.
+    code = dis.get_instructions(function)
+    names = {step.argval for step in code if step.opname == "LOAD_GLOBAL"}
+    used = [function.__globals__.get(name) for name in names]
+    used += [cell.cell_contents for cell in function.__closure__ or ()]
+    return [*used, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
 
 
 _SHARED = (Tensor, nn.Module, list, dict, set)

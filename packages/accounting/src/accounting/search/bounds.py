@@ -4,8 +4,8 @@ The costs of a pipeline stage are the sum over its layers and its ends, the embe
 so they are computed once per kind of layer. The bounds are `training_memory` and `step_time`
 without some terms. The bound of the memory omits the rounding of shards, cast weights, the
 gradients of a tied table and of the head, a recomputed block, and the moments of FSDP2 in a
-pipeline that are rarely the peak. The bound of the time omits the traffic between pipeline stages,
-which compute hides in most plans, and that of the ends for tensor parallelism.
+pipeline that are rarely the peak. The bound of the time omits the activations between pipeline
+stages, which compute hides in most plans, and the traffic of the ends for tensor parallelism.
 """
 
 from collections import Counter
@@ -144,7 +144,7 @@ class Bounds:
             whole = memory.dense + memory.routed / expert
             shard = (memory.dense + memory.routed) / layout.replicas
             updated = max(updated, shard if zero else whole)
-        exposed = self._exposed_seconds(candidate, compute)
+        exposed = self._exposed_seconds(candidate, compute) + self._tied_seconds(layout)
         total = busy * (1 + _idle(layout)) + exposed + updated * self._update_seconds
         return total * (1 - ROUNDING)
 
@@ -234,6 +234,15 @@ class Bounds:
         # `step_time` chooses the inner stage with the most bytes on the wire.
         most = max(wire for wire, _ in results) * (1 - ROUNDING)
         return min(exposed for wire, exposed in results if wire >= most)
+
+    def _tied_seconds(self, layout: Layout) -> float:
+        """Return the seconds of the all-reduce between the stages that store a tied embedding."""
+        model = self._space.model
+        if layout.pipeline == 1 or not (model.tied and model.lm_head):
+            return 0.0
+        table = model.vocab_size * model.embedding_dim / layout.tensor * self._gradient
+        stride = layout.tensor * layout.replicas * (layout.pipeline - 1)
+        return self._traffic("all_reduce", stride, 2, 1, table).seconds
 
     def _tensor_traffic(self, stage: Stage, layout: Layout) -> Traffic:
         call_bytes = self._tokens(layout) * self._space.model.d_model * self._activation

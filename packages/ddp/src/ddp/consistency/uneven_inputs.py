@@ -21,6 +21,7 @@ class ZeroContribution(JoinHook):
     def main_hook(self) -> None:
         """Contribute zeros to one step."""
         self._replica.copy_buffers(is_participating=False)
+        self._replica.reducer.copy_misplaced_grads()
         self._replica.reducer.start()
         self._replica.finish_step(is_participating=False)
 

@@ -175,10 +175,11 @@ def fit_law(
             f"expected at least {needed} rows to fit {form.name}, got {len(log_target)}"
         )
     _require_identified(form, columns)
-    form.require_linearity(columns)  # `minimum` and `maximum` may be linear only for other inputs.
     problem = Problem(form, columns, log_target)
+    num_power_laws = len(problem.log_amplitude_terms)  # Terms that are not finite are refused here.
+    form.require_linearity(columns)  # `minimum` and `maximum` may be linear only for other inputs.
     # A constant term fits equal targets exactly, which leaves the exponents undetermined.
-    if np.ptp(log_target) == 0 and 0 < len(problem.log_amplitude_terms) < problem.num_terms:
+    if np.ptp(log_target) == 0 and 0 < num_power_laws < problem.num_terms:
         raise ValueError(
             f"column {form.target!r} is {math.exp(log_target[0]):g} in every row: there is nothing"
             " to fit"
