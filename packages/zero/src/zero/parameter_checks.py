@@ -49,8 +49,10 @@ def check_shardable(
                 )
         if is_trained:
             check_separate_elements(f"parameter {name}", parameter)
-    described = [(f"parameter {name}", parameter) for name, parameter in parameters]
-    _check_separate_memory([*described, *((f"buffer {name}", b) for name, b in buffers)])
+    _check_separate_memory([(f"parameter {name}", parameter) for name, parameter in parameters])
+    # A buffer that shares the memory of a frozen parameter keeps equal values.
+    trained = [(f"parameter {name}", p) for name, p in parameters if p.requires_grad]
+    _check_separate_memory([*trained, *((f"buffer {name}", b) for name, b in buffers)])
 
 
 def _check_separate_memory(described: Iterable[tuple[str, Tensor]]) -> None:
