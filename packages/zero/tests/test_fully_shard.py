@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
@@ -284,6 +284,9 @@ def refuse():
         RuntimeError, match=r"of ranks \[0\], got ranks \[0, 1\]: pass it as group="
     ):
         save_checkpoint(case_folder(), alone)
+    # A mesh may list the ranks in another order than its group.
+    reversed_mesh = DeviceMesh("cpu", [1, 0])
+    save_checkpoint(case_folder(), zero.FSDP(nn.Linear(2, 2), group=reversed_mesh))
     return True
 
 
