@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torchs_fully_shard
 from torch.distributed.tensor import DTensor
@@ -217,8 +217,10 @@ def use_methods():
     handle.wait()
     outputs = model(batch(0, 0))
     assert torch.equal(outputs, model(batch(0, 0)))
-    with pytest.raises(TypeError, match=r"copy the module before FSDP"):
-        copy.deepcopy(model)
+    # The constructor of a linear layer has required arguments.
+    for module in (model, nn.Sequential(fully_shard(nn.Linear(2, 2)))):
+        with pytest.raises(AssertionError, match=r"copy it before fully_shard, and load"):
+            copy.deepcopy(module)
     return True
 
 
@@ -244,7 +246,8 @@ def refuse():
     other_group = dist.new_group()
     groups_of_one = [dist.new_group([rank]) for rank in range(2)]
     cases = [
-        (lambda: fully_shard(tied), r"1\.weight is tied to a parameter that an earlier call"),
+        (lambda: fully_shard(tied), r"1\.weight is tied to a parameter that an earlier FSDP or"),
+        (lambda: zero.FSDP(nn.Sequential(tied[1])), r"0\.weight is tied to a parameter that an"),
         (lambda: fully_shard(part), "FSDPLinear was passed to fully_shard before: pass it once"),
         (lambda: fully_shard([nn.Linear(2, 2)]), "expected one module, .* got a list: pass a"),
         (
@@ -281,6 +284,9 @@ def refuse():
         RuntimeError, match=r"of ranks \[0\], got ranks \[0, 1\]: pass it as group="
     ):
         save_checkpoint(case_folder(), alone)
+    # A mesh may list the ranks in another order than its group.
+    reversed_mesh = DeviceMesh("cpu", [1, 0])
+    save_checkpoint(case_folder(), zero.FSDP(nn.Linear(2, 2), group=reversed_mesh))
     return True
 
 

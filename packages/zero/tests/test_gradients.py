@@ -122,7 +122,7 @@ def assign_data(parameters):
 
 def divide_by_maxima(parameters):
     gradients = [p.grad for p in parameters]
-    maxima = [gradient.max() for gradient in gradients]
+    maxima = torch._foreach_max(gradients)
     torch._foreach_div_(gradients, [1 + maximum.item() for maximum in maxima])
 
 

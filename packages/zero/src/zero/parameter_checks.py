@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.diagnostics import check_alike
-from zero.fsdp.shard import find_sharded
+from zero.fsdp.shard import find_sharded, replaced_parameters
 from zero.process_groups import Communicator, check_separate_elements
 
 
@@ -136,6 +136,11 @@ def check_module(module: nn.Module, adopted: set[nn.Parameter]) -> None:
             raise ValueError(
                 f"parameter {name} is another FSDP's shard: wrap the whole model once, and select "
                 "the layers that are gathered separately with shard=(...)"
+            )
+        if parameter in replaced_parameters:
+            raise ValueError(
+                f"{name} is tied to a parameter that an earlier FSDP or fully_shard has sharded: "
+                "pass neither of the two modules, but one that contains both"
             )
 
 

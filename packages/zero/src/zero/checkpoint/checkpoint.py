@@ -81,9 +81,10 @@ def _check_group(
     communicators = [fsdp.communicator for fsdp in find_fsdps(model)]
     if isinstance(optimizer, ShardedOptimizer):
         communicators.append(optimizer.communicator)
-    ranks = dist.get_process_group_ranks(group)
+    # A mesh may list its ranks in another order than its group.
+    ranks = sorted(dist.get_process_group_ranks(group))
     for communicator in communicators:
-        sharded_over = communicator.mesh.mesh.tolist()
+        sharded_over = sorted(communicator.mesh.mesh.tolist())
         if sharded_over != ranks:
             raise ValueError(
                 f"expected the group over which the model or its optimizer is sharded, of ranks "

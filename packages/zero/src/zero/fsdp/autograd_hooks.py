@@ -51,6 +51,8 @@ def replace_tensors(
     def replace(value: Any) -> Any:
         if isinstance(value, Tensor):
             return function(value)
+        if isinstance(value, TYPES_WITHOUT_TENSORS):
+            return value
         if type(value) not in MUTABLE:
             children, spec = tree_flatten(value, is_leaf=lambda child: child is not value)
             if not spec.is_leaf():

@@ -15,7 +15,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from zero.fsdp.fsdp import FSDP, FULLY_SHARDED
-from zero.fsdp.shard import replaced_parameters
 from zero.fsdp.unit import Unit
 from zero.parameter_checks import refuse_ddp
 
@@ -100,6 +99,13 @@ class FSDPModule:
         original = cls.__mro__[cls.__mro__.index(FSDPModule) + 1]
         return original(*args, **kwargs)
 
+    def __deepcopy__(self, memo: Any) -> Any:
+        # Without this method, a copy would first construct a module without arguments.
+        raise AssertionError(
+            "a module of fully_shard cannot be copied: copy it before fully_shard, and load the "
+            "state_dict() of this one"
+        )
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module; return a handle to wait for if `async_op`."""
         handle = UnshardHandle(_units_of(self))
@@ -171,12 +177,6 @@ def _check_module(module: Any) -> None:
             "expected one module, because a unit belongs to one module, got a "
             f"{type(module).__name__}: pass a module that contains the others"
         )
-    for name, parameter in module.named_parameters():
-        if parameter in replaced_parameters:
-            raise ValueError(
-                f"{name} is tied to a parameter that an earlier call of fully_shard has sharded: "
-                "pass neither of the two modules, but one that contains both"
-            )
 
 
 def _fsdp_of(module: Any) -> FSDP:

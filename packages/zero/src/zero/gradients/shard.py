@@ -79,6 +79,11 @@ class ShardGradient(PartialGradient):
                 return func(full, *args[1:], **kwargs)
             if name == "_foreach_norm":
                 return norms(*args, **kwargs)
+            if name == "_foreach_max":
+                return [
+                    reduce("max", [g], {}) if isinstance(g, ShardGradient) else g.max()
+                    for g in args[0]
+                ]
             if name.startswith("_foreach_"):
                 return _apply_foreach(func, name, args, kwargs)
             if name in ("numel", "nelement") and not is_stepping():
