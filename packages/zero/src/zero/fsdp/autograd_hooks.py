@@ -41,37 +41,33 @@ class MutableArgument:
 
 
 def replace_tensors(
-    function: Callable[[Tensor], Tensor], values: Any, mutable: list[MutableArgument]
+    function: Callable[[Tensor], Tensor], value: Any, mutable: list[MutableArgument]
 ) -> Any:
-    """Return `values` with `function(tensor)` for each tensor in pytrees and dataclasses.
+    """Return `value` with `function(tensor)` for each tensor in pytrees and dataclasses.
 
     The list `mutable` receives the mutable containers, each after the ones within it.
     """
-
-    def replace(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return function(value)
-        if isinstance(value, TYPES_WITHOUT_TENSORS):
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, TYPES_WITHOUT_TENSORS):
+        return value
+    if type(value) not in MUTABLE:
+        children, spec = tree_flatten(value, is_leaf=lambda child: child is not value)
+        if not spec.is_leaf():
+            changed = [replace_tensors(function, child, mutable) for child in children]
+            # A module may change an object of a class that a program has registered.
+            is_same = all(a is b for a, b in zip(children, changed, strict=True))
+            return value if is_same else tree_unflatten(changed, spec)
+        if not _is_dataclass_object(value):
             return value
-        if type(value) not in MUTABLE:
-            children, spec = tree_flatten(value, is_leaf=lambda child: child is not value)
-            if not spec.is_leaf():
-                changed = [replace(child) for child in children]
-                # A module may change an object of a class that a program has registered.
-                is_same = all(a is b for a, b in zip(children, changed, strict=True))
-                return value if is_same else tree_unflatten(changed, spec)
-            if not _is_dataclass_object(value):
-                return value
-        entries = _entries_of(value)
-        replaced = {key: replace(v) for key, v in entries.items()}
-        copied = value
-        if not _are_same(entries, replaced):
-            copied = copy.copy(value)
-            _set_entries(copied, replaced)
-        mutable.append(MutableArgument(value, copied, entries, replaced))
-        return copied
-
-    return replace(values)
+    entries = _entries_of(value)
+    replaced = {key: replace_tensors(function, v, mutable) for key, v in entries.items()}
+    copied = value
+    if not _are_same(entries, replaced):
+        copied = copy.copy(value)
+        _set_entries(copied, replaced)
+    mutable.append(MutableArgument(value, copied, entries, replaced))
+    return copied
 
 
 def _is_dataclass_object(value: Any) -> bool:
