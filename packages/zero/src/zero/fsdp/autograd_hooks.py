@@ -6,6 +6,7 @@ import copy
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass, fields, is_dataclass
+from itertools import chain, repeat
 from typing import Any
 
 import torch
@@ -52,7 +53,10 @@ def replace_tensors(
     if isinstance(value, TYPES_WITHOUT_TENSORS):
         return value
     if type(value) not in MUTABLE:
-        children, spec = tree_flatten(value, is_leaf=lambda child: child is not value)
+        # Flatten one level. torch leaves `is_leaf` in a reference cycle, so it must not refer to
+        # `value`, whose memory would only be freed by the garbage collector.
+        are_leaves = chain([False], repeat(True))
+        children, spec = tree_flatten(value, is_leaf=lambda _: next(are_leaves))
         if not spec.is_leaf():
             changed = [replace_tensors(function, child, mutable) for child in children]
             # A module may change an object of a class that a program has registered.
