@@ -214,6 +214,7 @@ class Bucket:
 
     def release(self) -> list[int]:
         """Replace each `.grad` that is a view of the buffer by a copy; return their indices."""
+        self.copy_misplaced_grads(())  # Only forgets gradients whose memory was replaced.
         released = []
         for slot, parameter in enumerate(self.parameters):
             if self.holds_grad(slot):
