@@ -26,7 +26,7 @@ def check_shardable(
 ) -> None:
     """Raise ValueError if the parameters cannot be concatenated in a flat tensor and trained.
 
-    buffers: the named buffers of the module, whose memory must be separate.
+    buffers: the named buffers of the module, which must not share memory with trained parameters.
     """
     # Entries that are not tensors are refused by torch's optimizers.
     parameters = [entry for entry in named if isinstance(entry[1], Tensor)]
