@@ -259,9 +259,11 @@ def refuse_shared_memory(stage):
         model.register_buffer(name, torch.zeros(6) if name == "first" else model.first)
     build_sharded(copy.deepcopy(model), stage)
     model.first = model.weight.data[2:]
-    sgd = partial(ShardedOptimizer, model.parameters(), torch.optim.SGD)
+    sgd = partial(ShardedOptimizer, list(model.parameters()), torch.optim.SGD)
     with pytest.raises(ValueError, match=r"and buffer first share memory, .* clone one"):
         FSDP(model) if stage == 3 else sgd(module=model)
+    model.weight.requires_grad_(False)  # Its value and that of the buffer stay equal.
+    FSDP(model) if stage == 3 else sgd(module=model)
     tied = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.LSTM(6, 6))
     tied[2].weight = tied[0].weight
     # Rows of the two parameters alternate in memory, and so do their columns.

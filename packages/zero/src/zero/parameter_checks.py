@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from math import gcd
 
 import torch
@@ -49,36 +49,42 @@ def check_shardable(
                 )
         if is_trained:
             check_separate_elements(f"parameter {name}", parameter)
-    _check_separate_memory([(f"parameter {name}", parameter) for name, parameter in parameters])
+    described = [(f"parameter {name}", parameter) for name, parameter in parameters]
+    _check_separate_memory(described)
     # A buffer that shares the memory of a frozen parameter keeps equal values.
-    trained = [(f"parameter {name}", p) for name, p in parameters if p.requires_grad]
-    _check_separate_memory([*trained, *((f"buffer {name}", b) for name, b in buffers)])
+    trained = [(name, parameter) for name, parameter in described if parameter.requires_grad]
+    _check_separate_memory(trained, [(f"buffer {name}", buffer) for name, buffer in buffers])
 
 
-def _check_separate_memory(described: Iterable[tuple[str, Tensor]]) -> None:
+def _check_separate_memory(
+    parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]] = ()
+) -> None:
     """Raise ValueError if a parameter shares memory, because sharding would separate it.
 
     One parameter object in several modules (a tied parameter) is not an error.
     """
     name_of: dict[Tensor, str] = {}
-    for name, tensor in described:
+    for name, tensor in (*parameters, *buffers):
         if not tensor.is_meta and tensor.layout == torch.strided and tensor.numel():
             name_of.setdefault(tensor, name)
+    parameter_set = {parameter for _, parameter in parameters}
     ordered = sorted(name_of, key=lambda p: (str(p.device), p.data_ptr()))
-    # Each cluster's memory ranges overlap. Usually every cluster has one parameter.
+    # Each cluster's memory ranges overlap. Usually every cluster has one tensor.
     cluster: list[Tensor] = []
     cluster_end = 0
     for parameter in ordered:
         is_separate = parameter.data_ptr() >= cluster_end
         if not cluster or is_separate or parameter.device != cluster[0].device:
-            _check_cluster(cluster, name_of)
+            _check_cluster(cluster, name_of, parameter_set)
             cluster, cluster_end = [], 0
         cluster.append(parameter)
         cluster_end = max(cluster_end, _memory_end(parameter))
-    _check_cluster(cluster, name_of)
+    _check_cluster(cluster, name_of, parameter_set)
 
 
-def _check_cluster(cluster: Sequence[Tensor], name_of: Mapping[Tensor, str]) -> None:
+def _check_cluster(
+    cluster: Sequence[Tensor], name_of: Mapping[Tensor, str], parameter_set: Collection[Tensor]
+) -> None:
     """Raise ValueError if a parameter has bytes of another tensor; buffers may have common bytes.
 
     The tensors are sorted by address.
@@ -90,8 +96,7 @@ def _check_cluster(cluster: Sequence[Tensor], name_of: Mapping[Tensor, str]) -> 
     unit = gcd(*(size for p in cluster for size in (p.itemsize, p.data_ptr() - start)))
     num_flags = (max(map(_memory_end, cluster)) - start) // unit
     is_used = torch.zeros(num_flags, dtype=torch.bool, device="cpu")
-    is_buffer = {tensor: name_of[tensor].startswith("buffer ") for tensor in cluster}
-    ordered = sorted(cluster, key=lambda tensor: is_buffer[tensor])
+    ordered = sorted(cluster, key=lambda tensor: tensor not in parameter_set)
     for second in ordered:
         flags = _flags_of(second, is_used, start, unit)
         if flags.any():
@@ -103,7 +108,7 @@ def _check_cluster(cluster: Sequence[Tensor], name_of: Mapping[Tensor, str]) -> 
                 "separate: assign one parameter to both modules, as in second.weight = "
                 "first.weight, or clone one of the tensors"
             )
-        flags.fill_(not is_buffer[second])
+        flags.fill_(second in parameter_set)
 
 
 def _memory_end(tensor: Tensor) -> int:
