@@ -214,12 +214,13 @@ class Bucket:
 
     def release(self) -> list[int]:
         """Replace each `.grad` that is a view of the buffer by a copy; return their indices."""
-        self.copy_misplaced_grads(())  # Only forgets gradients whose memory was replaced.
         released = []
         for slot, parameter in enumerate(self.parameters):
             if self.holds_grad(slot):
                 parameter.grad = self.views[slot].clone()
                 released.append(self.indices[slot])
+            else:
+                self._forget_replaced_grad(slot)
         return released
 
     def holds_grad(self, slot: int) -> bool:
@@ -241,12 +242,15 @@ class Bucket:
             gradient = parameter.grad
             if gradient is None or self.holds_grad(slot):
                 continue
-            if gradient is self._grad_views[slot]:
-                # `module.double()`, or an assignment to `.grad.data`, has replaced its memory.
-                self._grad_views[slot] = self.views[slot].detach()
+            self._forget_replaced_grad(slot)
             is_dense = gradient.layout is torch.strided
             if is_dense and gradient.untyped_storage().data_ptr() in storages:
                 parameter.grad = gradient.clone()
+
+    def _forget_replaced_grad(self, slot: int) -> None:
+        """Forget a `.grad` outside its slot: `module.double()` or `.grad.data = ...` moved it."""
+        if self.parameters[slot].grad is self._grad_views[slot]:
+            self._grad_views[slot] = self.views[slot].detach()
 
     def find_aliased_grad(self) -> str | None:
         """Return the name of a parameter whose `.grad` has memory that the caller also references.
