@@ -347,7 +347,7 @@ def load_different(folder):
     for rank in range(2):
         save_one(f"{folder}/rank{rank}", 1.0 + rank)
     path = Path(folder) / f"rank{dist.get_rank()}"
-    with pytest.raises(RuntimeError, match="ranks found different checkpoints"):
+    with pytest.raises(RuntimeError, match="ranks read different checkpoints"):
         load_checkpoint(path, filled(0.0))
     return True
 

@@ -153,7 +153,7 @@ def test_a_state_dict_that_is_loaded_with_assign_is_trained():
 def shard_over_a_mesh():
     world = dist.get_world_size()
     both = pair(3, group=init_device_mesh("cpu", (world,)))
-    with pytest.raises(ValueError, match=r"expected a mesh of one dimension.* got 2"):
+    with pytest.raises(ValueError, match=r"expected a one-dimensional device mesh, got 2"):
         FSDP(make(), group=init_device_mesh("cpu", (1, world)))
     return train(*both, mean_square)
 

@@ -234,7 +234,9 @@ def export_weight():
     model(torch.ones(4))
     copies.remove()
     first.register_forward_pre_hook(lambda m, _: arrays.append(m.weight.detach().numpy()))
-    with pytest.raises(RuntimeError, match=r"exported during the forward.*call clone\(\) first"):
+    with pytest.raises(
+        RuntimeError, match=r"exported their memory during the forward.*call clone\(\) first"
+    ):
         model(torch.ones(4))
     return True
 
@@ -247,7 +249,7 @@ def refuse_max_norm():
     for module in (nn.Embedding(6, 4, max_norm=0.1), nn.EmbeddingBag(6, 4, max_norm=0.1)):
         for shard in ((nn.Linear, type(module)), (nn.Linear,)):
             model = FSDP(nn.Sequential(copy.deepcopy(module), nn.Linear(4, 4)), shard=shard)
-            with pytest.raises(RuntimeError, match=r"backward wrote to 0\.weight"):
+            with pytest.raises(RuntimeError, match=r"backward pass wrote to 0\.weight"):
                 model(torch.ones(2, 3, dtype=torch.long))
     return True
 
@@ -266,7 +268,7 @@ def write_on_one_rank():
 
 def test_a_write_is_reported_on_the_rank_that_writes():
     outcomes = try_ranks(write_on_one_rank, 2, timeout=DEADLINE)
-    assert "rank 0: forward or backward wrote to 0" in str(outcomes[0].error)
+    assert "rank 0: forward or backward pass wrote to 0" in str(outcomes[0].error)
 
 
 def normalized(stage):

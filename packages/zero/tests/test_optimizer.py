@@ -25,7 +25,7 @@ from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.dtensors import full_entries
 from zero.optimizer import optimizer_trial
-from zero.optimizer.optimizer_kinds import how_to_split
+from zero.optimizer.optimizer_kinds import choose_split
 from zero_training import assert_alike, make, mean_square, pair, train
 
 ELEMENTWISE = {
@@ -71,10 +71,10 @@ def test_every_optimizer_of_torch_is_sharded_or_refused_with_the_reason():
     assert classes - {"Optimizer"} == {*ELEMENTWISE, *WHOLE, *REFUSED}
     for names, split in ((ELEMENTWISE, "elements"), (WHOLE, "parameters")):
         for name, options in names.items():
-            assert how_to_split(getattr(torch.optim, name), options) == split
+            assert choose_split(getattr(torch.optim, name), options) == split
     for name, why in REFUSED.items():
         with pytest.raises(ValueError, match=f"{name} cannot be sharded: it {why}"):
-            how_to_split(getattr(torch.optim, name), {})
+            choose_split(getattr(torch.optim, name), {})
 
 
 def make_model(bias=True):
@@ -416,7 +416,7 @@ class ListedState(torch.optim.SGD):
 
 def test_elementwise_state_that_cannot_be_joined_is_refused():
     with pytest.raises(ValueError, match="neither a tensor of its parameter's shape"):
-        how_to_split(ListedState, {}, elementwise=True, shapes=[(4, 3)])
+        choose_split(ListedState, {}, elementwise=True, shapes=[(4, 3)])
 
 
 class LastTrialSteps(torch.optim.SGD):
@@ -434,9 +434,9 @@ class LastTrialSteps(torch.optim.SGD):
 
 def test_a_trial_has_fifty_steps():
     with pytest.raises(ValueError, match="LastTrialSteps is not element-wise"):
-        how_to_split(LastTrialSteps, {}, elementwise=True, shapes=[(4, 3)])
-    with pytest.raises(ValueError, match="its step on one parameter depends on the others"):
-        how_to_split(LastTrialSteps, {}, shapes=[(4, 3)])
+        choose_split(LastTrialSteps, {}, elementwise=True, shapes=[(4, 3)])
+    with pytest.raises(ValueError, match="its step on one parameter depends on other parameters"):
+        choose_split(LastTrialSteps, {}, shapes=[(4, 3)])
 
 
 class NormalizedByKeyword(torch.optim.SGD):

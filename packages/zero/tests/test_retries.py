@@ -212,7 +212,9 @@ def raise_in_backward(stage):
             mean_square(model, batch(0, dist.get_rank())).backward()
         handle.remove()
         if stage < 3:
-            with pytest.raises(RuntimeError, match="an exception interrupted the last backward"):
+            with pytest.raises(
+                RuntimeError, match="an exception interrupted the last backward pass"
+            ):
                 optimizer.step()
         # Not `optimizer.zero_grad()`, which a ShardedOptimizer could use to reset itself.
         model.zero_grad()

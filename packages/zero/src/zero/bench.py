@@ -123,7 +123,8 @@ def build(name: str, model: nn.Module) -> Trained:
     elif name in ("ddp", "ddp_zero_redundancy"):
         model = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
     else:
-        # If several optimizers shared a group, their reducers would wait for the end of backward.
+        # If several optimizers shared a group, their reducers would wait for the end of the
+        # backward pass.
         return build_stage(int(name[-1]), model, dist.new_group())
     if name != "ddp_zero_redundancy":
         return model, torch.optim.AdamW(model.parameters(), lr=1e-3)

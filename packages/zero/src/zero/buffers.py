@@ -12,7 +12,7 @@ from torch import nn
 class BufferHook:
     """A forward pre-hook that copies buffers to all ranks by the rule of torch's DDP.
 
-    They are copied from rank 0, unless the previous forward ran without gradients or in
+    They are copied from rank 0, unless the previous forward pass ran without gradients or in
     `no_sync()`. Within `Join`, where rank 0 may have no inputs left, they are copied from the last
     rank with inputs.
     """
@@ -23,12 +23,12 @@ class BufferHook:
         self._buffers_may_differ = True
 
     def before_forward(self, module: nn.Module, _: Any) -> None:
-        """Copy the buffers of `module` before its forward, outside of compiled graphs."""
+        """Copy the buffers of `module` before its forward pass, outside of compiled graphs."""
         torch.compiler.disable(self._copy_buffers)(module)
 
     def _copy_buffers(self, module: nn.Module) -> None:
         optimizer: Any = self._optimizer()
-        # A checkpoint may recompute the module within backward.
+        # A checkpoint may recompute the module within the backward pass.
         if optimizer is None or torch._C._current_graph_task_id() != -1:
             return
         if self._buffers_may_differ and any(True for _ in module.buffers()):

@@ -19,7 +19,7 @@ STORE_SECONDS = 5.0
 REMEDY = "build the same model and the same groups on every rank"
 
 
-def check_alike(everyone: Sequence[Sequence[Any]]) -> None:
+def check_descriptions_match(everyone: Sequence[Sequence[Any]]) -> None:
     """Raise ValueError if a rank's description of its parameters differs from rank 0's."""
     first = everyone[0]
     for rank, other in enumerate(everyone):

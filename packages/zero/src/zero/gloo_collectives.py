@@ -1,8 +1,9 @@
 """Collectives for gloo that send each block directly to the ranks that need it.
 
-torch's reduce-scatter on gloo is one all-reduce per rank and sends twice the necessary bytes, and
-its all-gather copies the data twice. If ranks call different collectives, torch's abort the process
-or mix the data. Calls of this file only match calls with the same tag, so that others time out.
+torch's reduce-scatter on gloo is one all-reduce per rank and sends twice the necessary bytes. Its
+all-gather copies the data twice. If ranks call different collectives, torch's implementations abort
+the process or mix the data. The collectives here match only calls with the same tag, so mismatched
+calls time out.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ def direct_reduce_scatter(
     async_op: bool = False,
     tag: int = TAG,
 ) -> Work | None:
-    """Run `torch.distributed.reduce_scatter_tensor` with n-1 sends of one block per rank.
+    """Implement `torch.distributed.reduce_scatter_tensor` with point-to-point messages.
 
-    With n ranks, rank r sends block j of `input` to rank j. It adds the received blocks in rank
-    order, so the result does not depend on timing. Dtypes of 16 bits are summed in float32 and
-    rounded once. Only SUM is supported; the sum is computed in `wait()`. Calls are matched between
-    ranks by `tag`. `output` may be this rank's block of `input`. Raise ValueError for any other
-    operation, and for sizes or dtypes that do not match.
+    Each of n ranks sends block j of `input` to rank j, for all n-1 other ranks. Received blocks are
+    added in rank order, so the result does not depend on timing. Floating-point dtypes narrower
+    than 32 bits are summed in float32 and rounded once. Only SUM is supported. The sum is computed
+    in `wait()`. Calls are matched between ranks by `tag`. `output` may be this rank's block of
+    `input`. Raise ValueError for any other operation, and for sizes or dtypes that do not match.
     """
     if op != dist.ReduceOp.SUM:
         raise ValueError(f"expected op=SUM, got {op}: sum, and scale the result instead")
@@ -68,10 +69,11 @@ def direct_all_gather(
     async_op: bool = False,
     tag: int = TAG,
 ) -> Work | None:
-    """Run `torch.distributed.all_gather_into_tensor` with n-1 sends of `input` per rank.
+    """Implement `torch.distributed.all_gather_into_tensor` with point-to-point messages.
 
-    Blocks are received directly into `output`. `input` may be this rank's block of `output`. Raise
-    ValueError for sizes or dtypes that do not match.
+    Each of n ranks sends `input` to all n-1 other ranks. Blocks are received directly into
+    `output`. `input` may be this rank's block of `output`. Raise ValueError for sizes or dtypes
+    that do not match.
     """
     world = dist.get_world_size(group)
     rank = dist.get_rank(group)
@@ -96,9 +98,9 @@ def direct_all_reduce(
 ) -> Work | None:
     """Sum a small tensor over the ranks like `torch.distributed.all_reduce`.
 
-    Each of n ranks sends the tensor to n-1 ranks, and adds the tensors of all ranks in rank order.
-    torch's all-reduce is called instead for a tensor of more than `DIRECT_ALL_REDUCE_BYTES`, and on
-    other devices than the CPU.
+    Each of n ranks sends the tensor to all n-1 other ranks, and adds all tensors in rank order. For
+    a tensor of more than `DIRECT_ALL_REDUCE_BYTES`, or on another device than the CPU, call torch's
+    all-reduce instead.
     """
     if not tensor.is_cpu or tensor.nbytes > DIRECT_ALL_REDUCE_BYTES:
         return dist.all_reduce(tensor, group=group, async_op=async_op)
@@ -121,7 +123,7 @@ def _start_exchange(
     group: dist.ProcessGroup | None,
     tag: int,
 ) -> list[Work]:
-    """Start sending and receiving one block per peer."""
+    """Start sending and receiving one block per peer; return the handles."""
     rank = dist.get_rank(group)
     world = dist.get_world_size(group)
     # Each rank starts with the next rank, so that not all ranks send to rank 0 at once.
@@ -131,7 +133,7 @@ def _start_exchange(
     return [work for work in (*receives, *sends) if work is not None]
 
 
-# Work that was never waited for must stay alive: gloo's connection blocks at a message whose
+# Handles that were never waited for must stay alive: gloo's connection blocks at a message whose
 # receive buffer was freed.
 _abandoned: list[Work] = []
 
@@ -160,7 +162,7 @@ class _DirectSum:
     ) -> None:
         self.output = output
         self.rank = dist.get_rank(group)
-        #: The blocks to add, in rank order; empty once they are summed.
+        #: The blocks to add, in rank order; empty after the sum.
         self.received = [
             block if rank == self.rank else torch.empty_like(block)
             for rank, block in enumerate(outgoing)

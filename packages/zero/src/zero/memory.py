@@ -110,8 +110,8 @@ def memory_report(
     Two steps are run. The first moment precedes them, and the other moments are in the second step.
 
     build: receives a group, passes it to ShardedOptimizer or FSDP, and returns model and optimizer.
-    loss: receives the model, runs its forward, and returns the loss. Both functions must use the
-        default device, which is meta for the prediction and `device` for the measurement.
+    loss: receives the model, runs its forward pass, and returns the loss. Both functions must use
+        the default device, which is meta for the prediction and `device` for the measurement.
     world: predict for this number of ranks, which need not exist, and do not measure.
     group: the process group of the measurement; by default, all ranks.
     """

@@ -9,7 +9,7 @@ from math import gcd
 import torch
 from torch import Tensor, nn
 
-from zero.diagnostics import check_alike
+from zero.diagnostics import check_descriptions_match
 from zero.fsdp.shard import find_sharded, replaced_parameters
 from zero.process_groups import Communicator, check_separate_elements
 
@@ -162,7 +162,7 @@ def check_parameters(
         (name, tuple(parameter.shape), str(parameter.dtype), parameter.requires_grad)
         for name, parameter in named
     ]
-    check_alike(communicator.gather_objects(described))
+    check_descriptions_match(communicator.gather_objects(described))
     check_shardable(named, buffers)
     for name, parameter in named:
         if _has_hooks(parameter):

@@ -1,10 +1,9 @@
 """ZeRO's three stages in plain torch: shard, gather, step.
 
-Data parallelism keeps all parameters, gradients and optimizer state on each of n ranks, although
-all ranks update every element alike. Here, rank r updates only the r-th part of the elements. It
-stores the optimizer state (stage 1), the averaged gradients (stage 2) and, between uses, the
-parameters (stage 3) of this part only. The rest of this package makes these stages faster. Source:
-Rajbhandari et al. 2020, ZeRO, section 5.
+Data parallelism stores all parameters, gradients and optimizer state on each of n ranks, although
+all ranks compute identical updates. Here, rank r updates only the r-th part of the elements. It
+stores only this part of the optimizer state (stage 1), of the averaged gradients (stage 2) and,
+between uses, of the parameters (stage 3). Source: Rajbhandari et al. 2020, ZeRO, section 5.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from torch import Tensor, nn
 
 
 def flatten(tensors: list[Tensor], world: int) -> Tensor:
-    """Concatenate tensors, and pad the result to `world` shards of the same size."""
+    """Return the concatenation of the tensors, padded with zeros to `world` equal shards."""
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     return nn.functional.pad(flat, (0, -len(flat) % world))  # [world * shard]
 
@@ -30,60 +29,59 @@ def unflatten(flat: Tensor, parameters: list[nn.Parameter]) -> None:
         start += parameter.numel()
 
 
-def average_of_shard(gradients: Tensor, rank: int, world: int) -> Tensor:
-    """Reduce-scatter: send part j of the gradients to rank j, and average the received parts."""
+def reduce_scatter_gradients(gradients: Tensor, rank: int, world: int) -> Tensor:
+    """Send part j of the gradients to rank j; return the average of the received parts."""
     parts = list(gradients.chunk(world))  # world x [shard]
     received = [torch.empty_like(parts[rank]) for _ in range(world)]
     for owner in range(world):
         dist.gather(parts[owner], received if owner == rank else None, dst=owner)
     # Adding in rank order gives the same bits in every run.
-    total = received[0]
-    for part in received[1:]:
-        total = total + part
-    return total / world
+    return sum(received[1:], start=received[0]) / world
 
 
-def gather(shard: Tensor, world: int) -> Tensor:
-    """All-gather: concatenate the shards of all ranks."""
+def all_gather_shards(shard: Tensor, world: int) -> Tensor:
+    """Return the concatenation of the shards of all ranks."""
     parts = [torch.empty_like(shard) for _ in range(world)]
     dist.all_gather(parts, shard)
     return torch.cat(parts)
 
 
 class PlainShardedOptimizer:
-    """Stages 1 and 2: an optimizer of this rank's shard of the elements."""
+    """Stages 1 and 2: an optimizer that updates this rank's shard of the elements."""
 
     def __init__(
         self, module: nn.Module, optimizer_cls: Any, *, stage: int = 1, **options: Any
     ) -> None:
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
         self.stage = stage
         self.parameters = list(module.parameters())
         flat = flatten(list(self.parameters), self.world)
         self.shard = nn.Parameter(flat.chunk(self.world)[self.rank].clone())
-        # The optimizer has state for 1/n of the elements, which is all that stage 1 saves.
+        # Stage 1 reduces memory only through this: the optimizer state covers 1/n of the elements.
         self.optimizer = optimizer_cls([self.shard], **options)
 
     def step(self) -> None:
-        """Average the gradients of this rank's shard (None is 0), step it, and gather all."""
+        """Average this rank's shard of the gradients, step the shard, and gather all shards."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         gradients = flatten(grads, self.world)
-        if self.stage == 2:  # ShardedOptimizer frees each gradient as soon as it is sent.
+        if self.stage == 2:  # ShardedOptimizer frees each gradient as soon as it has been sent.
             for parameter in self.parameters:
                 parameter.grad = None
-        self.shard.grad = average_of_shard(gradients, self.rank, self.world)
+        self.shard.grad = reduce_scatter_gradients(gradients, self.rank, self.world)
         self.optimizer.step()
-        unflatten(gather(self.shard.data, self.world), self.parameters)
+        unflatten(all_gather_shards(self.shard.data, self.world), self.parameters)
         for parameter in self.parameters:
             parameter.grad = None
 
 
 class PlainFSDP(nn.Module):
-    """Stage 3: each child of `layers` is gathered before it runs; for brevity, it is not freed."""
+    """Stage 3: each child of `layers` is gathered before it runs. For brevity, it is not freed."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
-        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self.rank = dist.get_rank()
+        self.world = dist.get_world_size()
         # A plain list, so that `parameters()`, and thus an optimizer, contains only the shards.
         self.layers = [(layer, list(layer.parameters())) for layer in layers]
         self.shards = nn.ParameterList()
@@ -92,7 +90,7 @@ class PlainFSDP(nn.Module):
             self.shards.append(nn.Parameter(flat.chunk(self.world)[self.rank].clone()))
 
     def forward(self, x: Tensor) -> Tensor:
-        """Run layer by layer; backward gathers each layer again and recomputes it."""
+        """Run layer by layer. The backward pass gathers each layer again and recomputes it."""
         for (layer, full), shard in zip(self.layers, self.shards, strict=True):
             x = _Layer.apply(x, shard, layer, full, self)  # [batch, features]
         return x
@@ -103,18 +101,19 @@ class _Layer(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, shard: Tensor, layer: Any, full: Any, fsdp: Any) -> Tensor:
         ctx.save_for_backward(x, shard)
         ctx.layer = layer, full, fsdp
-        unflatten(gather(shard, fsdp.world) if full else shard, full)
+        unflatten(all_gather_shards(shard, fsdp.world) if full else shard, full)
         result: Tensor = layer(x)
         return result
 
     @staticmethod
-    def backward(ctx: Any, upstream: Tensor) -> tuple[Any, ...]:
-        (x, shard), (layer, full, fsdp) = ctx.saved_tensors, ctx.layer
-        unflatten(gather(shard, fsdp.world) if full else shard, full)
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Any, ...]:
+        x, shard = ctx.saved_tensors
+        layer, full, fsdp = ctx.layer
+        unflatten(all_gather_shards(shard, fsdp.world) if full else shard, full)
         with torch.enable_grad():
             x = x.detach().requires_grad_()
-            downstream, *gradients = torch.autograd.grad(layer(x), [x, *full], upstream)
+            grad_input, *gradients = torch.autograd.grad(layer(x), [x, *full], grad_output)
         if not full:
-            return downstream, None, None, None, None
-        average = average_of_shard(flatten(gradients, fsdp.world), fsdp.rank, fsdp.world)
-        return downstream, average, None, None, None
+            return grad_input, None, None, None, None
+        average = reduce_scatter_gradients(flatten(gradients, fsdp.world), fsdp.rank, fsdp.world)
+        return grad_input, average, None, None, None

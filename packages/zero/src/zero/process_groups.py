@@ -82,8 +82,7 @@ class Communicator:
 
     `bytes[name]` counts the full array of each call since the last `pop_bytes()`, as nccl-tests
     does: the input of a reduce-scatter, the output of an all-gather, the tensor of any other
-    collective. `gather_objects` is not counted. Methods that start a collective return a handle to
-    wait for.
+    collective. `gather_objects` is not counted. Methods that start a collective return its handle.
     """
 
     def __init__(
@@ -100,8 +99,8 @@ class Communicator:
         if isinstance(group, DeviceMesh):
             if group.ndim != 1:
                 raise ValueError(
-                    f"expected a mesh of one dimension, over which tensors are sharded, got "
-                    f"{group.ndim}: pass a submesh such as mesh['dp_shard']"
+                    f"expected a one-dimensional device mesh, got {group.ndim} dimensions: pass "
+                    "the submesh over which tensors are sharded, such as mesh['dp_shard']"
                 )
             group = group.get_group()
         self.group = group
@@ -154,7 +153,7 @@ class Communicator:
 
     @property
     def mesh(self) -> DeviceMesh:
-        """The ranks as a mesh of one dimension, over which DTensors are sharded."""
+        """The ranks as a one-dimensional mesh, over which DTensors are sharded."""
         if self._mesh is None:
             assert not isinstance(self.group, DryRun)
             self._mesh = DeviceMesh.from_group(self._process_group, self.device.type)
@@ -232,7 +231,7 @@ class Communicator:
             self.broadcast(flat, source).wait()
             parts = flat.split([buffer.numel() for buffer in buffers])
             # As in torch's DDP, a graph that has saved a buffer stays valid. A batch norm, for
-            # example, also changes its running statistics between forward and backward.
+            # example, also changes its running statistics between forward and backward pass.
             with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view(buffer.shape))

@@ -1,10 +1,11 @@
 """Checkpoints that any stage saves and any other stage loads exactly, on any number of ranks.
 
 The folder is an ordinary torch.distributed.checkpoint with whole tensors, under `model.` and the
-unwrapped module's names. Each rank writes boxes that cover its elements. The folder is written
-beside its final path and renamed when every rank is done. If a rank fails while saving, the last
-good checkpoint therefore survives. Loading verifies names, shapes and checksums before it changes
-anything. Each rank then reads only its elements. Weights of other programs can be loaded too.
+unwrapped module's names. Each rank writes the boxes (rectangular blocks) that cover its elements.
+The folder is written beside its final path and renamed when every rank is done. If a rank fails
+while saving, the last good checkpoint therefore survives. Loading verifies names, shapes and
+checksums before it changes anything. Each rank then reads only its elements. Weights of other
+programs can be loaded too.
 """
 
 from __future__ import annotations
@@ -23,14 +24,7 @@ from zero.checkpoint import checksums
 from zero.checkpoint.contents import VERSION, read_contents
 from zero.checkpoint.draft import current
 from zero.checkpoint.loading import Loading
-from zero.checkpoint.ownership import (
-    Part,
-    Slot,
-    group_names,
-    model_parts,
-    slots,
-    tied_names,
-)
+from zero.checkpoint.ownership import Part, Slot, group_names, model_parts, slots, tied_names
 from zero.checkpoint.storage import HEADER, find, fingerprint, together, write_folder
 from zero.checkpoint.weights import check_format, find_weights
 from zero.fsdp.fsdp import find_fsdps
@@ -149,7 +143,10 @@ def load_checkpoint(
 
     fingerprints = together(check, group, failure)
     if len(set(fingerprints)) > 1:
-        raise RuntimeError(f"{failure}: ranks found different checkpoints there; load again")
+        raise RuntimeError(
+            f"{failure}: the ranks read different checkpoints, because another job replaced the "
+            "folder or the hosts do not share it; load again from a shared folder"
+        )
     loading = opened[0]
 
     def fill() -> None:

@@ -132,17 +132,8 @@ def model_parts(
         is_extra = name.rpartition(".")[2] == _EXTRA_STATE_KEY_SUFFIX
         if isinstance(value, Tensor) and not is_extra:
             flat = value.detach().reshape(-1)
-            parts.append(
-                Part(
-                    name,
-                    value.shape,
-                    0,
-                    value.numel(),
-                    flat,
-                    is_replicated=True,
-                    target=value,
-                )
-            )
+            part = Part(name, value.shape, 0, value.numel(), flat, is_replicated=True, target=value)
+            parts.append(part)
         else:
             states[wrapped_name] = value
     return parts, states

@@ -221,8 +221,8 @@ def _check_shared(folder: Path) -> None:
     """Raise FileNotFoundError if this rank does not see the folder that rank 0 has created."""
     if not folder.exists():
         raise FileNotFoundError(
-            f"rank 0 has created {folder}, which this rank does not find: save to a file system "
-            "that all hosts share"
+            f"rank 0 created {folder}, but this rank cannot see it: save to a file system that all "
+            "hosts share"
         )
 
 

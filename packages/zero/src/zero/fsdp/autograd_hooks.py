@@ -115,8 +115,8 @@ def call_after_gradients(
 ) -> Any:
     """Return `values` with views of their tensors whose gradients are hooked.
 
-    `hook()` is called when backward has computed all these gradients, and
-    `before_double_backward()` before a backward through them. `mutable` receives the mutable
+    `hook()` is called when the backward pass has computed all these gradients, and
+    `before_double_backward()` before a backward pass through them. `mutable` receives the mutable
     containers.
     """
     tensors = {id(tensor): tensor for tensor in find_tensors(values) if tensor.requires_grad}
@@ -188,6 +188,6 @@ class _GradientHook(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Any, ...]:
         ctx.hook()
         if torch.is_grad_enabled():
-            # During backward, gradients are enabled only with create_graph=True.
+            # During the backward pass, gradients are enabled only with create_graph=True.
             gradients = call_before_gradients(gradients, ctx.before_double_backward)
         return None, None, *gradients

@@ -1,4 +1,4 @@
-"""Stage 3: parameters are sharded too, and are gathered for their forward and their backward.
+"""Stage 3: parameters are sharded too, and are gathered for the forward and backward passes.
 
 `FSDP` groups the parameters into units. `unit_schedule.py` describes the order of communication.
 """
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from zero.fsdp.optimizer_hooks import install
+from zero.fsdp.optimizer_hooks import install_optimizer_hooks
 from zero.fsdp.shard import find_sharded, mark_replaced
 from zero.fsdp.unit import Unit
 from zero.fsdp.unit_schedule import UnitSchedule
@@ -22,8 +22,8 @@ from zero.fsdp.wrapping import ShardPolicy, make_units, materialize_module, orig
 from zero.parameter_checks import check_module, check_parameters, refuse_ddp
 from zero.process_groups import Collective, Communicator, DryRun, Group
 
-#: The attribute in which a module passed to `fully_shard` stores the FSDP of the outermost such
-#: module. It is set in `__dict__`, so that it is not a submodule.
+#: The attribute in which every module passed to `fully_shard` stores the FSDP of its root module.
+#: It is set in `__dict__`, so that it is not a submodule.
 FULLY_SHARDED = "_zero_fsdp"
 
 
@@ -34,10 +34,10 @@ class FSDP(UnitSchedule):
     elements has the shape (k, 1, ..., 1). torch's optimizers can step it, except LBFGS and
     SparseAdam.
 
-    shard: the modules whose parameters form a unit, which is gathered together. "blocks" selects
-        each block of the model's outermost containers. Module classes and names, or a predicate of
-        name and module, select other modules. A unit excludes the parameters of selected modules
-        within its module. The root module is the unit of all other parameters. Parameters of one
+    shard: selects the units. The parameters of each selected module, except those of selected
+        modules within it, form one unit, which is gathered together. "blocks" selects each block of
+        the model's outermost containers. Module classes and names, or a predicate of name and
+        module, select other modules. All remaining parameters form the root unit. Parameters of one
         module with different dtypes, and its frozen parameters, form separate units.
     compute_dtype: the dtype of floating-point parameters and inputs while sharded modules run;
         shards keep their dtype.
@@ -47,16 +47,17 @@ class FSDP(UnitSchedule):
         the collectives. A unit is sharded as soon as its last module has been allocated.
     initialize: the function that fills a module's tensors after their allocation; by default
         its `reset_parameters()`.
-    group: a process group, or a DeviceMesh of one dimension.
+    group: a process group, or a one-dimensional DeviceMesh; by default, all ranks.
     reshard_after_forward: False keeps units unsharded until their backward pass, so they are
         gathered only once.
     prefetch: the number of units that are gathered ahead of the running unit.
     ignored_params: parameters that are not sharded, averaged or synchronized.
     forward_sync_buffers: copy rank 0's buffers to all ranks before a forward pass, unless the
-        previous one ran without gradients or in `no_sync()`. This is the rule of torch's DDP.
-    elementwise_optimizers: further optimizer classes that treat every element independently and may
-        step shards. A trial verifies this before the first step. For a step of any other class,
-        every rank gathers each unit, and stores the parameters that it owns in full.
+        previous one ran without gradients or in `no_sync()`. torch's DDP uses the same rule.
+    elementwise_optimizers: custom optimizer classes that update every element independently and may
+        step shards. A trial verifies this before the first step. torch's element-wise classes are
+        recognized. For any other optimizer class, each parameter is gathered in full on one owner
+        rank, which steps it.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
     inner: the FSDPs of modules within `module`. This FSDP takes over their units (`fully_shard`).
     """
@@ -82,7 +83,10 @@ class FSDP(UnitSchedule):
         inner: Sequence[FSDP] | None = None,
     ) -> None:
         super().__init__()
-        adopted = {p.shard for fsdp in inner or () for unit in fsdp.units for p in unit.parameters}
+        adopted: set[nn.Parameter] = set()
+        for fsdp in inner or ():
+            for unit in fsdp.units:
+                adopted.update(parameter.shard for parameter in unit.parameters)
         check_module(module, adopted)
         self.communicator = Communicator(
             group,
@@ -124,7 +128,8 @@ class FSDP(UnitSchedule):
         self._init_runtime_state()
         self._hook_modules()
         refuse_ddp(self)
-        install()
+        install_optimizer_hooks()
+        # Do not count the initial broadcasts as training traffic.
         self.communicator.pop_bytes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -132,9 +137,9 @@ class FSDP(UnitSchedule):
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """Finish a backward pass, after which every `.grad` outside `no_sync()` is an average.
+        """Finish averaging the gradients of the current backward pass.
 
-        The end of the backward pass does this already; another call has no effect.
+        The end of the backward pass does this already, so this call usually has no effect.
         """
         if self._in_backward:
             self._end_backward()
@@ -152,7 +157,8 @@ class FSDP(UnitSchedule):
             if name in full:
                 continue
             sharded = find_sharded(parameter)
-            # Without a shard, it is one of `ignored_params`; otherwise, `name` is a tied name.
+            # A parameter without a shard is in `ignored_params`. For a shard, `name` is a tied
+            # name.
             full[name] = full[sharded.name] if sharded else parameter.detach().clone()
         return {name: full[name] for name in self._names}
 
@@ -188,8 +194,8 @@ class FSDP(UnitSchedule):
         """Take over the units of the FSDP of an inner module."""
         if not self.communicator.uses_same_groups(inner.communicator):
             raise ValueError(
-                "expected one group for a module and the modules within it, got several: pass the "
-                "same mesh or group"
+                "expected one process group for a module and the modules within it, got several: "
+                "pass the same mesh to every fully_shard call"
             )
         names = {m: original_name(name) for name, m in self.module.named_modules()}
         inner.remove_hooks()
@@ -217,6 +223,6 @@ class FSDP(UnitSchedule):
 
 
 def find_fsdps(model: nn.Module) -> list[FSDP]:
-    """Return the FSDPs among a model and the modules within it, and those of `fully_shard`."""
+    """Return all FSDP instances in `model`, including those that `fully_shard` created."""
     fsdps = [m if isinstance(m, FSDP) else vars(m).get(FULLY_SHARDED) for m in model.modules()]
     return list(dict.fromkeys(filter(None, fsdps)))

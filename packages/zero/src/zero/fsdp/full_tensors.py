@@ -49,7 +49,7 @@ class FullTensorExchange:
 
         On other ranks, `.data` is a placeholder of one element, and `.grad` is None.
         """
-        # `check_gradients_alike` ensures that a parameter has a gradient on all ranks or on none.
+        # `check_gradients_match` ensures that a parameter has a gradient on all ranks or on none.
         stepped = [p for p in self.parameters if p.shard.grad is not None]
         self._shards = {p.shard: (plain_shard(p.shard), p.shard.grad) for p in stepped}
         full: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}

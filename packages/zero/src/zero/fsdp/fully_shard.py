@@ -130,7 +130,7 @@ class FSDPModule:
             unit.gradients.sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Set whether the forward pass frees the parameters; False keeps them for the backward."""
+        """Set whether the forward pass frees the parameters or keeps them for the backward pass."""
         for unit in _units_of(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
 
@@ -143,9 +143,9 @@ class FSDPModule:
         """Do nothing: every backward pass frees the parameters, which does not affect results."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
-        """Prefetch at least `len(modules)` units, in the order of the last forward.
+        """Prefetch at least `len(modules)` units, in the order of the last forward pass.
 
-        The number applies to all modules of the model, in forward and in backward.
+        The number applies to all modules of the model, in forward and backward passes.
         """
         _fsdp_of(self).prefetch = max(_fsdp_of(self).prefetch, len(modules))
 
@@ -153,15 +153,15 @@ class FSDPModule:
 
 
 class UnshardHandle:
-    """The all-gathers that `FSDPModule.unshard(async_op=True)` has started."""
+    """Handle to the all-gathers that `FSDPModule.unshard(async_op=True)` started."""
 
     def __init__(self, units: list[Unit]) -> None:
         self.units = units
 
     def wait(self) -> None:
-        """Wait for the full parameters.
+        """Wait until the full parameters have been gathered.
 
-        They stay registered until `reshard` or the end of the module's next forward.
+        They stay registered until `reshard` or the end of the module's next forward pass.
         """
         for unit in self.units:
             unit.wait_for_unshard()
@@ -169,13 +169,13 @@ class UnshardHandle:
 
 
 def _check_module(module: Any) -> None:
-    """Raise ValueError if `module` cannot be a unit."""
+    """Raise ValueError if `module` is not a module, or was passed to `fully_shard` before."""
     if isinstance(module, FSDPModule):
         raise ValueError(f"{type(module).__name__} was passed to fully_shard before: pass it once")
     if not isinstance(module, nn.Module):
         raise ValueError(
             "expected one module, because a unit belongs to one module, got a "
-            f"{type(module).__name__}: pass a module that contains the others"
+            f"{type(module).__name__}: pass a module that contains all of them"
         )
 
 

@@ -34,13 +34,13 @@ from zero.optimizer.optimizer_kinds import (
     REFUSED,
     WHOLE_PARAMETERS,
     check_constructed,
-    how_to_split,
+    choose_split,
     options_from,
 )
 from zero.optimizer.option_checks import (
     Options,
     changed_options,
-    check_options_alike,
+    check_options_match,
     option_flags,
     option_numbers,
 )
@@ -50,7 +50,7 @@ from zero.process_groups import Communicator
 
 
 @cache
-def install() -> None:
+def install_optimizer_hooks() -> None:
     """Register hooks for the steps and state dicts of all optimizers of this process."""
     register_optimizer_step_pre_hook(_order_hooks)
     state_dict = torch.optim.Optimizer.state_dict
@@ -60,8 +60,8 @@ def install() -> None:
         find_shard_optimizer(optimizer)
         return state_dict(optimizer)
 
-    # Before its first step an optimizer may have state from its constructor or a load. torch has
-    # no hook for the state dicts of all optimizers.
+    # Before its first step, an optimizer may have state from its constructor or from a state dict.
+    # torch has no global hook for state dicts, so the method itself is replaced.
     torch.optim.Optimizer.state_dict = state_dict_of_shards  # type: ignore[assignment,method-assign]
 
 
@@ -106,9 +106,9 @@ def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         # This function is a hook too.
         if num_hooks > 3 and shard_optimizer.is_step_within_step(optimizer):
             raise RuntimeError(
-                f"expected no hooks of steps, got {num_hooks - 3}: {type(optimizer).__name__}.step "
-                "calls the step of its base class, for which torch runs them again, on this rank's "
-                "elements only; call the functions before and after optimizer.step() instead"
+                f"expected no step hooks, got {num_hooks - 3}: {type(optimizer).__name__}.step "
+                "calls the step of its base class, for which torch runs the hooks again, on this "
+                "rank's elements only; call the functions before and after optimizer.step() instead"
             )
         before, after = shard_optimizer.step_hook_ids
         pre_hooks.move_to_end(before)
@@ -133,7 +133,7 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
     for exchange in shard_optimizer.exchanges:
         for parameter in exchange.parameters:
             parameter.unit.check_not_stepping()
-    shard_optimizer.check_gradients_alike(optimizer)
+    shard_optimizer.check_gradients_match(optimizer)
     for exchange in shard_optimizer.exchanges:
         exchange.gather_full_tensors()
     options = _StepOptions(kwargs)
@@ -144,14 +144,15 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
 class _StepOptions(dict[str, Any]):
     """The keyword arguments of a step, which torch keeps alive until the step returns or raises.
 
-    torch calls no hook after a step that raised an error, so a step ends when these are freed.
+    torch calls no hook after a step that raised an error, so a step ends when the arguments are
+    freed.
     """
 
 
 def end_step() -> None:
     """Make operations on shards span all ranks again.
 
-    The next forward and backward call this function too, because a traceback may keep the
+    The next forward or backward pass calls this function too, because a traceback may keep the
     arguments of a step that raised an error.
     """
     ShardGradient.step_options = lambda: None
@@ -240,10 +241,11 @@ class ShardOptimizer:
             optimizer.state.clear()
             optimizer.state.update(local_state)
 
-    def check_gradients_alike(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise RuntimeError if a shard has a gradient only on some ranks, or if options differ.
+    def check_gradients_match(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise RuntimeError if a shard has a gradient only on some ranks.
 
-        `stepped` becomes the list of the shards that have a gradient.
+        Also raise it if the optimizer options differ between ranks. Set `self.stepped` to the
+        shards that have a gradient.
         """
         sharded_of: dict[Communicator, list[ShardedParameter]] = {}
         for group in optimizer.param_groups:
@@ -261,7 +263,7 @@ class ShardOptimizer:
                 [not flag for flag in has_gradient],
                 option_flags(changes),
             )()
-            check_options_alike(options, changes, communicator)
+            check_options_match(options, changes, communicator)
             for index, parameter in enumerate(parameters):
                 if on_some[index] and on_others[index]:
                     raise RuntimeError(
@@ -330,7 +332,7 @@ def _needs_full_tensors(
     cls = type(optimizer)
     is_known = cls in ELEMENTWISE or cls in WHOLE_PARAMETERS or cls in REFUSED
     is_declared = any(cls in p.unit.elementwise_optimizers for p in parameters)
-    split = how_to_split(
+    split = choose_split(
         cls,
         {} if is_known else options_from(optimizer, group),
         parameters[0].shard.device,

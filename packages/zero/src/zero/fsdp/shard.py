@@ -1,4 +1,4 @@
-"""The parameters that an optimizer sees at stage 3: this rank's elements of each full parameter."""
+"""The parameters of an optimizer at stage 3: this rank's elements of each full parameter."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class ShardedParameter:
     stop: int
     #: The shard, which optimizers see.
     shard: nn.Parameter
-    #: The full parameter, which modules see in forward and which autograd differentiates.
+    #: The full parameter, which modules see in the forward pass and which autograd differentiates.
     full: nn.Parameter
     #: The modules that have the parameter; more than one if it is tied.
     owners: tuple[Owner, ...]
@@ -57,7 +57,7 @@ class ShardedParameter:
 
 
 def unknown_parameter_error(name: str, registered: Tensor | None) -> RuntimeError:
-    """Return the error for a tensor that a module has under the name of a parameter."""
+    """Return the error for a parameter that the caller has added, replaced or deleted."""
     received = "none" if registered is None else f"another {type(registered).__name__}"
     return RuntimeError(
         f"expected {name} to be FSDP's parameter, got {received}, which FSDP neither gathers nor "
@@ -75,7 +75,7 @@ replaced_parameters = WeakTensorKeyDictionary()
 
 
 def mark_replaced(parameter: nn.Parameter) -> None:
-    """Record that a shard has replaced a parameter; a backward that still reaches it raises."""
+    """Record that a shard has replaced a parameter, and reject backward passes that reach it."""
     replaced_parameters[parameter] = True
     if parameter.requires_grad:
         parameter.register_post_accumulate_grad_hook(_refuse_gradient)
@@ -83,8 +83,8 @@ def mark_replaced(parameter: nn.Parameter) -> None:
 
 def _refuse_gradient(parameter: Tensor) -> None:
     raise RuntimeError(
-        f"a forward has read a parameter of shape {tuple(parameter.shape)} that a shard of FSDP "
-        "has replaced, for example from a list of parameters: read it as an attribute of its "
+        f"a forward pass has read a parameter of shape {tuple(parameter.shape)} that a shard of "
+        "FSDP has replaced, for example from a list of parameters: read it as an attribute of its "
         "module, or store the list as nn.ParameterList"
     )
 
@@ -110,7 +110,7 @@ class Shard(nn.Parameter):
     """
 
     def full_tensor(self) -> Tensor:
-        """Return the whole parameter on every rank; every rank must call it."""
+        """Return the whole parameter; every rank must call this method."""
         gradient: ShardGradient = _as_gradient(self)
         return gradient.full_tensor()
 

@@ -12,26 +12,27 @@ The parameters of a unit are in one of three states:
 
 `reduce_grads()` starts to average the gradients and frees the local ones;
 `wait_for_reduce_grads()` adds the average to the shards' `.grad`. The reduction starts with the
-last gradient of a unit, while its module is still in backward, so it is not a fourth state: an
+last gradient of a unit, while the backward pass of its module runs, so it is not a fourth state: an
 UNSHARDED unit may be reducing.
 
 If a gather fails, the unit is SHARDED and keeps the memory until the next `reshard()` after a
 successful gather: messages of the failed gather may still arrive in this memory.
 
-A unit is used while a module that has its parameters is in forward, and after the caller has
-unsharded it (`_num_users` counts both). It is also used during a double backward
+A unit is used while a module with its parameters runs its forward pass, and after the caller has
+unsharded it (`_num_users` counts both). It is also used during a double backward pass
 (`keep_unsharded`).
 
 Note [One storage for full parameters]
 The full parameters always have the same storage, which is resized to zero and refilled. The tensors
-that autograd saved in forward are therefore valid again in backward, and nothing is copied after an
-all-gather. The full parameters do not share the storage's version counter (`partition.alias`), so
-autograd does not regard a refill as an in-place change.
+that autograd saved in the forward pass are therefore valid again in the backward pass, and nothing
+is copied after an all-gather. The full parameters do not share the storage's version counter
+(`partition.alias`), so autograd does not regard a refill as an in-place change.
 
 While the storage is empty, the versions of the full parameters are raised by `FREED`. A backward
 that would read a freed parameter therefore raises autograd's error of an in-place change instead of
-accessing memory that does not exist. Such a backward starts from a tensor that a module has stored,
-for example in an attribute, instead of returning it: no hook gathers the unit for this tensor.
+accessing memory that does not exist. Such a backward pass starts from a tensor that a module has
+stored, for example in an attribute, instead of returning it: no hook gathers the unit for this
+tensor.
 """
 
 from __future__ import annotations
@@ -84,7 +85,7 @@ class Unit:
         gradient_dtype = gradient_dtype if dtype.is_floating_point else None
         if compute_dtype and dtype.is_floating_point:
             dtype = compute_dtype
-        #: True if a backward may read the parameters. The backward of `nn.Embedding` does not.
+        #: True if a backward pass may read the parameters, as for any module but `nn.Embedding`.
         self.is_read_in_backward = True
         world = communicator.world
         self.partition = by_element(
@@ -119,11 +120,11 @@ class Unit:
         self._is_marked_freed = False
         self._unshard_work: Work | None = None
         self._unshard_input: Tensor | None = None
-        #: False keeps the parameters unsharded from forward until backward.
+        #: False keeps the parameters unsharded from the forward pass until the backward pass.
         self.reshard_after_forward = True
         self._num_users = 0
         self._is_unsharded_by_caller = False
-        #: True during a double backward: Note [Lifetime of a unit].
+        #: True during a double backward pass: Note [Lifetime of a unit].
         self.keep_unsharded = False
         self.gradients = UnitGradients(self, gradient_dtype or dtype)
         self.full.untyped_storage().resize_(0)
@@ -149,8 +150,8 @@ class Unit:
             values = self.shard[shard_offset : shard_offset + stop - start]
             shard = Shard(as_column(values, parameter.dim()), parameter.requires_grad)
             # Programs group parameters by attributes that models set, such as `_no_weight_decay`.
-            # An optimizer also sees attributes that a forward sets later, and a forward those that
-            # the caller sets.
+            # The dictionary is common, so the optimizer and the forward pass read each other's
+            # attributes.
             full.__dict__ = shard.__dict__ = dict(vars(parameter))
             parameters.append(
                 ShardedParameter(self, name, parameter.shape, start, stop, shard, full, owners)
@@ -224,7 +225,7 @@ class Unit:
             )
 
     def mark_changed(self, parameter: ShardedParameter) -> None:
-        """Make autograd refuse a backward through a graph that saved the earlier values.
+        """Make autograd raise an error for graphs that saved the earlier values.
 
         The storage of the full parameter is refilled with the new values, so the gradient would
         silently be wrong.
@@ -277,7 +278,7 @@ class Unit:
         self._full_versions = {p.full: p.full._version for p in self.parameters}
 
     def reshard(self) -> None:
-        """Free the full parameters, unless the unit is used; raise if a forward wrote to them."""
+        """Free the full parameters, unless the unit is used; raise if a module wrote to them."""
         self._finish_unshard()
         is_in_use = self._num_users > 0 or self.keep_unsharded
         if self.state is UnitState.UNSHARDED and not is_in_use:
@@ -285,8 +286,9 @@ class Unit:
             storage = self.full.untyped_storage()
             if not storage.resizable():
                 raise RuntimeError(
-                    f"expected to free the full parameters of {self.label}, but their memory was "
-                    "exported during the forward, by numpy() or share_memory_(): call clone() first"
+                    f"expected to free the full parameters of {self.label}, but numpy() or "
+                    "share_memory_() exported their memory during the forward pass: call clone() "
+                    "first"
                 )
             storage.resize_(0)
             self.state = UnitState.SHARDED
@@ -313,15 +315,16 @@ class Unit:
         self.reshard()
 
     def check_unchanged(self) -> None:
-        """Raise RuntimeError if a forward wrote to the full parameters.
+        """Raise RuntimeError if a forward pass wrote to the full parameters.
 
         The written values would be lost. A write through `.data` is only detected at some checks,
         on the rank whose shard has the written elements.
         """
         self._check_versions()
         self._num_checks += 1
-        # A write through `.data` changes the values and not the version. Each rank compares its own
-        # elements at checks 1, 2, 4, 8, ..., so that the average cost per step becomes negligible.
+        # A write through `.data` changes the values but not the version counter. Each rank compares
+        # its elements at checks 1, 2, 4, 8, ..., so that the average cost per step becomes
+        # negligible.
         is_due = self._num_checks & (self._num_checks - 1) == 0
         is_valid = self._gathered_version == self.shard._version
         if not (is_due and self.state is UnitState.UNSHARDED and is_valid):
@@ -345,13 +348,13 @@ class Unit:
 
     def _describe_write(self, name: str) -> str:
         return (
-            f"rank {self.communicator.rank}: forward or backward wrote to {name}, which is whole "
-            "only while its layer runs, so the written values would be lost: change parameters "
-            "between steps"
+            f"rank {self.communicator.rank}: a forward or backward pass wrote to {name}, which is "
+            "whole only while its layer runs, so the written values would be lost: change "
+            "parameters between steps"
         )
 
     def reset_after_error(self) -> None:
-        """Discard the gradients and the full parameters of a backward that was interrupted."""
+        """Discard the gradients and the full parameters of a backward pass that was interrupted."""
         self._full_versions = {}
         self._num_users = 0
         self._is_unsharded_by_caller = False
@@ -394,13 +397,16 @@ class Unit:
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
-        """Return the full parameters in the shards' dtype; every rank must call it."""
+        """Return the full parameters by name, in the shards' dtype; every rank must call it."""
         self.adopt_shard_changes()
         return self._gather(self.shard)
 
     @torch.no_grad()
     def gather_full_gradients(self) -> dict[str, Tensor]:
-        """Return the full averaged gradients, zeros if `.grad` is None; every rank must call it."""
+        """Return the full averaged gradients by name, zeros if `.grad` is None.
+
+        Every rank must call this method.
+        """
         gradients = torch.zeros_like(self.shard)
         for parameter, part in self._views_of(gradients):
             if parameter.shard.grad is not None:

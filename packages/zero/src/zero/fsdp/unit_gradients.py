@@ -32,14 +32,14 @@ class UnitGradients:
         self.sync = True
         #: The reduction in progress: its work, output and input.
         self._reduction: tuple[Work, Tensor, Tensor] | None = None
-        #: True for each parameter that this rank's backward has reached.
+        #: True for each parameter that this rank's backward pass has reached.
         self.is_used = [False] * len(unit.parameters)
         #: Averages of parameters that this rank has not used, until it is known whether another
         #: rank used them.
         self._unclaimed_averages: dict[int, Tensor] = {}
         #: The placeholders for gradients from `no_sync()` that are not averaged yet.
         self._placeholders: dict[int, AveragedGradient] = {}
-        #: True if an interrupted backward has discarded gradients that placeholders represent.
+        #: True if an interrupted backward pass has discarded gradients that placeholders represent.
         self._has_lost_gradients = False
         #: Gradients accumulated under `no_sync()` and cast to `dtype`. Gradients that are computed
         #: in this dtype are in the `.grad` of full parameters instead.
@@ -113,7 +113,7 @@ class UnitGradients:
             if self.is_used[index]:
                 self._accumulate_grad(index, part)
             else:
-                # A reentrant checkpoint may reduce a unit several times per backward.
+                # A reentrant checkpoint may reduce a unit several times per backward pass.
                 earlier = self._unclaimed_averages.get(index)
                 self._unclaimed_averages[index] = part if earlier is None else earlier + part
 
@@ -143,7 +143,8 @@ class UnitGradients:
                 parameter.full.grad = None
             if index not in self._placeholders:
                 shard = parameter.shard
-                # The key is the average of earlier backwards, which `_accumulate_grad` restores.
+                # The key is the average of earlier backward passes, which `_accumulate_grad`
+                # restores.
                 placeholder = AveragedGradient(shard, self, shard.grad)
                 # Autograd adds gradients of penalties on the shard, which are averages already.
                 placeholder.unreduced = torch.zeros_like(plain_shard(shard))
@@ -153,7 +154,7 @@ class UnitGradients:
     def discard_cleared(self) -> None:
         """Discard unreduced gradients whose `.grad` the caller has cleared.
 
-        Raise RuntimeError if an interrupted backward has lost any other unreduced gradient.
+        Raise RuntimeError if an interrupted backward pass has lost any other unreduced gradient.
         """
         for index, placeholder in list(self._placeholders.items()):
             if self.unit.parameters[index].shard.grad is not placeholder:
@@ -162,9 +163,9 @@ class UnitGradients:
                 del self._placeholders[index]
         if self._has_lost_gradients and self._placeholders:
             raise RuntimeError(
-                f"rank {self.communicator.rank}: a backward raised an error, so the gradients of "
-                f"{self.unit.label} from earlier backwards under no_sync() are lost: clear all "
-                "gradients with zero_grad(), and repeat the backwards of this step"
+                f"rank {self.communicator.rank}: a backward pass raised an error, so the gradients "
+                f"of {self.unit.label} from earlier backward passes under no_sync() are lost: "
+                "clear all gradients with zero_grad(), and repeat the backward passes of this step"
             )
         self._has_lost_gradients = False
 
@@ -193,7 +194,7 @@ class UnitGradients:
             hook(shard)
 
     def discard(self) -> None:
-        """Discard the gradients of a backward that was interrupted."""
+        """Discard the gradients of a backward pass that was interrupted."""
         self._has_lost_gradients = bool(self._placeholders)
         self._reduction = None
         self._unclaimed_averages.clear()

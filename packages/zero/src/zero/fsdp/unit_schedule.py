@@ -5,7 +5,7 @@
                reduce-scatter layer i's gradient while layer i-1 runs        S (n-1)/n
 
 S is the size of the parameters in bytes, and n the number of ranks. A layer that runs several times
-per forward may be gathered for each run.
+per forward pass may be gathered for each run.
 """
 
 from __future__ import annotations
@@ -42,11 +42,12 @@ def _call_gradient_ready(
     unit_ref: Callable[[], Unit | None],
     parameter: Tensor,
 ) -> None:
-    """Call the hook of a gradient.
+    """Call `_gradient_ready` if the schedule and the unit still exist.
 
     The references are weak, because Python does not collect cycles through hooks of tensors.
     """
-    schedule, unit = schedule_ref(), unit_ref()
+    schedule = schedule_ref()
+    unit = unit_ref()
     if schedule is not None and unit is not None:
         schedule._gradient_ready(unit, parameter)
 
@@ -68,15 +69,15 @@ class UnitSchedule(nn.Module):
     units_of: dict[nn.Module, list[Unit]]
 
     def _init_runtime_state(self) -> None:
-        #: True if the latest forward ran with gradients and synchronization. As in DDP, the next
-        #: forward then broadcasts the buffers.
+        #: True if the latest forward pass ran with gradients and synchronization. As in DDP, the
+        #: next forward then broadcasts the buffers.
         self._buffers_may_differ = True
-        #: The units in the order of this forward and of the previous one.
+        #: The units in the order of this forward pass and of the previous one.
         self._forward_order: list[Unit] = []
         self._previous_order: list[Unit] = []
-        #: The number of units that ran before each module in this forward.
+        #: The number of units that ran before each module in this forward pass.
         self._position: dict[nn.Module, int] = {}
-        #: For each module, the units of the modules around it, because their backward ends later.
+        #: Maps each module to the units of its enclosing modules, whose backward passes end later.
         #: They include a unit of the module itself if an outer module shares one of its parameters.
         self._outer_units: dict[nn.Module, set[Unit]] = {}
         self._gradient_hooks: dict[nn.Parameter, RemovableHandle] = {}
@@ -86,12 +87,13 @@ class UnitSchedule(nn.Module):
         #: The unit whose gradients are being reduced.
         self._reducing_unit: Unit | None = None
         self._num_ready_gradients: dict[Unit, int] = {}
-        #: A weak reference to the callback that ends the backward. Only the engine keeps the
-        #: callback alive, so the reference is dead if an exception has interrupted that backward.
+        #: A weak reference to the callback that ends the backward pass. Only the engine keeps the
+        #: callback alive, so the reference is dead if an exception has interrupted that backward
+        #: pass.
         self._end_callback: Callable[[], object] = lambda: None
-        #: The number of nested hooked modules that are in forward.
+        #: The number of nested hooked modules that are in the forward pass.
         self._num_running = 0
-        #: The mutable arguments of each running forward of each module.
+        #: The mutable arguments of each running forward pass of each module.
         self._mutable_arguments: dict[nn.Module, list[list[MutableArgument]]] = defaultdict(list)
         self.state_dict_hooks = StateDictHooks(self.communicator)
         self._hook_ids: dict[nn.Module, set[int]] = {}
@@ -99,7 +101,7 @@ class UnitSchedule(nn.Module):
     # Hooks
 
     def _hook_modules(self) -> None:
-        # The root starts and ends a forward, even if it has no unit.
+        # The root starts and ends a forward pass, even if it has no unit.
         self.units_of.setdefault(self.module, [])
         for module in self.units_of:
             self._hook_module(module)
@@ -139,7 +141,7 @@ class UnitSchedule(nn.Module):
                     )
 
     def _check_registered(self) -> None:
-        """Raise RuntimeError if the caller has replaced or added parameters."""
+        """Raise RuntimeError if the caller has replaced, added or deleted parameters."""
         known = set(self.ignored_params)
         for unit in self.units:
             for parameter in unit.parameters:
@@ -154,9 +156,9 @@ class UnitSchedule(nn.Module):
     # Forward
 
     def _begin_forward(self) -> None:
-        """Prepare a forward when the outermost hooked module starts.
+        """Prepare a forward pass when the outermost hooked module starts.
 
-        It is `fsdp.module`, or an inner module that the caller calls directly.
+        The outermost module is `fsdp.module`, or an inner module that the caller calls directly.
         """
         if self._in_backward and torch._C._current_graph_task_id() == -1:
             self._reset_after_error()
@@ -175,7 +177,7 @@ class UnitSchedule(nn.Module):
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather a module's units, prefetch the next ones, and hook the gradients of its inputs."""
         if module is self.module and not self._in_backward:
-            # An interrupt may have prevented the end of an earlier forward.
+            # An interrupt may have prevented the end of an earlier forward pass.
             self._num_running = 0
         self._begin_forward()
         units = self.units_of[module]
@@ -228,11 +230,11 @@ class UnitSchedule(nn.Module):
             if torch.is_grad_enabled() and hides_tensors(output):
                 raise TypeError(
                     f"{type(module).__name__} returns a {type(output).__name__} in which no tensor "
-                    "is found, so its weights could not be gathered for backward: return tensors "
-                    "in containers or dataclasses, or register the class as a pytree of torch"
+                    "is found, so its weights could not be gathered for the backward pass: return "
+                    "tensors in containers or dataclasses, or register the class as a torch pytree"
                 )
-            # During recomputation, position 0 disables prefetching: the backward of a segment must
-            # not prefetch layers by the order of the outer forward.
+            # During recomputation, position 0 disables prefetching: the backward pass of a segment
+            # must not prefetch layers in the order of the outer forward pass.
             position = 0 if self._in_backward else self._position[module]
             before_backward = partial(self._before_backward, module, position)
             output = call_before_gradients(output, before_backward, args)
@@ -240,7 +242,7 @@ class UnitSchedule(nn.Module):
         return self._end_forward(output)
 
     def _leave_module(self, units: list[Unit]) -> None:
-        # If all units of the previous forward have run, no other unit is expected in this forward.
+        # If all units of the previous forward pass have run, no further unit is expected to run.
         is_forward_complete = self._forward_order == self._previous_order
         for unit in units:
             unit.set_unsharded_by_caller(False)
@@ -250,7 +252,7 @@ class UnitSchedule(nn.Module):
                 unit.reshard()
 
     def _end_forward(self, output: Any) -> Any:
-        """Finish a forward when the outermost hooked module returns."""
+        """Finish a forward pass when the outermost hooked module returns."""
         self._num_running = max(0, self._num_running - 1)
         if self._num_running or self._in_backward:
             return output
@@ -258,7 +260,7 @@ class UnitSchedule(nn.Module):
         self._buffers_may_differ = torch.is_grad_enabled() and is_synced
         unsharded: list[Unit] = []
         if torch.is_grad_enabled():
-            # The last layer of forward is the first of backward, and the root ends after it.
+            # The backward pass starts with the last layer, and ends with the root.
             unsharded = [*self._forward_order[-1:], *self.units_of[self.module]]
             unsharded += [u for u in self._forward_order if not u.reshard_after_forward]
         for unit in self.units:
@@ -268,10 +270,10 @@ class UnitSchedule(nn.Module):
         return call_before_gradients(output, self._begin_backward)
 
     def _read_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the parameter that a module sees; raise if it is sharded while the model runs.
+        """Return the full parameter or the shard when a module's attribute is read.
 
-        The hooks that gather a unit before its module runs do not run if another module reads the
-        parameters.
+        Raise RuntimeError if the parameter is sharded while the model runs: if another module reads
+        it, the hooks that gather the unit have not run.
         """
         # Check this first, because torch.compile traces this function and cannot look up a shard.
         if type(parameter) is not Shard or not (self._num_running or self._in_backward):
@@ -290,7 +292,7 @@ class UnitSchedule(nn.Module):
     # Backward
 
     def _begin_backward(self) -> None:
-        """Prepare a backward when the first of its hooks runs."""
+        """Prepare a backward pass when the first of its hooks runs."""
         if self._in_backward and self._end_callback() is None:
             self._reset_after_error()
         if self._in_backward:
@@ -305,7 +307,7 @@ class UnitSchedule(nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _before_backward(self, module: nn.Module, position: int) -> None:
-        """Gather a module's units before its backward, and prefetch the previous ones."""
+        """Gather a module's units before its backward pass, and prefetch the previous ones."""
         self._begin_backward()
         for unit in self.units_of[module]:
             unit.wait_for_unshard()
@@ -315,14 +317,14 @@ class UnitSchedule(nn.Module):
                 unit.unshard()
 
     def _before_double_backward(self, module: nn.Module) -> None:
-        """Gather a module's units for a double backward (`create_graph`), which reads weights."""
+        """Gather a module's units for a double backward pass, which reads weights."""
         self._begin_backward()
         for unit in self.units_of[module]:
             unit.wait_for_unshard()
             unit.keep_unsharded = True
 
     def _after_backward(self, module: nn.Module) -> None:
-        """Free a module's units after its backward, except units that an outer module needs."""
+        """Free a module's units after its backward pass, except units of enclosing modules."""
         outer = self._outer_units.get(module, ())
         for unit in self.units_of[module]:
             if unit not in outer:
@@ -347,8 +349,8 @@ class UnitSchedule(nn.Module):
         """Reduce a unit if its last gradient has been accumulated."""
         check_dense(parameter.grad)
         self._begin_backward()
-        # In a backward within a backward (reentrant checkpointing), the outer graph does not show
-        # that gradients are accumulated.
+        # With reentrant checkpointing, an inner backward pass accumulates the gradients, so
+        # `_will_accumulate_gradients` returned False for the outer graph.
         self._accumulates_gradients = True
         num_ready = self._num_ready_gradients.get(unit, 0) + 1
         self._num_ready_gradients[unit] = num_ready
@@ -400,7 +402,7 @@ class UnitSchedule(nn.Module):
             unit.release_and_reshard()
 
     def _reset_after_error(self) -> None:
-        """Discard a backward that an exception interrupted."""
+        """Reset the state of a backward pass that raised an exception."""
         self._in_backward = False
         self._num_ready_gradients.clear()
         self._reducing_unit = None

@@ -42,7 +42,8 @@ class _Plan:
     owners: Owners = field(default_factory=dict)
     #: The first name of each sharded parameter.
     names: dict[nn.Parameter, str] = field(default_factory=dict)
-    #: Maps each module to the sharded module around it, whose forward needs its parameters full.
+    #: Maps each module to the sharded module around it, whose forward pass needs its parameters
+    #: full.
     user: dict[nn.Module, nn.Module] = field(default_factory=dict)
     #: The parameters in each sharded module that no sharded module within it has.
     groups: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)
@@ -140,7 +141,7 @@ def _blocks(root: nn.Module) -> set[nn.Module]:
         module = pending.pop()
         is_container = isinstance(module, nn.ModuleList | nn.ModuleDict | nn.Sequential)
         for child in module.children():
-            # A list of lists has no forward that could be hooked.
+            # A list or dictionary of modules has no forward pass that could be hooked.
             if is_container and not isinstance(child, nn.ModuleList | nn.ModuleDict):
                 blocks.add(child)
             else:
@@ -186,11 +187,11 @@ EMBEDDING_FORWARD = nn.Embedding.forward
 
 
 def reads_weight_in_backward(module: nn.Module, fsdp_hooks: Collection[int] = ()) -> bool:
-    """Return False only if it is certain that the module's backward does not read its weight.
+    """Return False only if it is certain that the module's backward pass does not read its weight.
 
     This is certain for `nn.Embedding.forward`. It is not certain for a subclass, a parametrization,
-    a hook whose id is not in `fsdp_hooks`, or a forward assigned to the module. These may compute
-    anything from the weight.
+    a hook whose id is not in `fsdp_hooks`, or a forward pass assigned to the module. These may
+    compute anything from the weight.
     """
     forward: Any = EMBEDDING_FORWARD
     is_plain = (

@@ -1,4 +1,4 @@
-"""Tensors in `.grad` after averaging: they store this rank's elements of a gradient.
+"""Averaged gradients of which each rank stores some elements.
 
 Note [Operations on a sharded gradient]
 GradScaler, `clip_grad_norm_`, `clip_grad_value_` and training loops read and change `.grad`. Each
@@ -8,11 +8,11 @@ would be right, but a norm would silently be wrong and differ between ranks. The
 - a norm, sum, mean, maximum or minimum over all elements is reduced over ranks: every rank must
   call it, and every rank gets the same value;
 - GradScaler's check for infinities is reduced too, so that all ranks step or all skip the step;
-- any other operation raises, and names `full_tensor()` as the remedy.
+- any other operation raises an error that names `full_tensor()` as the remedy.
 
 Between steps, stage 3's parameters are shards too, and a loss may read them. The same rules apply
 to them (`shard_function`). Reductions of tensors that need a gradient are computed on
-`full_tensor()`, whose backward returns the average of the ranks' gradients.
+`full_tensor()`, whose backward pass returns the average of the ranks' gradients.
 
 Note [Two classes of sharded gradients]
 At stages 1 and 2, parameters are whole, so `.grad` must have the parameter's shape. Nevertheless,

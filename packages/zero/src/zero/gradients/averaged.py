@@ -1,4 +1,4 @@
-"""`.grad` at stages 1 and 2: a tensor of the parameter's shape with elements in buckets."""
+"""`.grad` at stages 1 and 2: a tensor of the parameter's shape whose elements are in buckets."""
 
 from __future__ import annotations
 
@@ -10,27 +10,15 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zero.gradients.reductions import (
-    PartialGradient,
-    gather_runs,
-    norms,
-    reduce,
-    unscale,
-)
-from zero.gradients.rules import (
-    REMEDY,
-    UNSCALE,
-    aten,
-    is_elementwise,
-    reduces_all_elements,
-)
+from zero.gradients.reductions import PartialGradient, gather_runs, norms, reduce, unscale
+from zero.gradients.rules import REMEDY, UNSCALE, aten, is_elementwise, reduces_all_elements
 
 #: Elements `start` to `stop` of a flattened tensor, and their values.
 LocalRun = tuple[int, int, Tensor]
 
 
 class AveragedGradient(PartialGradient):
-    """`.grad` after backward at stages 1 and 2, in the parameter's shape.
+    """The `.grad` of a parameter after the backward pass at stages 1 and 2, in its shape.
 
     The elements are stored in the reducer's buckets. See Note [Operations on a sharded gradient]
     and Note [Two classes of sharded gradients].
@@ -44,9 +32,9 @@ class AveragedGradient(PartialGradient):
     key: Any
     #: The elements themselves, if the gradient is the result of an operation.
     runs: list[LocalRun] | None
-    #: This rank's gradient of a later backward, which has not been averaged yet.
+    #: This rank's gradient of a later backward pass, which has not been averaged yet.
     unreduced: Tensor | None
-    #: True if this rank's backward reached the parameter.
+    #: True if this rank's backward pass reached the parameter.
     is_used: bool
 
     @staticmethod
@@ -81,8 +69,8 @@ class AveragedGradient(PartialGradient):
         source = self.source_ref()
         if source is None:
             raise RuntimeError(
-                "the optimizer that has averaged this gradient was deleted, and its elements with "
-                "it: call zero_grad(), or keep the optimizer until its gradients have been used"
+                "the optimizer that stores the elements of this gradient was deleted: call "
+                "zero_grad(), or keep the optimizer until its gradients have been used"
             )
         return source
 
@@ -110,10 +98,10 @@ class AveragedGradient(PartialGradient):
             return self.runs
         if self.unreduced is not None:
             raise RuntimeError(
-                "this gradient is an average plus a local gradient, which a later backward under "
-                "no_sync() or a second reentrant checkpoint has added on this rank: run the last "
-                "backward of a step outside no_sync(), and pass use_reentrant=False to checkpoints "
-                "that share a layer, or clip by optimizer.clip_grad_norm_, which averages first"
+                "this gradient is an average plus a local gradient, which a later backward pass "
+                "under no_sync() or a second reentrant checkpoint has added on this rank: run the "
+                "last backward pass of a step outside no_sync(), pass use_reentrant=False to "
+                "checkpoints that share a layer, or use optimizer.clip_grad_norm_, which averages"
             )
         runs = self.source.fetch_runs(self)
         return runs or [(0, 0, torch.empty(0, dtype=self.dtype, device=self.device))]
@@ -152,8 +140,8 @@ class AveragedGradient(PartialGradient):
         if is_elementwise(func):
             return _apply_elementwise(func, args, kwargs)
         raise RuntimeError(
-            f"{name} needs all elements of an averaged gradient, of which this rank has its shard "
-            f"only: {REMEDY}"
+            f"{name} needs all elements of an averaged gradient, but this rank stores only its "
+            f"shard: {REMEDY}"
         )
 
 
@@ -168,10 +156,14 @@ def _alias(gradient: AveragedGradient) -> AveragedGradient:
 def _accumulate(name: str, gradient: Any, added: Any, *, alpha: float = 1) -> Any:
     """Add a local gradient to `unreduced`, which will be averaged later.
 
-    Autograd adds the gradient of a later backward. A parameter's hook may add any tensor or number.
+    Autograd adds the gradient of a later backward pass. A parameter's hook may also add a tensor or
+    number.
     """
     if not isinstance(gradient, AveragedGradient) or isinstance(added, AveragedGradient):
-        raise RuntimeError("an averaged gradient cannot take part in a backward")
+        raise RuntimeError(
+            "expected no averaged gradient in a backward pass: compute losses from "
+            "p.grad.full_tensor(), called by every rank"
+        )
     gradient = gradient if name == "add_" else _alias(gradient)
     is_gradient = isinstance(added, Tensor) and added.shape == gradient.shape and alpha == 1
     if gradient.unreduced is not None:
@@ -184,7 +176,7 @@ def _accumulate(name: str, gradient: Any, added: Any, *, alpha: float = 1) -> An
     return gradient
 
 
-def _runs_alike(func: Any, gradients: Sequence[AveragedGradient]) -> list[list[LocalRun]]:
+def _matching_runs(func: Any, gradients: Sequence[AveragedGradient]) -> list[list[LocalRun]]:
     """Return each gradient's runs; raise RuntimeError if ranges or shapes differ."""
     runs_of = [gradient.local_runs() for gradient in gradients]
     ranges = [[(start, stop) for start, stop, _ in runs] for runs in runs_of]
@@ -196,7 +188,7 @@ def _runs_alike(func: Any, gradients: Sequence[AveragedGradient]) -> list[list[L
 
 def _combination_error(func: Any) -> RuntimeError:
     return RuntimeError(
-        f"{func} combines an averaged gradient, of which this rank has its shard only, with a "
+        f"{func} combines an averaged gradient, of which this rank stores only its shard, with a "
         f"tensor of other elements: {REMEDY}"
     )
 
@@ -205,7 +197,7 @@ def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     """Apply an element-wise operator to each run of this rank's elements."""
     leaves, spec = tree_flatten((args, kwargs))
     gradients = [leaf for leaf in leaves if isinstance(leaf, AveragedGradient)]
-    runs_of = _runs_alike(func, gradients)
+    runs_of = _matching_runs(func, gradients)
     ranges = [(start, stop) for start, stop, _ in runs_of[0]]
     is_in_place = func._schema.is_mutable
     target = kwargs.get("out", args[0])

@@ -61,8 +61,9 @@ def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -
     communicator, *others = _communicators_of(gradients)
     if others:
         raise RuntimeError(
-            "expected gradients that are sharded over one group, got several, whose ranks would "
-            "not agree on skipping the step: use one optimizer and one scaler per group"
+            "expected gradients sharded over one process group, got "
+            f"{1 + len(others)} groups, which could disagree on skipping the step: use one "
+            "optimizer and one scaler per group"
         )
     communicator.check_not_joining()
     pieces = _local_pieces(gradients)
@@ -96,9 +97,10 @@ def _communicators_of(gradients: Sequence[Tensor]) -> list[Communicator]:
 
 
 def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
-    """Return each gradient's vector norm over all ranks, with one all-reduce per group.
+    """Return each gradient's vector norm over all ranks, as 0-dimensional tensors.
 
-    Raise ValueError if `ord` is not positive. Every rank must call this function.
+    Call one all-reduce per process group. Raise ValueError if `ord` is not positive. Every rank
+    must call this function.
     """
     if ord <= 0:
         raise ValueError(f"expected a norm of order > 0 of a sharded gradient, got order {ord}")

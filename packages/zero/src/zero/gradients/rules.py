@@ -1,4 +1,4 @@
-"""The torch functions that are correct on part of a tensor, and the reductions of a whole one."""
+"""Rules for torch functions of a sharded tensor: element-wise functions and full reductions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ aten = torch.ops.aten
 
 UNSCALE = "_amp_foreach_non_finite_check_and_unscale_"
 NORMS = {"norm", "linalg_norm", "linalg_vector_norm"}
-#: Maps each reduction to the function that combines elements, and to the neutral element.
+#: Maps each reduction to the function that combines elements, and to its neutral element.
 REDUCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], float]] = {
     "sum": (torch.sum, 0.0),
     "mean": (torch.sum, 0.0),
@@ -81,10 +81,12 @@ def python_name(func: Any) -> str:
 
 @cache
 def is_elementwise(operator: Any) -> bool:
-    """Return True if an aten operator is element-wise, not random, and returns one tensor."""
+    """Return True if an aten operator is element-wise, deterministic and has one result.
+
+    A `_foreach_` operator is element-wise if its base operator is.
+    """
     name = operator.overloadpacket.__name__
     if name.startswith("_foreach_"):
-        # An operator on lists is element-wise if the operator on tensors is.
         base = name.removeprefix("_foreach_")
         packet = getattr(aten, base, None)
         if packet is None or base in REDUCTIONS:

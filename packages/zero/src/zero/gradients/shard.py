@@ -13,13 +13,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
-from zero.gradients.reductions import (
-    PartialGradient,
-    gather_runs,
-    norms,
-    reduce,
-    unscale,
-)
+from zero.gradients.reductions import PartialGradient, gather_runs, norms, reduce, unscale
 from zero.gradients.rules import (
     ON_OBJECT,
     READS_MEMORY,

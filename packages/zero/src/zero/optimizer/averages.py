@@ -21,9 +21,9 @@ class Averages:
     """The averaged gradients of a reducer's parameters. The buckets store their elements."""
 
     def __init__(self) -> None:
-        #: The parameters that have an average, or will have one when its reduction is waited for,
-        #: each with the key of this average. The key is a weak reference to the parameter, because
-        #: the parameter's `.grad` refers to it: see `AveragedGradient.source_ref`.
+        #: Maps each parameter whose gradient is averaged, or is being reduced, to the key of its
+        #: average. The key is a weak reference to the parameter, because the parameter's `.grad`
+        #: refers to the key: see `AveragedGradient.source_ref`.
         self._keys: dict[nn.Parameter, TensorWeakRef] = {}
 
     def __contains__(self, parameter: nn.Parameter) -> bool:
@@ -111,7 +111,7 @@ class Averages:
 
 
 def is_used(gradient: Tensor) -> bool:
-    """Return True if a backward of this rank contributed to the gradient."""
+    """Return True if a backward pass of this rank contributed to the gradient."""
     if isinstance(gradient, AveragedGradient):
         return gradient.is_used or gradient.unreduced is not None
     return True

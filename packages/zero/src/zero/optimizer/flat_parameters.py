@@ -34,9 +34,9 @@ class FlatParameters:
         call this method.
         """
         numels = [parameter.numel() for parameter in parameters]
-        cut = by_element if split == "elements" else by_parameter
+        make_partition = by_element if split == "elements" else by_parameter
         bucket_numel = self.bucket_bytes // parameters[0].element_size()
-        partition = cut(numels, self.communicator.world, bucket_numel)
+        partition = make_partition(numels, self.communicator.world, bucket_numel)
         flat = parameters[0].new_zeros(partition.numel)
         for parameter, offset in zip(parameters, partition.offsets, strict=True):
             view = flat[offset : offset + parameter.numel()].view(parameter.shape)
@@ -82,8 +82,8 @@ class FlatParameters:
                     "ShardedOptimizer after the model has its final shapes, dtype and device"
                 )
             if data.untyped_storage().data_ptr() in own_storages:
-                # The caller may have exchanged or transposed parameters, so that a copy into one
-                # view would overwrite the values of another.
+                # The caller may have swapped or transposed parameters. Copying into one view would
+                # then overwrite the values of another parameter.
                 data = data.clone()
             replaced.append((parameter, data))
         for parameter, data in replaced:

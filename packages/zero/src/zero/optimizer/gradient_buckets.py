@@ -24,13 +24,13 @@ class Bucket:
     #: The parts of parameters in the span, and the parts in this rank's shard.
     pieces: list[tuple[nn.Parameter, Piece]]
     shard_pieces: list[tuple[nn.Parameter, Piece]]
-    #: This rank's shard of the averaged gradients, from backward until they are cleared.
+    #: This rank's shard of the averaged gradients, from the backward pass until they are cleared.
     average: Tensor | None = None
     #: True if `average` is a view of `buffer`.
     average_is_in_buffer: bool = False
     #: The local gradients to be sent.
     buffer: Tensor | None = None
-    #: The parameters whose gradients this backward has not collected yet.
+    #: The parameters whose gradients this backward pass has not collected yet.
     missing: set[nn.Parameter] = field(default_factory=set)
 
     # A backward with create_graph=True enables gradients in its hooks.

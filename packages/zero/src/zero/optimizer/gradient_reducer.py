@@ -1,4 +1,6 @@
-"""Averages of gradients, reduced bucket by bucket during backward; each rank keeps its shard.
+"""Averages of gradients, reduced bucket by bucket during the backward pass.
+
+Each rank stores its shard of the averages.
 
 Note [Lifetime of a gradient]
 | state     | `parameter.grad`  | gradient's memory | next state                           |
@@ -7,19 +9,19 @@ Note [Lifetime of a gradient]
 | collected | AveragedGradient  | `Bucket.buffer`   | in flight, if the bucket is complete |
 | in flight | AveragedGradient  | `ReductionQueue`  | averaged, when it is waited for      |
 | averaged  | AveragedGradient  | `Bucket.average`  | cleared                              |
-| cleared   | set by the caller | none              | local, in the next backward          |
+| cleared   | set by the caller | none              | local, in the next backward pass     |
 
-The caller cannot access a collected gradient, so an edit of `.grad` after backward edits the
-average. `finish()` averages local gradients that no backward has reduced. They have three sources:
-- a backward under `no_sync()`, which adds to `AveragedGradient.unreduced`;
-- a plain tensor that the caller has assigned to `.grad`;
-- a reentrant checkpoint, which may add to a gradient that the same backward has already collected.
+The caller cannot access a collected gradient, so an edit of `.grad` after the backward pass edits
+the average. `finish()` averages local gradients that no backward pass has reduced. They have three
+sources: - a backward pass under `no_sync()`, which adds to `AveragedGradient.unreduced`; - a plain
+tensor that the caller has assigned to `.grad`; - a reentrant checkpoint, which may add to a
+gradient that the same backward pass has already collected.
 
 Note [Order of reductions]
 Collectives match only if all ranks launch them in the same order. Every backward outside
 `no_sync()` launches every bucket exactly once, even if none of its gradients is ready. The order is
-that in which the buckets became ready on rank 0 in the first backward after `add`. If several
-reducers share a group, they launch their buckets when backward ends (`shared_groups.py`).
+that in which the buckets became ready on rank 0 in the first backward pass after `add`. If several
+reducers share a group, they launch their buckets when the backward pass ends (`shared_groups.py`).
 """
 
 from __future__ import annotations
@@ -44,7 +46,7 @@ from zero.process_groups import Communicator
 
 
 class GradientReducer:
-    """The buckets that backward fills, and their reductions.
+    """The buckets that the backward pass fills, and their reductions.
 
     See Note [Lifetime of a gradient] and Note [Order of reductions].
 
@@ -59,7 +61,7 @@ class GradientReducer:
         self.release_gradients = release_gradients
         #: False under `no_sync()`.
         self.enabled = True
-        #: Called before the first collective of a backward.
+        #: Called before the first collective of a backward pass.
         self.before_backward: Callable[[], object] = lambda: None
         self.buckets: list[Bucket] = []
         #: The parameters' versions when all ranks last had equal values.
@@ -73,19 +75,20 @@ class GradientReducer:
         weakref.finalize(self, _remove_hooks, self._hook_handles)
         self._averages = Averages()
         self._queue = ReductionQueue(communicator, release_gradients=release_gradients)
-        #: See Note [Order of reductions]; None until the first backward after `add`.
+        #: See Note [Order of reductions]; None until the first backward pass after `add`.
         self._launch_order: list[Bucket] | None = None
         self._ready_order: list[Bucket] = []
         self._num_launched = 0
-        #: True from the first gradient of a backward until all buckets are launched.
+        #: True from the first gradient of a backward pass until all buckets are launched.
         self.in_backward = False
-        #: A weak reference to the callback that ends the backward. Only the engine keeps the
-        #: callback alive, so the reference is dead if an exception has interrupted that backward.
+        #: A weak reference to the callback that ends the backward pass. Only the engine keeps the
+        #: callback alive, so the reference is dead if an exception has interrupted that backward
+        #: pass.
         self._end_callback: Callable[[], Callable[[], None] | None] = lambda: None
         self._group_member = GroupMember(self, communicator)
 
     def add(self, buckets: list[Bucket], partition: Partition) -> None:
-        """Add the buckets of a flat tensor; the next backward determines a new launch order."""
+        """Add the buckets of a flat tensor; the next backward pass determines the launch order."""
         self._queue.drain()
         if not self.release_gradients and buckets:
             flat = buckets[0].data.new_zeros(partition.numel)
@@ -108,13 +111,13 @@ class GradientReducer:
         """Average all remaining gradients; return the parameters with a gradient on any rank.
 
         `check` receives the element-wise OR of `flags` over all ranks. Every rank must call this
-        method. Raise RuntimeError if an exception interrupted the last backward, or if only some
-        ranks have cleared a gradient.
+        method. Raise RuntimeError if an exception interrupted the last backward pass, or if only
+        some ranks have cleared a gradient.
         """
         if self.in_backward and self._end_callback() is None:
             raise RuntimeError(
-                "an exception interrupted the last backward, so the gradients are incomplete: "
-                "clear them with zero_grad(), and run the backward again"
+                "an exception interrupted the last backward pass, so the gradients are incomplete: "
+                "clear them with zero_grad(), and run the backward pass again"
             )
         self._adopt_edits()
         parameters = list(self._pieces)
@@ -156,8 +159,8 @@ class GradientReducer:
     def fetch_runs(self, gradient: AveragedGradient) -> list[tuple[int, int, Tensor]]:
         """Return this rank's runs of an average: (start, stop, values).
 
-        Wait for reductions in flight. Raise RuntimeError if the average was cleared, or while
-        backward is running.
+        Wait for reductions in flight. Raise RuntimeError if the average was cleared, or while a
+        backward pass is running.
         """
         parameter = gradient.key()
         if not self._averages.is_current(gradient.key):
@@ -167,8 +170,8 @@ class GradientReducer:
             )
         if self.in_backward:
             raise RuntimeError(
-                "this gradient is being reduced, because backward is running: read .grad after "
-                "backward, or in a hook that is registered before the optimizer is constructed; do "
+                "this gradient is being reduced, because the backward pass is running: read .grad "
+                "after it, or in a hook that is registered before the optimizer is constructed; do "
                 "not wrap the model in DDP, which would average the gradients again"
             )
         self._queue.drain()
@@ -179,7 +182,7 @@ class GradientReducer:
         ]
 
     def reset(self) -> None:
-        """Discard all averages, and the state of a backward that an exception interrupted."""
+        """Discard all averages, and the state of a backward pass that an exception interrupted."""
         self._discard_backward()
         self._averages = Averages()
         for bucket in self.buckets:
@@ -209,7 +212,7 @@ class GradientReducer:
                 parameter.grad = None
 
     def join_backward(self) -> None:
-        """Take part in a backward; parameters that it has not reached contribute zeros."""
+        """Take part in a backward pass; parameters that it has not reached contribute zeros."""
         if not self.in_backward:
             self._begin_backward()
         self._finish_backward()
@@ -281,7 +284,7 @@ class GradientReducer:
         If reducers share a group, finish it for each reducer that any rank has reached.
         """
         if not self.in_backward:
-            # Another reducer of the group has finished this one's backward.
+            # Another reducer of the group has finished this one's backward pass.
             return
         if not self.shares_group:
             self._finish_backward()
@@ -307,7 +310,7 @@ class GradientReducer:
         self._prepare_next_backward()
 
     def _discard_backward(self) -> None:
-        """Discard the state of a backward that an exception interrupted."""
+        """Discard the state of a backward pass that an exception interrupted."""
         self._queue.drain()
         self.in_backward = False
         self._prepare_next_backward()
@@ -339,8 +342,8 @@ class GradientReducer:
             if averaged[index] and cleared[index]:
                 raise RuntimeError(
                     f"parameter {index}, of shape {tuple(parameter.shape)}, had its gradient "
-                    "cleared or replaced after backward on some ranks only: assign to .grad, or "
-                    "skip the step, on every rank or on none"
+                    "cleared or replaced after the backward pass on some ranks only: assign to "
+                    ".grad, or skip the step, on every rank or on none"
                 )
 
     def _collect(self, parameter: nn.Parameter, pieces: list[tuple[Bucket, Piece]]) -> None:

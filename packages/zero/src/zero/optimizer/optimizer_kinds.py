@@ -1,11 +1,11 @@
-"""The split of each optimizer over ranks: known for torch's classes, verified for others.
+"""The split of each optimizer over ranks: known for torch's classes, verified for custom classes.
 
 Note [Which optimizers are split by element]
-Tensors are cut only for the classes in `ELEMENTWISE` and for classes that the caller declares. No
-trial can prove that an unknown optimizer never uses a whole tensor: it may do so after the
-thousandth step. With any other class, one rank steps each whole parameter, at all stages. A trial
-can only find a reason to reject an optimizer. Examples are a step on one parameter that depends on
-other parameters, and a class that was declared element-wise by mistake.
+Tensors are split only for the classes in `ELEMENTWISE` and for classes that the caller declares
+element-wise. No trial can prove that an unknown optimizer never uses a whole tensor: it may do so
+after the thousandth step. For any other class, one rank steps each whole parameter, at all stages.
+A trial can only find a reason to reject an optimizer. Examples are a step on one parameter that
+depends on other parameters, and a class that was declared element-wise by mistake.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from zero.optimizer.optimizer_trial import Optimizer, Trial
 
 Split = Literal["elements", "parameters"]
 
-#: Classes whose tensors are cut. Subclasses are not included, because they may override anything.
+#: Classes whose tensors are split. Subclasses are not included: they may override any method.
 ELEMENTWISE: frozenset[type[Optimizer]] = frozenset(
     {
         torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax,
@@ -37,7 +37,7 @@ REFUSED: dict[type[Optimizer], str] = {
 }
 
 
-def how_to_split(
+def choose_split(
     cls: type[Optimizer],
     options: Mapping[str, Any],
     device: torch.device | None = None,
@@ -49,10 +49,10 @@ def how_to_split(
     as_columns: bool = False,
     make: Callable[..., Optimizer] | None = None,
 ) -> Split:
-    """Return how `cls(params, **options)` is sharded; raise ValueError if it cannot be sharded.
+    """Return how to split the tensors of `cls(params, **options)` over ranks.
 
-    "elements" means that tensors are cut anywhere, "parameters" that each parameter is whole on one
-    rank.
+    "elements" splits tensors at arbitrary elements, "parameters" assigns each whole parameter to
+    one rank. Raise ValueError if the optimizer cannot be sharded.
 
     device: the device of a trial; by default, the CPU.
     elementwise: see `ShardedOptimizer`.
@@ -113,14 +113,14 @@ def options_from(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, An
 def _check_further_arguments(
     optimizer: Optimizer, group: Mapping[str, Any], options: Mapping[str, Any]
 ) -> None:
-    """Raise ValueError if arguments that the signature does not name have set an attribute.
+    """Raise ValueError unless `group` and `options` reconstruct the optimizer's attributes.
 
-    Also raise it if the optimizer cannot be constructed from `group` and `options`.
+    They do not if an argument that the signature does not name has set an attribute.
     """
     cls = type(optimizer)
-    example = nn.Parameter(torch.zeros(1, 1, device="cpu"))
+    probe_parameter = nn.Parameter(torch.zeros(1, 1, device="cpu"))
     try:
-        rebuilt = vars(cls([{**group, "params": [example]}], **options))
+        rebuilt = vars(cls([{**group, "params": [probe_parameter]}], **options))
     except Exception as error:
         raise _unverifiable(
             cls, f"constructing it from its options and attributes fails ({error})"

@@ -1,7 +1,7 @@
-"""A trial of an optimizer of an unknown class, before its parameters are divided over ranks.
+"""A trial of an optimizer of an unknown class, before its parameters are split over ranks.
 
-The optimizer steps random tensors together, and each of them alone. See Note [Which optimizers are
-split by element] in `optimizer_kinds.py`.
+The optimizer steps several random tensors together, and then each tensor alone. See Note [Which
+optimizers are split by element] in `optimizer_kinds.py`.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ Optimizer = torch.optim.Optimizer
 STEPS = 50
 #: Scales of the gradients of a trial, so that clipping and thresholds take effect.
 SCALES = (1.0, 1e-3, 30.0, 1e-6, 1e3)
-#: Sizes of square matrices that some optimizers treat differently from small ones.
+#: Sizes of square matrices that some optimizers treat differently from small matrices.
 SIDES = (64, 256)
 
 
 class Trial:
-    """A comparison of an optimizer's steps on several random tensors with steps on each alone.
+    """A comparison of an optimizer's steps on several tensors with steps on each tensor alone.
 
     make: a function that constructs the optimizer. `options` are its arguments, and `group` the
         options of the parameter group.
@@ -63,8 +63,8 @@ class Trial:
                 reason = " or on its shape at construction" if self.as_columns else ""
                 remedy = " or with ShardedOptimizer" if self.as_columns else ""
                 raise ValueError(
-                    f"{self.name} cannot be sharded: its step on one parameter depends on the "
-                    f"others{reason}, which are on other ranks; use it unsharded{remedy}"
+                    f"{self.name} cannot be sharded: its step on one parameter depends on other "
+                    f"parameters{reason}, which are on other ranks; use it unsharded{remedy}"
                 )
 
     def check_elements(self, shapes: Sequence[tuple[int, ...]]) -> None:
@@ -77,11 +77,11 @@ class Trial:
         for shape in tried:
             values, gradients = self._draw([shape, (4, 3)])
             wholes, numbers = self._run(values, gradients)
-            cut_values = _cut_all(values)
-            cut_gradients = [_cut_all(step) for step in gradients]
-            for index, part in enumerate(_cut_all(wholes)):
+            split_values = _split_all(values)
+            split_gradients = [_split_all(step) for step in gradients]
+            for index, part in enumerate(_split_all(wholes)):
                 # Step one piece alone, because a rank has only one of the pieces.
-                [alone], others = self._run(cut_values, cut_gradients, index, is_cut=True)
+                [alone], others = self._run(split_values, split_gradients, index, is_split=True)
                 if numbers != others or not _is_close(part, alone):
                     raise ValueError(
                         f"{self.name} is not element-wise: its steps on a {shape} tensor and on "
@@ -129,14 +129,14 @@ class Trial:
         only: int | None = None,
         *,
         as_columns: bool = False,
-        is_cut: bool = False,
+        is_split: bool = False,
     ) -> tuple[list[Tensor], dict[str, float]]:
         """Return the values after all steps, and the numbers that the optimizer stores.
 
-        Raise ValueError if a step fails, draws random numbers, or does not give finite values.
+        Raise ValueError if a step fails, draws random numbers, or produces infinity or NaN.
 
         only: the index of the only parameter to step; None to step all of them.
-        is_cut: True if the parameters are pieces of tensors, whose state must be in pieces too.
+        is_split: True if the parameters are pieces of tensors; their state must then be in pieces.
         """
         generators = _random_states()
         try:
@@ -150,13 +150,13 @@ class Trial:
                 "ShardedOptimizer(..., elementwise=False)"
             ) from error
         check_state(optimizer)
-        if is_cut:
-            _check_state_is_cut(optimizer)
+        if is_split:
+            _check_state_is_joinable(optimizer)
         self._check_random_states(generators)
         return stepped, _numbers({**vars(optimizer), **optimizer.param_groups[0]})
 
     def _check_random_states(self, generators: Sequence[Tensor]) -> None:
-        """Raise ValueError if random numbers were drawn since the generators had these states."""
+        """Raise ValueError if random numbers were drawn, so that the generator states changed."""
         if any(not torch.equal(*pair) for pair in zip(generators, _random_states(), strict=True)):
             raise ValueError(
                 f"{self.name} cannot be sharded: it draws random numbers, which ranks would draw "
@@ -214,17 +214,17 @@ def _with_learning_rate(options: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _check_state_is_cut(optimizer: Optimizer) -> None:
-    """Raise ValueError if the state of a tensor's pieces could not be joined into one tensor."""
+def _check_state_is_joinable(optimizer: Optimizer) -> None:
+    """Raise ValueError if the optimizer state of a tensor's pieces cannot be concatenated."""
     for parameter, state in optimizer.state.items():
         for key, value in state.items():
             stored = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
             has_dims = any(leaf.dim() for leaf in stored)
             if has_dims and not (stored[0] is value and value.shape == parameter.shape):
                 raise ValueError(
-                    f"{type(optimizer).__name__} cannot be cut into elements: its state {key!r} is "
+                    f"{type(optimizer).__name__} cannot be split by element: its state {key!r} is "
                     "neither a tensor of its parameter's shape nor a number without dimensions, so "
-                    "a checkpoint could not join the pieces; leave out elementwise=True"
+                    "a checkpoint could not concatenate the pieces; leave out elementwise=True"
                 )
 
 
@@ -235,10 +235,10 @@ def _random_states() -> list[Tensor]:
 
 
 def _numbers(entries: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among an optimizer's options and attributes.
+    """Return the numbers among an optimizer's options and attributes, by name.
 
-    An optimizer that sums over its parameters, such as Prodigy, often stores the sum there many
-    steps before the sum changes a step.
+    An optimizer that sums over its parameters, such as Prodigy, often stores the sum among them
+    many steps before the sum affects an update.
     """
     numbers: dict[str, float] = {}
     for name, value in entries.items():
@@ -249,8 +249,8 @@ def _numbers(entries: Mapping[str, Any]) -> dict[str, float]:
     return numbers
 
 
-def _cut_all(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return each tensor, flattened, in two pieces: its first 7 elements, and the others."""
+def _split_all(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return two pieces of each flattened tensor: the first 7 elements, and all later elements."""
     pieces = []
     for tensor in tensors:
         flat = tensor.flatten()

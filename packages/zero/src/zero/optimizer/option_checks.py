@@ -1,10 +1,10 @@
-"""Comparison of an optimizer's options between ranks, which step different elements.
+"""Comparison of an optimizer's options between ranks, because ranks step different elements.
 
 A scheduler that runs more often on one rank, or that reads the loss of one rank, sets different
-learning rates for different shards. Each step compares a checksum of the numbers among the options
-that the program has changed since the last step. The bits of the checksum are exchanged together
-with flags that a step exchanges anyway. Options that the optimizer changes by itself are not
-compared, because they may depend on the shard.
+learning rates for different shards. Each step compares a checksum of the numeric options that the
+program has changed since the last step. The bits of the checksum are exchanged together with flags
+that a step exchanges anyway. Options that the optimizer itself changes are not compared, because
+they may depend on the shard.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from zero.process_groups import Communicator
 
 #: The number of bits of the checksum.
 CHECKSUM_BITS = 32
-
 
 #: The names and rounded values of options.
 Options = list[tuple[str, str]]
@@ -56,7 +55,7 @@ def option_flags(changes: Options) -> list[bool]:
     return [*bits, *(not bit for bit in bits)]
 
 
-def check_options_alike(
+def check_options_match(
     anywhere: Sequence[bool], changes: Options, communicator: Communicator
 ) -> None:
     """Raise RuntimeError if options differ between ranks.

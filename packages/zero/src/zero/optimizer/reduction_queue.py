@@ -1,4 +1,4 @@
-"""Reductions of buckets that run while backward continues.
+"""Reductions of buckets that run while the backward pass continues.
 
 The reductions are waited for in the order of their launch. Each reduction stores the averaged
 gradient of this rank's shard in its bucket.

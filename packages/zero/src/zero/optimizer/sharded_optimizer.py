@@ -1,7 +1,7 @@
-"""Stages 1 and 2: every rank steps its shard of the parameters and gathers the other shards.
+"""Stages 1 and 2: every rank steps its shard of the parameters and gathers all other shards.
 
     backward:  reduce-scatter the gradients, bucket by bucket    S (n-1)/n sent per rank
-    step:      the wrapped optimizer, on this rank's elements    1/n of the state and of the work
+    step:      step the wrapped optimizer on this rank's shard   1/n of the state and of the work
                all-gather the parameters                         S (n-1)/n sent per rank
 
 S is the size of the parameters in bytes, and n the number of ranks. `step()` uses gradients
@@ -24,7 +24,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.algorithms.join import Joinable
 
 from zero.buffers import BufferHook
-from zero.diagnostics import check_alike
+from zero.diagnostics import check_descriptions_match
 from zero.fsdp.shard import Shard
 from zero.optimizer.flat_parameters import FlatParameters
 from zero.optimizer.gradient_reducer import GradientReducer
@@ -33,12 +33,12 @@ from zero.optimizer.optimizer_kinds import (
     WHOLE_PARAMETERS,
     Split,
     check_constructed,
-    how_to_split,
+    choose_split,
 )
 from zero.optimizer.option_checks import (
     Options,
     changed_options,
-    check_options_alike,
+    check_options_match,
     option_flags,
     option_numbers,
 )
@@ -59,27 +59,26 @@ from zero.process_groups import Collective, Communicator, Group
 
 
 class ShardedOptimizer(torch.optim.Optimizer, Joinable):
-    """`optimizer_cls(params, **kwargs)`, with its state and its work split over the ranks.
+    """An optimizer whose state and update are sharded across ranks.
 
-    Gradients are averaged during the backward pass. After it, `.grad` is an AveragedGradient. It
-    represents the average, of which this rank stores some elements. torch's GradScaler and
-    `clip_grad_norm_` give the same result with it as with the full gradient.
+    It wraps `optimizer_cls(params, **kwargs)`. Gradients are averaged during the backward pass.
+    Then `.grad` is an AveragedGradient, and each rank stores only part of its elements. torch's
+    GradScaler and `clip_grad_norm_` return the same result for it as for the full gradient.
 
-    At construction, parameters become views of one flat tensor per group, dtype and device, and get
+    At construction, parameters become views of one flat tensor per group, dtype and device, with
     rank 0's values. Source: Rajbhandari et al. 2020, ZeRO, section 5.
 
-    params: parameters or parameter groups, of the same shapes and dtypes in the same order on all
-        ranks.
-    group: a process group, or a DeviceMesh of one dimension; by default, all ranks.
-    module: the module whose buffers are copied from rank 0 at construction and before its forward,
-        as torch's DDP does. By default, each rank has its own buffers.
+    params: parameters or parameter groups, with the same shapes, dtypes and order on all ranks.
+    group: a process group, or a one-dimensional DeviceMesh; by default, all ranks.
+    module: the module whose buffers are copied from rank 0 at construction and before its forward
+        pass, as torch's DDP does. By default, each rank has its own buffers.
     shard_gradients: True frees each gradient after it has been sent (ZeRO's stage 2).
-    elementwise: True declares that the optimizer treats every element independently of the others.
-        Tensors are then cut anywhere, so that all shards have the same size, including padding at
-        the end. A trial of 50 steps verifies the declaration for classes that are not torch's.
-        False keeps each parameter whole on one rank, without a trial. None, the default, recognizes
-        torch's element-wise optimizers and cuts their tensors. Other classes keep parameters whole.
-        If such a class is not torch's, a trial checks that no parameter depends on another.
+    elementwise: True declares that the optimizer updates every element independently of all other
+        elements. Tensors are then split at arbitrary elements into equal shards, with padding at
+        the end. A trial of 50 steps verifies the declaration for custom optimizer classes. False
+        assigns each whole parameter to one rank, without a trial. None, the default, splits tensors
+        for torch's element-wise optimizers, and assigns whole parameters for any other class. For
+        custom classes, a trial then checks that the update of a parameter depends on no other one.
     bucket_size_mb: the target size of one collective in MiB, at least 0.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
     """
@@ -124,7 +123,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._optimizer_cls = optimizer_cls
         self._options = kwargs
         self._elementwise = elementwise
-        #: The split of each group.
+        #: The split of each group's tensors: "elements" or "parameters".
         self.splits: list[Split] = []
         Joinable.__init__(self)
         #: The hook of the latest `Join` context; None if there was none.
@@ -141,18 +140,19 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.inner: torch.optim.Optimizer
         # Some optimizers have required options that are set per group.
         first_options = options_of(params[0]) if isinstance(params[0], dict) else {}
-        example = nn.Parameter(torch.zeros(1, 1, device="cpu"))
+        probe_parameter = nn.Parameter(torch.zeros(1, 1, device="cpu"))
         try:
-            sample = optimizer_cls([{**first_options, "params": [example]}], **kwargs)
+            probe_group = {**first_options, "params": [probe_parameter]}
+            probe_optimizer = optimizer_cls([probe_group], **kwargs)
         except AttributeError as error:
             raise ValueError(
                 f"{getattr(optimizer_cls, '__name__', optimizer_cls)} cannot be sharded: its "
                 f"constructor fails on parameters ({error}); if it needs a module, use it unsharded"
             ) from error
-        check_constructed(sample)
+        check_constructed(probe_optimizer)
         # `optimizer_cls` may also be a function that constructs the optimizer.
-        self._inner_cls = type(sample)
-        super().__init__(params, sample.defaults)
+        self._inner_cls = type(probe_optimizer)
+        super().__init__(params, probe_optimizer.defaults)
         # Pass all groups to the constructor, because some optimizers create state in __init__.
         groups = zip(self.param_groups, self._shards_of_group, strict=True)
         self.inner = optimizer_cls(
@@ -164,6 +164,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.module = module
         if module is not None:
             self.communicator.broadcast_buffers(module)
+            # Do not count the initial broadcasts as training traffic.
             self.communicator.pop_bytes()
             module.register_forward_pre_hook(BufferHook(self).before_forward)
 
@@ -178,8 +179,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         group = self.param_groups[-1]
         try:
             described = [(tuple(p.shape), str(p.dtype)) for p in group["params"]]
-            check_alike(self.communicator.gather_objects(described))
-            split = how_to_split(
+            check_descriptions_match(self.communicator.gather_objects(described))
+            split = choose_split(
                 self._inner_cls,
                 self._options,
                 next((p.device for p in group["params"] if not p.is_meta), None),
@@ -232,7 +233,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for parameter in self.flat.restore_views():
             # Replacing `.data` need not change the version, so mark the parameter as written.
             self.reducer.versions[parameter] = -1
-        stepped = self._assign_gradients()
+        with_gradient = self._assign_gradients()
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             inner.update(options_of(outer))
         self._is_step_incomplete = True
@@ -243,9 +244,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._copy_stored_gradients()
         self.flat.restore_shards()
         self.flat.gather()
-        # Autograd must refuse a graph that saved the earlier values. The gather does not change the
-        # parameters' versions, because the flat tensors have separate version counters.
-        increment_version(stepped)
+        # Autograd must raise an error for graphs that saved the old values. The gather does not
+        # change the parameters' versions, because flat tensors have separate version counters.
+        increment_version(with_gradient)
         self.reducer.note_versions()
         for _, _, shard, _ in self.flat.shards:
             shard.grad = None
@@ -268,7 +269,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def state_dict(self) -> dict[str, Any]:
         """Return the state dict that the unsharded optimizer would have.
 
-        State of a parameter's shape is a DTensor. Every rank must call this method.
+        State tensors with the shape of their parameter are returned as DTensors. Every rank must
+        call this method.
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
@@ -284,7 +286,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict of this class or of an unsharded optimizer."""
         check_groups_unchanged(self.param_groups, self._parameters_of_group)
-        # A hook may change its copy.
+        # Pre-hooks may modify the dictionary, so pass them a shallow copy.
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
             changed = pre_hook(self, state_dict)
@@ -301,7 +303,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, including averages."""
+        """Clear the gradients, including the averages that this rank stores in buckets."""
         super().zero_grad(set_to_none)
         if set_to_none:
             self.reducer.reset()
@@ -320,14 +322,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             self.reducer.enabled = before
 
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Average the remaining gradients, clip all gradients by their total norm, and return it.
+        """Average the remaining gradients, clip all gradients, and return their total norm.
 
         Every rank must call this method.
         """
         if self._uneven_inputs:
             self._uneven_inputs.announce("clip", max_norm)
         self.reducer.finish()
-        # Ranks that have joined call this method too.
+        # Joined ranks call this method too (`announce`), so collectives are allowed here.
         is_joining = self.communicator.is_joining
         self.communicator.is_joining = False
         try:
@@ -352,7 +354,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return self.communicator.group or dist.group.WORLD
 
     def copy_buffers(self) -> None:
-        """Copy the buffers of rank 0, or within `Join` those of the last rank with inputs."""
+        """Copy rank 0's buffers to all ranks; within `Join`, those of the last rank with inputs."""
         assert self.module is not None
         source = self._uneven_inputs.announce("buffers") if self._uneven_inputs else 0
         self.communicator.broadcast_buffers(self.module, source)
@@ -366,7 +368,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             )
         check_state_keys(self.state, self.flat.views)
         for parameter in self.flat.views:
-            # Reading the missing entry of a parameter has created an empty one.
+            # The caller may have created an empty entry by reading `state[parameter]`.
             if parameter in self.inner.state:
                 del self.inner.state[parameter]
 
@@ -376,7 +378,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         Return the parameters that have a gradient on any rank.
         """
         changes = changed_options(self, self._options_after_step)
-        check = partial(check_options_alike, changes=changes, communicator=self.communicator)
+        check = partial(check_options_match, changes=changes, communicator=self.communicator)
         used = self.reducer.finish(option_flags(changes), check)
         self._check_equal_on_all_ranks()
         for parameter, piece, shard, bucket in self.flat.shards:
@@ -403,7 +405,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def _check_equal_on_all_ranks(self) -> None:
         """Raise if parameters that were written to since the last step differ between ranks."""
         num_steps = self._num_steps + 1
-        # A write through `.data` changes the values and not the version. All parameters are
+        # A write through `.data` changes the values but not the version counter. All parameters are
         # compared at steps 1, 2, 4, 8, ..., so that the average cost per step becomes negligible.
         compares_all = num_steps & (num_steps - 1) == 0
         written = [p for p in self.flat.views if compares_all or p in self.reducer.written]

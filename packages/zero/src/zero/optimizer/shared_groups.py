@@ -1,8 +1,8 @@
 """Reducers that share a process group, such as those of two optimizers of one model.
 
-The backwards of different ranks may reach the reducers in different orders or not at all.
-Therefore, when backward ends, the ranks first agree which reducers any rank has reached. These
-reducers then launch their reductions in order of construction.
+The backward passes of different ranks may reach the reducers in different orders or not at all.
+Therefore, when the backward pass ends, the ranks first agree which reducers any rank has reached.
+These reducers then launch their reductions in order of construction.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class GroupMember:
         self._set_numbers([*others, self._number])
 
     def reached(self) -> list[Any]:
-        """Return the reducers that any rank's backward has reached, in order of construction.
+        """Return the reducers that any rank's backward pass has reached, in order of construction.
 
         Every rank must call this method. Raise RuntimeError if some rank has deleted one of them.
         """
