@@ -229,7 +229,7 @@ def test_a_checkpoint_of_another_state_or_policy_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"options of 0\.weight lr=0\.03.*got one with lr=0\.02"):
         Worker(noisy_model(), fleet.hosts, optimizer=faster, checkpoint=tmp_path / "worker")
     fleet.kill()
-    with pytest.raises(ValueError, match="expected LocalSteps with a checkpoint"):
+    with pytest.raises(ValueError, match="expected checkpoint=None without LocalSteps"):
         Worker(noisy_model(), [], checkpoint=tmp_path / "worker")
 
 
@@ -339,7 +339,7 @@ def test_a_state_that_could_not_be_loaded_does_not_replace_the_checkpoint(tmp_pa
     content = file.read_bytes()
     worker.pull()
     module.path = file
-    with pytest.raises(ValueError, match="expected numbers, texts and tensors only"):
+    with pytest.raises(ValueError, match="expected only numbers, strings and tensors"):
         worker.push()
     assert file.read_bytes() == content
     assert [path.name for path in tmp_path.iterdir()] == ["worker"]

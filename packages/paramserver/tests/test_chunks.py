@@ -170,8 +170,8 @@ class SlowLink:
 
 
 def test_on_a_slow_link_nothing_is_sent_twice(server, monkeypatch):
-    monkeypatch.setattr(zeromq_connection, "_RETRY", 0.3)
-    monkeypatch.setattr(zeromq, "_KEEP_ALIVE", 0.1)
+    monkeypatch.setattr(zeromq_connection, "_RETRY_SECONDS", 0.3)
+    monkeypatch.setattr(zeromq, "_KEEP_ALIVE_SECONDS", 0.1)
     link = SlowLink(int(server.address.rsplit(":", 1)[1]))
     with join_servers(job(), 0, [link.address]) as worker:
         worker.pull()

@@ -87,7 +87,7 @@ def test_exception_of_training_is_raised_unchanged():
 
 
 def test_a_hanging_worker_is_named_after_the_timeout(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "GRACE", -0.9)  # the hanging worker is killed 0.1 s later
+    monkeypatch.setattr(launch, "GRACE_SECONDS", -0.9)  # the hanging worker is killed 0.1 s later
     with pytest.raises(
         TimeoutError, match=r"waited at clock 3 for worker 1 at clock 2, silent for 1 s"
     ):
@@ -115,7 +115,7 @@ def lose_a_worker_and_continue(worker, seconds, folder):
 
 
 def test_other_workers_may_train_longer_than_the_timeout_after_a_loss(tmp_path, monkeypatch):
-    monkeypatch.setattr(launch, "GRACE", 0.0)
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.0)
     result = run(
         lose_a_worker_and_continue,
         model(),

@@ -426,14 +426,14 @@ def test_snapshot_that_could_not_be_loaded_does_not_replace_the_journal(tmp_path
     steps(server, 3)
     journal.snapshot(server.core)
     journal.close()
-    assert "expected numbers, texts and tensors only" in caplog.text
+    assert "expected only numbers, strings and tensors" in caplog.text
     restarted, _ = server_with(tmp_path, optimizer=partial(WithArray, lr=0.1))
     assert state_of(restarted) == state_of(server)
 
 
 def test_optimizer_whose_options_cannot_be_stored_is_refused_before_training(tmp_path):
     server = Server(dict(nn.Linear(2, 1).named_parameters()), with_function, workers=1)
-    with pytest.raises(RuntimeError, match="expected numbers, texts and tensors only"):
+    with pytest.raises(RuntimeError, match="expected only numbers, strings and tensors"):
         DiskJournal.start(tmp_path, server.core)
 
 

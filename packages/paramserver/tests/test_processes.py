@@ -128,8 +128,8 @@ def test_other_workers_continue_and_end_without_a_hanging_worker(
     if transport == "zeromq":  # a thread of a sleeping worker sends HEARTBEATs
         pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     timeout = 3.0 if transport == "zeromq" else 1.0  # HEARTBEATs are a second apart
-    monkeypatch.setattr(launch, "GRACE", 0.1 - timeout)  # killed 0.1 s after the loss
-    monkeypatch.setattr(supervise, "GRACE", 0.1 - timeout)
+    monkeypatch.setattr(launch, "GRACE_SECONDS", 0.1 - timeout)  # killed 0.1 s after the loss
+    monkeypatch.setattr(supervise, "GRACE_SECONDS", 0.1 - timeout)
     start = time.monotonic()
     how = "stopped" if transport == "zeromq" else "asleep"
     result = run(
@@ -161,7 +161,7 @@ def stop_once(worker, folder):
 
 def test_hanging_worker_is_restarted(tmp_path, monkeypatch):
     pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
-    monkeypatch.setattr(supervise, "GRACE", -2.9)  # it is killed 0.1 s after its loss
+    monkeypatch.setattr(supervise, "GRACE_SECONDS", -2.9)  # it is killed 0.1 s after its loss
     result = run(
         stop_once,
         model(),

@@ -270,7 +270,7 @@ def small_server(policy, workers):
 
 def test_local_optimizer_without_local_steps_is_refused():
     server = small_server(BulkSynchronous(), workers=1)
-    with pytest.raises(ValueError, match="expected LocalSteps with a local `optimizer`"):
+    with pytest.raises(ValueError, match="expected optimizer=None without LocalSteps"):
         Worker(nn.Linear(3, 1), server, optimizer=partial(torch.optim.SGD, lr=0.1))
 
 
@@ -402,7 +402,7 @@ def test_defaults_of_the_caller_do_not_change_the_result(policy):
 
 
 def test_a_waiting_worker_retries_its_request_only_after_changes(monkeypatch):
-    monkeypatch.setattr("paramserver.server._KEEP_ALIVE", 0.01)
+    monkeypatch.setattr("paramserver.server._KEEP_ALIVE_SECONDS", 0.01)
     server = small_server(BulkSynchronous(), workers=2)
     requests = []
     handle = server.core.handle
@@ -428,7 +428,7 @@ def test_a_waiting_worker_retries_its_request_only_after_changes(monkeypatch):
 
 
 def test_a_change_during_a_message_to_a_waiting_worker_ends_the_wait(monkeypatch):
-    monkeypatch.setattr("paramserver.server._KEEP_ALIVE", 0.01)
+    monkeypatch.setattr("paramserver.server._KEEP_ALIVE_SECONDS", 0.01)
     server = small_server(BulkSynchronous(), workers=2)
     first, second = (Worker(nn.Linear(3, 1), server, rank=rank) for rank in range(2))
     for worker in (first, second):

@@ -297,7 +297,7 @@ def test_run_waits_for_a_much_slower_worker(tmp_path):
 
 
 def test_a_server_that_keeps_a_worker_waiting_is_not_blamed(monkeypatch):
-    monkeypatch.setattr("paramserver.server._KEEP_ALIVE", 0.1)
+    monkeypatch.setattr("paramserver.server._KEEP_ALIVE_SECONDS", 0.1)
     host = servers_of(Vector(), 1, 2, BulkSynchronous(), timeout=30.0)[0]
     channels = channel_pairs(["worker 0", "worker 1"], "server 0", host.shard.buffer_bytes)
     threads = serve(host, {w: pair[1] for w, pair in enumerate(channels)})

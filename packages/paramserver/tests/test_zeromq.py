@@ -276,7 +276,7 @@ def test_a_suspended_worker_requests_again_although_no_message_arrived(served, m
     clock = SimpleNamespace(monotonic=lambda: time.monotonic() + jumps[0])
     monkeypatch.setattr(zeromq, "time", clock)
     monkeypatch.setattr(zeromq_connection, "time", clock)
-    monkeypatch.setattr(zeromq_connection, "_RETRY", 0.1)
+    monkeypatch.setattr(zeromq_connection, "_RETRY_SECONDS", 0.1)
     server = served(job_of())
     with join_servers(job_of(), 0, [server.address]) as worker:
         server.stop()
@@ -507,7 +507,7 @@ def test_many_connections_neither_disturb_a_job_nor_remain(served, connections):
 
 
 def test_only_workers_with_known_keys_may_join(served, monkeypatch):
-    monkeypatch.setattr(zeromq_connection, "_RETRY", 0.2)
+    monkeypatch.setattr(zeromq_connection, "_RETRY_SECONDS", 0.2)
     (server_public, server_secret), (ours, our_secret), (theirs, their_secret) = (
         tuple(key.decode() for key in zmq.curve_keypair()) for _ in range(3)
     )

@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     serve.add_argument("--journal", type=Path, help="folder of the server's journal")
     serve.add_argument("--fsync", action="store_true", help="write each record to the disk")
     serve.add_argument(
-        "--allow-missing", action="store_true", help="take steps without workers that are lost"
+        "--allow-missing", action="store_true", help="continue training without lost workers"
     )
     serve.set_defaults(call=_serve)
     join = commands.add_parser("join", help="train as one worker")
@@ -65,10 +65,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     keys.add_argument("file", type=Path)
     keys.set_defaults(call=_keys)
     recover_parser = commands.add_parser(
-        "recover", help="take a damaged journal back to a good record"
+        "recover", help="truncate a damaged journal to its last good record"
     )
     recover_parser.add_argument(
-        "folder", type=Path, help="journal of one server, or folder with those of all servers"
+        "folder",
+        type=Path,
+        help="journal of one server, or folder of the journals of all servers",
     )
     recover_parser.add_argument("--before", metavar="FILE:BYTE", help="also discard this record")
     recover_parser.set_defaults(call=_recover)

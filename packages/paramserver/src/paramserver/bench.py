@@ -34,11 +34,14 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     """Return one row per transport and one row for torch's RPC; see `exchange_rows`.
 
     Args:
-        device: "cpu"; servers and messages use no other device.
+        device: "cpu"; servers and transports run on the CPU only.
         quick: measure for seconds instead of minutes.
     """
     if device != "cpu":
-        raise ValueError(f"expected device 'cpu', where servers and messages are, got {device!r}")
+        raise ValueError(
+            "expected device='cpu', because the servers and transports run on the CPU only, got "
+            f"{device!r}"
+        )
     if quick:
         return exchange_rows(mebibytes=8, rounds=5)
     return exchange_rows(mebibytes=80, rounds=15)

@@ -1,4 +1,4 @@
-"""Consistency policies: how far workers may drift apart, and how gradients become updates.
+"""Consistency policies, which bound the staleness of workers and define updates.
 
 A worker's clock is the clock at which it joined, plus its accepted pushes since then. A worker may
 read the parameters while it is at most `bound` clocks ahead of the slowest worker. This is the

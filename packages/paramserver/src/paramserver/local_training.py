@@ -111,7 +111,7 @@ class LocalTraining:
             self._send_fragment()
 
     def wait(self) -> None:
-        """Wait for the exchange in flight, and raise its error if it failed."""
+        """Wait for the exchange in flight, if any; raise its error if it failed."""
         if self._in_flight:
             self._in_flight.result()
             self._in_flight = None
@@ -176,9 +176,10 @@ class LocalTraining:
     def _resume(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, which was saved before a push.
 
-        If the servers have not accepted that push, send it now; otherwise only carry its residuals
-        over. If training has continued without this worker, the push is void: the worker restores
-        its local optimizer and continues from the servers' parameters.
+        If the servers have not accepted the push, send it now; otherwise only carry its residuals
+        over. If training has continued without this worker, the push is void. Then restore only
+        the module, the local optimizer and the random states; the next pull loads the servers'
+        parameters.
 
         Raises:
             ValueError: the checkpoint does not fit the job.

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """An optimizer and the rules by which it is applied.
+    """An optimizer with its schedule, parameter groups, clipping and master weights.
 
     Args:
         optimizer: factory of the optimizer, such as `partial(torch.optim.AdamW, lr=1e-3)`.
@@ -102,8 +102,9 @@ class Updater:
         received = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if received != {id(target) for target in self.targets}:
             raise ValueError(
-                "expected an optimizer of the parameters that its factory receives, got one of "
-                "other parameters; pass a function such as partial(torch.optim.SGD, lr=0.1)"
+                "expected the factory to pass exactly its argument to the optimizer, got an "
+                "optimizer over other parameters; pass a function such as "
+                "partial(torch.optim.SGD, lr=0.1)"
             )
         _require_step_without_arguments(self.optimizer)
         _require_usable_options(self.optimizer)
@@ -229,8 +230,9 @@ def save_state(state: Mapping[str, Any], file: BinaryIO) -> None:
         torch.load(file, weights_only=True, map_location="meta")  # skips tensor data
     except (pickle.PickleError, AttributeError, TypeError) as error:
         raise ValueError(
-            "expected numbers, texts and tensors only in the state of the optimizer, the schedule "
-            "and the module, because journals and checkpoints contain nothing else"
+            "expected only numbers, strings and tensors in the state of the optimizer, the "
+            f"schedule and the module, got other objects ({error}); journals and checkpoints "
+            "cannot store them"
         ) from error
 
 
@@ -303,14 +305,14 @@ def _new_scheduler(
     scheduler = factory(optimizer)
     if getattr(scheduler, "optimizer", optimizer) is not optimizer:
         raise ValueError(
-            "expected a scheduler of the optimizer that its factory receives, got one of another "
-            "optimizer, whose learning rate it would change instead; pass a function such as "
+            "expected the factory to pass its argument to the scheduler, got a scheduler of "
+            "another optimizer, whose learning rate it would change; pass a function such as "
             "partial(torch.optim.lr_scheduler.CosineAnnealingLR, T_max=1000)"
         )
     if isinstance(scheduler, ReduceLROnPlateau):
         raise ValueError(
-            "expected a scheduler of the number of updates, got ReduceLROnPlateau, which needs the "
-            "loss; pass another one"
+            "expected a scheduler that depends on the number of updates only, got "
+            "ReduceLROnPlateau, which needs the loss; pass another scheduler"
         )
     save_state(_without_numpy(scheduler.state_dict()), io.BytesIO())
     return scheduler

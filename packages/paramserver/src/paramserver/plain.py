@@ -1,32 +1,33 @@
 """Minimal implementation of training with a parameter server.
 
-Workers pull a server's parameters and push gradients. In this file they alternate in one process:
-- a worker's clock is the number of gradients it has pushed. It may pull while it is at most `bound`
-  clocks ahead of the slowest worker (Ho et al. 2013): 0 is bulk-synchronous, infinity asynchronous;
-- bulk-synchronous training applies the mean gradient of each clock, so it equals training in one
-  process. Otherwise every gradient is applied when it arrives;
-- DiLoCo (Douillard et al. 2023) is bulk-synchronous; its gradient is the change of local steps.
+Workers pull a server's parameters and push gradients. In this file they alternate in one process.
+- A worker's clock is the number of its pushes. It may pull while it is at most `bound` clocks ahead
+  of the slowest worker (Ho et al. 2013). Bound 0 means bulk-synchronous, infinity asynchronous.
+- Bulk-synchronous training applies the mean gradient of each clock, so it equals training in one
+  process. With any other bound, every gradient is applied when it arrives.
+- DiLoCo (Douillard et al. 2023) is bulk-synchronous. Its gradient is the change of local steps.
 """
 
 import copy
 from collections.abc import Callable, Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import Module
 
-Build = Callable[[Iterable[Tensor]], torch.optim.Optimizer]
-Loss = Callable[[nn.Module, int, int], Tensor]  # (model, worker, step) -> loss
+Factory = Callable[[Iterable[Tensor]], torch.optim.Optimizer]  # parameters -> optimizer
+Loss = Callable[[Module, int, int], Tensor]  # (model, worker, step) -> loss
 
 
 class Server:
     """Parameters, the optimizer that updates them, and the clock of every worker."""
 
-    def __init__(self, model: nn.Module, optimizer: Build, workers: int, bound: float = 0) -> None:
+    def __init__(self, model: Module, optimizer: Factory, workers: int, bound: float = 0) -> None:
         self.parameters = [p.detach().clone().requires_grad_() for p in model.parameters()]
         self.optimizer = optimizer(self.parameters)
         self.clocks = [0] * workers
         self.bound = bound
-        self.waiting: dict[int, list[Tensor]] = {}  # gradients of a clock that is not complete
+        self.pending_gradients: dict[int, list[Tensor]] = {}  # by worker, for the current clock
 
     def may_pull(self, worker: int) -> bool:
         """Return True if `worker` is at most `bound` clocks ahead of the slowest worker."""
@@ -37,16 +38,16 @@ class Server:
         return [p.detach().clone() for p in self.parameters]
 
     def push(self, worker: int, gradients: list[Tensor]) -> None:
-        """Apply the gradients; with `bound` 0, apply the mean once all workers have pushed."""
+        """Apply the gradients. With a bound of 0, apply their mean once all workers have pushed."""
         self.clocks[worker] += 1
         if self.bound > 0:
             self._step(gradients)
             return
-        self.waiting[worker] = gradients
-        if len(self.waiting) == len(self.clocks):
-            by_parameter = zip(*(self.waiting[w] for w in sorted(self.waiting)), strict=True)
-            self._step([torch.stack(gradients).mean(0) for gradients in by_parameter])
-            self.waiting.clear()
+        self.pending_gradients[worker] = gradients
+        if len(self.pending_gradients) == len(self.clocks):
+            pushed = [self.pending_gradients[w] for w in range(len(self.clocks))]
+            self._step([torch.stack(column).mean(0) for column in zip(*pushed, strict=True)])
+            self.pending_gradients.clear()
 
     def _step(self, gradients: list[Tensor]) -> None:
         for parameter, gradient in zip(self.parameters, gradients, strict=True):
@@ -57,7 +58,7 @@ class Server:
 class Worker:
     """A replica of the model that trains on this worker's data."""
 
-    def __init__(self, number: int, model: nn.Module, loss_of_step: Loss) -> None:
+    def __init__(self, number: int, model: Module, loss_of_step: Loss) -> None:
         self.number = number
         self.model = copy.deepcopy(model)
         self.loss_of_step = loss_of_step
@@ -94,26 +95,26 @@ class Worker:
 
 
 def train(
-    model: nn.Module, optimizer: Build, loss: Loss, *, workers: int, steps: int, bound: float = 0
+    model: Module, optimizer: Factory, loss: Loss, *, workers: int, steps: int, bound: float = 0
 ) -> list[Tensor]:
     """Train until every worker has taken `steps` steps; return the server's parameters."""
     server = Server(model, optimizer, workers, bound)
-    group = [Worker(w, model, loss) for w in range(workers)]
-    while any(worker.clock < steps for worker in group):
-        for worker in group:
+    all_workers = [Worker(w, model, loss) for w in range(workers)]
+    while any(worker.clock < steps for worker in all_workers):
+        for worker in all_workers:
             if worker.clock < steps:
                 worker.step(server)
     return server.pull()
 
 
 def train_diloco(
-    model: nn.Module, inner: Build, outer: Build, loss: Loss, workers: int, steps: int, rounds: int
+    model: Module, inner: Factory, outer: Factory, loss: Loss, workers: int, steps: int, rounds: int
 ) -> list[Tensor]:
     """Train for `rounds` rounds of `steps` local steps per worker; return the parameters."""
     server = Server(model, outer, workers)
-    group = [Worker(w, model, loss) for w in range(workers)]
-    inners = [inner(worker.model.parameters()) for worker in group]  # their state is never reset
+    all_workers = [Worker(w, model, loss) for w in range(workers)]
+    optimizers = [inner(w.model.parameters()) for w in all_workers]  # their state is never reset
     for _ in range(rounds):
-        for worker, optimizer in zip(group, inners, strict=True):
+        for worker, optimizer in zip(all_workers, optimizers, strict=True):
             worker.local_steps(server, optimizer, steps)
     return server.pull()

@@ -1,8 +1,8 @@
-"""A server: it stores parameters, applies gradients, and answers reads when the policy allows it.
+"""A server, which stores parameters, applies gradients, and answers reads when the policy allows.
 
-`Core` implements the protocol. `Server` adds the lock, the time and the waiting, all of them in
-`Server.request`, which a transport calls from one thread per worker. A wait times out only if an
-awaited worker has been silent. Waiting for a slow worker has no time limit.
+`Core` implements the protocol. `Server.request` adds locking, timeouts and blocking waits. A
+transport calls it from one thread per worker. A wait times out only if an awaited worker has been
+silent. Waiting for a slow worker has no time limit.
 """
 
 import threading
@@ -21,10 +21,14 @@ from paramserver.partition import Shard, partition
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import Message
 from paramserver.protocol.replica import Replica
-from paramserver.transport.connection import LONGEST_WAIT, Connection
+from paramserver.transport.connection import MAX_WAIT_SECONDS, Connection, drain
 
 #: Seconds between two messages to a waiting worker, which report that the server is alive.
-_KEEP_ALIVE = 2.0
+_KEEP_ALIVE_SECONDS = 2.0
+
+#: A function that receives the parameters of an answer. If it does not copy them, it returns a
+#: function that copies them, which must be called before the parameters change.
+Deliver = Callable[[Tensor], Callable[[], None] | None]
 
 
 class Server:
@@ -43,11 +47,11 @@ class Server:
         timeout: seconds after which a wait ends if the awaited worker has sent no request in that
             time and is not itself waiting. Then the wait raises an error, or training continues
             without the awaited worker. Heartbeats of the ZeroMQ transport count as requests.
-        allow_missing: whether training continues without a worker that is lost. If False, all
-            other workers receive an error that names the lost worker, unless `elastic` is True.
-        elastic: whether further workers may join, with any rank, and lost workers may rejoin. A
-            policy that averages then waits for a lost worker up to `timeout`, unless
-            `allow_missing` is True. Other policies always continue without the lost worker.
+        allow_missing: True to continue training without a lost worker. If False, all other workers
+            receive an error that names the lost worker, unless `elastic` is True.
+        elastic: True to let further workers join, with any rank, and lost workers rejoin. A policy
+            that averages then waits for a lost worker up to `timeout`, unless `allow_missing` is
+            True. Other policies always continue without the lost worker.
         memory: buffer of `shard.buffer_bytes` bytes for the parameters; None allocates one.
 
     Raises:
@@ -102,7 +106,7 @@ class Server:
 
     @property
     def staleness(self) -> Counter[int]:
-        """Number of applied gradients, by staleness: the versions between pull and update."""
+        """Number of applied gradients by staleness, the number of versions from pull to update."""
         return self.core.replica.staleness
 
     def connect(self, worker: int, module: nn.Module | None = None) -> "LocalConnection":
@@ -128,7 +132,7 @@ class Server:
         worker: int,
         message: Message,
         data: Tensor | None = None,
-        deliver: Callable[[Tensor], Callable[[], None] | None] | None = None,
+        deliver: Deliver | None = None,
         keep_alive: Callable[[], None] | None = None,
         *,
         is_known_finite: bool = False,
@@ -140,10 +144,9 @@ class Server:
             message: the request.
             data: gradients of the request. The server may use the buffer until the worker's next
                 pull returns.
-            deliver: called with the parameters of the answer. If it does not copy them, it returns
-                a function that copies them. The server calls that function before they change.
+            deliver: called with the parameters of the answer; see `Deliver`.
             keep_alive: called every few seconds during a wait, to report that the server is alive.
-            is_known_finite: whether the gradients are known to be finite.
+            is_known_finite: True if all gradients are known to be finite.
 
         Raises:
             Exception: the request is invalid, has timed out, or cannot be answered.
@@ -175,8 +178,8 @@ class Server:
                         self._core_changed.notify_all()
                     is_first_try = False
                     if has_removed_worker:
-                        continue  # the removal may end this wait, which has no deadline any more
-                    if keep_alive and now - last_message >= _KEEP_ALIVE:
+                        continue  # the removal may end this wait, whose deadline has changed
+                    if keep_alive and now - last_message >= _KEEP_ALIVE_SECONDS:
                         last_message = now
                         self._core_changed.release()
                         try:
@@ -186,14 +189,14 @@ class Server:
                         continue  # notifications were missed while the lock was released
                     until = self.core.next_deadline()
                     if keep_alive:
-                        until = min(until, last_message + _KEEP_ALIVE)
+                        until = min(until, last_message + _KEEP_ALIVE_SECONDS)
                     seconds = max(0.0, until - time.monotonic())
-                    self._core_changed.wait(min(seconds, LONGEST_WAIT))
+                    self._core_changed.wait(min(seconds, MAX_WAIT_SECONDS))
             finally:
                 # This request, or its failure, may end the waits of other workers.
                 self._core_changed.notify_all()
 
-    def _deliver(self, worker: int, deliver: Callable[[Tensor], Callable[[], None] | None]) -> None:
+    def _deliver(self, worker: int, deliver: Deliver) -> None:
         copy_out = deliver(self.core.answer_data)
         if copy_out is not None:
             self.core.replica.copy_outs[worker] = copy_out
@@ -213,10 +216,9 @@ class LocalConnection(Connection):
         self._server = server
         self._worker = worker
 
-    def request(self, message: Message, written: Iterable[int] = ()) -> Message:
+    def request(self, message: Message, write_chunks: Iterable[int] = ()) -> Message:
         """Call the server's `request` with this connection's buffers."""
-        for _ in written:
-            pass  # iterating writes the payload
+        drain(write_chunks)
         return self._server.request(self._worker, message, self.gradients, self.deliver)
 
     def abort(self, reason: str) -> None:

@@ -1,4 +1,4 @@
-"""A worker: it pulls parameters from the servers, and pushes gradients to them.
+"""A worker, which pulls parameters from the servers and pushes gradients to them.
 
 `Exchange` sends the worker's requests. With `LocalSteps`, `LocalTraining` takes the local steps and
 decides when to exchange.
@@ -32,15 +32,15 @@ class Worker:
     the failure to the servers.
 
     Args:
-        module: the module to train; its parameters that require a gradient are on the servers. With
-            FSDP, each rank is a worker that trains its shard together with the ranks of the other
-            FSDP groups that have the same shard.
+        module: the module to train. Its parameters that require a gradient are on the servers. With
+            FSDP, each rank is a worker that trains its shard. Ranks with the same shard in other
+            FSDP groups train it together.
         servers: one or several servers in this process, or connections to servers, in the order of
             `partition(parameters, len(servers))`.
         rank: number of this worker, at least 0.
         local: the policy of the servers, if it is `LocalSteps` and `servers` are connections.
-        optimizer: factory of the local optimizer, or an `OptimizerSpec`. `LocalSteps` requires it;
-            other policies refuse it.
+        optimizer: factory of the local optimizer, or an `OptimizerSpec`. It is required with
+            `LocalSteps`, and must be None with any other policy.
         checkpoint: file that receives the state of local steps before every exchange: the module,
             the local optimizer and torch's random number generators of the CPU and of the module's
             GPUs. If the file exists, the worker continues exactly from it. With `LocalSteps` only.
@@ -72,16 +72,16 @@ class Worker:
         if local is None and servers and isinstance(servers[0], Server):
             local = as_local_steps(servers[0].consistency)
         if local and optimizer is None:
-            raise ValueError("expected a local `optimizer` with LocalSteps, got None")
+            raise ValueError("expected a local `optimizer` with LocalSteps, got None; pass one")
         if optimizer is not None and not local:
             raise ValueError(
-                "expected LocalSteps with a local `optimizer`, which other policies would ignore; "
-                "pass the optimizer to the server, or local=LocalSteps(...)"
+                f"expected optimizer=None without LocalSteps, got {optimizer!r}, which would have "
+                "no effect; pass the optimizer to the server, or local=LocalSteps(...)"
             )
         if checkpoint and not local:
             raise ValueError(
-                "expected LocalSteps with a checkpoint; pass None: with other policies the servers "
-                "store all state"
+                f"expected checkpoint=None without LocalSteps, got {str(checkpoint)!r}: the "
+                "servers store all state"
             )
         self.module = module
         self.rank = rank
@@ -94,7 +94,7 @@ class Worker:
         layouts = [layout(shard, local) for shard in shards]
         payload_type = partial(Changes, local) if local else Gradients
         self._payload: Gradients = payload_type(self._parameters, shards, self._connections)
-        self._finished = False
+        self._has_finished = False
         self._has_left = False
         self._exchange = Exchange(rank, self._connections, self._payload, layouts)
         self._local: LocalTraining | None = None
@@ -113,7 +113,7 @@ class Worker:
 
     @property
     def pushes(self) -> int:
-        """Number of accepted pushes of this rank, including those before it rejoined."""
+        """Number of accepted pushes of this rank, including pushes before it rejoined."""
         return self._exchange.session.pushes
 
     @property
@@ -173,12 +173,12 @@ class Worker:
 
     @torch.inference_mode(False)
     def push(self) -> None:
-        """Send the gradients to the servers and set them to None; a missing gradient is zero.
+        """Push the gradients and set each `.grad` to None; a gradient that is None counts as zero.
 
-        With `LocalSteps`, take a step of the local optimizer instead, and send the change of one
+        With `LocalSteps`, take a step of the local optimizer instead, and push the change of one
         fragment every `interval` steps.
 
-        All servers accept the gradients, or none of them does.
+        Either all servers accept the gradients or none does.
 
         Raises:
             ValueError: a gradient is not finite, or the module has a gradient for a parameter that
@@ -195,7 +195,7 @@ class Worker:
         if self.version < 0:
             raise RuntimeError(
                 f"worker {self.rank} must pull before its first push: until then, its module may "
-                "differ from the servers' parameters, such as after a restart"
+                "differ from the servers' parameters, for example after a restart"
             )
         self._exchange.push()
         for parameter in self._parameters.values():
@@ -212,13 +212,13 @@ class Worker:
             TimeoutError: a worker has sent no request for the server's `timeout`, and the servers
                 do not continue without lost workers.
         """
-        if self._finished:
+        if self._has_finished:
             return self.version
         if self._local:
             self._local.finish()
         self._exchange.run(self._exchange.session.finish())
         self._payload.load()
-        self._finished = True
+        self._has_finished = True
         return self.version
 
     @torch.inference_mode(False)
@@ -240,6 +240,6 @@ class Worker:
             connection.abort(reason)
 
     def _require_active(self) -> None:
-        if self._finished or self._has_left:
-            state = "finished" if self._finished else "left"
+        if self._has_finished or self._has_left:
+            state = "finished" if self._has_finished else "left"
             raise RuntimeError(f"worker {self.rank} has {state}; it can neither pull nor push")

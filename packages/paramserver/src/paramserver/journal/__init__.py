@@ -1,1 +1,1 @@
-"""The journal of a server, from which it continues after its process was killed."""
+"""The journal of a server, from which a killed server recovers."""

@@ -1,4 +1,4 @@
-"""The journal of a server, from which it continues after its process was killed.
+"""The journal of a server, from which a killed server recovers.
 
 A server records every change before it sends the answer that reports the change (write-ahead). A
 `kill -9` therefore loses only changes that no worker knows of. Records survive a crash of the
@@ -42,7 +42,7 @@ class DiskJournal:
 
     Args:
         folder: the folder; it is created if it does not exist.
-        fsync: whether each record is written through to the disk before `record` returns.
+        fsync: True to sync each record to the disk before `record` returns.
         snapshot_bytes: size of a file in bytes above which a snapshot is due.
 
     Raises:
@@ -161,8 +161,8 @@ class DiskJournal:
     def snapshot(self, core: Core) -> None:
         """Copy the state of `core`, start a new file, and write the copy in a thread.
 
-        The journal must be loaded. If this fails, `error` is set and the journal continues without
-        the snapshot.
+        The journal must be loaded. If the new file or the snapshot cannot be written, `error` is
+        set and the journal continues without the snapshot.
         """
         self.wait()
         try:

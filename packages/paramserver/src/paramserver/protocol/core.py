@@ -1,7 +1,8 @@
 """The protocol of one server as a state machine: requests in, answers out.
 
-The state machine uses no locks, threads, sockets or clock; the time is the argument `now`. `Server`
-calls it from threads, `transport.zeromq` from one loop, and the tests from a simulated network.
+The state machine uses no locks, threads, sockets or wall-clock time; the time is the argument
+`now`. `Server` calls it from threads, `transport.zeromq` from one loop, and the tests from a
+simulated network.
 
 `Core.handle` validates a request before it changes or records anything. With a journal, it records
 every change before it returns the answer. If it returns None, the request has to wait: the caller
@@ -96,7 +97,7 @@ class Core:
             message: the request.
             data: gradients of a STAGE or PUSH, as bytes.
             now: current time in seconds.
-            is_known_finite: whether all gradients are known to be finite.
+            is_known_finite: True if all gradients are known to be finite.
             session: see `validate`.
 
         Raises:
@@ -117,13 +118,9 @@ class Core:
 
     def validate(self, worker: int, message: Message, session: int | None = None) -> Log | None:
         """Return the log that a request contains, or None; see `validation.validate`."""
+        replica = self.replica
         return validate(
-            worker,
-            message,
-            session,
-            replica=self.replica,
-            ledger=self.ledger,
-            elastic=self._elastic,
+            worker, message, session, replica=replica, ledger=self.ledger, elastic=self._elastic
         )
 
     def check(self, now: float) -> list[tuple[int, Exception]]:
@@ -244,13 +241,13 @@ class Core:
         return self._answer_with_newest(json.dumps(self.replica.staleness))
 
     def _push(self, worker: int, message: Message, data: Data, is_known_finite: bool) -> Message:
-        """Stage the gradients of a STAGE, commit those of a COMMIT, and do both for a PUSH."""
+        """Stage the gradients of a STAGE, commit a staged push for a COMMIT, do both for a PUSH."""
         push = (worker, message.epoch, message.clock)
         if message.kind is not Kind.STAGE:
             self._check_clock(worker, message)
             if message.clock < self.ledger.members[worker].clock:
-                # The push is repeated. If the journal's disk was full at the first attempt, the
-                # push is committed but not replayed yet.
+                # This is a retry of an accepted push. If the journal's disk was full at the first
+                # attempt, the push is committed but not replayed yet.
                 self._replay_own_log()
         if message.kind is not Kind.COMMIT and self.replica.is_next(push):
             self._stage(push, message, data, is_known_finite)

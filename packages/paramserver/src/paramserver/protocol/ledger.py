@@ -1,9 +1,9 @@
 """The ledger: the order of all updates and reads, and the membership of workers.
 
 The first server creates the entries of the log, and every server replays them (state-machine
-replication; Schneider 1990). The ledger has no lock, clock or tensor: its state is a function of
-its log. A server refuses an entry that its ledger would not have created. It also refuses a log
-whose digest shows that the log continues another history.
+replication; Schneider 1990). The ledger uses no locks, wall-clock time or tensors: its state is a
+function of its log. A server refuses an entry that its ledger would not have created. It also
+refuses a log whose digest shows that the log continues another history.
 
 A push is staged on every server and then committed on the first server in one message. The log
 contains the whole push or nothing of it, even if the worker dies between these messages.

@@ -34,18 +34,18 @@ class Kind(IntEnum):
     COMMIT = 5  # to the first server: accept the staged gradients
     READ = 6  # to the first server: fix the version to read
     FETCH = 7  # to every server: replay the log and send the fixed version
-    REPLAY = 8  # to the other servers: replay the log
+    REPLAY = 8  # to every server except the first: replay the log
     SYNC = 9  # to the first server: send the log
     LEAVE = 10  # to the first server: stop pushing without waiting for other workers
     FINISH = 11  # to the first server: stop pushing, and wait until all workers have done so
-    END = 12  # to the other servers, or from an observer: replay the log, send the parameters
+    END = 12  # to every server except the first, or from an observer: replay, send the parameters
     ABORT = 13  # to every server: the worker has failed
     HEARTBEAT = 14  # to every server: the worker's process is alive
     OK = 15  # the first kind of answer; all kinds before it are requests
     FAILED = 16  # the text is the error
     WAIT = 17  # the server is alive, but the answer is not available yet
-    # To a FETCH or PULL: the version of this read is not stored any more, so read again. To a JOIN:
-    # the other servers may have lost a part of the log, so request their positions again.
+    # Answer to a FETCH or PULL: the version of this read is not stored any more, so read again.
+    # Answer to a JOIN: a server may have lost a part of the log, so request all positions again.
     REREAD = 18
 
 

@@ -1,4 +1,4 @@
-"""Records of a server's changes, from which the server continues after it was killed."""
+"""Records of a server's changes, from which a killed server recovers."""
 
 from dataclasses import dataclass
 from typing import Protocol

@@ -83,8 +83,8 @@ class Replica:
         #: The settings that must be equal on all servers of the job, as one line of text.
         self.common_settings = _shorten(json.dumps(rules | self._updater.common_settings()))
         self.compression = local.compression if local else None
-        #: With compression, the parameters that readers have. They differ from `_buffer` by a
-        #: rounding error, which is added to the next change.
+        #: With compression, the parameters that readers have received. They differ from `_buffer`
+        #: by a rounding error, which is added to the next change.
         self._published = self._buffer.clone() if self.compression else None
         #: Fragment of the last update, and the data that turn the previous version into this one.
         self._changed = 0

@@ -1,4 +1,4 @@
-"""The worker's side of the protocol, without sockets, threads or clocks.
+"""The worker's side of the protocol, without sockets, threads or wall-clock time.
 
 Each method of `Session` is a generator of requests. The caller sends them, waits for the answers
 and repeats requests whose answers are lost.
@@ -92,7 +92,8 @@ class Session:
         self.clock = answers[0].clock
         self.pushes = int(answers[0].text)
         self._positions = [answer.position for answer in answers]
-        self._reads, self._has_pushed = 0, False
+        self._reads = 0
+        self._has_pushed = False
         if self.epoch and len(self._layouts) > 1:
             # A server accepts pushes of an epoch only after it has replayed the join.
             yield from self._forward_log()
@@ -121,7 +122,7 @@ class Session:
             raise pushed_twice(self.worker)
 
     def push(self) -> Requests[None]:
-        """Send the gradients to all servers: all of them accept the gradients, or none does."""
+        """Push the gradients to all servers; either all servers accept them or none does."""
         if len(self._layouts) == 1:
             yield [self._request(0, Kind.PUSH)]
         else:

@@ -88,10 +88,7 @@ class Job:
         )
 
     def worker(
-        self,
-        rank: int,
-        connections: Sequence[Any],
-        checkpoint: str | Path | None = None,
+        self, rank: int, connections: Sequence[Any], checkpoint: str | Path | None = None
     ) -> Worker:
         """Return a new worker that has joined the servers behind `connections`."""
         local = as_local_steps(self.consistency)

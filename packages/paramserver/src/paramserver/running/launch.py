@@ -19,7 +19,7 @@ from paramserver.running.job import Job, Result, ServerReport, assemble_result
 from paramserver.running.processes import Processes, ReportLosses, collect
 from paramserver.running.serving import serve
 from paramserver.running.supervise import run_on_zeromq
-from paramserver.transport.connection import GRACE, Channels, RemoteConnection
+from paramserver.transport.connection import GRACE_SECONDS, Channels, RemoteConnection
 from paramserver.transport.shared_memory import connect_all
 
 #: Modules that the fork server imports, so that a forked process starts in milliseconds. The first
@@ -59,14 +59,14 @@ def run(
         servers: number of servers.
         transport: transport of messages between the processes.
         timeout: see `Server`.
-        allow_missing: whether training continues without a worker that is lost or silent. If the
+        allow_missing: True to continue training without a worker that is lost or silent. If the
             process of such a worker is still running `timeout` + 10 seconds later, it is killed.
         restarts: total number of restarts of processes that die; "zeromq" only. A restarted worker
             calls `train` again, and `worker.position` is its position in the training data. A
             restarted server continues from its journal.
         journal: folder of the servers' journals, possibly of an earlier run; "zeromq" only.
-        fsync: whether each record of a journal is synced to the disk before the server answers, so
-            that it survives a power failure.
+        fsync: True to sync each record of a journal to the disk before the server answers, so that
+            the record survives a power failure.
 
     Raises:
         PeerLost: a process has died; the message names it.
@@ -95,7 +95,7 @@ def run(
     # Pickle the job here. multiprocessing would move the parameters into shared memory, and all
     # workers would share them.
     packed = job.pack()
-    with Processes(context, None, timeout + GRACE) as processes:
+    with Processes(context, None, timeout + GRACE_SECONDS) as processes:
         for i, (shard, channels) in enumerate(zip(shards, server_ends, strict=True)):
             processes.start(f"server {i}", _serve, packed, shard, channels)
         for w, channels in enumerate(worker_ends):
@@ -134,6 +134,6 @@ def _serve(
 
 def _work(packed: bytes, rank: int, channels: Channels) -> Any:
     job = Job.unpack(packed)
-    connections = [RemoteConnection(channel, job.timeout + GRACE) for channel in channels]
+    connections = [RemoteConnection(channel, job.timeout + GRACE_SECONDS) for channel in channels]
     with job.worker(rank, connections) as worker:
         return job.train(worker, *job.args)

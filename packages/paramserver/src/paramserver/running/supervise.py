@@ -21,7 +21,7 @@ from paramserver.journal.recovery import require_journals
 from paramserver.protocol.messages import OBSERVER, Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble_result
 from paramserver.running.processes import Processes, ReportLosses
-from paramserver.transport.connection import GRACE
+from paramserver.transport.connection import GRACE_SECONDS
 from paramserver.transport.zeromq import ZeroMQServer
 from paramserver.transport.zeromq_connection import Keys, ZeroMQConnection
 from paramserver.worker import Worker
@@ -90,7 +90,7 @@ def _connected(
 def read_final_state(
     job: Job, addresses: Sequence[str], keys: Keys | None = None
 ) -> list[ServerReport]:
-    """Return the parameters and counts of all servers at the same version."""
+    """Return the parameters and staleness counts of all servers at the same version."""
     reports = []
     with _connected(job, OBSERVER, addresses, keys) as connections:
         log = connections[0].request(Message(Kind.SYNC)).text
@@ -104,10 +104,7 @@ def read_final_state(
 
 
 def run_on_zeromq(
-    job: Job,
-    restarts: int,
-    journal: str | Path | None,
-    context: BaseContext,
+    job: Job, restarts: int, journal: str | Path | None, context: BaseContext
 ) -> Result:
     """Run a job as `run` does; restart processes that die, at most `restarts` times in total."""
     packed = job.pack()
@@ -116,7 +113,7 @@ def run_on_zeromq(
         require_journals(Path(journal), job.servers, range(job.servers))
     with (
         tempfile.TemporaryDirectory() as folder,
-        Processes(context, folder, job.timeout + GRACE) as processes,
+        Processes(context, folder, job.timeout + GRACE_SECONDS) as processes,
     ):
         addresses = [f"ipc://{folder}/server-{i}" for i in range(job.servers)]
         journal_folder = str(journal or Path(folder) / "journal") if restarts or journal else None

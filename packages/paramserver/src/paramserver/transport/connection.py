@@ -16,10 +16,10 @@ from torch import Tensor
 
 from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
 
-#: Seconds that a server may be silent in addition to the timeout.
-GRACE = 10.0
-#: Longest wait in seconds, because system calls accept no much longer or infinite timeout.
-LONGEST_WAIT = 7 * 24 * 3600.0
+#: Seconds that a server may be silent after the timeout.
+GRACE_SECONDS = 10.0
+#: Longest wait in seconds. System calls do not accept an infinite timeout.
+MAX_WAIT_SECONDS = 7 * 24 * 3600.0
 #: Requests that are followed by gradients. An answer is followed by data if it has a size.
 KINDS_WITH_GRADIENTS = (Kind.STAGE, Kind.PUSH)
 
@@ -60,12 +60,12 @@ class Connection(ConnectionBuffers):
     #: the sender.
     session: int | None = None
 
-    def request(self, message: Message, written: Iterable[int] = ()) -> Message:
+    def request(self, message: Message, write_chunks: Iterable[int] = ()) -> Message:
         """Send a request and return its answer.
 
-        A STAGE or PUSH also sends the buffer `gradients`. Iterating over `written` fills that
-        buffer, and yields the number of bytes written so far. An answer with a `size` fills the
-        buffer `parameters`.
+        A STAGE or PUSH also sends the buffer `gradients`. Iterating over `write_chunks` fills the
+        buffer chunk by chunk, and yields the number of bytes written so far. An answer with a
+        `size` fills the buffer `parameters`.
         """
         raise NotImplementedError
 
@@ -85,8 +85,8 @@ class Channel(ConnectionBuffers):
         """Receive the next message and its data; raise `TimeoutError` after `timeout` seconds."""
         raise NotImplementedError
 
-    def send_gradients(self, data: Tensor, written: Iterable[int]) -> None:
-        """Send gradients while iterating over `written`, which yields the bytes written so far."""
+    def send_gradients(self, data: Tensor, write_chunks: Iterable[int]) -> None:
+        """Send gradients while iterating over `write_chunks`; see `Connection.request`."""
 
     def receive_gradients(self, data: Tensor, on_progress: Callable[[int], None]) -> None:
         """Receive gradients; `on_progress` may be called with the bytes received so far."""
@@ -97,6 +97,12 @@ class Channel(ConnectionBuffers):
 
 #: The channels of one process, by peer.
 Channels = tuple[Channel, ...]
+
+
+def drain(write_chunks: Iterable[int]) -> None:
+    """Write the whole payload by iterating over all chunks."""
+    for _ in write_chunks:
+        pass
 
 
 def import_zmq() -> Any:
@@ -118,13 +124,13 @@ class RemoteConnection(Connection):
         self._awaits_answer = False
         #: Held while a request is sent, because `abort` may be called from another thread.
         self._sending = threading.Lock()
-        self._timeout = min(timeout, LONGEST_WAIT)
+        self._timeout = min(timeout, MAX_WAIT_SECONDS)
         self.parameters = channel.parameters
         self.gradients = channel.gradients
         self.server_memory = channel.server_memory
         self.read = channel.read  # type: ignore[method-assign]
 
-    def request(self, message: Message, written: Iterable[int] = ()) -> Message:
+    def request(self, message: Message, write_chunks: Iterable[int] = ()) -> Message:
         """Send a request and return its answer; see `Connection.request`.
 
         Raises:
@@ -143,7 +149,7 @@ class RemoteConnection(Connection):
             with self._sending:
                 channel.send(message)
                 if message.kind in KINDS_WITH_GRADIENTS:
-                    channel.send_gradients(self.gradients[: message.size], written)
+                    channel.send_gradients(self.gradients[: message.size], write_chunks)
             while (answer := channel.receive(self._timeout)).kind is Kind.WAIT:
                 pass
         except ConnectionError as error:

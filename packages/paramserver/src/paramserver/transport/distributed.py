@@ -23,11 +23,12 @@ from paramserver.protocol.messages import Kind, Message
 from paramserver.running.job import Job
 from paramserver.running.serving import serve
 from paramserver.transport.connection import (
-    GRACE,
-    LONGEST_WAIT,
+    GRACE_SECONDS,
+    MAX_WAIT_SECONDS,
     Channel,
     Connection,
     RemoteConnection,
+    drain,
 )
 from paramserver.worker import Worker
 
@@ -35,7 +36,7 @@ Tags = tuple[int, int]
 #: Largest size of a message's text in bytes.
 _MAX_TEXT_BYTES = 2**26
 #: Timeout for receiving from a worker that computes. The wait ends earlier if the worker dies.
-_IDLE = timedelta(seconds=LONGEST_WAIT)
+_IDLE = timedelta(seconds=MAX_WAIT_SECONDS)
 
 
 class DistributedChannel(Channel):
@@ -76,10 +77,9 @@ class DistributedChannel(Channel):
             self._receive(self.parameters[: message.size], None)
         return message
 
-    def send_gradients(self, data: Tensor, written: Iterable[int]) -> None:
+    def send_gradients(self, data: Tensor, write_chunks: Iterable[int]) -> None:
         """Write the gradients, then send them; see `Channel.send_gradients`."""
-        for _ in written:
-            pass  # iterating writes the payload
+        drain(write_chunks)
         self._send(data)
 
     def receive_gradients(self, data: Tensor, on_progress: Callable[[int], None]) -> None:
@@ -134,7 +134,8 @@ def join(
         PeerLost: another rank has failed; the message names it.
         ValueError: `servers` is empty, or not distinct ranks of `group`.
     """
-    rank, world = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    world = dist.get_world_size(group)
     if not servers or len(set(servers)) < len(servers) or not set(servers) <= set(range(world)):
         raise ValueError(
             f"expected distinct ranks of a group of {world} as servers, got {list(servers)}"
@@ -162,7 +163,7 @@ def join(
                 name = f"server {number} (rank {host})"
                 tags = (request_tag, reply_tag)
                 channel = DistributedChannel(name, host, tags, nbytes, private)
-                connections.append(RemoteConnection(channel, timeout + GRACE))
+                connections.append(RemoteConnection(channel, timeout + GRACE_SECONDS))
                 continue
             server = job.server(shard)
             connections.append(server.connect(rank))
@@ -176,7 +177,7 @@ def join(
             yield worker
     finally:
         for thread in threads:
-            thread.join(min(timeout + GRACE, LONGEST_WAIT))
+            thread.join(min(timeout + GRACE_SECONDS, MAX_WAIT_SECONDS))
 
 
 def _connect_gloo(group: dist.ProcessGroup | None) -> Any:

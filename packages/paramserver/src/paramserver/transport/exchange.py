@@ -25,11 +25,7 @@ class Exchange:
     """
 
     def __init__(
-        self,
-        rank: int,
-        connections: Sequence[Connection],
-        payload: Gradients,
-        layouts: list[str],
+        self, rank: int, connections: Sequence[Connection], payload: Gradients, layouts: list[str]
     ) -> None:
         number = connections[0].session
         self.session = Session(rank, layouts, secrets.randbits(48) if number is None else number)
@@ -47,7 +43,7 @@ class Exchange:
         self.run(self.session.pull())
 
     def push(self) -> None:
-        """Send the payload to all servers: all of them accept it, or none does."""
+        """Send the payload to all servers; either all servers accept it or none does."""
         self.run(self.session.prepare_push())
         self.run(self.session.push())
         self.payload.on_accepted()
@@ -70,11 +66,11 @@ class Exchange:
         """Send one request and return the answer and the number of payload bytes sent."""
         message = request.message
         pushed = 0
-        written: Iterable[int] = ()
+        write_chunks: Iterable[int] = ()
         if message.kind in KINDS_WITH_GRADIENTS:
-            pushed, written = self.payload.write(request.server)
+            pushed, write_chunks = self.payload.write(request.server)
             message = replace(message, size=pushed)
-        answer = self._connections[request.server].request(message, written)
+        answer = self._connections[request.server].request(message, write_chunks)
         if answer.size:
             self.payload.on_pulled(request.server, answer)
         return answer, pushed

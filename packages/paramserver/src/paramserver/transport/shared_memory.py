@@ -9,8 +9,7 @@ A worker reads the parameters in the server's memory. Two words in shared memory
 - After the worker has read, it sets DONE if IN_PLACE is still set, and otherwise reads the copy.
 - Before the server changes the parameters, it checks DONE. If DONE is not set, it copies the
   parameters into the worker's buffer and clears IN_PLACE.
-This requires a processor on which another process sees the writes of a process in their order, as
-on x86-64.
+This requires a processor on which other processes see writes in program order, such as x86-64.
 """
 
 import itertools
@@ -30,7 +29,7 @@ from paramserver.protocol.messages import Message
 from paramserver.transport.chunks import CHUNK_BYTES
 from paramserver.transport.connection import Channel, Channels
 
-#: True if other processes see the writes of a process in their order on this processor.
+#: True on processors where other processes see the writes of a process in program order.
 _HAS_ORDERED_WRITES = platform.machine().lower() in ("x86_64", "amd64")
 #: Index of the word that the server writes, see Note [Reading parameters in place].
 _IN_PLACE = 0
@@ -81,10 +80,10 @@ class SharedMemoryChannel(Channel):
         """Receive the next message; raise `TimeoutError` after `timeout` seconds."""
         return Message.from_text(self._receive(timeout))
 
-    def send_gradients(self, data: Tensor, written: Iterable[int]) -> None:
+    def send_gradients(self, data: Tensor, write_chunks: Iterable[int]) -> None:
         """Write the gradients into shared memory, and send the number of bytes written so far."""
         reported = 0
-        for stop in itertools.chain(written, [len(data)]):
+        for stop in itertools.chain(write_chunks, [len(data)]):
             if stop - reported >= CHUNK_BYTES or reported < stop == len(data):
                 reported = stop
                 self._send(stop.to_bytes(8, "big"))

@@ -42,12 +42,12 @@ from paramserver.transport.zeromq_connection import MAX_CHUNKS, Keys
 
 _LOG = logging.getLogger(__name__)
 #: Seconds between two WAIT messages to a waiting worker.
-_KEEP_ALIVE = 1.0
+_KEEP_ALIVE_SECONDS = 1.0
 #: Seconds between two iterations of the loop above which the process was probably suspended. With a
 #: short timeout, the limit is half of the timeout, but at least 0.25.
-_SUSPENDED = 3.0
+_SUSPENDED_SECONDS = 3.0
 #: Seconds between two reports of a full disk.
-_FULL_DISK_REPORT = 10.0
+_FULL_DISK_REPORT_SECONDS = 10.0
 
 
 class ZeroMQServer:
@@ -116,7 +116,7 @@ class ZeroMQServer:
         """
         last_report = 0.0
         last_check = time.monotonic()
-        suspended = min(_SUSPENDED, max(0.25, self.core.waits.timeout / 2))
+        suspended = min(_SUSPENDED_SECONDS, max(0.25, self.core.waits.timeout / 2))
         while not self._stopped.is_set():
             changed = False
             for _ in range(64):  # waiting requests are retried at least after this many messages
@@ -226,7 +226,7 @@ class ZeroMQServer:
         return True
 
     def _keep_alive(self, request: "_Request", now: float) -> None:
-        if now - request.last_message > _KEEP_ALIVE:
+        if now - request.last_message > _KEEP_ALIVE_SECONDS:
             request.last_message = now
             self._send(request, Message(Kind.WAIT))
 
@@ -247,7 +247,7 @@ class ZeroMQServer:
             )
         except DiskFullError as error:
             reply = None  # retried by `_retry_waiting`
-            if now - self._last_full_report > _FULL_DISK_REPORT:
+            if now - self._last_full_report > _FULL_DISK_REPORT_SECONDS:
                 self._last_full_report = now
                 _LOG.error("%s; all workers wait until there is room", error)
         except Exception as error:  # the worker receives it

@@ -13,10 +13,10 @@ from paramserver.transport.chunks import ChunkReceiver, chunk_bounds
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection, import_zmq
 
 #: Seconds between two HEARTBEATs of a worker.
-_HEARTBEAT_INTERVAL = 1.0
+_HEARTBEAT_SECONDS = 1.0
 #: Seconds of silence after which a request or its answer is considered lost. With a short timeout,
 #: the limit is half of the timeout, but longer than the interval between the server's WAITs.
-_RETRY = 2.5
+_RETRY_SECONDS = 2.5
 #: Maximum number of chunks that a socket queues for receiving.
 MAX_CHUNKS = 4
 
@@ -73,7 +73,7 @@ class ZeroMQConnection(Connection):
         self._heartbeat_thread = threading.Thread(target=self._send_heartbeats, daemon=True)
         self._heartbeat_thread.start()
 
-    def request(self, message: Message, written: Iterable[int] = ()) -> Message:
+    def request(self, message: Message, write_chunks: Iterable[int] = ()) -> Message:
         """Send a request, repeatedly if necessary, and return its answer.
 
         Raises:
@@ -84,8 +84,8 @@ class ZeroMQConnection(Connection):
         # Seconds without a message. A poll counts as at most its timeout: if this process was
         # suspended, it sends the request again before it gives up.
         silence = 0.0
-        retry = min(_RETRY, max(1.25, self._timeout / 2))
-        self._send(message, written)
+        retry = min(_RETRY_SECONDS, max(1.25, self._timeout / 2))
+        self._send(message, write_chunks)
         answer = Message(Kind.WAIT)
         receiver = ChunkReceiver(self.parameters)
         is_complete = False
@@ -134,15 +134,15 @@ class ZeroMQConnection(Connection):
             self._heartbeat_thread.join()
             self._context.term()
 
-    def _send(self, message: Message, written: Iterable[int] = (), socket: Any = None) -> None:
+    def _send(self, message: Message, write_chunks: Iterable[int] = (), socket: Any = None) -> None:
         written_bytes = 0
-        written = iter(written)
+        chunks = iter(write_chunks)
         socket = socket or self._socket
         nbytes = message.size if message.kind in KINDS_WITH_GRADIENTS else 0
         data = self.gradients[:nbytes]
         for start, stop in chunk_bounds(len(data)):
             while written_bytes < stop:  # the previous chunk is sent while this one is written
-                written_bytes = next(written, stop)
+                written_bytes = next(chunks, stop)
             fields = () if start else message.fields()
             head = json.dumps(
                 [self._worker, self.session, self._request_number, start, *fields]
@@ -157,7 +157,7 @@ class ZeroMQConnection(Connection):
     def _send_heartbeats(self) -> None:
         fields = Message(Kind.HEARTBEAT).fields()
         head = json.dumps([self._worker, self.session, 0, 0, *fields]).encode()
-        while not self._closed.wait(_HEARTBEAT_INTERVAL):
+        while not self._closed.wait(_HEARTBEAT_SECONDS):
             with suppress(self._zmq.Again):  # the server is not connected now
                 self._heartbeat_socket.send(head, self._zmq.NOBLOCK)
         self._heartbeat_socket.close(linger=0)
