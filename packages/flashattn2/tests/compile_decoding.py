@@ -26,7 +26,7 @@ def jobs(paged, kind, dim):
             "lengths": "*i32",
             "table": table,
             "strides": (THREE,) * 4,
-            "cuts": ("*i32",) * 2 if paged else "constexpr",
+            "sequence_bounds": ("*i32",) * 2 if paged else "constexpr",
             "table_shape": ("i32", "i32"),
             "sizes": ("i32",) * 7,
             "factors": SCORE,

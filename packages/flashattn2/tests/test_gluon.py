@@ -305,7 +305,7 @@ def test_gluon_needs_hopper_and_dense_input(machine, monkeypatch):
 
 
 def test_auto_selects_gluon_for_long_sequences_that_fill_the_gpu(machine, monkeypatch):
-    monkeypatch.setattr(dispatch, "_count_processors", lambda _: 132)
+    monkeypatch.setattr(dispatch, "_count_sms", lambda _: 132)
 
     def selected(heads, seq_q, seq_k, dim=64, dtype=torch.bfloat16, kv_heads=2, **options):
         q, k, v = tensors(seq_q, seq_k, dim, dtype, heads, kv_heads, batch=5)

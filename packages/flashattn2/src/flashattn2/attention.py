@@ -1,7 +1,7 @@
 """The public functions `flash_attention` and `flash_attention_varlen`.
 
-Each function reads top to bottom: `specify_call` validates the arguments, specifies the scores as
-an `AttentionSpec` and selects a backend; then the function runs it and formats the result.
+`specify_call` validates the arguments, specifies the scores as an `AttentionSpec` and selects a
+backend.  Then the function runs the backend and formats the result.
 """
 
 from typing import Any, Literal, TypedDict, Unpack, overload
@@ -12,7 +12,7 @@ from flashattn2.autocast import cast_for_autocast
 from flashattn2.autograd_functions import apply_sinks, kernel_attention, run_attention
 from flashattn2.backends import aten
 from flashattn2.compilation import is_untransformed
-from flashattn2.dispatch import Method, select_backend
+from flashattn2.dispatch import BackendChoice, select_backend
 from flashattn2.plan_cache import Plan, look_up_plan, store_plan
 from flashattn2.spec import AttentionSpec, Window, make_spec
 from flashattn2.validation import check_dense, check_sinks, check_tensors, check_varlen
@@ -100,11 +100,11 @@ def flash_attention(
     # Validate, specify the scores and select a backend.
     has_heads = isinstance(q, Tensor) and q.dim() == 4
     if plan is None:
-        scores = is_causal, scale, window, softcap
-        q, k, v, spec, method, _ = specify_call(
-            q, k, v, None, sinks, scores, deterministic, backend
+        score_options = is_causal, scale, window, softcap
+        q, k, v, spec, choice, _ = specify_call(
+            q, k, v, None, sinks, score_options, deterministic, backend
         )
-        plan = Plan(spec, method, is_cpu_kernel=has_heads and method.backend == "aten")
+        plan = Plan(spec, choice, is_cpu_kernel=has_heads and choice.backend == "aten")
         store_plan(signature, q, plan)
     else:
         if not has_heads:
@@ -112,7 +112,7 @@ def flash_attention(
         check_sinks(sinks, q.shape[1], q)
 
     # Run.
-    out, lse = run_attention(q, k, v, None, None, plan.spec, plan.method)
+    out, lse = run_attention(q, k, v, None, None, plan.spec, plan.choice)
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
 
@@ -132,7 +132,7 @@ def _call_cpu_kernel(
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
         if return_lse:
             return None
-        differentiable: Tensor = kernel_attention(q, k, v, plan.spec, plan.method)
+        differentiable: Tensor = kernel_attention(q, k, v, plan.spec, plan.choice)
         return differentiable
     is_causal = plan.spec.has_right_bound()
     out, lse = aten.forward(q, k, v, plan.spec.scale, is_causal)
@@ -203,13 +203,13 @@ def flash_attention_varlen(
     """
     # Validate, specify the scores and select a backend.
     boundaries = cu_seqlens_q, cu_seqlens_k
-    scores = is_causal, scale, window, softcap
-    q, k, v, spec, method, _ = specify_call(
-        q, k, v, boundaries, sinks, scores, deterministic, backend
+    score_options = is_causal, scale, window, softcap
+    q, k, v, spec, choice, _ = specify_call(
+        q, k, v, boundaries, sinks, score_options, deterministic, backend
     )
 
     # Run.
-    out, lse = run_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, spec, method)
+    out, lse = run_attention(q, k, v, cu_seqlens_q, cu_seqlens_k, spec, choice)
     if sinks is not None:
         out, lse = apply_sinks(out, lse, sinks)
 
@@ -225,18 +225,18 @@ def specify_call(
     v: Tensor,
     boundaries: tuple[Any, Any] | None,
     sinks: Tensor | None,
-    scores: tuple[bool, float | None, Window, float | None],
+    score_options: tuple[bool, float | None, Window, float | None],
     deterministic: bool,
     backend: str,
-) -> tuple[Tensor, Tensor, Tensor, AttentionSpec, Method, str]:
+) -> tuple[Tensor, Tensor, Tensor, AttentionSpec, BackendChoice, str]:
     """Validate the arguments of a call, specify its scores and select a backend.
 
-    The `boundaries` are `(cu_seqlens_q, cu_seqlens_k)` for packed sequences, and the `scores` are
-    `(is_causal, scale, window, softcap)`.
+    The `boundaries` are `(cu_seqlens_q, cu_seqlens_k)` for packed sequences, and the
+    `score_options` are `(is_causal, scale, window, softcap)`.
 
     Returns:
-        The tensors q, k and v as `(batch, heads, seq, dim)`, the specification, the method and the
-        reason for its selection.
+        The tensors q, k and v as `(batch, heads, seq, dim)`, the specification, the backend choice
+        and the reason for it.
     """
     check_tensors(q=q, k=k, v=v)
     q, k, v = cast_for_autocast(q, k, v)
@@ -248,14 +248,9 @@ def specify_call(
         if q.dim() == 3:
             q, k, v = (x.unsqueeze(1) for x in (q, k, v))
     check_sinks(sinks, q.shape[1], q)
-    spec = make_spec(q.shape[-1], *scores)
-    method, reason = select_backend(
-        q,
-        k,
-        v,
-        spec,
-        backend=backend,
-        deterministic=deterministic,
-        packed=boundaries is not None,
+    spec = make_spec(q.shape[-1], *score_options)
+    is_packed = boundaries is not None
+    choice, reason = select_backend(
+        q, k, v, spec, backend=backend, deterministic=deterministic, packed=is_packed
     )
-    return q, k, v, spec, method, reason
+    return q, k, v, spec, choice, reason

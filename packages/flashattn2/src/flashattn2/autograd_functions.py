@@ -16,7 +16,7 @@ from torch.autograd import forward_ad
 from flashattn2 import autocast, derivatives
 from flashattn2.backends import aten
 from flashattn2.compilation import is_mapped, is_recorded, is_untransformed, needs_operator
-from flashattn2.dispatch import Method, select_backend
+from flashattn2.dispatch import BackendChoice, select_backend
 from flashattn2.operators import backward, backward_op, forward, forward_op, map_sequences
 from flashattn2.spec import AttentionSpec, make_spec
 from flashattn2.validation import check_dense
@@ -29,7 +29,7 @@ def run_attention(
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     spec: AttentionSpec,
-    method: Method,
+    choice: BackendChoice,
 ) -> tuple[Tensor, Tensor]:
     """Return the differentiable output and log-sum-exp.
 
@@ -42,11 +42,11 @@ def run_attention(
         if forward_ad._current_level >= 0:
             # An operator of `torch.library` would drop the tangents without an error.
             _refuse_forward_mode()
-        out, lse = forward_op(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
+        out, lse = forward_op(q, k, v, cu_q, cu_k, *spec.scalars(), *choice)
     elif is_untransformed() and not is_differentiated:
-        out, lse = _run(q, k, v, cu_q, cu_k, spec, method)
+        out, lse = _run(q, k, v, cu_q, cu_k, spec, choice)
     else:
-        out, lse = _Attention.apply(q, k, v, cu_q, cu_k, spec, method)
+        out, lse = _Attention.apply(q, k, v, cu_q, cu_k, spec, choice)
     return out, lse
 
 
@@ -78,19 +78,19 @@ def _run(
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     spec: AttentionSpec,
-    method: Method,
+    choice: BackendChoice,
 ) -> tuple[Tensor, Tensor]:
     """Run the forward pass of the selected backend."""
-    if _can_call_kernel_directly(method, cu_q):
+    if _can_call_kernel_directly(choice, cu_q):
         return aten.forward(q, k, v, spec.scale, spec.has_right_bound())
     run: Callable[..., Any] = forward_op if needs_operator(q, k, v) else forward
-    out, lse = run(q, k, v, cu_q, cu_k, *spec.scalars(), *method)
+    out, lse = run(q, k, v, cu_q, cu_k, *spec.scalars(), *choice)
     return out, lse
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Any, ...]) -> None:
     """Save the tensors that the derivatives need."""
-    q, k, v, cu_q, cu_k, ctx.spec, ctx.method = inputs
+    q, k, v, cu_q, cu_k, ctx.spec, ctx.choice = inputs
     out, lse = output
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(q, k, v, out, lse, cu_q, cu_k)
@@ -137,7 +137,7 @@ class _Attention(torch.autograd.Function):
         if grad_out is None:
             grad_out = torch.zeros_like(out)
         run = _AttentionBackward.apply if _is_differentiated_again() else _gradients
-        d_qkv = run(q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, ctx.method)
+        d_qkv = run(q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, ctx.choice)
         return *d_qkv, None, None, None, None
 
 
@@ -159,22 +159,22 @@ class _KernelAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, method: Method
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, choice: BackendChoice
     ) -> Tensor:
         out, lse = aten.forward(q, k, v, spec.scale, spec.has_right_bound())
         ctx.save_for_backward(q, k, v, out, lse)
-        ctx.spec, ctx.method = spec, method
+        ctx.spec, ctx.choice = spec, choice
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
         run = _AttentionBackward.apply if _is_differentiated_again() else _gradients
-        d_qkv = run(q, k, v, grad_out, None, out, lse, None, None, ctx.spec, ctx.method)
+        d_qkv = run(q, k, v, grad_out, None, out, lse, None, None, ctx.spec, ctx.choice)
         return *d_qkv, None, None
 
 
-#: Apply `_KernelAttention` to q, k, v, an `AttentionSpec` and a `Method`.
+#: Apply `_KernelAttention` to q, k, v, an `AttentionSpec` and a `BackendChoice`.
 kernel_attention = _KernelAttention.apply
 
 
@@ -266,26 +266,26 @@ def _gradients(
     cu_q: Tensor | None,
     cu_k: Tensor | None,
     spec: AttentionSpec,
-    method: Method,
+    choice: BackendChoice,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Run the backward pass of the selected backend."""
-    if grad_lse is None and _can_call_kernel_directly(method, cu_q):
+    if grad_lse is None and _can_call_kernel_directly(choice, cu_q):
         return aten.gradients(q, k, v, out, lse, grad_out, spec)
     run: Callable[..., Any] = backward_op
     if not needs_operator(q, k, v, grad_out):
         _refuse_batched(grad_out, grad_lse)
         run = backward
-    dq, dk, dv = run(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *spec.scalars(), *method)
+    dq, dk, dv = run(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *spec.scalars(), *choice)
     return dq, dk, dv
 
 
-def _can_call_kernel_directly(method: Method, cu_q: Tensor | None) -> bool:
+def _can_call_kernel_directly(choice: BackendChoice, cu_q: Tensor | None) -> bool:
     """Return True if torch's CPU kernel may run outside of `forward_op` and `backward_op`.
 
     The overhead of a `torch.library` operator exceeds the time of a small attention call.
     Autocast must be disabled first: see `map_sequences`.
     """
-    is_dense_aten = method.backend == "aten" and cu_q is None
+    is_dense_aten = choice.backend == "aten" and cu_q is None
     return is_dense_aten and not (is_recorded() or autocast.is_enabled("cpu"))
 
 
@@ -309,9 +309,9 @@ class _PaperFunction(torch.autograd.Function):
             raise ValueError(f"expected Q to be (batch, seq, dim), got shape {tuple(Q.shape)}")
         spec = make_spec(Q.shape[-1], is_causal, None, None, None)
         q, k, v = (x.unsqueeze(1) for x in (Q, K, V))
-        method, _ = select_backend(q, k, v, spec, backend=backend)
-        out, lse = forward_op(q, k, v, None, None, *spec.scalars(), *method)
-        ctx.spec, ctx.method = spec, method
+        choice, _ = select_backend(q, k, v, spec, backend=backend)
+        out, lse = forward_op(q, k, v, None, None, *spec.scalars(), *choice)
+        ctx.spec, ctx.choice = spec, choice
         output: Tensor = out.squeeze(1)
         ctx.save_for_backward(Q, K, V, output, lse.squeeze(1))
         return output
@@ -320,7 +320,7 @@ class _PaperFunction(torch.autograd.Function):
     def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = (x.unsqueeze(1) for x in ctx.saved_tensors)
         run = _AttentionBackward.apply if _is_differentiated_again() else _gradients
-        d_qkv = run(q, k, v, dO.unsqueeze(1), None, out, lse, None, None, ctx.spec, ctx.method)
+        d_qkv = run(q, k, v, dO.unsqueeze(1), None, out, lse, None, None, ctx.spec, ctx.choice)
         return *(d.squeeze(1) for d in d_qkv), None
 
 

@@ -23,7 +23,7 @@ IS_BFLOAT16_INTERPRETED = False
 LEAST_GLUON_LENGTH = 2048
 
 
-class Method(NamedTuple):
+class BackendChoice(NamedTuple):
     """The selected backend and its options, which are the last arguments of both operators."""
 
     backend: str
@@ -40,10 +40,10 @@ def select_backend(
     backend: str = "auto",
     deterministic: bool = True,
     packed: bool = False,
-) -> tuple[Method, str]:
-    """Return the method for `(batch, heads, seq, dim)` tensors and the reason for its selection.
+) -> tuple[BackendChoice, str]:
+    """Return the backend choice for `(batch, heads, seq, dim)` tensors, and the reason for it.
 
-    Raises `ValueError` if the named backend is unknown or does not support the input.
+    Raise ValueError if the named backend is unknown or does not support the input.
     """
     if backend not in BACKENDS:
         raise ValueError(f"expected backend to be one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -69,19 +69,19 @@ def select_backend(
                 f'backend "{backend}" does not support this call: {obstacle}; pass '
                 'backend="torch" or "auto"'
             )
-    return Method(backend, _float32_precision(), deterministic), reason
+    return BackendChoice(backend, _float32_precision(), deterministic), reason
 
 
 def _is_gluon_faster(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packed: bool) -> bool:
     """Return True if the Gluon kernels support the input and are faster than the Triton kernels.
 
-    They do not split a few long sequences among all SMs of a GPU, as the Triton kernels do.
+    With few tiles the Triton kernels are faster, because they split long sequences among all SMs.
     """
     if _find_gluon_obstacle(q, v, spec, packed) is not None:
         return False
     shortest = min(q.shape[2], k.shape[2])
     tiles = q.shape[0] * k.shape[1] * (shortest // 128)
-    return bool(shortest >= LEAST_GLUON_LENGTH and tiles >= _count_processors(q.device))
+    return bool(shortest >= LEAST_GLUON_LENGTH and tiles >= _count_sms(q.device))
 
 
 def _find_obstacle(
@@ -151,7 +151,7 @@ def _find_gluon_device_obstacle(device: torch.device) -> str | None:
 
 
 @constant_in_graphs
-def _count_processors(device: torch.device) -> int:
+def _count_sms(device: torch.device) -> int:
     """Return the number of streaming multiprocessors (SMs) of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 

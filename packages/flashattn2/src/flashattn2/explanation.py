@@ -53,6 +53,8 @@ def explain(
     boundaries = None
     if cu_seqlens_q is not None or cu_seqlens_k is not None:
         boundaries = cu_seqlens_q, cu_seqlens_k
-    scores = is_causal, scale, window, softcap
-    *_, method, reason = specify_call(q, k, v, boundaries, sinks, scores, deterministic, backend)
-    return Explanation(method.backend, reason)
+    score_options = is_causal, scale, window, softcap
+    *_, choice, reason = specify_call(
+        q, k, v, boundaries, sinks, score_options, deterministic, backend
+    )
+    return Explanation(choice.backend, reason)

@@ -36,7 +36,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """Return the output and the log-sum-exp; raise ValueError for invalid boundaries or sizes.
 
-    The scalars are the fields of an `AttentionSpec` and of a `dispatch.Method`.
+    The scalars are the fields of an `AttentionSpec` and of a `dispatch.BackendChoice`.
     """
     # Sizes are checked inside the operator: outside of it, a comparison of symbolic sizes would
     # restrict the lengths that an exported program accepts.
@@ -47,10 +47,10 @@ def forward(
                 f"{tuple(x.shape)}"
             )
     if cu_q is not None and cu_k is not None:
-        waits = backend not in KERNEL_BACKENDS
-        check_boundaries("cu_seqlens_q", cu_q, q.shape[2], waits)
+        on_cpu = backend not in KERNEL_BACKENDS
+        check_boundaries("cu_seqlens_q", cu_q, q.shape[2], on_cpu)
         if cu_k is not cu_q or k.shape[2] != q.shape[2]:
-            check_boundaries("cu_seqlens_k", cu_k, k.shape[2], waits)
+            check_boundaries("cu_seqlens_k", cu_k, k.shape[2], on_cpu)
     spec = AttentionSpec(scale, left, right, softcap)
     if backend == "gluon":
         from flashattn2.hopper import forward as gluon_forward

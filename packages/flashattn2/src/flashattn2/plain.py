@@ -1,8 +1,9 @@
-"""Minimal implementation of FlashAttention-2 in PyTorch, without the matrix of scores.
+"""Minimal implementation of FlashAttention-2 in PyTorch.
 
-The functions are Algorithms 1 and 2 of Dao, "FlashAttention-2" (2023, arXiv 2307.08691), with the
-paper's names. `PlainAttention.apply(Q, K, V, is_causal)` is differentiable. Tests compare the other
-implementations (`tiled`, `kernels`) with this one.
+`attention` is the definition. `forward_pass` and `backward_pass` are Algorithms 1 and 2 of Dao,
+"FlashAttention-2" (2023, arXiv 2307.08691), with the paper's names. They never store the score
+matrix. `PlainAttention.apply(Q, K, V, is_causal)` is differentiable. Tests compare the backends
+"torch" and "auto" with this file.
 
 Shapes: Q is `[batch, N, d]`, K and V are `[batch, M, d]`, with N = M for causal attention. A tile
 has at most B rows of Q or of K.
@@ -20,40 +21,41 @@ def attention(Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tenso
     """Return softmax(QK^T / sqrt(d)) V from its definition, with all N x M scores in memory."""
     S = Q @ K.mT / Q.shape[-1] ** 0.5
     if is_causal:
-        S = S.masked_fill(later(0, S.shape[-2], 0, S.shape[-1]), -torch.inf)
+        S = S.masked_fill(causal_mask(0, S.shape[-2], 0, S.shape[-1]), -torch.inf)
     return S.softmax(-1) @ V
 
 
-def later(i: int, i_end: int, j: int, j_end: int) -> Tensor:
-    """Return a mask `[i_end - i, j_end - j]` that is True if the key comes after the query."""
+def causal_mask(i: int, i_end: int, j: int, j_end: int) -> Tensor:
+    """Return a mask `[i_end - i, j_end - j]` that is True where the key comes after the query."""
     return torch.arange(j, j_end) > torch.arange(i, i_end)[:, None]
 
 
-def tiles(length: int) -> list[tuple[int, int]]:
+def tile_ranges(length: int) -> list[tuple[int, int]]:
     """Return the row range `(start, stop)` of each tile."""
     return [(start, min(start + B, length)) for start in range(0, length, B)]
 
 
-def scores(Q_i: Tensor, K_j: Tensor, i: int, j: int, is_causal: bool) -> Tensor:
-    """Return one tile of S, `[batch, B, B]`."""
+def compute_scores(Q_i: Tensor, K_j: Tensor, i: int, j: int, is_causal: bool) -> Tensor:
+    """Return one tile of S, at most `[batch, B, B]`."""
     S_ij = Q_i @ K_j.mT / Q_i.shape[-1] ** 0.5
     if is_causal:
-        S_ij = S_ij.masked_fill(later(i, i + Q_i.shape[-2], j, j + K_j.shape[-2]), -torch.inf)
+        S_ij = S_ij.masked_fill(causal_mask(i, i + Q_i.shape[-2], j, j + K_j.shape[-2]), -torch.inf)
     return S_ij
 
 
 def forward_pass(Q: Tensor, K: Tensor, V: Tensor, is_causal: bool) -> tuple[Tensor, Tensor]:
     """Return the output O `[batch, N, d]` and the log-sum-exp L `[batch, N]`: Algorithm 1."""
-    O, L = torch.empty_like(Q), Q.new_empty(Q.shape[:-1])
-    for i, i_end in tiles(Q.shape[-2]):
+    O = torch.empty_like(Q)
+    L = Q.new_empty(Q.shape[:-1])
+    for i, i_end in tile_ranges(Q.shape[-2]):
         Q_i = Q[:, i:i_end]
         O_i = torch.zeros_like(Q_i)  # running sum of exp(S - m) V
         l_i = Q_i.new_zeros(Q_i.shape[:-1])  # running sum of exp(S - m)
         m_i = torch.full_like(l_i, -torch.inf)  # running maximum of S
-        for j, j_end in tiles(K.shape[-2]):
+        for j, j_end in tile_ranges(K.shape[-2]):
             if is_causal and j >= i_end:
                 break  # all later tiles are hidden; skipping them saves half of the work
-            S_ij = scores(Q_i, K[:, j:j_end], i, j, is_causal)
+            S_ij = compute_scores(Q_i, K[:, j:j_end], i, j, is_causal)
             m_new = torch.maximum(m_i, S_ij.amax(-1))
             P_ij = torch.exp(S_ij - m_new[..., None])
             # The running sums are relative to the old maximum: rescale them to the new one.
@@ -74,13 +76,15 @@ def backward_pass(
     dK = torch.zeros_like(K)
     dV = torch.zeros_like(V)
     D = (dO * O).sum(-1)  # = rowsum(P * dP), subtracted from dP by the derivative of softmax
-    for j, j_end in tiles(K.shape[-2]):
-        K_j, V_j = K[:, j:j_end], V[:, j:j_end]
-        for i, i_end in tiles(Q.shape[-2]):
+    for j, j_end in tile_ranges(K.shape[-2]):
+        K_j = K[:, j:j_end]
+        V_j = V[:, j:j_end]
+        for i, i_end in tile_ranges(Q.shape[-2]):
             if is_causal and j >= i_end:
                 continue
-            Q_i, dO_i = Q[:, i:i_end], dO[:, i:i_end]
-            S_ij = scores(Q_i, K_j, i, j, is_causal)
+            Q_i = Q[:, i:i_end]
+            dO_i = dO[:, i:i_end]
+            S_ij = compute_scores(Q_i, K_j, i, j, is_causal)
             P_ij = torch.exp(S_ij - L[:, i:i_end, None])
             dV[:, j:j_end] += P_ij.mT @ dO_i
             dP_ij = dO_i @ V_j.mT

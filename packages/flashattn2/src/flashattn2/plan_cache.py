@@ -9,7 +9,7 @@ from torch._C import _get_tracing_state
 from torch.compiler import is_dynamo_compiling
 
 from flashattn2.compilation import is_recorded
-from flashattn2.dispatch import KERNEL_BACKENDS, Method
+from flashattn2.dispatch import KERNEL_BACKENDS, BackendChoice
 from flashattn2.spec import AttentionSpec
 from flashattn2.validation import PLAIN_TYPES
 
@@ -24,7 +24,7 @@ class Plan(NamedTuple):
     """The scores and backend of all calls with one signature."""
 
     spec: AttentionSpec
-    method: Method
+    choice: BackendChoice
     #: True if torch's CPU kernel computes the whole result, except for sinks.
     is_cpu_kernel: bool
 
@@ -74,7 +74,7 @@ def store_plan(signature: Hashable | None, q: Tensor, plan: Plan) -> None:
     """Store the plan under its signature, if the call has one; clear a full cache first."""
     # Plans of interpreted kernels are not stored: they depend on torch's float32 precision, which a
     # signature on a CPU does not contain.
-    if signature is not None and (q.is_cuda or plan.method.backend not in KERNEL_BACKENDS):
+    if signature is not None and (q.is_cuda or plan.choice.backend not in KERNEL_BACKENDS):
         if len(PLANS) >= MAX_PLANS:
             PLANS.clear()
         PLANS[signature] = plan

@@ -87,7 +87,7 @@ class AttentionSpec:
 def make_spec(
     head_dim: int, is_causal: bool, scale: float | None, window: Window, softcap: float | None
 ) -> AttentionSpec:
-    """Return the options as an `AttentionSpec`; raise TypeError or ValueError for invalid ones."""
+    """Return the options as an `AttentionSpec`; raise TypeError or ValueError if one is invalid."""
     # Reject 1 and 1.0, which equal True but may be a scale in the wrong position.
     if not isinstance(is_causal, (bool, torch.SymBool)):
         raise TypeError(f"expected is_causal to be True or False, got {is_causal!r}")
@@ -119,16 +119,16 @@ def _check_positive(name: str, value: float, default: str) -> None:
         raise TypeError(f"expected {name} to be a float, or None for {default}, got {value!r}")
     # Symbolic values in a compiled graph support comparisons, but not math.isfinite.
     if not FLOAT32_RANGE[0] <= value <= FLOAT32_RANGE[1]:
+        low, high = FLOAT32_RANGE
         raise ValueError(
-            f"expected {name} to be positive and finite, within the normal range of float32, or "
-            f"None for {default}, got {value}"
+            f"expected {low:g} <= {name} <= {high:g}, or None for {default}, got {value}"
         )
 
 
 def _window_bounds(window: Window) -> tuple[int, int]:
     """Return `(left, right)`, with `UNBOUNDED` for a side without a bound.
 
-    Raises `ValueError` unless the window is None, an int or a pair of ints >= 0 or None.
+    Raise ValueError unless the window, or each side of a pair, is None or an int >= 0.
     """
     sides = window if isinstance(window, (tuple, list)) else (window, window)
     if len(sides) != 2:

@@ -69,15 +69,15 @@ def check_int32(name: str, x: Tensor, shape: tuple[int | str, ...], q: Tensor) -
     check_device(name, x, q)
 
 
-def check_boundaries(name: str, cu: Tensor, total: int, waits: bool = False) -> None:
+def check_boundaries(name: str, cu: Tensor, total: int, on_cpu: bool = False) -> None:
     """Raise ValueError unless `cu` starts at 0, never decreases and ends at `total`.
 
-    On a GPU, the check is a device-side assertion unless `waits` is True.  The operators call this
+    On a GPU, the check is a device-side assertion unless `on_cpu` is True.  The operators call this
     function, because only operators can read values in a compiled graph.
     """
     rule = f"{name} must start at 0, never fall, and end at {total}, the number of rows"
     is_valid = (cu[0] == 0) & (cu[-1] == total) & (cu[1:] >= cu[:-1]).all()
-    if waits or cu.device.type == "cpu":
+    if on_cpu or cu.device.type == "cpu":
         if not is_valid:
             raise ValueError(f"{rule}, got {cu.cpu().tolist()}")
     else:

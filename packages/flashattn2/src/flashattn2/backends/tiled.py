@@ -41,9 +41,9 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
             s_ij = scores(q_i, k_[:, columns], spec, hidden)  # [n, g·t, u]
             m_new = torch.maximum(m_i, s_ij.amax(-1))
             # The maximum is -inf while all scores are, and -inf - -inf would be NaN.
-            base = m_new.masked_fill(m_new == -torch.inf, 0.0)
-            p_ij = s_ij.sub_(base[..., None]).exp_()
-            rescale = torch.exp(m_i - base)
+            finite_max = m_new.masked_fill(m_new == -torch.inf, 0.0)
+            p_ij = s_ij.sub_(finite_max[..., None]).exp_()
+            rescale = torch.exp(m_i - finite_max)
             l_i = rescale * l_i + p_ij.sum(-1)
             o_i = torch.baddbmm(o_i.mul_(rescale[..., None]), p_ij, v_[:, columns])
             m_i = m_new

@@ -27,7 +27,7 @@ def causal(device: str, quick: bool) -> dict[str, Attention]:
     if not quick:
         attentions["compiled"] = torch.compile(plain)
     if device == "cpu":
-        return {**attentions, "sdpa": sdpa(True, SDPBackend.FLASH_ATTENTION)}
+        return {**attentions, "sdpa": restricted_torch_sdpa(True, SDPBackend.FLASH_ATTENTION)}
     return {**attentions, **fused_kernels(True)}
 
 
@@ -38,13 +38,13 @@ def fused_kernels(is_causal: bool) -> dict[str, Attention]:
         "ours": ours,
         "ours atomic": functools.partial(ours, deterministic=False),
         "ours triton": functools.partial(ours, backend="triton"),
-        "sdpa flash": sdpa(is_causal, SDPBackend.FLASH_ATTENTION),
-        "sdpa cudnn": sdpa(is_causal, SDPBackend.CUDNN_ATTENTION),
+        "sdpa flash": restricted_torch_sdpa(is_causal, SDPBackend.FLASH_ATTENTION),
+        "sdpa cudnn": restricted_torch_sdpa(is_causal, SDPBackend.CUDNN_ATTENTION),
     }
 
 
-def sdpa(is_causal: bool, backend: SDPBackend) -> Attention:
-    """Return torch's attention, restricted to one of its kernels."""
+def restricted_torch_sdpa(is_causal: bool, backend: SDPBackend) -> Attention:
+    """Return torch's attention, restricted to one backend."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         with sdpa_kernel([backend]):

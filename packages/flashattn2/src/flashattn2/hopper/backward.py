@@ -60,8 +60,8 @@ RESIDENT = 128
 
 @gluon.jit
 def backward_kernel(
-    a, b, x, y, lse, delta, to_dq, to_da, to_db, scale, outer, tiles, heads, group, seq_q, seq_k,
-    left, right,
+    a, b, x, y, lse, delta, to_dq, to_da, to_db, scale, score_scale, tiles, heads, group, seq_q,
+    seq_k, left, right,
     D: gl.constexpr, RESIDENT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BY_KEY: gl.constexpr, ATOMIC: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
@@ -71,8 +71,8 @@ def backward_kernel(
     Grid: (resident tiles · batch · heads of the resident tensor).
     """
     # With a causal mask, the tile that sees or is seen by the most rows starts first.
-    tile, batch, head, batch_head, _ = program(tiles, heads, not BY_KEY)
-    first = tile * RESIDENT
+    tile_index, batch, head, batch_head, _ = program(tiles, heads, not BY_KEY)
+    first = tile_index * RESIDENT
     if BY_KEY:
         lo, all_lo, all_hi, hi = query_ranges(
             first, first + RESIDENT - 1, seq_q, seq_k, left, right, 0, ROWS, LEFT, RIGHT, 1
@@ -87,8 +87,8 @@ def backward_kernel(
             LEFT, RIGHT, 1,
         )  # fmt: skip
         members, streamed_head = 1, head // group
-    # Among `count` streamed tiles, tiles near to far - 1 need no mask.  An edge of the band or the
-    # end of the keys cuts the other tiles.
+    # Among `count` streamed tiles, tiles near to far - 1 need no mask.  All other tiles contain an
+    # edge of the band or the end of the keys.
     count = gl.cdiv(hi - lo, ROWS)
     near = gl.cdiv(all_lo - lo, ROWS)
     far = gl.cdiv(all_hi - lo, ROWS)
@@ -124,8 +124,8 @@ def backward_kernel(
     band = (seq_q, seq_k, left, right)
     gl.warp_specialize(
         [
-            (consumer, (to_dq, to_da, to_db, scale, outer, memory, barriers, location, loop, band,
-                        D, RESIDENT, ROWS, STAGES, LEFT, RIGHT, BY_KEY, ATOMIC)),
+            (consumer, (to_dq, to_da, to_db, scale, score_scale, memory, barriers, location, loop,
+                        band, D, RESIDENT, ROWS, STAGES, LEFT, RIGHT, BY_KEY, ATOMIC)),
             (producer, (a, b, x, y, lse, delta, memory, barriers, location, loop, batch_head,
                         ROWS, STAGES, BY_KEY)),
         ],
@@ -178,7 +178,7 @@ def producer(
 
 @gluon.jit
 def consumer(
-    to_dq, to_da, to_db, scale, outer, memory, barriers, location, loop, band,
+    to_dq, to_da, to_db, scale, score_scale, memory, barriers, location, loop, band,
     D: gl.constexpr, RESIDENT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BY_KEY: gl.constexpr, ATOMIC: gl.constexpr,
 ):  # fmt: skip
@@ -203,8 +203,8 @@ def consumer(
         for i in range(count):
             coordinates = (batch, streamed_head + member, start + i * ROWS, first)
             da, db = step(
-                member * count + i, da, db, to_dq, outer, memory, barriers, dq_memory, coordinates,
-                band, (i < near) | (i >= far),
+                member * count + i, da, db, to_dq, score_scale, memory, barriers, dq_memory,
+                coordinates, band, (i < near) | (i >= far),
                 D, RESIDENT, ROWS, STAGES, LEFT, RIGHT, BY_KEY, ATOMIC,
             )  # fmt: skip
     # A and B are no longer needed: the gradients are stored through their shared memory, and TMA
@@ -221,7 +221,7 @@ def consumer(
 
 @gluon.jit
 def step(
-    j, da, db, to_dq, outer, memory, barriers, dq_memory, coordinates, band, masked,
+    j, da, db, to_dq, score_scale, memory, barriers, dq_memory, coordinates, band, masked,
     D: gl.constexpr, RESIDENT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BY_KEY: gl.constexpr, ATOMIC: gl.constexpr,
 ):  # fmt: skip
@@ -248,7 +248,7 @@ def step(
     # Wait for all products except for the product issued last.
     s = warpgroup_mma_wait(1, deps=(s,))  # [RESIDENT, ROWS]
     lse = load_statistic(lse_rows, stage, RESIDENT, ROWS, row_slice, column_slice, BY_KEY)
-    p = gl.exp2(s * outer - lse)
+    p = gl.exp2(s * score_scale - lse)
     if masked:
         p = mask(
             p, row, first, numbers, band, RESIDENT, row_slice, column_slice, LEFT, RIGHT, BY_KEY
@@ -331,7 +331,7 @@ def backward(
     heads, seq_q, dim = q.shape[1:]
     group, tile = heads // k.shape[1], TILES[dim]
     lse, delta = row_sums.padded_statistics(out, grad_out, grad_lse, lse.contiguous())
-    outer = launch.score_factors(spec, False)[2]
+    score_scale = launch.score_factors(spec, False)[2]
 
     def run(resident, streamed, to, by_key, to_dq=None):
         tiles = launch.cdiv(resident[0].shape[2], RESIDENT)
@@ -342,7 +342,7 @@ def backward(
             row_descriptor(lse, queries), row_descriptor(delta, queries),
             None if to_dq is None else descriptor(to_dq, tile.rows),
             *(None if x is None else descriptor(x, RESIDENT) for x in to),
-            spec.scale, outer, tiles, resident[0].shape[1], group, seq_q, k.shape[2],
+            spec.scale, score_scale, tiles, resident[0].shape[1], group, seq_q, k.shape[2],
             spec.left, spec.right,
             D=dim, RESIDENT=RESIDENT, ROWS=tile.rows, STAGES=tile.stages, LEFT=spec.left >= 0,
             RIGHT=spec.right >= 0, BY_KEY=by_key, ATOMIC=to_dq is not None,

@@ -66,8 +66,8 @@ class Tile(NamedTuple):
 #: The tile sizes of each supported head dim.
 TILES = {64: Tile(2, 128, 3, 240), 128: Tile(2, 128, 2, 240)}
 #: The tile sizes for head dim 64 and at least `LONG` queries without a left bound.  With a third
-#: consumer the matrix unit waits less for exponentials.  A left bound would need more registers,
-#: and fewer queries were measured to be slower.
+#: consumer, the tensor cores stall less on exponentials.  A left bound would need more registers.
+#: For fewer queries, this tile was slower.
 LONG_TILE = Tile(3, 128, 3, 160)
 LONG = 2048
 #: With a right bound, `LONG_TILE` is used only with the version of Triton with which it was
@@ -80,7 +80,7 @@ PRODUCER_REGISTERS = 24
 
 @gluon.jit
 def forward_kernel(
-    q, k, v, out, lse, outer, tiles, heads, group, seq_q, seq_k, left, right,
+    q, k, v, out, lse, score_scale, tiles, heads, group, seq_q, seq_k, left, right,
     D: gl.constexpr, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACK: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr, PRODUCER_REGISTERS: gl.constexpr,
@@ -89,8 +89,8 @@ def forward_kernel(
 
     The tiles of the descriptors are [1, 1, ROWS or KEYS, D].
     """
-    tile, batch, head, batch_head, _ = program(tiles, heads, True)
-    first = tile * CONSUMERS * ROWS
+    tile_index, batch, head, batch_head, _ = program(tiles, heads, True)
+    first = tile_index * CONSUMERS * ROWS
     last = gl.minimum(first + CONSUMERS * ROWS, seq_q) - 1
     lo, _, _, hi = key_ranges(first, last, seq_q, seq_k, left, right, 0, KEYS, LEFT, RIGHT, 1)
     # If no query sees a key, one fully masked tile is still loaded, because the consumers wait for
@@ -121,7 +121,7 @@ def forward_kernel(
     location = (batch, head, batch_head, first)
     band = (seq_q, seq_k, left, right)
     loads = (q, k, v, memory, barriers, location, head // group, start, count)
-    inputs = (out, lse, outer, memory, barriers, location, start, count, band)
+    inputs = (out, lse, score_scale, memory, barriers, location, start, count, band)
     if CONSUMERS == 2:
         gl.warp_specialize(
             [
@@ -186,7 +186,7 @@ def consumer(
 
     Four warps execute this function.  The queries are tile number INDEX of the program's queries.
     """
-    out, lse, outer, memory, barriers, location, start, count, band = inputs
+    out, lse, score_scale, memory, barriers, location, start, count, band = inputs
     q_ready, k_ready, k_free, v_ready, _ = barriers
     batch, head, batch_head, first = location
     seq_q, seq_k, left, right = band
@@ -196,15 +196,15 @@ def consumer(
     lo, all_lo, all_hi, hi = key_ranges(
         row, last, seq_q, seq_k, left, right, 0, KEYS, LEFT, RIGHT, 1
     )
-    # This consumer skips the program's tiles before `begin`, which are to the right of all keys
-    # that its queries see.  It also skips the tiles from `end` on.  Tiles begin to near - 1 are
-    # masked, because the right edge of the band or the end of the keys may cut them.  Tiles near to
-    # far - 1 need no mask.  The left edge of the band may cut tiles far to end - 1.
+    # Tiles run from right to left.  This consumer skips tiles before `first_tile`, whose keys none
+    # of its queries see, and tiles from `stop_tile` on.  Tiles first_tile to near - 1 are masked,
+    # because they may contain the right edge of the band or the end of the keys.  Tiles near to
+    # far - 1 need no mask.  Tiles far to stop_tile - 1 may contain the left edge of the band.
     stop = start + KEYS
-    begin = gl.minimum(gl.maximum(stop - hi, 0) // KEYS, count - 1)
-    end = gl.maximum(gl.minimum((stop - lo) // KEYS, count), begin + 1)
-    near = gl.minimum(gl.maximum((stop - all_hi) // KEYS, begin + 1), end)
-    far = gl.minimum(gl.maximum((stop - all_lo) // KEYS, near), end)
+    first_tile = gl.minimum(gl.maximum(stop - hi, 0) // KEYS, count - 1)
+    stop_tile = gl.maximum(gl.minimum((stop - lo) // KEYS, count), first_tile + 1)
+    near = gl.minimum(gl.maximum((stop - all_hi) // KEYS, first_tile + 1), stop_tile)
+    far = gl.minimum(gl.maximum((stop - all_lo) // KEYS, near), stop_tile)
     # The register layouts of wgmma results: each row is spread over four threads, so its maximum
     # and sum need two shuffles and no shared memory.
     s_layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16])
@@ -214,42 +214,43 @@ def consumer(
     acc = gl.full([ROWS, D], 0.0, gl.float32, o_layout)  # [ROWS, D]
     zero = gl.full([ROWS, KEYS], 0.0, gl.float32, s_layout)  # [ROWS, KEYS]
 
-    release_skipped(barriers, begin)
+    release_skipped(barriers, first_tile)
 
     # For the first tile compute only S, because P of a previous tile does not exist.
     q_memory = memory[0].index(INDEX)
     q_tile = q_memory.reshape([ROWS, D])  # [ROWS, D]
-    k_tile = memory[1].index(begin).reshape([KEYS, D])  # [KEYS, D]
+    k_tile = memory[1].index(first_tile).reshape([KEYS, D])  # [KEYS, D]
     mbarrier.wait(q_ready, 0)
-    mbarrier.wait(k_ready.index(begin), 0)
+    mbarrier.wait(k_ready.index(first_tile), 0)
     s = warpgroup_mma(q_tile, k_tile.permute((1, 0)), zero, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))  # [ROWS, KEYS]
-    mbarrier.arrive(k_free.index(begin), count=1)
+    mbarrier.arrive(k_free.index(first_tile), count=1)
     p, maximum, total, _ = softmax(
-        s, maximum, total, position, start - begin * KEYS, outer, band,
+        s, maximum, total, position, start - first_tile * KEYS, score_scale, band,
         ROWS, KEYS, s_layout, LEFT, RIGHT, True,
     )  # fmt: skip
     p = to_operand(p, q_tile.dtype, o_layout, PACK)
 
-    for j in range(begin + 1, near):
+    for j in range(first_tile + 1, near):
         acc, maximum, total, p = step(
-            j, acc, maximum, total, p, q_tile, zero, memory, barriers, position, start, outer, band,
-            D, ROWS, KEYS, STAGES, s_layout, o_layout, LEFT, RIGHT, PACK, True,
+            j, acc, maximum, total, p, q_tile, zero, memory, barriers, position, start,
+            score_scale, band, D, ROWS, KEYS, STAGES, s_layout, o_layout, LEFT, RIGHT, PACK, True,
         )  # fmt: skip
     for j in range(near, far):
         acc, maximum, total, p = step(
-            j, acc, maximum, total, p, q_tile, zero, memory, barriers, position, start, outer, band,
-            D, ROWS, KEYS, STAGES, s_layout, o_layout, LEFT, RIGHT, PACK, False,
+            j, acc, maximum, total, p, q_tile, zero, memory, barriers, position, start,
+            score_scale, band, D, ROWS, KEYS, STAGES, s_layout, o_layout, LEFT, RIGHT, PACK, False,
         )  # fmt: skip
     if LEFT:
-        for j in range(far, end):
+        for j in range(far, stop_tile):
             acc, maximum, total, p = step(
-                j, acc, maximum, total, p, q_tile, zero, memory, barriers, position, start, outer,
-                band, D, ROWS, KEYS, STAGES, s_layout, o_layout, LEFT, RIGHT, PACK, True,
+                j, acc, maximum, total, p, q_tile, zero, memory, barriers, position, start,
+                score_scale, band,
+                D, ROWS, KEYS, STAGES, s_layout, o_layout, LEFT, RIGHT, PACK, True,
             )  # fmt: skip
 
     # P V of the last tile.  No later tile is loaded into its stage, so the stage is not released.
-    stage, phase = (end - 1) % STAGES, ((end - 1) // STAGES) & 1
+    stage, phase = (stop_tile - 1) % STAGES, ((stop_tile - 1) // STAGES) & 1
     mbarrier.wait(v_ready.index(stage), phase)
     v_tile = memory[2].index(stage).reshape([KEYS, D])  # [KEYS, D]
     acc = warpgroup_mma(p, v_tile, acc, is_async=True)
@@ -259,8 +260,8 @@ def consumer(
     total = gl.where(total == 0.0, 1.0, total)
     acc = acc / gl.convert_layout(total, gl.SliceLayout(1, o_layout))[:, None]
     row_ids = row + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))
-    sums = (maximum + gl.log2(total)) * 0.6931471805599453
-    gl.store(lse + gl.cast(batch_head, gl.int64) * seq_q + row_ids, sums, mask=row_ids < seq_q)
+    row_lse = (maximum + gl.log2(total)) * 0.6931471805599453
+    gl.store(lse + gl.cast(batch_head, gl.int64) * seq_q + row_ids, row_lse, mask=row_ids < seq_q)
     # Q is no longer needed: O is stored through its shared memory, and TMA omits the rows after the
     # end of the sequence.
     q_tile.store(acc.to(q_tile.dtype))
@@ -270,16 +271,16 @@ def consumer(
 
 
 @gluon.jit
-def release_skipped(barriers, begin):
-    """Release the tiles before `begin`, which a consumer does not read.
+def release_skipped(barriers, first_tile):
+    """Release the tiles before `first_tile`, which a consumer does not read.
 
     The first tiles of two consumers differ by fewer than STAGES tiles, so a skipped tile is the
     first tile in its stage.  The consumer waits for its load, although it does not read the tile.
-    Otherwise, its wait for the next tile of the stage could begin before the first phase ends.
+    Otherwise, its wait for the next tile of the stage could start before the first phase ends.
     That wait is for the other parity, so it would return at once.
     """
     _, k_ready, k_free, v_ready, v_free = barriers
-    for j in range(begin):
+    for j in range(first_tile):
         mbarrier.wait(k_ready.index(j), 0)
         mbarrier.arrive(k_free.index(j), count=1)
         mbarrier.wait(v_ready.index(j), 0)
@@ -288,7 +289,7 @@ def release_skipped(barriers, begin):
 
 @gluon.jit
 def step(
-    j, acc, maximum, total, p, q_tile, zero, memory, barriers, position, start, outer, band,
+    j, acc, maximum, total, p, q_tile, zero, memory, barriers, position, start, score_scale, band,
     D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr,
     s_layout: gl.constexpr, o_layout: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, PACK: gl.constexpr, MASKED: gl.constexpr,
@@ -309,7 +310,7 @@ def step(
     s = warpgroup_mma_wait(1, deps=(s,))  # [ROWS, KEYS]
     mbarrier.arrive(k_free.index(stage), count=1)
     new_p, maximum, total, rescale = softmax(
-        s, maximum, total, position, start - j * KEYS, outer, band,
+        s, maximum, total, position, start - j * KEYS, score_scale, band,
         ROWS, KEYS, s_layout, LEFT, RIGHT, MASKED,
     )  # fmt: skip
     # This wait has already succeeded above.  Its loop keeps ptxas from moving the exponentials past
@@ -345,29 +346,29 @@ def to_operand(p, dtype: gl.constexpr, o_layout: gl.constexpr, PACK: gl.constexp
 
 @gluon.jit
 def softmax(
-    s, maximum, total, position, start, outer, band,
+    s, maximum, total, position, start, score_scale, band,
     ROWS: gl.constexpr, KEYS: gl.constexpr, s_layout: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Return P of a tile, the new maximum and sum of each row, and the factor that rescales O."""
+    """Return P of a tile, each row's new maximum and sum, and the factor that rescales O."""
     if MASKED:
         _, seq_k, left, right = band
         positions = position + gl.arange(0, ROWS, gl.SliceLayout(1, s_layout))  # [ROWS]
         keys = start + gl.arange(0, KEYS, gl.SliceLayout(0, s_layout))  # [KEYS]
         visible = is_visible(positions[:, None], keys[None, :], seq_k, left, right, LEFT, RIGHT)
         s = gl.where(visible, s, float("-inf"))
-    new = gl.maximum(maximum, gl.max(s, 1) * outer)  # [ROWS]
-    base = new
+    new_maximum = gl.maximum(maximum, gl.max(s, 1) * score_scale)  # [ROWS]
+    finite_maximum = new_maximum
     if MASKED:
         # The maximum is -inf while all keys are hidden, and -inf - -inf would be NaN.
-        base = gl.where(new == float("-inf"), 0.0, new)
-    p = gl.exp2(s * outer - base[:, None])  # [ROWS, KEYS]
-    rescale = gl.exp2(maximum - base)  # [ROWS]
-    return p, new, total * rescale + gl.sum(p, 1), rescale
+        finite_maximum = gl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+    p = gl.exp2(s * score_scale - finite_maximum[:, None])  # [ROWS, KEYS]
+    rescale = gl.exp2(maximum - finite_maximum)  # [ROWS]
+    return p, new_maximum, total * rescale + gl.sum(p, 1), rescale
 
 
 def choose(dim: int, seq_q: int, spec: AttentionSpec) -> Tile:
-    """Return the tile sizes; the comments of `LONG_TILE` and `IS_TRITON_3_6` give the reasons."""
+    """Return the tile sizes of a call; see `LONG_TILE` and `IS_TRITON_3_6`."""
     is_long = dim == 64 and seq_q >= LONG and spec.left < 0
     if is_long and (spec.right < 0 or IS_TRITON_3_6):
         return LONG_TILE
@@ -397,10 +398,10 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     batch, heads, seq_q, dim = q.shape
     tile = choose(dim, seq_q, spec)
     tiles = launch.cdiv(seq_q, tile.consumers * ROWS)
-    outer = launch.score_factors(spec, False)[2]
+    score_scale = launch.score_factors(spec, False)[2]
     forward_kernel[(tiles * batch * heads,)](
         *(descriptor(x, rows) for x, rows in ((q, ROWS), (k, tile.keys), (v, tile.keys))),
-        descriptor(out, ROWS), lse, outer, tiles, heads, heads // k.shape[1], seq_q,
+        descriptor(out, ROWS), lse, score_scale, tiles, heads, heads // k.shape[1], seq_q,
         k.shape[2], spec.left, spec.right,
         D=dim, CONSUMERS=tile.consumers, ROWS=ROWS, KEYS=tile.keys, STAGES=tile.stages,
         LEFT=spec.left >= 0, RIGHT=spec.right >= 0, PACK=should_pack(tile, spec),

@@ -1,8 +1,8 @@
-"""The band and the packed sequences of a mask function of transformers.
+"""Recognition of transformers mask functions as a band over packed sequences.
 
-A mask function decides for two positions whether a query sees a key.  Known functions are
-recognized by their code and closures, in time linear in the sequence.  No function is evaluated for
-pairs of a model's positions: attention under an unknown function raises an error.
+A mask function returns True for two positions if the query sees the key.  Known functions are
+recognized by their code and closures, in time linear in the sequence length.  No mask function is
+evaluated on all (query, key) pairs.  Attention under an unknown function raises an error.
 """
 
 import functools
@@ -45,7 +45,7 @@ class Grid:
 
     @property
     def shift(self) -> int:
-        """Return the index of the key at the position of the first query."""
+        """The index of the key at the position of the first query."""
         return self.first_query - self.first_key
 
 
@@ -172,10 +172,10 @@ def _smaller(first: int | None, second: int | None) -> int | None:
 
 @functools.cache
 def _known_codes() -> dict[Any, str]:
-    """Return a map from the code of each known mask function of transformers to its name.
+    """Return the names of the known mask functions of transformers, keyed by their code objects.
 
-    A function is known only if it gives the expected mask for an example.  If another version of
-    transformers changes the meaning of a function, the function is therefore unknown.
+    A function is known only if it returns the expected mask on an example, so a function whose
+    meaning changes between versions of transformers is rejected.
     """
     from transformers import masking_utils
 
@@ -214,7 +214,7 @@ def _known_codes() -> dict[Any, str]:
 
 
 def _without_unreached_bounds(pattern: Pattern, grid: Grid) -> Pattern:
-    """Return the pattern without bounds that hide no key."""
+    """Return the pattern with None for each bound that hides no key."""
     longest = grid.shift + grid.q_length
     if pattern.sequence is not None and pattern.sequence.numel():
         longest = max(int(torch.bincount(row).amax()) for row in pattern.sequence)

@@ -53,7 +53,7 @@ class Rule:
 
     @property
     def is_bounded(self) -> bool:
-        """Return True if the band has a bound, so that a query's position matters."""
+        """True if the band has a bound, so that a query's position matters."""
         return self.left is not None or self.right is not None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Rule":
@@ -128,7 +128,7 @@ class AttentionMask(Tensor):
         """Return `(count, left, right)`: the number of keys to pass, and the window over them.
 
         `flash_attention` aligns the last query with the last key that is passed, so the bounds of
-        the rule are shifted.  Raises ValueError if no such window equals the mask.
+        the rule are shifted.  Raise ValueError if no such window equals the mask.
         """
         rule, seq_k = self.rule, self.shape[3]
         if not rule.is_bounded:

@@ -8,8 +8,8 @@ from torch._C import _are_functorch_transforms_active
 from torch.autograd import forward_ad
 from torch.compiler import is_compiling
 
-# Import the function by name, so that it remains torch's own function if a user replaces the
-# attribute of `torch.nn.functional` by `sdpa`.
+# Import the function by name, so that it remains torch's own function if a user replaces
+# `torch.nn.functional.scaled_dot_product_attention` with `sdpa`.
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -41,10 +41,10 @@ def sdpa(
 
     A call with an `attn_mask`, dropout, other dimensions, tensor subclasses such as `DTensor`, or
     another argument that flashattn2 does not support runs torch's own function, without an error.
-    So do all calls within torch's `context_parallel`, whose function gathers the keys of all ranks.
+    Calls within torch's `context_parallel` run its function, which gathers the keys of all ranks.
     For a mask or dropout, `explain(..., attn_mask=..., dropout_p=...)` returns the reason.
 
-    Raises ValueError if `key` and `value` have different numbers of rows.
+    Raise ValueError if `key` and `value` have different numbers of rows.
     """
     if all(isinstance(x, Tensor) for x in (query, key, value)):
         query, key, value = cast_for_autocast(query, key, value)

@@ -36,7 +36,7 @@ def backward(
         )
     else:
         norm, delta = None, row_sums.delta(out, grad_out, grad_lse, lse)
-    sums, sizes = (lse, delta, norm), (heads // kv_heads, rows, seq_k)
+    statistics, sizes = (lse, delta, norm), (heads // kv_heads, rows, seq_k)
     numbers = launch.score_factors(spec, is_exact)
 
     tile, splits = by_key.tile, by_key.meta.SPLITS
@@ -46,7 +46,7 @@ def backward(
         *by_key.operands(
             (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (grad_out, tile.block_m)
         ),
-        sums, to_dk, to_dv, launch.strides(q, k, v, grad_out, to_dk, to_dv),
+        statistics, to_dk, to_dv, launch.strides(q, k, v, grad_out, to_dk, to_dv),
         launch.sequence_bounds(cu_q, cu_k), (tiles, kv_heads, *sizes), numbers, by_key.meta,
         **tile.compiler_options,
     )  # fmt: skip
@@ -62,8 +62,8 @@ def backward(
         *by_query.operands(
             (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (grad_out, tile.block_m)
         ),
-        sums, to_dq, launch.strides(q, k, v, grad_out, to_dq), launch.sequence_bounds(cu_q, cu_k),
-        (tiles, heads, *sizes), numbers, by_query.meta,
+        statistics, to_dq, launch.strides(q, k, v, grad_out, to_dq),
+        launch.sequence_bounds(cu_q, cu_k), (tiles, heads, *sizes), numbers, by_query.meta,
         **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:

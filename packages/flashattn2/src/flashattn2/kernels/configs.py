@@ -31,7 +31,7 @@ class Tile:
 
     @property
     def compiler_options(self) -> dict[str, int]:
-        """Return the options that Triton accepts at launch."""
+        """The options that Triton accepts at launch."""
         options = {
             "num_warps": self.num_warps,
             "num_stages": self.num_stages,
@@ -69,7 +69,7 @@ def _read_tables(which: str) -> dict[Key, dict[int, Sizes | None]]:
 
 
 #: The default tiles.  A warpgroup of four warps multiplies at least 64 rows.  Two warpgroups
-#: therefore compute S and dP twice if they have fewer than 128 rows; the tests count the FLOPs.
+#: therefore compute S and dP twice if the tile has fewer than 128 rows; the tests count the FLOPs.
 TILES = _read_tables("tiles")
 #: Tiles for calls with a left window bound, a softcap or splits, which need more registers for a
 #: third loop, a derivative or bounds.  A head dim has an entry if the default tile would spill many
@@ -97,7 +97,9 @@ def choose(
         if sizes is not None:
             tile = prune(kernel, Tile(*sizes), element_bytes, block_d, shared_bytes)
             return tile, path == "tma"
-    raise ValueError(f"expected a tile for head dim {block_d} in one of the tables {paths}")
+    raise ValueError(
+        f"no tile for kernel {kernel}, {kind}, head dim {block_d} in {paths}; run tests/tune.py"
+    )
 
 
 def find_sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:

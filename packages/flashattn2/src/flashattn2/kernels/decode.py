@@ -54,7 +54,7 @@ def decode(
     # therefore stops at the last key that its last query sees.
     by_row = q if seq_q == 1 else q.unflatten(1, (kv_heads, group)).transpose(2, 3)
     by_row = by_row.reshape(batch, kv_heads, rows, dim).contiguous()
-    cuts = None if cu_q is None else (cu_q * group,) * 2
+    sequence_bounds = None if cu_q is None else (cu_q * group,) * 2
     rows_per_sequence = rows if cu_q is None else launch.cdiv(rows, len(lengths))
     block_m, block_n = tile_rows(rows_per_sequence, max(dim, v_dim), q.element_size())
     capacity = k.shape[2] * (1 if table is None else table.shape[1])
@@ -73,7 +73,7 @@ def decode(
     )  # fmt: skip
     decode_kernel[launch.grid(tiles, batch * kv_heads, splits)](
         by_row, k, v, to_out, to_lse, lengths, table, launch.strides(by_row, k, v, to_out),
-        cuts, (0, 1) if table is None else tuple(table.shape),
+        sequence_bounds, (0, 1) if table is None else tuple(table.shape),
         (tiles, kv_heads, rows, group, k.shape[0], k.shape[2], new),
         launch.score_factors(spec, exact), meta,
         num_warps=4, num_stages=count_stages(q.device, key_bytes), enable_fp_fusion=True,
@@ -169,21 +169,21 @@ def count_stages(device: torch.device, key_bytes: int) -> int:
 
 @triton.jit
 def decode_kernel(
-    q, k, v, out, lse, lengths, table, strides, cuts, table_shape, sizes, factors,
+    q, k, v, out, lse, lengths, table, strides, sequence_bounds, table_shape, sizes, factors,
     meta: tl.constexpr,
 ):  # fmt: skip
     """Compute the output of one tile of rows.
 
     Grid: (row tiles · batch · kv_heads, splits of the keys).  A row is one head of one query; the
-    `cuts` of packed queries count rows.
+    `sequence_bounds` of packed queries count rows.
     """
     q_strides, k_strides, v_strides, out_strides = strides
     tiles, kv_heads, rows, group, pages, page_size, new = sizes
     _, _, _, left, right = factors
-    tile, batch, kv_head, batch_head, batch_heads = program(tiles, kv_heads, False)
+    tile_index, batch, kv_head, batch_head, batch_heads = program(tiles, kv_heads, False)
     split = tl.program_id(1)
     first, begin, _, count, _, sequence = locate_tile(
-        tile, tiles, cuts, (rows, rows), meta.BLOCK_M, False, meta.PACKED
+        tile_index, tiles, sequence_bounds, (rows, rows), meta.BLOCK_M, False, meta.PACKED
     )
     if meta.PACKED and first < 0:
         return
@@ -221,10 +221,10 @@ def decode_kernel(
     store_tile(out, out_strides, (part, kv_head, begin, count), first, acc, meta.DV)
     lse_offset = (tl.cast(split, tl.int64) * batch_heads + batch_head) * rows + begin
     if meta.EXACT:
-        sums = maximum + tl.log(total)
+        row_lse = maximum + tl.log(total)
     else:
-        sums = (maximum + tl.log2(total)) * 0.6931471805599453
-    tl.store(lse + lse_offset + row_ids, sums, mask=row_ids < count)
+        row_lse = (maximum + tl.log2(total)) * 0.6931471805599453
+    tl.store(lse + lse_offset + row_ids, row_lse, mask=row_ids < count)
 
 
 @triton.jit
@@ -234,7 +234,7 @@ def _attend_pages(
 ):  # fmt: skip
     """Return the output, maximum and sum of each row over the keys [lo, hi)."""
     _, k_strides, v_strides, _ = strides
-    _, inner, outer, left, right = factors
+    _, softcap_scale, score_scale, left, right = factors
     maximum = tl.full([meta.BLOCK_M], float("-inf"), tl.float32)  # [M]
     total = tl.full([meta.BLOCK_M], 0.0, tl.float32)  # [M]
     acc = tl.full([meta.BLOCK_M, meta.BLOCK_DV], 0.0, tl.float32)  # [M, DV]
@@ -260,14 +260,14 @@ def _attend_pages(
         )  # [N, D]
         raw = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # [M, N]
         if meta.SOFTCAP:
-            raw = tanh(raw * inner)
+            raw = tanh(raw * softcap_scale)
         visible = is_visible(positions, keys[None, :], seq_k, left, right, meta.LEFT, meta.RIGHT)
         raw = tl.where(visible, tl.where(exists[None, :], raw, float("nan")), float("-inf"))
-        new = tl.maximum(maximum, tl.max(raw, 1) * outer)
+        new_maximum = tl.maximum(maximum, tl.max(raw, 1) * score_scale)
         # The maximum is -inf while all keys are hidden, and -inf - -inf would be NaN.
-        base = tl.where(new == float("-inf"), 0.0, new)
-        p = exponential(raw * outer - base[:, None], meta.EXACT)
-        rescale = exponential(maximum - base, meta.EXACT)
+        finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        p = exponential(raw * score_scale - finite_maximum[:, None], meta.EXACT)
+        rescale = exponential(maximum - finite_maximum, meta.EXACT)
         total = total * rescale + tl.sum(p, 1)
         v_rows = v + page * v_strides[0] + row * v_strides[2]
         v_tile = tl.load(
@@ -276,5 +276,5 @@ def _attend_pages(
             other=0.0,
         )  # [N, DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc * rescale[:, None], input_precision="ieee")
-        maximum = new
+        maximum = new_maximum
     return acc, maximum, total

@@ -24,7 +24,7 @@ from flashattn2.kernels.tiles import (
 
 @triton.jit
 def dkdv_kernel(
-    q, k, v, grad_out, sums, dk, dv, strides, cuts, sizes, factors,
+    q, k, v, grad_out, statistics, dk, dv, strides, sequence_bounds, sizes, factors,
     meta: tl.constexpr,
 ):  # fmt: skip
     """Compute dK and dV of one tile of keys.
@@ -35,10 +35,10 @@ def dkdv_kernel(
     tiles, kv_heads, group, rows, seq_k = sizes
     scale, _, _, left, right = factors
     # With a causal mask the first tiles are seen by the most queries; they start first.
-    tile, batch, kv_head, _, batch_heads = program(tiles, kv_heads, False)
+    tile_index, batch, kv_head, _, batch_heads = program(tiles, kv_heads, False)
     split = tl.program_id(1)
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
-        tile, tiles, cuts, (rows, seq_k), meta.BLOCK_N, True, meta.PACKED
+        tile_index, tiles, sequence_bounds, (rows, seq_k), meta.BLOCK_N, True, meta.PACKED
     )
     if meta.PACKED and first < 0:
         return
@@ -63,7 +63,7 @@ def dkdv_kernel(
         for region in tl.static_range(3 if meta.LEFT else 2):
             start, stop = select_region(lo, all_lo, all_hi, hi, region)
             dk_acc, dv_acc = _add_dkdv(
-                dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, strides,
+                dk_acc, dv_acc, k_tile, v_tile, q, grad_out, statistics, strides,
                 (batch, head, q_begin, seq_q), row_offset, first,
                 start, stop,
                 seq_k, factors, meta, region != 1,
@@ -76,24 +76,24 @@ def dkdv_kernel(
 
 @triton.jit
 def _add_dkdv(
-    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, sums, strides, sequence, row_offset, first, lo, hi,
-    seq_k, factors, meta: tl.constexpr, MASKED: tl.constexpr,
+    dk_acc, dv_acc, k_tile, v_tile, q, grad_out, statistics, strides, sequence, row_offset, first,
+    lo, hi, seq_k, factors, meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Add Pᵀ dO to dV and dSᵀ Q to dK over the queries [lo, hi)."""
     q_strides, _, _, grad_out_strides, _, _ = strides
     seq_q = sequence[3]
-    _, inner, outer, left, right = factors
+    _, softcap_scale, score_scale, left, right = factors
     for start in tl.range(lo, hi, meta.BLOCK_M):
         q_tile = load_tile(
             q, q_strides, sequence, start, meta.BLOCK_M, meta.D, meta.BLOCK_D, meta.TMA
         )  # [M, D]
         row_ids = start + tl.arange(0, meta.BLOCK_M)
         # [M] each
-        row_lse, d, n = load_row_statistics(sums, row_offset, row_ids, seq_q, meta.EXACT)
+        row_lse, d, n = load_row_statistics(statistics, row_offset, row_ids, seq_q, meta.EXACT)
         raw = tl.dot(k_tile, tl.trans(q_tile), input_precision=meta.PRECISION)  # [N, M]
         if meta.SOFTCAP:
-            raw = tanh(raw * inner)
-        p = exponential(raw * outer - row_lse[None, :], meta.EXACT)  # [N, M]
+            raw = tanh(raw * softcap_scale)
+        p = exponential(raw * score_scale - row_lse[None, :], meta.EXACT)  # [N, M]
         if MASKED:
             keys = first + tl.arange(0, meta.BLOCK_N)[:, None]
             positions = (row_ids + seq_k - seq_q)[None, :]

@@ -21,7 +21,7 @@ from flashattn2.kernels.tiles import (
 
 @triton.jit
 def dq_kernel(
-    q, k, v, grad_out, sums, dq, strides, cuts, sizes, factors, meta: tl.constexpr
+    q, k, v, grad_out, statistics, dq, strides, sequence_bounds, sizes, factors, meta: tl.constexpr
 ):  # fmt: skip
     """Compute dQ of one tile of queries.
 
@@ -30,10 +30,10 @@ def dq_kernel(
     q_strides, _, _, grad_out_strides, dq_strides = strides
     tiles, heads, group, rows, seq_k = sizes
     scale, _, _, left, right = factors
-    tile, batch, head, batch_head, batch_heads = program(tiles, heads, True)
+    tile_index, batch, head, batch_head, batch_heads = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
-        tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
+        tile_index, tiles, sequence_bounds, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
     if meta.PACKED and first < 0:
         return
@@ -47,7 +47,7 @@ def dq_kernel(
     )  # [M, DV]
     row_offset = tl.cast(batch_head, tl.int64) * rows + q_begin
     row_statistics = load_row_statistics(
-        sums, row_offset, first + tl.arange(0, meta.BLOCK_M), seq_q, meta.EXACT
+        statistics, row_offset, first + tl.arange(0, meta.BLOCK_M), seq_q, meta.EXACT
     )  # [M] each
     acc = tl.full([meta.BLOCK_M, meta.BLOCK_D], 0.0, tl.float32)  # [M, D]
     last = tl.minimum(first + meta.BLOCK_M, seq_q) - 1
@@ -73,7 +73,7 @@ def _add_dq(
 ):  # fmt: skip
     """Add dS K to dQ over the keys [lo, hi)."""
     _, k_strides, v_strides, _, _ = strides
-    _, inner, outer, left, right = factors
+    _, softcap_scale, score_scale, left, right = factors
     seq_k = sequence[3]
     row_lse, d, n = row_statistics  # [M] each
     for start in tl.range(lo, hi, meta.BLOCK_N):
@@ -87,8 +87,8 @@ def _add_dq(
         )  # fmt: skip  # [N, DV]
         raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=meta.PRECISION)  # [M, N]
         if meta.SOFTCAP:
-            raw = tanh(raw * inner)
-        p = exponential(raw * outer - row_lse[:, None], meta.EXACT)  # [M, N]
+            raw = tanh(raw * softcap_scale)
+        p = exponential(raw * score_scale - row_lse[:, None], meta.EXACT)  # [M, N]
         if MASKED:
             positions = position + tl.arange(0, meta.BLOCK_M)[:, None]
             keys = start + tl.arange(0, meta.BLOCK_N)[None, :]

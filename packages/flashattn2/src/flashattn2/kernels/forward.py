@@ -31,7 +31,7 @@ from flashattn2.spec import AttentionSpec
 
 @triton.jit
 def forward_kernel(
-    q, k, v, out, lse, strides, cuts, sizes, factors, meta: tl.constexpr
+    q, k, v, out, lse, strides, sequence_bounds, sizes, factors, meta: tl.constexpr
 ):  # fmt: skip
     """Compute the output of one tile of queries.
 
@@ -40,10 +40,10 @@ def forward_kernel(
     q_strides, _, _, out_strides = strides
     tiles, heads, group, rows, seq_k = sizes
     _, _, _, left, right = factors
-    tile, batch, head, _, batch_heads = program(tiles, heads, True)
+    tile_index, batch, head, _, batch_heads = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
-        tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
+        tile_index, tiles, sequence_bounds, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
     if meta.PACKED and first < 0:
         return
@@ -60,7 +60,8 @@ def forward_kernel(
         first, last, seq_q, seq_k, left, right, split,
         meta.BLOCK_N, meta.LEFT, meta.RIGHT, meta.SPLITS,
     )  # fmt: skip
-    # The regions before and after the keys that all queries see are masked.
+    # Region 1 has the keys that all queries see.  Regions 0 and 2, before and after it, are masked.
+    # Without a left bound, region 0 is empty.
     for region in tl.static_range(0 if meta.LEFT else 1, 3):
         start, stop = select_region(lo, all_lo, all_hi, hi, region)
         acc, maximum, total = _attend(
@@ -78,10 +79,10 @@ def forward_kernel(
     lse_index = (tl.cast(part, tl.int64) * heads + head) * rows + q_begin + row_ids
     # The log-sum-exp is in base e, even if the scores are exponents of 2.
     if meta.EXACT:
-        sums = maximum + tl.log(total)
+        row_lse = maximum + tl.log(total)
     else:
-        sums = (maximum + tl.log2(total)) * 0.6931471805599453
-    tl.store(lse + lse_index, sums, mask=row_ids < seq_q)
+        row_lse = (maximum + tl.log2(total)) * 0.6931471805599453
+    tl.store(lse + lse_index, row_lse, mask=row_ids < seq_q)
 
 
 @triton.jit
@@ -89,9 +90,9 @@ def _attend(
     acc, maximum, total, q_tile, k, v, strides, sequence, lo, hi, position, factors,
     meta: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Add the keys [lo, hi) to the running output, maximum and sum of each row."""
+    """Return the running output, maximum and sum of each row, updated with the keys [lo, hi)."""
     _, k_strides, v_strides, _ = strides
-    _, inner, outer, left, right = factors
+    _, softcap_scale, score_scale, left, right = factors
     seq_k = sequence[3]
     for start in tl.range(lo, hi, meta.BLOCK_N):
         k_tile = load_tile(
@@ -99,20 +100,20 @@ def _attend(
         )  # [N, D]
         raw = tl.dot(q_tile, tl.trans(k_tile), input_precision=meta.PRECISION)  # [M, N]
         if meta.SOFTCAP:
-            raw = tanh(raw * inner)
+            raw = tanh(raw * softcap_scale)
         if MASKED:
             positions = position + tl.arange(0, meta.BLOCK_M)[:, None]
             keys = start + tl.arange(0, meta.BLOCK_N)[None, :]
             visible = is_visible(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
             raw = tl.where(visible, raw, float("-inf"))
-        new = tl.maximum(maximum, tl.max(raw, 1) * outer)
-        base = new
+        new_maximum = tl.maximum(maximum, tl.max(raw, 1) * score_scale)
+        finite_maximum = new_maximum
         if MASKED:
             # The maximum is -inf while all keys are hidden, and -inf - -inf would be NaN.
-            base = tl.where(new == float("-inf"), 0.0, new)
-        p = exponential(raw * outer - base[:, None], meta.EXACT)  # [M, N]
+            finite_maximum = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        p = exponential(raw * score_scale - finite_maximum[:, None], meta.EXACT)  # [M, N]
         # The running sums are relative to the old maximum: rescale them to the new one.
-        rescale = exponential(maximum - base, meta.EXACT)  # [M]
+        rescale = exponential(maximum - finite_maximum, meta.EXACT)  # [M]
         total = total * rescale + tl.sum(p, 1)
         # Keys after the sequence are masked above.  Load their values as zeros, because 0 times NaN
         # would be NaN.
@@ -122,7 +123,7 @@ def _attend(
         )  # fmt: skip  # [N, DV]
         acc = acc * rescale[:, None]  # [M, DV]
         acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=meta.PRECISION)
-        maximum = new
+        maximum = new_maximum
     return acc, maximum, total
 
 
@@ -153,8 +154,8 @@ def combine_kernel(
     `sizes` is the number of rows per split in all heads.
     """
     tiles, heads, rows, splits, part_rows = sizes
-    tile, batch, head, batch_head, _ = program(tiles, heads, False)
-    first = tile * BLOCK_M
+    tile_index, batch, head, batch_head, _ = program(tiles, heads, False)
+    first = tile_index * BLOCK_M
     row_ids = first + tl.arange(0, BLOCK_M)  # [M]
     columns = tl.arange(0, BLOCK_D)
     row_index = tl.cast(batch_head, tl.int64) * rows + row_ids
@@ -164,16 +165,16 @@ def combine_kernel(
     exists = (numbers < splits)[:, None] & (row_ids < rows)[None, :]
     x = tl.load(part_lse + part_index, exists, other=float("-inf"))
     maximum = tl.max(x, 0)  # [M]
-    base = tl.where(maximum == float("-inf"), 0.0, maximum)
-    weight = tl.exp(x - base[None, :])  # [S, M]
+    finite_maximum = tl.where(maximum == float("-inf"), 0.0, maximum)
+    weight = tl.exp(x - finite_maximum[None, :])  # [S, M]
     cells = parts + part_index[:, :, None] * D + columns[None, None, :]
     inside = exists[:, :, None] & (columns < D)[None, None, :]
     part = tl.load(cells, inside, other=0.0)  # [S, M, D]
     acc = tl.sum(weight[:, :, None] * part, 0)  # [M, D]
     total = tl.sum(weight, 0)  # [M]
-    safe = tl.where(total == 0.0, 1.0, total)
-    store_tile(out, strides, (batch, head, 0, rows), first, acc / safe[:, None], D)
-    tl.store(lse + row_index, maximum + tl.log(safe), row_ids < rows)
+    nonzero_total = tl.where(total == 0.0, 1.0, total)
+    store_tile(out, strides, (batch, head, 0, rows), first, acc / nonzero_total[:, None], D)
+    tl.store(lse + row_index, maximum + tl.log(nonzero_total), row_ids < rows)
 
 
 def forward(

@@ -76,10 +76,7 @@ class LaunchPlan(NamedTuple):
             return [tensor for tensor, _ in tensors]
         return [
             TensorDescriptor(
-                x,
-                list(x.shape),
-                list(x.stride()),
-                [1, 1, rows, power_of_two(x.shape[-1])],
+                x, list(x.shape), list(x.stride()), [1, 1, rows, power_of_two(x.shape[-1])]
             )
             for x, rows in tensors
         ]
@@ -196,8 +193,8 @@ def count_tiles(x: Tensor, cu: Tensor | None, block: int) -> int:
 def grid(tiles: int, heads: int, splits: int) -> tuple[int, int]:
     """Return the grid of a kernel.
 
-    CUDA allows 2^31 - 1 programs on the first axis and 65,535 on the others.  Neighboring programs
-    are tiles of the same head, which read the same keys: see `tiles.program`.
+    CUDA allows 2^31 - 1 programs on the first axis and 65,535 on the second and third axes.
+    Neighboring programs are tiles of the same head, which read the same keys: see `tiles.program`.
     """
     return tiles * heads, splits
 
@@ -230,12 +227,12 @@ def sequence_bounds(cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Tensor, T
 
 
 def score_factors(spec: AttentionSpec, exact: bool) -> tuple[float, float, float, int, int]:
-    """Return `(scale, inner, outer, left, right)`: see `flashattn2.kernels.tiles`."""
+    """Return `(scale, softcap_scale, score_scale, left, right)`: see `flashattn2.kernels.tiles`."""
     unit = 1.0 if exact else math.log2(math.e)
-    inner, outer = 1.0, spec.scale * unit
+    softcap_scale, score_scale = 1.0, spec.scale * unit
     if spec.softcap:
-        inner, outer = spec.scale / spec.softcap, spec.softcap * unit
-    return spec.scale, inner, outer, spec.left, spec.right
+        softcap_scale, score_scale = spec.scale / spec.softcap, spec.softcap * unit
+    return spec.scale, softcap_scale, score_scale, spec.left, spec.right
 
 
 @dataclass(frozen=True)

@@ -104,8 +104,8 @@ def delta_kernel(
     """
     out_strides, grad_out_strides = strides
     tiles, heads, rows, head_stride = sizes
-    tile, batch, head, batch_head, _ = program(tiles, heads, False)
-    first, sequence = tile * BLOCK_M, (batch, head, 0, rows)
+    tile_index, batch, head, batch_head, _ = program(tiles, heads, False)
+    first, sequence = tile_index * BLOCK_M, (batch, head, 0, rows)
     o = load_tile(out, out_strides, sequence, first, BLOCK_M, D, BLOCK_D)  # [M, DV]
     do = load_tile(grad_out, grad_out_strides, sequence, first, BLOCK_M, D, BLOCK_D)  # [M, DV]
     d = tl.sum(o.to(tl.float32) * do.to(tl.float32), 1)  # [M]
@@ -123,7 +123,7 @@ def delta_kernel(
 
 @triton.jit
 def sums_kernel(
-    q, k, v, grad_out, lse, p_sums, dp_sums, strides, cuts, sizes, factors,
+    q, k, v, grad_out, lse, p_sums, dp_sums, strides, sequence_bounds, sizes, factors,
     meta: tl.constexpr,
 ):  # fmt: skip
     """Compute the row sums of P and P ∘ dP.
@@ -132,11 +132,11 @@ def sums_kernel(
     """
     q_strides, k_strides, v_strides, grad_out_strides = strides
     tiles, heads, group, rows, seq_k = sizes
-    _, inner, outer, left, right = factors
-    tile, batch, head, batch_head, batch_heads = program(tiles, heads, True)
+    _, softcap_scale, score_scale, left, right = factors
+    tile_index, batch, head, batch_head, batch_heads = program(tiles, heads, True)
     split, kv_head = tl.program_id(1), head // group
     first, q_begin, k_begin, seq_q, seq_k, _ = locate_tile(
-        tile, tiles, cuts, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
+        tile_index, tiles, sequence_bounds, (rows, seq_k), meta.BLOCK_M, False, meta.PACKED
     )
     if meta.PACKED and first < 0:
         return
@@ -169,9 +169,9 @@ def sums_kernel(
         )  # [N, DV]
         raw = tl.dot(q_tile, tl.trans(k_tile), input_precision="ieee")  # [M, N]
         if meta.SOFTCAP:
-            raw = tanh(raw * inner)
+            raw = tanh(raw * softcap_scale)
         keys = start + tl.arange(0, meta.BLOCK_N)[None, :]
-        p = exponential(raw * outer - row_lse[:, None], True)  # [M, N]
+        p = exponential(raw * score_scale - row_lse[:, None], True)  # [M, N]
         visible = is_visible(positions, keys, seq_k, left, right, meta.LEFT, meta.RIGHT)
         p = tl.where(visible, p, 0.0)
         total += tl.sum(p, 1)

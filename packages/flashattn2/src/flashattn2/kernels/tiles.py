@@ -4,15 +4,16 @@ A tensor is passed as a TMA descriptor (TMA) or as a pointer with its strides; o
 distinguishes the two.  A tile is `[ROWS, BLOCK_D]`, where BLOCK_D is the head dim rounded up to a
 power of two; the excess columns are read as zeros.
 
-Scores are `raw · outer`.  Without a softcap, raw is q·k and outer the scale; with a softcap, raw is
-tanh(q·k · inner) and outer the softcap.  The factor log2(e) is folded into outer, so that scores
-are exponents of 2, which saves a multiplication.  EXACT marks float32 products without matrix
-units.  Their error is so small that the rounding of this factor and of L would be measurable.
-Therefore scores remain exponents of e, and P is divided by its sum (`row_sums.py`).
+Scores are `raw · score_scale`.  Without a softcap, raw is q·k and score_scale the scale; with a
+softcap, raw is tanh(q·k · softcap_scale) and score_scale the softcap.  The factor log2(e) is folded
+into score_scale, so that scores are exponents of 2, which saves a multiplication.  EXACT marks
+float32 products without matrix units.  Their error is so small that the rounding of this factor and
+of L would be measurable. Therefore scores remain exponents of e, and P is divided by its sum
+(`row_sums.py`).
 
-The kernels receive plain tuples: `strides` has three strides per tensor, `cuts` is (cu_q, cu_k) for
-packed sequences, `sizes` differs per kernel, `factors` is (scale, inner, outer, left, right), and
-`meta` is a `launch.Meta`.
+The kernels receive plain tuples: `strides` has three strides per tensor, `sequence_bounds` is
+(cu_q, cu_k) for packed sequences, `sizes` differs per kernel, `factors` is (scale, softcap_scale,
+score_scale, left, right), and `meta` is a `launch.Meta`.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -23,7 +24,7 @@ import triton.language as tl
 
 @triton.jit
 def program(tiles, heads, LAST_FIRST: tl.constexpr):
-    """Return the tile, batch, head, `batch_head` and `batch_heads` of the program.
+    """Return the tile index, batch, head, `batch_head` and `batch_heads` of the program.
 
     The number of heads in all batch entries is `batch_heads`, and `batch_head` is the head's index
     among them.
@@ -40,32 +41,33 @@ def program(tiles, heads, LAST_FIRST: tl.constexpr):
 
 @triton.jit
 def locate_tile(
-    tile, tiles, cuts, lengths, BLOCK: tl.constexpr, BY_KEY: tl.constexpr, PACKED: tl.constexpr
+    tile_index, tiles, sequence_bounds, lengths,
+    BLOCK: tl.constexpr, BY_KEY: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Return the tile's first row in its sequence, the sequence's offsets, lengths and number.
 
-    The `cuts` are (cu_q, cu_k) and the `lengths` the total numbers of queries and keys.  With
-    BY_KEY the tiles are tiles of keys.  The last tile of a sequence may be partly filled.  The
+    The `sequence_bounds` are (cu_q, cu_k) and the `lengths` the total numbers of queries and keys.
+    With BY_KEY the tiles are tiles of keys.  The last tile of a sequence may be partly filled.  The
     tiles of sequence n therefore start at index `cu[n] // BLOCK + n`, which leaves room for any
     lengths.  The first row is negative if the index belongs to no tile.
     """
     seq_q, seq_k = lengths
-    first = tile * BLOCK
+    first = tile_index * BLOCK
     sequence = 0
     q_begin = 0
     k_begin = 0
     if PACKED:
-        cu_q, cu_k = cuts
+        cu_q, cu_k = sequence_bounds
         cu = cu_k if BY_KEY else cu_q
         total = seq_k if BY_KEY else seq_q
         # Adding a run-time number makes both values loop-carried variables of one type.
-        sequence, end = tile * 0, tile * 0 + tiles - total // BLOCK
+        sequence, end = tile_index * 0, tile_index * 0 + tiles - total // BLOCK
         while end - sequence > 1:
             middle = (sequence + end) // 2
-            before = tl.load(cu + middle) // BLOCK + middle <= tile
+            before = tl.load(cu + middle) // BLOCK + middle <= tile_index
             sequence, end = tl.where(before, middle, sequence), tl.where(before, end, middle)
         begin = tl.load(cu + sequence)
-        first = (tile - begin // BLOCK - sequence) * BLOCK
+        first = (tile_index - begin // BLOCK - sequence) * BLOCK
         first = tl.where(first < tl.load(cu + sequence + 1) - begin, first, -1)
         q_begin, k_begin = tl.load(cu_q + sequence), tl.load(cu_k + sequence)
         seq_q = tl.load(cu_q + sequence + 1) - q_begin
@@ -145,13 +147,13 @@ def tanh(x):
 
 
 @triton.jit
-def load_row_statistics(sums, offset, row_ids, seq_q, EXACT: tl.constexpr):
+def load_row_statistics(statistics, offset, row_ids, seq_q, EXACT: tl.constexpr):
     """Return L in units of the scores, D and, with EXACT, 1 / rowsum(P).
 
     The `offset` is the index of the sequence's first row in these arrays.  L is +inf, so that P is
     0, for rows that do not exist or see no key.  Without EXACT, the third result is not used.
     """
-    lse, delta, norm = sums
+    lse, delta, norm = statistics
     x = tl.load(lse + offset + row_ids, row_ids < seq_q, other=float("inf"))
     d = tl.load(delta + offset + row_ids, row_ids < seq_q, other=0.0)
     n = tl.load(norm + offset + row_ids, row_ids < seq_q, other=0.0) if EXACT else d

@@ -1,4 +1,4 @@
-"""The public function `flash_attention_with_kvcache`: validate, specify, select, run, format."""
+"""The public function `flash_attention_with_kvcache`, in the steps of `flash_attention`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from flashattn2.autocast import cast_for_autocast
 from flashattn2.autograd_functions import apply_sinks
 from flashattn2.backends import aten
 from flashattn2.compilation import is_untransformed, needs_operator
-from flashattn2.dispatch import Method, select_backend
+from flashattn2.dispatch import BackendChoice, select_backend
 from flashattn2.kvcache import validation
 from flashattn2.kvcache.operators import append, append_op, attend, decode_op
 from flashattn2.plan_cache import Plan, look_up_plan, store_plan
@@ -104,13 +104,13 @@ def flash_attention_with_kvcache(
     if plan is None:
         (q,) = (q,) if q.dtype == k_cache.dtype else cast_for_autocast(q)
         spec = make_spec(q.shape[-1], is_causal, scale, window, softcap)
-        method = _select_method(q, k_cache, v_cache, spec, backend)
+        choice = _choose_backend(q, k_cache, v_cache, spec, backend)
         is_cpu_kernel = (
             not is_paged
             and cu_seqlens_q is None
-            and _is_single_query_on_cpu(q, k_cache, v_cache, spec, method)
+            and _is_single_query_on_cpu(q, k_cache, v_cache, spec, choice)
         )
-        plan = Plan(spec, method, is_cpu_kernel)
+        plan = Plan(spec, choice, is_cpu_kernel)
         store_plan(signature, q, plan)
 
     # Run.
@@ -120,7 +120,7 @@ def flash_attention_with_kvcache(
     if k is not None and v is not None:
         q = validation.separate_queries(q, k_cache, v_cache, k, v)
         write = append_op if as_operator else append
-        write(k_cache, v_cache, k, v, lengths, block_table, plan.method.backend, check_lengths)
+        write(k_cache, v_cache, k, v, lengths, block_table, plan.choice.backend, check_lengths)
         if not as_operator:
             torch.autograd.graph.increment_version((k_cache, v_cache))
     run = decode_op if as_operator else attend
@@ -132,7 +132,7 @@ def flash_attention_with_kvcache(
         block_table,
         cu_seqlens_q,
         *plan.spec.scalars(),
-        plan.method.backend,
+        plan.choice.backend,
         new,
         # Appending has checked the lengths and pages.
         check_lengths=check_lengths and k is None,
@@ -147,24 +147,14 @@ def flash_attention_with_kvcache(
     return (out, lse.contiguous()) if return_lse else out
 
 
-def _select_method(
-    q: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    spec: AttentionSpec,
-    backend: str,
-) -> Method:
-    """Return the method; on a CPU, "aten" means that `eager.py` selects a kernel per sequence."""
+def _choose_backend(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, backend: str
+) -> BackendChoice:
+    """Return the backend choice; with "aten", `eager.py` selects a kernel per sequence."""
     is_per_sequence = q.device.type == "cpu" and backend in ("auto", "aten")
-    method, _ = select_backend(
-        q,
-        k_cache,
-        v_cache,
-        spec,
-        backend="torch" if is_per_sequence else backend,
-        packed=True,
-    )
-    return method._replace(backend="aten") if is_per_sequence else method
+    requested = "torch" if is_per_sequence else backend
+    choice, _ = select_backend(q, k_cache, v_cache, spec, backend=requested, packed=True)
+    return choice._replace(backend="aten") if is_per_sequence else choice
 
 
 def _signature_of_new_rows(k: Tensor | None, v: Tensor | None) -> Any:
@@ -175,13 +165,13 @@ def _signature_of_new_rows(k: Tensor | None, v: Tensor | None) -> Any:
 
 
 def _is_single_query_on_cpu(
-    q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, method: Method
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, choice: BackendChoice
 ) -> bool:
     """Return True if one call of torch's CPU kernel suffices for one query and a contiguous cache.
 
     The caller checks that the cache is contiguous.
     """
-    if method.backend != "aten" or spec.softcap:
+    if choice.backend != "aten" or spec.softcap:
         return False
     is_single_query = q.shape[2] == 1 and min(*q.shape, *k_cache.shape) > 0
     return is_single_query and aten.is_kernel_sufficient(q, v_cache)

@@ -34,10 +34,10 @@ def attend(
 
     The arguments `check_lengths` and `check_pages` are passed to `check_values`.
     """
-    waits = _waits(backend, lengths)
-    check_values(lengths, new, k_cache, block_table, waits, check_lengths, check_pages)
+    on_cpu = _should_check_on_cpu(backend, lengths)
+    check_values(lengths, new, k_cache, block_table, on_cpu, check_lengths, check_pages)
     if cu_q is not None:
-        check_boundaries("cu_seqlens_q", cu_q, q.shape[2], waits)
+        check_boundaries("cu_seqlens_q", cu_q, q.shape[2], on_cpu)
     spec = AttentionSpec(scale, left, right, softcap)
     if backend == "triton":
         from flashattn2.kernels import decode
@@ -72,8 +72,8 @@ def append(
     check_lengths: bool,
 ) -> None:
     """Write `k` and `v` into the caches after the first `lengths` rows of each sequence."""
-    waits = _waits(backend, lengths)
-    check_values(lengths, k.shape[2], k_cache, block_table, waits, check_lengths, True)
+    on_cpu = _should_check_on_cpu(backend, lengths)
+    check_values(lengths, k.shape[2], k_cache, block_table, on_cpu, check_lengths, True)
     check_memory(k_cache, v_cache, k, v)
     k, v = (copy_aliased_rows(rows, k_cache, v_cache) for rows in (k, v))
     if backend == "triton":
@@ -96,7 +96,7 @@ def _(k_cache: Tensor, v_cache: Tensor, *others: object) -> None:
     return None
 
 
-def _waits(backend: str, lengths: Tensor) -> bool:
+def _should_check_on_cpu(backend: str, lengths: Tensor) -> bool:
     """Return True if the CPU reads and checks lengths and pages before the kernel starts.
 
     Otherwise device-side assertions check them, so that the CPU does not wait for the device.

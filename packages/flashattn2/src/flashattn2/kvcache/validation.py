@@ -52,16 +52,19 @@ def check_shapes(
 ) -> None:
     """Raise ValueError unless shapes, dtypes and devices of the queries and caches match."""
     for name, x in (("q", q), ("k_cache", k_cache), ("v_cache", v_cache)):
-        layout = "(total_q, heads, dim)" if is_packed and x is q else "of four dimensions"
+        layout = "(total_q, heads, dim)" if is_packed and x is q else "4-dimensional"
         if x.dim() != (3 if is_packed and x is q else 4):
             raise ValueError(f"expected {name} to be {layout}, got shape {tuple(x.shape)}")
         check_device(name, x, q)
     _check_dtypes(q, k_cache, v_cache)
-    if k_cache.shape[:-1] != v_cache.shape[:-1] or q.shape[-1] != k_cache.shape[-1]:
+    if q.shape[-1] != k_cache.shape[-1]:
         raise ValueError(
-            "expected k_cache to have the head dim of q, and v_cache the shape of k_cache except "
-            f"for the head dim, got q {tuple(q.shape)}, k_cache {tuple(k_cache.shape)} and v_cache "
-            f"{tuple(v_cache.shape)}"
+            f"expected k_cache to have the head dim of q, {q.shape[-1]}, got {k_cache.shape[-1]}"
+        )
+    if k_cache.shape[:-1] != v_cache.shape[:-1]:
+        raise ValueError(
+            "expected v_cache to have the shape of k_cache except for the head dim, got k_cache "
+            f"{tuple(k_cache.shape)} and v_cache {tuple(v_cache.shape)}"
         )
     has_empty_page = is_paged and k_cache.shape[2] == 0
     if has_empty_page or 0 in (k_cache.shape[1], q.shape[-1], v_cache.shape[-1]):
@@ -290,7 +293,7 @@ def make_length_tensor(
 ) -> Tensor:
     """Return the lengths as int32 `(batch,)`, without waiting for a GPU.
 
-    Raises an error for an int outside of the capacity, a tensor of another dtype, shape or device,
+    Raise an error for an int outside of the capacity, a tensor of another dtype, shape or device,
     and other types.  `check_values` checks the values of a tensor.
     """
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
@@ -308,7 +311,7 @@ def check_values(
     new: int,
     cache: Tensor,
     table: Tensor | None,
-    waits: bool,
+    on_cpu: bool,
     check_lengths: bool,
     check_pages: bool,
 ) -> None:
@@ -316,14 +319,14 @@ def check_values(
 
     A page in use must exist, and none of the `new` keys may overwrite another key.
 
-    Each check is a device-side assertion unless `waits` is True.  A check launches several kernels,
-    so `check_lengths` and `check_pages` are False for values that were checked before.
+    Each check is a device-side assertion unless `on_cpu` is True.  A check launches several
+    kernels, so `check_lengths` and `check_pages` are False for values that were checked before.
     """
-    if waits:
+    if on_cpu:
         lengths, table = lengths.cpu(), None if table is None else table.cpu()
 
     def require(is_valid: Tensor, rule: str, name: str, values: Tensor) -> None:
-        if not waits:
+        if not on_cpu:
             torch._assert_async(is_valid.all(), rule)
         elif not is_valid.all():
             raise ValueError(f"{rule}, got {name} {values[~is_valid][0]}")
