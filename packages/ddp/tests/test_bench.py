@@ -150,5 +150,5 @@ def test_several_runs_within_torchrun_are_refused(monkeypatch) -> None:
 
 
 def test_unknown_design_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ValueError, match=r"out of .*'1 MB'.*got \['warp'\]"):
+    with pytest.raises(ValueError, match=r"among .*'1 MB'.*got \['warp'\]"):
         make_designs(nn.Linear(2, 2), [1.0], ["warp"], {})

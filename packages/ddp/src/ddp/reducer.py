@@ -6,7 +6,8 @@
 #    first gradient of a synchronized backward pass opens a step.
 # 2. `_add_to_bucket`: the gradient is multiplied by the scale (1 / world_size for a mean) and
 #    copied into its bucket. `.grad` becomes a view of the bucket, unless the caller passed
-#    `gradient_as_bucket_view=False`. Small gradients wait until the bucket is full and are copied together.
+#    `gradient_as_bucket_view=False`. Small gradients wait until the bucket is full and are copied
+#    together.
 # 3. `launch_ready_buckets`: buckets are launched in index order, which is the same on every rank.
 #    Otherwise ranks would sum buckets that do not match.
 # 4. `launch_all_reduce`: the bucket is reduced while autograd computes the remaining gradients.
