@@ -23,7 +23,7 @@ from llmsys_suite.measure.samples import CORE_WAIT
 from llmsys_suite.report import page, plots, sections
 from llmsys_suite.report.page import headline, write_report
 from llmsys_suite.report.sentences import against, fastest, interval
-from llmsys_suite.report.tables import cell, planned
+from llmsys_suite.report.tables import planned
 from llmsys_suite.report.unaudited import NOT_AUDITED, OF_THE_RUN, UNAUDITED, unaudited
 
 ENVIRONMENT = {
@@ -240,7 +240,7 @@ def test_a_predicted_zero_has_no_ratio(tmp_path):
 def test_figures_have_three_digits_and_thousands_have_separators():
     values = [0.12345, 999.4, 999.6, 1234.5, 12, 1234, True]
     shown = ["0.123", "999", "1,000", "1,234", "12", "1,234", "yes"]
-    assert [cell(value) for value in values] == shown
+    assert [of.cell(value) for value in values] == shown
 
 
 def test_the_interval_of_a_median_holds_the_true_one_and_few_rounds_cannot_tell():

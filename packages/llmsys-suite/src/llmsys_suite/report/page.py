@@ -13,9 +13,9 @@ from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.report import plots
 from llmsys_suite.report.sections import Section, sections
 from llmsys_suite.report.sentences import fastest
-from llmsys_suite.report.tables import Results, Row, cell
+from llmsys_suite.report.tables import Results, Row
 from llmsys_suite.report.unaudited import NOT_AUDITED, OF_THE_RUN
-from llmsys_suite.results import Audit, Learn, Plan, Train
+from llmsys_suite.results import Audit, Learn, Plan, Train, cell
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run

@@ -11,7 +11,7 @@ from typing import Any
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.report import plots
 from llmsys_suite.report.sentences import fastest, interleaved_against
-from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, cell, evidence_of, pick, planned
+from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, evidence_of, pick, planned
 from llmsys_suite.report.unaudited import unaudited
 from llmsys_suite.results import (
     Attention,
@@ -26,6 +26,7 @@ from llmsys_suite.results import (
     Scale,
     Skipped,
     Train,
+    cell,
 )
 
 

@@ -40,17 +40,6 @@ COLUMNS: dict[str, dict[str, str]] = {
 }  # fmt: skip
 
 
-def cell(value: Any) -> str:
-    """Return the text of a value: three digits, or all digits before the point."""
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if 999.5 <= abs(value) < 1e15 else f"{value:.3g}"
-    return str(value)
-
-
 def pick(rows: Sequence[Row], columns: dict[str, str]) -> list[Row]:
     """Return the rows with only the keys of `columns`, renamed to its values."""
     return [{new: row[old] for old, new in columns.items() if old in row} for row in rows]
