@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
+import transformers
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from worker_pool import run_ranks
@@ -902,18 +903,18 @@ def small():
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
 
 
-def stepped(stage, cls, steps, scale=1.0, **options):
+def stepped(stage, cls, steps, scale=1.0, lr=0.01, **options):
     """Train at a stage and in one process; return both models and the stage's optimizer."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, twin = small(), small()
-    theirs = cls(twin.parameters(), lr=0.01)
+    theirs = cls(twin.parameters(), lr=lr)
     if stage == 3:
         declared = (cls,) if options.pop("elementwise", None) else ()
         model = FSDP(model, elementwise_optimizers=declared)
-        ours = cls(model.parameters(), lr=0.01)
+        ours = cls(model.parameters(), lr=lr)
     else:
         options["shard_gradients"] = stage == 2
-        ours = ShardedOptimizer(model.parameters(), cls, lr=0.01, **options)
+        ours = ShardedOptimizer(model.parameters(), cls, lr=lr, **options)
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         inputs = torch.randn(world, 4, 5, generator=generator, dtype=torch.float64)
@@ -940,6 +941,8 @@ def step_unknown(stage):
             assert ours.splits == ["parameters"], cls
     for cls in (Signs, Replacing):
         assert stepped(stage, cls, 3, elementwise=True)
+    # Without a learning rate, this optimizer derives one from the number of steps.
+    assert stepped(stage, transformers.Adafactor, 4, lr=None)
     if stage == 3:
         model = FSDP(nn.Linear(4, 4, bias=False))
         optimizer = Decayed(model.parameters(), lr=0.1)
