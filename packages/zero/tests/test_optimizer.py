@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch._dynamo
 import torch.distributed as dist
-import transformers
 from torch import nn
 from torch.distributed.algorithms.join import Join
 from worker_pool import run_ranks
@@ -895,6 +894,24 @@ class Decayed(torch.optim.SGD):
                 parameter.mul_(1 - group["lr"] / (1 + parameter.abs().max()))
 
 
+class Scheduled(torch.optim.Optimizer):
+    """An optimizer that derives its learning rate from the number of steps: `lr` must be None."""
+
+    def __init__(self, params, lr=None):
+        if lr is not None:
+            raise ValueError("expected lr=None")
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["step"] = state.get("step", 0) + 1
+                    parameter.sub_(parameter.grad, alpha=0.1 / state["step"])
+
+
 UNKNOWN = (Signs, Rated, Late, Large, Rows, Adam2, Replacing, Decayed)
 
 
@@ -941,8 +958,7 @@ def step_unknown(stage):
             assert ours.splits == ["parameters"], cls
     for cls in (Signs, Replacing):
         assert stepped(stage, cls, 3, elementwise=True)
-    # Without a learning rate, this optimizer derives one from the number of steps.
-    assert stepped(stage, transformers.Adafactor, 4, lr=None)
+    assert stepped(stage, Scheduled, 4, lr=None)
     if stage == 3:
         model = FSDP(nn.Linear(4, 4, bias=False))
         optimizer = Decayed(model.parameters(), lr=0.1)
