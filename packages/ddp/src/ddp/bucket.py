@@ -34,8 +34,8 @@ from ddp.reference_counts import (
 #: Number of flags per rank, before the flags of the parameters. See Note [Bucket layout].
 RANK_FLAGS = 3
 
-#: A function that returns the memory of a bucket, such as `collectives.shared_empty`. It is called
-#: as `allocate(numel, dtype=..., group=...)`.
+#: A function that allocates the buffer of a bucket, such as `collectives.shared_empty`. It is
+#: called as `allocate(numel, dtype=..., group=...)`.
 Allocate = Callable[..., Tensor]
 
 
@@ -271,7 +271,7 @@ class Bucket:
         self.nan_slots.clear()
         self.deferred.clear()
 
-    def find_nan(self) -> None:
+    def record_nan_slots(self) -> None:
         """Record the slots whose gradient contains NaN."""
         # The sum is NaN if any element is NaN, or if infinities cancel. Only then check each view.
         if bool(self.gradients.sum().isnan()):
@@ -280,7 +280,7 @@ class Bucket:
                     self.nan_slots.add(slot)
 
     def write_flags(self, *, is_participating: bool, has_stepped: bool, is_suspect: bool) -> None:
-        """Write this rank's flags behind the gradients."""
+        """Write this rank's flags after the gradients."""
         self.flags.copy_(self._usual_flags[has_stepped])
         if self.missing or is_suspect or not is_participating:
             rank_flags = (is_participating, has_stepped and is_participating, is_suspect)
