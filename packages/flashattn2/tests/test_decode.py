@@ -408,7 +408,7 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
         ({"q": Q[:1]}, ValueError, "batch 1 for q and 2 for k_cache; .* block_table"),
         ({"q": Q[:, :3]}, ValueError, "got 3 query heads and 2 key heads"),
         ({"q": Q.half()}, ValueError, "of q, torch.float16, got torch.float32"),
-        ({"v_cache": CACHE[:, :, :7]}, ValueError, "v_cache the shape of k_cache"),
+        ({"v_cache": CACHE[:, :, :7]}, ValueError, "v_cache to have the shape of k_cache"),
         ({"k": CACHE}, ValueError, "both k and v to append"),
         ({"k": CACHE[:1], "v": CACHE[:1]}, ValueError, r"k to be .* \(batch 2, kv_heads 2"),
         (dict.fromkeys("kv", CACHE[0, 0, 0]), ValueError, r"k to be .* got .* of shape \(16,\)"),

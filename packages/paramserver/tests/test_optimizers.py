@@ -320,10 +320,10 @@ def groups_by_dimension(parameters):
         (
             OptimizerSpec(MOMENTUM, lambda _: lr_scheduler.StepLR(MOMENTUM([torch.ones(1)]), 1)),
             {},
-            "expected a scheduler of the optimizer that its factory receives",
+            "expected the factory to pass its argument to the scheduler",
         ),
-        (lambda _: SGD(model().parameters()), {}, "of the parameters that its factory receives"),
-        (lambda p: SGD(list(p)[1:]), {}, "of the parameters that its factory receives"),
+        (lambda _: SGD(model().parameters()), {}, "pass exactly its argument to the optimizer"),
+        (lambda p: SGD(list(p)[1:]), {}, "pass exactly its argument to the optimizer"),
         (
             MOMENTUM,
             {"policy": LocalSteps(4, OptimizerSpec(MOMENTUM, max_norm=1.0), fragments=2)},

@@ -268,7 +268,7 @@ def refuse():
         ),
         (
             lambda: fully_shard(nn.Sequential(part, nn.Linear(4, 4)), mesh=other_group),
-            "expected one group for a module and the modules within it",
+            "expected one process group for a module and the modules within it",
         ),
         (lambda: zero.FSDP(nn.Sequential(part)), r"parameter 0\.weight is sharded already"),
         (

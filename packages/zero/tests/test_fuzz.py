@@ -528,7 +528,7 @@ def draw_evaluation(seed, step):
 
 
 # The errors that a program may end with.
-REFUSALS = ("after backward on some ranks",)
+REFUSALS = ("after the backward pass on some ranks",)
 
 
 def programs(numbers, folder, with_families):

@@ -268,7 +268,7 @@ def write_on_one_rank():
 
 def test_a_write_is_reported_on_the_rank_that_writes():
     outcomes = try_ranks(write_on_one_rank, 2, timeout=DEADLINE)
-    assert "rank 0: forward or backward pass wrote to 0" in str(outcomes[0].error)
+    assert "rank 0: a forward or backward pass wrote to 0" in str(outcomes[0].error)
 
 
 def normalized(stage):

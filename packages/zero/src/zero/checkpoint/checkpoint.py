@@ -143,10 +143,8 @@ def load_checkpoint(
 
     fingerprints = together(check, group, failure)
     if len(set(fingerprints)) > 1:
-        raise RuntimeError(
-            f"{failure}: the ranks read different checkpoints, because another job replaced the "
-            "folder or the hosts do not share it; load again from a shared folder"
-        )
+        cause = "another job replaced the folder, or the hosts do not share it"
+        raise RuntimeError(f"{failure}: the ranks read different checkpoints: {cause}; load again")
     loading = opened[0]
 
     def fill() -> None:

@@ -182,7 +182,7 @@ def _split_by_kind(parameters: list[nn.Parameter], plan: _Plan) -> list[list[Any
     return list(kinds.values())
 
 
-#: The method as torch defines it, because a program may replace it later.
+#: The original method of torch, because a program may replace it later.
 EMBEDDING_FORWARD = nn.Embedding.forward
 
 
