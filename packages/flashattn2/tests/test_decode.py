@@ -404,7 +404,7 @@ TABLE = torch.zeros(2, 2, dtype=torch.int32)
     ("change", "error", "message"),
     [
         ({"q": None}, TypeError, "q to be a torch.Tensor, got NoneType"),
-        ({"q": Q[0]}, ValueError, r"four dimensions, got shape \(4, 1, 16\)"),
+        ({"q": Q[0]}, ValueError, r"4-dimensional, got shape \(4, 1, 16\)"),
         ({"q": Q[:1]}, ValueError, "batch 1 for q and 2 for k_cache; .* block_table"),
         ({"q": Q[:, :3]}, ValueError, "got 3 query heads and 2 key heads"),
         ({"q": Q.half()}, ValueError, "of q, torch.float16, got torch.float32"),

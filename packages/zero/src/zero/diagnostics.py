@@ -10,9 +10,9 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: Seconds to wait for reports: all surviving ranks notice a failure within this time.
+#: Seconds to wait for reports: all surviving ranks detect a failure within this time.
 GRACE_SECONDS = 5.0
-#: The time at which each report was first read. An older report is of an earlier failure.
+#: The time at which each report was first read, to recognize the reports of earlier failures.
 _first_read: dict[bytes, float] = {}
 #: Time within which the store responds if its host is alive.
 STORE_SECONDS = 5.0
@@ -20,7 +20,7 @@ REMEDY = "build the same model and the same groups on every rank"
 
 
 def check_descriptions_match(everyone: Sequence[Sequence[Any]]) -> None:
-    """Raise ValueError if a rank's description of its parameters differs from rank 0's."""
+    """Raise ValueError if a rank's descriptions of its parameters differ from those of rank 0."""
     first = everyone[0]
     for rank, other in enumerate(everyone):
         if len(other) != len(first):

@@ -78,7 +78,7 @@ def _whole_state(
     shape: torch.Size,
     communicator: Communicator,
 ) -> dict[str, Any]:
-    """Return an optimizer's state for one parameter, on the CPU; every rank must call it."""
+    """Return the optimizer state of one whole parameter, on the CPU; every rank must call it."""
     entries = []
     for run, state in local_state:
         for key, value in state.items():

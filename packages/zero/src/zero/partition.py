@@ -1,10 +1,10 @@
 """The assignment of elements to ranks.
 
-Parameters are concatenated in one flat tensor, which is cut into buckets. Each bucket is cut into
-one slice per rank, even in the middle of a parameter. Therefore all ranks have the same number of
-elements, including padding. Optimizers that need whole tensors use another partition: one owner per
-parameter, assigned in descending order of size (Graham's greedy rule). Its balance depends on the
-shapes.
+Parameters are concatenated in one flat tensor, which is split into buckets. Each bucket is split
+into one equal shard per rank, even in the middle of a parameter. Therefore all ranks have the same
+number of elements, including padding. Optimizers that need whole tensors use another partition: one
+owner per parameter, assigned in descending order of size (Graham's greedy rule). The balance of
+this partition depends on the shapes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Piece:
 class Span:
     """Elements `start` to `stop` of the flat tensor, reduced and gathered as one bucket.
 
-    `owner` is the rank that stores the whole span; None if every rank stores an equal slice.
+    `owner` is the rank that stores the whole span; None if every rank stores an equal shard.
     """
 
     start: int
@@ -44,7 +44,7 @@ class Span:
     owner: int | None = None
 
     def shard(self, rank: int, world: int) -> tuple[int, int]:
-        """Return the flat range of `rank`'s shard."""
+        """Return the start and stop of `rank`'s shard in the flat tensor."""
         if self.owner is not None:
             return (self.start, self.stop) if rank == self.owner else (self.start, self.start)
         size = (self.stop - self.start) // world
@@ -83,7 +83,7 @@ class Partition:
 
 
 def by_element(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
-    """Cut every bucket into equal slices; each rank gets `ceil(sum(numels) / world)` elements."""
+    """Split every bucket into equal shards; each rank gets `ceil(sum(numels) / world)` elements."""
     total = sum(numels)
     padded = -(-total // world) * world
     bucket = max(world, bucket_numel // world * world)

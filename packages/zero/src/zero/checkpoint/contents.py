@@ -1,8 +1,8 @@
 """The contents of any program's checkpoint, mapped to the model's names.
 
 The model's names may have a prefix in the checkpoint, such as `model.`; if several prefixes fit,
-the load is refused. An optimizer's names may have all, part or none of that prefix, even if the
-model's own names begin with it. An optimizer's state may be stored under parameter names or
+loading raises an error. An optimizer's names may have all, part or none of this prefix, even if the
+names in the model begin with it. An optimizer's state may be stored under parameter names or
 parameter numbers, nested or flat, as torch's `get_optimizer_state_dict` and `Optimizer.state_dict`
 return it.
 """

@@ -1,10 +1,10 @@
-"""A folder that is written beside its final path and renamed to it when it is complete.
+"""A checkpoint folder that is written beside its final path and renamed when it is complete.
 
 Note [Two jobs, one path]
 Each save writes to a separate folder, so the files of two saves never mix. The path is locked from
-the first file to the last rename. A job that starts to save meanwhile is refused, because it would
-replace the checkpoint of the first job. The operating system releases the lock when the
-process that holds it dies.
+the first file to the last rename. A second job that saves to a locked path gets an error, because
+it would replace the checkpoint of the first job. The operating system releases the lock when the
+process that locked the path dies.
 """
 
 from __future__ import annotations

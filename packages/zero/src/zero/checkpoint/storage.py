@@ -128,7 +128,7 @@ def _add_tied_names(
 
 
 def together(act: Callable[[], T], group: dist.ProcessGroup | None, failure: str) -> list[T]:
-    """Run `act` on every rank and return all results.
+    """Run `act` on every rank, and return the results of all ranks in rank order.
 
     If `act` fails on any rank, every rank raises an error that names the failed ranks.
     """
@@ -180,7 +180,7 @@ class Folder:
 
 
 def find(path: Path) -> Folder:
-    """Find the checkpoint at `path`, check the sizes of its files, and read its metadata.
+    """Return the checkpoint at `path`, after a check of the sizes of its files.
 
     If a save was interrupted between its two renames, the previous checkpoint is returned.
     """

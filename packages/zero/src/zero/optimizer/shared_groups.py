@@ -1,6 +1,6 @@
 """Reducers that share a process group, such as those of two optimizers of one model.
 
-The backward passes of different ranks may reach the reducers in different orders or not at all.
+The backward passes of different ranks may use the reducers in different orders or not at all.
 Therefore, when the backward pass ends, the ranks first agree which reducers any rank has reached.
 These reducers then launch their reductions in order of construction.
 """

@@ -1,4 +1,4 @@
-"""Uneven inputs with torch's `Join`: ranks that have no inputs left take part in collectives.
+"""Uneven inputs with torch's `Join`: ranks without remaining inputs take part in collectives.
 
 An active rank announces each copy of buffers, backward, clipping and step. A rank that has joined
 contributes zeros to the sum of gradients, and steps its shard with the options of an active rank.
