@@ -650,7 +650,7 @@ def refuse_to_wrap_twice():
     sharded = FSDP(model)
     with pytest.raises(ValueError, match=r"parameter module\.0\.weight is sharded already"):
         FSDP(sharded)
-    with pytest.raises(ValueError, match=r"parameter 0\.module\.0\.weight is another FSDP's"):
+    with pytest.raises(ValueError, match=r"parameter 0\.module\.0\.weight is sharded already"):
         FSDP(nn.Sequential(sharded, nn.Linear(4, 4)))
     with pytest.raises(ValueError, match=r"parameter 0\.weight is sharded already"):
         FSDP(model)
