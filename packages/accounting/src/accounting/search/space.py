@@ -105,7 +105,7 @@ class Space:
                 **layout._asdict(),
                 expert=expert,
                 zero=zero,
-                sequence_parallel=self.sequence_parallel(layout.tensor),
+                sequence_parallel=self.uses_sequence_parallelism(layout.tensor),
                 reshard_after_forward=self.reshards,
             )
             plan.check(self.model, batch=self.work.batch, seq=self.work.seq)
@@ -119,9 +119,9 @@ class Space:
         """Return True if FSDP frees gathered weights after the forward, which needs less memory."""
         return bool(self.fixed.get("reshard_after_forward", True))
 
-    def sequence_parallel(self, tensor: int) -> bool:
+    def uses_sequence_parallelism(self, tensor_degree: int) -> bool:
         """Return True if plans with this tensor-parallel degree use sequence parallelism."""
-        return bool(self.fixed.get("sequence_parallel", tensor > 1))
+        return bool(self.fixed.get("sequence_parallel", tensor_degree > 1))
 
     def reference(self, tensor: int, pipeline: int, virtual: int, schedule: str) -> Plan:
         """Return a plan with one replica and one micro-batch per pipeline stage."""
@@ -131,7 +131,7 @@ class Space:
             virtual_stages=virtual,
             schedule=schedule,
             microbatches=pipeline,
-            sequence_parallel=self.sequence_parallel(tensor),
+            sequence_parallel=self.uses_sequence_parallelism(tensor),
         )
 
     def _pipeline_degrees(self, tensor: int) -> list[int]:
