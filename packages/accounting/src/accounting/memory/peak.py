@@ -316,7 +316,7 @@ def _gradients_inside(model: Transformer, part: str) -> int:
 
 
 def _first_block_and_table(model: Transformer) -> int:
-    """Return the number of parameters without gradients at the start of the first block's backward."""
+    """Return the parameters without gradients at the start of the first block's backward."""
     layer_matrices = matrices(one_layer(model))
     block = sum(m.size for m in layer_matrices if m.layers is not None and m.part != "norms")
     table = sum(m.size for m in layer_matrices if m.kind == "table" or m.part == "embedding")
