@@ -1233,7 +1233,7 @@ def test_unit_of_an_unknown_name_is_refused():
             "column 'N' .* row 2: '1,5e8'; decimals start with a point",
         ),
         ("N,D,loss,loss\n1e8,1e10,3,3\n", r"several columns \['loss'\]"),
-        ("1e8,1e10,3\n2e8,1e10,3\n", "the first line holds numbers"),
+        ("1e8,1e10,3\n2e8,1e10,3\n", "expected column names in the first line, got the numbers"),
         ("N D loss\n1e8 1e10 3\n", "is one column; separate cells by a comma"),
         ("| N | D | loss |\n|---|---|---|\n| 1B | 20B | 2.5 |\n", "column 'N' .* row 2: '---'"),
         ("N,D,loss\n1e8,1e10,3\nN,D,loss\n", "column 'N' .* row 3: 'N'"),

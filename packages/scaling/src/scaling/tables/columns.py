@@ -20,8 +20,8 @@ from scaling.tables.states import is_true
 from scaling.tables.table import Reading, Table
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
-#: Largest relative difference between columns of compute, or between compute and 6 N D, that is not
-#: reported.
+#: Relative differences up to this value between columns of compute, or between compute and 6 N D,
+#: are not reported.
 COMPUTE_TOLERANCE = 0.1
 
 #: Largest relative difference that rounding may cause between columns of the same numbers.
@@ -241,7 +241,7 @@ def require_tokens_of_text(reading: Reading) -> None:
 def require_tokens_of_all_epochs(
     reading: Reading, named_quantities: Container[str], is_history: bool
 ) -> None:
-    """Raise `ValueError` if D may count one epoch of runs whose number of epochs is not 1.
+    """Raise `ValueError` if the token column may count one epoch of runs with several epochs.
 
     `named_quantities` contains the quantities whose columns the caller named. A named column of
     tokens is confirmed. A size of text must always be named, so naming it does not confirm it.
@@ -280,10 +280,10 @@ def require_tokens_of_all_epochs(
 
 
 def _reason_for_all_epochs(reading: Reading, name: str, is_history: bool) -> str:
-    """Return why the tokens are those of all epochs, or "" if nothing shows it.
+    """Return the reason why a column counts the tokens of all epochs, or "" without evidence.
 
-    Raise `ValueError` if they differ from a product of columns that counts all epochs, such as
-    steps times batch tokens.
+    Raise `ValueError` if its tokens differ from a product of columns that counts all epochs, such
+    as steps times batch tokens.
     """
     if _names_all_epochs(name):
         return "the name says so"
