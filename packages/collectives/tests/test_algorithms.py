@@ -86,7 +86,7 @@ def one_call(choose, generator, group):
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     topology = communicator(group).topology
     kind = choose.choice(KINDS)
-    single = candidates(kind, topology.ranks_per_host, shared=topology.one_host)
+    single = candidates(kind, topology.ranks_per_host, shared=topology.is_single_host)
     algorithm = "auto" if choose.random() < 0.4 else choose.choice(single)
     dtype, size = choose.choice(DTYPES), choose.choice(SIZES)
     if choose.random() < 0.02:

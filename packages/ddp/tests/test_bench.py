@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp import BucketRecord, Meter
-from ddp.bench.designs import Design, designs, transformer
+from ddp.bench.designs import Design, make_designs, transformer
 from ddp.bench.measure import SIZES_MB, _cores_per_rank, bench
 from ddp.bench.rows import Link, Measured, median_of_runs
 from torch import nn
@@ -102,7 +102,7 @@ def test_bound_is_the_larger_of_link_and_processor_bound() -> None:
 
 def test_one_design_alone_needs_no_second_copy_of_the_model() -> None:
     module = nn.Linear(2, 2)
-    two = designs(module, [1.0], ["none", "flat"], {})
+    two = make_designs(module, [1.0], ["none", "flat"], {})
     assert [design.model is module for design in two] == [False, True]
 
 
@@ -150,5 +150,5 @@ def test_several_runs_within_torchrun_are_refused(monkeypatch) -> None:
 
 
 def test_unknown_design_is_refused_with_the_known_names() -> None:
-    with pytest.raises(ValueError, match=r"out of .*'1 MB'.*got \['warp'\]"):
-        designs(nn.Linear(2, 2), [1.0], ["warp"], {})
+    with pytest.raises(ValueError, match=r"among .*'1 MB'.*got \['warp'\]"):
+        make_designs(nn.Linear(2, 2), [1.0], ["warp"], {})

@@ -144,7 +144,7 @@ def test_failed_allocation_of_rebuilt_buckets_is_reported_again() -> None:
     for unchanged, first, second in run_on_shared_ranks(fail_to_rebuild, 2):
         assert unchanged == ""
         assert "no memory for a bucket" in first
-        assert "out of step since an earlier failure (rank" in second
+        assert "inconsistent since an earlier failure (rank" in second
         assert "no memory for a bucket" in second
 
 

@@ -65,7 +65,7 @@ class TestedDDP(DDP):
         synchronize = hook.post_hook
 
         def post_hook(is_last_joiner):
-            candidates = self._replica.participating_ranks(is_participating=is_last_joiner)
+            candidates = self._replica.gather_participating_ranks(is_participating=is_last_joiner)
             self._authoritative_rank = candidates[-1]
             synchronize(is_last_joiner)
 

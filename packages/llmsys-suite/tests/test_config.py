@@ -173,6 +173,8 @@ def test_each_rank_of_a_host_has_a_whole_model_in_train(monkeypatch):
     whole_model = 16 * predict(resolve([], preset="cpu", size="small")).parameters
     assert host_bytes(4, ["train"]) - host_bytes(1, ["train"]) == 3 * whole_model
     assert host_bytes(4, ["parallel"]) == host_bytes(1, ["train"])
+    # The audit times two models beside a variant.
+    assert host_bytes(4, ["audit"]) - host_bytes(4, ["train"]) == 8 * whole_model
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
     config = resolve(["train"], preset="cpu", size="small", world=4, rows=8)
     assert predict(config).host_peak_bytes - PROCESS_BYTES == host_bytes(1, ["train"])

@@ -24,7 +24,7 @@ from llmsys_suite.report import page, plots, sections
 from llmsys_suite.report.page import headline, write_report
 from llmsys_suite.report.sentences import against, fastest, interval
 from llmsys_suite.report.tables import planned
-from llmsys_suite.report.unaudited import OF_THE_RUN, UNAUDITED, unaudited
+from llmsys_suite.report.unaudited import NOT_AUDITED, OF_THE_RUN, UNAUDITED, unaudited
 
 ENVIRONMENT = {
     "date": "a day", "gpus": [], "processor": "abacus", "cores": 2, "torch": "2", "python": "3",
@@ -240,7 +240,7 @@ def test_a_predicted_zero_has_no_ratio(tmp_path):
 def test_figures_have_three_digits_and_thousands_have_separators():
     values = [0.12345, 999.4, 999.6, 1234.5, 12, 1234, True]
     shown = ["0.123", "999", "1,000", "1,234", "12", "1,234", "yes"]
-    assert [page._cell(value) for value in values] == shown
+    assert [of.cell(value) for value in values] == shown
 
 
 def test_the_interval_of_a_median_holds_the_true_one_and_few_rounds_cannot_tell():
@@ -275,6 +275,16 @@ def test_failure_is_in_the_report_and_in_the_last_lines(tmp_path):
     folder.fail("train", "rank 1: ValueError: no")
     assert "FAILED stage train: rank 1: ValueError: no" in write_report(folder)
     assert "FAILED stage train: rank 1: ValueError: no" in headline(folder.path)
+
+
+def test_a_run_without_an_audit_says_so_instead_of_listing_some_unaudited_figures(tmp_path):
+    folder = a_run(tmp_path / "run")
+    summary = folder.summary
+    del summary["stages"]["audit"]
+    folder.write_json("summary.json", summary)
+    markdown = write_report(folder)
+    for text in (markdown, (folder.path / "report.html").read_text(), headline(folder.path)):
+        assert text.count("not audited") == text.count(NOT_AUDITED) == 1
 
 
 def test_an_audit_without_a_failed_check_is_not_reported_as_a_failed_stage(tmp_path, monkeypatch):

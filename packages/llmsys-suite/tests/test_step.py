@@ -17,7 +17,7 @@ from llmsys_suite import cli
 from llmsys_suite.config import UsageError
 from llmsys_suite.model import Decoder, plain_attention
 from llmsys_suite.step import kernels, process, report, sweep
-from llmsys_suite.step.case import Case
+from llmsys_suite.step.case import PHASES, Case
 from llmsys_suite.step.training import Step
 from torch.autograd import DeviceType
 from torch.utils.flop_counter import FlopCounterMode
@@ -208,6 +208,13 @@ def test_a_case_that_cannot_be_timed_is_refused_in_one_line(
     errors = capsys.readouterr().err.splitlines()
     assert len(errors) == 1
     assert complaint in errors[0]
+
+
+def test_times_in_the_table_have_no_exponent():
+    times = {f"{phase}_mean_ms": 999.7 for phase in PHASES}
+    times |= {f"{phase}_std_ms": 99.7 for phase in PHASES}
+    cells = report._cells(Case().labels() | times | {"note": ""})
+    assert cells[2:5] == ["1,000 ± 99.7"] * 3
 
 
 def test_the_tables_are_printed_and_kept(tmp_path, monkeypatch):

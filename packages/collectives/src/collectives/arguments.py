@@ -24,7 +24,7 @@ Collective = Callable[P, dist.Work | None]
 _cached_call = lru_cache(maxsize=1024)(Call)
 
 
-def for_members(function: Collective[P]) -> Collective[P]:
+def skip_non_members(function: Collective[P]) -> Collective[P]:
     """Let a collective warn and return None on ranks outside the group, as torch's functions do.
 
     torch.compile cannot trace a collective, so the wrapper breaks the graph.
@@ -234,7 +234,8 @@ def check_pair(long_name: str, long: Tensor, short_name: str, short: Tensor, wor
     """Raise an error unless `long` has the dtype of `short` and `world` times its elements."""
     if long.dtype != short.dtype:
         raise TypeError(
-            f"{long_name} is {long.dtype} but {short_name} is {short.dtype}; make them the same"
+            f"expected one dtype for {long_name} and {short_name}, got {long.dtype} and "
+            f"{short.dtype}; cast one of them"
         )
     if long.numel() != short.numel() * world:
         raise ValueError(

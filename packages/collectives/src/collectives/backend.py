@@ -54,8 +54,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def __init__(self, options: Any, backend_options: Any = None) -> None:
         if isinstance(backend_options, _GlooOptions):
             raise TypeError(
-                f"expected the options of another device's backend, got gloo's; {NAME} takes a "
-                "timeout only: pass timeout="
+                f"expected no options of gloo: {NAME} accepts only a timeout; pass timeout= to "
+                "init_process_group"
             )
         rank = options.group_rank
         world = options.group_size
@@ -351,7 +351,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> "CollectivesProcessGroup | None":
         """Create a group of some of this group's ranks; return None on the other ranks.
 
-        Every rank in `ranks` must call this method, as `torch.distributed.split_group` does.
+        Every rank in `ranks` must call this method. `torch.distributed.split_group` calls it there.
         """
         if device_types and not any(device.type == CPU.type for device in device_types):
             raise ValueError(

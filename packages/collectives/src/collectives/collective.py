@@ -5,9 +5,9 @@ name. Other calls run in shared memory if all ranks share memory. Otherwise, an 
 gloo if gloo can run it, and on the ring if not. For other collectives, the cost model chooses the
 algorithm (`choice/cost.py`). Another name, such as "ring", selects that algorithm.
 
-Every function must be called on all ranks of the group, with equal dtypes and shapes unless it says
-otherwise. A collective returns None when the call has finished, or a handle at once if `async_op`
-is True. It raises
+Every function must be called on all ranks of the group, with equal dtypes and shapes unless its
+docstring says otherwise. A collective returns None when the call has finished, or a handle at once
+if `async_op` is True. It raises
 
     ValueError, TypeError   if an argument is not valid or the group cannot run the algorithm
     Mismatch                if the ranks have made different calls
@@ -30,11 +30,11 @@ from collectives.arguments import (
     copy_back,
     describe_call,
     flatten,
-    for_members,
     is_forwarded,
     may_overlap,
     root_rank,
     separate,
+    skip_non_members,
     split_lengths,
     split_sizes,
 )
@@ -47,7 +47,7 @@ from collectives.shared_memory.fingerprint import Call
 ReduceOp = dist.ReduceOp
 
 
-@for_members
+@skip_non_members
 def all_reduce(
     tensor: Tensor,
     op: Any = ReduceOp.SUM,
@@ -70,7 +70,7 @@ def all_reduce(
     return run(comm, call, async_op, tensor)
 
 
-@for_members
+@skip_non_members
 def reduce_scatter_tensor(
     output: Tensor,
     input: Tensor,
@@ -94,7 +94,7 @@ def reduce_scatter_tensor(
     return run(comm, call, async_op, output, input)
 
 
-@for_members
+@skip_non_members
 def all_gather_into_tensor(
     output_tensor: Tensor,
     input_tensor: Tensor,
@@ -115,7 +115,7 @@ def all_gather_into_tensor(
     return run(comm, call, async_op, output_tensor, input_tensor)
 
 
-@for_members
+@skip_non_members
 def broadcast(
     tensor: Tensor,
     src: int | None = None,
@@ -137,7 +137,7 @@ def broadcast(
     return run(comm, call, async_op, tensor)
 
 
-@for_members
+@skip_non_members
 def all_to_all_single(
     output: Tensor,
     input: Tensor,
@@ -159,7 +159,10 @@ def all_to_all_single(
         )
     comm = communicator(group)
     if output.dtype != input.dtype:
-        raise TypeError(f"output is {output.dtype} but input is {input.dtype}; make them the same")
+        raise TypeError(
+            f"expected one dtype for output and input, got {output.dtype} and "
+            f"{input.dtype}; cast one of them"
+        )
     output_sizes = split_sizes(output_split_sizes)
     input_sizes = split_sizes(input_split_sizes)
     is_even = not (output_sizes or input_sizes)
@@ -184,7 +187,7 @@ def all_to_all_single(
 
 def _should_use_gloo(comm: Communicator, output: Tensor, input: Tensor) -> bool:
     """Return True if this all-to-all of equal parts runs between hosts and gloo can run it."""
-    if comm.topology.one_host or not 0 < input.numel() == output.numel():
+    if comm.topology.is_single_host or not 0 < input.numel() == output.numel():
         return False
     for tensor in (input, output):
         if not tensor.dim() or tensor.shape[0] % comm.world:
@@ -208,9 +211,9 @@ def run(
             return [flatten(output)]
         return [flatten(output), flatten(input.clone() if must_copy else input)]
 
-    if not async_op and call.packed in comm.gloo.groups and comm.can_run_connected(output):
+    if not async_op and call.packed in comm.gloo.groups and comm.can_skip_queue(output):
         tensors = flat_tensors()
-        comm.run_connected(call, *tensors)
+        comm.run_without_queue(call, *tensors)
         if is_written:
             copy_back(output, tensors[0])
         return None
@@ -245,7 +248,7 @@ def _overwrites_input(comm: Communicator, output: Tensor, input: Tensor) -> bool
     return may_overlap(input, [output])
 
 
-@for_members
+@skip_non_members
 def barrier(
     group: Any = None,
     async_op: bool = False,
@@ -267,9 +270,10 @@ def barrier(
 def shared_empty(
     *size: int | Sequence[int], dtype: torch.dtype | None = None, group: Any = None
 ) -> Tensor:
-    """Return zeros in memory that all ranks of the host map.
+    """Return a tensor of zeros in memory that all ranks of the host share.
 
-    If the engine was compiled, `all_reduce` of more than 32 KiB in this memory needs no copies.
+    If the C++ engine was compiled (`shared_memory/engine.py`), `all_reduce` of more than 32 KiB in
+    this memory needs no copies.
 
     Every rank of the group must call this function with the same size and dtype. If ranks cannot
     share memory, the result is an ordinary tensor, with which collectives are slower.

@@ -118,7 +118,7 @@ class Communicator:
         self.is_closed = False
         self._is_stopping = False
         self._stop_watching = threading.Event()
-        if not self.topology.one_host:
+        if not self.topology.is_single_host:
             seconds = max(0.0, deadline - time.monotonic()) + STORE_SECONDS
             query_store(seconds, self.gloo.open_store)
             watch = partial(_publish_long_waits, weakref.ref(self), self._stop_watching)
@@ -198,16 +198,16 @@ class Communicator:
             self.progress.submit(work, job)
         return work
 
-    def can_run_connected(self, output: Tensor) -> bool:
-        """Return True unless the call needs a feature that only `run` supports."""
+    def can_skip_queue(self, output: Tensor) -> bool:
+        """Return True if no earlier call is pending, and no feature is active that needs `run`."""
         if self.progress.last or self.compare_calls or self.find_nan or _profiler_enabled():
             return False
         return call_timeout.get() is None and not output.is_inference()
 
-    def run_connected(self, call: Call, *tensors: Tensor) -> None:
+    def run_without_queue(self, call: Call, *tensors: Tensor) -> None:
         """Run a synchronous call for which a gloo group exists, with less overhead than `run`.
 
-        `can_run_connected` must be True before the tensors are flattened, because earlier calls may
+        `can_skip_queue` must be True before the tensors are flattened, because earlier calls may
         still write to them.
         """
         with self.progress.running:
@@ -227,10 +227,10 @@ class Communicator:
     def start_call(
         self, packed: bytes, *, compare_calls: bool = False, timeout: float | None = None
     ) -> None:
-        """Make a call the group's current one; raise RankLost if the group has failed.
+        """Register a call as the group's current call; raise RankLost if the group has failed.
 
         Args:
-            packed: the packed call.
+            packed: the serialized call.
             compare_calls: the ranks compare this call before data moves.
             timeout: the timeout of this call in seconds; None means the group's timeout.
         """
@@ -249,13 +249,13 @@ class Communicator:
         self.point_to_point.tag_by(b"")
 
     def abort(self, event: str = "called abort") -> None:
-        """Leave the group at once, which `event` explains; the current call fails on all ranks."""
+        """Leave the group at once; the current call fails on all ranks with the reason `event`."""
         if not self.is_inherited:
             reason = RankLost([self.rank], f"rank {self.rank} {event}; {UNUSABLE}")
             self.failures.leave_group_with_reason(reason, self.operation)
 
     def stop(self) -> None:
-        """End the threads after the queued calls, when the process exits.
+        """End the threads after the queued calls; called when the process exits.
 
         The rank does not leave the group: if other ranks make further calls, they notice that this
         process has ended.
@@ -274,20 +274,20 @@ class Communicator:
 
     @property
     def group_timeout(self) -> float:
-        """Return the timeout of the group in seconds, which torch may have changed."""
+        """The timeout of the group in seconds, which torch may have changed."""
         return self.gloo.timeout_seconds() or self._initial_timeout
 
     @property
     def is_inherited(self) -> bool:
-        """Return True in a process that was forked from the one that created this object.
+        """True in a process that was forked from the one that created this object.
 
-        The forked process maps its parent's clock, so it must not make calls or leave the group.
+        A forked process shares the counters of its parent, so it must not make calls or leave.
         """
         return self._process_id != os.getpid()
 
     @property
     def is_waiting(self) -> bool:
-        """Return True while a call runs on a group that has not failed."""
+        """True while a call runs on a group that has not failed."""
         return self.progress.running.locked() and self.failures.group_error is None
 
     def _on_progress_ended(self) -> None:
@@ -313,7 +313,7 @@ class _Execution:
     in_inference_mode: bool
 
     def run(self, job: Job | None) -> None:
-        """Run the call; `job` is its job if the engine runs it, otherwise None."""
+        """Run the call in the engine if `job` is given, otherwise in Python."""
         comm = self.communicator
         call = self.call
         if self.find_nan and any(has_nan(tensor) for tensor in self.inputs):

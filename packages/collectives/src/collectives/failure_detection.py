@@ -110,7 +110,7 @@ class FailureDetector:
         # The time of the store's last answer, a value of time.monotonic.
         self._last_answer = 0.0
         self._arena = topology.arena
-        self._one_host = topology.one_host
+        self._one_host = topology.is_single_host
         self._point_to_point = point_to_point
         self._gloo = gloo
 

@@ -26,9 +26,9 @@ from collectives.arguments import (
     copy_back,
     describe_call,
     flatten,
-    for_members,
     root_rank,
     separate,
+    skip_non_members,
 )
 from collectives.communicator import Communicator
 from collectives.groups import communicator
@@ -37,7 +37,7 @@ from collectives.shared_memory.fingerprint import Call
 Tensors = Sequence[Tensor]
 
 
-@for_members
+@skip_non_members
 def reduce(
     tensor: Tensor,
     dst: int | None = None,
@@ -67,7 +67,7 @@ def reduce(
     return comm.run(call, tensor, body, async_op=async_op)
 
 
-@for_members
+@skip_non_members
 def gather(
     tensor: Tensor,
     gather_list: Tensors | None = None,
@@ -88,7 +88,7 @@ def gather(
     return _exchange(comm, call, outputs, inputs, async_op)
 
 
-@for_members
+@skip_non_members
 def scatter(
     tensor: Tensor,
     scatter_list: Tensors | None = None,
@@ -109,7 +109,7 @@ def scatter(
     return _exchange(comm, call, outputs, inputs, async_op, [tensor])
 
 
-@for_members
+@skip_non_members
 def all_gather(
     tensor_list: Tensors, tensor: Tensor, group: Any = None, async_op: bool = False
 ) -> dist.Work | None:
@@ -132,7 +132,7 @@ def all_gather(
     return comm.run(call, tensor, body, async_op=async_op, result=outputs)
 
 
-@for_members
+@skip_non_members
 def reduce_scatter(
     output: Tensor,
     input_list: Tensors,
@@ -160,7 +160,7 @@ def reduce_scatter(
     return comm.run(call, inputs, body, async_op=async_op, result=output)
 
 
-@for_members
+@skip_non_members
 def all_to_all(
     output_tensor_list: Tensors,
     input_tensor_list: Tensors,

@@ -6,11 +6,14 @@ every rank. Two algorithms compute it:
     ring   2(n-1) messages in sequence, 2(n-1)/n S bytes sent per rank     long tensors
     tree   2 log n messages in sequence, at most log n S bytes per rank    short tensors
 
-(Thakur, Rabenseifner and Gropp, 2005; Patarasuk and Yuan, 2009.) An all-reduce is a reduce-scatter
-followed by an all-gather. After the reduce-scatter, each rank owns one slice of the sum. The
-all-gather sends the slices around the same ring and copies instead of adding. The remainder of this
-package makes these loops fast, validates calls and handles failures. Slices may differ by one
-element: the number of ranks need not divide the length of the tensor.
+The ring is a reduce-scatter followed by an all-gather. After the reduce-scatter, each rank owns one
+slice of the sum. The all-gather sends the slices around the same ring and copies instead of adding.
+Slices may differ by one element: the number of ranks need not divide the length of the tensor. The
+tree is a reduce to rank 0 followed by a broadcast. The remainder of this package makes these loops
+fast, validates calls and handles failures.
+
+Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005.
+Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009.
 """
 
 import torch
@@ -30,16 +33,17 @@ def exchange(send: Tensor, to: int, receive: Tensor, source: int, group: Group =
 
 
 def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
-    """Replace slice r of x on rank r by its sum over the ranks, and overwrite the other slices."""
+    """Replace slice r of x on rank r with its sum over the ranks; overwrite the other slices."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
     slices = x.tensor_split(n)
     right, left = (rank + 1) % n, (rank - 1) % n
     for step in range(1, n):
         # The sum that rank r will own starts at rank r+1 and visits all other ranks.
-        leaving, growing = slices[(rank - step) % n], slices[(rank - step - 1) % n]
-        received = torch.empty_like(growing)
-        exchange(leaving, right, received, left, group)
-        growing += received
+        outgoing = slices[(rank - step) % n]
+        partial_sum = slices[(rank - step - 1) % n]
+        received = torch.empty_like(partial_sum)
+        exchange(outgoing, right, received, left, group)
+        partial_sum += received
     return slices[rank]
 
 
@@ -53,7 +57,7 @@ def ring_all_gather(x: Tensor, group: Group = None) -> None:
 
 
 def ring_all_reduce(x: Tensor, group: Group = None) -> None:
-    """Replace x by the sum over all ranks; each link carries 2(n-1)/n S bytes, the optimum."""
+    """Replace x with the sum over all ranks; each link carries 2(n-1)/n S bytes, the optimum."""
     ring_reduce_scatter(x, group)
     ring_all_gather(x, group)
 
@@ -61,7 +65,7 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
 def tree_reduce(x: Tensor, group: Group = None) -> None:
     """Store the sum on rank 0: at distance d = 1, 2, 4, ..., rank r + d sends its sum to rank r."""
     rank, n = dist.get_rank(group), dist.get_world_size(group)
-    empty = x[:0]
+    empty = x[:0]  # The message in the other direction, which `exchange` omits.
     distance = 1
     while distance < n:
         if rank % (2 * distance) == distance:
@@ -87,6 +91,6 @@ def tree_broadcast(x: Tensor, group: Group = None) -> None:
 
 
 def tree_all_reduce(x: Tensor, group: Group = None) -> None:
-    """Replace x by the sum in 2 log n messages; for short tensors, only their number matters."""
+    """Replace x with the sum in 2 log n messages, whose number dominates for short tensors."""
     tree_reduce(x, group)
     tree_broadcast(x, group)

@@ -34,8 +34,8 @@ from ddp.reference_counts import (
 #: Number of flags per rank, before the flags of the parameters. See Note [Bucket layout].
 RANK_FLAGS = 3
 
-#: A function that returns the memory of a bucket, such as `collectives.shared_empty`. It is called
-#: as `allocate(numel, dtype=..., group=...)`.
+#: A function that allocates the buffer of a bucket, such as `collectives.shared_empty`. It is
+#: called as `allocate(numel, dtype=..., group=...)`.
 Allocate = Callable[..., Tensor]
 
 
@@ -214,12 +214,13 @@ class Bucket:
 
     def release(self) -> list[int]:
         """Replace each `.grad` that is a view of the buffer by a copy; return their indices."""
-        self.copy_misplaced_grads(())  # Only forgets gradients whose memory was replaced.
         released = []
         for slot, parameter in enumerate(self.parameters):
             if self.holds_grad(slot):
                 parameter.grad = self.views[slot].clone()
                 released.append(self.indices[slot])
+            else:
+                self._forget_replaced_grad(slot)
         return released
 
     def holds_grad(self, slot: int) -> bool:
@@ -241,12 +242,15 @@ class Bucket:
             gradient = parameter.grad
             if gradient is None or self.holds_grad(slot):
                 continue
-            if gradient is self._grad_views[slot]:
-                # `module.double()`, or an assignment to `.grad.data`, has replaced its memory.
-                self._grad_views[slot] = self.views[slot].detach()
+            self._forget_replaced_grad(slot)
             is_dense = gradient.layout is torch.strided
             if is_dense and gradient.untyped_storage().data_ptr() in storages:
                 parameter.grad = gradient.clone()
+
+    def _forget_replaced_grad(self, slot: int) -> None:
+        """Forget a `.grad` outside its slot: `module.double()` or `.grad.data = ...` moved it."""
+        if self.parameters[slot].grad is self._grad_views[slot]:
+            self._grad_views[slot] = self.views[slot].detach()
 
     def find_aliased_grad(self) -> str | None:
         """Return the name of a parameter whose `.grad` has memory that the caller also references.
@@ -267,7 +271,7 @@ class Bucket:
         self.nan_slots.clear()
         self.deferred.clear()
 
-    def find_nan(self) -> None:
+    def record_nan_slots(self) -> None:
         """Record the slots whose gradient contains NaN."""
         # The sum is NaN if any element is NaN, or if infinities cancel. Only then check each view.
         if bool(self.gradients.sum().isnan()):
@@ -276,7 +280,7 @@ class Bucket:
                     self.nan_slots.add(slot)
 
     def write_flags(self, *, is_participating: bool, has_stepped: bool, is_suspect: bool) -> None:
-        """Write this rank's flags behind the gradients."""
+        """Write this rank's flags after the gradients."""
         self.flags.copy_(self._usual_flags[has_stepped])
         if self.missing or is_suspect or not is_participating:
             rank_flags = (is_participating, has_stepped and is_participating, is_suspect)

@@ -51,14 +51,14 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         optimizer.step()
 
     The constructor copies weights and buffers from rank 0 to every rank. By default, the buffers
-    of rank 0 are copied again before a forward pass, as by torch's DDP, and after each synchronized
-    backward pass. Parameters that are unfrozen, replaced or added later are averaged from the next
-    forward pass on.
+    of rank 0 are copied again before a forward pass, as in torch's DDP, and after each synchronized
+    backward pass. Gradients of parameters that are unfrozen, replaced or added later are averaged
+    from the next forward pass on.
 
     Args:
         module: module to replicate.
         bucket_size_mb: largest size of a bucket, in units of 2**20 bytes. None reduces each
-            parameter separately. With the default of 25, the first bucket of a larger model is
+            gradient separately. With the default of 25, the first bucket of a larger model is
             limited to 1. torch's names `bucket_cap_mb` and `bucket_cap_mb_list` are accepted too.
         group: ranks to average over; all ranks by default. torch's names `process_group` and
             `device_mesh` are accepted too.
@@ -68,7 +68,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         gradient_dtype: dtype in which gradients are sent, such as bfloat16. They are added in
             their own dtype, or in `gradient_dtype` if that is wider. If `all_reduce` is passed, it
             receives gradients in `gradient_dtype` and chooses the precision of the sum.
-        find_unused_parameters: count a gradient that is missing on some ranks as zero. By default
+        find_unused_parameters: treat a gradient that is missing on some ranks as zero. By default
             it is an error.
         check_nan: check each bucket for NaN before it is reduced.
         sync_buffers: copy the buffers of rank 0 to every rank in each step, which is the default.
@@ -77,7 +77,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             passed.
         init_sync: compare the models, and copy weights and buffers from rank 0.
         static_graph: every step computes the same graph. Then a gradient may be computed in several
-            parts, as by reentrant checkpoints of a shared layer.
+            parts, as with reentrant checkpoints of a shared layer.
         gradient_as_bucket_view: make `.grad` a view of its bucket, and drop the memory that it had
             before. A warning is issued if the caller still references that memory. False, which is
             torch's default, writes the mean into that memory instead, and needs memory for a second
@@ -153,7 +153,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         copied = {}
         if init_sync:
             copied = named_state(module, self._ignored, buffers=init_sync_buffers)
-        self._replica.connect(check_model=init_sync, copied=list(copied.values()))
+        self._replica.connect(check_model=init_sync, broadcast_from_rank0=list(copied.values()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Call the module."""

@@ -1,15 +1,17 @@
-"""The reducer: from the final gradient of each parameter to its mean over the ranks."""
+"""The reducer averages the gradients of a model over the ranks."""
 
 # Note [Gradient lifecycle]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~
 # 1. `mark_ready`: autograd has accumulated the gradient of a parameter and calls its hook. The
 #    first gradient of a synchronized backward pass opens a step.
-# 2. `_copy_in`: the gradient is multiplied by the scale (1 / world_size for a mean) and copied into
-#    its bucket, and `.grad` becomes a view of the bucket. Small gradients wait until the bucket is
-#    full and are copied together.
+# 2. `_add_to_bucket`: the gradient is multiplied by the scale (1 / world_size for a mean) and
+#    copied into its bucket. `.grad` becomes a view of the bucket, unless the caller passed
+#    `gradient_as_bucket_view=False`. Small gradients wait until the bucket is full and are copied
+#    together.
 # 3. `launch_ready_buckets`: buckets are launched in index order, which is the same on every rank.
 #    Otherwise ranks would sum buckets that do not match.
 # 4. `launch_all_reduce`: the bucket is reduced while autograd computes the remaining gradients.
+#    Compression and communication hooks replace this all-reduce by other collectives.
 # 5. `finish`: at the end of the backward pass, copy in gradients of earlier passes, launch the
 #    remaining buckets and wait for all of them. Then set each `.grad` that is missing on this rank.
 # After the first step, buckets are assigned in the order in which gradients became ready on rank 0
@@ -92,7 +94,7 @@ class Reducer:
         return self.assignment.buckets
 
     def mark_ready(self, index: int, parameter: Tensor) -> None:
-        """Handle the final gradient of a parameter; this is the hook on each parameter."""
+        """Reduce a gradient if it is final; this is the hook on each parameter."""
         if self.is_open or self._try_open_step():
             if self.num_steps == 0:
                 self.assignment.record_ready(index)
@@ -102,13 +104,13 @@ class Reducer:
                     if self._allows_unused:
                         return  # `finish` marks the gradient as missing.
                     parameter.grad = torch.zeros_like(parameter)
-                self._copy_in(bucket, slot)
+                self._add_to_bucket(bucket, slot)
                 self.launch_ready_buckets()
                 return
-        # Outside a step, or before the last part of a gradient: accumulate without scaling.
+        # The gradient is outside a step, or another part of it follows: accumulate it unscaled.
         bucket, slot = self.assignment.slots[index]
         if slot in bucket.ready:
-            self._refuse_parts(bucket, slot)
+            self._raise_gradient_in_parts(bucket, slot)
         bucket.move_in(slot)
 
     def start(self) -> None:
@@ -131,7 +133,7 @@ class Reducer:
     def copy_misplaced_grads(self) -> None:
         """Copy each `.grad` that is in a bucket's memory, but is not a view of its slot.
 
-        The caller may have exchanged gradients. Copying into the buckets would overwrite them.
+        The caller may have swapped gradients. Copying into the buckets would overwrite them.
         """
         storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in self.buckets}
         for bucket in self.buckets:
@@ -166,13 +168,13 @@ class Reducer:
 
     def launch_all_reduce(self, bucket: Bucket) -> None:
         """Start summing a bucket over the ranks."""
-        # The checks write the flags of this rank behind the gradients.
+        # The checks write the flags of this rank after the gradients.
         for extension in self.extensions:
             extension.before_bucket_launch(self.step, bucket)
-        self.reductions.launch(bucket, self._launch)
+        self.reductions.launch(bucket, self._launch_collective)
 
-    def _launch(self, bucket: Bucket) -> Collective:
-        # A compression or a communication hook launches other collectives than one all-reduce.
+    def _launch_collective(self, bucket: Bucket) -> Collective:
+        # A compression or a communication hook launches its own collectives instead.
         for extension in self.extensions:
             collective = extension.launch(bucket, self._group)
             if collective is not None:
@@ -200,6 +202,7 @@ class Reducer:
         for bucket in self.buckets:
             if is_participating:
                 self._fill(bucket)
+                # The reduction of this bucket overlaps with filling the next one.
                 self.launch_ready_buckets(is_finishing=True)
             else:
                 bucket.fill_with_zeros()
@@ -220,9 +223,10 @@ class Reducer:
             for bucket in self.buckets:
                 bucket.clear()
 
-    def _copy_in(self, bucket: Bucket, slot: int) -> None:
+    def _add_to_bucket(self, bucket: Bucket, slot: int) -> None:
+        """Copy a final gradient into its bucket, or defer the copy if the gradient is small."""
         if slot in bucket.ready:
-            self._refuse_parts(bucket, slot)
+            self._raise_gradient_in_parts(bucket, slot)
         bucket.ready.add(slot)
         if bucket.slot_bytes[slot] > SMALL_BYTES:
             bucket.copy_in(slot, self.step.scale)
@@ -240,9 +244,9 @@ class Reducer:
             if bucket.parameters[slot].grad is None:
                 bucket.mark_missing(slot)
             else:
-                self._copy_in(bucket, slot)
+                self._add_to_bucket(bucket, slot)
 
-    def _refuse_parts(self, bucket: Bucket, slot: int) -> None:
+    def _raise_gradient_in_parts(self, bucket: Bucket, slot: int) -> None:
         reason = (
             f"one backward pass computed the gradient of {bucket.names[slot]!r} in several parts, "
             "and the first part was reduced as if it were final"

@@ -99,13 +99,12 @@ class Replica:
         *,
         check_model: bool,
         check_weights: bool = False,
-        copied: Sequence[Tensor] = (),
+        broadcast_from_rank0: Sequence[Tensor] = (),
     ) -> None:
         """Compare the model with those of the other ranks, and create the reducer.
 
-        The tensors in `copied` receive the values of rank 0. If this raises, the hooks and
-        `is_connected` are unchanged. The first gradient of the next backward pass then connects a
-        copied wrapper, or raises again.
+        The tensors in `broadcast_from_rank0` receive the values of rank 0. An error leaves the
+        hooks and `is_connected` unchanged, so a copied wrapper retries at its next first gradient.
         """
         self.group = resolve_group(self._process_group, self.options.all_reduce)
         process_group = self.group.process_group
@@ -116,7 +115,9 @@ class Replica:
             if check_weights:
                 check_same_weights(self.module, process_group, self.ignored)
         # The broadcast needs memory temporarily, so it precedes the allocation of buckets.
-        broadcast_tensors(copied, process_group, self.failures, "the broadcast of the weights")
+        broadcast_tensors(
+            broadcast_from_rank0, process_group, self.failures, "the broadcast of the weights"
+        )
         self.tracked = TrackedParameters(self._ddp._modules, self.ignored)
         refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
         self.agreement = GradientAgreement(
@@ -327,7 +328,7 @@ class Replica:
             self.has_synchronized = False
 
     def _mark_first_ready(self, parameter: Tensor) -> None:
-        """Connect the replica of a copied wrapper, then handle its first gradient."""
+        """Connect the replica of a copied wrapper, then mark its first gradient as ready."""
         self.connect_copy()
         for index, other in enumerate(self.reducer.parameters):
             if other is parameter:
@@ -402,7 +403,7 @@ class Replica:
         )
         self.copy_buffers(is_participating=is_participating)
 
-    def participating_ranks(self, *, is_participating: bool) -> list[int]:
+    def gather_participating_ranks(self, *, is_participating: bool) -> list[int]:
         """Return the ranks with `is_participating=True`. This is a collective."""
         flags = torch.zeros(self.group.world_size, dtype=torch.int32, device=self.device)
         flags[self.group.rank] = is_participating
@@ -418,7 +419,7 @@ class Replica:
         """Return the factor that turns a mean over all ranks into the mean that `join()` needs."""
         if self.agreement.divide_by_initial_world_size:
             return 1.0
-        active = self.participating_ranks(is_participating=is_participating)
+        active = self.gather_participating_ranks(is_participating=is_participating)
         return self.group.world_size / len(active)
 
     def copy_buffers(self, *, is_participating: bool = True) -> None:
@@ -432,7 +433,7 @@ class Replica:
             return
         source = 0
         if self._ddp._join_config.enable:
-            source = self.participating_ranks(is_participating=is_participating)[-1]
+            source = self.gather_participating_ranks(is_participating=is_participating)[-1]
         broadcast_tensors(
             buffers,
             self.group.process_group,

@@ -5,7 +5,6 @@
   are saved.
 - A finished folder is sealed: manifest.json contains the format, and the digest of every file that
   is not in a subfolder. `RunFolder.open` reports edited, truncated or differently formatted files.
-- JSON has no NaN and no infinities. They are written as objects such as {"float": "NaN"}.
 """
 
 from __future__ import annotations

@@ -1,11 +1,5 @@
 """A decoder-only Transformer: RMSNorm, RoPE, SwiGLU, no biases, an untied head.
 
-Notable:
-- the attention function is an argument, so that any kernel can be used with the same weights;
-- only the shape is configured, and the sizes that benchmarks use have names;
-- `checkpoint=True` saves only the input of each block and recomputes the block in the backward
-  pass.
-
 Shape suffixes: B batch, T tokens, D d_model, F d_ff, H heads, K head_dim, V vocabulary.
 """
 
@@ -35,6 +29,7 @@ class ModelConfig(Size):
 
     vocabulary: int = 256
     context: int = 128
+    #: If True, only the input of each block is saved, and the backward pass recomputes the block.
     checkpoint: bool = False
 
     def __post_init__(self) -> None:

@@ -189,3 +189,14 @@ def from_json(stages: Mapping[str, Row]) -> dict[str, Any]:
         except (KeyError, TypeError) as error:
             raise UsageError(f"stage {stage} is of another version: {error}") from None
     return loaded
+
+
+def cell(value: Any) -> str:
+    """Return the text of a value: three digits, or all digits before the point."""
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, int):
+        return f"{value:,}"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if 999.5 <= abs(value) < 1e15 else f"{value:.3g}"
+    return str(value)

@@ -96,7 +96,7 @@ def all_to_all(
     # Always compare at least the part that this rank sends to itself: `copy_` would silently
     # broadcast a part of one element.
     lengths = {comm.rank: local}
-    if comm.operation.compares_calls or comm.topology.one_host:
+    if comm.operation.compares_calls or comm.topology.is_single_host:
         lengths = _gather_lengths(comm, local)
     fingerprint.compare_lengths(lengths, range(comm.world))
     ring.all_to_all(comm.point_to_point, outputs, inputs)
@@ -127,7 +127,7 @@ def make_job(comm: Communicator, call: Call, out: Tensor, source: Tensor) -> Job
 def barrier(comm: Communicator, packed: bytes) -> None:
     """Wait until every rank has made this call."""
     compare_calls(comm, packed)
-    if not comm.topology.one_host:
+    if not comm.topology.is_single_host:
         synchronize = torch.zeros(1, dtype=torch.uint8, device="cpu")
         tree.all_reduce(comm.point_to_point, synchronize, "SUM")
 
@@ -152,13 +152,13 @@ def _prepare(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
 def _uses_shared_memory(comm: Communicator, call: Call) -> bool:
     """Return True if the call runs in shared memory, which is the fastest at every size."""
     if call.algorithm == "auto":
-        return comm.topology.one_host
+        return comm.topology.is_single_host
     return call.algorithm == "shared_memory"
 
 
 def compare_calls(comm: Communicator, packed: bytes) -> None:
     """Compare the ranks' calls: always on one host, between hosts only inside `checked`."""
-    if comm.topology.one_host:
+    if comm.topology.is_single_host:
         protocol.barrier(comm.topology.require_arena(), packed)
     elif comm.operation.compares_calls:
         fingerprint.compare(gather_by_messages(comm.point_to_point, packed), range(comm.world))
@@ -235,7 +235,7 @@ def validate(comm: Communicator, kind: str, algorithm: str, dtype: torch.dtype, 
     if algorithm == "auto":
         return
     topology = comm.topology
-    supported = candidates(kind, topology.ranks_per_host, shared=topology.one_host)
+    supported = candidates(kind, topology.ranks_per_host, shared=topology.is_single_host)
     if kind != "all_to_all" and comm.gloo.can_run(kind, dtype, op):
         supported = (*supported, NATIVE)
     if algorithm not in supported:

@@ -30,7 +30,10 @@ def all_reduce(
     op: str,
     packed: bytes,
 ) -> None:
-    """Reduce the flat tensor over all ranks, in place; `packed` is the packed call."""
+    """Reduce the flat tensor over all ranks, in place.
+
+    Within a host, the ranks compare `packed`, the serialized call, before data moves.
+    """
     # AVG divides once, after the sums of all hosts have been added.
     partial = "SUM" if op == "AVG" else op
     leaders = host_leaders(hosts)

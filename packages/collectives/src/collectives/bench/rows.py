@@ -198,7 +198,7 @@ def _algorithms(kind: str, device: str) -> list[str]:
     if device != "cpu":
         return []
     topology = communicator().topology
-    return list(candidates(kind, topology.ranks_per_host, shared=topology.one_host))
+    return list(candidates(kind, topology.ranks_per_host, shared=topology.is_single_host))
 
 
 def _values(rank: int, device: str) -> Tensor:
@@ -223,7 +223,7 @@ def _description(kind: str, name: str, size: int, device: str) -> Row:
     runs = "shared_memory" if name == "auto" else name
     if name == "auto" and device != "cpu":
         runs = dist.get_backend()
-    elif name == "auto" and not comm.topology.one_host:
+    elif name == "auto" and not comm.topology.is_single_host:
         # A single rank runs the ring without a choice.
         known = comm.choices
         runs = known.get((kind, whole, True)) or known.get((kind, whole, False), "ring")

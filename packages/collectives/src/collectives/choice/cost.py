@@ -175,7 +175,7 @@ class CostModel:
         return {name: getattr(self, name) for name in names}
 
     def to_json(self) -> str:
-        """Return the whole model as text."""
+        """Return the model and its samples as JSON."""
         return json.dumps(asdict(self))
 
     @classmethod
@@ -216,7 +216,10 @@ def candidates(
 
 
 def terms(collective: str, algorithm: str, size: int, ranks_per_host: tuple[int, ...]) -> Terms:
-    """Return the counts of one call on `size` bytes; `predict` multiplies each by its price."""
+    """Return how many messages, bytes and operations are on the critical path of one call.
+
+    `size` is the number of bytes of the call. `predict` multiplies each count by its price.
+    """
     supported = candidates(collective, ranks_per_host, shared=True)
     if algorithm not in supported:
         raise ValueError(

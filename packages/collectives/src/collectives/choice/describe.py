@@ -77,7 +77,7 @@ def describe(group: Any = None) -> Description:
     return Description(
         rank=comm.rank,
         hosts=tuple(tuple(host) for host in topology.hosts),
-        shared_memory=topology.one_host,
+        shared_memory=topology.is_single_host,
         why_not_shared=dict(topology.why_not),
         engine=compiled,
         models=dict(comm.cost_models),

@@ -74,9 +74,9 @@ class Topology:
         #: The number of ranks per host.
         self.ranks_per_host = tuple(len(host) for host in self.hosts)
         #: True if all ranks share memory.
-        self.one_host = len(self.hosts) == 1 and self.arena is not None
+        self.is_single_host = len(self.hosts) == 1 and self.arena is not None
         if self.arena is not None:
-            self.arena.is_whole_group = self.one_host
+            self.arena.is_whole_group = self.is_single_host
         self._num_allocations = 0
         # Maps the address of this rank's tensor to the number of its allocation, the other ranks'
         # tensors, and the cached views of these tensors.

@@ -99,7 +99,10 @@ class Work(dist.Work):
         if not seconds:
             self.join()
         elif not self._done.wait(seconds):
-            raise RuntimeError(f"timed out: the operation has not finished after {seconds:g} s")
+            raise RuntimeError(
+                f"timed out: the operation has not finished after {seconds:g} s; check that every "
+                "rank makes this call"
+            )
         if self._future is not None:
             # As on gloo, the future is completed too. Its callbacks may still run.
             with contextlib.suppress(Exception):
@@ -134,8 +137,8 @@ class Work(dist.Work):
     def get_future(self) -> Future[Any]:
         """Return a future that holds the result or the error."""
         if self._has_moved():
-            # `is_completed` returns True already, so the future must be completed too. The thread
-            # that runs the operation waits for the GIL only.
+            # `is_completed` returns True already, so the future must be completed too. The wait is
+            # short: the executing thread only needs the GIL.
             self._done.wait()
         with self._lock:
             if self._future is None:

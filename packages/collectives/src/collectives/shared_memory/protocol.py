@@ -180,9 +180,9 @@ def _all_to_all_in_python(
         start += width
 
 
-def _position(target: int, source: int) -> int:
-    """Return the position of a target's part in a slot, which has no part for the slot's owner."""
-    return target - 1 if target > source else target
+def _position(target: int, owner: int) -> int:
+    """Return the index of the target's part in the slot of `owner`, which has no own part."""
+    return target - 1 if target > owner else target
 
 
 def barrier(arena: Arena, packed: bytes) -> None:

@@ -35,10 +35,10 @@ class BackwardPass:
         self.is_sync_requested = False
         self._on_end = on_end
         self._end_callback: Callable[[], object] = lambda: None
-        #: The decision of the last forward pass. None while a forward pass runs and after a
-        #: synchronized step.
+        #: True if the last forward pass requests synchronization, False if it ran in `no_sync`.
+        #: None while a forward pass runs and after a synchronized step.
         self._forward_decision: bool | None = None
-        #: The decision of the outputs that the backward pass has reached.
+        #: The same for the forward passes whose outputs this backward pass has reached.
         self._output_decision: bool | None = None
 
     @property

@@ -129,7 +129,7 @@ class Design:
         )
 
 
-def designs(
+def make_designs(
     module: nn.Module, sizes_mb: Sequence[float], names: Sequence[str], custom: dict[str, Any]
 ) -> list[Design]:
     """Wrap a copy of `module` in each design of `names`; an empty `names` selects all.
@@ -140,7 +140,7 @@ def designs(
     makers = _makers(sizes_mb, custom)
     unknown = set(names) - set(makers)
     if unknown:
-        raise ValueError(f"expected designs out of {list(makers)}, got {sorted(unknown)}")
+        raise ValueError(f"expected designs among {list(makers)}, got {sorted(unknown)}")
     if names:
         makers = {name: make for name, make in makers.items() if name in names}
     *others, last = makers.values()

@@ -32,7 +32,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
-from ddp.bench.designs import Design, Timing, Workload, designs
+from ddp.bench.designs import Design, Timing, Workload, make_designs
 from ddp.bench.rows import Link, Measured, Row, median_of_runs
 from ddp.consistency.model_agreement import gather_objects
 from ddp.metering.trace import svg, write
@@ -171,7 +171,7 @@ def _select_designs(options: BenchOptions, module: nn.Module, predicted_mb: floa
             names.append(name)
             if re.fullmatch(r"[\d.]+ MB", name):
                 sizes_mb.add(float(name.removesuffix(" MB")))
-    return designs(module, sorted(sizes_mb), names, custom)
+    return make_designs(module, sorted(sizes_mb), names, custom)
 
 
 def draw(path: str, contenders: Sequence[Design]) -> None:

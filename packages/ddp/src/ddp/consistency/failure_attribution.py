@@ -49,7 +49,7 @@ class FailureAttribution(Extension):
         """Raise `RuntimeError` if this rank has failed before."""
         if self._failure:
             raise RuntimeError(
-                f"the ranks of this model are out of step since an earlier failure "
+                f"the ranks of this model have been inconsistent since an earlier failure "
                 f"({self._failure}); construct a new DDP, or restart from a checkpoint"
             )
 

@@ -92,7 +92,7 @@ class GradientAgreement(Extension):
     def before_bucket_launch(self, step: Step, bucket: Bucket) -> None:
         """Write the flags of the bucket."""
         if self._check_nan:
-            bucket.find_nan()
+            bucket.record_nan_slots()
         is_suspect = bool(bucket.nan_slots)
         if bucket.is_last and step.is_participating:
             is_suspect |= _sum_versions(self._forward_parameters) != self._versions_before_forward

@@ -29,7 +29,7 @@ class ZeroContribution(JoinHook):
         """Copy the weights of a rank that took all steps, and its buffers if these are copied."""
         ddp = self._ddp
         replica = self._replica
-        candidates = replica.participating_ranks(is_participating=is_last_joiner)
+        candidates = replica.gather_participating_ranks(is_participating=is_last_joiner)
         state = named_state(replica.module, replica.ignored, buffers=replica.options.sync_buffers)
         broadcast_tensors(
             list(state.values()),

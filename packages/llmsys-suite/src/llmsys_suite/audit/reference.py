@@ -2,10 +2,8 @@
 
 It runs `plain.py` on a few rows at a time and measures distances.
 
-Except for `measure.distance`, no code is shared with the code under test. Attention, normalization,
-rotation and loss are written as formulas. The sampler draws from numpy's Mersenne Twister and cuts
-rows from bytes or tokens. The optimizer follows its paper. Torch provides only tensor operations
-and autograd.
+Except for `measure.distance`, no code is shared with the code under test. Torch provides only
+tensor operations and autograd.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Interleaved timing of several contenders.
 
 Every contender runs in every round, so that a slow second affects all of them alike. Ratios are
-taken within a round. A second clock times all rounds together; the audit compares its time with the
-sum of the timings.
+taken within a round.
 """
 
 from __future__ import annotations

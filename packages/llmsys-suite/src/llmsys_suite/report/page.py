@@ -5,7 +5,7 @@ from __future__ import annotations
 import html
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
@@ -14,8 +14,8 @@ from llmsys_suite.report import plots
 from llmsys_suite.report.sections import Section, sections
 from llmsys_suite.report.sentences import fastest
 from llmsys_suite.report.tables import Results, Row
-from llmsys_suite.report.unaudited import OF_THE_RUN, unaudited
-from llmsys_suite.results import Audit, Learn, Plan, Train
+from llmsys_suite.report.unaudited import NOT_AUDITED, OF_THE_RUN
+from llmsys_suite.results import Audit, Learn, Plan, Train, cell
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
@@ -60,7 +60,8 @@ def write_report(folder: RunFolder) -> str:
     The manifest of a complete run is also rewritten.
     """
     stage_sections = list(sections(folder))
-    head = [f"# {title(folder)}", "", *opening(folder), "", OF_THE_RUN, ""]
+    label = OF_THE_RUN if "audit" in folder.results else ""
+    head = [f"# {title(folder)}", "", *opening(folder), "", label, ""]
     markdown = "\n".join([*head, *map(_markdown, stage_sections)])
     folder.write_text("report.md", markdown)
     folder.write_text("report.html", page(folder, stage_sections))
@@ -105,6 +106,8 @@ def opening(folder: RunFolder) -> Iterator[str]:
     if isinstance(audit := results.get("audit"), Audit):
         yield f"audit: {audit.checks - len(audit.red)}/{audit.checks} passed"
         yield from (f"FAILED {name}" for name in audit.red)
+    else:
+        yield NOT_AUDITED
     if isinstance(train := results.get("train"), Train):
         losses = train.losses[SINGLE]
         yield f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} in one process's {_steps(len(losses))}"
@@ -152,7 +155,7 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
         f"{curve}</div>"
         f"{samples}<nav>{contents}</nav>\n{body}\n"
         f"<details><summary>seconds of each stage</summary>{_table(seconds)}</details>"
-        f'<p class="soft">{OF_THE_RUN}</p>'
+        f'<p class="soft">{OF_THE_RUN if "audit" in results else ""}</p>'
         f"<nav>{files}</nav></body></html>\n"
     )
 
@@ -172,8 +175,8 @@ def _section(section: Section) -> str:
     parts.append(f'<p class="finding">{html.escape(section.finding)}</p><div class="two">')
     parts += [f"<figure>{section.picture}</figure>"] if section.picture else []
     parts.append(_table(section.rows) + "</div>")
-    if label := unaudited(section.title):
-        parts.append(f'<p class="soft">{html.escape(label)}</p>')
+    if section.unaudited:
+        parts.append(f'<p class="soft">{html.escape(section.unaudited)}</p>')
     for name, inside in section.folded:
         shown = f"<pre>{html.escape(inside)}</pre>" if isinstance(inside, str) else _table(inside)
         parts.append(f"<details><summary>{html.escape(name)}</summary>{shown}</details>")
@@ -187,7 +190,7 @@ def _table(rows: Sequence[Row]) -> str:
     head = "".join(f"<th>{html.escape(c.replace('_', ' '))}</th>" for c in columns)
     lines = []
     for row in rows:
-        cells = "".join(f"<td>{html.escape(_cell(row.get(c, '')))}</td>" for c in columns)
+        cells = "".join(f"<td>{html.escape(cell(row.get(c, '')))}</td>" for c in columns)
         lines.append(f"<tr>{cells}</tr>")
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
 
@@ -198,21 +201,11 @@ def _markdown(section: Section) -> str:
         columns = _columns(section.rows)
         lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         for row in section.rows:
-            lines.append("| " + " | ".join(_cell(row.get(c, "")) for c in columns) + " |")
-    if label := unaudited(section.title):
-        lines += ["", label]
+            lines.append("| " + " | ".join(cell(row.get(c, "")) for c in columns) + " |")
+    if section.unaudited:
+        lines += ["", section.unaudited]
     return "\n".join([*lines, ""])
 
 
 def _columns(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(column for row in rows for column in row))
-
-
-def _cell(value: Any) -> str:
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, int):
-        return f"{value:,}"
-    if isinstance(value, float):
-        return f"{value:,.0f}" if 999.5 <= abs(value) < 1e15 else f"{value:.3g}"
-    return str(value)

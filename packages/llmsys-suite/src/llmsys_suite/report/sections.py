@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
@@ -12,6 +12,7 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.report import plots
 from llmsys_suite.report.sentences import fastest, interleaved_against
 from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, evidence_of, pick, planned
+from llmsys_suite.report.unaudited import unaudited
 from llmsys_suite.results import (
     Attention,
     Audit,
@@ -25,18 +26,20 @@ from llmsys_suite.results import (
     Scale,
     Skipped,
     Train,
+    cell,
 )
 
 
 @dataclass(frozen=True)
 class Section:
-    """One stage: a sentence, a picture (SVG), a table and collapsed details."""
+    """One stage: a sentence, a picture (SVG), a table, details, and what no check covers."""
 
     title: str
     finding: str
     rows: Sequence[Row] = ()
     picture: str = ""
     folded: Sequence[tuple[str, Sequence[Row] | str]] = ()
+    unaudited: str = ""
 
 
 def sections(folder: RunFolder) -> Iterator[Section]:
@@ -44,9 +47,10 @@ def sections(folder: RunFolder) -> Iterator[Section]:
     results = folder.results
     for stage, result in results.items():
         if isinstance(result, Skipped):
-            yield Section(stage, f"Skipped: {result.skipped}.")
+            section = Section(stage, f"Skipped: {result.skipped}.")
         else:
-            yield MAKERS[stage](result, results, folder)
+            section = MAKERS[stage](result, results, folder)
+        yield replace(section, unaudited=unaudited(stage) if "audit" in results else "")
 
 
 def _plan(plan: Plan, results: Results, folder: RunFolder) -> Section:
@@ -129,7 +133,7 @@ def _learn(learn: Learn, _: Results, folder: RunFolder) -> Section:
 def _parallel(parallel: Parallel, *_: Any) -> Section:
     rows = parallel.rows
     best, *others = sorted(rows, key=lambda row: row["iteration_ms"])
-    finding = f"{best['split']} takes {best['iteration_ms']:.3g} ms per iteration"
+    finding = f"{best['split']} takes {cell(best['iteration_ms'])} ms per iteration"
     if others:
         ratio = best["iteration_ms"] / others[0]["iteration_ms"]
         finding += f", {ratio:.2f} of {others[0]['split']}'s time"
@@ -142,8 +146,8 @@ def _memory(memory: Memory, _: Results, folder: RunFolder) -> Section:
     top = memory.peaks[-1]
     finding = (
         f"Training {folder.config.size} on {memory.rows} x {top['context']} tokens peaks at "
-        f"{top['training_peak_mib']:,.4g} MiB, or {top['checkpointed_peak_mib']:,.4g} MiB if "
-        f"blocks are recomputed. Inference peaks at {top['inference_peak_mib']:,.4g} MiB."
+        f"{cell(top['training_peak_mib'])} MiB, or {cell(top['checkpointed_peak_mib'])} MiB if "
+        f"blocks are recomputed. Inference peaks at {cell(top['inference_peak_mib'])} MiB."
     )
     folded = [("largest at the peak", memory.largest)]
     shown = pick(memory.peaks, COLUMNS["memory"])

@@ -96,6 +96,10 @@ OF_THE_RUN = (
 )
 
 
+#: A sentence that replaces all others of this file in the report of a run without an audit.
+NOT_AUDITED = "not audited: no check has compared the figures of this run; add the stage audit."
+
+
 def unaudited(stage: str) -> str:
     """Return a sentence on the figures of a stage that no check covers, or an empty string."""
     figures = ", ".join(UNAUDITED.get(stage, ()))

@@ -62,6 +62,8 @@ def run(run: Run) -> Learn | None:
         traced_steps(run) as recording,
         open_log(run) as log,
     ):
+        for step, loss in state["heldout"]:
+            log(step, {"heldout_loss": loss})
         while state["step"] < state["total"]:
             train_step(run, name, variant, state, probed_step, stop_requests, log)
             if recording is not None:
@@ -127,7 +129,7 @@ def train_step(
     state["step"] = step = step + 1
     if is_due(step, total, EVALUATIONS):
         state["heldout"].append((step, heldout_loss(run, variant.evaluated_model())))
-        log(step - 1, {"heldout_loss": state["heldout"][-1][1]})
+        log(step, {"heldout_loss": state["heldout"][-1][1]})
         run.progress.update(step, total, f"steps, {state['heldout'][-1][1]:.3f} held out")
     is_stopped = bool(sums[1])
     if is_stopped or is_due(step, total, SAVES):

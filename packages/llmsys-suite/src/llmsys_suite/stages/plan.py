@@ -55,6 +55,9 @@ def predict(config: RunConfig) -> Prediction:
     # The ranks of a host share its memory, and in `train` and `learn` each has a whole model.
     ranks_here = 1 if on_gpu else ranks_on_this_host(config.world)
     models = ranks_here if "train" in config.stages else 1
+    # The audit times three models at once. Its float64 references need no more memory than these.
+    if "audit" in config.stages:
+        models *= 3
     shared = transient + (0 if on_gpu else ranks_here * PROCESS_BYTES)
     return Prediction(
         parameters=int(parameters.total),

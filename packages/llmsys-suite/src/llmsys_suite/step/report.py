@@ -12,6 +12,7 @@ from typing import Any
 
 from llmsys_suite.config import SIZES, UsageError, count_gpus
 from llmsys_suite.folder import RunFolder, create_folder
+from llmsys_suite.results import cell
 from llmsys_suite.step import sweep
 from llmsys_suite.step.case import PHASES, Case
 
@@ -93,18 +94,13 @@ def _cells(row: Row) -> list[str]:
     def time(phase: str) -> str:
         if f"{phase}_mean_ms" not in row:
             return ""
-        spread = f" ± {_short(row[f'{phase}_std_ms'], 2)}" if f"{phase}_std_ms" in row else ""
-        return f"{_short(row[f'{phase}_mean_ms'], 3)}{spread}"
+        spread = f" ± {cell(row[f'{phase}_std_ms'])}" if f"{phase}_std_ms" in row else ""
+        return f"{cell(row[f'{phase}_mean_ms'])}{spread}"
 
     rate = f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else ""
     used = f"{row['mfu']:.{1 if row['mfu'] < 0.1 else 0}%}" if "mfu" in row else ""
     warmup = str(row.get("warmup", ""))
     return [_name(row), warmup, *map(time, PHASES), rate, used, row["note"]]
-
-
-def _short(value: float, digits: int) -> str:
-    """Return `digits` significant digits, or all digits before the decimal point."""
-    return f"{value:,.0f}" if value >= 10**digits else f"{value:.{digits}g}"
 
 
 def _name(row: Row) -> str:
