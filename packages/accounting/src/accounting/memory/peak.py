@@ -14,12 +14,12 @@ from accounting.memory.states import (
     fsdp_groups,
     head_gradient,
     head_parameters,
+    largest_single_layer,
     model_states,
-    one_layer,
     tied_table_gradients,
 )
 from accounting.model.transformer import Transformer, matrices
-from accounting.plan import Plan, fitted, split
+from accounting.plan import Plan, split, validated_plan
 from accounting.precision import Precision, bytes_of
 from accounting.workload import WORKLOAD, Workload, workload
 
@@ -59,7 +59,7 @@ def peak_memory(
     """
     work = workload(work, run)
     checks.whole("batch", work.batch)
-    plan = fitted(plan, model, batch=work.batch, seq=work.seq)
+    plan = validated_plan(plan, model, batch=work.batch, seq=work.seq)
     if plan.tensor * plan.pipeline * plan.context * plan.expert > 1:
         raise ValueError(
             "peak_memory supports data parallelism only; use training_memory for other plans"
@@ -306,7 +306,7 @@ def _gradients_inside(model: Transformer, part: str) -> int:
     The backward of an MLP starts with its down-projection. The backward of attention follows the
     MLP and the output projection.
     """
-    block = [m for m in matrices(one_layer(model)) if m.layers is not None]
+    block = [m for m in matrices(largest_single_layer(model)) if m.layers is not None]
     mlp = [m for m in block if m.part in ("mlp", "experts")]
     if part == "MLP":
         return sum(m.size for m in mlp if m.name in ("down", "shared down"))
@@ -317,7 +317,7 @@ def _gradients_inside(model: Transformer, part: str) -> int:
 
 def _first_block_and_table(model: Transformer) -> int:
     """Return the parameters without gradients at the start of the first block's backward."""
-    layer_matrices = matrices(one_layer(model))
+    layer_matrices = matrices(largest_single_layer(model))
     block = sum(m.size for m in layer_matrices if m.layers is not None and m.part != "norms")
     table = sum(m.size for m in layer_matrices if m.kind == "table" or m.part == "embedding")
     return block + (0 if model.tied else table)

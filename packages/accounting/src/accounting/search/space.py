@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from accounting.hardware import Hardware
 from accounting.model.transformer import Transformer
-from accounting.plan import CHOICES, Plan, even
+from accounting.plan import CHOICES, Plan, can_split_evenly
 from accounting.workload import Workload
 
 #: Context parallelism leaves at least this many tokens of a sequence on each rank.
@@ -109,7 +109,7 @@ class Space:
                 reshard_after_forward=self.reshards,
             )
             plan.check(self.model, batch=self.work.batch, seq=self.work.seq)
-            plan.keeps_weights_whole()
+            plan.keeps_weights_unsharded()
         except ValueError:
             return None
         return plan
@@ -181,7 +181,7 @@ class Space:
         if pipeline == 1:
             return [1]
         several = range(2, MOST_CHUNKS + 1)
-        return [1, *(v for v in several if even(self.model.layers, pipeline * v))]
+        return [1, *(v for v in several if can_split_evenly(self.model.layers, pipeline * v))]
 
     def _is_valid(self, tensor: int, pipeline: int, virtual: int, schedule: str) -> bool:
         """Return True if the model can be divided by these degrees."""
