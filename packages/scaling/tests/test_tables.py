@@ -1238,7 +1238,7 @@ def test_unit_of_an_unknown_name_is_refused():
         ("| N | D | loss |\n|---|---|---|\n| 1B | 20B | 2.5 |\n", "column 'N' .* row 2: '---'"),
         ("N,D,loss\n1e8,1e10,3\nN,D,loss\n", "column 'N' .* row 3: 'N'"),
         ("N,D,loss_a,loss_b\n1e8,1e10,3,3\n", "may each be the loss; choose one"),
-        ("N,D,loss\n1e8,52 GB,3\n", "'D' must hold numbers, but row 2: '52 GB'"),
+        ("N,D,loss\n1e8,52 GB,3\n", "'D' must contain numbers, but row 2: '52 GB'"),
         ("N,D,loss\n1e8,-1,3\n", "'D' must be positive and finite, but row 2: '-1'"),
         ("N,ratio,loss\n1e8,20,3\n", r"name another column with columns={'tokens': '…'}"),
         ("N,D,xyz\n1e8,20,3\n", r"name another column with columns={'loss': '…'}"),

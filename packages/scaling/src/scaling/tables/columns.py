@@ -84,7 +84,7 @@ def parse_positive(table: Table, name: str, unit: float, is_count: bool) -> Arra
     if len(invalid):
         cells = table.cells(name)
         unparsed = [i for i in invalid if np.isnan(numbers[i])]
-        wanted = "hold numbers" if unparsed else "be positive and finite"
+        wanted = "contain numbers" if unparsed else "be positive and finite"
         bad = [f"row {table.rows[i]}: {cells[i]!r}" for i in unparsed or invalid]
         remedy = ""
         if any("," in text for text in bad):
@@ -117,7 +117,7 @@ def _compare_rival(reading: Reading, quantity: str, column: Column, rival: Colum
     """
     other_values = _parse_plausible(reading, quantity, rival)
     if np.isnan(other_values).all():
-        return f"{quantity} by {column.name!r}: {rival.name!r} holds no such numbers"
+        return f"{quantity} by {column.name!r}: {rival.name!r} contains no such numbers"
     if rival.is_letter and np.nanmedian(other_values) < SMALLEST_MEDIAN[quantity]:
         return f"{quantity} by {column.name!r}: {rival.name!r} is too small to be that"
     values = reading.values[quantity]
@@ -153,8 +153,8 @@ def _compare_alternative(reading: Reading, quantity: str, column: Column, other:
             i = int(np.argmax(wrong))
             raise ValueError(
                 f"{ambiguity(quantity, [column.name, other.name])}: in row {reading.rows[i]} they"
-                f" are {values[i]:.5g} and {other_values[i]:.5g}, which is the wrong order for what"
-                " their names say"
+                f" are {values[i]:.5g} and {other_values[i]:.5g}, which is the wrong order for"
+                " their names"
             )
     if is_active:
         return f"{reason}: C = 6 N D counts only active parameters"
@@ -170,7 +170,7 @@ def _parse_plausible(reading: Reading, quantity: str, column: Column) -> Array:
 
 
 def require_active_parameters(reading: Reading, named_quantities: Container[str]) -> None:
-    """Raise `ValueError` if N may include idle experts of a mixture.
+    """Raise `ValueError` if N may include experts of a mixture that a token does not use.
 
     `named_quantities` contains the quantities whose columns the caller named. A named column of
     parameters is confirmed.
@@ -180,7 +180,7 @@ def require_active_parameters(reading: Reading, named_quantities: Container[str]
         return
     read = {chosen.name for chosen in reading.columns.values()}
     for name in reading.table.columns:
-        # Columns that are read hold numbers; skipping them saves seconds per million rows.
+        # Columns that are read contain numbers; skipping them saves seconds per million rows.
         if name in read:
             continue
         mixtures = np.flatnonzero(_has_mixtures(reading, name))

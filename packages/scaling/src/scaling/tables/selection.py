@@ -80,10 +80,10 @@ def require_one_data_set(reading: Reading) -> None:
             named = "runs" if names_runs else "sizes or budgets"
             reading.choices.append(f"column {name!r} names {named}, not several data sets")
             continue
-        seen = list(dict.fromkeys(map(str, reading.table.cells(name))))
+        texts = list(dict.fromkeys(map(str, reading.table.cells(name))))
         raise ValueError(
-            f"column {name!r} names {count} sets of runs ({list_some(seen)}), which may follow"
-            f" different laws: select one with where={{{name!r}: {seen[0]!r}}}, or read all as one"
+            f"column {name!r} names {count} sets of runs ({list_some(texts)}), which may follow"
+            f" different laws: select one with where={{{name!r}: {texts[0]!r}}}, or read all as one"
             f" with ignore=[{name!r}]"
         )
 
@@ -177,7 +177,8 @@ def _switch_codes(reading: Reading, name: str, keep: NDArray[np.intp]) -> NDArra
 def _follows_scale(reading: Reading, keep: NDArray[np.intp], codes: NDArray[np.intp]) -> bool:
     """Return True if two values are constant within each size, token count or budget.
 
-    If most of these have a single run, all runs of one value must be larger than the others.
+    If most of these groups have a single run, all groups of one value must be larger than those of
+    the other.
     """
     scales = {k: values[keep] for k, values in reading.values.items() if k != "loss"}
     if "compute" not in scales:
@@ -211,11 +212,11 @@ def _require_compared_methods(
         is_complete = np.isin(pairs[1], values).sum() == len(values) * (design.max() + 1)
         if len(values) == 1 or (name in compared and is_complete):
             continue
-        seen = list(dict.fromkeys(map(str, reading.table.cells(name))))
+        texts = list(dict.fromkeys(map(str, reading.table.cells(name))))
         raise ValueError(
-            f"column {name!r} has {len(seen)} values ({list_some(seen)}), and not every size and"
+            f"column {name!r} has {len(texts)} values ({list_some(texts)}), and not every size and"
             " number of tokens was run with each: the runs may follow one law in spite of this, or"
-            f" several laws; select one value with where={{{name!r}: {seen[0]!r}}}, or read all"
+            f" several laws; select one value with where={{{name!r}: {texts[0]!r}}}, or read all"
             f" runs as one law with ignore=[{name!r}]"
         )
 
