@@ -56,7 +56,10 @@ class Ledger(LiveMemory):
         return "\n".join(listed)
 
     def hold(self, label: str, *tensors: Tensor) -> None:
-        """Count tensors that already exist, such as weights, under a label."""
+        """Count tensors that already exist under a label: `hold("weights", *m.parameters())`."""
+        if not isinstance(label, str) or not all(isinstance(t, Tensor) for t in tensors):
+            received = ", ".join(type(argument).__name__ for argument in (label, *tensors))
+            raise TypeError(f"expected a label and tensors, hold(label, *tensors), got {received}")
         phase = self.phase
         self.phase = label
         self.add(tensors, "")
