@@ -177,7 +177,7 @@ def test_patches_of_wrong_shape_or_type_are_refused_and_leave_no_hook(
 ) -> None:
     wrong = {"blocks.0": torch.ones(3, 3)}
     with (
-        pytest.raises(ValueError, match=r"is \(3, 3\); it replaces \(1, 4, 8\)"),
+        pytest.raises(ValueError, match=r"shape \(1, 4, 8\), got \(3, 3\)"),
         patch(model, wrong),
     ):
         model(TOKENS)
@@ -239,7 +239,7 @@ def test_view_refuses_results_of_other_lengths(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not within 0 and 1"):
         view(path, tokens=list("abcd"), patterns=[EVEN - 1])
     lens = logit_lens([torch.ones(1, 4, 3)], None, torch.ones(5, 3))
-    with pytest.raises(ValueError, match="lens cover 4 positions; there are 2 tokens"):
+    with pytest.raises(ValueError, match="expected lens for 2 tokens, got 4 positions"):
         view(path, tokens=["a", "b"], lens=lens)
     with pytest.raises(FileNotFoundError):
         view(tmp_path / "nowhere" / "page.html", tokens=["a"])

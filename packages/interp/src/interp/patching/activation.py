@@ -27,7 +27,7 @@ from interp.text import Texts, Tokenizer
 
 #: Metrics that differ by at most this many rounding units (machine epsilon times the larger metric)
 #: count as equal. Metrics of equal prompts in batches of different sizes differ by up to two units.
-ROUNDINGS = 64
+MAX_ROUNDING_UNITS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,7 +50,7 @@ class PatchingResult(MeanOverPairs):
         """
         gap = self.clean - self.corrupted
         rounding = torch.finfo(self.values.dtype).eps * max(abs(self.clean), abs(self.corrupted))
-        if abs(gap) <= ROUNDINGS * rounding:
+        if abs(gap) <= MAX_ROUNDING_UNITS * rounding:
             raise ValueError(
                 f"the metric is {self.clean:.6g} in both runs: there is no gap to recover; pass "
                 "prompts whose metrics differ"
