@@ -145,7 +145,7 @@ class Replacement(nn.Module):
         super().__init__()
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
-    def restored(self) -> nn.Module:
+    def base_if_merged(self) -> nn.Module:
         """Return the layer to compress in place of this one.
 
         Raise `ValueError` if its dense weight is not stored.
@@ -166,7 +166,9 @@ def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     check_supported(model)
     model = copy.deepcopy(model, memo)
     replacements: dict[nn.Module, nn.Module] = {
-        module: module.restored() for module in model.modules() if isinstance(module, Replacement)
+        module: module.base_if_merged()
+        for module in model.modules()
+        if isinstance(module, Replacement)
     }
     return replace_modules(model, replacements)
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tinyml.integer.fixed_point import Scale
 from tinyml.integer.graph import trace
 from tinyml.integer.layers import LAYERS
-from tinyml.integer.steps import Pool, Product, Reshape, Step
+from tinyml.integer.steps import MatMul, Pool, Reshape, Step
 from tinyml.quantization.grid import grid_of
 from tinyml.validation import check_finite, check_strided, require_batches
 
@@ -112,7 +112,7 @@ def _calibrated(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step]
     last = {source: step for step in steps for source in step.sources}
     for step in steps:
         try:
-            if isinstance(step, Product):
+            if isinstance(step, MatMul):
                 check_finite("the weight", step.weight)
             if step.sources:
                 values_of[step] = step.run(*(values_of[source] for source in step.sources))

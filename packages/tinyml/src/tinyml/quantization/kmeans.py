@@ -70,8 +70,8 @@ class Palette(CompressedWeight):
         self.register_buffer("codes", codes)
         self.register_buffer("zero_row", zero_row)
 
-    def trained(self, weight: Tensor) -> Tensor:
-        """Return the palette."""
+    def trainable_tensor(self, weight: Tensor) -> Tensor:
+        """Return the palette, converted to the dtype and device of `weight`."""
         return self._palette.to(weight)
 
     def format(self) -> list[int]:
