@@ -420,7 +420,7 @@ def test_what_is_protected_keeps_its_sizes():
     assert small.blocks[0].a.weight.shape == model.blocks[0].a.weight.shape
     assert small.hidden.weight.shape == model.hidden.weight.shape
     assert small.blocks[1].a.out_channels == 5
-    with pytest.raises(ValueError, match="'hidden' may be meant"):
+    with pytest.raises(ValueError, match="did you mean 'hidden'"):
         prune_channels(model, 0.5, X, protect=["hiden"])
 
 

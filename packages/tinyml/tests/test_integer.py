@@ -547,7 +547,7 @@ def test_batch_size_in_the_code_is_refused():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda layer, x: (layer(x), x), "returns 2 values"),
+        (lambda layer, x: (layer(x), x), "returns one value, got 2"),
         (lambda layer, x: layer.bias.expand(3, 4), "depends on the input"),
     ],
 )

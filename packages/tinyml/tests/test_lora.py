@@ -244,7 +244,7 @@ def test_one_target_is_a_name_not_its_letters():
     model = add_lora(nn.ModuleDict({"up": nn.Linear(8, 8), "p": nn.Linear(8, 8)}), 2, targets="up")
     assert isinstance(model["up"], LoRA)
     assert not isinstance(model["p"], LoRA)
-    with pytest.raises(ValueError, match="'q_proj' may be meant"):
+    with pytest.raises(ValueError, match="did you mean 'q_proj'"):
         add_lora(nn.ModuleDict({"q_proj": nn.Linear(8, 8)}), 2, targets=["q_porj"])
 
 

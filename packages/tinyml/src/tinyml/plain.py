@@ -99,8 +99,8 @@ def remove_channels(
     `activations` (batch, h) are the values of the channels for typical inputs.
     """
     importance = activations.norm(dim=0) * second_weight.norm(dim=0)
-    kept = importance.argsort(descending=True)[:num_kept].sort().values
-    return first_weight[kept], second_weight[:, kept]
+    remaining = importance.argsort(descending=True)[:num_kept].sort().values
+    return first_weight[remaining], second_weight[:, remaining]
 
 
 # --- LoRA: W + (alpha / r) B A (Hu et al., 2021) ------------------------------------------------

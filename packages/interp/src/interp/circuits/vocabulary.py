@@ -33,5 +33,5 @@ def copying_scores(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
 
     The score is 1 for pure copying, and nan for a head whose eigenvalues are all 0.
     """
-    values = copying_eigenvalues(ov, embed, unembed)
-    return values.real.sum(-1) / values.abs().sum(-1)
+    eigenvalues = copying_eigenvalues(ov, embed, unembed)
+    return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)

@@ -78,7 +78,7 @@ def check_grid_bits(bits: int, symmetric: bool) -> None:
 
     One bit has two codes, and a symmetric grid has at least three: -1, 0 and 1.
     """
-    check_bits(bits, f"{symmetric=} takes", least=2 if symmetric else 1)
+    check_bits(bits, f"a grid with {symmetric=}", least=2 if symmetric else 1)
 
 
 def _step(extent: Tensor, steps: int) -> Tensor:

@@ -4,8 +4,8 @@ In one dimension a cluster is an interval. After one sort and prefix sums, an it
 algorithm costs k binary searches, so it can run until no value changes its cluster. From evenly
 spaced centroids, the error of this fixed point can be several times the optimum. Therefore Lloyd's
 algorithm starts at the exact optimum for a summary of the values, found by dynamic programming
-(Wang and Song, "Ckmeans.1d.dp", 2011). The palette is a parameter. The gradient of a palette value
-is the sum of the gradients of its weights ("Deep Compression", Han et al., 2016, section 3.3).
+(Wang and Song, "Ckmeans.1d.dp", 2011). The gradient of a palette value is the sum of the gradients
+of its weights ("Deep Compression", Han et al., 2016, section 3.3).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def kmeans_quantize(
     """
 
     def compress(layer: nn.Module, bits: int) -> Palette:
-        check_bits(bits, "a palette has")
+        check_bits(bits, "a palette")
         weight, row = weight_of(layer), getattr(layer, "padding_idx", None)
         zero_row = None
         if row is not None and not weight[row].any():
