@@ -234,7 +234,7 @@ def test_modules_without_tensors_are_refused() -> None:
     module = Text()
     with pytest.raises(TypeError, match="is a str without a tensor"), record(module, ""):
         module(torch.ones(1))
-    with pytest.raises(TypeError, match="':input' expected a tensor"), record(module, ":input"):
+    with pytest.raises(TypeError, match="expected a tensor in ':input'"), record(module, ":input"):
         module("words")
 
 

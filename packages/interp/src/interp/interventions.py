@@ -61,10 +61,7 @@ def steering_vector(
 
 
 def steer(vector: Tensor, *, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
-    """Return a replacement that adds `scale * vector` to an activation (..., d_model).
-
-    `vector` is (d_model,), or broadcasts to the activation.
-    """
+    """Return a replacement that adds `scale * vector` to activations; `vector` must broadcast."""
     return lambda activation: activation + scale * vector.to(activation)
 
 

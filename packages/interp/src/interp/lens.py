@@ -128,7 +128,7 @@ class Attribution:
     names: tuple[str, ...]
     #: One term per name and position, (names, ...).
     terms: Tensor
-    #: The logits per position, (...), computed with the norm and the unembedding.
+    #: The logits (...), computed with the norm and the unembedding.
     logits: Tensor
 
     def named(self) -> dict[str, Tensor]:

@@ -293,10 +293,8 @@ def _on_input(
 
 
 def _first_tensor(site: str, items: Any) -> Any:
-    """Return the key of the first tensor in `items`. Raise TypeError if there is no tensor."""
+    """Return the key of the first tensor in `items`; raise TypeError if there is none."""
     for key, value in items:
         if isinstance(value, Tensor):
             return key
-    raise TypeError(
-        f"expected a tensor among the inputs or outputs of {site!r}, got none; choose another site"
-    )
+    raise TypeError(f"expected a tensor in {site!r}, got none; choose another site")

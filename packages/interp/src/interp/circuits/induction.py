@@ -11,9 +11,8 @@ K-composes with it. The residual stream has four blocks of V, T, V and V dimensi
               half as strongly to position 0
 
 In head 0.0, position 0 attends to itself. In head 1.0, a token without an earlier occurrence
-attends to BOS. If exp(-`sharpness` / 2) rounds to 0, all its other attention weights are 0, and the
-output is then exactly 0. `train_induction` trains the same circuit. Elhage et al. 2021; Olsson et
-al. 2022.
+attends to BOS, and its output is exactly 0 if exp(-`sharpness` / 2) rounds to 0. `train_induction`
+trains the same circuit. Elhage et al. 2021; Olsson et al. 2022.
 """
 
 from __future__ import annotations

@@ -118,10 +118,9 @@ class LowRank:
         return q_a @ u, s, vh @ q_b.mT
 
     def eigenvalues(self) -> Tensor:
-        """Return the eigenvalues of `b a`, a complex tensor (..., r).
+        """Return the eigenvalues of `b a`, complex (..., r), with all nonzero ones of `a b`.
 
-        They contain all eigenvalues of `a b` that are not zero. Raises ValueError for matrices that
-        are not square, and for nan and inf.
+        Raises ValueError for matrices that are not square, and for nan and inf.
         """
         if self.shape[-1] != self.shape[-2]:
             raise ValueError(f"expected square matrices for eigenvalues, got {tuple(self.shape)}")

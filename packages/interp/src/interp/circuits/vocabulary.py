@@ -20,9 +20,8 @@ from interp.circuits.low_rank import LowRank, decomposable, finite_eigenvalues
 def copying_eigenvalues(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
     """Return the eigenvalues of W_U W_OV W_E that can be nonzero, complex (..., d_head).
 
-    They are the eigenvalues of B (W_E W_U) A with W_OV = A B. The d_model x d_model matrix W_E W_U
-    is the same for all heads, so the vocabulary is summed over once instead of once per head.
-    Half precision is converted to float32.
+    They are the eigenvalues of B (W_E W_U) A with W_OV = A B. W_E W_U (d_model, d_model) is
+    computed once for all heads. Half precision is converted to float32.
     """
     through: Tensor = decomposable(embed).mT @ decomposable(unembed)
     return finite_eigenvalues(decomposable(ov.b) @ through @ decomposable(ov.a))

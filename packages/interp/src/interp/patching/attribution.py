@@ -52,12 +52,11 @@ def attribution_patching(
         before = dict(recorded)
         forward(model, corrupted)
     mask = mask_of(corrupted)
-    gradients = _gradients(
-        model,
-        corrupted,
-        lambda logits, final_stream: measure_tokens(metric, mask, logits),
-        recorded,
-    )
+
+    def metric_of_logits(logits: Tensor, _: Tensor) -> Tensor:
+        return measure_tokens(metric, mask, logits)
+
+    gradients = _gradients(model, corrupted, metric_of_logits, recorded)
     return {site: ((before[site] - recorded[site]) * gradients[site]).sum(-1) for site in recorded}
 
 

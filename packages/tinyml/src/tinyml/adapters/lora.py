@@ -50,8 +50,8 @@ class LoRA(LowRankUpdate, Replacement):
             raise TypeError(f"expected nn.Linear or nn.Embedding, got {type(base).__name__}")
         if getattr(base, "max_norm", None) is not None:
             raise TypeError(
-                f"expected an embedding with max_norm=None, got max_norm={base.max_norm}, which "
-                "makes the embedding rewrite its weight; exclude it with protect"
+                f"expected max_norm=None, got {base.max_norm}, with which an embedding rewrites "
+                "its weight; exclude it with protect"
             )
         weight = weight_of(base)
         self.transposed = isinstance(base, nn.Embedding) or is_conv1d(base)

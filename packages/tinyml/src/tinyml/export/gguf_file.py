@@ -50,7 +50,7 @@ _DENSE = {
 }  # fmt: skip
 _ALIGNMENT = 32
 _LONGEST_NAME = 63
-_MOST_DIMENSIONS = 4
+_MAX_DIMENSIONS = 4
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -145,9 +145,9 @@ def _entries(
                 f"expected a separate name of at most {_LONGEST_NAME} bytes for each tensor, which "
                 f"llama.cpp reads, got {key!r}; pass shorter ones in names"
             )
-        if tensor.dim() > _MOST_DIMENSIONS:
+        if tensor.dim() > _MAX_DIMENSIONS:
             raise ValueError(
-                f"expected at most {_MOST_DIMENSIONS} dimensions, which llama.cpp reads, got "
+                f"expected at most {_MAX_DIMENSIONS} dimensions, which llama.cpp reads, got "
                 f"{name} of shape {tuple(tensor.shape)}"
             )
         if memory in blocks:

@@ -78,10 +78,7 @@ class _Walk:
             self._values[node] = self._call(node)
 
     def _select_output(self, outputs: list[fx.Node]) -> None:
-        """Remove steps that the output does not need, such as those of an auxiliary head.
-
-        Raise `ValueError` unless the model returns one value that depends on its input.
-        """
+        """Remove unneeded steps. Raise `ValueError` unless one output depends on the input."""
         if len(outputs) != 1:
             raise ValueError(f"expected a model that returns one value, got {len(outputs)}")
         if not isinstance(output := self._values[outputs[0]], Step):

@@ -174,8 +174,7 @@ class IntegerMul(RescaledValues):
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply int8 values."""
         zero_a, zero_b = self.zeros
-        product = (a.long() - zero_a) * (b.long() - zero_b)
-        return self.requantized(product * self.multiplier.long())
+        return self.requantized((a.long() - zero_a) * (b.long() - zero_b) * self.multiplier.long())
 
 
 class IntegerTable(nn.Module):

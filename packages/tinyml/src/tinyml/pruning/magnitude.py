@@ -104,10 +104,7 @@ def prune(
 
 
 def smallest_mask(score: Tensor, sparsity: float) -> Tensor:
-    """Return a mask that is False for the round(sparsity * n) smallest scores.
-
-    Of equal scores, the earlier ones are smaller.
-    """
+    """Return a mask that is False for the round(sparsity * n) smallest scores, in stable order."""
     if not 0 <= sparsity <= 1:
         raise ValueError(f"expected 0 <= sparsity <= 1, got {sparsity}")
     order = score.flatten().argsort(stable=True)

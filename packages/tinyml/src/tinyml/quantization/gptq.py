@@ -199,7 +199,7 @@ def gptq_codes(
 
 
 def _by_activation(size: Tensor, group: int) -> Tensor:
-    """Return the order of the columns, given the diagonal of H as `size`; the largest are first.
+    """Return the order of the columns by `size`, the diagonal of H; the largest are first.
 
     Groups are ordered by the sum of their sizes, and the columns of a group by size.
     """

@@ -1,7 +1,6 @@
 """Weights on a uniform grid, stored as packed codes of r = S (q - Z).
 
-The layer itself is unchanged. Its weight becomes a parametrization that unpacks the codes whenever
-the weight is read, so any layer with a parameter `weight` can be compressed.
+The layer's weight becomes a parametrization that unpacks the codes whenever the weight is read.
 """
 
 from __future__ import annotations
