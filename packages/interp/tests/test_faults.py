@@ -110,7 +110,7 @@ def model() -> AttentionOnly:
         ),
         (
             lambda: logit_difference(None, torch.ones(5, 3), 4, -1),
-            "expected a token id within 0 and 4 as wrong, got -1",
+            "expected a token id from 0 to 4 as wrong, got -1",
         ),
         (
             lambda: patch_streams(DECODER, TOKENS[0], TOKENS[0], torch.sum),

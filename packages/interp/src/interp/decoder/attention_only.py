@@ -53,9 +53,7 @@ class AttentionOnly(Decoder):
         if positions not in ("stream", "attention"):
             raise ValueError(f"expected positions 'stream' or 'attention', got {positions!r}")
         if d_head is None and d_model % heads:
-            raise ValueError(
-                f"expected d_model a multiple of {heads} heads, got {d_model}; pass d_head="
-            )
+            raise ValueError(f"d_model {d_model} is not a multiple of {heads} heads; pass d_head=")
         d_head = d_head or d_model // heads
         shapes = {"embed": (vocabulary, d_model), "position": (context, d_model)}
         for i in range(layers):
