@@ -17,7 +17,7 @@ def circuits(layers: int, heads: int, d: int, rank: int, seed: int) -> tuple[Low
 def test_scores_equal_the_dense_definition(
     monkeypatch: pytest.MonkeyPatch, kind: str, heads: int, d: int, rank: int, block: int
 ) -> None:
-    monkeypatch.setattr(interp.circuits.composition, "_BLOCK_NUMBERS", block)
+    monkeypatch.setattr(interp.circuits.composition, "_MAX_PRODUCT_ENTRIES", block)
     ov, qk = circuits(4, heads, d, rank, 0)
     scores = composition_scores(ov, qk, kind=kind)  # type: ignore[arg-type]
     for l1 in range(4):

@@ -756,7 +756,7 @@ def test_record_patterns_removes_hooks_after_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), record_patterns(model):
         raise ZeroDivisionError
     assert not any(m._forward_hooks or m._forward_pre_hooks for m in model.modules())
-    with pytest.raises(RuntimeError, match="no attention was seen"), record_patterns(nn.ReLU()):
+    with pytest.raises(RuntimeError, match="no attention was recorded"), record_patterns(nn.ReLU()):
         pass
     with record_patterns(model) as outer, record_patterns(model) as inner:
         model(TOKENS)

@@ -66,7 +66,10 @@ def model() -> AttentionOnly:
             lambda: qk_circuit(torch.ones(6, 8), torch.ones(6, 8), heads=2, kv_heads=0),
             "w_k has 6 rows.* multiple of 0 heads",
         ),
-        (lambda: composition_scores(PAIR, PAIR, kind="x"), "'x' is not one of 'q', 'k', 'v'"),
+        (
+            lambda: composition_scores(PAIR, PAIR, kind="x"),
+            "expected kind 'q', 'k' or 'v', got 'x'",
+        ),
         (lambda: composition_scores(PAIR, kind="k"), "pass qk="),
         (lambda: composition_scores(PAIR, PAIR[0], kind="k"), r"\(2, 3\) and \(3,\); both must be"),
         (lambda: composition_scores(PAIR, WIDE, kind="k"), "write 6 dimensions, .* read 5"),
@@ -79,7 +82,10 @@ def model() -> AttentionOnly:
         ),
         (lambda: detect_heads([EVEN * float("nan")], TOKENS), "pattern sum to nan"),
         (lambda: detect_heads([EVEN], TOKENS[None]), r"tokens have shape \(1, 1, 4\)"),
-        (lambda: detect_heads([EVEN], TOKENS).best("copy"), "'copy' is not one of previous"),
+        (
+            lambda: detect_heads([EVEN], TOKENS).best("copy"),
+            "expected kind previous, .*, got 'copy'",
+        ),
         (
             lambda: logit_lens(torch.ones(2, 4, 3), None, torch.ones(5, 3)),
             r"\(layers, batch, seq, d_model\), got \(2, 4, 3\); pass a single stream as \[stream\]",
@@ -87,7 +93,7 @@ def model() -> AttentionOnly:
         (lambda: logit_lens([], None, torch.ones(5, 3)), "at least one residual stream"),
         (
             lambda: logit_lens([torch.ones(1, 4, 3)], None, torch.ones(5, 3), targets=TOKENS[0]),
-            r"targets have shape \(4,\); pass \(1, 4\)",
+            r"expected targets of shape \(1, 4\), got \(4,\)",
         ),
         (
             lambda: edge_attribution(DECODER, TOKENS, TOKENS, torch.sum, exact=-1),
@@ -104,7 +110,7 @@ def model() -> AttentionOnly:
         ),
         (
             lambda: logit_difference(None, torch.ones(5, 3), 4, -1),
-            "expected a token id within 0 and 4 as wrong, got -1",
+            "expected a token id from 0 to 4 as wrong, got -1",
         ),
         (
             lambda: patch_streams(DECODER, TOKENS[0], TOKENS[0], torch.sum),
@@ -129,8 +135,8 @@ def model() -> AttentionOnly:
             r"expected token ids \(4,\) as targets, got \(1, 4\)",
         ),
         (lambda: attribution({}, None, torch.ones(5, 3), TOKENS), "at least one component"),
-        (lambda: drop_heads(0, 2, heads=2), r"heads \(0, 2\) are not all within 0 and 1"),
-        (lambda: drop_heads(-1, heads=2), r"heads \(-1,\) are not all within 0 and 1"),
+        (lambda: drop_heads(0, 2, heads=2), r"expected heads from 0 to 1, got \(0, 2\)"),
+        (lambda: drop_heads(-1, heads=2), r"expected heads from 0 to 1, got \(-1,\)"),
         (
             lambda: drop_heads(0, heads=3)(torch.ones(1, 4, 8)),
             "expected 8 features to be a multiple of heads, got heads=3",
@@ -177,7 +183,7 @@ def test_patches_of_wrong_shape_or_type_are_refused_and_leave_no_hook(
 ) -> None:
     wrong = {"blocks.0": torch.ones(3, 3)}
     with (
-        pytest.raises(ValueError, match=r"is \(3, 3\); it replaces \(1, 4, 8\)"),
+        pytest.raises(ValueError, match=r"shape \(1, 4, 8\), got \(3, 3\)"),
         patch(model, wrong),
     ):
         model(TOKENS)
@@ -228,7 +234,7 @@ def test_modules_without_tensors_are_refused() -> None:
     module = Text()
     with pytest.raises(TypeError, match="is a str without a tensor"), record(module, ""):
         module(torch.ones(1))
-    with pytest.raises(TypeError, match="':input' has no tensor"), record(module, ":input"):
+    with pytest.raises(TypeError, match="expected a tensor in ':input'"), record(module, ":input"):
         module("words")
 
 
@@ -239,7 +245,7 @@ def test_view_refuses_results_of_other_lengths(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="not within 0 and 1"):
         view(path, tokens=list("abcd"), patterns=[EVEN - 1])
     lens = logit_lens([torch.ones(1, 4, 3)], None, torch.ones(5, 3))
-    with pytest.raises(ValueError, match="lens cover 4 positions; there are 2 tokens"):
+    with pytest.raises(ValueError, match="expected lens for 2 tokens, got 4 positions"):
         view(path, tokens=["a", "b"], lens=lens)
     with pytest.raises(FileNotFoundError):
         view(tmp_path / "nowhere" / "page.html", tokens=["a"])

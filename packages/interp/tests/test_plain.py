@@ -39,9 +39,9 @@ def test_circuits_streams_and_logits_equal_the_plain_ones(
         logits = model(TOKENS[None])
     torch.testing.assert_close(logits[0], plain.logits(weights, TOKENS))
     streams = [seen[site] for site in ("blocks.0:input", "blocks.0", "blocks.1")]
-    for ours, expected in zip(streams, plain.streams(weights, TOKENS), strict=True):
+    for ours, expected in zip(streams, plain.residual_streams(weights, TOKENS), strict=True):
         torch.testing.assert_close(ours[0], expected)
-    expected = plain.lens(weights, TOKENS).softmax(-1)
+    expected = plain.logit_lens(weights, TOKENS).softmax(-1)
     lens = logit_lens(streams, None, model.unembed, top=expected.shape[-1])
     probabilities = torch.zeros_like(expected)
     probabilities.scatter_(-1, lens.top_tokens[:, 0], lens.top_probabilities[:, 0])
@@ -54,9 +54,9 @@ def test_composition_and_copying_equal_the_plain_ones(
     model: AttentionOnly, weights: plain.Weights, kind: str
 ) -> None:
     scores = composition_scores(model.ov(), model.qk(), kind=kind)
-    torch.testing.assert_close(scores[0, :, 1], plain.composition(weights, kind))
+    torch.testing.assert_close(scores[0, :, 1], plain.composition_scores(weights, kind))
     copying = copying_scores(model.ov(), model.embed.weight, model.unembed.weight)
-    torch.testing.assert_close(copying, plain.copying(weights))
+    torch.testing.assert_close(copying, plain.copying_scores(weights))
 
 
 @torch.no_grad()
@@ -69,7 +69,7 @@ def test_ablation_equals_the_plain_one(model: AttentionOnly, weights: plain.Weig
         for head in range(3):
             with patch(model, {f"blocks.{layer}.attention.o:input": drop_heads(head, heads=3)}):
                 rises[layer, head] = loss() - whole
-    torch.testing.assert_close(rises, plain.ablations(weights, TOKENS))
+    torch.testing.assert_close(rises, plain.ablation_effects(weights, TOKENS))
 
 
 def test_the_plain_file_is_short_and_imports_torch_alone() -> None:

@@ -420,7 +420,7 @@ def test_what_is_protected_keeps_its_sizes():
     assert small.blocks[0].a.weight.shape == model.blocks[0].a.weight.shape
     assert small.hidden.weight.shape == model.hidden.weight.shape
     assert small.blocks[1].a.out_channels == 5
-    with pytest.raises(ValueError, match="'hidden' may be meant"):
+    with pytest.raises(ValueError, match="did you mean 'hidden'"):
         prune_channels(model, 0.5, X, protect=["hiden"])
 
 
@@ -596,7 +596,7 @@ def test_units_that_produce_little_go_before_units_that_are_read_little():
 def test_bad_requests_say_what_to_ask_for():
     with pytest.raises(ValueError, match="sparsity < 1, got 1"):
         prune_channels(classifier(), 1.0, torch.randn(2, 6))
-    with pytest.raises(ValueError, match=r"channels of \['4'\] cannot be removed"):
+    with pytest.raises(ValueError, match="got '4', whose channels cannot be removed"):
         prune_channels(classifier(), {"4": 0.5}, torch.randn(2, 6))
     unbatched = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)), 0.5, torch.randn(3, 9, 9)
     with pytest.raises(ValueError, match="no channels between two layers"):

@@ -234,14 +234,14 @@ def test_invalid_group_sizes_are_refused(options, message):
 def test_bits_out_of_range_are_refused_with_the_value(bits):
     model = nn.Sequential(nn.Linear(4, 4))
     for compress in (kmeans_quantize, quantize):
-        with pytest.raises(ValueError, match=rf"got {bits} bits"):
+        with pytest.raises(ValueError, match=rf"got {bits}$"):
             compress(model, bits)
 
 
 def test_symmetric_grids_of_one_bit_are_refused():
     model, inputs = nn.Sequential(nn.Linear(4, 4)), torch.ones(2, 4)
     for compress in (quantize, lambda m, bits, **o: gptq(m, [inputs], bits, **o)):
-        with pytest.raises(ValueError, match=r"symmetric=True takes 2 to 8 bits\), got 1 bits"):
+        with pytest.raises(ValueError, match="2 to 8 as bits of a grid with symmetric=True, got 1"):
             compress(model, 1)
         assert len(compress(model, 1, symmetric=False)[0].weight.unique()) > 1
 

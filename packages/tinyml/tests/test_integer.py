@@ -15,9 +15,9 @@ from tinyml import IntegerModel, kmeans_quantize
 from tinyml.integer.fixed_point import fixed_point
 from tinyml.integer.layers import (
     IntegerCat,
-    IntegerGate,
+    IntegerMatMul,
+    IntegerMul,
     IntegerPool,
-    IntegerProduct,
     IntegerReshape,
     IntegerSum,
     IntegerTable,
@@ -42,7 +42,7 @@ def rounded(value, multiplier, shift, after):
     return min(127, max(-128, exact + after.zero))
 
 
-def _product(layer, values):
+def _matmul(layer, values):
     weight, bias = layer.weight.numpy().astype(np.int64), layer.bias.numpy().astype(np.int64)
     if layer.geometry is None:
         sums = values @ weight.T + bias
@@ -90,7 +90,7 @@ def _cat(layer, *values):
     return np.concatenate([_elementwise(layer, t.shape, t) for t in _moved(layer, values)], 1)
 
 
-def _gate(layer, a, b):
+def _mul(layer, a, b):
     product = (a - layer.before[0].zero) * (b - layer.before[1].zero) * int(layer.multiplier)
     return _elementwise(layer, product.shape, product)
 
@@ -113,10 +113,10 @@ def _pool(layer, values):
 
 
 ORACLES = {
-    IntegerProduct: _product,
+    IntegerMatMul: _matmul,
     IntegerSum: _sum,
     IntegerCat: _cat,
-    IntegerGate: _gate,
+    IntegerMul: _mul,
     IntegerTable: _table,
     IntegerPool: _pool,
     IntegerReshape: lambda layer, values: values.reshape(len(values), *layer.shape),
@@ -364,7 +364,7 @@ def test_what_a_c_program_takes_is_counted():
     assert "float" not in program.source
     assert "double" not in program.source
     for name in ("a-b", "1a", "\xe9"):
-        with pytest.raises(ValueError, match="expected the name of a C function"):
+        with pytest.raises(ValueError, match="expected a C identifier"):
             to_c(model, name=name)
     with pytest.raises(TypeError, match="got Linear"):
         to_c(nn.Linear(2, 2))
@@ -547,8 +547,8 @@ def test_batch_size_in_the_code_is_refused():
 @pytest.mark.parametrize(
     ("function", "message"),
     [
-        (lambda layer, x: (layer(x), x), "returns 2 values"),
-        (lambda layer, x: layer.bias.expand(3, 4), "does not depend on its input"),
+        (lambda layer, x: (layer(x), x), "returns one value, got 2"),
+        (lambda layer, x: layer.bias.expand(3, 4), "depends on the input"),
     ],
 )
 def test_outputs_that_are_not_one_value_are_refused(function, message):

@@ -244,7 +244,7 @@ def test_one_target_is_a_name_not_its_letters():
     model = add_lora(nn.ModuleDict({"up": nn.Linear(8, 8), "p": nn.Linear(8, 8)}), 2, targets="up")
     assert isinstance(model["up"], LoRA)
     assert not isinstance(model["p"], LoRA)
-    with pytest.raises(ValueError, match="'q_proj' may be meant"):
+    with pytest.raises(ValueError, match="did you mean 'q_proj'"):
         add_lora(nn.ModuleDict({"q_proj": nn.Linear(8, 8)}), 2, targets=["q_porj"])
 
 
@@ -376,7 +376,7 @@ def test_factors_that_change_while_merged_are_an_error(how):
         adapter.scaling *= 2
     calls = [merge_and_unload] if how == "data" else [lambda m: m(inputs), merge_and_unload]
     for call in calls:
-        with pytest.raises(RuntimeError, match="call unmerge first"):
+        with pytest.raises(RuntimeError, match="call unmerge, then merge again"):
             call(copy.deepcopy(model) if how == "data" else model)
     merged = merge(unmerge(model))(inputs)
     assert not torch.allclose(merged, exact)
@@ -385,9 +385,7 @@ def test_factors_that_change_while_merged_are_an_error(how):
 
 def test_dropout_that_attention_would_not_apply_is_refused():
     attention = nn.MultiheadAttention(16, 4)
-    with pytest.raises(
-        ValueError, match=r"dropout=0.5 would have no effect .*out_proj.* with protect"
-    ):
+    with pytest.raises(ValueError, match=r"out_proj.*dropout=0.5 .*no effect.* with protect"):
         add_lora(attention, 2, dropout=0.5)
     assert all(parameter.requires_grad for parameter in attention.parameters())
     add_lora(attention, 2)
@@ -399,7 +397,7 @@ def test_attention_refuses_a_merged_weight_whose_factors_have_changed():
     x = torch.randn(3, 2, 16)
     attention(x, x, x)
     nn.init.ones_(attention.out_proj.lora_B)
-    with pytest.raises(RuntimeError, match="call unmerge first"):
+    with pytest.raises(RuntimeError, match="call unmerge, then merge again"):
         attention(x, x, x)
 
 
@@ -511,5 +509,5 @@ def test_changed_factors_are_noticed_in_inference_mode():
         inputs = torch.randn(3, 8).double()
         merge(model.double())(inputs)
         model[0].lora_A.mul_(2)  # torch does not count this modification
-        with pytest.raises(RuntimeError, match="got changed ones"):
+        with pytest.raises(RuntimeError, match="changed after merge"):
             model(inputs)

@@ -169,7 +169,7 @@ def test_a_folder_restores_the_adapters(is_transposed, tmp_path):
 @pytest.mark.parametrize(
     ("options", "match"),
     [
-        ({"parameters": ["experts.upp"]}, "'blocks.0.experts.up' may be meant"),
+        ({"parameters": ["experts.upp"]}, "did you mean 'blocks.0.experts.up'"),
         (
             {"parameters": ["table.rows"], "rank": 5},
             "blocks.0.table.rows: expected 1 <= rank <= 4, got 5",

@@ -56,7 +56,7 @@ def test_a_palettes_gradient():
 def test_the_grid():
     values = weights(1, 300) + 0.7
     for bits in (2, 4, 8):
-        step, zero = plain.grid(float(values.min()), float(values.max()), bits)
+        step, zero = plain.choose_grid(float(values.min()), float(values.max()), bits)
         ours = grid_of(values, bits, symmetric=False)
         assert float(ours.zero) == zero
         codes = plain.quantize(values, step, zero, bits)
@@ -67,7 +67,7 @@ def test_the_grid():
 
 
 def test_the_grid_of_zeros_has_a_code_for_zero():
-    step, zero = plain.grid(0.0, 0.0, 4)
+    step, zero = plain.choose_grid(0.0, 0.0, 4)
     assert plain.dequantize(plain.quantize(torch.zeros(3), step, zero, 4), step, zero).eq(0).all()
 
 
@@ -94,7 +94,7 @@ def test_an_integer_layer():
 
 def test_training_with_rounding():
     values = (3 * weights(40)).requires_grad_()
-    plain.rounded_to_train(values, 0.5, 3).square().sum().backward()
+    plain.fake_quantize(values, 0.5, 3).square().sum().backward()
     expected = values.grad.clone()
     values.grad = None
     round_through(values[None], torch.tensor([[0.5]]).double(), -3, 3).square().sum().backward()

@@ -312,7 +312,7 @@ def test_what_is_protected_stays_as_it_is(method):
             layer, _, key = name.rpartition(".")
             now = getattr(small.get_submodule(layer), key)
             assert torch.equal(now, parameter) == is_protected, name
-    with pytest.raises(ValueError, match="'lm_head' may be meant"):
+    with pytest.raises(ValueError, match="did you mean 'lm_head'"):
         protected(dense, ["lm_haed"])
 
 

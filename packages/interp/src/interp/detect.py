@@ -10,16 +10,16 @@ The score of a head is its mean attention to the target keys of a kind:
 
 The mean is over all queries that have a target key. `chance` is the score of uniform attention to
 the current and all earlier tokens. Padding is neither a query nor a key. Some head always has the
-best score of a kind, so each score has a p-value. The p-value is an upper bound of the probability
-that any head attends as much to its target keys if keys are permuted. In this bound, each
-cluster of queries counts once.
+best score of a kind, even by chance, so each score has a p-value. The p-value is an upper bound of
+the probability that any head attends as much to its target keys if keys are permuted. In this
+bound, each cluster of queries counts once.
 
 Note [Clusters of queries]
 Queries of equal tokens are not independent observations: copies of a prompt, common prefixes and
 repeated tokens repeat the same choice of a head. The queries of each distinct token therefore form
 a cluster c that counts once, with its mean x_c. Queries at the same position of several prompts are
 not independent either, if a head attends by position. The queries are therefore clustered by token
-and by position, and the p-value is the larger one of the two. A significant score needs several
+and by position, and the p-value is the larger of the two. A significant score needs several
 tokens and several positions. (For `first`, all queries of a prompt have the same target, so the
 prompts that start with the same two tokens form one cluster.) Nothing is assumed about the
 dependence within a cluster or among a query's m target keys. Because exp is convex,
@@ -83,11 +83,11 @@ class HeadScores:
 
     #: The names of the patterns, or their indices.
     names: tuple[str, ...]
-    #: (layers, heads), in [0, 1]; nan if no query has a target key (no repeated tokens).
+    #: The scores (layers, heads), in [0, 1]; nan if no query has a target key.
     scores: Mapping[str, Tensor]
     #: The scores of uniform attention.
     chance: Mapping[str, float]
-    #: (layers, heads), corrected for the number of heads; see Note [Clusters of queries].
+    #: The p-values (layers, heads) with the correction of Note [Clusters of queries].
     p_values: Mapping[str, Tensor]
 
     def significant(self, kind: str) -> list[DetectedHead]:
@@ -106,9 +106,9 @@ class HeadScores:
         """
         scores = self._scores_of(kind)
         p_values = self.p_values[kind].flatten()
-        values, indices = scores.flatten().nan_to_num(-1.0).topk(min(count, scores.numel()))
+        best_scores, indices = scores.flatten().nan_to_num(-1.0).topk(min(count, scores.numel()))
         heads = []
-        for value, index in zip(values.tolist(), indices.tolist(), strict=True):
+        for value, index in zip(best_scores.tolist(), indices.tolist(), strict=True):
             layer, head = divmod(index, scores.shape[1])
             score = value if value >= 0 else float("nan")
             p_value = float(p_values[index])
@@ -118,7 +118,7 @@ class HeadScores:
 
     def _scores_of(self, kind: str) -> Tensor:
         if kind not in self.scores:
-            raise ValueError(f"kind {kind!r} is not one of {', '.join(self.scores)}")
+            raise ValueError(f"expected kind {', '.join(self.scores)}, got {kind!r}")
         return self.scores[kind]
 
 
@@ -158,7 +158,7 @@ def detect_heads(
     token_mask = mask_of(prompt) if has_mask else None
     tokens = tokens_of(prompt)
     tokens = tokens.expand(layers[0].shape[0], -1) if tokens.ndim == 1 else tokens
-    _check(layers, tokens)
+    _check_shapes(layers, tokens)
     chosen, real = _queries_and_keys(layers, tokens, queries, token_mask)
     length = tokens.shape[1]
 
@@ -268,11 +268,11 @@ def _log_bound(
         return pattern.new_zeros(pattern.shape[1])
     weights = pattern[row, :, query]  # [n, heads, seq_k]
     wanted = targets[row, query].to(pattern)  # [n, seq_k]
-    seen = visible[row, query]  # [n, seq_k]
+    visible_keys = visible[row, query]  # [n, seq_k]
     attained = torch.einsum("nhk,nk->nh", weights, wanted)
     scaled = wanted.sum(-1)[:, None, None] * weights
-    scaled = scaled.masked_fill(~seen[:, None], float("-inf"))
-    log_keys = seen.sum(-1).to(pattern).log()[:, None]
+    scaled = scaled.masked_fill(~visible_keys[:, None], float("-inf"))
+    log_keys = visible_keys.sum(-1).to(pattern).log()[:, None]
     # For each t, the log of the mean over keys, [n, heads].
     log_means = {t: (t * scaled).logsumexp(-1) - log_keys for t in _EXPONENTS}
     clusters = [x[row, query].unique(return_inverse=True)[1] for x in clusterings]
@@ -330,7 +330,7 @@ def _require_softmax(layer: int, pattern: Tensor, chosen: Tensor) -> None:
         )
 
 
-def _check(layers: list[Tensor], tokens: Tensor) -> None:
+def _check_shapes(layers: list[Tensor], tokens: Tensor) -> None:
     if tokens.ndim != 2:
         raise ValueError(f"tokens have shape {tuple(tokens.shape)}; pass (batch, seq) or (seq,)")
     heads = layers[0].shape[1] if layers[0].ndim == 4 else 0

@@ -38,9 +38,9 @@ def steering_vector(
     """
     means = []
     for prompt in (positive, negative):
-        with record(model, site) as seen:
+        with record(model, site) as recorded:
             forward(model, prompt)
-            first = seen[site]
+            activation = recorded[site]
             forward(model, prompt)
         has_mask = isinstance(prompt, Mapping) and prompt.get("attention_mask") is not None
         if has_mask and not bool(mask_of(prompt)[:, position].all()):
@@ -48,22 +48,20 @@ def steering_vector(
                 f"position {position} of a prompt is padding; pad on the left, or pass another "
                 "position"
             )
-        if not torch.allclose(seen[site], first, rtol=1e-3, atol=1e-4 * float(first.abs().max())):
+        tolerance = 1e-4 * float(activation.abs().max())
+        if not torch.allclose(recorded[site], activation, rtol=1e-3, atol=tolerance):
             raise ValueError(
                 f"{site!r} differs when the run is repeated; use eval(), because dropout changes "
                 "the vector"
             )
         # Means rounded to half precision would lose a difference that is small beside the means.
-        chosen = first[:, position]
+        chosen = activation[:, position]
         means.append(chosen.mean(0, dtype=torch.promote_types(chosen.dtype, torch.float32)))
-    return (means[0] - means[1]).to(first.dtype)
+    return (means[0] - means[1]).to(activation.dtype)
 
 
 def steer(vector: Tensor, *, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
-    """Return a replacement that adds `scale * vector` to an activation (..., d_model).
-
-    `vector` is (d_model,), or broadcasts to the activation.
-    """
+    """Return a replacement that adds `scale * vector` to activations; `vector` must broadcast."""
     return lambda activation: activation + scale * vector.to(activation)
 
 
@@ -94,9 +92,8 @@ def knock_out_attention(
         blocked[blocked_heads[:, None, None], query_index[:, None], key_index] = True
         wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
         remaining = wide.masked_fill(blocked, 0.0)
-        # A row's sum is less than 1 by the weight of its sink, or by rounding errors: those of its
-        # weights are at most half a unit, and those of the sums in the softmax and here grow with
-        # the number of keys.
+        # A row's sum is less than 1 by the weight of its sink, or by rounding errors. The errors of
+        # its weights are at most half a unit. The errors of the sums grow with the number of keys.
         sink = 1 - wide.sum(-1, keepdim=True)
         sum_units = 4 + key_count**0.5
         rounding = torch.finfo(pattern.dtype).eps / 2 + sum_units * torch.finfo(wide.dtype).eps

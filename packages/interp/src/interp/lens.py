@@ -33,7 +33,7 @@ class Lens:
     entropy: Tensor
     #: KL(last layer || this layer), (layers, ...), in nats.
     kl_to_last: Tensor
-    #: (layers, ...), or None without `targets`.
+    #: The log-probability of `targets`, (layers, ...), or None without `targets`.
     target_log_probability: Tensor | None
 
 
@@ -79,7 +79,7 @@ def logit_lens(
     last = decode(streams[-1]).log_softmax(-1)
     if targets is not None and targets.shape != last.shape[:-1]:
         raise ValueError(
-            f"targets have shape {tuple(targets.shape)}; pass {tuple(last.shape[:-1])}"
+            f"expected targets of shape {tuple(last.shape[:-1])}, got {tuple(targets.shape)}"
         )
     rows: list[list[Tensor]] = []
     for x in streams:
@@ -106,10 +106,9 @@ def logit_lens(
 
 
 def _require_unnormed(stream: Tensor, norm: Norm | None) -> None:
-    """Raise ValueError if the stream is an output of `norm`.
+    """Raise ValueError if the stream is an output of `norm`: g * u + b with |u|^2 = d_model.
 
-    At each position, an output of a norm is g * u + b with |u|^2 = d_model. Streams of fewer than 4
-    positions are not checked, because they may have this size by chance.
+    Streams of fewer than 4 positions are not checked, because they may have this size by chance.
     """
     if norm is None or stream[..., 0].numel() < 4:
         return
@@ -127,9 +126,9 @@ class Attribution:
     """A logit as a sum of terms: `terms.sum(0)` equals `logits` up to rounding."""
 
     names: tuple[str, ...]
-    #: (names, ...).
+    #: One term per name and position, (names, ...).
     terms: Tensor
-    #: (...), computed with the norm and the unembedding.
+    #: The logits (...), computed with the norm and the unembedding.
     logits: Tensor
 
     def named(self) -> dict[str, Tensor]:
@@ -211,12 +210,12 @@ def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
         return torch.ones_like(x), torch.zeros_like(x), False
     gain, shift, centered = _gain_and_shift(norm, x)
     projected = gain * (x - x.mean(-1, keepdim=True) if centered else x)
-    moved = norm(x) - shift
+    scaled = norm(x) - shift
     # The products overflow in float16.
     wide = projected.to(torch.promote_types(x.dtype, torch.float32))
     size = wide.square().sum(-1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
-    scale = ((moved * wide).sum(-1, keepdim=True) / size).to(x)
-    if not _close(scale * projected, moved):
+    scale = ((scaled * wide).sum(-1, keepdim=True) / size).to(x)
+    if not _close(scale * projected, scaled):
         raise ValueError(
             "the norm is not of the form g * x / s(x) + b (layer norm, RMS norm), so logits are "
             "not a sum of terms; patch the components instead"
@@ -259,19 +258,20 @@ def require_whole_heads(mixed: Tensor, heads: int) -> None:
 
 
 def _expected(log_p: Tensor, values: Tensor) -> Tensor:
-    # A token of probability 0 contributes 0, even if its value is infinite.
+    """Return the expectation of `values`. A token of probability 0 contributes 0."""
     return torch.where(log_p > float("-inf"), log_p.exp() * values, 0).sum(-1)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:
+    """Return True if a and b are equal up to the square root of machine epsilon."""
     tolerance = torch.finfo(a.dtype).eps ** 0.5
     return bool((a - b).abs().max() <= tolerance * b.abs().max().clamp_min(1e-30))
 
 
 def require_sum(parts: Iterable[Tensor], final: Tensor) -> None:
     """Raise ValueError if components do not sum to the final stream."""
-    first, *others = parts
-    total = sum(others, start=first)
+    first_part, *other_parts = parts
+    total = sum(other_parts, start=first_part)
     if total.shape != final.shape or not _close(total, final):
         raise ValueError(
             "the components do not sum to the final stream; one is missing, or a patch changes the "

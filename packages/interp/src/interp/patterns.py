@@ -27,16 +27,16 @@ _SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
 
 @contextmanager
 def record_patterns(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Record the pattern of the latest call of each attention of `model` while the block runs.
+    """Record the pattern of the latest call of each attention of `model` inside the context.
 
-    The block receives a dictionary of patterns (batch, heads, seq_q, seq_k) by the name of the
-    module, in the order of calls.
+    Entering the context returns a dictionary from module names to patterns (batch, heads, seq_q,
+    seq_k), in the order of calls.
 
     Three functions are intercepted: a softmax over the last of four dimensions,
     `scaled_dot_product_attention` and `multi_head_attention_forward`. If the softmax includes a
     sink (gpt-oss), the sink is the last column. Custom kernels and compiled graphs are not visible.
-    `nn.MultiheadAttention` does not use its inference fast path, whose rounding differs, while the
-    block runs.
+    Inside the context, `nn.MultiheadAttention` does not use its inference fast path, whose rounding
+    differs.
 
     Raises RuntimeError on exit if no attention was recorded. Raises ValueError if a module computes
     two patterns in one call, because both would have the name of this module.
@@ -66,7 +66,7 @@ def record_patterns(model: nn.Module) -> Iterator[dict[str, Tensor]]:
     try:
         for name, module in model.named_modules():
             handles.append(module.register_forward_pre_hook(partial(enter, name)))
-            # always_call: after an exception, another call may follow in the same block.
+            # always_call: after an exception, another call may follow in the same context.
             handles.append(module.register_forward_hook(leave, always_call=True))
         with _AttentionObserver(store, inside):
             yield patterns
@@ -75,7 +75,7 @@ def record_patterns(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             handle.remove()
     if not patterns:
         raise RuntimeError(
-            "no attention was seen: the model was not called inside the block, was compiled, or "
+            "no attention was recorded: the model was not called in the context, was compiled, or "
             "uses a custom kernel; switch it to SDPA or eager attention"
         )
 
@@ -118,8 +118,8 @@ class _AttentionObserver(TorchFunctionMode):
             options = {"need_weights": True, "average_attn_weights": False, "training": False}
             pattern: Any = func(*args, **{**kwargs, **options})[1]
             self.store(pattern if pattern.ndim == 4 else pattern[None])
-        elif func in _SOFTMAX and _over_keys(out, args, kwargs):
-            # The pattern is cloned, because the model may change it in place.
+        elif func in _SOFTMAX and _is_softmax_over_keys(out, args, kwargs):
+            # Clone the pattern, because the model may change it in place.
             self.store(out.clone())
         return out
 
@@ -169,6 +169,6 @@ def _unpack_groups(module: nn.Module, pattern: Tensor) -> Tensor:
     return pattern.flatten(1, 2)[:, :, None] if is_packed else pattern
 
 
-def _over_keys(out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
+def _is_softmax_over_keys(out: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> bool:
     dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
     return isinstance(out, Tensor) and out.ndim == 4 and dim in (-1, 3)

@@ -125,26 +125,22 @@ def split_pairs(
     """
     clean, corrupted = corresponding(model, clean, corrupted, tokenizer)
     mask = mask_of(clean)
-    count = len(mask)
     if isinstance(metric, Sequence):
         metrics = list(metric)
-        if len(metrics) != count:
+        if len(metrics) != len(mask):
             raise ValueError(
-                f"got {len(metrics)} metrics for {count} pairs; pass one, or one per pair"
+                f"got {len(metrics)} metrics for {len(mask)} pairs; pass one, or one per pair"
             )
     else:
-        # `measure_tokens` does not notice an accuracy at padding, which may be 0 for nan too.
+        # `measure_tokens` does not detect an accuracy at padding, which may also be 0 for nan.
         if not bool(mask[:, -1].all()):
             raise ValueError(f"a prompt ends with padding; {_NO_PADDING}")
-        metrics = [metric] * count
-    return [
-        (
-            _prompt_at(clean, i),
-            _prompt_at(corrupted, i),
-            partial(measure_tokens, metrics[i], mask[i : i + 1]),
-        )
-        for i in range(count)
-    ]
+        metrics = [metric] * len(mask)
+    pairs: list[tuple[Prompt, Prompt, Metric]] = []
+    for i, pair_metric in enumerate(metrics):
+        checked_metric = partial(measure_tokens, pair_metric, mask[i : i + 1])
+        pairs.append((_prompt_at(clean, i), _prompt_at(corrupted, i), checked_metric))
+    return pairs
 
 
 def measure_tokens(metric: Callable[[Tensor], Tensor], mask: Tensor, values: Tensor) -> Tensor:
@@ -165,8 +161,8 @@ def _hide(
     """Return the metric of `values`, and the metric after the `hidden` values were set to nan."""
     values = values.detach()
     with torch.no_grad():
-        # Metrics may change their argument in place.
-        before, after = metric(values.clone()), metric(values.masked_fill(hidden, float("nan")))
+        before = metric(values.clone())  # Metrics may change their argument in place.
+        after = metric(values.masked_fill(hidden, float("nan")))
     return torch.as_tensor(before).double(), torch.as_tensor(after).double()
 
 
@@ -240,10 +236,11 @@ class MeanOverPairs:
             raise ValueError(
                 "expected results of at least 2 pairs of prompts, got 1; pass prompts (pairs, seq)"
             )
-        others = [
-            quantity(mean_over_pairs([*self.pairs[:i], *self.pairs[i + 1 :]])) for i in range(count)
-        ]
-        variance = torch.stack(others).var(0, correction=0)
+        leave_one_out = []
+        for i in range(count):
+            other_pairs = [*self.pairs[:i], *self.pairs[i + 1 :]]
+            leave_one_out.append(quantity(mean_over_pairs(other_pairs)))
+        variance = torch.stack(leave_one_out).var(0, correction=0)
         error: Tensor = ((count - 1) * variance).sqrt()
         return error
 

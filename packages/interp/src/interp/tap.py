@@ -1,12 +1,12 @@
 """Recording and patching of activations of any `nn.Module`, by the names of its modules.
 
-    with record(model, "blocks.*", "norm:input") as seen:
+    with record(model, "blocks.*", "norm:input") as recorded:
         model(tokens)
     with patch(model, {"blocks.3.mlp": torch.zeros_like}):
         model(tokens)
 
-Hooks are removed when the block ends, also after an exception. A name that matches no module and a
-patch that never ran raise errors.
+Hooks are removed when the `with` statement exits, even after an exception. A name that matches no
+module and a patch that never ran raise errors.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def record(
 ) -> Iterator[dict[str, Tensor]]:
     """Record copies of the activations of the latest call of each module at `sites`.
 
-    The block receives a dictionary of activations by site, in the order of the forward pass. Sites
-    whose modules are not called, or were compiled earlier, are absent.
+    Entering the context returns a dictionary from sites to activations, in the order of the forward
+    pass. Sites whose modules are not called, or were compiled earlier, are missing from it.
 
     A site is a module's name (its output) or `name:input` (its input). `*` matches one part of a
     dotted name and `**` one or more parts. If a module has several inputs or outputs, the first
@@ -49,15 +49,15 @@ def record(
     Raises ValueError for a site that matches no module. With `detach=False`, raises RuntimeError on
     exit if the model changed a recorded tensor in place.
     """
-    seen: dict[str, Tensor] = {}
+    recorded: dict[str, Tensor] = {}
     versions: dict[str, int] = {}
 
     def record_activation(site: str, point: Activation, tensor: Tensor) -> None:
         tensor = point.read(tensor)
-        seen.pop(site, None)
+        recorded.pop(site, None)
         # Inference tensors have no graph, and no version that would show a change in place.
         is_copied = detach or tensor.is_inference()
-        seen[site] = tensor.detach().clone() if is_copied else tensor
+        recorded[site] = tensor.detach().clone() if is_copied else tensor
         if not is_copied:
             versions[site] = tensor._version
 
@@ -65,27 +65,29 @@ def record(
     with installed_hooks(
         model, {point.site: partial(record_activation, n, point) for n, point in points.items()}
     ):
-        yield seen
-    changed = [site for site in versions if site in seen and seen[site]._version != versions[site]]
+        yield recorded
+    changed = [
+        site for site in versions if site in recorded and recorded[site]._version != versions[site]
+    ]
     if changed:
         raise RuntimeError(
             f"tensors of {', '.join(changed)} were changed in place; record copies (detach=True), "
-            "or the output of a module before them"
+            "or record the output of an earlier module"
         )
 
 
 @contextmanager
 def record_before_hooks(model: nn.Module, *sites: str) -> Iterator[dict[str, Tensor]]:
     """Record copies of activations as in `record`, but before other hooks change them."""
-    seen: dict[str, Tensor] = {}
+    recorded: dict[str, Tensor] = {}
 
     def record_activation(site: str, tensor: Tensor) -> None:
-        # Copied, because other hooks may change the tensor in place.
-        seen[site] = tensor.detach().clone()
+        # Copy the tensor, because other hooks may change it in place.
+        recorded[site] = tensor.detach().clone()
 
     actions = {site: partial(record_activation, site) for site in expand_sites(model, sites)}
     with installed_hooks(model, actions, prepend=True):
-        yield seen
+        yield recorded
 
 
 @contextmanager
@@ -95,7 +97,7 @@ def patch(
     *,
     names: str | None = None,
 ) -> Iterator[None]:
-    """Replace activations while the block runs, by tensors or by functions of the old values.
+    """Replace activations inside the `with` statement, by tensors or functions of the old values.
 
     Sites and `names` are the same as in `record`. A function receives a copy of the old value,
     which it may change in place, and returns the new value. The new value must broadcast to the
@@ -112,51 +114,51 @@ def patch(
     """
     reached: set[str] = set()
 
-    def replace(point: Activation, new: Replacement, tensor: Tensor) -> Tensor:
+    def replace(point: Activation, replacement: Replacement, tensor: Tensor) -> Tensor:
         reached.add(point.site)
         old = point.read(tensor)
         # Functions may change their argument in place, which must not change the model's tensors.
-        value = new(old.clone()) if callable(new) else new
+        value = replacement(old.clone()) if callable(replacement) else replacement
         if not isinstance(value, Tensor):
             raise TypeError(
                 f"the patch of {point.site!r} returned a {type(value).__name__}; return a tensor"
             )
         try:
-            # Cloned, because the model may change the activation in place.
+            # Clone it, because the model may change the activation in place.
             value = value.to(old).expand_as(old).clone()
         except RuntimeError as error:
             raise ValueError(
-                f"the patch of {point.site!r} is {tuple(value.shape)}; it replaces "
-                f"{tuple(old.shape)}"
+                f"the patch of {point.site!r} must broadcast to the activation's shape "
+                f"{tuple(old.shape)}, got {tuple(value.shape)}"
             ) from error
         return point.write(value, tensor)
 
     hooks: dict[str, Callable[[Tensor], Tensor]] = {}
-    for pattern, new in replacements.items():
+    for pattern, replacement in replacements.items():
         for name, point in _points(model, (pattern,), names).items():
             if point.site in hooks:
                 raise ValueError(
                     f"{pattern!r} and an earlier pattern both replace {point.site!r}; pass one "
                     "replacement per site, or nest two patches"
                 )
-            value = new
-            if names is not None and callable(new):
-                value = bind_hook(new, name)
-            hooks[point.site] = partial(replace, point, value)
+            bound = replacement
+            if names is not None and callable(replacement):
+                bound = bind_hook(replacement, name)
+            hooks[point.site] = partial(replace, point, bound)
     with installed_hooks(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
         missed_sites = ", ".join(missed)
         raise RuntimeError(
             f"the patch of {missed_sites} never ran: the module was not called, or was compiled "
-            "before"
+            "before the patch was installed"
         )
 
 
 def _points(
     model: nn.Module, patterns: tuple[str, ...], names: str | None
 ) -> dict[str, Activation]:
-    """Return the activations of all sites, or hook names, that match."""
+    """Return the matching activations by site, or by hook name if `names` is set."""
     if names is None:
         return {site: Activation(site) for site in expand_sites(model, patterns)}
     return hook_points(model, patterns, names)
@@ -172,15 +174,16 @@ def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
     sites = []
     for pattern in patterns:
         name, colon, side = pattern.partition(":")
-        if side not in (("input",) if colon else ("",)):
+        expected_side = "input" if colon else ""
+        if side != expected_side:
             raise ValueError(f"site {pattern!r} ends in {side!r}; only 'input' may follow a colon")
         regex = re.escape(name).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
         matches = [n for n in names.values() if re.fullmatch(regex, n)]
         for other, module in model.named_modules(remove_duplicate=False):
             if re.fullmatch(regex, other) and names[module] not in matches:
                 raise ValueError(
-                    f"{other!r} is the same module as {names[module]!r}, and a hook sees the calls "
-                    f"under both names; pass {names[module]!r}"
+                    f"{other!r} is the same module as {names[module]!r}, and its hook runs for "
+                    f"calls under both names; pass {names[module]!r}"
                 )
         if not matches:
             known = list(names.values())
@@ -198,7 +201,7 @@ def installed_hooks(
     actions: Mapping[str, Callable[[Tensor], Tensor | None]],
     prepend: bool = False,
 ) -> Iterator[None]:
-    """Call each action with the tensor of its site; if it returns a tensor, use that one instead.
+    """Call each action with the tensor of its site. A returned tensor replaces the original.
 
     With `prepend`, the actions run before other hooks. The hooks are removed on exit.
     """
@@ -264,7 +267,7 @@ def _rebuilt(output: Any, entries: Mapping[Any, Any], key: Any, new: Tensor) -> 
             return rebuild(**changed)
         except TypeError:
             return rebuild(changed)
-    # A copy keeps everything else, such as the default of a defaultdict.
+    # A copy preserves all other state, such as the default of a defaultdict.
     copied = copy.copy(output)
     if isinstance(copied, dict | UserDict):
         copied[key] = new
@@ -290,7 +293,8 @@ def _on_input(
 
 
 def _first_tensor(site: str, items: Any) -> Any:
+    """Return the key of the first tensor in `items`; raise TypeError if there is none."""
     for key, value in items:
         if isinstance(value, Tensor):
             return key
-    raise TypeError(f"{site!r} has no tensor; choose a site whose module passes tensors")
+    raise TypeError(f"expected a tensor in {site!r}, got none; choose another site")

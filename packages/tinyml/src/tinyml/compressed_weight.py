@@ -65,10 +65,10 @@ class CompressedWeight(nn.Module):
                 "expected no assignment to a compressed weight, whose codes would not change; "
                 "compress the layer after the assignment"
             )
-        return self.trained(weight)
+        return self.trainable_tensor(weight)
 
-    def trained(self, weight: Tensor) -> Tensor:
-        """Return the parameter of the layer, from its dense weight."""
+    def trainable_tensor(self, weight: Tensor) -> Tensor:
+        """Return the tensor that is trained in place of `weight`; empty if none is trained."""
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
     def format(self) -> list[int]:

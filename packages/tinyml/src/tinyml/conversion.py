@@ -70,8 +70,8 @@ def warn_of_dense_weights(
 
     Examples are fused experts, `in_proj_weight`, transposed convolutions, embedding bags, and the
     tensors from which `weight_norm` computes a weight. Matrices of the modules in `protected` are
-    not counted. There is no warning if the counted ones have at most a hundredth of the elements of
-    the state dict. `skipped` are layers of a known kind that stay dense nevertheless.
+    not counted. There is no warning if the counted matrices have at most 1 % of the elements of the
+    state dict. `skipped` are layers of a known kind that stay dense nevertheless.
     """
     dense: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -101,8 +101,7 @@ def warn_of_dense_weights(
 
 def remove_parametrizations(module: nn.Module) -> None:
     """Remove all parametrizations of a module, in place, with the tensors that they compute."""
-    # torch's function would also affect every copy of the model, because the copies share the
-    # generated class.
+    # torch's function changes the generated class, which all copies of the model share.
     module.__class__ = type(module).__bases__[0]
     del module._modules["parametrizations"]
 
@@ -145,7 +144,7 @@ class Replacement(nn.Module):
         super().__init__()
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
-    def restored(self) -> nn.Module:
+    def base_if_merged(self) -> nn.Module:
         """Return the layer to compress in place of this one.
 
         Raise `ValueError` if its dense weight is not stored.
@@ -165,9 +164,8 @@ def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     """
     check_supported(model)
     model = copy.deepcopy(model, memo)
-    replacements: dict[nn.Module, nn.Module] = {
-        module: module.restored() for module in model.modules() if isinstance(module, Replacement)
-    }
+    replaced = [module for module in model.modules() if isinstance(module, Replacement)]
+    replacements: dict[nn.Module, nn.Module] = {m: m.base_if_merged() for m in replaced}
     return replace_modules(model, replacements)
 
 
@@ -183,7 +181,7 @@ def dense_copy(model: nn.Module) -> nn.Module:
 def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> nn.Module:
     """Replace modules of `model` in place; return the model, or its replacement.
 
-    Raise `ValueError` if a replaced module has hooks or a patched `forward` (see `check_hooks`).
+    Raise `ValueError` if `check_hooks` does.
     """
     check_hooks(model, replacements)
     if model in replacements:
@@ -223,7 +221,7 @@ def tensor_versions(*tensors: Tensor) -> list[tuple[int, object]]:
 
 @contextmanager
 def without_autocast(device: torch.device) -> Iterator[None]:
-    """Run the body without autocast."""
+    """Disable autocast inside the `with` statement."""
     kind = device.type
     if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
         with torch.autocast(kind, enabled=False):
@@ -234,7 +232,7 @@ def without_autocast(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Run the body in evaluation mode, then restore the mode of every module."""
+    """Set evaluation mode inside the `with` statement, then restore the mode of every module."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:

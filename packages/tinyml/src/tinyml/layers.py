@@ -45,7 +45,7 @@ def returns_product_or_rows(layer: nn.Module, call: Callable[[Tensor], Any]) -> 
     weight = weight_of(layer)
     try:
         if isinstance(layer, nn.Embedding):
-            # In descending order, so that positions are not mistaken for indices.
+            # Descending indices differ from positions, which a forward may use instead.
             inputs = torch.tensor([[layer.num_embeddings - 1, 0]], device=weight.device)
             scale = torch.as_tensor(getattr(layer, "embed_scale", 1.0)).to(weight)
             expected = F.embedding(inputs, weight) * scale
@@ -88,12 +88,12 @@ def layers_of(
     """
     layers: dict[str, nn.Module] = {}
     protected = protected_modules(model, protect)
-    seen = weights_of_modules(model, protected)
+    excluded = weights_of_modules(model, protected)
     for name, module in model.named_modules():
         if is_instance_of(module, kinds) and (key := weight_identity(module)) is not None:
-            if key not in seen:
+            if key not in excluded:
                 layers[name] = model.get_submodule(name)
-            seen.add(key)
+            excluded.add(key)
     if not layers:
         wanted = ", ".join(kind.__name__ for kind in kinds)
         raise ValueError(
@@ -114,7 +114,7 @@ def protected_modules(model: nn.Module, protect: Sequence[str]) -> set[str]:
     for wanted in [protect] if isinstance(protect, str) else protect:
         if not (fits := {name for name in names if f".{wanted}." in f".{name}."}):
             like = suggestion(wanted, names)
-            raise ValueError(f"protect: no layer has a name like {wanted!r}{like}")
+            raise ValueError(f"expected names of layers in protect, got {wanted!r}{like}")
         protected |= fits
     return protected
 

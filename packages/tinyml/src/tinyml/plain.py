@@ -1,4 +1,4 @@
-"""The minimal implementation on tensors: shared values, an even grid, zeros and low rank.
+"""A minimal implementation of k-means, uniform quantization, magnitude pruning and LoRA.
 
 Read this file first. The package's tests compare the real implementation with it.
 """
@@ -8,17 +8,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-# --- Fewer values: k-means (Han et al., "Deep Compression", 2016, section 3) -------------------
+# --- K-means quantization (Han et al., "Deep Compression", 2016, section 3) ---------------------
 
 
 def kmeans(weights: Tensor, bits: int, iterations: int = 100) -> tuple[Tensor, Tensor]:
-    """Return 2^bits shared values and the index of each weight's value (Lloyd's algorithm)."""
+    """Return 2^bits centroids and the index of each weight's centroid (Lloyd's algorithm)."""
     flat = weights.flatten()
-    # The initial values are evenly spaced quantiles, so most of them lie where most weights are.
+    # The initial centroids are evenly spaced quantiles, so they are dense where weights are dense.
     quantiles = (torch.arange(2**bits) + 0.5) / 2**bits
     centroids = flat.sort().values[(quantiles * len(flat)).long()]
     for _ in range(iterations):
-        codes = (flat[:, None] - centroids).abs().argmin(1)  # [N, K] -> [N], the nearest value
+        codes = (flat[:, None] - centroids).abs().argmin(1)  # [N, K] -> [N], the nearest centroid
         sums = torch.zeros_like(centroids).index_add(0, codes, flat)
         counts = torch.bincount(codes, minlength=len(centroids))
         means = sums / counts.clamp(min=1)
@@ -26,20 +26,20 @@ def kmeans(weights: Tensor, bits: int, iterations: int = 100) -> tuple[Tensor, T
     return centroids, codes.view(weights.shape)
 
 
-def centroid_gradient(gradient: Tensor, codes: Tensor, count: int) -> Tensor:
-    """Return the gradient of each shared value: the sum of the gradients of its weights."""
-    zeros = torch.zeros(count, dtype=gradient.dtype)
+def centroid_gradient(gradient: Tensor, codes: Tensor, num_centroids: int) -> Tensor:
+    """Return the gradient of each centroid: the sum of the gradients of its weights."""
+    zeros = torch.zeros(num_centroids, dtype=gradient.dtype)
     return zeros.index_add(0, codes.flatten(), gradient.flatten())
 
 
-# --- Even steps: r = S (q - Z) (Jacob et al., 2018, section 2.1) -------------------------------
+# --- Uniform quantization: r = S (q - Z) (Jacob et al., 2018, section 2.1) ----------------------
 
 
-def grid(low: float, high: float, bits: int) -> tuple[float, int]:
-    """Return the step S and the code Z of zero for values from `low` to `high`."""
+def choose_grid(minimum: float, maximum: float, bits: int) -> tuple[float, int]:
+    """Return the step S and the code Z of zero for values from `minimum` to `maximum`."""
     qmin, qmax = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    low, high = min(low, 0.0), max(high, 0.0)  # with a code for zero, padding and ReLU are exact
-    step = (high - low) / (qmax - qmin) or 1.0  # any step represents zeros
+    low, high = min(minimum, 0.0), max(maximum, 0.0)  # zero has a code: padding, ReLU are exact
+    step = 1.0 if high == low else (high - low) / (qmax - qmin)  # any step represents zeros
     return step, int(min(max(round(qmin - low / step), qmin), qmax))
 
 
@@ -63,28 +63,28 @@ def integer_linear(
     shift: int,
     zero_out: int,
 ) -> Tensor:
-    """Multiply int8 (m, k) by int8 (n, k) and rescale the integer sums for the next layer.
+    """Return the int8 codes (m, n) of the outputs, from int8 `x` (m, k) and `weight` (n, k).
 
-    sum S_w q_w S_x (q_x - Z_x) = S_out (q_out - Z_out), and S_w S_x / S_out = multiplier / 2^shift.
-    If Z_out = -128, clamping at -128 is the ReLU.
+    S_w S_x (sum q_w (q_x - Z_x) + bias) = S_out (q_out - Z_out). `bias` is an integer in units of
+    S_w S_x, and S_w S_x / S_out = multiplier / 2^shift. If Z_out = -128, the clamp is the ReLU.
     """
     sums = (x.long() - zero_in) @ weight.long().t() + bias
     rounded = (sums * multiplier + (1 << (shift - 1))) >> shift
     return (rounded + zero_out).clamp(-128, 127)
 
 
-def rounded_to_train(weight: Tensor, step: float, bits: int) -> Tensor:
-    """Round the weight in the forward pass and pass its gradient through (straight-through)."""
-    top = 2 ** (bits - 1) - 1
-    clipped = (weight / step).clamp(-top, top)  # outside of the range the gradient is zero
+def fake_quantize(weight: Tensor, step: float, bits: int) -> Tensor:
+    """Return the rounded weight; its gradient is that of the clipped weight (straight-through)."""
+    qmax = 2 ** (bits - 1) - 1
+    clipped = (weight / step).clamp(-qmax, qmax)  # outside of the range the gradient is zero
     return step * (clipped + (clipped.round() - clipped).detach())
 
 
-# --- Zeros: remove the smallest weights ---------------------------------------------------------
+# --- Magnitude pruning --------------------------------------------------------------------------
 
 
 def magnitude_mask(weight: Tensor, sparsity: float) -> Tensor:
-    """Return a mask that is False for the smallest weights, a fraction `sparsity` of all."""
+    """Return a mask, False for the fraction `sparsity` of weights with the smallest magnitudes."""
     order = weight.abs().flatten().argsort(stable=True)
     mask = torch.ones(weight.numel(), dtype=torch.bool)
     mask[order[: round(sparsity * weight.numel())]] = False
@@ -92,18 +92,18 @@ def magnitude_mask(weight: Tensor, sparsity: float) -> Tensor:
 
 
 def remove_channels(
-    values: Tensor, first: Tensor, second: Tensor, keep: int
+    activations: Tensor, first_weight: Tensor, second_weight: Tensor, num_kept: int
 ) -> tuple[Tensor, Tensor]:
-    """Remove the least important hidden channels between two layers (h, in) and (out, h).
+    """Return the weights (h, in) and (out, h) of two layers, reduced to `num_kept` channels h.
 
-    `values` (batch, h) are the values of the channels for typical inputs.
+    `activations` (batch, h) are the values of the channels for typical inputs.
     """
-    contribution = values.norm(dim=0) * second.norm(dim=0)
-    selected = contribution.argsort(descending=True)[:keep].sort().values
-    return first[selected], second[:, selected]
+    importance = activations.norm(dim=0) * second_weight.norm(dim=0)
+    remaining = importance.argsort(descending=True)[:num_kept].sort().values
+    return first_weight[remaining], second_weight[:, remaining]
 
 
-# --- Low rank: W + (alpha / r) B A (Hu et al., 2021) -------------------------------------------
+# --- LoRA: W + (alpha / r) B A (Hu et al., 2021) ------------------------------------------------
 
 
 def lora(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
@@ -116,5 +116,5 @@ def lora(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tenso
 
 
 def lora_merged(weight: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    """Return the single weight matrix that computes the same function."""
+    """Return the single weight matrix that computes the same function as `lora`."""
     return weight + alpha / len(a) * b @ a

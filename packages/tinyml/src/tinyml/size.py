@@ -2,7 +2,7 @@
 
 Each parameter and buffer counts once, even if several layers share it. Different tensors that are
 views of one memory all count. Bytes include palettes and scales. Floating-point tensors are also
-counted as a sparse file stores them: a bit per element plus the nonzero elements.
+counted as a sparse file stores them: one bit per element plus the nonzero elements.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def size_of(model: nn.Module) -> Size:
 
 
 def has_value(tensor: Tensor) -> Tensor:
-    """Return True for elements that a sparse file stores; these have a bit set, as -0.0 does."""
+    """Return a mask of the elements that a sparse file stores: any bit is set, as in -0.0."""
     return as_integers(tensor.contiguous()) != 0
 
 

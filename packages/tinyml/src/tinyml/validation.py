@@ -20,7 +20,7 @@ Progress = Callable[[str, int, int], None]
 def suggestion(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message that suggests the known name closest to `name`."""
     alike = difflib.get_close_matches(name, list(known), 1, 0.5)
-    return f"; {alike[0]!r} may be meant" if alike else ""
+    return f"; did you mean {alike[0]!r}?" if alike else ""
 
 
 def first_names(names: Iterable[str]) -> str:
@@ -32,7 +32,7 @@ def first_names(names: Iterable[str]) -> str:
 def check_bits(bits: float, what: str, least: int = 1) -> None:
     """Raise `ValueError` unless `bits` is an integer from `least` to 8."""
     if isinstance(bits, bool) or not isinstance(bits, int) or not least <= bits <= 8:
-        raise ValueError(f"expected a whole number ({what} {least} to 8 bits), got {bits!r} bits")
+        raise ValueError(f"expected an integer from {least} to 8 as bits of {what}, got {bits!r}")
 
 
 def check_finite(name: str, tensor: Tensor) -> None:

@@ -20,9 +20,9 @@ from interp.circuits.low_rank import LowRank, decomposable
 
 Kind = Literal["q", "k", "v"]
 
-#: The largest number of entries of one matrix product, unless a product with one later head has
-#: more. It is 2 MiB in float32; larger products are not faster.
-_BLOCK_NUMBERS = 1 << 19
+#: Maximum number of entries per matrix product (2 MiB in float32); larger products are not faster.
+#: It is exceeded only if a single later head needs more.
+_MAX_PRODUCT_ENTRIES = 1 << 19
 
 
 def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) -> Tensor:
@@ -37,17 +37,17 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
     layers, heads = ov.batch_shape
     reads, writes = _folded(reader.mT).mT, _folded(ov)
     scores = writes.new_zeros(layers, heads, layers, heads)
-    for first in range(layers - 1):
-        scores[first, :, first + 1 :] = _pair_norms(reads[first + 1 :], writes[first])
-    # Folding also preserves the norms of the circuits themselves.
-    written, read = torch.linalg.matrix_norm(writes), torch.linalg.matrix_norm(reads)
-    norms: Tensor = written[:, :, None, None] * read
+    for layer in range(layers - 1):
+        scores[layer, :, layer + 1 :] = _pair_norms(reads[layer + 1 :], writes[layer])
+    # Folding also preserves the ratios between the norms of products and those of circuits.
+    writer_norms = torch.linalg.matrix_norm(writes)
+    norms: Tensor = writer_norms[:, :, None, None] * torch.linalg.matrix_norm(reads)
     return scores / norms.clamp_min(torch.finfo(scores.dtype).tiny)
 
 
 def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
     if kind not in ("q", "k", "v"):
-        raise ValueError(f"kind {kind!r} is not one of 'q', 'k', 'v'")
+        raise ValueError(f"expected kind 'q', 'k' or 'v', got {kind!r}")
     if kind == "v":
         reader = ov
     elif qk is None:
@@ -86,7 +86,7 @@ def _pair_norms(reads: Tensor, writes: Tensor) -> Tensor:
     layers, heads, rank, d_model = reads.shape
     written = writes.movedim(0, 1).reshape(d_model, -1)
     rows = reads.reshape(-1, rank, d_model)
-    step = max(1, _BLOCK_NUMBERS // (rank * written.shape[1]))
+    step = max(1, _MAX_PRODUCT_ENTRIES // (rank * written.shape[1]))
     norms = [
         torch.linalg.vector_norm(
             (block.reshape(-1, d_model) @ written).view(len(block), rank, len(writes), -1),

@@ -11,9 +11,8 @@ K-composes with it. The residual stream has four blocks of V, T, V and V dimensi
               half as strongly to position 0
 
 In head 0.0, position 0 attends to itself. In head 1.0, a token without an earlier occurrence
-attends to BOS. If exp(-`sharpness` / 2) rounds to 0, all its other attention weights are 0, and the
-output is then exactly 0. `train_induction` trains the same circuit. Elhage et al. 2021; Olsson et
-al. 2022.
+attends to BOS, and its output is exactly 0 if exp(-`sharpness` / 2) rounds to 0. `train_induction`
+trains the same circuit. Elhage et al. 2021; Olsson et al. 2022.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ def induction_circuit(
         vocabulary=v, context=t, d_model=3 * v + t, layers=2, heads=1, d_head=max(v, t), scale=1.0
     ).to(dtype)
     token, position, previous, output = torch.split(torch.eye(3 * v + t, dtype=dtype), [v, t, v, v])
-    first, second = (block.attention for block in model.layers)
+    previous_token_head, copying_head = (block.attention for block in model.layers)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.zero_()
@@ -61,20 +60,19 @@ def induction_circuit(
         model.position.weight.copy_(position)
         model.unembed.weight.copy_(output)
         # The query at i and the key at i - 1 match in coordinate i - 1.
-        first.q.weight[: t - 1] = sharpness * position[1:]
-        first.k.weight[: t - 1] = position[:-1]
-        # Position 0 has no predecessor and attends to itself.
-        first.q.weight[0] += sharpness * position[0]
-        first.v.weight[:v] = token
-        first.o.weight[:, :v] = previous.T
+        previous_token_head.q.weight[: t - 1] = sharpness * position[1:]
+        previous_token_head.k.weight[: t - 1] = position[:-1]
+        previous_token_head.q.weight[0] += sharpness * position[0]
+        previous_token_head.v.weight[:v] = token
+        previous_token_head.o.weight[:, :v] = previous.T
         # A query and a key match in the coordinate of their token. BOS has no earlier occurrence to
         # match, so its coordinate serves as the attention sink.
-        second.q.weight[1:v] = sharpness * token[1:]
-        second.q.weight[0] = sharpness / 2 * token.sum(0)
-        second.k.weight[1:v] = previous[1:]
-        second.k.weight[0] = position[0]
-        second.v.weight[1:v] = token[1:]
-        second.o.weight[:, 1:v] = output[1:].T
+        copying_head.q.weight[1:v] = sharpness * token[1:]
+        copying_head.q.weight[0] = sharpness / 2 * token.sum(0)
+        copying_head.k.weight[1:v] = previous[1:]
+        copying_head.k.weight[0] = position[0]
+        copying_head.v.weight[1:v] = token[1:]
+        copying_head.o.weight[:, 1:v] = output[1:].T
     return model.requires_grad_(False)
 
 
@@ -96,10 +94,10 @@ def repeated_tokens(
     """
     low, high = periods
     if not 0 < low <= high < min(vocabulary, length):
-        most = min(vocabulary, length) - 1
+        max_period = min(vocabulary, length) - 1
         raise ValueError(
-            f"expected periods with 1 <= low <= high <= {most}, got {periods}; the tokens of a "
-            "period are distinct, and one period must fit into the text"
+            f"expected periods with 1 <= low <= high <= {max_period}, got {periods}; the tokens of "
+            "a period are distinct, and one period must fit into the text"
         )
     period = torch.randint(low, high + 1, (batch, 1), generator=generator)
     order = torch.rand(batch, vocabulary - 1, generator=generator).argsort(-1) + 1

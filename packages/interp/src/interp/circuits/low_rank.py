@@ -27,9 +27,9 @@ class LowRank:
     basis.
     """
 
-    #: (..., m, r).
+    #: The left factor, (..., m, r).
     a: Tensor
-    #: (..., r, n).
+    #: The right factor, (..., r, n).
     b: Tensor
 
     def __post_init__(self) -> None:
@@ -118,10 +118,9 @@ class LowRank:
         return q_a @ u, s, vh @ q_b.mT
 
     def eigenvalues(self) -> Tensor:
-        """Return the eigenvalues of `b a`, a complex tensor (..., r).
+        """Return the eigenvalues of `b a`, complex (..., r), with all nonzero ones of `a b`.
 
-        They contain all eigenvalues of `a b` that are not zero. Raises ValueError for matrices that
-        are not square, and for nan and inf.
+        Raises ValueError for matrices that are not square, and for nan and inf.
         """
         if self.shape[-1] != self.shape[-2]:
             raise ValueError(f"expected square matrices for eigenvalues, got {tuple(self.shape)}")
@@ -148,7 +147,7 @@ def ov_circuit(w_v: Tensor, w_o: Tensor, *, heads: int, kv_heads: int | None = N
     """Return W_OV = W_O W_V of every head, (..., heads, d_model, d_model).
 
     `w_v` (..., kv_heads * d_head, d_model) and `w_o` (..., d_model, heads * d_head) are weights of
-    `nn.Linear`; leading dimensions (layers) are kept.
+    `nn.Linear`; leading dimensions (layers) are preserved.
     """
     v = _per_query_head(_split(w_v, heads if kv_heads is None else kv_heads, "w_v"), heads)
     return LowRank(_split(w_o.mT, heads, "w_o.mT").mT, v)
@@ -161,10 +160,9 @@ def synthesize(matrix: Tensor, rank: int) -> LowRank:
     matrix of this rank is nearer in the Frobenius norm (Eckart and Young 1936), and a circuit of
     this rank is reproduced up to rounding. Raises ValueError unless 1 <= rank <= min(m, n).
     """
-    if matrix.ndim < 2 or not 0 < rank <= min(matrix.shape[-2:]):
-        raise ValueError(
-            f"rank {rank} is not between 1 and the smaller dimension of {tuple(matrix.shape)}"
-        )
+    max_rank = min(matrix.shape[-2:]) if matrix.ndim >= 2 else 0
+    if not 0 < rank <= max_rank:
+        raise ValueError(f"expected 1 <= rank <= {max_rank}, got {rank} for {tuple(matrix.shape)}")
     u, s, vh = torch.linalg.svd(decomposable(matrix), full_matrices=False)
     root = s[..., :rank].sqrt()
     return LowRank(u[..., :rank] * root[..., None, :], root[..., None] * vh[..., :rank, :])
@@ -186,8 +184,8 @@ def finite_eigenvalues(matrix: Tensor) -> Tensor:
             "expected finite factors for eigenvalues, got a product with nan or inf; check the "
             "weights with isfinite()"
         )
-    values: Tensor = torch.linalg.eigvals(matrix)
-    return values
+    eigenvalues: Tensor = torch.linalg.eigvals(matrix)
+    return eigenvalues
 
 
 def _split(weight: Tensor, heads: int, name: str) -> Tensor:

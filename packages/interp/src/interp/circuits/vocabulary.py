@@ -20,9 +20,8 @@ from interp.circuits.low_rank import LowRank, decomposable, finite_eigenvalues
 def copying_eigenvalues(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
     """Return the eigenvalues of W_U W_OV W_E that can be nonzero, complex (..., d_head).
 
-    They are the eigenvalues of B (W_E W_U) A with W_OV = A B. The d_model x d_model matrix W_E W_U
-    is the same for all heads, so the vocabulary is summed over once instead of once per head.
-    Half precision is converted to float32.
+    They are the eigenvalues of B (W_E W_U) A with W_OV = A B. W_E W_U (d_model, d_model) is
+    computed once for all heads. Half precision is converted to float32.
     """
     through: Tensor = decomposable(embed).mT @ decomposable(unembed)
     return finite_eigenvalues(decomposable(ov.b) @ through @ decomposable(ov.a))
@@ -33,5 +32,5 @@ def copying_scores(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
 
     The score is 1 for pure copying, and nan for a head whose eigenvalues are all 0.
     """
-    values = copying_eigenvalues(ov, embed, unembed)
-    return values.real.sum(-1) / values.abs().sum(-1)
+    eigenvalues = copying_eigenvalues(ov, embed, unembed)
+    return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)

@@ -51,7 +51,7 @@ class AttentionOnly(Decoder):
         scale: float | None = None,
     ) -> None:
         if positions not in ("stream", "attention"):
-            raise ValueError(f"positions {positions!r} is not one of 'stream', 'attention'")
+            raise ValueError(f"expected positions 'stream' or 'attention', got {positions!r}")
         if d_head is None and d_model % heads:
             raise ValueError(f"d_model {d_model} is not a multiple of {heads} heads; pass d_head=")
         d_head = d_head or d_model // heads

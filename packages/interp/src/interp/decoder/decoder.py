@@ -83,7 +83,7 @@ class Decoder(nn.Module):
         else:
             vocabulary, d_model = self.embed.weight.shape
             tied = UnsetLinear(d_model, vocabulary, bias=False, device="meta")
-            self.unembed = weights.share_memory("unembed", tied)  # sets its bias, if there is one
+            self.unembed = weights.share_memory("unembed", tied)  # also sets the bias, if any
             self.unembed.weight = self.embed.weight
         if unused := sorted(tensors.keys() - weights.used):
             raise ValueError(

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder
-from interp.decoder.modules.attention import DecoderAttention, Latent
+from interp.decoder.modules.attention import DecoderAttention, LatentProjection
 
 
 def _fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
@@ -92,7 +92,7 @@ def fold_decoder(model: Decoder) -> Decoder:
     for block in model.layers:
         attention, readers = block.attention, list[nn.Linear]()
         for part in (attention.q, attention.k, attention.v):
-            readers += part.readers if isinstance(part, Latent) else [part]
+            readers += part.readers if isinstance(part, LatentProjection) else [part]
         # Queries and keys may read the norm's output plus a position, which has no gain.
         if not model.settings.positions_in_attention:
             _fold_norm(block.norm1, *readers)

@@ -109,7 +109,7 @@ def canonical_parts(
 
 
 def roles_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
-    """Return the role of each tensor by name, such as `blocks.3.attention.qkv.weight`.
+    """Return a dictionary from tensor names to roles, such as `blocks.3.attention.qkv.weight`.
 
     Buffers of old checkpoints are left out. Raises ValueError for a name without a role.
     """

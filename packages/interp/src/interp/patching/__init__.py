@@ -11,7 +11,8 @@ value in the corrupted run and a' for its value in the clean run.
 
 `patch_streams` runs one patch per layer and position of the residual stream. `patch_parts` runs one
 per layer, head and position of queries, keys, values, outputs or MLPs. Both return the metric after
-each patch and in both runs. `drop_heads` ablates heads at all positions, for `interp.patch`.
+each patch, of the clean run and of the corrupted run. `drop_heads` ablates heads at all positions,
+for `interp.patch`.
 
 **Restarts.** A patch in layer l does not change the blocks before l. The corrupted run is therefore
 recorded once, and a patch restarts at the recorded input of block l. For patches in all
@@ -28,10 +29,10 @@ layer, and the patches of layer l join at block l. Each block is called once per
 the MLPs therefore compute only position t and later positions. The attention between its
 projections computes all positions, with the recorded queries, keys and values of earlier ones.
 
-**Path patching** measures through which *receiver* a *sender* acts. A sender is the embedding, a
-head or an MLP. A receiver is a head's queries, keys or values, an MLP, or the final norm. The
-residual stream is a sum of the senders' outputs s_i. The edge from i to r is therefore patched by
-adding s_i' - s_i to the input of r alone:
+**Path patching** measures the effect of a *sender* through one *receiver*. A sender is the
+embedding, a head or an MLP. A receiver is a head's queries, keys or values, an MLP, or the final
+norm. The residual stream is a sum of the senders' outputs s_i. The edge from i to r is therefore
+patched by adding s_i' - s_i to the input of r only:
 
     effect(i -> r) = m(corrupted run with input_r := input_r + s_i' - s_i) - m(corrupted run)
 
@@ -53,8 +54,7 @@ values. `standard_error_of` computes the standard error of any quantity:
 
     result.standard_error_of(lambda mean: mean.recovered)
 
-With `tokenizer=`, these functions and `attribution_patching` accept texts. `pairs_of` makes pairs
-and metrics from a table.
+`pairs_of` makes pairs and metrics from a table.
 
 References: Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; Nanda 2023,
 "Attribution Patching"; Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit

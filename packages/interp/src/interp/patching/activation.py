@@ -27,7 +27,7 @@ from interp.text import Texts, Tokenizer
 
 #: Metrics that differ by at most this many rounding units (machine epsilon times the larger metric)
 #: count as equal. Metrics of equal prompts in batches of different sizes differ by up to two units.
-ROUNDINGS = 64
+MAX_ROUNDING_UNITS = 64
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +37,7 @@ class PatchingResult(MeanOverPairs):
     #: The metric after each patch, (layers, positions); (layers, heads, positions) from
     #: `patch_parts`.
     values: Tensor
+    #: The metric of the clean run, and the metric of the corrupted run.
     clean: float
     corrupted: float
 
@@ -50,7 +51,7 @@ class PatchingResult(MeanOverPairs):
         """
         gap = self.clean - self.corrupted
         rounding = torch.finfo(self.values.dtype).eps * max(abs(self.clean), abs(self.corrupted))
-        if abs(gap) <= ROUNDINGS * rounding:
+        if abs(gap) <= MAX_ROUNDING_UNITS * rounding:
             raise ValueError(
                 f"the metric is {self.clean:.6g} in both runs: there is no gap to recover; pass "
                 "prompts whose metrics differ"
@@ -121,13 +122,13 @@ def _patch_pair(
     run = Restart(model, corrupted, batch=batch)
     sites, heads = sites_and_heads(model, part)
     last_block = f"blocks.{len(sites) - 1}"
-    with record(model, *sites, last_block) as seen:
+    with record(model, *sites, last_block) as recorded:
         forward(model, clean)
-    sources = [seen[site][0].unflatten(-1, (heads, -1)) for site in sites]
+    sources = [recorded[site][0].unflatten(-1, (heads, -1)) for site in sites]
     length = run.final_stream.shape[1]
     patches = torch.ones(len(sites), heads, length, device=run.final_stream.device).nonzero()
     values = run_patches(run, sites, sources, patches, metric)
-    final_streams = torch.cat([seen[last_block], run.final_stream])
+    final_streams = torch.cat([recorded[last_block], run.final_stream])
     clean_value, corrupted_value = measure(metric, final_streams).tolist()
     return PatchingResult(values.view(len(sites), heads, length), clean_value, corrupted_value)
 
@@ -148,7 +149,7 @@ def sites_and_heads(model: Decoder, part: str) -> tuple[list[str], int]:
         "mlp_out": 1,
     }
     if part not in heads_of:
-        raise ValueError(f"part {part!r} is not one of {', '.join(heads_of)}")
+        raise ValueError(f"expected part {', '.join(heads_of)}, got {part!r}")
     separator = "" if part.startswith(":") else "."
     sites = [f"blocks.{i}{separator}{part}" for i in range(len(model.layers))]
     return sites, heads_of[part]
@@ -173,7 +174,7 @@ def logit_difference(
     for name, token in (("right", right), ("wrong", wrong)):
         if not 0 <= token < len(weight):
             raise ValueError(
-                f"expected a token id within 0 and {len(weight) - 1} as {name}, got {token}"
+                f"expected a token id from 0 to {len(weight) - 1} as {name}, got {token}"
             )
     bias = None if isinstance(unembed, Tensor) else unembed.bias
     direction = weight[right] - weight[wrong]
@@ -194,7 +195,7 @@ def drop_heads(*dropped: int, heads: int, to: Tensor | None = None) -> Callable[
     a mean or the activations of another prompt. Raises ValueError for heads that do not exist.
     """
     if not all(0 <= head < heads for head in dropped):
-        raise ValueError(f"heads {dropped} are not all within 0 and {heads - 1}")
+        raise ValueError(f"expected heads from 0 to {heads - 1}, got {dropped}")
 
     def drop(mixed: Tensor) -> Tensor:
         require_whole_heads(mixed, heads)

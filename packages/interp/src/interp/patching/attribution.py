@@ -47,15 +47,17 @@ def attribution_patching(
     metric reads padding.
     """
     clean, corrupted = corresponding(model, clean, corrupted, tokenizer)
-    with torch.no_grad(), record(model, *sites) as seen:
+    with torch.no_grad(), record(model, *sites) as recorded:
         forward(model, clean)
-        before = dict(seen)
+        before = dict(recorded)
         forward(model, corrupted)
     mask = mask_of(corrupted)
-    gradients = _gradients(
-        model, corrupted, lambda logits, final_stream: measure_tokens(metric, mask, logits), seen
-    )
-    return {site: ((before[site] - seen[site]) * gradients[site]).sum(-1) for site in seen}
+
+    def metric_of_logits(logits: Tensor, _: Tensor) -> Tensor:
+        return measure_tokens(metric, mask, logits)
+
+    gradients = _gradients(model, corrupted, metric_of_logits, recorded)
+    return {site: ((before[site] - recorded[site]) * gradients[site]).sum(-1) for site in recorded}
 
 
 def edge_attribution(
@@ -126,10 +128,10 @@ def _estimated_edges(
     inner = ("attention.q", "attention.k", "attention.v", "attention.pattern", "norm2:input")
     final = f"blocks.{len(layers) - 1}"
     sites = [final, *(f"blocks.{i}.{site}" for i in layers for site in inner)]
-    with torch.no_grad(), record(model, *sites) as seen:
+    with torch.no_grad(), record(model, *sites) as recorded:
         forward(model, corrupted)
     gradients = _gradients(
-        model, corrupted, lambda logits, final_stream: measure(metric, final_stream), seen
+        model, corrupted, lambda logits, final_stream: measure(metric, final_stream), recorded
     )
     # Effects (senders, heads) of each kind of receiver and layer.
     effects: dict[tuple[str, int], Tensor] = {}
@@ -141,7 +143,7 @@ def _estimated_edges(
                 receiver.kind, f"{block}.attention"
             )
             chunks = [
-                _receiver_effects(run, receiver, site, changes[chosen], seen, gradients, metric)
+                _receiver_effects(run, receiver, site, changes[chosen], recorded, gradients, metric)
                 for chosen in torch.split(rows, run.batch)
             ]
             effects[key] = torch.cat(chunks)
@@ -155,7 +157,7 @@ def _receiver_effects(
     receiver: Node,
     site: str,
     change: Tensor,
-    seen: Mapping[str, Tensor],
+    recorded: Mapping[str, Tensor],
     gradients: Mapping[str, Tensor],
     metric: Metric,
 ) -> Tensor:
@@ -164,47 +166,53 @@ def _receiver_effects(
     `change` (n, seq, d_model) is added to the input. The effects are changes of the metric.
     """
     if receiver.kind == "final":
-        return (measure(metric, seen[site] + change) - measure(metric, seen[site]))[:, None]
+        stream = recorded[site]
+        return (measure(metric, stream + change) - measure(metric, stream))[:, None]
     if receiver.kind == "mlp":
         return torch.einsum("nsd,xsd->n", change, gradients[site])[:, None]
     block = run.model.layers[receiver.layer]
     linear, heads = projection(block.attention, receiver.kind)
     stream = run.block_inputs[receiver.layer]
-    new = linear(block.norm1(stream + change))  # [n, seq, heads * d_head]
+    new_projection = linear(block.norm1(stream + change))  # [n, seq, heads * d_head]
     if receiver.kind == "v":
-        value_effects = (new - seen[f"{site}.v"]) * gradients[f"{site}.v"]
+        value_effects = (new_projection - recorded[f"{site}.v"]) * gradients[f"{site}.v"]
         return value_effects.unflatten(-1, (heads, -1)).sum((1, 3))
-    return _pattern_effects(run, receiver, site, new, heads, seen, gradients[f"{site}.pattern"])
+    return _pattern_effects(
+        run, receiver, site, new_projection, heads, recorded, gradients[f"{site}.pattern"]
+    )
 
 
 def _pattern_effects(
     run: Restart,
     receiver: Node,
     site: str,
-    new: Tensor,
+    new_keys_or_queries: Tensor,
     heads: int,
-    seen: Mapping[str, Tensor],
+    recorded: Mapping[str, Tensor],
     gradient: Tensor,
 ) -> Tensor:
     """Return the effects of new queries or keys (n, seq, heads * d_head) of each head, (n, heads).
 
-    `gradient` is that of the pattern. The softmax is computed, and everything after it linearized.
+    `gradient` is the metric's gradient with respect to the pattern. The softmax is recomputed, and
+    all operations after it are linearized.
     """
     attention = run.model.layers[receiver.layer].attention
     norm = attention.q_norm if receiver.kind == "q" else attention.k_norm
     is_joint = len(getattr(norm, "weight", ())) > attention.d_head
     if is_joint:
         # With a norm over all heads (OLMo 2), a change of one head would change the other heads
-        # too. Each row of `new` therefore changes a single head and keeps the other heads.
-        alone = torch.eye(heads, dtype=torch.bool, device=new.device)[:, None, None, :, None]
-        old = seen[f"{site}.{receiver.kind}"].unflatten(-1, (heads, -1))
-        new = torch.where(alone, new.unflatten(-1, (heads, -1)), old)
-        new = new.flatten(-2).flatten(0, 1)  # [heads * n, seq, heads * d_head]
-    q, k = (seen[f"{site}.{part}"].expand(len(new), -1, -1) for part in "qk")
-    q, k = (new, k) if receiver.kind == "q" else (q, new)
+        # too. Each row therefore changes a single head and uses the recorded run's other heads.
+        is_single_head = torch.eye(heads, dtype=torch.bool, device=gradient.device)
+        old_heads = recorded[f"{site}.{receiver.kind}"].unflatten(-1, (heads, -1))
+        new_heads = new_keys_or_queries.unflatten(-1, (heads, -1))
+        mixed = torch.where(is_single_head[:, None, None, :, None], new_heads, old_heads)
+        new_keys_or_queries = mixed.flatten(-2).flatten(0, 1)  # [heads * n, seq, heads * d_head]
+    rows = len(new_keys_or_queries)
+    inputs = {part: recorded[f"{site}.{part}"].expand(rows, -1, -1) for part in "qk"}
+    inputs[receiver.kind] = new_keys_or_queries
     padding, _, position_ids = run.layout
-    old_pattern = seen[f"{site}.pattern"]  # [1, query heads, seq, seq], without the sink
-    scores = attention.scores(q, k, padding, position_ids)
+    old_pattern = recorded[f"{site}.pattern"]  # [1, query heads, seq, seq], without the sink
+    scores = attention.scores(inputs["q"], inputs["k"], padding, position_ids)
     pattern = scores.softmax(-1)[..., : old_pattern.shape[-1]]  # [rows, query heads, seq, seq]
     effects = ((pattern - old_pattern) * gradient).sum((2, 3))  # [rows, query heads]
     if is_joint:
@@ -217,16 +225,15 @@ def _gradients(
     model: Decoder,
     prompt: Prompt,
     metric: Callable[[Tensor, Tensor], Tensor],
-    seen: Mapping[str, Tensor],
+    recorded: Mapping[str, Tensor],
 ) -> dict[str, Tensor]:
-    """Return the gradient of metric(logits, final stream) for each activation in `seen`.
+    """Return the gradient of metric(logits, final stream) for each activation in `recorded`.
 
-    The run is that of `prompt`. Raises ValueError if the metric does not return one number.
+    The model runs on `prompt`. Raises ValueError if the metric does not return one number.
     """
-    # Gradients are taken with respect to zeros that are added to the activations: without them,
-    # there would be no graph if no parameter requires a gradient.
+    # Zeros are added to the activations, so that there is a graph even if no parameter is trained.
     with torch.inference_mode(False):
-        zeros = {site: torch.zeros_like(x, requires_grad=True) for site, x in seen.items()}
+        zeros = {site: torch.zeros_like(x, requires_grad=True) for site, x in recorded.items()}
     added: dict[str, Replacement] = {site: partial(torch.add, zero) for site, zero in zeros.items()}
     # Record the last block's output, not the norm's input: a metric may call the norm itself.
     last_block = f"blocks.{len(model.layers) - 1}"
@@ -237,7 +244,7 @@ def _gradients(
         if not isinstance(result, Tensor) or result.numel() != 1:
             shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(
-                f"the metric returned {shape}; it must return one number, a tensor: sum it"
+                f"the metric returned {shape}; it must return one number as a tensor, such as a sum"
             )
         gradients = torch.autograd.grad(result, list(zeros.values()), allow_unused=True)
     return {

@@ -133,9 +133,9 @@ class HookedDecoder(TextConversion):
         super().__setattr__(attribute, value)
 
     def __call__(self, input: Input, return_type: str | None = "logits", **options: Any) -> Any:
-        """Return logits, the mean next-token "loss", "both" or None for texts or token ids.
+        """Call the model on texts or token ids.
 
-        `options` are:
+        `return_type` is "logits", "loss" (the mean next-token loss), "both" or None. `options` are:
 
         - `prepend_bos` and `padding_side`, see `to_tokens`;
         - `attention_mask` (batch, pos), 0 at the padding of token ids;

@@ -1,4 +1,4 @@
-"""The weights of a `Decoder` by TransformerLens's names, as views in its shapes."""
+"""A `Decoder`'s weights, as views in TransformerLens's shapes. Missing biases are new zeros."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from interp.decoder.modules.mlp import DecoderMLP
 
 
 def weights_of(decoder: Decoder) -> dict[str, Tensor]:
-    """Return all weights by name, such as "blocks.0.attn.W_Q"; matrices multiply from the right.
+    """Return all weights by name, such as "blocks.0.attn.W_Q", in the layout of `x @ W`.
 
-    A missing bias is zero. Norms, experts and latent attention are left out.
+    Norms, experts and latent attention are left out.
     """
     weights = {"embed.W_E": decoder.embed.weight}
     if decoder.position is not None:

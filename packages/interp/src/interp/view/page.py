@@ -93,7 +93,7 @@ def view(
         path.write_text(page, encoding="utf-8", newline="\n")
         return path
     target = path.resolve()  # A symbolic link is kept.
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")  # An error leaves no half page.
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")  # No error leaves half a page.
     try:
         part.write_text(page, encoding="utf-8", newline="\n")
         part.replace(target)
@@ -124,14 +124,14 @@ def _namer(vocabulary: Sequence[str] | None, tokenizer: Tokenizer | None) -> Cal
 
 
 def _heat_map(values: Tensor, tokens: list[str]) -> dict[str, Any]:
-    """Return the rows, columns, values and labels of a heat map of patches."""
+    """Return the rows, columns, values and row label of a heat map of patches."""
     _require_length("the patches", values.shape[-1], len(tokens))
     indices = itertools.product(*map(range, values.shape[:-1]))
     rows = [".".join(map(str, index)) for index in indices]
     return {
         "rows": rows,
         "columns": [f"{i} {token}" for i, token in enumerate(tokens)],
-        "down": "layer" if values.ndim == 2 else "layer.head",
+        "row_label": "layer" if values.ndim == 2 else "layer.head",
         "values": values.reshape(len(rows), -1).tolist(),
     }
 
@@ -189,7 +189,8 @@ def _lens(lens: Lens, example: int, length: int, name: Callable[[int], str]) -> 
 def _require_length(what: str, positions: int, length: int) -> None:
     if positions != length:
         raise ValueError(
-            f"{what} cover {positions} positions; there are {length} tokens, pass those of the run"
+            f"expected {what} for {length} tokens, got {positions} positions; pass the tokens of "
+            "the recorded run"
         )
 
 

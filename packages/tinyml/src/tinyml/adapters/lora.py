@@ -1,13 +1,14 @@
 """Low-rank adapters: y = W x + (alpha / r) B (A x), with W frozen.
 
 The method is that of Hu et al., "LoRA", 2021, with the names and the initialization of the peft
-library. A (r, in) starts uniform and B (out, r) at zero, so the function is unchanged at first. If
-both were zero, both gradients would vanish; if neither were, the initial function would change.
+library. A (r, in) starts uniform and B (out, r) at zero, so the function is unchanged at first. For
+embeddings, A starts at zero and B is normal. If both were zero, both gradients would vanish; if
+neither were, the initial function would change.
 
 A and B are float32 even if the base is 16-bit, because 16 bits cannot represent the small updates
-of training. The sum with the base's outputs is rounded once. `merge` replaces the base weight and
-keeps the old one, so `unmerge` restores every bit; adding and subtracting a product would not. A
-state dict contains the base without the update, so it is refused while the update is merged.
+of training. The update is added to the base output in float32, and the sum is rounded once. `merge`
+saves the original weight, so `unmerge` restores it exactly. `state_dict()` must contain the
+original base weight, so it raises `RuntimeError` while an update is merged.
 """
 
 from __future__ import annotations
@@ -48,15 +49,18 @@ class LoRA(LowRankUpdate, Replacement):
         if not is_instance_of(base, (nn.Linear, nn.Embedding)):
             raise TypeError(f"expected nn.Linear or nn.Embedding, got {type(base).__name__}")
         if getattr(base, "max_norm", None) is not None:
-            raise TypeError("expected max_norm=None, got an embedding that rewrites its weight")
+            raise TypeError(
+                f"expected max_norm=None, got {base.max_norm}, with which an embedding rewrites "
+                "its weight; exclude it with protect"
+            )
         weight = weight_of(base)
         self.transposed = isinstance(base, nn.Embedding) or is_conv1d(base)
         if dropout and isinstance(base, nn.Embedding | NonDynamicallyQuantizableLinear):
             # nn.MultiheadAttention reads the weight of its out_proj without calling the layer.
             raise ValueError(
-                f"dropout={dropout} would have no effect on embeddings and the out_proj of "
-                f"nn.MultiheadAttention, got {type(base).__name__}; pass dropout=0, or exclude the "
-                "layer with protect"
+                "expected dropout=0 for embeddings and the out_proj of nn.MultiheadAttention, got "
+                f"dropout={dropout} for {type(base).__name__}, which would have no effect; pass "
+                "dropout=0, or exclude the layer with protect"
             )
         self.dropout = nn.Dropout(dropout)
         outputs, inputs = weight.t().shape if self.transposed else weight.shape
@@ -70,15 +74,15 @@ class LoRA(LowRankUpdate, Replacement):
             # in peft.
             nn.init.zeros_(self.lora_A)
             nn.init.normal_(self.lora_B)
-        # Frozen last, so that an error above leaves the base unchanged.
+        # Freeze the base last, so that an error above leaves it unchanged.
         self.base = base.requires_grad_(False)
-        # These are tuples, so that their parameters are not registered.
+        # A tuple hides the parameter from nn.Module.
         self._unmerged_weight: tuple[nn.Parameter] | None = None
         self._merged_factors: tuple[Tensor, Tensor, float] = torch.empty(0), torch.empty(0), 0.0
         self._stamp: object = None
-        hooks: Any = self  # these torch methods are not typed
-        hooks.register_state_dict_pre_hook(_require_unmerged)
-        hooks.register_load_state_dict_pre_hook(_require_unmerged)
+        untyped_self: Any = self  # these torch methods are not typed
+        untyped_self.register_state_dict_pre_hook(_require_unmerged)
+        untyped_self.register_load_state_dict_pre_hook(_require_unmerged)
 
     @property
     def merged(self) -> bool:
@@ -104,7 +108,7 @@ class LoRA(LowRankUpdate, Replacement):
         return weight if self.merged else (weight + self.update).to(weight)
 
     def __getattr__(self, name: str) -> Any:
-        # Attention and similar code reads these attributes directly.
+        # Attention code and other callers read these attributes directly.
         if name in ("bias", "in_features", "out_features", "num_embeddings", "embedding_dim"):
             return getattr(self.base, name)
         return super().__getattr__(name)
@@ -128,11 +132,11 @@ class LoRA(LowRankUpdate, Replacement):
 
     @torch.no_grad()
     def merge(self) -> None:
-        """Replace the base weight by the updated one; the old weight is kept for `unmerge`."""
+        """Replace the base weight by the updated one; save the original weight for `unmerge`."""
         self.check_mergeable()
-        before = cast(nn.Parameter, self.base.weight)
+        original = cast(nn.Parameter, self.base.weight)
         self.base.weight = nn.Parameter(self.weight, requires_grad=False)
-        self._unmerged_weight = (before,)
+        self._unmerged_weight = (original,)
         self._merged_factors = self.lora_A.clone(), self.lora_B.clone(), self.scaling
         self._stamp = None
 
@@ -148,20 +152,17 @@ class LoRA(LowRankUpdate, Replacement):
         if stamp == self._stamp:
             return
         a, b, scaling = self._merged_factors
-        same = [
-            torch.equal(factor, merged.to(factor))
-            for factor, merged in ((self.lora_A, a), (self.lora_B, b))
-        ]
-        if not all(same) or scaling != self.scaling:
+        is_same_a = torch.equal(self.lora_A, a.to(self.lora_A))
+        is_same_b = torch.equal(self.lora_B, b.to(self.lora_B))
+        if not is_same_a or not is_same_b or scaling != self.scaling:
             raise RuntimeError(
-                "expected the factors and the scaling that were merged, got changed ones, which "
-                "the merged weight does not contain; call unmerge first, and merge again afterwards"
+                "lora_A, lora_B or scaling changed after merge; call unmerge, then merge again"
             )
         self._stamp = stamp
 
     @torch.no_grad()
     def check_mergeable(self) -> None:
-        """Raise an error if the update cannot be merged, or is merged already."""
+        """Raise `RuntimeError`, `TypeError` or `ValueError` if the update cannot be merged now."""
         if compressed_weight(self.base) is not None:
             raise RuntimeError(
                 "the base weight is compressed, and compressing the merged weight would lose a "
@@ -169,7 +170,8 @@ class LoRA(LowRankUpdate, Replacement):
             )
         if weight_identity(self.base) is None:
             raise RuntimeError(
-                "the base weight is computed from other tensors and cannot be updated"
+                "the base weight is computed from other tensors and cannot be updated; keep the "
+                "adapter unmerged"
             )
         if self.merged:
             raise RuntimeError("the update is merged already; unmerge it first")
@@ -181,16 +183,16 @@ class LoRA(LowRankUpdate, Replacement):
     def unmerge(self) -> None:
         """Restore the base weight bit for bit; do nothing if the update is not merged.
 
-        If the layer was converted to another type since `merge`, the old weight is converted too.
+        If the layer was converted to another dtype since `merge`, so is the restored weight.
         """
         if self._unmerged_weight is not None:
-            (before,) = self._unmerged_weight
-            # The model may have moved to another device or type since `merge`.
-            before.data = before.data.to(cast(Tensor, self.base.weight))
-            self.base.weight = before
+            (original,) = self._unmerged_weight
+            # The model may have moved to another device or dtype since `merge`.
+            original.data = original.data.to(cast(Tensor, self.base.weight))
+            self.base.weight = original
             self._unmerged_weight = None
 
-    def restored(self) -> nn.Module:
+    def base_if_merged(self) -> nn.Module:
         """Return the base with the update if it is merged, otherwise the adapter itself.
 
         Raise `RuntimeError` if the factors have changed since `merge`.

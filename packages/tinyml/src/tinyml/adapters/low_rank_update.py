@@ -12,7 +12,7 @@ from tinyml.validation import check_finite, check_strided
 
 
 class LowRankUpdate:
-    """A base class of modules with the factors `lora_A` and `lora_B` and their scaling alpha / r.
+    """A base class of modules with factors `lora_A` and `lora_B` and their scaling alpha / r.
 
     A state dict contains the scaling, because the factors determine the update only with it.
     """
@@ -57,5 +57,5 @@ class LowRankUpdate:
         return torch.tensor(self.scaling, dtype=torch.float64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Load the saved scaling."""
+        """Load the factor alpha / r of the update."""
         self.scaling = float(state)

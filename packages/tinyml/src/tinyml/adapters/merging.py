@@ -1,8 +1,7 @@
 """Merging of adapters into the weights that they update, and unmerging.
 
-`merge` keeps the adapters, and `unmerge` undoes it bit for bit. `merge_and_unload` removes the
-adapters. An updated weight differs from the weights that it was tied to, so the configuration of a
-transformers model no longer ties them.
+`merge_and_unload` also removes the adapters. An updated weight differs from the weights that it was
+tied to, so the configuration of a transformers model no longer ties them.
 """
 
 from __future__ import annotations
@@ -26,9 +25,9 @@ def merge(model: nn.Module) -> nn.Module:
 
     Raise an error, and merge no adapter, if one of them cannot be merged or is already merged.
     """
-    if single := sorted(parameter_adapters(model)):
+    if names := sorted(parameter_adapters(model)):
         raise ValueError(
-            f"merge supports adapters of layers only, got one of the parameter {single[0]}; call "
+            f"expected adapters of layers only, got one of the parameter {names[0]}; call "
             "merge_and_unload(model)"
         )
     _merge_all(adapters_of(model))
@@ -58,7 +57,7 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     bases: dict[nn.Module, nn.Module] = {adapter: adapter.base for adapter in adapters.values()}
     check_hooks(model, bases)
     for adapter in adapters.values():
-        adapter.restored()  # raises if a factor has changed since it was merged
+        adapter.base_if_merged()  # raises if a factor has changed since it was merged
     check_updated_parameters(model)
     before = _weights_before(model, adapters)
     if unmerged := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:
@@ -80,14 +79,14 @@ def _separate_shared_parameters(model: nn.Module) -> None:
     `from_pretrained` of an untied configuration ties none of them. BERT, for example, ties the bias
     of its head as well.
     """
-    seen: set[nn.Parameter] = set()
+    visited: set[nn.Parameter] = set()
     for module in model.modules():
         for key, parameter in module._parameters.items():
-            if parameter in seen:
+            if parameter in visited:
                 copied = parameter.detach().clone()
                 module._parameters[key] = nn.Parameter(copied, parameter.requires_grad)
             elif parameter is not None:
-                seen.add(parameter)
+                visited.add(parameter)
 
 
 def _weights_before(model: nn.Module, adapters: dict[str, LoRA]) -> list[Tensor | None]:
@@ -101,7 +100,7 @@ def _weights_before(model: nn.Module, adapters: dict[str, LoRA]) -> list[Tensor 
 
 
 def unmerge(model: nn.Module) -> nn.Module:
-    """Undo `merge`, bit for bit; adapters that are not merged stay as they are."""
+    """Undo `merge`, bit for bit; adapters that are not merged are unchanged. Return the model."""
     for adapter in adapters_of(model).values():
         adapter.unmerge()
     return model

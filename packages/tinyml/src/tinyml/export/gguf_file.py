@@ -50,7 +50,7 @@ _DENSE = {
 }  # fmt: skip
 _ALIGNMENT = 32
 _LONGEST_NAME = 63
-_MOST_DIMENSIONS = 4
+_MAX_DIMENSIONS = 4
 _LARGEST = torch.finfo(torch.float32).max
 
 
@@ -145,9 +145,9 @@ def _entries(
                 f"expected a separate name of at most {_LONGEST_NAME} bytes for each tensor, which "
                 f"llama.cpp reads, got {key!r}; pass shorter ones in names"
             )
-        if tensor.dim() > _MOST_DIMENSIONS:
+        if tensor.dim() > _MAX_DIMENSIONS:
             raise ValueError(
-                f"expected at most {_MOST_DIMENSIONS} dimensions, which llama.cpp reads, got "
+                f"expected at most {_MAX_DIMENSIONS} dimensions, which llama.cpp reads, got "
                 f"{name} of shape {tuple(tensor.shape)}"
             )
         if memory in blocks:
@@ -222,8 +222,9 @@ def _large_blocks(name: str, rows: Numbers) -> Bytes:
     minima = np.rint(_over(-low, m_wide)).clip(0, 63).astype(np.uint8)
     shifted = rows + (m_wide * minima)[:, :, None]
     codes = np.rint(_over(shifted, (d_wide * scales)[:, :, None])).clip(0, 15).astype(np.uint8)
-    # The 12 bytes: scales 0 to 3 with the high 2 bits of scales 4 to 7, minima 0 to 3 with those of
-    # minima 4 to 7, and the low 4 bits of scales and minima 4 to 7.
+    # Each block stores eight 6-bit scales and minima in 12 bytes. The first four are scales 0 to 3,
+    # and the next four minima 0 to 3, each with the high 2 bits of the scale or minimum 4 to 7. The
+    # last four are the low 4 bits of scales and minima 4 to 7.
     first = scales[:, :4] | scales[:, 4:] >> 4 << 6
     second = minima[:, :4] | minima[:, 4:] >> 4 << 6
     third = scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4

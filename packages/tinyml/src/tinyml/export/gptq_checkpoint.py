@@ -37,10 +37,10 @@ def save_gptq(model: nn.Module, folder: str | Path) -> None:
     for name, layer in model.named_modules():
         is_in_block = any(part.isdigit() for part in name.split("."))
         if isinstance(layer, nn.Linear) and (name in grids) != is_in_block:
+            remedy = f"pass protect=[{name!r}]" if name in grids else "do not protect it"
             raise ValueError(
-                "expected all linear layers inside of blocks and no other layers, such as the "
-                f"head, to be quantized, got {name}, which is"
-                f"{'' if name in grids else ' not'} quantized"
+                "expected exactly the linear layers in blocks to be quantized, but "
+                f"{name} is{'' if name in grids else ' not'} quantized; {remedy}"
             )
     first = next(iter(grids.values()))
     settings = {

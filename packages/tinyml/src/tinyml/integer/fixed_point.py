@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-#: The number of bits of a sum's multipliers. Differences of codes have 8 bits, so each product has
-#: at most 30.
+#: Bits of the multipliers that rescale the inputs of an addition. A difference of codes has a
+#: magnitude below 2^8, so each product is below 2^30.
 SUM_BITS = 22
 
 
@@ -29,7 +29,7 @@ class Scale(nn.Module):
 
     @property
     def scale(self) -> float:
-        """Return the difference of two neighboring codes' values."""
+        """Return the difference between the values of two neighboring codes."""
         return float(self.bits_of_scale.view(torch.float64))
 
     @property
@@ -66,16 +66,17 @@ def shifted(scaled: Tensor, shift: Tensor, after: Scale) -> Tensor:
 def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
     """Return positive factors as m / 2^s, with int32 m in [2^30, 2^31) and int64 s.
 
-    Shifts above 62 are returned as 62. Raise `ValueError` if a factor is 2^30 or more.
+    Shifts are limited to 62. Raise `ValueError` if a factor is 2^30 or more.
     """
     mantissa, exponent = torch.frexp(factors.double())
     # A mantissa just below 1 would be rounded to 2^31.
     multiplier = (mantissa * 2**31).round().clamp(max=2**31 - 1)
     shift = 31 - exponent.long()
     if (shift < 1).any():
-        raise ValueError("a scale grows by 2^30 in one layer; the calibration range must be wrong")
-    # A longer shift of an int32 times a multiplier yields zero. So does a shift by 62 if the
-    # magnitude of the int32 is less than 2^30.
+        largest = float(factors.max())
+        raise ValueError(f"expected factors below 2^30, got {largest:.3g}; check the calibration")
+    # int64 shifts must be below 64. |int32 * multiplier| < 2^62, so any shift by more than 62 would
+    # round to zero. A shift by 62 also does if |int32| <= 2^30.
     return multiplier.to(torch.int32), shift.clamp(max=62)
 
 
@@ -88,7 +89,7 @@ def common_shift(factors: Sequence[float]) -> tuple[Tensor, Tensor]:
     exponent = math.frexp(largest)[1]
     shift = SUM_BITS - exponent
     if shift < 0:
-        raise ValueError("a scale grows by 2^22 in a sum; the calibration range must be wrong")
+        raise ValueError(f"expected factors below 2^22, got {largest:.3g}; check the calibration")
     shift = min(shift, 62)
     multipliers = [round(factor * 2.0**shift) for factor in factors]
     return (

@@ -19,11 +19,11 @@ from torch import Tensor, fx, nn
 from tinyml.exported import ELEMENTWISE, Exported, described, exported, operator_name
 from tinyml.integer.steps import (
     Concatenation,
-    Gate,
     Geometry,
     Input,
+    MatMul,
+    Mul,
     Pool,
-    Product,
     Reshape,
     Step,
     Sum,
@@ -64,12 +64,12 @@ class _Walk:
             elif not self.steps:
                 self._values[node] = self._add_step(Input, node, [])
             else:
-                raise ValueError(f"the model takes a second input, {node.name}; one is supported")
+                raise ValueError(f"expected a model with one input, got a second one, {node.name}")
         elif node.op == "output":
             self._select_output(list(node.args[0]))  # type: ignore[arg-type]
         elif node.target is operator.getitem:
-            # A step is the first result of its operator. The others, such as the indices of a
-            # maximum, have no integer form.
+            # A step is the first result of its operator. The other results, such as the indices of
+            # a maximum, have no integer form.
             value = self._values[node.args[0]]  # type: ignore[index]
             if isinstance(value, Step) and node.args[1] and node.users:
                 raise self._unknown(node, "only the first result of its operator is supported")
@@ -78,11 +78,11 @@ class _Walk:
             self._values[node] = self._call(node)
 
     def _select_output(self, outputs: list[fx.Node]) -> None:
-        """Remove steps that the output does not need, such as those of an auxiliary head."""
+        """Remove unneeded steps. Raise `ValueError` unless one output depends on the input."""
         if len(outputs) != 1:
-            raise ValueError(f"the model returns {len(outputs)} values; one is supported")
+            raise ValueError(f"expected a model that returns one value, got {len(outputs)}")
         if not isinstance(output := self._values[outputs[0]], Step):
-            raise ValueError("the output of the model does not depend on its input")
+            raise ValueError("expected an output that depends on the input, got a constant output")
         needed = {output}
         for step in reversed(self.steps):
             if step in needed:
@@ -140,7 +140,7 @@ class _Walk:
 
     def _shape(self, node: fx.Node) -> tuple[int, ...]:
         """Return the shape of a node's value; raise `ValueError` if the batch is not first."""
-        shape = tuple(_value_like(node).shape)
+        shape = tuple(_fake_result(node).shape)
         if not shape or shape[0] != self._batch:
             raise self._unknown(node, f"its shape {shape} does not keep the batch first")
         return shape
@@ -165,12 +165,12 @@ class _Walk:
                 raise self._unknown(node, "padding='same' of an even kernel is not symmetric")
             padding = [t // 2 for t in total]
         geometry = Geometry(kernel, pair(stride), pair(padding), dilation, groups)
-        return self._add_step(Product, node, [x], weight, bias, geometry)
+        return self._add_step(MatMul, node, [x], weight, bias, geometry)
 
     def _linear(self, node: fx.Node, x: Any, weight: Any, bias: Any = None) -> Step:
         if not isinstance(weight, Tensor) or not isinstance(x, Step):
             raise self._unknown(node, "the weight depends on the input")
-        return self._add_step(Product, node, [x], weight, bias)
+        return self._add_step(MatMul, node, [x], weight, bias)
 
     def _matmul(self, node: fx.Node, x: Any, weight: Any) -> Step:
         if not isinstance(weight, Tensor) or weight.dim() != 2:
@@ -201,11 +201,11 @@ class _Walk:
         """Fold factor * x + shift per channel (float64) into the product `x`, or add a product."""
         if len(x.shape) not in (2, 4):
             raise self._unknown(node, "2 or 4 dimensions are supported")
-        dtype = _value_like(node).dtype
+        dtype = _fake_result(node).dtype
         # A linear layer's channels are its last dimension; those of an image are dimension 1.
-        is_foldable = isinstance(x, Product) and (x.geometry is None) == (len(x.shape) == 2)
+        is_foldable = isinstance(x, MatMul) and (x.geometry is None) == (len(x.shape) == 2)
         if is_foldable and not x.clamps and self._is_only_reader(node):
-            product = cast(Product, x)
+            product = cast(MatMul, x)
             weight, bias = product.weight, product.bias
             per_row = factor.view(-1, *[1] * (weight.dim() - 1))
             product.weight = (weight.double() * per_row).to(weight.dtype)
@@ -215,7 +215,7 @@ class _Walk:
         weight, geometry = factor.diag(), None
         if len(x.shape) == 4:  # a depthwise 1x1 convolution
             weight, geometry = factor.view(-1, 1, 1, 1), Geometry((1, 1), groups=len(factor))
-        return self._add_step(Product, node, [x], weight.to(dtype), shift.to(dtype), geometry)
+        return self._add_step(MatMul, node, [x], weight.to(dtype), shift.to(dtype), geometry)
 
     def _is_only_reader(self, node: fx.Node) -> bool:
         """Return True if no other node reads the step that `node` reads, under any of its names."""
@@ -230,7 +230,7 @@ class _Walk:
 
     def _constant(self, node: fx.Node, x: Step, constant: Any) -> Tensor:
         """Return a constant as one number per channel."""
-        device = _value_like(node).device
+        device = _fake_result(node).device
         value = torch.as_tensor(constant, dtype=torch.float64, device=device)
         shape = (1,) * (len(x.shape) - value.dim()) + tuple(value.shape)
         fits = len(shape) == len(x.shape) and shape[1] in (1, x.shape[1])
@@ -258,7 +258,7 @@ class _Walk:
         if isinstance(a, Step) and isinstance(b, Step):
             if len(a.shape) != len(b.shape):
                 raise self._unknown(node, f"shapes {a.shape} and {b.shape} differ in their number")
-            return self._add_step(Gate, node, [a, b])
+            return self._add_step(Mul, node, [a, b])
         value, constant = (a, b) if isinstance(a, Step) else (b, a)
         if _several(constant):
             factor = self._constant(node, value, constant)
@@ -346,12 +346,12 @@ _RULES: dict[str, tuple[Callable[..., Step], str]] = {
 }
 _CLAMPS = {"relu", "relu6", "hardtanh", "clamp", "clamp_min", "clamp_max"}
 #: The steps whose results are clamped to int8, and so also to the range of an activation.
-_CLAMPED = (Product, Sum, Concatenation, Gate)
+_CLAMPED = (MatMul, Sum, Concatenation, Mul)
 _ELEMENTWISE = ELEMENTWISE | {"log_sigmoid", "erf", "prelu"}
 
 
-def _value_like(node: fx.Node) -> Tensor:
-    """Return the first result of a node as a tensor without data."""
+def _fake_result(node: fx.Node) -> Tensor:
+    """Return the fake tensor of a node's first result."""
     value: Any = node.meta["val"]
     return cast(Tensor, value[0] if isinstance(value, tuple | list) else value)
 

@@ -30,10 +30,10 @@ from tinyml.integer.fixed_point import (
 )
 from tinyml.integer.steps import (
     Concatenation,
-    Gate,
     Geometry,
+    MatMul,
+    Mul,
     Pool,
-    Product,
     Reshape,
     Step,
     Sum,
@@ -46,7 +46,7 @@ from tinyml.quantization.products import EXACT_IN_FLOAT32
 _CACHED_VALUES = 2**16
 
 
-class IntegerProduct(nn.Module):
+class IntegerMatMul(nn.Module):
     """A convolution or linear layer: Z + ((m (sum q_w q_x + b) + 2^(s-1)) >> s)."""
 
     weight: Tensor
@@ -54,7 +54,7 @@ class IntegerProduct(nn.Module):
     multiplier: Tensor
     shift: Tensor
 
-    def __init__(self, step: Product, scales: Sequence[Scale], after: Scale) -> None:
+    def __init__(self, step: MatMul, scales: Sequence[Scale], after: Scale) -> None:
         super().__init__()
         (before,) = scales
         self.geometry = step.geometry
@@ -163,22 +163,22 @@ class IntegerCat(RescaledValues):
         return torch.cat([self.requantized(value) for value in self.scaled(codes)], 1)
 
 
-class IntegerGate(RescaledValues):
-    """A product with broadcasting: Z + ((m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s)."""
+class IntegerMul(RescaledValues):
+    """An elementwise product: Z + ((m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s)."""
 
     @staticmethod
     def factors(_: Any, before: Sequence[Scale], after: Scale) -> list[float]:
-        """Return the weight of the product in the result, S_a S_b / S_out."""
+        """Return the factor of the product in the result, S_a S_b / S_out."""
         return [before[0].scale * before[1].scale / after.scale]
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply int8 values."""
-        first, second = self.zeros
-        return self.requantized((a.long() - first) * (b.long() - second) * self.multiplier.long())
+        zero_a, zero_b = self.zeros
+        return self.requantized((a.long() - zero_a) * (b.long() - zero_b) * self.multiplier.long())
 
 
 class IntegerTable(nn.Module):
-    """A function of one number as a table from 256 codes to 256 codes."""
+    """An elementwise function as a table with one output code per input code."""
 
     table: Tensor
 
@@ -216,7 +216,7 @@ class IntegerPool(nn.Module):
 
 
 class IntegerReshape(nn.Module):
-    """A new shape of the same codes, with the batch first."""
+    """A reshape of codes; the first dimension remains the batch."""
 
     def __init__(self, step: Step, *_: Any) -> None:
         super().__init__()
@@ -227,12 +227,12 @@ class IntegerReshape(nn.Module):
         return codes.reshape(len(codes), *self.shape)
 
 
-#: For each kind of step, its integer layer, which is made from the step, the scales of its sources
-#: and its own scale.
+#: The integer layer of each kind of step. Its arguments are the step, the scales of the step's
+#: sources and the scale of the step.
 LAYERS: dict[type[Step], type[nn.Module]] = {
-    Product: IntegerProduct,
+    MatMul: IntegerMatMul,
     Sum: IntegerSum,
-    Gate: IntegerGate,
+    Mul: IntegerMul,
     Concatenation: IntegerCat,
     Table: IntegerTable,
     Pool: IntegerPool,
@@ -250,7 +250,7 @@ def exact_sums(codes: Tensor, weight: Tensor, geometry: Geometry | None = None) 
     largest = 128 * int(weight.long().abs().flatten(1).sum(1).max())
     is_exact = codes.device.type == "cpu" and largest <= EXACT_IN_FLOAT32
     dtype = torch.float32 if is_exact else torch.float64
-    with without_autocast(codes.device):  # which rounds the codes to 16 bits
+    with without_autocast(codes.device):  # autocast would round the codes to 16 bits
         if (g := geometry) is None:
             return F.linear(codes.to(dtype), weight.to(dtype))
         # In the channels-last format, sums of one channel may be wrong (pytorch issue 82060).

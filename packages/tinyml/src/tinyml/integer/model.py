@@ -1,11 +1,11 @@
 """A network that computes with integers from its first layer to its last.
 
 The scheme is that of Jacob et al., "Quantization and Training of Neural Networks for Efficient
-Integer-Arithmetic-Only Inference", 2018. A ReLU after a product or a sum needs no layer if nothing
-else reads their result. The range after it starts at zero, whose code is the lowest, so clamping to
+Integer-Arithmetic-Only Inference", 2018. A ReLU after a product or a sum needs no layer if no
+other layer reads the result. Its range starts at zero, whose code is the lowest, so clamping to
 int8 is the ReLU. Batch normalization is folded into the weights before it, or becomes a product.
-The result has the same integers on every machine, and `to_c` writes the network for a machine
-without torch.
+The integers are the same on every machine, and `to_c` writes the network for a machine without
+torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from tinyml.integer.fixed_point import Scale
 from tinyml.integer.graph import trace
 from tinyml.integer.layers import LAYERS
-from tinyml.integer.steps import Pool, Product, Reshape, Step
+from tinyml.integer.steps import MatMul, Pool, Reshape, Step
 from tinyml.quantization.grid import grid_of
 from tinyml.validation import check_finite, check_strided, require_batches
 
@@ -67,7 +67,7 @@ class IntegerModel(nn.Module):
         return cast(Scale, self.scales[-1])
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Map float inputs to float outputs: round them to codes, and call `integers`."""
+        """Return float outputs for float inputs, which are rounded to codes for `integers`."""
         codes = self.integers(self.quantize(inputs))
         return (codes.float() - self.output.zero) * self.output.scale
 
@@ -76,12 +76,12 @@ class IntegerModel(nn.Module):
         self._check_shape(inputs)
         check_strided("inputs", inputs)
         if inputs.isnan().any():
-            raise ValueError("expected inputs without nan, which has no code")
+            raise ValueError("expected inputs without nan, which has no code; replace nan first")
         return self.input.codes(inputs)
 
     @torch.no_grad()
     def integers(self, codes: Tensor) -> Tensor:
-        """Map int8 inputs to int8 outputs with the results of integer arithmetic."""
+        """Return the int8 codes of the outputs for int8 codes of inputs, in integer arithmetic."""
         if codes.dtype != torch.int8:
             raise TypeError(f"expected int8 codes from quantize(inputs), got {codes.dtype}")
         self._check_shape(codes)
@@ -112,7 +112,7 @@ def _calibrated(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step]
     last = {source: step for step in steps for source in step.sources}
     for step in steps:
         try:
-            if isinstance(step, Product):
+            if isinstance(step, MatMul):
                 check_finite("the weight", step.weight)
             if step.sources:
                 values_of[step] = step.run(*(values_of[source] for source in step.sources))

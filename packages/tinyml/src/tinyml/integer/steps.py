@@ -49,7 +49,7 @@ class Input(Step):
 
 
 @dataclass(eq=False)
-class Product(Step):
+class MatMul(Step):
     """A convolution, or a linear layer if there is no geometry."""
 
     weight: Tensor
@@ -71,20 +71,20 @@ class Sum(Step):
     signs: tuple[float, float]
 
     def _unclamped(self, *values: Tensor) -> Tensor:
-        (first, second), (first_sign, second_sign) = values, self.signs
-        return first * first_sign + second * second_sign
+        (a, b), (sign_a, sign_b) = values, self.signs
+        return a * sign_a + b * sign_b
 
 
-class Gate(Step):
-    """The product of two values, with broadcasting."""
+class Mul(Step):
+    """The elementwise product of two values, with broadcasting."""
 
     def _unclamped(self, *values: Tensor) -> Tensor:
-        first, second = values
-        return first * second
+        a, b = values
+        return a * b
 
 
 class Concatenation(Step):
-    """The channels of several values, one after another."""
+    """The concatenation of several values along their channels."""
 
     def _unclamped(self, *values: Tensor) -> Tensor:
         return torch.cat(values, 1)
@@ -92,7 +92,7 @@ class Concatenation(Step):
 
 @dataclass(eq=False)
 class Table(Step):
-    """A function of each number, such as an activation."""
+    """An elementwise function, such as an activation."""
 
     function: Callable[[Tensor], Tensor]
 
@@ -116,7 +116,7 @@ class Pool(Step):
 
 
 class Reshape(Step):
-    """The same numbers in another shape."""
+    """A reshape; the first dimension remains the batch."""
 
     def _unclamped(self, *values: Tensor) -> Tensor:
         (value,) = values

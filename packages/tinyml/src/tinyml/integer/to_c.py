@@ -52,7 +52,7 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
     if not isinstance(model, IntegerModel):
         raise TypeError(f"expected an IntegerModel, got {type(model).__name__}")
     if not re.fullmatch(r"[A-Za-z]\w*", name, re.ASCII):
-        raise ValueError(f"expected the name of a C function, got {name!r}")
+        raise ValueError(f"expected a C identifier that starts with a letter, got {name!r}")
     kernels = files("tinyml.integer").joinpath("kernels.c").read_text()
     sizes = [math.prod(shape) for shape in model.shapes]
     offsets, arena = _offsets(model, sizes)
@@ -144,7 +144,7 @@ class _Call:
     output_shape: tuple[int, ...]
 
 
-def _product(layer: layers.IntegerProduct, call: _Call, arrays: _Arrays) -> list[str]:
+def _matmul(layer: layers.IntegerMatMul, call: _Call, arrays: _Arrays) -> list[str]:
     named = {"weight": "int8_t", "bias": "int32_t", "multiplier": "int32_t", "shift": "uint8_t"}
     parts = [
         arrays.add(f"{key}_{call.number}", kind, getattr(layer, key)) for key, kind in named.items()
@@ -194,7 +194,7 @@ def _cat(layer: layers.IntegerCat, call: _Call, _: _Arrays) -> list[str]:
     return lines
 
 
-def _gate(layer: layers.IntegerGate, call: _Call, _: _Arrays) -> list[str]:
+def _mul(layer: layers.IntegerMul, call: _Call, _: _Arrays) -> list[str]:
     indices = [_broadcast(call.output_shape, shape) for shape in call.input_shapes]
     values = _centered(layer, call, indices)
     product = f"(int64_t){' * '.join(values)} * {int(layer.multiplier)}"
@@ -203,13 +203,13 @@ def _gate(layer: layers.IntegerGate, call: _Call, _: _Arrays) -> list[str]:
 
 #: For each kind of layer, the C statements that compute it.
 _STATEMENTS: dict[type[nn.Module], Callable[[Any, _Call, _Arrays], list[str]]] = {
-    layers.IntegerProduct: _product,
+    layers.IntegerMatMul: _matmul,
     layers.IntegerPool: _pool,
     layers.IntegerTable: _table,
     layers.IntegerReshape: _reshape,
     layers.IntegerSum: _sum,
     layers.IntegerCat: _cat,
-    layers.IntegerGate: _gate,
+    layers.IntegerMul: _mul,
 }
 
 

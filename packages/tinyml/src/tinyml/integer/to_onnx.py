@@ -89,7 +89,7 @@ class _Writer:
     def _cat(self, _: layers.IntegerCat, floats: list[str], number: int) -> str:
         return self._node("Concat", floats, f"value_{number}", axis=1)
 
-    def _gate(self, _: layers.IntegerGate, floats: list[str], number: int) -> str:
+    def _mul(self, _: layers.IntegerMul, floats: list[str], number: int) -> str:
         return self._node("Mul", floats, f"value_{number}")
 
     def _pool(self, layer: layers.IntegerPool, floats: list[str], number: int) -> str:
@@ -106,7 +106,7 @@ class _Writer:
         up = np.array(layer.scale.scale / (4 * g.kernel[0] * g.kernel[1]), np.float32)
         return self._node("Add", [mean, self._constant(f"up_{number}", up)], f"value_{number}")
 
-    def _product(self, layer: layers.IntegerProduct, floats: list[str], number: int) -> str:
+    def _matmul(self, layer: layers.IntegerMatMul, floats: list[str], number: int) -> str:
         before, after = layer.before, layer.after
         # m / 2^s = S_w S_in / S_out. The bias contains -Z sum(w), which this form does not include.
         factor = layer.multiplier.double() * torch.exp2(-layer.shift.double())
@@ -166,9 +166,9 @@ class _Writer:
 
 #: For each kind of layer between `DequantizeLinear` and `QuantizeLinear`, its float nodes.
 _FLOAT_NODES: dict[type, Callable[[_Writer, Any, list[str], int], str]] = {
-    layers.IntegerProduct: _Writer._product,
+    layers.IntegerMatMul: _Writer._matmul,
     layers.IntegerSum: _Writer._sum,
     layers.IntegerCat: _Writer._cat,
-    layers.IntegerGate: _Writer._gate,
+    layers.IntegerMul: _Writer._mul,
     layers.IntegerPool: _Writer._pool,
 }

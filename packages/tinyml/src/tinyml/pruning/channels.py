@@ -96,8 +96,8 @@ def _check_names(names: Collection[str], walk: Walk, chosen: Sequence[Group]) ->
             group = next((group for group in walk.groups() if name in group.writers), None)
             why = group and f" ({group.blocked_by or 'they are shared with a layer in protect'})"
             raise ValueError(
-                f"channels of [{name!r}] cannot be removed{why or ''}; those of {writers} can"
-                f"{suggestion(name, writers)}"
+                f"expected names among {writers}, got {name!r}, whose channels cannot be removed"
+                f"{why or ''}{suggestion(name, writers)}"
             )
 
 

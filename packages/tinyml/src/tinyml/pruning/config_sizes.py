@@ -22,7 +22,7 @@ from tinyml.compressed_weight import called_by_save_pretrained
 
 #: Keys of a configuration, each with a new number.
 _Sizes = dict[str, int]
-_MOST_BUILDS = 256
+_MAX_BUILDS = 256
 
 
 def update_config(
@@ -83,7 +83,7 @@ def _sizes_of(
     subsets = itertools.chain.from_iterable(itertools.combinations(options, n) for n in counts)
     # A subset with two numbers for one key has the same effect as a smaller one.
     distinct = (s for s in subsets if len(s) in (len(dict(s)), len(options)))
-    for subset in itertools.islice(distinct, _MOST_BUILDS):
+    for subset in itertools.islice(distinct, _MAX_BUILDS):
         for sizes in (dict(subset), fixed | dict(subset)) if fixed else (dict(subset),):
             built = _built(dense, sizes)
             if built is None or _tensors(built) != _tensors(small):

@@ -2,7 +2,7 @@
 
 Note [Dependency groups]
 A layer's outputs are read by other layers, possibly after normalization, pooling or a residual sum.
-If a unit is removed, it must be removed from every tensor along this path:
+A unit must be removed from every tensor along this path:
 
     conv1.weight  (out, in, 3, 3)   writer, axis 0  --+
     conv1.bias    (out)             writer, axis 0    |
@@ -47,12 +47,11 @@ class Slice:
 
 @dataclass(eq=False)
 class Group:
-    """Units that several layers share and lose together (Note [Dependency groups])."""
+    """Units that several layers share and that are removed together (Note [Dependency groups])."""
 
     size: int
     slices: list[Slice] = field(default_factory=list)
-    #: The operator or other reason that prevents the removal of these units; empty if they can be
-    #: removed.
+    #: The operator or other reason that prevents removing these units; empty if there is none.
     blocked_by: str = ""
     #: The units from most to least important; see `tinyml.pruning.importance`.
     order: Tensor = field(default_factory=lambda: torch.empty(0))

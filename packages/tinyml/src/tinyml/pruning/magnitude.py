@@ -1,7 +1,7 @@
-"""Pruning of single weights: those of the smallest magnitude are set to zero.
+"""Magnitude pruning: the weights with the smallest magnitudes are set to zero.
 
-Exactly the requested number of weights is removed, even among ties, which a threshold would remove
-together. The model stays dense; `size_of` reports the size of a sparse file.
+Exactly the requested number of weights is removed, even if some magnitudes are equal. The model
+stays dense; `size_of` reports the size of a sparse file.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from tinyml.validation import first_names
 
 
 class Masks(dict[str, Tensor]):
-    """The masks of pruned weights: a bool tensor per parameter name, True for remaining weights."""
+    """A dictionary from parameter names to bool masks, which are True for remaining weights."""
 
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
@@ -104,7 +104,7 @@ def prune(
 
 
 def smallest_mask(score: Tensor, sparsity: float) -> Tensor:
-    """Return a mask that is False for the round(sparsity * n) smallest scores, ties in order."""
+    """Return a mask that is False for the round(sparsity * n) smallest scores, in stable order."""
     if not 0 <= sparsity <= 1:
         raise ValueError(f"expected 0 <= sparsity <= 1, got {sparsity}")
     order = score.flatten().argsort(stable=True)

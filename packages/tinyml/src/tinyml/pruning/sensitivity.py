@@ -19,14 +19,15 @@ Metric = Callable[[Any, Any], Any]
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """The metric of the unchanged model, and with each layer compressed by each amount."""
+    """The metric of the unchanged model, and with one layer compressed by one amount."""
 
     baseline: float
+    #: The metric by layer and amount.
     values: dict[str, dict[float, float]]
 
 
 def prune_weight(weight: Tensor, sparsity: float) -> Tensor:
-    """Return the weight with its smallest magnitudes set to zero; the default of a scan."""
+    """Return the weight with its smallest magnitudes set to zero, the default `compress`."""
     return weight * smallest_mask(weight.abs(), sparsity)
 
 

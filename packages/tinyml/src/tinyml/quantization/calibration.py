@@ -135,10 +135,11 @@ class _Run:
         self.called: set[str] = set()
         #: The unfinished layers that receive the same input.
         self.reached: list[str] = []
-        #: The input of these layers. The model may overwrite it after they have read it, so `copy`
-        #: contains its values, and `stamp` identifies its memory, version, shape and strides.
+        #: The input of the layers in `reached`.
         self.inputs: Tensor | None = None
+        #: A copy of `inputs`, because the model may overwrite them later.
         self.copy = torch.empty(0)
+        #: The memory, version, shape and strides of `inputs`, which identify them.
         self.stamp: object = None
 
     def reach(self, name: str, inputs: Tensor) -> None:

@@ -38,10 +38,10 @@ from tinyml.quantization.rounded_weight import same_value
 from tinyml.timing import Timing, is_captured, measure, store_timing, stored_timing
 from tinyml.validation import Progress
 
-#: The numbers of tokens in reports, and in the decision whether a layer is replaced: one token of a
-#: decoder, a small batch and a prompt.
+#: Token counts that `explain` reports and that decide whether a layer is replaced: decoding, a
+#: small batch, and a prompt.
 DECISION_TOKENS = (1, 32, 512)
-#: Below this time of a call, the 5 microseconds of a selection cost more than 2 %.
+#: A selection takes 5 microseconds, more than 2 % of a call that is shorter than this.
 _SMALL_MS = 0.25
 _timings: dict[object, Timing] = {}
 

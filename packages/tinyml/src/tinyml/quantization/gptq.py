@@ -1,11 +1,10 @@
-"""GPTQ: rounding of weights that compensates for each error in the weights that follow.
+"""GPTQ: rounding of weights, column by column, with each error compensated in later columns.
 
-GPTQ (Frantar et al., "GPTQ", 2023) rounds one column after another and updates the later columns to
-compensate for the error. Each update minimizes the sum over the data of (W x - Q x)^2. This sum
-depends on the data only through H = sum x x^T. GPTQ equals optimal brain quantization in a fixed
-order. A row of the Cholesky factor of H^-1 replaces inverting the remaining part of H at each step.
-H is singular for few or dependent inputs; its diagonal is increased until the factorization
-succeeds.
+The method is that of Frantar et al., "GPTQ", 2023. Each update of the later columns minimizes the
+sum over the data of (W x - Q x)^2. This sum depends on the data only through H = sum x x^T. GPTQ
+equals optimal brain quantization in a fixed order. A row of the Cholesky factor of H^-1 replaces
+inverting the remaining part of H at each step. H is singular for few or dependent inputs; its
+diagonal is increased until the factorization succeeds.
 
 With groups of inputs, the grid of a group is fitted to the updated weights when its first column is
 reached. Columns with large inputs may be rounded first, while most other columns can still
@@ -179,14 +178,14 @@ def gptq_codes(
         errors = torch.empty(outputs, end - start, dtype=torch.float64, device=weight.device)
         for i in range(end - start):
             column = int(order[start + i])
+            index = column // group
             if refit is not None and (start + i) % group == 0:
                 fitted = refit(remaining[:, start + i : start + i + group])
-                scale[:, column // group] = fitted.scale[:, 0]
-                zero[:, column // group] = fitted.zero[:, 0]
-            number = column // group
-            column_grid = Grid(scale[:, number], zero[:, number], grid.low, grid.high)
+                scale[:, index] = fitted.scale[:, 0]
+                zero[:, index] = fitted.zero[:, 0]
+            column_grid = Grid(scale[:, index], zero[:, index], grid.low, grid.high)
             rounded = column_grid.quantize(remaining[:, start + i])
-            # Updates move pruned weights away from zero, and their zeros have to stay.
+            # Updates move pruned weights away from zero; they are set to zero again.
             rounded = rounded.where(weight[:, column] != 0, column_grid.zero.int())
             codes[:, column] = rounded
             error = (remaining[:, start + i] - column_grid.dequantize(rounded)) / factor[i, i]
@@ -200,7 +199,7 @@ def gptq_codes(
 
 
 def _by_activation(size: Tensor, group: int) -> Tensor:
-    """Return the order of the columns, given the diagonal of H as `size`; the largest are first.
+    """Return the order of the columns by `size`, the diagonal of H; the largest are first.
 
     Groups are ordered by the sum of their sizes, and the columns of a group by size.
     """

@@ -1,4 +1,4 @@
-"""Even grids on tensors: r = S (q - Z), with integers q, a scale S and a zero point Z.
+"""Uniform quantization: r = S (q - Z), with integers q, a scale S and a zero point Z.
 
 Each output channel or group of inputs has a scale, computed from the extremes of its values. The
 formulas are those of Jacob et al., "Quantization and Training of Neural Networks for Efficient
@@ -25,7 +25,7 @@ class Grid:
     high: int
 
     def quantize(self, rows: Tensor) -> Tensor:
-        """Return q = round(r / S) + Z, clamped to the range, as int32."""
+        """Return the codes q = round(r / S) + Z, clamped to `low` and `high`, as int32."""
         codes = (rows / self.scale).round() + self.zero
         return codes.clamp(self.low, self.high).to(torch.int32)
 
@@ -36,8 +36,8 @@ class Grid:
     def stored_as(self, dtype: torch.dtype) -> Grid:
         """Return the grid with scales that `dtype` represents exactly.
 
-        Scales are rounded to the nearest number of `dtype`. Those below its normal numbers have few
-        digits and are rounded up, so that the codes still reach the largest value of their row.
+        Scales are rounded to the nearest number of `dtype`. Subnormal scales
+        have few digits. They are rounded up, so that codes reach the largest value of their row.
         """
         rounded = self.scale.to(dtype).to(self.scale.dtype)
         limits = torch.finfo(dtype)
@@ -48,7 +48,7 @@ class Grid:
 
 
 def wide(tensor: Tensor) -> Tensor:
-    """Convert a tensor of at most 16 bits to float32, so that later results are rounded once."""
+    """Return a tensor of at most 16 bits as float32, so that later results are rounded once."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
@@ -78,7 +78,7 @@ def check_grid_bits(bits: int, symmetric: bool) -> None:
 
     One bit has two codes, and a symmetric grid has at least three: -1, 0 and 1.
     """
-    check_bits(bits, f"{symmetric=} takes", least=2 if symmetric else 1)
+    check_bits(bits, f"a grid with {symmetric=}", least=2 if symmetric else 1)
 
 
 def _step(extent: Tensor, steps: int) -> Tensor:

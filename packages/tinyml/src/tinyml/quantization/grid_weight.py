@@ -1,7 +1,6 @@
-"""Weights on an even grid, stored as packed codes of r = S (q - Z).
+"""Weights on a uniform grid, stored as packed codes of r = S (q - Z).
 
-The layer itself is unchanged. Its weight becomes a parametrization that unpacks the codes whenever
-the weight is read, so any layer with a parameter `weight` can be compressed.
+The layer's weight becomes a parametrization that unpacks the codes whenever the weight is read.
 """
 
 from __future__ import annotations
@@ -49,9 +48,9 @@ class GridWeight(CompressedWeight):
     def of(
         codes: Tensor, grid: Grid, weight: Tensor, bits: int, *, transposed: bool = False
     ) -> GridWeight:
-        """Return the weight with these codes (rows, n), in the shape and type of `weight`.
+        """Return the weight with these codes (rows, n), in the shape and dtype of `weight`.
 
-        Raise `ValueError` if a value is too large for this type.
+        Raise `ValueError` if a value is too large for this dtype.
         """
         scale = grid.scale.to(weight.dtype)
         zero = grid.zero.to(torch.int8) if grid.zero.any() else None

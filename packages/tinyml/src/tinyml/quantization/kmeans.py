@@ -4,8 +4,8 @@ In one dimension a cluster is an interval. After one sort and prefix sums, an it
 algorithm costs k binary searches, so it can run until no value changes its cluster. From evenly
 spaced centroids, the error of this fixed point can be several times the optimum. Therefore Lloyd's
 algorithm starts at the exact optimum for a summary of the values, found by dynamic programming
-(Wang and Song, "Ckmeans.1d.dp", 2011). The palette is a parameter. The gradient of a palette value
-is the sum of the gradients of its weights ("Deep Compression", Han et al., 2016, section 3.3).
+(Wang and Song, "Ckmeans.1d.dp", 2011). The gradient of a palette value is the sum of the gradients
+of its weights ("Deep Compression", Han et al., 2016, section 3.3).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def kmeans_quantize(
     """
 
     def compress(layer: nn.Module, bits: int) -> Palette:
-        check_bits(bits, "a palette has")
+        check_bits(bits, "a palette")
         weight, row = weight_of(layer), getattr(layer, "padding_idx", None)
         zero_row = None
         if row is not None and not weight[row].any():
@@ -70,8 +70,8 @@ class Palette(CompressedWeight):
         self.register_buffer("codes", codes)
         self.register_buffer("zero_row", zero_row)
 
-    def trained(self, weight: Tensor) -> Tensor:
-        """Return the palette."""
+    def trainable_tensor(self, weight: Tensor) -> Tensor:
+        """Return the palette, converted to the dtype and device of `weight`."""
         return self._palette.to(weight)
 
     def format(self) -> list[int]:
@@ -86,11 +86,11 @@ class Palette(CompressedWeight):
 
 
 #: The largest number of clusters, for codes of 8 bits.
-_MOST_CLUSTERS = 256
-_MOST_ITERATIONS = 10_000
+_MAX_CLUSTERS = 256
+_MAX_ITERATIONS = 10_000
 #: The largest number of distinct values that are clustered without a summary.
-_MOST_POINTS_WITHOUT_SUMMARY = 1024
-#: The number of intervals of equal count, and of those of equal width, in a summary.
+_MAX_POINTS_WITHOUT_SUMMARY = 1024
+#: The number of intervals of equal count in a summary, and the number of equal width.
 _SUMMARY_BINS = 512
 
 
@@ -106,8 +106,8 @@ def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     The min(k, distinct values) centroids are float64 and ascending. The indices are int16 and have
     the shape of `values`, so `centroids[indices.int()]` are the rounded values.
     """
-    if not 1 <= k <= _MOST_CLUSTERS:
-        raise ValueError(f"expected 1 to {_MOST_CLUSTERS} clusters, got {k}")
+    if not 1 <= k <= _MAX_CLUSTERS:
+        raise ValueError(f"expected 1 to {_MAX_CLUSTERS} clusters, got {k}")
     check_strided("values", values)
     if not values.numel() or not torch.isfinite(values).all():
         raise ValueError("expected at least one value, all of them finite, got none, nan or inf")
@@ -120,7 +120,7 @@ def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     sums = _sums_from_zero(ordered)
     if not sums[[0, -1]].isfinite().all():
         raise ValueError("expected values whose sum is finite in float64, got larger ones")
-    if int((ordered[1:] != ordered[:-1]).sum()) < _MOST_POINTS_WITHOUT_SUMMARY:
+    if int((ordered[1:] != ordered[:-1]).sum()) < _MAX_POINTS_WITHOUT_SUMMARY:
         points, counts = torch.unique_consecutive(ordered, return_counts=True)
         if points.numel() <= k:
             codes = torch.bucketize(flat, points)
@@ -129,14 +129,14 @@ def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         points, counts = _summary(ordered, sums, _SUMMARY_BINS)
     centroids = best_intervals(points.double(), counts, k)
     edges = None
-    for _ in range(_MOST_ITERATIONS):
+    for _ in range(_MAX_ITERATIONS):
         inner = torch.searchsorted(ordered, _boundaries(centroids, ordered), right=True)
-        new = torch.cat([inner.new_zeros(1), inner, inner.new_tensor([ordered.numel()])])
-        if edges is not None and torch.equal(new, edges):
+        new_edges = torch.cat([inner.new_zeros(1), inner, inner.new_tensor([ordered.numel()])])
+        if edges is not None and torch.equal(new_edges, edges):
             break
-        edges, counts = new, new.diff()
+        edges, counts = new_edges, new_edges.diff()
         means = sums[edges].diff() / counts.clamp(min=1)
-        # An empty cluster keeps its centroid; its neighbors may still move a value to it.
+        # The centroid of an empty cluster is unchanged; values may still move to it.
         centroids = torch.where(counts > 0, means, centroids).sort().values
     codes = torch.bucketize(flat, _boundaries(centroids, flat), out_int32=True)
     return centroids, codes.to(torch.int16).view(values.shape)
@@ -152,13 +152,13 @@ def _sorted(flat: Tensor) -> Tensor:
 def _sums_from_zero(ordered: Tensor) -> Tensor:
     """Return sums (n + 1,) whose differences are the sums of ranges of n sorted values.
 
-    Each entry is the sum of the values between zero and its position. From the first value on, a
-    large negative value would round off the values after it.
+    Each entry is the sum of the values between zero and its position. In sums from the first value,
+    a large negative value would absorb the values after it.
     """
     first = int(torch.searchsorted(ordered, ordered.new_zeros(1)))
     sums = torch.zeros(ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
     torch.cumsum(ordered[first:], 0, dtype=torch.float64, out=sums[first + 1 :])
-    # In place, because tables of many values take long to allocate.
+    # Work in place, because large tensors take long to allocate.
     below = sums[:first]
     below.copy_(ordered[:first].flip(0)).neg_().cumsum_(0)
     below.copy_(below.flip(0))
@@ -166,7 +166,7 @@ def _sums_from_zero(ordered: Tensor) -> Tensor:
 
 
 def _boundaries(centroids: Tensor, like: Tensor) -> Tensor:
-    """Return the midpoints of neighbors, rounded down to `like`'s type.
+    """Return the midpoints of neighboring centroids, rounded down to the dtype of `like`.
 
     A value is at most the midpoint if and only if it is at most the rounded midpoint.
     """
@@ -183,10 +183,12 @@ def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
     cost[c][i] = min over j of cost[c - 1][j - 1] + the error of points j..i around their mean. This
     takes k n^2 steps and memory for about 2 n^2 numbers, so n should be at most several thousand.
     """
-    n, k = points.numel(), min(k, points.numel())
+    n = points.numel()
+    k = min(k, n)
     # Squares of scaled points neither overflow nor vanish.
     error = _interval_errors(points / points.abs().max(), counts)
-    cost, starts = error[:, 0], []
+    cost = error[:, 0]
+    starts = []
     total = torch.empty_like(error)
     for _ in range(k - 1):
         # The last cluster is points j..i; the points before j are already clustered.
@@ -198,12 +200,9 @@ def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
     for start in reversed(starts):
         edges.append(int(start[edges[-1] - 1]))
     edges = [0, *reversed(edges[1:]), n]
-    return torch.stack(
-        [
-            (points[a:b] * counts[a:b]).sum() / counts[a:b].sum()
-            for a, b in itertools.pairwise(edges)
-        ]
-    )
+    weighted = points * counts
+    intervals = itertools.pairwise(edges)
+    return torch.stack([weighted[a:b].sum() / counts[a:b].sum() for a, b in intervals])
 
 
 def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:

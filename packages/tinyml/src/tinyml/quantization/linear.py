@@ -1,4 +1,4 @@
-"""Linear quantization of a model: the choice of weights, bits and products."""
+"""Linear quantization of a model: `quantize` selects weights, bits and products."""
 
 from __future__ import annotations
 
@@ -69,23 +69,23 @@ def quantize(
         compress = partial(_on_grid, group_size=group_size, symmetric=symmetric)
         return compress_weights(model, layers, bits, compress, protect)
     is_auto = activations == "auto"
-    make: Callable[[nn.Module], FastestLinear | None]
+    make_layer: Callable[[nn.Module], FastestLinear | None]
     if is_auto and bits == 4:
-        make = partial(_int4_layer, group_size=group_size, symmetric=symmetric)
+        make_layer = partial(_int4_layer, group_size=group_size, symmetric=symmetric)
     elif bits == 8 and group_size is None and symmetric:
-        make = partial(Int8Linear, may_stay_float=is_auto)
+        make_layer = partial(Int8Linear, may_stay_float=is_auto)
     else:
-        other = ", or bits=4," if is_auto else ""
+        alternative = ", or bits=4," if is_auto else ""
         raise ValueError(
-            f"expected bits=8 with one symmetric scale per channel{other} for {activations=}, "
-            f"got {bits=}, {group_size=}, {symmetric=}"
+            f"expected bits=8 with one symmetric scale per channel{alternative} for "
+            f"{activations=}, got {bits=}, {group_size=}, {symmetric=}"
         )
     protected = protected_modules(model, protect)
-    return with_fastest_linears(plain_copy(model), make, protected, progress)
+    return with_fastest_linears(plain_copy(model), make_layer, protected, progress)
 
 
 def _int4_layer(layer: nn.Module, group_size: int | None, symmetric: bool) -> Int4Linear | None:
-    """Return the layer with 4-bit weights, or None if the default group does not divide it."""
+    """Return the layer with 4-bit weights, or None if the default group does not fit."""
     if group_size is None and outputs_first(layer, weight_of(layer)).shape[1] % 32:
         return None
     grid = _on_grid(layer, 4, 32 if group_size is None else group_size, symmetric)

@@ -1,4 +1,4 @@
-"""Packing of integers of b bits, 1 to 8, so that n of them need at most b n / 8 + 3 bytes.
+"""Packing of n integers of b bits, 1 <= b <= 8, into at most b n / 8 + 3 bytes.
 
 A width that divides 8 is packed by shifts. Any other width is a sum of such widths (3 = 2 + 1), and
 each of them is packed as a separate plane. Only the last byte of a plane may have unused bits.
@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
-    """Pack codes from 0 to 2^bits - 1 of any shape into a flat uint8 tensor."""
+    """Pack codes of any shape, with values from 0 to 2^bits - 1, into a flat uint8 tensor."""
     if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < 2**bits:
         raise ValueError(
             f"expected codes from 0 to {2**bits - 1} for {bits} bits, got {int(codes.min())} to "
@@ -44,6 +44,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
 
 
 def _planes(bits: int) -> list[int]:
+    """Return the widths in bits of the planes, which divide 8 and sum to `bits`."""
     if not 1 <= bits <= 8:
         raise ValueError(f"expected 1 to 8 bits per code, got {bits}")
     return [width for width in (8, 4, 2, 1) if bits & width]

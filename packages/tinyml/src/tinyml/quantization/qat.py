@@ -37,7 +37,7 @@ def prepare_qat(
     Layers of the types in `layers` are rounded, except those that `protect` names. After training,
     `convert` returns the model with stored integers.
     """
-    check_bits(bits, "symmetric training takes", least=2)
+    check_bits(bits, "a symmetric grid", least=2)
 
     def compress(layer: nn.Module, bits: int) -> RoundedWeight:
         weight, transposed = weight_of(layer), is_conv1d(layer)

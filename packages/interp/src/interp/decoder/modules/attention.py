@@ -14,7 +14,7 @@ from interp.decoder.modules.weights import Weights
 _LATENT_EPS = 1e-6
 
 
-class Latent(nn.Module):
+class LatentProjection(nn.Module):
     """A projection through a narrow, normalized layer: the latent attention of DeepSeek.
 
     The first dimensions of each key head come from `rotary` and are the same for all heads.
@@ -96,9 +96,9 @@ class DecoderAttention(nn.Module):
             )
         self.rotary = settings.rotary[layer]
 
-    def _projection(self, weights: Weights, name: str, part: str) -> nn.Linear | Latent:
+    def _projection(self, weights: Weights, name: str, part: str) -> nn.Linear | LatentProjection:
         if f"{name}.{part}_up" in weights:
-            return Latent(weights, name, part, self.heads)
+            return LatentProjection(weights, name, part, self.heads)
         return weights.linear(f"{name}.{part}")
 
     def forward(

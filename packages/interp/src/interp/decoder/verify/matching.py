@@ -39,9 +39,9 @@ _SHORT_LENGTH = 16
 _SMALL = Scale("small", stream_std=3e-3)
 #: Scores and activations that reach caps and clamps: a cap of 50 on scores, the clamps of gpt-oss.
 _LARGE = Scale("large", score_std=20.0, inner_std=8.0)
-#: Scores of thousands, and values and activations of hundreds, which reach bounds that trained
-#: models do not reach. Rounding errors of such scores would grow from layer to layer, so the
-#: outputs of all layers are small.
+#: Large scores, values and activations that reveal bounds no trained model reaches, such as a mask
+#: value of -1e4. The outputs of all layers are small, because rounding errors would otherwise grow
+#: from layer to layer.
 _HUGE = Scale("huge", score_std=1000.0, inner_std=40.0, value_std=100.0, write_std=1e-4)
 #: Scores with which each query attends to a few keys, far from uniform attention: the defaults of
 #: `Scale`.
@@ -279,8 +279,8 @@ def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
     half = min(max(5, short // 2), short)
     probes = [
         Probe(name="small", scale=_SMALL, length=short),
-        # Sharp scores amplify rounding errors: those of DeepSeek V3 with 3 layers reach 1.1e-5, and
-        # deeper models have larger ones.
+        # Large scores amplify rounding errors. The logit errors of DeepSeek V3 with 3 layers reach
+        # 1.1e-5, and those of deeper models are larger.
         Probe(name="large", scale=_LARGE, length=short, tolerance=2e-3),
         # A first token attends to masked keys if its score for itself is below the mask value.
         Probe(name="huge", scale=_HUGE, length=min(4, short), rows=2),
