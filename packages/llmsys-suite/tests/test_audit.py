@@ -511,7 +511,7 @@ def test_times_of_one_rank_that_another_reports_fail_at_any_number_of_ranks(
             sample |= {"seconds": 0.5, "began": began, "ended": began + 0.5, "threads": 1}
             samples.append(sample)
     record = Record(replace(CONFIG, world=ranks), None, None, samples, {"threads": 1})
-    (check,) = (check for check in times.steps(record) if check.name == "copied times")
+    (check,) = (check for check in times.check_steps(record) if check.name == "copied times")
     assert check.passed == passes
 
 

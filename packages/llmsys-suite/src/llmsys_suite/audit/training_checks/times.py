@@ -18,7 +18,7 @@ from llmsys_suite.measure import others
 from llmsys_suite.measure.samples import PEER, PHASES, SERVER, WHOLE_STEP, ranks_of
 
 
-def steps(record: Record) -> Iterator[Check]:
+def check_steps(record: Record) -> Iterator[Check]:
     """Compare the recorder's times with a second clock, and the threads with those of the audit.
 
     Two ranks that report the same readings of the second clock in more than half of the steps have
@@ -56,7 +56,7 @@ def _copied(record: Record) -> list[str]:
     return copied
 
 
-def reported_times(record: Record) -> Iterator[Check]:
+def check_reported_times(record: Record) -> Iterator[Check]:
     """Check the reported step times, ratios and utilization against a second clock.
 
     The spread of the ratios is recomputed from the recorded samples.
@@ -95,7 +95,7 @@ def reported_times(record: Record) -> Iterator[Check]:
         yield Sources("summary", against).all_equal(f"reported {name}", pairs, tolerance)
 
 
-def rounds(record: Record) -> Iterator[Check]:
+def check_rounds(record: Record) -> Iterator[Check]:
     """Check that a rank ends the steps of all variants before it begins the next round.
 
     Ratios divide times of one round, because a slow second affects neighboring steps alike.
@@ -118,7 +118,7 @@ def rounds(record: Record) -> Iterator[Check]:
     yield clock.none("variants are interleaved step by step", early)
 
 
-def peers(record: Record) -> Iterator[Check]:
+def check_peers(record: Record) -> Iterator[Check]:
     """Compare the times of torch's DDP and FSDP2 in the run with the audit's implementations.
 
     The audit's peers do not run in the stage `train`. Therefore the audit's rounds also time
@@ -133,11 +133,11 @@ def peers(record: Record) -> Iterator[Check]:
             yield peer.within(
                 f"{measure_name} of {name}", 1.0, ratios["audit"], measure.allowed_factor
             )
-            means = record.by_step(measure.seconds, statistics.mean)
+            means = record.by_step(measure.seconds_of, statistics.mean)
             for other in ratios.keys() - {"audit"}:
                 # The first step, if no warm-up precedes it, creates state and connections.
                 rounds = (means[name].keys() & means[other].keys()) - {0}
-                if measure.in_quiet_rounds:
+                if measure.needs_undisturbed_rounds:
                     both = [*record.steps_of(name), *record.steps_of(other)]
                     rounds -= others.disturbed_rounds(both, fractions)
                 if len(rounds) < LEAST_ROUNDS:
@@ -164,7 +164,7 @@ def bounds_of_median(values: list[float]) -> tuple[float, float]:
     return ordered[left_out], ordered[-1 - left_out]
 
 
-def phases(record: Record) -> Iterator[Check]:
+def check_phases(record: Record) -> Iterator[Check]:
     """Check the phases of every step after the warm-up, and the fractions of time in each phase.
 
     Every step must have all of its phases, and their sum may exceed the step by one thousandth.

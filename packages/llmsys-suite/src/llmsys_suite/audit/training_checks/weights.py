@@ -32,15 +32,15 @@ UNEVEN = 0.2
 LEAST_STEPS = 10
 
 
-def initial_weights(record: Record) -> Iterator[Check]:
+def check_initial_weights(record: Record) -> Iterator[Check]:
     """Compare the scale of the initial weights with the initialization of Glorot and Bengio."""
     scales = [(away, where) for away, where in record.evidence["initial_scales"]]
     glorot = Sources("standard deviations, in standard errors", "sqrt(2 / (in + out))")
     yield glorot.all_near("scale of the initial weights", scales, STANDARD_ERRORS)
 
 
-def probed_step(record: Record) -> Iterator[Check]:
-    """Compare one SGD step of every variant and rank with float64, and ranks with each other."""
+def check_probed_step(record: Record) -> Iterator[Check]:
+    """Compare one SGD step of every rank with float64, and ranks bit by bit after two steps."""
     every_rank = Sources("every rank", "float64")
     for row in record.train.rows:
         name = row["variant"]
@@ -55,7 +55,7 @@ def probed_step(record: Record) -> Iterator[Check]:
             )
 
 
-def final_weights(record: Record) -> Iterator[Check]:
+def check_final_weights(record: Record) -> Iterator[Check]:
     """Compare the trained weights of all ranks bit by bit, and with those of one process."""
     tolerance = weight_tolerance(record.config, WEIGHT_CHANGE * math.sqrt(record.num_steps))
     # Sums over the rows of several ranks round differently from a sum over all rows. If no weight
@@ -77,7 +77,7 @@ def final_weights(record: Record) -> Iterator[Check]:
         )
 
 
-def stored_tensors(record: Record) -> Iterator[Check]:
+def check_stored_tensors(record: Record) -> Iterator[Check]:
     """Compare the bytes that every rank stores after the training with the variant's formula."""
     whole = 4 * record.evidence["model_counts"]["parameters"]
     for row in record.train.rows:
@@ -118,7 +118,7 @@ def stored_tensors(record: Record) -> Iterator[Check]:
         )
 
 
-def losses(record: Record) -> Iterator[Check]:
+def check_losses(record: Record) -> Iterator[Check]:
     """Compare losses with one process and the reference, and reported losses with the samples."""
     curves = record.losses
     alone = curves[SINGLE]

@@ -19,7 +19,7 @@ BROADCASTS = {PEER: 1, "fsdp": 1, "ddp overlapped": 2, "ddp bucketed": 2, SHARED
 HEAD_BYTES = 1024
 
 
-def shared_memory(record: Record) -> Iterator[Check]:
+def check_shared_memory(record: Record) -> Iterator[Check]:
     """Compare the bytes that are summed in shared memory with the bytes of the gradients."""
     probe = record.probes.get(SHARED_MEMORY)
     if probe is None or not record.evidence["shares_memory"]:
@@ -36,7 +36,7 @@ def shared_memory(record: Record) -> Iterator[Check]:
         )
 
 
-def sockets(record: Record) -> Iterator[Check]:
+def check_sockets(record: Record) -> Iterator[Check]:
     """Compare the bytes that sockets received per step of training with the variant's formula."""
     if not record.evidence["sockets_count"]:
         return
