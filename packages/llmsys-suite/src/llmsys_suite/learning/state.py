@@ -66,9 +66,8 @@ def require_resumable(config: RunConfig, source: Path) -> None:
 def require_same(state: dict[str, Any], config: RunConfig, text: str | None, source: Path) -> None:
     """Raise `UsageError` if the run's options contradict the training that saved `source`.
 
-    The checkpoint decides the number of steps, the rows and the seed. The learning rate and the
-    batches then continue as planned. An option that contradicts the checkpoint is refused, not
-    ignored.
+    The checkpoint decides the number of steps, the rows and the seed, so that the learning rate
+    and the batches continue as planned.
     """
     expected = beginning(config, text)
     if lacks := expected.keys() - state.keys():

@@ -31,10 +31,7 @@ def plain_values(config: RunConfig) -> dict[str, Any]:
 
 
 def check_text(record: Record) -> Iterator[Check]:
-    """Check that every rank has the text of the files, and that the parts do not overlap much.
-
-    At most the fraction `REPEATED` of the held-out windows may occur in the training text.
-    """
+    """Check that every rank has the text of the files, and that few held-out windows repeat it."""
     split = record.evidence["split"]
     different = [
         f"{part} text of rank {rank}"
