@@ -209,11 +209,7 @@ def _claim(config: RunConfig, out: Path) -> RunConfig:
 
 
 def create_folder(folder: Path, name: str, text: str) -> None:
-    """Create a folder with one file.
-
-    Raises:
-        UsageError: the folder cannot be written, or its name is taken (`FolderTaken`).
-    """
+    """Create a folder with one file; raise UsageError if it is taken or cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):

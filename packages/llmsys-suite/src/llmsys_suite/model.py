@@ -65,8 +65,7 @@ def plain_attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, *, is_causal
 class Decoder(nn.Module):
     """A model that maps tokens (B, T) to logits (B, T, V)."""
 
-    #: Cosines and sines of the rotary angles, (2, context, K / 2).
-    rope: Tensor
+    rope: Tensor  #: Cosines and sines of the rotary angles, (2, context, K / 2).
 
     def __init__(self, config: ModelConfig, attention: Attention | None = None) -> None:
         super().__init__()
@@ -87,8 +86,7 @@ class Decoder(nn.Module):
         """
         if tokens_BT.shape[1] > self.config.context:
             raise ValueError(
-                f"expected at most {self.config.context} tokens (the context), "
-                f"got {tokens_BT.shape[1]}"
+                f"expected at most {self.config.context} tokens, got {tokens_BT.shape[1]}"
             )
         x_BTD = self.embedding(tokens_BT)
         rope = self.rope[:, : tokens_BT.shape[1]].to(x_BTD.dtype)

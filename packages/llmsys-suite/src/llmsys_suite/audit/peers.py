@@ -173,11 +173,10 @@ def ratios_to_others(
 
 def _are_well_inside_bands(ratios: dict[str, dict[str, float]]) -> bool:
     """Return True if further rounds are unlikely to move a ratio out of its band."""
-    for measure_name, by_call in ratios.items():
-        allowed_factor = MEASURES[measure_name].allowed_factor
-        if not 1 / allowed_factor < by_call["audit"] ** 2 < allowed_factor:
-            return False
-    return True
+    return all(
+        1 / MEASURES[name].allowed_factor < by_call["audit"] ** 2 < MEASURES[name].allowed_factor
+        for name, by_call in ratios.items()
+    )
 
 
 def timed(run: Run, call: Callable[[], object]) -> Sample:

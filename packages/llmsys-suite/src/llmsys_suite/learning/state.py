@@ -66,8 +66,7 @@ def require_resumable(config: RunConfig, source: Path) -> None:
 def require_same(state: dict[str, Any], config: RunConfig, text: str | None, source: Path) -> None:
     """Raise `UsageError` if the run's options contradict the training that saved `source`.
 
-    The checkpoint decides the number of steps, the rows and the seed, so that the learning rate
-    and the batches continue as planned.
+    The checkpoint's steps, rows and seed continue the planned learning rates and batches.
     """
     expected = beginning(config, text)
     if lacks := expected.keys() - state.keys():

@@ -151,8 +151,7 @@ def check_peers(record: Record) -> Iterator[Check]:
 def bounds_of_median(values: list[float]) -> tuple[float, float]:
     """Return order statistics that enclose the median of the distribution.
 
-    The probability that they do is at least 0.9. For three and four values it is lower, although
-    the bounds are the smallest and the largest value.
+    The probability that they do is at least 0.9. It is lower for three and four values.
     """
     ordered = sorted(values)
     left_out = max(0, int(len(ordered) / 2 - math.sqrt(len(ordered))))
