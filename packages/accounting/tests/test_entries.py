@@ -98,7 +98,11 @@ INSIDE = {
     *("time.communication.state_calls", "time.communication.token_collectives"),
     *("time.communication.reduced_blocks", "time.step.attention_flops"),
     *("memory.states.alone", "memory.states.device_parameters", "memory.states.distinct_stages"),
-    *("memory.states.one_layer", "memory.activations.gradients_in_flight", "parameters.by_part"),
+    *(
+        "memory.states.largest_single_layer",
+        "memory.activations.gradients_in_flight",
+        "parameters.by_part",
+    ),
     "memory.activations.head_activations",
     *("search.answer.no_room", "search.plans.least_memory"),
     *("time.published.ratios", "time.published.modeled", "time.published.learned"),

@@ -131,7 +131,7 @@ def test_unknown_options_list_known_ones() -> None:
         flops(MODEL, seq=4, phase="dream")
     with pytest.raises(ValueError, match="expected seq >= 1, got 0"):
         flops(MODEL, seq=0)
-    with pytest.raises(ValueError, match="expected either hardware or peak_flops"):
+    with pytest.raises(ValueError, match="expected exactly one of hardware and peak_flops"):
         mfu(MODEL, tokens_per_second=1, seq=1)
     links = {"flops_per_second": 4.6e14, "axis_bytes_per_second": 1.8e11}
     with pytest.raises(

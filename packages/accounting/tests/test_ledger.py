@@ -44,6 +44,16 @@ def test_peak_of_fsdp2_counts_gathered_weights_only_while_they_exist(
     assert ledger.peak_bytes <= 2 * MIB + whole + 2 * MIB + 0.1 * MIB
 
 
+def test_hold_without_a_label_or_with_other_objects_is_refused() -> None:
+    parameters: list[Any] = list(nn.Linear(4, 4).parameters())
+    ledger = Ledger()
+    for arguments in (parameters, ["weights", parameters]):
+        with pytest.raises(TypeError, match=r"expected a label and tensors, .* got "):
+            ledger.hold(*arguments)
+    ledger.hold("weights", *parameters)
+    assert ledger.live_bytes == 80
+
+
 def test_storage_is_counted_at_the_size_that_it_has() -> None:
     tensor = torch.zeros(256)
     # torch's MemTracker leaves an attribute behind.

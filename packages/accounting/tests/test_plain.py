@@ -27,12 +27,13 @@ def test_package_equals_minimal_implementation(
     assert parameters(model).total == count
     assert flops(model, batch=batch, seq=seq).total == plain.flops(*sizes, batch, seq)
     saved = activations(model, batch=batch, seq=seq, precision="bf16")
-    assert saved.total == plain.activations(*sizes[:5], batch * seq)
-    assert kv_cache(model, seq=seq, batch=batch).total == plain.cache(*sizes[:4], batch * seq)
+    assert saved.total == plain.activation_bytes(*sizes[:5], batch * seq)
+    cached = kv_cache(model, seq=seq, batch=batch)
+    assert cached.total == plain.kv_cache_bytes(*sizes[:4], batch * seq)
     for zero in range(4):
-        assert model_states(count, data=7, zero=zero).total == plain.states(count, 7, zero)
+        assert model_states(count, data=7, zero=zero).total == plain.state_bytes(count, 7, zero)
         wire = communication(model, Plan(data=4, zero=zero)).wire.total
-        assert wire == plain.data_parallel(count, 4, zero, ends=(2 * vocab + 1) * d)
+        assert wire == plain.data_parallel_bytes(count, 4, zero, ends=(2 * vocab + 1) * d)
 
 
 def test_the_plain_file_is_short_and_needs_nothing() -> None:

@@ -35,7 +35,7 @@ from accounting.cli.questions import amount, stored_dtype
 from accounting.cli.serving import serving
 from accounting.hardware import find
 from accounting.memory.states import device_parameters
-from accounting.plan import even
+from accounting.plan import can_split_evenly
 from accounting.search.bounds import Bounds
 from accounting.search.plans import plans_that_fit
 from accounting.search.space import Space
@@ -112,7 +112,9 @@ def _divisors(number: int) -> list[int]:
 
 
 def _schedules(model: Transformer, pipeline: int) -> list[tuple[str, int]]:
-    chunks = [v for v in range(2, 9) if pipeline > 1 and even(model.layers, pipeline * v)]
+    chunks = [
+        v for v in range(2, 9) if pipeline > 1 and can_split_evenly(model.layers, pipeline * v)
+    ]
     return [("1f1b", 1), *(("interleaved", v) for v in chunks)]
 
 
@@ -149,7 +151,7 @@ def _documented_plans(
                     recompute=recompute,
                 )
                 plan.check(model, batch=batch, seq=seq)
-                plan.keeps_weights_whole()
+                plan.keeps_weights_unsharded()
             except ValueError:
                 continue
             # ZeRO has no effect on a single replica.
@@ -273,8 +275,8 @@ def test_every_proposed_plan_divides_devices_batch_and_layers(model: Transformer
 def test_no_interleaved_plan_is_proposed_whose_chunks_are_unlike() -> None:
     # 28 layers are 4 chunks of 7 and 28 chunks of 1, but not 8 or 16 equal chunks. With 6 and 10
     # chunks of 28 layers, and with all of these of 30 layers, both ends have one layer less.
-    assert [n for n in (2, 4, 8, 16) if even(28, n)] == [2, 4]
-    assert [n for n in (2, 4, 8, 16, 32) if even(30, n)] == [2, 4, 8, 16]
+    assert [n for n in (2, 4, 8, 16) if can_split_evenly(28, n)] == [2, 4]
+    assert [n for n in (2, 4, 8, 16, 32) if can_split_evenly(30, n)] == [2, 4, 8, 16]
     uneven = replace(SMALL, layers=28, attention_layers=None, mlp_layers=None)
     question = {"hardware": "H100", "devices": 8, "batch": 16, "seq": 4096, "tensor": 1, "zero": 1}
     for pipeline, virtual in ((4, {1, 7}), (2, {1, 2, 3, 5, 7})):

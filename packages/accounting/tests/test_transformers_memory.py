@@ -9,7 +9,7 @@ import torch
 from accounting import Ledger, Plan, Transformer, Window, Workload, peak_memory, training_memory
 from accounting.memory.activations import activations
 from accounting.memory.live import make_state
-from accounting.model.config import _ACTIVATIONS, activation
+from accounting.model.config import ACTIVATIONS, activation
 from reference import described
 
 LLAMA: dict[str, Any] = {
@@ -206,7 +206,7 @@ def test_peaks_that_are_not_modeled_are_as_far_off_as_stated(
     assert least <= predicted / actual <= most
 
 
-@pytest.mark.parametrize("name", [name for names in _ACTIVATIONS.values() for name in names])
+@pytest.mark.parametrize("name", [name for names in ACTIVATIONS.values() for name in names])
 def test_activation_of_transformers_saves_the_tensors_that_are_counted(name: str) -> None:
     from transformers.activations import ACT2FN
 

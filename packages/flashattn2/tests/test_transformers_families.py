@@ -97,6 +97,7 @@ def test_every_family(family):
         "ConvBert",
         "Nystromformer",
         "Longformer",
+        "LayoutLM",
         "Bert",
     ],
 )
@@ -119,7 +120,10 @@ def test_encoders_hide_padding_or_are_refused(name):
             states.append(model.eval()(ids, attention_mask=mask)[0][:, :8])
         except ValueError as error:
             assert implementation == "linear_memory"
-            assert f"the model of {name}Config {READS_MASK}" in str(error)  # noqa: PT017
+            reason = f"the model of {name}Config {READS_MASK}"
+            if name == "LayoutLM":
+                reason = "expected LayoutLMSelfAttention to pass a mask made by flashattn2"
+            assert reason in str(error)  # noqa: PT017
             assert name != "Bert"
             return
     torch.testing.assert_close(states[1], states[0], atol=2e-5, rtol=2e-4)

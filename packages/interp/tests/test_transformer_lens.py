@@ -181,6 +181,7 @@ def test_hooks_select_replace_and_record(model: HookedDecoder) -> None:
     assert list(cache) == ["blocks.1.hook_resid_pre"]
     stream, cache = model.run_with_cache(TOKENS[:1], stop_at_layer=2, remove_batch_dim=True)
     assert torch.equal(cache["resid_post", -1], stream[0])
+    assert torch.equal(model(TOKENS, stop_at_layer=-1), stopped)
     assert cache["pattern", 0].shape == (6, 12, 12)
 
     # The outputs of two heads are zero, in three ways.
@@ -517,8 +518,8 @@ def patched(model: HookedDecoder, tokens: Tensor, cache: ActivationCache) -> Ten
             lambda m: m.run_with_cache(TOKENS)[1].decompose_resid(mode="attention"),
             "expected mode 'all', 'attn' or 'mlp', got 'attention'",
         ),
-        (lambda m: m.run_with_cache(TOKENS, stop_at_layer=3), "from 0 to 2, got 3"),
-        (lambda m: m(TOKENS, stop_at_layer=-1), "from 0 to 2, got -1"),
+        (lambda m: m.run_with_cache(TOKENS, stop_at_layer=3), "from -2 to 2, got 3"),
+        (lambda m: m(TOKENS, stop_at_layer=-3), "from -2 to 2, got -3"),
         *(
             (
                 lambda m, read=read, layer=layer: getattr(m.run_with_cache(TOKENS)[1], read)(layer),

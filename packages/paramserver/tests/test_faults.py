@@ -381,6 +381,9 @@ def test_invalid_arguments_are_refused_with_the_remedy():
     for timeout in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="expected timeout in seconds >= 0, got"):
             Server(trainable_parameters(model()), SGD, workers=1, timeout=timeout)
+    server = Server(trainable_parameters(model()), SGD, workers=1)
+    with pytest.raises(ValueError, match=r"names, which torch\.compile\(module\) changes"):
+        Worker(torch.compile(model(), backend="eager"), server)
     with pytest.raises(ValueError, match=r"expected transport 'zeromq' .* got 'shared_memory'"):
         run(train, model(), SGD, restarts=1)
     with pytest.raises(ValueError, match="expected workers >= 1, got 0"):

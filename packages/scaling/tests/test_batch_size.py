@@ -80,7 +80,7 @@ def test_gradients_and_updates_are_those_of_torch(optimizer):
     peer = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer]([inner, outer], lr=0.05)
     for _ in range(4):
         x = training.draw(2, 7, 5, random=random)
-        moves = rule.moves(model.gradients(x, torch.zeros(2, 7, 1)))
+        moves = rule.updates(model.gradients(x, torch.zeros(2, 7, 1)))
         for parameter, move in zip(model.parameters, moves, strict=True):
             parameter -= move
         target = torch.relu(x[1] @ teacher[0].T) @ teacher[1]
@@ -176,9 +176,11 @@ def test_any_function_is_a_task():
     assert sweep.task == "quadratic"
     assert sweep.runs == 25 * 5 * 4
     assert all(b in i for b, i in zip(sweep.best_rates, sweep.intervals, strict=True))
-    with pytest.raises(ValueError, match="needs rates and batch_sizes"):
+    with pytest.raises(ValueError, match="expected rates and batch_sizes with a function"):
         sweep_learning_rate(quadratic)
-    with pytest.raises(ValueError, match="must be positive"):
+    with pytest.raises(
+        ValueError, match=r"expected positive losses .*, got -1 at rate 0\.001, batch size 1"
+    ):
         sweep_learning_rate(lambda rate, size, seed: -1.0, rates=RATES, batch_sizes=SIZES)
 
 
@@ -208,7 +210,7 @@ def test_table_of_runs_is_a_sweep(tmp_path):
         once = fit_sweep(rows[::3])
     assert all(0 < i.low < b < i.high for b, i in zip(once.best_rates, once.intervals, strict=True))
     assert plot(sweep).axes
-    with pytest.raises(ValueError, match="which is the rate"):
+    with pytest.raises(ValueError, match="expected a column for the rate"):
         fit_sweep([{"x": 1.0, "batch": 2, "loss": 3.0}])
     with pytest.raises(ValueError, match=r"'lr' must be positive and finite, but row 2: .*-1"):
         fit_sweep({"lr": [1.0, -1.0], "batch": [1, 1], "loss": [1.0, 1.0]})

@@ -247,7 +247,7 @@ def test_column_of_other_values_is_not_read_as_states(cells):
 
 
 def test_table_without_finished_runs_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match="holds no runs; column 'status' says that 72 runs"):
+    with pytest.raises(ValueError, match="contains no runs; column 'status' says that 72 runs"):
         load_runs({"N": N, "D": D, "loss": LOSS, "status": ["FAILED"] * 72})
 
 

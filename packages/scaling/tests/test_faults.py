@@ -52,7 +52,7 @@ def test_ragged_row_is_named(tmp_path):
 def test_missing_columns_are_named():
     with pytest.raises(ValueError, match=r"has columns \['N', 'loss'\]; expected a loss"):
         load_runs({"N": [1.0], "loss": [1.0]})
-    with pytest.raises(ValueError, match="holds no runs"):
+    with pytest.raises(ValueError, match="contains no runs"):
         load_runs([])
     with pytest.raises(ValueError, match="columns differ in length"):
         load_runs({"N": [1.0, 2.0], "D": [1.0], "loss": [1.0]})
@@ -65,7 +65,7 @@ def test_compute_that_is_not_6nd_is_named_beyond_the_tolerance():
 
 
 def test_absurd_losses_and_repeated_rows_are_named():
-    with pytest.warns(ScalingWarning, match="column 'loss' is above 14 nats in rows 2:"):
+    with pytest.warns(ScalingWarning, match="column 'loss' is above 14 nats in rows 2, which"):
         load_runs(GOOD | {"loss": [4.0, 55.0, 3.5]})
     with pytest.warns(ScalingWarning, match=r"rows 3 repeat earlier ones in \['D', 'N', 'loss'\]"):
         load_runs({"N": [1e6, 2e6, 1e6], "D": [1e7] * 3, "loss": [4.0, 3.9, 4.0]})
@@ -78,7 +78,7 @@ def test_fewer_than_five_runs_are_refused(fit):
 
 
 def test_one_budget_does_not_identify_an_isoflop_law():
-    with pytest.warns(ScalingWarning, match="column 'compute' holds one budget, 1e"):
+    with pytest.warns(ScalingWarning, match="column 'compute' contains one budget, 1e"):
         fit = fit_isoflop(isoflop_runs(budgets=[1e19], per_budget=20, noise=1e-4))
     assert fit.valleys == ()
     assert math.isnan(fit.exponent)
@@ -166,12 +166,12 @@ def test_losses_that_rise_with_compute_do_not_give_negative_sizes():
         (lambda f: sweep_learning_rate(seeds=0), "expected seeds to be an integer >= 1, got 0"),
         (lambda f: bootstrap(f, resamples=200).interval("gamma"), "got 'gamma'"),
         (lambda f: f.law.optimal(-1.0), "compute = -1.0"),
-        (lambda f: f.law.predict(-1.0, 1e9), "expected positive parameters"),
+        (lambda f: f.law.predict(-1.0, 1e9), r"expected positive parameters and .*array\(-1"),
         (lambda f: sweep_learning_rate("cnn"), "'cnn' with 'sgd'"),
         *(
             (
                 lambda f, options=options, task=task: sweep_learning_rate(task, **options),
-                "must be positive",
+                "expected positive and finite",
             )
             for task in ("linear", lambda rate, size, seed: 1.0)
             for options in (

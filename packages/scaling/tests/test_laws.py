@@ -108,17 +108,17 @@ def test_custom_form_is_fitted():
     assert fit.proof.holds
     with pytest.raises(ValueError, match=r"'-q \* x' uses the unknown names \['q'\]"):
         Form("own", ["x"], {"b": "-q * x"}, {"p": [0.1, 2.0]})
-    with pytest.raises(ValueError, match="have no 'x'"):
+    with pytest.raises(ValueError, match=r"expected a column 'x', got columns \['y'\]"):
         fit_law(form, {"y": x})
     with pytest.raises(ValueError, match="'y' must be positive and finite, but row 12 is -1"):
         fit_law(form, {"x": x, "y": [*x[:-1], -1.0]})
     with pytest.raises(ValueError, match="expected at least 3 rows to fit own, got 2"):
         fit_law(form, {"x": x[:2], "y": x[:2]})
-    with pytest.raises(ValueError, match="differ in length"):
+    with pytest.raises(ValueError, match="expected one-dimensional columns of one length, got"):
         fit_law(form, {"x": x, "y": x[:-1]})
     with pytest.raises(ValueError, match="no law 'chinchila' in the catalog"):
         fit_law("chinchila", {"x": x})
-    with pytest.raises(TypeError, match="expected a Form or the name of one first, got dict"):
+    with pytest.raises(TypeError, match="expected form to be a Form or its name, got dict"):
         fit_law({"x": x}, form)
 
 

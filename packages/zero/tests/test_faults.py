@@ -648,11 +648,11 @@ def refuse_to_wrap_twice():
         ShardedOptimizer(model[0].named_parameters(), torch.optim.SGD)
     del first
     sharded = FSDP(model)
-    with pytest.raises(ValueError, match=r"parameter module\.0\.weight is another FSDP's shard"):
+    with pytest.raises(ValueError, match=r"parameter module\.0\.weight is sharded already"):
         FSDP(sharded)
     with pytest.raises(ValueError, match=r"parameter 0\.module\.0\.weight is another FSDP's"):
         FSDP(nn.Sequential(sharded, nn.Linear(4, 4)))
-    with pytest.raises(ValueError, match=r"parameter 0\.weight is another FSDP's shard"):
+    with pytest.raises(ValueError, match=r"parameter 0\.weight is sharded already"):
         FSDP(model)
     with pytest.raises(ValueError, match=r"parameter 0\.weight is a shard of FSDP"):
         ShardedOptimizer(sharded.parameters(), torch.optim.SGD, shard_gradients=True)

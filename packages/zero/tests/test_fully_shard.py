@@ -270,7 +270,7 @@ def refuse():
             lambda: fully_shard(nn.Sequential(part, nn.Linear(4, 4)), mesh=other_group),
             "expected one group for a module and the modules within it",
         ),
-        (lambda: zero.FSDP(nn.Sequential(part)), r"parameter 0\.weight is another FSDP's shard"),
+        (lambda: zero.FSDP(nn.Sequential(part)), r"parameter 0\.weight is sharded already"),
         (
             lambda: zero.FSDP(nn.Linear(2, 2), group=groups_of_one[1 - dist.get_rank()]),
             "expected a group that contains this rank, got one without global rank",

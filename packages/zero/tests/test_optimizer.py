@@ -894,6 +894,24 @@ class Decayed(torch.optim.SGD):
                 parameter.mul_(1 - group["lr"] / (1 + parameter.abs().max()))
 
 
+class Scheduled(torch.optim.Optimizer):
+    """An optimizer that derives its learning rate from the number of steps: `lr` must be None."""
+
+    def __init__(self, params, lr=None):
+        if lr is not None:
+            raise ValueError("expected lr=None")
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    state = self.state[parameter]
+                    state["step"] = state.get("step", 0) + 1
+                    parameter.sub_(parameter.grad, alpha=0.1 / state["step"])
+
+
 UNKNOWN = (Signs, Rated, Late, Large, Rows, Adam2, Replacing, Decayed)
 
 
@@ -902,18 +920,18 @@ def small():
     return nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)).double()
 
 
-def stepped(stage, cls, steps, scale=1.0, **options):
+def stepped(stage, cls, steps, scale=1.0, lr=0.01, **options):
     """Train at a stage and in one process; return both models and the stage's optimizer."""
     rank, world = dist.get_rank(), dist.get_world_size()
     model, twin = small(), small()
-    theirs = cls(twin.parameters(), lr=0.01)
+    theirs = cls(twin.parameters(), lr=lr)
     if stage == 3:
         declared = (cls,) if options.pop("elementwise", None) else ()
         model = FSDP(model, elementwise_optimizers=declared)
-        ours = cls(model.parameters(), lr=0.01)
+        ours = cls(model.parameters(), lr=lr)
     else:
         options["shard_gradients"] = stage == 2
-        ours = ShardedOptimizer(model.parameters(), cls, lr=0.01, **options)
+        ours = ShardedOptimizer(model.parameters(), cls, lr=lr, **options)
     for step in range(steps):
         generator = torch.Generator().manual_seed(step)
         inputs = torch.randn(world, 4, 5, generator=generator, dtype=torch.float64)
@@ -940,6 +958,7 @@ def step_unknown(stage):
             assert ours.splits == ["parameters"], cls
     for cls in (Signs, Replacing):
         assert stepped(stage, cls, 3, elementwise=True)
+    assert stepped(stage, Scheduled, 4, lr=None)
     if stage == 3:
         model = FSDP(nn.Linear(4, 4, bias=False))
         optimizer = Decayed(model.parameters(), lr=0.1)

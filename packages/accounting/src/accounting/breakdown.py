@@ -1,4 +1,4 @@
-"""Results that store their own derivation.
+"""Results that store their derivation.
 
 Most functions return counts, bytes or seconds as a `Breakdown`. A leaf is a product of named
 factors, and a node is the sum of its parts. Totals are computed from the leaves, so a derivation
@@ -34,9 +34,9 @@ class Breakdown:
         return sum(part.total for part in self.parts)
 
     def __getitem__(self, name: str) -> Breakdown:
-        """Return the part with this name, or with a path such as `"attention/query"`.
+        """Return the part with this name or path, such as `"attention/query"`.
 
-        Raises `KeyError` that lists the known names if there is no such part.
+        Raises `KeyError` with the known names if there is no such part.
         """
         if not isinstance(name, str):
             raise TypeError(f"expected the name of a part of {self.name!r}, got {name!r}")
@@ -88,10 +88,10 @@ class Breakdown:
         whole = float(self.total) or 1.0
         parts = sorted(self.parts, key=lambda part: -float(part.total))
         values = [show(float(part.total)) for part in parts]
-        left = max([30, *(len(part.name) for part in parts)])
-        right = max([14, *map(len, values)])
+        name_width = max([30, *(len(part.name) for part in parts)])
+        value_width = max([14, *map(len, values)])
         return [
-            f"  {part.name:<{left}}{value:>{right}} {float(part.total) / whole:>6.1%}"
+            f"  {part.name:<{name_width}}{value:>{value_width}} {float(part.total) / whole:>6.1%}"
             for part, value in zip(parts, values, strict=True)
         ]
 
@@ -119,19 +119,16 @@ def total(name: str, unit: str, *parts: Breakdown | None, note: str = "") -> Bre
 
 
 def plain(value: Number) -> int | float:
-    """Convert a fraction to an integer if it is whole, and to a float otherwise.
-
-    An integer or a float is returned unchanged.
-    """
+    """Return a `Fraction` as an int if it is whole and as a float otherwise; keep other numbers."""
     if isinstance(value, Fraction):
         return value.numerator if value.denominator == 1 else float(value)
     return value
 
 
 def readable(value: Number) -> str:
-    """Format a whole number as 12,345, another fraction as 7/8, and a float with six digits.
+    """Format a whole number as 12,345, another `Fraction` as 7/8, and another float as 1.23457.
 
-    The digits are significant digits. A whole float of 1e15 or more also has six.
+    Floats have six significant digits, also whole floats of 1e15 or more.
     """
     if isinstance(value, Fraction) and value.denominator != 1:
         return str(value)
@@ -149,7 +146,9 @@ def counted(number: float, noun: str) -> str:
 
 def binary_size(count: float) -> str:
     """Format a number of bytes with a binary unit, such as `13.3 GiB`."""
-    size, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
+    size = float(count)
+    units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while abs(size) >= 1024 and len(units) > 1:
-        size, units = size / 1024, units[1:]
+        size /= 1024
+        units = units[1:]
     return f"{size:.4g} {units[0]}"

@@ -146,9 +146,9 @@ def number(
 def fields(
     kind: Any, values: Mapping[str, object], prefix: str = "", /, **limits: Any
 ) -> dict[str, int]:
-    """Check fields of a dataclass by their types, in the same way as `entry` checks arguments.
+    """Check fields of a dataclass as `entry` checks arguments, and return the integer fields.
 
-    Returns the integer fields as Python integers, because they may be integers of numpy or torch.
+    Integers of numpy and torch are returned as Python integers.
     """
     integers = {}
     for field in dataclasses.fields(kind):
@@ -169,7 +169,7 @@ def convert_fields(record: Any, prefix: str = "", /, **limits: Any) -> None:
 
 
 def layers(name: str, indices: object, most: int = MOST_LAYERS) -> tuple[int, ...]:
-    """Return layer indices sorted and without duplicates; raise `ValueError` for one >= `most`."""
+    """Return sorted distinct layer indices; raise `ValueError` unless all are below `most`."""
     if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise TypeError(f"expected {name} to list layers, counted from 0, got {indices!r}")
     ordered = tuple(sorted({whole(name, layer, least=0) for layer in indices}))

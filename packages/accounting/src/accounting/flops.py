@@ -1,10 +1,10 @@
 """Floating-point operations (FLOPs) of matrix products: one multiply and one add count as two.
 
-An `m` by `n` matrix costs `2mn` per token in the forward pass and twice that in the backward pass.
-Attention costs `2(qk + v)` per head and unmasked pair of query and key. The widths of a query and
-of a value are `qk` and `v`. A sequence of S tokens has S² pairs for full attention, S(S+1)/2 for
-causal attention, and w(w+1)/2 + (S-w)w for a window of w keys. The operations that write and read
-the state of recurrent layers also count. As in `torch.utils.flop_counter`, norms, activation
+An `m` by `n` matrix costs `2mn` per token in the forward pass and `4mn` in the backward pass.
+Attention costs `2(qk + v)` per head and unmasked pair of query and key. The width of a query is
+`qk`, and `v` is that of a value. A sequence of S tokens has S² pairs for full attention, S(S+1)/2
+for causal attention, and w(w+1)/2 + (S-w)w for a window of w keys. The operations that write and
+read the state of recurrent layers also count. As in `torch.utils.flop_counter`, norms, activation
 functions and softmax are not counted.
 """
 
@@ -42,16 +42,16 @@ def flops(
     - `phase="forward"` and `"training"` compute logits for every token, `"prefill"` only for the
       last token. Training takes three times the FLOPs of the forward pass.
     - `phase="decode"` computes one new token per sequence, which attends to `seq` keys including
-      itself. Latent attention (MLA) attends to the cached latent vectors themselves. The matrices
-      that would expand them to keys and values multiply the queries and the outputs instead.
+      its own. Latent attention (MLA) attends to the cached latent vectors themselves. The matrices
+      that expand latents to keys and values multiply the queries and the outputs instead.
     - `attention="full"` counts every pair, as torch's counter does. `"causal"` counts only the
-      pairs that the masks of the model (causal, windows) let through.
+      pairs that the model's causal mask and windows admit.
     - `recompute` and `flash` add the recomputed operations of training, so the total includes all
       operations that the hardware executes. `recompute="selective"` repeats the attention, `"full"`
       repeats the forward of the blocks, and `flash` repeats the scores in the backward.
 
-    Raises `ValueError` if `phase` does not apply to the model, or if `seq` exceeds the learned
-    positions. Also raises `ValueError` if `recompute` is set in a phase other than training.
+    Raises `ValueError` for a decode or prefill of an encoder, if `seq` exceeds the learned
+    positions, or if `recompute` is set in a phase other than training.
     """
     tokens = batch if phase == "decode" else batch * seq
     passes = 3 if phase == "training" else 1
@@ -65,27 +65,28 @@ def flops(
             f"expected phase 'forward' or 'training' for the encoder {model.name}, got {phase!r}"
         )
     model.check_positions(seq)
-    rows = {
+    # The number of inputs of a matrix, by `Matrix.applies_to`.
+    inputs = {
         "tokens": tokens,
         "last": batch if phase == "prefill" else tokens,
         "sequence": batch,
     }
 
-    def attentions(passes: int) -> list[Breakdown]:
+    def attention_parts(num_passes: int) -> list[Breakdown]:
         decode = phase == "decode"
-        cores = [_attention(model, batch, seq, passes, attention, decode)]
+        cores = [_attention(model, batch, seq, num_passes, attention, decode)]
         if model.mla and model.mla.index_heads:
-            # Every index head scores every visible key before keys are selected.
-            seen = seq if decode else pairs(replace(model, mla=None), seq, attention)[0]
+            # Every index head scores every unmasked key before keys are selected.
+            num_pairs = seq if decode else pairs(replace(model, mla=None), seq, attention)[0]
             sizes = {"sequences": batch, "layers": len(model.attention_layers or ()), "ops": 2}
             sizes |= {"heads": model.mla.index_heads, "width": model.mla.index_head_dim + 1}
-            cores.append(product("index", UNIT, passes=passes, **sizes, pairs=seen))
+            cores.append(product("index", UNIT, passes=num_passes, **sizes, pairs=num_pairs))
         return cores
 
-    parts = [*_parts(model, rows, passes), *attentions(passes)]
+    parts = [*_parts(model, inputs, passes), *attention_parts(passes)]
     recomputed: Iterable[Breakdown] = ()
     if phase == "training":
-        recomputed = _recomputed(model, attentions(1), recompute, flash, rows)
+        recomputed = _recomputed(model, attention_parts(1), recompute, flash, inputs)
     return total(
         f"{phase} of {model.name}",
         UNIT,
@@ -99,29 +100,29 @@ def flops(
 def pairs(model: Transformer, seq: int, attention: Attention = "causal") -> tuple[int, int]:
     """Return the numbers of (query, key) pairs per sequence in a full and in a windowed layer.
 
-    With causal attention, the index of sparse attention limits the pairs of a full layer to the
+    With causal attention, a full layer with a sparse-attention index has only the pairs with
     selected keys.
     """
     if attention == "full" or not model.causal:
         # An encoder's windows extend to both sides; its other layers have all pairs.
-        band = seq * seq
+        windowed_pairs = seq * seq
         if attention == "causal" and model.window:
             side = min(model.window.size // 2, seq - 1)
-            band = seq * (2 * side + 1) - side * (side + 1)
-        return seq * seq, band
+            windowed_pairs = seq * (2 * side + 1) - side * (side + 1)
+        return seq * seq, windowed_pairs
 
-    def nearest(keys: int) -> int:
+    def pairs_with_nearest(keys: int) -> int:
         return keys * (keys + 1) // 2 + (seq - keys) * keys
 
-    top = model.mla.index_top if model.mla else 0
-    everywhere = nearest(min(top or seq, seq))
+    max_selected_keys = model.mla.index_top if model.mla else 0
+    full_pairs = pairs_with_nearest(min(max_selected_keys or seq, seq))
     if not model.window:
-        return everywhere, nearest(seq)
+        return full_pairs, pairs_with_nearest(seq)
     size = min(model.window.size, seq)
     if model.window.chunked:
         chunks, remainder = divmod(seq, size)
-        return everywhere, (chunks * size * (size + 1) + remainder * (remainder + 1)) // 2
-    return everywhere, nearest(size)
+        return full_pairs, (chunks * size * (size + 1) + remainder * (remainder + 1)) // 2
+    return full_pairs, pairs_with_nearest(size)
 
 
 @checks.entry("hardware", "dtype", "peak_flops")
@@ -137,10 +138,11 @@ def mfu(
 ) -> float:
     """Return the model FLOPs utilization: useful operations as a fraction of the peak.
 
-    Pass the peak as `hardware` with a `dtype` (default bf16), or as `peak_flops`. Conventions
-    differ: PaLM counts full attention and reports one value with and one without attention
-    (Chowdhery et al. 2022, appendix B). For the hardware FLOPs utilization, call `utilization` with
-    the FLOP/s that follow from `flops` with `recompute` and `flash`.
+    Pass the peak per device as `hardware` with a `dtype` (default bf16), or as `peak_flops` in
+    FLOP/s. `tokens_per_second` is the rate of all `devices`. Conventions differ: PaLM counts full
+    attention and reports one value with and one without attention (Chowdhery et al. 2022, appendix
+    B). For the hardware FLOPs utilization, call `utilization` with the FLOP/s that follow from
+    `flops` with `recompute` and `flash`.
     """
     work = flops(model, seq=seq, attention=attention)
     useful = work.total if include_attention else work.total - attention_operations(work)
@@ -150,7 +152,7 @@ def mfu(
 def attention_operations(work: Breakdown) -> int | float:
     """Return the operations of the parts "attention" and "index" of `work`, a result of `flops`.
 
-    Recomputed operations are not included.
+    Operations in the part "recomputed" are not included.
     """
     return sum(part.total for part in work if part.name in ("attention", "index"))
 
@@ -168,41 +170,43 @@ def utilization(
     Raises `ValueError` unless exactly one of `hardware` and `peak_flops` is passed.
     """
     if (hardware is None) == (peak_flops is None):
-        raise ValueError("expected either hardware or peak_flops, got both or neither")
+        raise ValueError(
+            f"expected exactly one of hardware and peak_flops, got {hardware=} and {peak_flops=}"
+        )
     peak = peak_flops if hardware is None else find(hardware).peak(dtype)
     return achieved_flops / checks.number("peak_flops", peak)
 
 
-def _parts(model: Transformer, rows: Mapping[str, int], passes: int) -> Iterator[Breakdown]:
-    """Yield the operations of each weight matrix, grouped as in `parameters`."""
+def _parts(model: Transformer, inputs: Mapping[str, int], passes: int) -> Iterator[Breakdown]:
+    """Yield the operations of the weight matrices and scans, grouped as in `parameters`."""
     for part, listed in by_part(model):
         leaves = []
         for matrix in listed:
-            sizes = _times(matrix, rows) | {"ops": 2, "rows": matrix.rows}
+            sizes = _multiplicities(matrix, inputs) | {"ops": 2, "rows": matrix.rows}
             if matrix.kind == "matrix":
                 leaf = product(matrix.name, UNIT, passes=passes, **sizes, columns=matrix.columns)
                 leaves.append(leaf)
         for mixer in model.mixers:
             if mixer.name == part:
-                seen = {"tokens": rows["tokens"], "layers": len(mixer.layers)}
-                leaves.append(product("scan", UNIT, passes=passes, **seen, ops=mixer.scan))
+                factors = {"tokens": inputs["tokens"], "layers": len(mixer.layers)}
+                leaves.append(product("scan", UNIT, passes=passes, **factors, ops=mixer.scan))
         # The part `attention` contains the products of queries, keys and values, so its weight
         # matrices are listed as `projections`.
         yield total("projections" if part == "attention" else part, UNIT, *leaves)
     if model.lm_head and model.tied:
         sizes = {"ops": 2, "rows": model.embedding_dim, "columns": model.vocab_size}
-        leaf = product("matrix", UNIT, passes=passes, tokens=rows["last"], **sizes)
+        leaf = product("matrix", UNIT, passes=passes, tokens=inputs["last"], **sizes)
         yield total("head", UNIT, leaf)
 
 
-def _times(matrix: Matrix, rows: Mapping[str, int]) -> dict[str, int]:
+def _multiplicities(matrix: Matrix, inputs: Mapping[str, int]) -> dict[str, int]:
     """Return the factors of a matrix's operations: its tokens, layers, and experts per token."""
-    seen = {"tokens": rows[matrix.applies_to] - matrix.skips * rows["sequence"]}
+    factors = {"tokens": inputs[matrix.applies_to] - matrix.skips * inputs["sequence"]}
     if matrix.layers is not None:
-        seen["layers"] = len(matrix.layers)
+        factors["layers"] = len(matrix.layers)
     if matrix.routed:
-        seen["experts"] = matrix.chosen
-    return seen
+        factors["experts"] = matrix.chosen
+    return factors
 
 
 def _attention(
@@ -213,30 +217,30 @@ def _attention(
     attention: Attention,
     decode: bool = False,
 ) -> Breakdown:
-    everywhere, windowed = pairs(model, seq, attention)
+    full_pairs, windowed_pairs = pairs(model, seq, attention)
     if decode and attention == "full":
-        everywhere = windowed = seq
+        full_pairs = windowed_pairs = seq
     elif decode:
-        everywhere = min(seq, model.mla.index_top or seq) if model.mla else seq
-        windowed = _decoded_keys(model, seq)
+        full_pairs = min(seq, model.mla.index_top or seq) if model.mla else seq
+        windowed_pairs = _windowed_keys(model, seq)
     parts = []
     for group in model.attention_groups:
         widths = {"scores": group.qk_dim, "values": group.v_head_dim}
         if decode and model.mla:
-            # Queries are projected into the latent and outputs out of it, so the up-projection is
-            # applied per new token.
+            # A query is projected to the latent's width, and the weighted latent to the output. So
+            # the up-projection multiplies only the new token.
             latent = model.mla.kv_rank
             widths = {"scores": latent + model.mla.rope_head_dim, "values": latent}
         sizes = {"sequences": batch, "layers": len(group.layers), "ops": 2, "heads": model.heads}
-        count = windowed if group.suffix else everywhere
+        num_pairs = windowed_pairs if group.is_windowed else full_pairs
         for name, width in widths.items():
             name += group.suffix
-            leaf = product(name, UNIT, passes=passes, **sizes, width=width, pairs=count)
+            leaf = product(name, UNIT, passes=passes, **sizes, width=width, pairs=num_pairs)
             parts.append(leaf)
     return total("attention", UNIT, *parts)
 
 
-def _decoded_keys(model: Transformer, seq: int) -> int:
+def _windowed_keys(model: Transformer, seq: int) -> int:
     """Return the number of keys that the last of `seq` tokens attends to in a windowed layer."""
     if not model.window:
         return seq
@@ -250,20 +254,20 @@ def _recomputed(
     cores: list[Breakdown],
     recompute: Recompute,
     flash: bool,
-    rows: Mapping[str, int],
+    inputs: Mapping[str, int],
 ) -> Iterator[Breakdown]:
-    """Yield the operations that the backward pass computes again.
+    """Yield the operations that the backward pass recomputes.
 
     `cores` are the parts "attention" and "index" of one forward pass. A flash kernel recomputes the
-    scores without any checkpoint.
+    scores even without activation checkpointing.
     """
     if recompute == "full":
         forward = sum(int(core.total) for core in cores) + sum(
-            2 * matrix.entries * math.prod(_times(matrix, rows).values())
+            2 * matrix.entries * math.prod(_multiplicities(matrix, inputs).values())
             for matrix in matrices(model)
             if matrix.kind == "matrix" and matrix.layers is not None
         )
-        forward += sum(rows["tokens"] * len(mixer.layers) * mixer.scan for mixer in model.mixers)
+        forward += sum(inputs["tokens"] * len(mixer.layers) * mixer.scan for mixer in model.mixers)
         yield product("blocks", UNIT, "a second forward", forward=forward)
     elif recompute == "selective":
         yield from (core for core in cores if core.name != "index")

@@ -1,4 +1,4 @@
-"""Size of the KV cache, and of the state that recurrent layers store instead."""
+"""Bytes of the KV cache, and of the state that recurrent layers store instead."""
 
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
@@ -19,12 +19,12 @@ def kv_cache(
     """Return the cache bytes of `batch` sequences of `seq` tokens on each of `tensor` devices.
 
     A layer with a window stores at most one window. (Between two tokens, transformers stores one
-    key less.) MLA stores the latent, the shared rotary key and, with sparse attention, the index
-    key. A recurrent layer stores its state, also in `dtype`. An encoder has no cache. Scales of
-    quantized caches are not counted. Key and value heads are split over `tensor` devices until each
-    device has one head; additional devices store copies. All devices store the whole cache of MLA.
-    Raises `ValueError` if `tensor` is neither a divisor nor a multiple of the key heads, or if
-    `seq` exceeds the learned positions.
+    key less.) MLA stores per token the latent, the rotary key that all heads share and, with sparse
+    attention, the index key. A recurrent layer stores its state, also in `dtype`. An encoder has no
+    cache. Scales of quantized caches are not counted. Key and value heads are split over `tensor`
+    devices until each device has one head; additional devices store copies. Each device stores the
+    whole cache of MLA. Raises `ValueError` if `tensor` is neither a divisor nor a multiple of the
+    number of key heads, or if `seq` exceeds the learned positions.
     """
     check_key_heads(model, tensor)
     model.check_positions(seq)
@@ -32,14 +32,14 @@ def kv_cache(
     parts = []
     for group in model.attention_groups if model.causal else ():
         layers = len(set(group.layers) & set(model.key_layers))
-        tokens = min(seq, model.window.size) if model.window and group.suffix else seq
+        tokens = min(seq, model.window.size) if model.window and group.is_windowed else seq
         sizes: dict[str, int] = {"layers": layers, "sequences": batch, "tokens": tokens}
         kinds = {"keys": group.qk_dim, "values": group.v_head_dim}
         if model.mla:
             kinds = {"latents": model.mla.kv_rank, "position keys": model.mla.rope_head_dim}
             kinds |= {"index keys": model.mla.index_head_dim} if model.mla.index_heads else {}
         else:
-            # If there are more devices than key heads, each device stores a copy of one head.
+            # If there are more devices than key heads, several devices store copies of one head.
             sizes["heads"] = max(1, group.kv_heads // tensor)
         for kind, width in kinds.items():
             name = kind + group.suffix

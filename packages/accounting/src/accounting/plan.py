@@ -115,8 +115,8 @@ class Plan:
         """Return True if `accumulate_unsharded` has an effect: it needs several micro-batches."""
         return self.accumulate_unsharded and self.microbatches > 1
 
-    def keeps_weights_whole(self) -> bool:
-        """Return True for FSDP2 in a pipeline, whose stages store unsharded weights during a step.
+    def keeps_weights_unsharded(self) -> bool:
+        """Return True for FSDP2 in a pipeline, whose stages keep weights unsharded during a step.
 
         See Note [FSDP2 under torch's pipeline schedules] in memory/fsdp_pipeline.py. Raises
         `ValueError` if the memory of the schedule is not modeled.
@@ -183,10 +183,10 @@ class Plan:
     def stage_layers(self, model: Transformer, stage: int) -> tuple[int, ...]:
         """Return the layers of a stage, whose chunks are as equal as possible.
 
-        If the division is uneven, the first chunks have one more layer. There is one exception: the
-        division may be even if embedding and head count as one layer each. In this case, the first
-        and the last chunk have one layer less than the other chunks. Raises `ValueError` for a
-        stage outside the pipeline.
+        If the division is uneven, the first chunks have one more layer. The exception is a division
+        that is even if embedding and head count as one layer each. In this case, the first and the
+        last chunk have one layer less than the other chunks. Raises `ValueError` for a stage
+        outside the pipeline.
         """
         if not 0 <= checks.whole("stage", stage, least=-math.inf) < self.pipeline:
             raise ValueError(f"expected 0 <= stage < {self.pipeline}, got {stage}")
@@ -297,7 +297,7 @@ CHOICES: dict[str, tuple[object, ...]] = {
 }
 
 
-def even(layers: int, chunks: int) -> bool:
+def can_split_evenly(layers: int, chunks: int) -> bool:
     """Return True if all chunks can have the same number of layers.
 
     The embedding and the head may count as one layer each, as in `Plan.stage_layers`.
@@ -305,11 +305,11 @@ def even(layers: int, chunks: int) -> bool:
     return layers >= chunks and layers % chunks in (0, chunks - 2)
 
 
-def fitted(plan: Plan | None, model: Transformer, *, batch: int, seq: int) -> Plan:
-    """Return the plan, or the plan of a single device for None.
+def validated_plan(plan: Plan | None, model: Transformer, *, batch: int, seq: int) -> Plan:
+    """Return a valid plan unchanged, or the plan of a single device for None.
 
-    Raises `ValueError` if it is not valid for the model, the batch or the sequence. Also raises
-    `ValueError` if the training step of the model is not modeled.
+    Raises `ValueError` if the plan is not valid for the model, the batch or the sequence, or if the
+    training step of the model is not modeled.
     """
     plan = Plan() if plan is None else plan
     checks.instance("plan", plan, Plan, "a Plan or None")

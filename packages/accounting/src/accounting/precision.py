@@ -4,7 +4,7 @@ precisions.toml lists the recipes that are known by name.
 """
 
 import tomllib
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from pathlib import Path
 
@@ -24,18 +24,6 @@ def bytes_of(dtype: str) -> Fraction:
     return BYTES[dtype]
 
 
-_DTYPES = (
-    "weights",
-    "gradients",
-    "master",
-    "activations",
-    "stream",
-    "logits",
-    "cast_weights",
-    "matmuls",
-)
-
-
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Precision:
@@ -53,7 +41,7 @@ class Precision:
     #: Dtype of the residual stream, if it differs from the dtype of the activations.
     stream: str | None = None
     logits: str = "fp32"
-    #: Dtype to which autocast copies the matrices, or in which FSDP gathers them; None for no cast.
+    #: Dtype of the copies of matrices that autocast makes, or in which FSDP gathers; None for none.
     cast_weights: str | None = None
     #: Dtype in which linear layers multiply, if it differs from the dtype of the activations.
     matmuls: str | None = None
@@ -62,7 +50,9 @@ class Precision:
     source: str
 
     def __post_init__(self) -> None:
-        checks.convert_fields(self, **dict.fromkeys(_DTYPES, tuple(BYTES)))
+        others = {"name", "moments", "moment_block", "source"}
+        dtypes = {field.name for field in fields(self)} - others
+        checks.convert_fields(self, **dict.fromkeys(dtypes, tuple(BYTES)))
         checks.instance("moments", self.moments, tuple, "a tuple of dtypes")
         for moment in self.moments:
             checks.choice("a dtype of moments", moment, BYTES)

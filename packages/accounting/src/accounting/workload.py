@@ -14,7 +14,7 @@ from accounting.precision import Precision, recipe
 class Workload:
     """The work of one training step.
 
-    Functions accept a `Workload`, or its fields as keywords.
+    Functions accept a `Workload`, or its fields as keyword arguments.
     """
 
     #: Number of sequences per step over all devices; 0 selects only the model states.
@@ -23,20 +23,20 @@ class Workload:
     seq: int = 0
     #: A recipe, or its name in `PRECISIONS`.
     precision: str | Precision = "fp32"
-    #: True if attention saves its log-sum-exp and never writes its scores to memory.
+    #: True if attention is one kernel, which saves its log-sum-exp instead of its scores.
     flash: bool = True
     dropout: bool = False
-    #: True if a norm is one kernel; otherwise its normalized values are saved too.
+    #: True if each norm is one kernel; otherwise its normalized values are saved too.
     fused_norm: bool = True
     #: True if one kernel computes the gated product and saves gate, up and the product.
     fused_gate: bool = False
-    #: True for `torch.compile`. Its partitioner saves the same tensors as fused norms and gates,
-    #: and several matrices share one copy of their input under autocast.
+    #: True for `torch.compile`. Its partitioner saves the same tensors as fused norms and gates do.
+    #: Matrices with the same input share one copy of it under autocast.
     compiled: bool = False
-    #: True for the eager modules of Hugging Face transformers with sdpa, which save more tensors.
-    #: An RMSNorm and activations such as `gelu_new` are several operators. A layer with a window of
-    #: at most `seq` keys also saves a mask and repeated keys and values. MLA copies its keys and
-    #: its output.
+    #: True for the eager modules of Hugging Face transformers with sdpa, which save more tensors:
+    #: an RMSNorm and activations such as `gelu_new` are several operators. A layer with a window of
+    #: at most `seq` keys also saves a mask, and keys and values repeated for each query head. MLA
+    #: saves copies of its keys and its output.
     transformers: bool = False
 
     def __post_init__(self) -> None:

@@ -30,7 +30,7 @@ def bench(*, device: str = "cpu", quick: bool = False, data: Path | None = None)
 
     The sweeps run on `device`. `data` is a file of further runs. As in Besiroglu et al., they are
     fitted without their five highest losses. L-BFGS-B runs from 243 of Hoffmann et al.'s 4,500
-    starts. If `quick` is True, it runs from 20, all data and sweeps are smaller, and each call is
+    starts. With `quick`, it runs from 20 starts, all data and sweeps are smaller, and each call is
     timed once.
     """
     starts = 20 if quick else 243
@@ -95,13 +95,9 @@ def _answers(count: int, calls: int) -> list[Row]:
         loss = CHINCHILLA.predict(n, d) * np.exp(3e-3 * random.standard_normal(count))
         records = [dict(zip("NDL", row, strict=True)) for row in zip(n, d, loss, strict=True)]
         of_table, _ = _timed(lambda: fit_parametric(load_runs(records)))
+    of_optimum = float(np.median(seconds))
     return [
-        {
-            "case": "answer",
-            "what": "first optimum",
-            "rows": 72,
-            "time_s": float(np.median(seconds)),
-        },
+        {"case": "answer", "what": "first optimum", "rows": 72, "time_s": of_optimum},
         {"case": "answer", "what": "read and fit", "rows": count, "time_s": of_table},
     ]
 
@@ -140,16 +136,8 @@ def _sweeps(device: str, quick: bool) -> list[Row]:
         if (task, optimizer) == ("linear", "sgd"):
             exact = exact_rate(sweep.batch_sizes, SETTINGS[task, optimizer].dimension)
             error = float(np.abs(sweep.best_rates / exact - 1).max())
-        rows.append(
-            {
-                "case": "sweep",
-                "task": task,
-                "optimizer": optimizer,
-                "runs": sweep.runs,
-                "time_s": seconds,
-                "error_percent": 100 * error,
-            }
-        )
+        row: Row = {"case": "sweep", "task": task, "optimizer": optimizer, "runs": sweep.runs}
+        rows.append(row | {"time_s": seconds, "error_percent": 100 * error})
     return rows
 
 
@@ -169,10 +157,10 @@ def lbfgs(runs: Runs, starts: int, delta: float = 1e-3) -> float:
     def value_and_gradient(theta: Array) -> tuple[float, Array]:
         a, b, e, alpha, beta = theta
         terms = np.stack([a - alpha * log_n, b - beta * log_d, np.full_like(log_n, e)])
-        top = terms.max(0)
-        weights = np.exp(terms - top)
+        largest = terms.max(0)
+        weights = np.exp(terms - largest)
         total = weights.sum(0)
-        r = top + np.log(total) - log_loss
+        r = largest + np.log(total) - log_loss
         pull = weights / total * np.clip(r, -delta, delta)
         clipped = np.minimum(np.abs(r), delta)
         gradient = [*pull.sum(1), -(pull[0] @ log_n), -(pull[1] @ log_d)]

@@ -11,7 +11,7 @@ LONGEST = 9
 
 
 class ComparesArrays:
-    """Base class of dataclasses whose `==` compares arrays elementwise; nan equals nan.
+    """Base class of dataclasses whose `==` compares arrays by value; nan equals nan.
 
     The repr has at most ten lines. Declare subclasses with `eq=False, repr=False`, because the
     comparison that `dataclass` generates raises an error for arrays.

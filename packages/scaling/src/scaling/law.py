@@ -21,10 +21,10 @@ from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
 #: The numbers of an `Optimum`, in the order of `optima_of`.
-FIELDS = ("parameters", "tokens", "loss")
+OPTIMUM_FIELDS = ("parameters", "tokens", "loss")
 
-#: Level of all intervals.
-LEVEL = 0.95
+#: Probability with which an interval covers the true value.
+CONFIDENCE_LEVEL = 0.95
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Interval:
 
     low: float
     high: float
-    level: float = LEVEL
+    level: float = CONFIDENCE_LEVEL
 
     def __contains__(self, value: float) -> bool:
         return self.low <= value <= self.high
@@ -69,12 +69,13 @@ def require_model(parameters: float, tokens: float) -> None:
 def quantiles(
     values: ArrayLike, levels: Sequence[float], weights: Array | None = None
 ) -> list[float]:
-    """Return quantiles of the values of sampled laws, whose weights sum to 1.
+    """Return weighted quantiles of one value per sampled law.
 
-    The weights are equal by default. Raises `ValueError` if a value is NaN.
+    `weights` must sum to 1 and are equal by default. Raises `ValueError` if a value is NaN.
     """
     numbers = np.asarray(values, dtype=float)
-    if missing := int(np.isnan(numbers).sum()):
+    missing = int(np.isnan(numbers).sum())
+    if missing:
         raise ValueError(
             f"expected a number for every sampled law, got NaN for {missing} of {len(numbers)}"
         )
@@ -84,8 +85,8 @@ def quantiles(
     below = np.cumsum(weights[order]) - weights[order] / 2
     # Quantiles are not interpolated, because values may be infinite.
     positions = np.searchsorted(below, levels).clip(0, len(numbers) - 1)
-    ends: list[float] = numbers[order][positions].tolist()
-    return ends
+    result: list[float] = numbers[order][positions].tolist()
+    return result
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -99,7 +100,7 @@ class Optimum(ComparesArrays):
     loss: float
     #: Intervals by field name; None if the law is known and was not fitted to runs.
     intervals: dict[str, Interval] | None = None
-    #: A sentence on the measured coverage of such intervals on published tables; empty if the
+    #: A statement of how often such intervals covered later runs of published tables; empty if the
     #: intervals do not include drift.
     coverage: str = ""
     #: The reason why the intervals are (0, inf); empty if they are not. If the runs do not identify
@@ -108,7 +109,7 @@ class Optimum(ComparesArrays):
 
     def __str__(self) -> str:
         lines = [f"at {self.compute:.4g} FLOPs"]
-        for name in FIELDS:
+        for name in OPTIMUM_FIELDS:
             interval = (self.intervals or {}).get(name)
             if interval or self.intervals is None:
                 line = f"  {name:<12}{getattr(self, name):<12.5g}{interval or ''}"
@@ -119,7 +120,7 @@ class Optimum(ComparesArrays):
 
 def unidentified_optimum(compute: float, reason: str) -> Optimum:
     """Return the optimum of runs that do not identify it: nan, with intervals from 0 to inf."""
-    intervals = dict.fromkeys(FIELDS, Interval(0.0, math.inf))
+    intervals = dict.fromkeys(OPTIMUM_FIELDS, Interval(0.0, math.inf))
     return Optimum(compute, math.nan, math.nan, math.nan, intervals, reason=reason)
 
 
@@ -127,8 +128,8 @@ def unidentified_optimum(compute: float, reason: str) -> Optimum:
 class Law:
     """The loss E + A / N^alpha + B / D^beta, in nats, of a model with N parameters after D tokens.
 
-    Raises `ValueError` unless all constants are finite, E is at least 0 and the rest are positive.
-    The law of runs that do not identify one is `UNKNOWN_LAW`, whose constants are all nan.
+    Raises `ValueError` unless E >= 0 and the other constants are positive and finite. `UNKNOWN_LAW`
+    (all nan) is the exception; it represents runs that do not identify a law.
     """
 
     E: float
@@ -148,7 +149,7 @@ class Law:
                     " is optimal"
                 )
         if not (math.isfinite(self.E) and self.E >= 0):
-            raise ValueError(f"expected an irreducible loss E >= 0, got {self.E}")
+            raise ValueError(f"expected a finite irreducible loss E >= 0, got {self.E}")
 
     @property
     def constants(self) -> Array:
@@ -167,13 +168,16 @@ class Law:
         n = np.asarray(parameters, np.float64)
         d = np.asarray(tokens, np.float64)
         if not ((n > 0).all() and (d > 0).all()):
-            raise ValueError("expected positive parameters and tokens")
+            raise ValueError(
+                f"expected positive parameters and tokens, got parameters = {reprlib.repr(n)},"
+                f" tokens = {reprlib.repr(d)}"
+            )
         loss = loss_of(self.constants, n, d)
         return loss if loss.ndim else float(loss)
 
     @property
     def exponent(self) -> float:
-        """The exponent beta / (alpha + beta) of C in N_opt; D_opt has 1 minus this exponent."""
+        """The exponent beta / (alpha + beta) of C in N_opt; that of C in D_opt is 1 minus it."""
         return self.beta / (self.alpha + self.beta)
 
     def optimal(self, compute: float) -> Optimum:
@@ -186,7 +190,7 @@ class Law:
         return Optimum(compute, n, d, loss)
 
 
-#: The law of runs that do not identify one: it predicts nan.
+#: The law of runs that do not identify a law; it predicts nan.
 UNKNOWN_LAW = Law(math.nan, math.nan, math.nan, math.nan, math.nan)
 
 

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from scaling.extras import require_module
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop.fit import IsoflopFit, fit_isoflop
-from scaling.law import FIELDS, Interval
+from scaling.law import OPTIMUM_FIELDS, Interval
 from scaling.plot import panels
 from scaling.runs import Runs, ScalingWarning
 from scaling.uncertainty.backtest import BacktestRow, backtest
@@ -97,9 +97,10 @@ def _answers(fits: dict[str, Fit], at: Sequence[float]) -> str:
             best = fit.optimal(compute)
             if best.coverage:
                 coverage[name] = f"<p>{name}: {html.escape(best.coverage)}.</p>"
-            cells = [_format(getattr(best, k), (best.intervals or {}).get(k)) for k in FIELDS]
+            intervals = best.intervals or {}
+            cells = [_format(getattr(best, k), intervals.get(k)) for k in OPTIMUM_FIELDS]
             rows.append([f"{compute:.3g}", name, *cells])
-    return "".join([_table(["FLOPs", "by", *FIELDS], rows), *coverage.values()])
+    return "".join([_table(["FLOPs", "by", *OPTIMUM_FIELDS], rows), *coverage.values()])
 
 
 def _constants(fit: Fit) -> str:

@@ -50,7 +50,7 @@ BUDGET_TOLERANCE = 0.05
 
 
 class ScalingWarning(UserWarning):
-    """A warning that the data or the method make a result less certain than it looks."""
+    """A warning that a result is less certain than it looks, because of the data or the method."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -67,7 +67,7 @@ class Runs(ComparesArrays):
     loss: Array
     #: The line of each run in its source, or its position counted from 1.
     rows: tuple[int, ...]
-    #: Text about the source, unit and range of each column, excluded rows and unused columns.
+    #: Text on the source, unit and range of each column, excluded rows and unused columns.
     explanation: str = ""
 
     def __post_init__(self) -> None:
@@ -181,7 +181,7 @@ def load_runs(
     exclusions: list[str] = []
     table = keep_finished(table, where or {}, exclusions)
     if not len(table):
-        raise ValueError("; ".join([f"{name} holds no runs", *exclusions]))
+        raise ValueError("; ".join([f"{name} contains no runs", *exclusions]))
     columns = dict(columns or {})
     present = list(table.columns)
     if factors := token_factors(present, columns):
@@ -215,7 +215,7 @@ def load_runs(
         loss=values["loss"],
         rows=tuple(reading.rows),
     )
-    for message in _suspicions(runs, runs.compute / expected, reading.columns):
+    for message in _unlikely_values(runs, runs.compute / expected, reading.columns):
         warnings.warn(message, ScalingWarning, stacklevel=2)
     lines = [f"{len(runs)} of {total} rows of {name}", *_explain(runs, reading)]
     lines += [f"  chosen: {choice}" for choice in reading.choices]
@@ -225,20 +225,21 @@ def load_runs(
 def _explain(runs: Runs, reading: Reading) -> list[str]:
     """Return one line per column on its source, range and unit, and one line on unused columns."""
     lines = []
-    for k in COLUMNS:
-        values = getattr(runs, k)
-        column = reading.columns.get(k)
+    for quantity in COLUMNS:
+        values = getattr(runs, quantity)
+        column = reading.columns.get(quantity)
         if column:
             origin = repr(column.name)
             description = column.description
         else:
-            origin = {"compute": "6 N D", "parameters": "C / (6 D)", "tokens": "C / (6 N)"}[k]
+            formulas = {"compute": "6 N D", "parameters": "C / (6 D)", "tokens": "C / (6 N)"}
+            origin = formulas[quantity]
             description = ""
-        if k == "parameters" and column and not description:
-            description = "taken as given: total or non-embedding, the name does not say"
-        if k == "loss" and "bits" not in description and "nats" not in description:
+        if quantity == "parameters" and column and not description:
+            description = "the column name does not say whether this is total or non-embedding"
+        if quantity == "loss" and "bits" not in description and "nats" not in description:
             description = f"nats, of {description}" if description else "nats"
-        line = f"  {k:<11}{origin:<23} {values.min():.4g} to {values.max():.4g}"
+        line = f"  {quantity:<11}{origin:<23} {values.min():.4g} to {values.max():.4g}"
         lines.append(f"{line}  ({description})" if description else line)
     used = {f for c in reading.columns.values() for f in (c.name, *c.name.split(TIMES))}
     if unused := [name for name in reading.table.columns if name and name not in used]:
@@ -246,8 +247,8 @@ def _explain(runs: Runs, reading: Reading) -> list[str]:
     return lines
 
 
-def _suspicions(runs: Runs, compute_ratio: Array, columns: Mapping[str, Column]) -> list[str]:
-    """Return the warnings about values that are possible but unlikely.
+def _unlikely_values(runs: Runs, compute_ratio: Array, columns: Mapping[str, Column]) -> list[str]:
+    """Return a warning for each kind of value that is possible but unlikely.
 
     `compute_ratio` is C / (6 N D) of each run.
     """
@@ -265,7 +266,8 @@ def _suspicions(runs: Runs, compute_ratio: Array, columns: Mapping[str, Column])
     if high.any():
         messages.append(
             f"column {columns['loss'].name!r} is above {LARGEST_LOSS:g} nats in rows"
-            f" {list_some(rows[high])}: worse than guessing; is it a perplexity, or diverged?"
+            f" {list_some(rows[high])}, which is worse than guessing; check whether it is a"
+            " perplexity, or whether the runs diverged"
         )
     # Few rows have the loss of another row, so sorting only these rows is fast.
     _, code, count = np.unique(runs.loss, return_inverse=True, return_counts=True)

@@ -139,8 +139,8 @@ def check_module(module: nn.Module, adopted: set[nn.Parameter]) -> None:
     for name, parameter in module.named_parameters():
         if find_sharded(parameter) is not None and parameter not in adopted:
             raise ValueError(
-                f"parameter {name} is another FSDP's shard: wrap the whole model once, and select "
-                "the layers that are gathered separately with shard=(...)"
+                f"parameter {name} is sharded already: call FSDP once, with shard=(...) for layers "
+                "that are gathered separately, or fully_shard on inner modules before outer ones"
             )
         if parameter in replaced_parameters:
             raise ValueError(

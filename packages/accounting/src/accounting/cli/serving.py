@@ -147,11 +147,7 @@ def serving(
 
 
 def _bounds(name: str, interval: Interval) -> dict[str, float]:
-    return {
-        f"{name}_low": interval.low,
-        f"{name}": interval.middle,
-        f"{name}_high": interval.high,
-    }
+    return {f"{name}_low": interval.low, name: interval.middle, f"{name}_high": interval.high}
 
 
 def _inference_seconds(

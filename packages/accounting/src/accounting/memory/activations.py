@@ -16,7 +16,7 @@ from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.model.formulas import Table, tables, value
 from accounting.model.transformer import Transformer
-from accounting.plan import Plan, fitted
+from accounting.plan import Plan, validated_plan
 from accounting.precision import bytes_of
 from accounting.workload import WORKLOAD, Workload, workload
 
@@ -44,7 +44,7 @@ def activations(
     """
     work = workload(work, run)
     checks.whole("batch", work.batch)
-    plan = fitted(plan, model, batch=work.batch, seq=work.seq)
+    plan = validated_plan(plan, model, batch=work.batch, seq=work.seq)
     if work.transformers:
         _check_transformers(model)
     stage_model = plan.stage_model(model, stage)

@@ -54,8 +54,8 @@ def fullest_backward(model: Transformer, plan: Plan, work: Workload, is_last: bo
 def final_norm(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     """Return the bytes of the tensors of the final norm in its backward; 0 for a fused norm.
 
-    A norm of several operators has gradients of its result, of both factors, and of the squared
-    input.
+    A norm of several operators has gradients of its result, of both factors, and of its input
+    squared.
     """
     head = head_activations(model, plan, work)
     saved = replace(head, parts=tuple(part for part in head if "norm" in part.name))
@@ -103,7 +103,7 @@ def fullest_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
 
 
 def times(name: str, part: Breakdown, **factor: Number) -> Breakdown | None:
-    """Return a part, renamed and multiplied by a named factor, or None if the factor is 0."""
+    """Return `part` with another name and one more factor, or None if the factor is 0."""
     ((label, count),) = factor.items()
     if not count:
         return None

@@ -1,7 +1,4 @@
-"""The peak memory of a training step of any module, traced on fake tensors.
-
-Nothing is allocated, so a step of any module can be traced on any machine.
-"""
+"""The peak memory of a training step of any module, traced on fake tensors without memory."""
 
 from __future__ import annotations
 
@@ -43,7 +40,7 @@ class Fit:
         return self.fits
 
     def explain(self) -> str:
-        """Return the verdict, the parts of the peak, and the largest blocks."""
+        """Return the verdict, the parts of the peak, and the largest allocations as text."""
         verdict = "fits" if self.fits else "DOES NOT FIT"
         head = f"{binary_size(self.peak.total)} of {binary_size(self.memory_bytes)}: {verdict}"
         return f"{head}, most at {self.when}\n{self.peak.explain()}\n{self.table}"
@@ -73,18 +70,16 @@ def fits(
     are traced. The peak is compared with the memory of `device`. `loss` computes a scalar from the
     output; the default is the output's `.loss`, or otherwise the sum of its first tensor. The
     output is released before the backward pass, as in `loss(module(sample)).backward()`. A loop
-    that keeps the output in a variable, such as the logits of a language model, needs its bytes in
-    addition.
-    `autocast` is the dtype of mixed precision, `torch.bfloat16` or `torch.float16`; None disables
-    autocast. `rounding` is the granularity of the allocator, 512 bytes on CUDA. Tensors that are
-    plain attributes of the module have the label `attributes`.
+    that keeps the output in a variable, such as the logits of a language model, needs additional
+    memory of their size. `autocast` is the dtype of mixed precision, `torch.bfloat16` or
+    `torch.float16`; None disables autocast. `rounding` is the granularity of the allocator, 512
+    bytes on CUDA. Tensors that are plain attributes of the module have the label `attributes`.
 
-    Raises `ValueError` if a step depends on the values of tensors, because fake tensors have no
-    values. A step is also refused if it runs an operator whose memory is hidden, such as a fused
-    LSTM. Also raises `ValueError` for modules that a fake copy cannot represent: those with lazy or
-    sharded parameters, sparse tensors, `torch.compile`, hooks on gradients, or hooks that use
-    tensors, modules or containers besides their arguments. The same holds for modules that read
-    parameters of another module.
+    Raises `ValueError` if a step depends on the values of tensors, which fake tensors do not have,
+    or if it runs an operator with hidden memory, such as a fused LSTM. Also raises `ValueError` for
+    a module that a fake copy cannot represent. Such a module has lazy or sharded parameters, sparse
+    tensors, `torch.compile`, or hooks on gradients. Or it has hooks that use tensors, modules or
+    containers besides their arguments, or it reads parameters of another module.
     """
     from torch._subclasses import fake_tensor
 

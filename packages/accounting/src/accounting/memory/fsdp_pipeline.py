@@ -1,4 +1,4 @@
-"""The memory of FSDP2 modules in a pipeline at those moments of a step that may be the peak."""
+"""The memory of FSDP2 modules in a pipeline at the moments of a step at which it may peak."""
 
 from dataclasses import replace
 from fractions import Fraction
@@ -26,10 +26,7 @@ from accounting.workload import Workload
 
 
 class FsdpStage:
-    """The memory of a pipeline stage of FSDP2 modules at the moments of a step.
-
-    See Note [FSDP2 under torch's pipeline schedules].
-    """
+    """Memory of a stage at the moments in Note [FSDP2 under torch's pipeline schedules]."""
 
     def __init__(self, model: Transformer, plan: Plan, work: Workload, stage: int) -> None:
         self.plan, self.kind = plan, work.kind

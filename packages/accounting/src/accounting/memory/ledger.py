@@ -1,7 +1,6 @@
-"""A ledger of all live tensors by operator.
+"""A ledger of the live tensors of a training step, by operator.
 
-Around a real step, the ledger adds the largest live tensors to an out-of-memory error. `fits` uses
-it around a step on fake tensors.
+It adds the largest live tensors to an out-of-memory error. `fits` uses it on fake tensors.
 """
 
 from __future__ import annotations
@@ -37,28 +36,32 @@ class Ledger(LiveMemory):
             size = binary_size(self.live_bytes)
             error.add_note(f"live tensors when memory ran out, {size}:\n{self.table()}")
 
-    def table(self, blocks: list[Allocation] | None = None, rows: int = 12) -> str:
-        """Return the live bytes by kind, module and operator as text, the largest first.
+    def table(self, allocations: list[Allocation] | None = None, rows: int = 12) -> str:
+        """Return the live bytes by label, module and operator as text, the largest first.
 
-        `blocks` replaces the live blocks, for example by `at_peak`. `rows` is the maximum
-        number of rows.
+        Pass `at_peak` as `allocations` to list those instead of the live ones. `rows` is the
+        maximum number of rows.
         """
         sizes: Counter[tuple[str, str, str]] = Counter()
-        for block in self._alive.values() if blocks is None else blocks:
+        for block in self._alive.values() if allocations is None else allocations:
             where = "/".join(block.module.split(".")[-2:])
             sizes[block.phase, where, block.operator] += block.nbytes
         listed = [
-            f"{binary_size(size):>10}  {kind:<12} {module or '-'}  {operator}".rstrip()
-            for (kind, module, operator), size in sizes.most_common(rows)
+            f"{binary_size(size):>10}  {label:<12} {module or '-'}  {operator}".rstrip()
+            for (label, module, operator), size in sizes.most_common(rows)
         ]
         if len(sizes) > rows:
-            rest = sum(sizes.values()) - sum(size for _, size in sizes.most_common(rows))
-            listed.append(f"{binary_size(rest):>10}  in {len(sizes) - rows} others")
+            remainder = sum(sizes.values()) - sum(size for _, size in sizes.most_common(rows))
+            listed.append(f"{binary_size(remainder):>10}  in {len(sizes) - rows} others")
         return "\n".join(listed)
 
-    def hold(self, kind: str, *tensors: Tensor) -> None:
-        """Count tensors that already exist, such as weights, under the label `kind`."""
-        phase, self.phase = self.phase, kind
+    def hold(self, label: str, *tensors: Tensor) -> None:
+        """Count tensors that already exist under a label: `hold("weights", *m.parameters())`."""
+        if not isinstance(label, str) or not all(isinstance(t, Tensor) for t in tensors):
+            received = ", ".join(type(argument).__name__ for argument in (label, *tensors))
+            raise TypeError(f"expected a label and tensors, hold(label, *tensors), got {received}")
+        phase = self.phase
+        self.phase = label
         self.add(tensors, "")
         self.phase = phase
 

@@ -27,10 +27,11 @@ from accounting import checks
 
 @dataclass(frozen=True)
 class Allocation:
-    """One block of memory: bytes, operator, enclosing module classes (outermost first), phase."""
+    """One block of memory, and the operator, modules and phase that allocated it."""
 
     nbytes: int
     operator: str
+    #: Class names of the enclosing modules, the outermost first, joined by dots.
     module: str
     phase: str
 
@@ -38,18 +39,20 @@ class Allocation:
 class LiveMemory(TorchDispatchMode):
     """A context manager that records the live bytes after each operator.
 
-    `timeline` lists the phase and the live bytes after each operator. `peak_bytes` is their
-    maximum, `when` names its phase and operator, and `at_peak` lists the blocks of that moment.
-    `add` counts tensors that existed before. `phase` labels the following allocations. The size of
-    each storage is rounded up to a multiple of `rounding` bytes. Resizes are recorded too, because
-    FSDP frees gathered weights by resizing their storages to 0 bytes.
+    `timeline` lists the phase and the live bytes after each operator. `peak_bytes` is the maximum
+    of the live bytes. `when` is the phase and operator at this maximum, and `at_peak` lists its
+    allocations. `add` counts tensors that already exist. Set `phase` to label later allocations.
+    The size of each storage is rounded up to a multiple of `rounding` bytes. Resizes are recorded
+    too, because FSDP frees gathered weights by resizing their storages to 0 bytes.
     """
 
     def __init__(self, *, rounding: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         checks.whole("rounding", rounding)
-        self.live_bytes = self.peak_bytes = 0
-        self.phase = self.when = ""
+        self.live_bytes = 0
+        self.peak_bytes = 0
+        self.phase = ""
+        self.when = ""
         self.rounding = rounding
         self.timeline: list[tuple[str, int]] = []
         self.at_peak: list[Allocation] = []
@@ -134,7 +137,8 @@ class LiveMemory(TorchDispatchMode):
     def _note(self, operator: str) -> None:
         self.timeline.append((self.phase, self.live_bytes))
         if self.live_bytes > self.peak_bytes:
-            self.peak_bytes, self.when = self.live_bytes, f"{self.phase}, {operator}"
+            self.peak_bytes = self.live_bytes
+            self.when = f"{self.phase}, {operator}"
             self.at_peak = list(self._alive.values())
 
 

@@ -14,12 +14,12 @@ from accounting.memory.states import (
     fsdp_groups,
     head_gradient,
     head_parameters,
+    largest_single_layer,
     model_states,
-    one_layer,
     tied_table_gradients,
 )
 from accounting.model.transformer import Transformer, matrices
-from accounting.plan import Plan, fitted, split
+from accounting.plan import Plan, split, validated_plan
 from accounting.precision import Precision, bytes_of
 from accounting.workload import WORKLOAD, Workload, workload
 
@@ -35,20 +35,20 @@ def peak_memory(
 ) -> Breakdown:
     """Return the peak memory of one device in a training loop after the first step.
 
-    Not all tensors are alive at once. If gradients are set to None, they do not exist at the start
-    of the backward pass, and activations are freed before the optimizer runs. The backward pass of
-    each block frees its activations and allocates its gradients. The peak is therefore at one of
-    these moments, and the result is the largest of them:
+    Not all tensors are alive at once. The loop is assumed to set gradients to None, so they do not
+    exist at the start of the backward pass. The backward pass of each block frees its activations
+    and allocates its gradients, so no activations are left for the optimizer's step. The result is
+    the largest of these moments:
 
     - the end of the forward pass, and the start of the backward pass
     - the backward pass of the final norm, and of the first two and the last two blocks
     - the sum of the two gradients of a tied table
     - the step of the optimizer
 
-    `foreach` is torch's default on a GPU: the optimizer computes the square roots of all second
+    With `foreach`, torch's default on a GPU, the optimizer computes the square roots of all second
     moments at once. `run` contains fields of a `Workload`. The result is in bytes. Raises
-    `ValueError` for plans with parallelism other than `data`, and for micro-batches of several data
-    ranks without ZeRO-3. Selective recomputation and linear layers in fp8 are also refused.
+    `ValueError` for plans with parallelism other than `data`, for selective recomputation, and for
+    linear layers in fp8. Several micro-batches with several data ranks require ZeRO-3.
 
     A `plan` may recompute each block and shard states over data ranks. ZeRO-3 is torch's FSDP2 with
     one group per block and one for the ends, which are the weights outside the blocks. During the
@@ -59,7 +59,7 @@ def peak_memory(
     """
     work = workload(work, run)
     checks.whole("batch", work.batch)
-    plan = fitted(plan, model, batch=work.batch, seq=work.seq)
+    plan = validated_plan(plan, model, batch=work.batch, seq=work.seq)
     if plan.tensor * plan.pipeline * plan.context * plan.expert > 1:
         raise ValueError(
             "peak_memory supports data parallelism only; use training_memory for other plans"
@@ -67,7 +67,7 @@ def peak_memory(
     if plan.microbatches > 1 and plan.zero < 3 and plan.data > 1:
         raise ValueError(
             f"expected microbatches=1 with data > 1 and without ZeRO-3 in peak_memory, got "
-            f"{plan.microbatches}; use training_memory, which adds all tensors"
+            f"{plan.microbatches}; use training_memory, which adds tensors of different moments"
         )
     if plan.recompute == "selective":
         raise ValueError(
@@ -86,7 +86,7 @@ def peak_memory(
 
 
 class _Step:
-    """The live tensors at each moment at which a training step may peak."""
+    """The live tensors at the moments at which a training step may peak."""
 
     def __init__(self, model: Transformer, plan: Plan, work: Workload) -> None:
         self.model = model
@@ -191,18 +191,19 @@ class _Step:
         return self._moment("in the optimizer", roots, gradients=self.parameters)
 
     def _roots(self, foreach: bool) -> Breakdown:
-        """Return Adam's square roots of all second moments, or of few without `foreach`."""
-        count = self.parameters if foreach else self._roots_of_neighbors()
+        """Return the bytes of the square roots of second moments that exist at once."""
+        count = self.parameters if foreach else self._most_root_elements()
         shard = split(count, self.plan.data if self.plan.zero else 1)
         size = bytes_of(self.kind.moments[-1]) if self.kind.moments else Fraction(0)
         return product("square roots", "B", parameters=shard, bytes=size)
 
-    def _roots_of_neighbors(self) -> int:
-        """Return the most elements that exist at once if parameters are updated one by one.
+    def _most_root_elements(self) -> int:
+        """Return the largest number of temporary elements if parameters are updated one by one.
 
-        These are the root of a parameter's second moment, the root divided by a number, and this
-        quotient of the previous parameter, which is freed last. Biases are between matrices.
+        Three tensors exist at once: sqrt(v), sqrt(v) divided by the bias correction, and the latter
+        of the previous parameter, which is freed last.
         """
+        # If a bias follows each matrix, the previous parameter is small.
         biased = {"attention": self.model.qkv_bias, "mlp": self.model.mlp_bias}
         most = previous = 0
         for matrix in matrices(self.model):
@@ -279,8 +280,8 @@ def _inside(
 ) -> Iterator[tuple[str, Breakdown]]:
     """Yield the live tensors in the backward of one block: in its MLP, and in its attention.
 
-    In the MLP all saved tensors of the block are alive; in the attention only those of the
-    attention. Both include the gradients of the tensors in use.
+    In the MLP, all saved tensors of the block are alive. In the attention, only its own saved
+    tensors are. Both include the temporary gradients.
     """
     size = bytes_of(work.kind.activations)
     core = (block["attention"],) if "attention" in block else ()
@@ -302,10 +303,10 @@ def _inside(
 def _gradients_inside(model: Transformer, part: str) -> int:
     """Return the parameters of a block that have gradients at the peak in its MLP or attention.
 
-    The backward of an MLP starts with its down-projection. That of attention follows the MLP and
-    the output projection.
+    The backward of an MLP starts with its down-projection. The backward of attention follows the
+    MLP and the output projection.
     """
-    block = [m for m in matrices(one_layer(model)) if m.layers is not None]
+    block = [m for m in matrices(largest_single_layer(model)) if m.layers is not None]
     mlp = [m for m in block if m.part in ("mlp", "experts")]
     if part == "MLP":
         return sum(m.size for m in mlp if m.name in ("down", "shared down"))
@@ -315,8 +316,8 @@ def _gradients_inside(model: Transformer, part: str) -> int:
 
 
 def _first_block_and_table(model: Transformer) -> int:
-    """Return the parameters that have no gradients when the backward enters the first block."""
-    layer_matrices = matrices(one_layer(model))
+    """Return the parameters without gradients at the start of the first block's backward."""
+    layer_matrices = matrices(largest_single_layer(model))
     block = sum(m.size for m in layer_matrices if m.layers is not None and m.part != "norms")
     table = sum(m.size for m in layer_matrices if m.kind == "table" or m.part == "embedding")
     return block + (0 if model.tied else table)

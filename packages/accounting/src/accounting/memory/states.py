@@ -197,7 +197,7 @@ def single_layers(model: Transformer) -> tuple[Transformer, ...]:
     return tuple(replace(layer_model, window=None) for layer_model in layers)
 
 
-def one_layer(model: Transformer) -> Transformer:
+def largest_single_layer(model: Transformer) -> Transformer:
     """Return the model in `single_layers` with the most parameters."""
     return max(single_layers(model), key=lambda layer_model: layer_model.size)
 

@@ -18,7 +18,7 @@ from accounting.memory.states import (
     tied_table_gradients,
 )
 from accounting.model.transformer import Transformer
-from accounting.plan import Plan, fitted, in_flight
+from accounting.plan import Plan, in_flight, validated_plan
 from accounting.precision import Precision, bytes_of
 from accounting.workload import WORKLOAD, Workload, workload
 
@@ -45,7 +45,7 @@ def training_memory(
     second moments after activations are freed; `peak_memory` counts it.
     """
     work = workload(work, run)
-    plan = fitted(plan, model, batch=work.batch, seq=work.seq)
+    plan = validated_plan(plan, model, batch=work.batch, seq=work.seq)
     stages = distinct_stages(model, plan) if stage is None else [stage]
     every = (_stage_memory(model, plan, work, index) for index in stages)
     return max(every, key=lambda memory: memory.total)
@@ -58,7 +58,7 @@ def _stage_memory(model: Transformer, plan: Plan, work: Workload, stage: int) ->
     name = f"training memory of {model.name}, {where}{kind.name}"
     if not work.batch:
         return total(name, "B", *states)
-    if plan.keeps_weights_whole():
+    if plan.keeps_weights_unsharded():
         fullest = FsdpStage(model, plan, work, stage).fullest(in_flight(plan, stage))
         return replace(fullest, name=name)
     saved = activations(model, plan, work, stage=stage)

@@ -10,11 +10,21 @@ from accounting.model.formulas import FUNCTIONS, Table, value
 from accounting.model.records import RECORDS, Matrix, Mixer, Window
 
 # Keys of a table that are not fields of a `Transformer`.
-_ABOUT = ("like", "fields", "let", "kinds", "refuse", "heads_known", "classes", "extra", "more")
+_OTHER_KEYS = (
+    "like",
+    "fields",
+    "let",
+    "kinds",
+    "refuse",
+    "heads_known",
+    "classes",
+    "extra",
+    "more",
+)
 _ATTENTION = ("attention", "full_attention")
-# Activations that save the same number of tensors are one kind. Some kinds are several operators in
-# transformers, which save more tensors. A squared ReLU saves the output of its ReLU and the square.
-_ACTIVATIONS = {
+#: Names of each kind of activation function. Functions of one kind save the same number of
+#: tensors; see `Transformer.activation`.
+ACTIVATIONS = {
     "silu": ("silu", "swish"),
     "gelu": ("gelu", "gelu_pytorch_tanh"),
     "quick_gelu": ("quick_gelu", "gelu_10"),
@@ -27,22 +37,22 @@ _ACTIVATIONS = {
 }
 
 
-def _with_first_names(content: Mapping[str, Any], family: str) -> Mapping[str, Any]:
-    """Return the configuration with each aliased field also stored under its first name.
+def _with_canonical_names(content: Mapping[str, Any], family: str) -> Mapping[str, Any]:
+    """Return the configuration with each aliased field also stored under its canonical name.
 
     Raises `ValueError` if both names are present with different values, because the order of fields
     in the file would decide which value transformers uses.
     """
     renamed: Table = {}
-    for first, seconds in ALIASES.items():
-        for second, families in seconds.items():
-            if family not in families or content.get(second) is None:
+    for name, aliases in ALIASES.items():
+        for alias, families in aliases.items():
+            if family not in families or content.get(alias) is None:
                 continue
-            renamed[first] = content[second]
-            if content.get(first, content[second]) != content[second]:
+            renamed[name] = content[alias]
+            if content.get(name, content[alias]) != content[alias]:
                 raise ValueError(
-                    f"expected {first} and {second}, two names of one field of {family}, to be "
-                    f"equal, got {content[first]!r} and {content[second]!r}; omit one of them"
+                    f"expected {name} and {alias}, two names of one field of {family}, to be "
+                    f"equal, got {content[name]!r} and {content[alias]!r}; omit one of them"
                 )
     return {**content, **renamed} if renamed else content
 
@@ -55,15 +65,16 @@ class Config:
     """
 
     def __init__(self, content: Mapping[str, Any], family: str, table: Table) -> None:
-        self.content = _with_first_names(content, family)
+        self.content = _with_canonical_names(content, family)
         self.family = family
         self.table = table
         self.let: Table = table.get("let", {})
         self.fields: Table = table.get("fields", {})
-        self.layers, self.layer = 0, -1
-        listed = self.get("layer_types", self.get("layers_block_type"))
-        self.types: Any = () if listed is None else listed
-        self.typed = listed is not None
+        self.layers = 0
+        self.layer = -1
+        layer_types = self.get("layer_types", self.get("layers_block_type"))
+        self.layer_types: Any = () if layer_types is None else layer_types
+        self.has_layer_types = layer_types is not None
         methods = (self.get, self.raw, self.some, self.first_of, self.sliding, self.attends)
         self.functions = _FUNCTIONS | {function.__name__: function for function in methods}
 
@@ -87,7 +98,7 @@ class Config:
                 f"{name} is null in this {self.family} config.json; omit it for the default of "
                 f"its class, {default!r}, or pass a value"
             )
-        # An empty string stands for None, which TOML lacks: the class derives the value.
+        # TOML has no None, so an empty string stands for it. The class then derives the value.
         return None if default == "" else default
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -105,9 +116,9 @@ class Config:
         return default if value is None else self.positive(name, value)
 
     def first_of(self, *names: str) -> Any:
-        """Return the first field that the file sets, or otherwise the first default of a field.
+        """Return the first of these fields that the file sets, or otherwise their first default.
 
-        Raises `ValueError` if there is neither.
+        Raises `ValueError` if no field is set and none has a default.
         """
         for name in names:
             if self.content.get(name) is not None:
@@ -115,23 +126,17 @@ class Config:
         return self[next((name for name in names if self.fields.get(name)), names[-1])]
 
     def sliding(self, default: bool) -> bool:
-        """Return True if `layer_types` assigns a window to the current layer.
-
-        Returns `default` if the configuration has no `layer_types`.
-        """
+        """Return True if this layer has a window in `layer_types`; `default` without that field."""
         kind = self._kind()
         return default if kind is None else bool(kind == "sliding_attention")
 
     def attends(self, default: bool) -> bool:
-        """Return True if `layer_types` assigns attention to the current layer.
-
-        Returns `default` if the configuration has no `layer_types`.
-        """
+        """Return True if this layer is attention in `layer_types`; `default` without that field."""
         kind = self._kind()
         return default if kind is None else kind in _ATTENTION
 
     def _kind(self) -> Any:
-        return self.types[self.layer] if self.types else None
+        return self.layer_types[self.layer] if self.layer_types else None
 
     def value(self, entry: Any) -> Any:
         """Evaluate a formula; return a number or a bool unchanged.
@@ -167,23 +172,23 @@ class Config:
         Raises `ValueError` if `layer_types` has the wrong length or an unknown entry.
         """
         self.layers = checks.whole("layers", self.value(table["layers"]), most=checks.MOST_LAYERS)
-        if self.typed and len(self.types) != self.layers:
+        if self.has_layer_types and len(self.layer_types) != self.layers:
             raise ValueError(
                 f"expected one entry of layer_types per layer ({self.layers}), got "
-                f"{len(self.types)}"
+                f"{len(self.layer_types)}"
             )
-        for kind in self.types:
+        for kind in self.layer_types:
             checks.choice(
                 f"a kind in layer_types of {self.family}", kind, table.get("kinds", _ATTENTION)
             )
         arguments: Table = {}
         for key, entry in table.items():
-            if key in _DERIVED:
-                arguments |= self._derived_size(key, entry)
-            elif key not in _ABOUT:
+            if key in _DERIVABLE:
+                arguments |= self._explicit_size(key, entry)
+            elif key not in _OTHER_KEYS:
                 arguments[key] = self._argument(key, entry)
         extra = [matrix for row in table.get("extra", ()) for matrix in self.matrices(row)]
-        # The rows of `more` are parts of a head or pooler, which read the output of the last layer.
+        # The rows of `more` belong to a head or pooler, which reads the output of the last layer.
         for row in table.get("more", ()):
             extra += [replace(matrix, where="last") for matrix in self.matrices(row)]
         return arguments | {"extra": tuple(matrix for matrix in extra if matrix.entries)}
@@ -199,11 +204,11 @@ class Config:
             return tuple(mixer for mixer in mixers if mixer.layers)
         return self.value(entry)
 
-    def _derived_size(self, key: str, entry: Any) -> Table:
+    def _explicit_size(self, key: str, entry: Any) -> Table:
         """Return `{key: size}`, or an empty dictionary if `Transformer` has to derive the size.
 
-        `Transformer` derives a size if its table entry is 0 or its field is None. The entry for
-        `heads` is always returned. Any other size of 0 raises `ValueError`.
+        `Transformer` derives a size other than `heads` if its table entry is 0 or its field is
+        None. Raises `ValueError` if a field is 0.
         """
         size = self.value(entry)
         if entry != 0 and size is not None:
@@ -211,26 +216,26 @@ class Config:
         return {key: size} if key == "heads" else {}
 
     def record(self, kind: type, entry: Table) -> Any:
-        """Return the record `Experts`, `Window` or `MLA`, or None if the model does not have it.
+        """Return an `Experts`, `Window` or `MLA` record, or None if the model does not have it.
 
         Raises `ValueError` if a width or rank is 0, or if `layer_types` requires a missing window.
         """
         if not self.value(entry.get("if", True)):
-            return self._absent(kind)
+            return self._require_no_window(kind)
         layers = {"layers": self.where(entry["where"])} if "where" in entry else {}
         if layers == {"layers": ()}:
             return None
         sizes = {k: self.value(v) for k, v in entry.items() if k not in ("if", "where")}
         if "size" in sizes and sizes["size"] is None:
-            return self._absent(kind)
+            return self._require_no_window(kind)
         for name in ("width", "q_rank"):
             if sizes.get(name) is not None:
                 self.positive(entry[name], sizes[name])
         return kind(**{k: v for k, v in sizes.items() if v is not None}, **layers)
 
-    def _absent(self, kind: type) -> None:
-        """Return None; raise `ValueError` if the record is a window that `layer_types` requires."""
-        if kind is Window and "sliding_attention" in self.types:
+    def _require_no_window(self, kind: type) -> None:
+        """Raise `ValueError` if `kind` is `Window` and `layer_types` has windowed layers."""
+        if kind is Window and "sliding_attention" in self.layer_types:
             raise ValueError(
                 f"layer_types of this {self.family} config.json has sliding_attention, but "
                 "sliding_window is null or switched off; pass a size, or full_attention layers"
@@ -247,12 +252,12 @@ class Config:
 
     def mixer(self, entry: Table) -> Mixer:
         """Return a recurrent mixer: the formulas of mixers.toml for the sizes of the family."""
-        name, layers = entry["like"], self.where(entry["where"])
-        about = mixer_tables()[name]
+        name = entry["like"]
+        table = mixer_tables()[name]
         sizes = {k: self.value(v) for k, v in entry.items() if k not in ("like", "where")}
-        sizes = about.get("sizes", {}) | sizes | {"d_model": self.value(self.table["d_model"])}
-        inner = Config(sizes, self.family, about)
-        listed = (
+        sizes = table.get("sizes", {}) | sizes | {"d_model": self.value(self.table["d_model"])}
+        inner = Config(sizes, self.family, table)
+        matrices = (
             Matrix(
                 "mixer",
                 label,
@@ -261,15 +266,15 @@ class Config:
                 split,
                 kind="matrix" if rows else "vector",
             )
-            for label, rows, columns, split in about["matrices"]
+            for label, rows, columns, split in table["matrices"]
         )
         return Mixer(
             name=name,
-            layers=layers,
-            matrices=tuple(m for m in listed if m.entries),
-            state=inner.value(about["state"]),
-            scan=inner.value(about["scan"]),
-            saved=inner.value(about["saved"]) if "saved" in about else None,
+            layers=self.where(entry["where"]),
+            matrices=tuple(matrix for matrix in matrices if matrix.entries),
+            state=inner.value(table["state"]),
+            scan=inner.value(table["scan"]),
+            saved=inner.value(table["saved"]) if "saved" in table else None,
         )
 
     def matrices(self, row: Table) -> Iterator[Matrix]:
@@ -297,15 +302,14 @@ class Config:
 
 
 def activation(name: str) -> str:
-    """Return the kind of activation function, a value of `Transformer.activation`.
+    """Return the kind of an activation function, a value of `Transformer.activation`.
 
-    Functions of one kind save the same number of tensors for the backward. Raises `ValueError` for
-    an unknown name.
+    Raises `ValueError` for an unknown name.
     """
-    for known, names in _ACTIVATIONS.items():
+    for kind, names in ACTIVATIONS.items():
         if name in names:
-            return known
-    listed = ", ".join(name for names in _ACTIVATIONS.values() for name in names)
+            return kind
+    listed = ", ".join(name for names in ACTIVATIONS.values() for name in names)
     raise ValueError(f"expected hidden_act to be one of {listed}, got {name!r}")
 
 
@@ -325,5 +329,5 @@ def _pair(value: Any) -> tuple[int, int]:
 
 
 #: Sizes that `Transformer` derives if they are missing, and `heads`; a file must not set them to 0.
-_DERIVED = ("heads", "kv_heads", "head_dim", "v_head_dim", "d_ff", "embedding_dim")
+_DERIVABLE = ("heads", "kv_heads", "head_dim", "v_head_dim", "d_ff", "embedding_dim")
 _FUNCTIONS: Table = FUNCTIONS | {"act": activation, "same": _same, "pair": _pair, "count": _count}

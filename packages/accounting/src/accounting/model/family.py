@@ -14,7 +14,8 @@ from accounting.model.formulas import Table
 def family_arguments(content: Mapping[str, Any], family: str) -> Table:
     """Return the keyword arguments of `Transformer` for a configuration of a known family.
 
-    Raises `ValueError` if the family's table refuses the configuration or its class is unknown.
+    Raises `ValueError` if the family's table refuses the configuration, or if it does not list the
+    class in `architectures`.
     """
     table = merged_table(family)
     config = Config(content, family, table)
@@ -41,19 +42,19 @@ def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
     """
     name = class_named(content)
     known: dict[str, Table] = {}
-    for endings, more in table["heads_known"].items():
+    for endings, head_entries in table["heads_known"].items():
         for ending in endings.split("|"):
-            known |= dict.fromkeys(_class_names(table, family, ending), more)
-    if spelled(name) not in known:
+            known |= dict.fromkeys(_class_names(table, family, ending), head_entries)
+    if normalized_name(name) not in known:
         raise ValueError(
             f"expected architectures to name a known class of {family}, got {name!r}; omit it for "
             "a decoder with its head, or an encoder without one"
         )
-    return dict(known[spelled(name)])
+    return dict(known[normalized_name(name)])
 
 
 def _class_names(table: Table, family: str, ending: str) -> Iterator[str]:
-    """Yield the normalized class names (see `spelled`) of a family with an ending.
+    """Yield the normalized names of a family's classes with an ending, such as `ForCausalLM`.
 
     An empty ending yields an empty name. A class name starts with the name of its family, or with a
     name that the table lists.
@@ -63,9 +64,9 @@ def _class_names(table: Table, family: str, ending: str) -> Iterator[str]:
         return
     endings = ("", "_text", "_model", "_text_model")
     for name in (*table.get("classes", ()), *map(family.removesuffix, endings)):
-        yield spelled(name + ending)
+        yield normalized_name(name + ending)
 
 
-def spelled(name: str) -> str:
+def normalized_name(name: str) -> str:
     """Return a name in lower case without separators, so MPTForCausalLM equals MptForCausalLM."""
     return name.replace("_", "").replace("-", "").lower()

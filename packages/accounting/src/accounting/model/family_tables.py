@@ -43,22 +43,22 @@ def mixer_tables() -> Table:
 
 @cache
 def merged_table(name: str, base: bool = False) -> Table:
-    """Return a family's table merged with its base tables, whose entries it overrides.
+    """Return a family's table, which overrides the entries of the tables in its `like`.
 
     With `base`, `name` is a base table even if a family has the same name.
     """
     entries: Table = _BASE[name] if base or name not in FAMILIES else FAMILIES[name]
     merged: Table = {}
     for base_name in entries.get("like", ()):
-        above = merged_table(base_name, base=base_name in _BASE)
-        merged = _joined(merged, above)
-    return _joined(merged, entries)
+        merged = _overridden(merged, merged_table(base_name, base=base_name in _BASE))
+    return _overridden(merged, entries)
 
 
-def _joined(above: Table, entries: Table) -> Table:
-    both = {
-        key: above[key] | entries[key]
+def _overridden(table: Table, entries: Table) -> Table:
+    """Return a table with `entries` added; the tables `fields` and `let` are merged by key."""
+    nested = {
+        key: table[key] | entries[key]
         for key in ("fields", "let")
-        if key in above and key in entries
+        if key in table and key in entries
     }
-    return above | entries | both
+    return table | entries | nested

@@ -15,14 +15,14 @@ FUNCTIONS: Table = {function.__name__: function for function in _ALLOWED}
 
 
 def tables(name: str) -> Table:
-    """Return the content of a TOML file of this package."""
+    """Return the content of a TOML file; `name` is its path in this package."""
     return tomllib.loads((Path(__file__).parents[1] / name).read_text(encoding="utf-8"))
 
 
 def value(entry: Any, names: Mapping[str, Any]) -> Any:
-    """Evaluate a formula; return a number or a bool unchanged.
+    """Return the value of a formula, or a number or a bool unchanged.
 
-    Names in `names` take precedence over the functions.
+    Names in `names` take precedence over the functions in `FUNCTIONS`.
     """
     return eval(_compiled(entry), _GLOBALS, names) if isinstance(entry, str) else entry
 

@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from accounting.model.config import Config
-from accounting.model.family import class_named, family_arguments, spelled
+from accounting.model.family import class_named, family_arguments, normalized_name
 from accounting.model.family_tables import FAMILIES, MULTIMODAL, TOWERS, merged_table
 from accounting.model.formulas import Table
 from accounting.model.records import Matrix
@@ -21,8 +21,8 @@ _OUTER_HEAD = ("ovis2",)
 def language_model(content: Mapping[str, Any], family: Any) -> Table | None:
     """Return the configuration of a multimodal model's language model, or None without one.
 
-    It is a nested configuration, or the file itself for classes that are `flat` in towers.toml.
-    Raises `ValueError` if the sizes of the head differ from those of the language model.
+    The result is a nested configuration, or the file itself for families that are `flat` in
+    towers.toml. Raises `ValueError` if the sizes of head and language model differ.
     """
     for field in _NESTED:
         inner = content.get(field)
@@ -44,15 +44,15 @@ def language_model(content: Mapping[str, Any], family: Any) -> Table | None:
 def has_head(content: Mapping[str, Any]) -> bool:
     """Return True if the class in `architectures` includes the head of the language model.
 
-    Also return True if no class is named. Raises `ValueError` if the class is neither a known base
-    model nor a class for generation.
+    Also return True if `architectures` names no class. Raises `ValueError` if the class is neither
+    a known base model nor a class for generation.
     """
     family = content["model_type"]
     name = class_named(content)
     # Base models in `by_language_model` may contain the head, so they are refused below.
     groups = ("tied_by_default", "untied_by_default", "by_either")
     known = any(family in MULTIMODAL[group] for group in groups)
-    if known and spelled(name) == spelled(f"{family}_model"):
+    if known and normalized_name(name) == normalized_name(f"{family}_model"):
         return False
     if not name or name.endswith(("ForConditionalGeneration", "ForCausalLM")):
         return True
@@ -63,10 +63,10 @@ def has_head(content: Mapping[str, Any]) -> bool:
 
 
 def tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
-    """Return the `tie_word_embeddings` that overrides the language model's, as a dictionary.
+    """Return a dictionary with the `tie_word_embeddings` that overrides the language model's field.
 
-    The dictionary is empty if the language model's field applies. Raises `ValueError` if the rule
-    of the class is unknown, unless both fields are set and equal.
+    The dictionary is empty if the language model's field applies. Raises `ValueError` if it is
+    unknown which field the family uses, unless both are set and equal.
     """
     field = "tie_word_embeddings"
     family = content["model_type"]
@@ -80,7 +80,7 @@ def tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
         default = family in MULTIMODAL["tied_by_default"]
         return {field: default if outer_value is None else outer_value}
     raise ValueError(
-        f"expected {field} of {family!r} and of its language model to be given and equal, got "
+        f"expected {field} of {family!r} and of its language model to be set and equal, got "
         f"{outer_value!r} and {inner_value!r}; pass the configuration of the language model"
     )
 
@@ -88,8 +88,8 @@ def tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
 def vision_tower(content: Mapping[str, Any], width: int, part_sizes: PartSizes) -> Iterator[Matrix]:
     """Yield the parts of a vision tower of a known kind and of its projector.
 
-    The parts are tables, because text tokens do not multiply them. Every tensor-parallel rank
-    stores them. An unknown kind of tower has no parts.
+    The parts have the kind `table`, because no text token multiplies them. Every tensor-parallel
+    rank stores them. Yields nothing for an unknown kind of tower.
     """
     family, vision = str(content["model_type"]), content.get("vision_config")
     table = TOWERS.get(family, {})

@@ -10,10 +10,10 @@ from accounting import checks
 class Matrix:
     """One kind of parameter: its size, its sharding, and the tokens to which it applies.
 
-    Parameters, FLOPs and shards are computed from these records. `part`, such as `attention`, and
-    `name` appear in results.
+    Parameters, FLOPs and shards are computed from these records.
     """
 
+    #: Names of the part, such as `attention`, and of the matrix in results.
     part: str
     name: str
     #: Input features; 1 for a vector.
@@ -40,8 +40,8 @@ class Matrix:
     #: Inputs that the matrix multiplies: all tokens (`tokens`), only the last token if a single
     #: prediction is needed (`last`), or one vector per sequence (`sequence`).
     applies_to: str = "tokens"
-    #: Number of tokens per sequence that the matrix does not multiply, such as a class token, which
-    #: is not a patch.
+    #: Number of tokens per sequence that the matrix does not multiply. For example, a patch
+    #: embedding skips the class token.
     skips: int = 0
     #: Number of distinct copies that the layers reuse cyclically; 0 if each layer has its own.
     shared: int = 0
@@ -82,7 +82,7 @@ class MLA:
 
     #: Width of the latent from which keys and values are computed.
     kv_rank: int
-    #: Width of the rotary part of each query and of the single shared key.
+    #: Width of the rotary part of each query, and of the rotary key that all heads share.
     rope_head_dim: int
     #: Width of compressed queries; 0 if queries are not compressed.
     q_rank: int = 0
@@ -134,7 +134,7 @@ class Experts:
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Attention only to the nearest tokens."""
+    """Sliding-window or chunked attention, in which a query attends to at most `size` keys."""
 
     #: Number of keys that a query attends to, including its own token.
     size: int
@@ -156,12 +156,16 @@ class Window:
 class AttentionGroup(NamedTuple):
     """Layers whose attention has the same mask and heads of the same sizes."""
 
-    #: ` in windows` or an empty string, for the names in results.
-    suffix: str
+    is_windowed: bool
     layers: tuple[int, ...]
     kv_heads: int
     qk_dim: int
     v_head_dim: int
+
+    @property
+    def suffix(self) -> str:
+        """Return the end of the names of this group's parts in results."""
+        return " in windows" if self.is_windowed else ""
 
 
 #: Records that are fields of a `Transformer`, by the name of the field.
@@ -181,7 +185,7 @@ def _some_layers(record: str, layers: object) -> None:
 class Mixer:
     """A part of a layer that is neither attention nor an MLP, such as a recurrence.
 
-    Its state has the same size for every sequence length.
+    The size of its state does not depend on the length of the sequence.
     """
 
     name: str

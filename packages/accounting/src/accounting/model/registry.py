@@ -19,8 +19,7 @@ from accounting.model.multimodal import PartSizes, has_head, language_model, tie
 def transformer_arguments(content: Mapping[str, Any], part_sizes: PartSizes) -> Table:
     """Return the keyword arguments of the `Transformer` that a configuration describes.
 
-    `part_sizes` returns the number of parameters in each part of a `Transformer` with some
-    arguments.
+    `part_sizes` maps keyword arguments of a `Transformer` to the number of parameters in each part.
     Raises `ValueError` for an unknown or unsupported family.
     """
     family = content.get("model_type")
@@ -28,17 +27,17 @@ def transformer_arguments(content: Mapping[str, Any], part_sizes: PartSizes) -> 
         raise ValueError(f"expected model_type to be a name, got {family!r}")
     if family in FAMILIES:
         return family_arguments(content, family)
-    text = language_model(content, family)
-    if text is None or family is None:
+    inner = language_model(content, family)
+    if inner is None or family is None:
         raise ValueError(_reason(family))
     # The class of the whole model decides whether its language model has a head.
-    named = {"architectures": None if has_head(content) else [f"{text['model_type']}Model"]}
-    arguments = transformer_arguments(text | tied(content, text) | named, part_sizes)
+    classes = {"architectures": None if has_head(content) else [f"{inner['model_type']}Model"]}
+    arguments = transformer_arguments(inner | tied(content, inner) | classes, part_sizes)
     tower = tuple(vision_tower(content, arguments["d_model"], part_sizes))
-    missing = "without its other parts"
+    scope = "without its other parts"
     if tower:
-        missing = "with the parameters of its vision tower; FLOPs and activations are of text"
-    name = f"{arguments['name']}, the language model of {family} {missing}"
+        scope = "with the parameters of its vision tower; FLOPs and activations are of text"
+    name = f"{arguments['name']}, the language model of {family} {scope}"
     arguments["extra"] = (*arguments["extra"], *tower)
     return arguments | {"name": content.get("_name_or_path") or name}
 
@@ -55,8 +54,7 @@ def _reason(family: str | None) -> str:
         )
     return (
         f"expected model_type to be one of {', '.join(sorted(FAMILIES))}, got {family!r}; "
-        "describe another family with "
-        "Transformer(layers=..., d_model=..., ...)"
+        "describe another family with Transformer(layers=..., d_model=..., ...)"
     )
 
 

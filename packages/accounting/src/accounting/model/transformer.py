@@ -3,7 +3,7 @@
 The sizes cover grouped-query and latent attention, recurrent mixers, experts and windows in some
 layers, and individual biases and norms. The defaults describe a Llama-like decoder: RMSNorm, rotary
 positions, a gated MLP, no biases, and an untied head. All counts are derived from the matrices,
-whose rows are in matrices.toml.
+which are listed in matrices.toml.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from os import PathLike
 from typing import Any, ClassVar
 
 from accounting import checks
+from accounting.model.config import ACTIVATIONS
 from accounting.model.formulas import tables, value
 from accounting.model.records import MLA, AttentionGroup, Experts, Matrix, Mixer, Window
 from accounting.model.registry import content_of, transformer_arguments
@@ -30,12 +31,17 @@ class DerivedSize(int):
 class Transformer:
     """A transformer described by its sizes.
 
-    `dataclasses.replace` derives the sizes that were not passed from the new sizes. Raises
-    `ValueError` if the sizes are inconsistent.
+    `dataclasses.replace` recomputes every size that was not passed explicitly. Raises `ValueError`
+    if the sizes are inconsistent.
     """
 
     derived_sizes: ClassVar = (
-        *("d_ff", "kv_heads", "head_dim", "v_head_dim", "embedding_dim", "attention_width"),
+        "d_ff",
+        "kv_heads",
+        "head_dim",
+        "v_head_dim",
+        "embedding_dim",
+        "attention_width",
     )
 
     layers: int
@@ -56,8 +62,9 @@ class Transformer:
 
     #: True if the MLP has three matrices (SwiGLU, GeGLU); otherwise it has two.
     gated_mlp: bool = True
-    #: `silu`, `gelu`, `relu`, `relu2` (squared ReLU), or a function of several operators in Hugging
-    #: Face transformers: `quick_gelu`, `gelu_python`, `gelu_new`, `gelu_fast` or `xielu`.
+    #: `silu`, `gelu`, `relu`, `relu2` (squared ReLU), or an activation that Hugging Face
+    #: transformers computes with several operators, which save more tensors: `quick_gelu`,
+    #: `gelu_python`, `gelu_new`, `gelu_fast` or `xielu`.
     activation: str = "silu"
     #: `rmsnorm` (a weight), `layernorm` (a weight and a bias), or `none`.
     norm: str = "rmsnorm"
@@ -118,33 +125,32 @@ class Transformer:
 
     @classmethod
     def from_hf(cls, config: str | PathLike[str] | Mapping[str, Any] | object) -> Transformer:
-        """Read a Hugging Face configuration: a folder, a file, its content, or a config object.
+        """Return the model of a Hugging Face configuration.
 
-        Raises `ValueError` if a field is missing or the family is unknown. Raises
-        `FileNotFoundError` with the download command if the argument is the name of a model on the
-        hub. The class in `architectures` decides which parts exist, such as the head or a pooler.
-        Without this field, a decoder has a head.
+        `config` is a folder, a file, its content, or a config object. The class in `architectures`
+        decides which parts exist, such as the head or a pooler. Without this field, a decoder has a
+        head. Raises `ValueError` if a field is missing or the family is unknown. Raises
+        `FileNotFoundError` with the download command if `config` names a model on the hub.
         """
         return cls(**transformer_arguments(content_of(config), _part_sizes))
 
     def __post_init__(self) -> None:
-        least = {"heads": 0, "vocab_size": 0, "norms_per_layer": 0}
-        checks.convert_fields(self, **least, **_CHOICES)
+        checks.convert_fields(self, heads=0, vocab_size=0, norms_per_layer=0, **_CHOICES)
         for name, (record, listed) in _RECORDS.items():
-            self._record(name, record, listed)
+            self._check_record(name, record, listed)
         self._derive_sizes()
-        everywhere = tuple(range(self.layers))
+        all_layers = tuple(range(self.layers))
         if self.experts:
-            layers = self._layers("experts.layers", self.experts.layers, everywhere)
+            layers = self._layers("experts.layers", self.experts.layers, all_layers)
             width = self.experts.width
             if not width or isinstance(width, DerivedSize):
                 width = DerivedSize(self.d_ff)
             object.__setattr__(self, "experts", replace(self.experts, layers=layers, width=width))
         if self.window:
-            layers = self._layers("window.layers", self.window.layers, everywhere)
+            layers = self._layers("window.layers", self.window.layers, all_layers)
             object.__setattr__(self, "window", replace(self.window, layers=layers))
         attention = self._layers(
-            "attention_layers", self.attention_layers, everywhere if self.heads else ()
+            "attention_layers", self.attention_layers, all_layers if self.heads else ()
         )
         object.__setattr__(self, "attention_layers", attention)
         shared = self._layers("shared_kv_layers", self.shared_kv_layers, ())
@@ -155,7 +161,7 @@ class Transformer:
             raise ValueError(
                 "expected window in a layer with attention, got none; pass window=None"
             )
-        dense = tuple(i for i in everywhere if i not in self.expert_layers)
+        dense = tuple(i for i in all_layers if i not in self.expert_layers)
         object.__setattr__(self, "mlp_layers", self._layers("mlp_layers", self.mlp_layers, dense))
         if self.window and self.window.chunked and not self.causal:
             raise ValueError("expected window.chunked=False for an encoder, got True")
@@ -180,21 +186,22 @@ class Transformer:
         self._fill("d_ff", 4 * self.d_model)
         self._fill("embedding_dim", self.d_model)
         self._fill("attention_width", self.d_model)
-        numbers = {"kv_heads": self.kv_heads}
+        kv_heads = {"kv_heads": self.kv_heads}
         if self.window and self.window.kv_heads:
-            numbers["window.kv_heads"] = self.window.kv_heads
-        for name, number in numbers.items():
-            if self.heads and self.heads % number:
+            kv_heads["window.kv_heads"] = self.window.kv_heads
+        for name, count in kv_heads.items():
+            if self.heads and self.heads % count:
                 raise ValueError(
-                    f"expected {name} to divide heads={self.heads}, got {name}={number}; "
+                    f"expected {name} to divide heads={self.heads}, got {name}={count}; "
                     "each key and value head serves the same number of query heads"
                 )
 
     def _check_blocks(self) -> None:
         """Raise `ValueError` if a layer has no block, or both a dense MLP and experts.
 
-        Unlike derived sizes, derived layers are copied by `dataclasses.replace`, because the layers
-        of windows, mixers and additional matrices cannot be derived for another depth.
+        `dataclasses.replace` recomputes sizes that were not passed, but copies the tuples of
+        layers. It could not derive the layers of windows, mixers and additional matrices for
+        another depth.
         """
         derive = (
             "pass attention_layers=None and mlp_layers=None, and experts and window without "
@@ -235,7 +242,7 @@ class Transformer:
                 "sizes of a window, got mla; latent attention has no such keys"
             )
 
-    def _record(self, name: str, record: type, listed: bool) -> None:
+    def _check_record(self, name: str, record: type, listed: bool) -> None:
         field = getattr(self, name)
         entries = field
         if not listed:
@@ -245,6 +252,7 @@ class Transformer:
             raise TypeError(f"expected {name} to be {kind}, got {field!r}")
 
     def _fill(self, name: str, default: int) -> None:
+        """Set a size to `default` if it was not passed."""
         if not getattr(self, name):
             object.__setattr__(self, name, DerivedSize(default))
 
@@ -271,19 +279,16 @@ class Transformer:
 
     @cached_property
     def attention_groups(self) -> tuple[AttentionGroup, ...]:
-        """Return the group of attention layers without a window and the group with a window.
-
-        Empty groups are omitted.
-        """
+        """Return the nonempty groups of attention layers: those without and those with a window."""
         attention = full = tuple(self.attention_layers or ())
         if self.window:
             full = tuple(layer for layer in attention if layer not in self.windowed_layers)
-        groups = [AttentionGroup("", full, self.kv_heads, self.qk_dim, self.v_head_dim)]
+        groups = [AttentionGroup(False, full, self.kv_heads, self.qk_dim, self.v_head_dim)]
         if self.window:
             windowed = tuple(layer for layer in attention if layer in self.windowed_layers)
             kv_heads = self.window.kv_heads or self.kv_heads
             widths = [self.window.head_dim or width for width in (self.qk_dim, self.v_head_dim)]
-            groups.append(AttentionGroup(" in windows", windowed, kv_heads, *widths))
+            groups.append(AttentionGroup(True, windowed, kv_heads, *widths))
         return tuple(group for group in groups if group.layers)
 
     @cached_property
@@ -343,10 +348,7 @@ class Transformer:
 
 _CHOICES: dict[str, tuple[object, ...]] = {
     "norm": ("rmsnorm", "layernorm", "none"),
-    "activation": (
-        *("silu", "gelu", "relu", "relu2"),
-        *("quick_gelu", "gelu_python", "gelu_new", "gelu_fast", "xielu"),
-    ),
+    "activation": tuple(ACTIVATIONS),
     "qk_norm": (False, True, "head", "heads", "all"),
 }
 _RECORDS: dict[str, tuple[type, bool]] = {
@@ -376,15 +378,16 @@ def matrices(model: Transformer) -> tuple[Matrix, ...]:
         for matrix in mixer.matrices
     )
     ordered = [matrix for part in _PARTS for matrix in _part(model, part)]
-    after = next((i for i, m in enumerate(ordered) if m.part in ("norms", "head")), len(ordered))
-    ordered = [*ordered[:after], *mixers, *ordered[after:], *model.extra]
+    ends = [i for i, matrix in enumerate(ordered) if matrix.part in ("norms", "head")]
+    split = ends[0] if ends else len(ordered)
+    ordered = [*ordered[:split], *mixers, *ordered[split:], *model.extra]
     return tuple(matrix for matrix in ordered if matrix.size)
 
 
 def _part(model: Transformer, part: str) -> Iterator[Matrix]:
     """Yield the matrices of one part of matrices.toml that the model has."""
     layers = tuple(model.attention_layers or ())
-    group = AttentionGroup("", layers, model.kv_heads, model.qk_dim, model.v_head_dim)
+    group = AttentionGroup(False, layers, model.kv_heads, model.qk_dim, model.v_head_dim)
     groups: Iterable[AttentionGroup] = (group,)
     if part == "attention" and model.window and (model.window.head_dim or model.window.kv_heads):
         groups = model.attention_groups
@@ -393,7 +396,7 @@ def _part(model: Transformer, part: str) -> Iterator[Matrix]:
 
 
 def _rows(model: Transformer, part: str, group: AttentionGroup) -> Iterator[Matrix]:
-    """Yield the matrices of one part; those of attention are in the layers of `group`."""
+    """Yield the matrices of one part; matrices of attention are in the layers of `group`."""
     experts = model.experts
     keys = tuple(layer for layer in group.layers if layer in model.key_layers)
     full = frozenset(group.layers) - model.windowed_layers
@@ -414,20 +417,21 @@ def _rows(model: Transformer, part: str, group: AttentionGroup) -> Iterator[Matr
         "values": tuple(i for i in keys if i not in full) if model.keys_as_values else keys,
         "bias": model.mlp_bias if experts is None or experts.bias is None else experts.bias,
     }
-    everywhere = value(_PARTS[part].get("layers"), names)
-    for name, rows, columns, split, there, *more in _PARTS[part]["rows"]:
-        about: dict[str, Any] = {"kind": "matrix" if rows else "vector"} | dict(*more)
-        layers = value(about.pop("layers"), names) if "layers" in about else everywhere
-        if layers == () or not value(there, names):
+    part_layers = value(_PARTS[part].get("layers"), names)
+    for name, rows, columns, split, condition, *more in _PARTS[part]["rows"]:
+        options: dict[str, Any] = {"kind": "matrix" if rows else "vector"} | dict(*more)
+        layers = value(options.pop("layers"), names) if "layers" in options else part_layers
+        if layers == () or not value(condition, names):
             continue
-        if about.get("routed") and experts:
-            about |= {"copies": experts.count, "chosen": experts.per_token}
-            about["routed"] = experts.count > 1
+        if options.get("routed") and experts:
+            options |= {"copies": experts.count, "chosen": experts.per_token}
+            options["routed"] = experts.count > 1
         if part == "attention":
-            about["kv_heads"] = group.kv_heads
+            options["kv_heads"] = group.kv_heads
         if part in ("attention", "mlp"):
-            about["shared"] = model.shared_blocks
-        about["layers"] = None if layers is None else tuple(layers)
-        wide, high = value(columns, names), value(rows or 1, names)
+            options["shared"] = model.shared_blocks
+        options["layers"] = None if layers is None else tuple(layers)
+        num_rows = int(value(rows or 1, names))
+        num_columns = int(value(columns, names))
         suffix = group.suffix if part == "attention" else ""
-        yield Matrix(part, name + suffix, int(high), int(wide), split, **about)
+        yield Matrix(part, name + suffix, num_rows, num_columns, split, **options)

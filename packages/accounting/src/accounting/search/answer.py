@@ -251,7 +251,7 @@ def _contradiction(model: Transformer, seq: int, fixed: Mapping[str, Any]) -> st
         plan = Plan(**usual | dict(fixed) | {"data": data})
         plan.check(model, seq=seq)
         # The number of ranks that share weights is unknown at this point, so assume at least two.
-        replace(plan, data=max(2, plan.data), devices=0).keeps_weights_whole()
+        replace(plan, data=max(2, plan.data), devices=0).keeps_weights_unsharded()
     except ValueError as error:
         return str(error)
     return ""

@@ -2,10 +2,10 @@
 
 The costs of a pipeline stage are the sum over its layers and its ends, the embedding and the head,
 so they are computed once per kind of layer. The bounds are `training_memory` and `step_time`
-without some terms. The bound of the memory omits the rounding of shards, cast weights, the
-gradients of a tied table and of the head, a recomputed block, and the moments of FSDP2 in a
-pipeline that are rarely the peak. The bound of the time omits the activations between pipeline
-stages, which compute hides in most plans, and the traffic of the ends for tensor parallelism.
+without some terms. The memory bound omits the rounding of shards, cast weights, the gradients of a
+tied table and of the head, a recomputed block, and the points in an FSDP2 pipeline step at which
+memory rarely peaks. The time bound omits the activations between pipeline stages, which compute
+hides in most plans, and the tensor-parallel traffic of the ends.
 """
 
 from collections import Counter
@@ -37,38 +37,38 @@ ROUNDING = 1e-9
 class Memory(NamedTuple):
     """Memory per device of some layers or ends, before ZeRO and expert parallelism divide it."""
 
-    #: Parameters outside and inside experts.
+    #: Numbers of parameters outside and inside experts.
     dense: float
     routed: float
-    #: Parameters outside the blocks, which are a part of `dense`.
+    #: Number of parameters outside the blocks, which are a part of `dense`.
     ends: float
     #: Bytes of activations that are saved per token of a micro-batch.
     saved: float
 
 
 class Time(NamedTuple):
-    """Seconds of the forward and the backward of some layers or ends on a device."""
+    """Forward and backward costs of some layers or ends on a device; times are in seconds."""
 
-    #: Matrix products without attention, per token.
+    #: Time of matrix products without attention, per token.
     arithmetic: float
-    #: Memory traffic per token.
+    #: Time of memory traffic, per token.
     traffic: float
-    #: Reads of the weights per micro-batch, outside and inside experts.
+    #: Time to read the weights, outside and inside experts, per micro-batch.
     dense_weights: float
     routed_weights: float
-    #: Attention per sequence, before tensor and context parallelism divide it.
+    #: Time of attention per sequence, before tensor and context parallelism divide it.
     attention: float
-    #: Ring phases of tensor parallelism, all-to-alls of expert parallelism, and ring passes of
-    #: context parallelism per micro-batch.
-    tensor_phases: float
-    exchanges: float
-    passes: float
+    #: Numbers of ring phases of tensor parallelism, of all-to-alls, and of ring passes of context
+    #: parallelism, per micro-batch.
+    num_tensor_phases: float
+    num_exchanges: float
+    num_passes: float
     #: Bytes per token that all ring passes of a micro-batch send to each rank.
     pass_bytes: float
 
 
 class Traffic(NamedTuple):
-    """Seconds of some collectives, and the bytes that a device sends for them in rings."""
+    """Total time of several calls of a collective, and the bytes that a device of a ring sends."""
 
     seconds: float
     wire: float
@@ -77,14 +77,14 @@ class Traffic(NamedTuple):
 class Stage(NamedTuple):
     """A kind of pipeline stage."""
 
-    #: The first of the stages of this kind.
+    #: Index of the first stage of this kind.
     number: int
     is_last: bool
     #: True if `step_time` may use the collectives of this stage.
     is_inner: bool
-    #: The layer of each kind that represents it, with the number of such layers.
+    #: Pairs of the first layer of a kind in the model and the number of such layers in the stage.
     layers: tuple[tuple[int, int], ...]
-    #: True for a stage with the embedding, and for one with the head.
+    #: Flags that are True if the stage has the embedding, and if it has the head.
     ends: tuple[bool, bool]
 
 
@@ -181,9 +181,10 @@ class Bounds:
     def _gathered_bytes(
         self, stage: Stage, layout: Layout, expert: int
     ) -> tuple[float, float, float]:
-        """Return the bytes of gathered weights, of few and of all blocks, and a block's parameters.
+        """Return bytes of gathered weights, all bytes of weights, and the size of a block.
 
-        With `reshard_after_forward`, few blocks are two.
+        The first is the weights of the ends and two blocks with `reshard_after_forward`, and
+        otherwise all weights. The size of the largest block is in parameters.
         """
         blocks = [
             self._memory(layout.tensor, layout.recompute, layer, False, False)
@@ -221,7 +222,7 @@ class Bounds:
         for stage in self._inner(layout):
             time = self._stage_time(layout.tensor, layout.recompute, stage)
             tensor = self._tensor_traffic(stage, layout)
-            exchanges = layout.microbatches * time.exchanges
+            exchanges = layout.microbatches * time.num_exchanges
             routed = self._traffic("all_to_all", layout.tensor, expert, exchanges, call_bytes)
             context = self._context_traffic(stage, layout)
             states = self._state_traffic(stage, candidate)
@@ -247,16 +248,16 @@ class Bounds:
     def _tensor_traffic(self, stage: Stage, layout: Layout) -> Traffic:
         call_bytes = self._tokens(layout) * self._space.model.d_model * self._activation
         time = self._stage_time(layout.tensor, layout.recompute, stage)
-        count = layout.microbatches * time.tensor_phases
+        count = layout.microbatches * time.num_tensor_phases
         return self._traffic("all_gather", 1, layout.tensor, count, call_bytes)
 
     def _context_traffic(self, stage: Stage, layout: Layout) -> Traffic:
         time = self._stage_time(layout.tensor, layout.recompute, stage)
-        count = layout.microbatches * time.passes
+        count = layout.microbatches * time.num_passes
         if not count:
             return Traffic(0.0, 0.0)
         # A ring pass sends the blocks of all ranks.
-        call_bytes = time.pass_bytes / time.passes * self._tokens(layout) * layout.context
+        call_bytes = time.pass_bytes / time.num_passes * self._tokens(layout) * layout.context
         return self._traffic("all_gather", layout.tensor, layout.context, count, call_bytes)
 
     def _state_traffic(self, stage: Stage, candidate: Candidate) -> list[Traffic]:
@@ -352,9 +353,9 @@ class Bounds:
             dense_weights=rates.dense_weights,
             routed_weights=rates.routed_weights,
             attention=attention / (device.peak(work.kind.activations) * device.attention_fraction),
-            tensor_phases=calls["tensor"],
-            exchanges=calls["expert"],
-            passes=calls["context"],
+            num_tensor_phases=calls["tensor"],
+            num_exchanges=calls["expert"],
+            num_passes=calls["context"],
             pass_bytes=pass_bytes,
         )
 
@@ -366,7 +367,7 @@ class Bounds:
         return (float(temporary.total) - 8) / work.seq
 
     def _plan(self, tensor: int, recompute: str) -> Plan:
-        sequence_parallel = self._space.sequence_parallel(tensor)
+        sequence_parallel = self._space.uses_sequence_parallelism(tensor)
         return Plan(tensor=tensor, recompute=recompute, sequence_parallel=sequence_parallel)
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from accounting.hardware import Hardware
 from accounting.model.transformer import Transformer
-from accounting.plan import CHOICES, Plan, even
+from accounting.plan import CHOICES, Plan, can_split_evenly
 from accounting.workload import Workload
 
 #: Context parallelism leaves at least this many tokens of a sequence on each rank.
@@ -105,11 +105,11 @@ class Space:
                 **layout._asdict(),
                 expert=expert,
                 zero=zero,
-                sequence_parallel=self.sequence_parallel(layout.tensor),
+                sequence_parallel=self.uses_sequence_parallelism(layout.tensor),
                 reshard_after_forward=self.reshards,
             )
             plan.check(self.model, batch=self.work.batch, seq=self.work.seq)
-            plan.keeps_weights_whole()
+            plan.keeps_weights_unsharded()
         except ValueError:
             return None
         return plan
@@ -119,9 +119,9 @@ class Space:
         """Return True if FSDP frees gathered weights after the forward, which needs less memory."""
         return bool(self.fixed.get("reshard_after_forward", True))
 
-    def sequence_parallel(self, tensor: int) -> bool:
+    def uses_sequence_parallelism(self, tensor_degree: int) -> bool:
         """Return True if plans with this tensor-parallel degree use sequence parallelism."""
-        return bool(self.fixed.get("sequence_parallel", tensor > 1))
+        return bool(self.fixed.get("sequence_parallel", tensor_degree > 1))
 
     def reference(self, tensor: int, pipeline: int, virtual: int, schedule: str) -> Plan:
         """Return a plan with one replica and one micro-batch per pipeline stage."""
@@ -131,7 +131,7 @@ class Space:
             virtual_stages=virtual,
             schedule=schedule,
             microbatches=pipeline,
-            sequence_parallel=self.sequence_parallel(tensor),
+            sequence_parallel=self.uses_sequence_parallelism(tensor),
         )
 
     def _pipeline_degrees(self, tensor: int) -> list[int]:
@@ -181,7 +181,7 @@ class Space:
         if pipeline == 1:
             return [1]
         several = range(2, MOST_CHUNKS + 1)
-        return [1, *(v for v in several if even(self.model.layers, pipeline * v))]
+        return [1, *(v for v in several if can_split_evenly(self.model.layers, pipeline * v))]
 
     def _is_valid(self, tensor: int, pipeline: int, virtual: int, schedule: str) -> bool:
         """Return True if the model can be divided by these degrees."""

@@ -7,7 +7,7 @@ from typing import NamedTuple
 from accounting import checks
 from accounting.memory.states import device_parameters, fsdp_groups
 from accounting.model.transformer import Transformer
-from accounting.plan import Plan, fitted
+from accounting.plan import Plan, validated_plan
 from accounting.precision import bytes_of
 from accounting.time.collective import Collective, Communication
 
@@ -33,7 +33,7 @@ def communication(
     collectives that do not depend on the batch. `weights`, `gradients` and `activations` are the
     dtypes of the messages. Raises `ValueError` if the plan is not valid for the model or the batch.
     """
-    plan = fitted(plan, model, batch=batch, seq=seq)
+    plan = validated_plan(plan, model, batch=batch, seq=seq)
     tokens = batch // (plan.data * plan.microbatches) * (seq // plan.context)
     size = bytes_of(activations)
     collectives = [*_states(model, plan, bytes_of(weights), bytes_of(gradients), stage)]
@@ -118,10 +118,10 @@ def _states(
             if payload == "gradients" and plan.has_unsharded_gradients():
                 calls = 1
             size = weight if payload == "weights" else gradient
-            yield _over("data", ranks, name + suffix, operation, calls, count * size)
+            yield _collective_over("data", ranks, name + suffix, operation, calls, count * size)
     if model.tied and model.lm_head and plan.pipeline > 1 and stage in (0, plan.pipeline - 1):
         table = Fraction(model.vocab_size * model.embedding_dim, plan.tensor) * gradient
-        yield _over("pipeline", 2, TIED_GRADIENTS, "all_reduce", 1, table)
+        yield _collective_over("pipeline", 2, TIED_GRADIENTS, "all_reduce", 1, table)
 
 
 def _tensor(
@@ -148,7 +148,9 @@ def _tensor(
             ("sequence-parallel backward scatters", "reduce_scatter", backward),
         ]
     for name, operation, calls in rows:
-        yield _over("tensor", plan.tensor, name, operation, calls * plan.microbatches, call_bytes)
+        yield _collective_over(
+            "tensor", plan.tensor, name, operation, calls * plan.microbatches, call_bytes
+        )
 
 
 def reduced_blocks(model: Transformer) -> int:
@@ -168,7 +170,7 @@ def _experts(stage_model: Transformer, plan: Plan, stream: Fraction) -> Iterator
     for when, passes in (("", 2 if plan.recompute == "full" else 1), (", backward", 1)):
         for direction in ("to", "from"):
             name, calls = f"tokens {direction} experts{when}", calls_per_pass * passes
-            yield _over("expert", plan.expert, name, "all_to_all", calls, call_bytes)
+            yield _collective_over("expert", plan.expert, name, "all_to_all", calls, call_bytes)
 
 
 def _context(
@@ -187,7 +189,7 @@ def _context(
     calls_per_pass = len(stage_model.attention_layers or ()) * plan.microbatches
     forward_passes = 2 if plan.recompute != "none" else 1
     for name, passes in (("keys and values", forward_passes), ("keys, values and gradients", 2)):
-        yield _over(
+        yield _collective_over(
             "context", plan.context, name, "all_gather", calls_per_pass * passes, all_blocks
         )
 
@@ -201,10 +203,12 @@ def _pipeline(plan: Plan, stream: Fraction, stage: int) -> Iterator[Collective]:
         ("activations to the next stage", forward),
         ("gradients to the previous stage", backward),
     ):
-        yield _over("pipeline", plan.pipeline, name, "send", calls * plan.microbatches, sent_bytes)
+        yield _collective_over(
+            "pipeline", plan.pipeline, name, "send", calls * plan.microbatches, sent_bytes
+        )
 
 
-def _over(
+def _collective_over(
     axis: str, ranks: int, name: str, operation: str, calls: int, call_bytes: int | Fraction
 ) -> Collective:
     return Collective(

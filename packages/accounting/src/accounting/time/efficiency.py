@@ -30,10 +30,7 @@ SCORE_PASSES = 14
 
 
 class StageRates(NamedTuple):
-    """Seconds of the forward and backward of a stage, per token or per micro-batch.
-
-    Attention is not included.
-    """
+    """Seconds of a stage's forward and backward without attention, per token or micro-batch."""
 
     #: Arithmetic of the matrix products and of recurrent states, per token.
     arithmetic: float

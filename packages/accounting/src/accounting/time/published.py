@@ -210,7 +210,7 @@ def group_of(model: Transformer, hardware: str | Hardware, precision: str | Prec
 
 
 def modeled(run: PublishedRun, *, held_out: bool = False) -> Breakdown:
-    """Return the modeled step of a run, without the learned factor.
+    """Return the modeled seconds of a step of a run, without the factor of `learned`.
 
     If constants were fitted to the source of the run, `held_out` replaces them. It uses the default
     overlap, a power factor of 1, and for fp8 the matmul fraction of bf16.
@@ -233,24 +233,24 @@ def _without_fitted_constants(device: Hardware) -> Hardware:
     return replace(device, power_factor=1.0, peaks=peaks)
 
 
-def mean_log_ratio(seen: Iterable[LogRatio]) -> float:
-    """Return the log of the learned factor: the mean log ratio with equal weight per source."""
+def mean_log_ratio(log_ratios: Iterable[LogRatio]) -> float:
+    """Return the log of the factor on modeled seconds, a mean with equal weight per source."""
     by_source: dict[str, list[float]] = {}
-    for ratio in seen:
+    for ratio in log_ratios:
         by_source.setdefault(ratio.source, []).append(ratio.with_all_constants)
     return fmean(fmean(logs) for logs in by_source.values())
 
 
-def errors_by_source(seen: Sequence[LogRatio]) -> dict[str, list[float]]:
+def errors_by_source(log_ratios: Sequence[LogRatio]) -> dict[str, list[float]]:
     """Return each source's absolute log errors if its runs are predicted from all other sources.
 
     A single source is predicted with a factor of 1.
     """
     errors: dict[str, list[float]] = {}
-    for source in dict.fromkeys(ratio.source for ratio in seen):
-        others = [ratio for ratio in seen if ratio.source != source]
+    for source in dict.fromkeys(ratio.source for ratio in log_ratios):
+        others = [ratio for ratio in log_ratios if ratio.source != source]
         middle = mean_log_ratio(others) if others else 0.0
-        errors[source] = [abs(r.held_out - middle) for r in seen if r.source == source]
+        errors[source] = [abs(r.held_out - middle) for r in log_ratios if r.source == source]
     return errors
 
 
@@ -269,17 +269,17 @@ def half_width(errors: Mapping[str, Sequence[float]]) -> float:
 
 
 def interval_group(
-    seen: Iterable[LogRatio | PublishedRun],
+    runs: Iterable[LogRatio | PublishedRun],
     group: Group | None,
     least_sources: int = LEAST_SOURCES,
 ) -> Group | None:
     """Return the group if it has enough sources for a separate interval, and None otherwise."""
-    sources = {known.source.split(",")[0] for known in seen if known.group == group}
+    sources = {run.source.split(",")[0] for run in runs if run.group == group}
     return group if len(sources) >= least_sources else None
 
 
 def learned(
-    seen: Sequence[LogRatio], group: Group | None, least_sources: int = LEAST_SOURCES
+    log_ratios: Sequence[LogRatio], group: Group | None, least_sources: int = LEAST_SOURCES
 ) -> Interval:
     """Return the factor that multiplies modeled seconds, and its interval, for a group.
 
@@ -287,12 +287,13 @@ def learned(
     Otherwise the factor is computed from all runs, and the interval from the source with the widest
     errors.
     """
-    if interval_group(seen, group, least_sources):
-        of_group = [ratio for ratio in seen if ratio.group == group]
-        middle, half = mean_log_ratio(of_group), half_width(errors_by_source(of_group))
+    if interval_group(log_ratios, group, least_sources):
+        of_group = [ratio for ratio in log_ratios if ratio.group == group]
+        middle = mean_log_ratio(of_group)
+        half = half_width(errors_by_source(of_group))
     else:
-        middle = mean_log_ratio(seen)
-        half = max(half_width({s: e}) for s, e in errors_by_source(seen).items())
+        middle = mean_log_ratio(log_ratios)
+        half = max(half_width({s: e}) for s, e in errors_by_source(log_ratios).items())
     low, high = math.exp(middle - half), math.exp(middle + half)
     return Interval(low=low, middle=math.exp(middle), high=high)
 
@@ -305,12 +306,12 @@ def coverage(group: Group | None = None) -> tuple[int, int, int]:
     it. Without a group, the runs of all groups that have too few sources are compared with the
     widest interval of the other sources.
     """
-    seen = ratios(group)
-    members = [ratio for ratio in seen if group == interval_group(RUNS, ratio.group)]
+    log_ratios = ratios(group)
+    members = [ratio for ratio in log_ratios if group == interval_group(RUNS, ratio.group)]
     sources = {ratio.source for ratio in members}
     covered = 0
     for source in sources:
-        others = [ratio for ratio in seen if ratio.source != source]
+        others = [ratio for ratio in log_ratios if ratio.source != source]
         interval = learned(others, group, LEAST_SOURCES - 1)
         held_out = [math.exp(ratio.held_out) for ratio in members if ratio.source == source]
         covered += sum(interval.low <= factor <= interval.high for factor in held_out)
@@ -327,17 +328,17 @@ def predicted(
 ) -> Interval:
     """Return predicted seconds: modeled seconds times the factor learned from published runs.
 
-    The interval is that of runs with this chip, dtype and kind of model (dense or MoE). If one of
-    the three arguments is missing, or too few sources have such runs, it is the widest known one.
-    `basis` of the result names the runs behind the interval. It says how many held-out runs lie in
-    intervals that are computed the same way.
+    The interval is computed from runs with this chip, dtype and kind of model (dense or MoE). If
+    one of the three arguments is missing, or too few sources have such runs, the interval is the
+    widest of any source. `basis` of the result names the runs behind the interval. It also reports
+    how many held-out runs lie in intervals that are computed the same way.
     """
     group = None
     if model is not None and hardware is not None and precision is not None:
         group = group_of(model, hardware, precision)
     # The runs of other groups do not affect a separate interval.
-    seen = ratios(interval_group(RUNS, group))
-    return replace(learned(seen, group).scaled(seconds), basis=_basis(group))
+    log_ratios = ratios(interval_group(RUNS, group))
+    return replace(learned(log_ratios, group).scaled(seconds), basis=_basis(group))
 
 
 def _basis(group: Group | None) -> str:

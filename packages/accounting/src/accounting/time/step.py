@@ -18,7 +18,7 @@ from accounting.flops import attention_operations, flops
 from accounting.hardware import Hardware, Link, find
 from accounting.memory.states import device_parameters, distinct_stages
 from accounting.model.transformer import Transformer
-from accounting.plan import Plan, fitted, split
+from accounting.plan import Plan, split, validated_plan
 from accounting.precision import Precision
 from accounting.time.collective import Collective
 from accounting.time.communication import TIED_GRADIENTS, communication
@@ -56,7 +56,7 @@ def step_time(
     work = workload(work, run, precision="mixed_bf16")
     checks.whole("batch", work.batch)
     device = find(hardware)
-    plan = fitted(plan, model, batch=work.batch, seq=work.seq)
+    plan = validated_plan(plan, model, batch=work.batch, seq=work.seq)
     parts = max(
         (
             _stage_seconds(model, plan, work, stage, device)

@@ -104,9 +104,9 @@ def attention(
         return _rows_first(out), None
     if not isinstance(attention_mask, AttentionMask):
         raise ValueError(
-            "expected a mask made by flashattn2, got a tensor of shape "
-            f"{tuple(attention_mask.shape)}; pass padding as a mask of shape (batch, seq), or use "
-            'attn_implementation="sdpa"'
+            f"expected {type(module).__name__} to pass a mask made by flashattn2, got a tensor of "
+            f"shape {tuple(attention_mask.shape)}; pass padding as a mask of shape (batch, seq). "
+            'If the model makes this mask itself, use attn_implementation="eager" or "sdpa"'
         )
     return _attend(query, key, value, attention_mask, position_ids, options)
 

@@ -141,7 +141,7 @@ class HookedDecoder(TextConversion):
         - `attention_mask` (batch, pos), 0 at the padding of token ids;
         - `loss_per_token`: if True, the loss is (batch, pos - 1);
         - `stop_at_layer`: the result is the residual stream before that layer instead, and hooks
-          of this and later layers are not called.
+          of this and later layers are not called. Negative layers count from the end.
 
         Raises ValueError for token ids that start with padding, without an `attention_mask`.
         """
@@ -294,8 +294,13 @@ class HookedDecoder(TextConversion):
 
         All hooks are called. With a `cache`, `mask` also covers the earlier tokens.
         """
-        if stop is not None and not 0 <= stop <= self.cfg.n_layers:
-            raise ValueError(f"expected stop_at_layer from 0 to {self.cfg.n_layers}, got {stop}")
+        num_layers = self.cfg.n_layers
+        if stop is not None:
+            if not -num_layers <= stop <= num_layers:
+                raise ValueError(
+                    f"expected stop_at_layer from -{num_layers} to {num_layers}, got {stop}"
+                )
+            stop = stop % num_layers if stop < 0 else stop
         names = [name for name in names if self._is_before(name, stop)]
         seen: dict[str, Tensor] = {}
         head_outputs_by_layer: dict[int, Tensor] = {}
@@ -312,7 +317,7 @@ class HookedDecoder(TextConversion):
             records = record(self.decoder, *recorded, names="transformer_lens")
             activations = stack.enter_context(records)
             if stop is not None:
-                site = "norm:input" if stop == self.cfg.n_layers else f"blocks.{stop}:input"
+                site = "norm:input" if stop == num_layers else f"blocks.{stop}:input"
                 stack.enter_context(installed_hooks(self.decoder, {site: _stop}))
             try:
                 result: Tensor = self.decoder(tokens, mask, positions, cache)

@@ -87,8 +87,8 @@ def _check_join(worker: int, message: Message, replica: Replica) -> None:
     if layout != replica.layout:
         raise ValueError(
             f"expected parameters of layout {replica.layout}, worker {worker} has layout "
-            f"{layout}; build the same module (names, shapes, dtypes, requires_grad) and "
-            "pass the same policy on every rank"
+            f"{layout}; build the same module (names, which torch.compile(module) changes, shapes, "
+            "dtypes, requires_grad) and pass the same policy on every rank"
         )
     for settings in settings_of_others:
         if settings != replica.common_settings:

@@ -137,12 +137,7 @@ def estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimat
     return part, theta[0], proof
 
 
-def search(
-    problem: Problem,
-    loss: Loss,
-    delta: float,
-    prove: bool,
-) -> tuple[Array, Proof]:
+def search(problem: Problem, loss: Loss, delta: float, prove: bool) -> tuple[Array, Proof]:
     """Return the best parameters (1, P) and the numbers of starts that converged and reached them.
 
     `prove` starts from every point of the exponent grid. Otherwise the starts are the best points

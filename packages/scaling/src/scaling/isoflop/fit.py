@@ -1,9 +1,9 @@
 """IsoFLOP fits: a power law through the best model sizes of all budgets.
 
-This is "Approach 2" of Hoffmann et al. 2022, section 3.2. The best sizes are those of `optima.py`.
-D follows from C, N and the ratio C / (N D) of the runs, so the laws of N and D agree at every
-budget. With a common shape, each budget is weighted by how precisely its runs determine the bottom;
-separate parabolas have equal weights.
+This is "Approach 2" of Hoffmann et al. 2022, section 3.2. `optima.py` computes the best sizes. D
+follows from C, N and the ratio C / (N D) of the runs, so the laws of N and D agree at every budget.
+With a common shape, each budget is weighted by the precision with which its runs determine the
+bottom. Separate parabolas have equal weights.
 """
 
 import itertools
@@ -44,7 +44,7 @@ class IsoflopFit(ComparesArrays):
     scale: float
     exponent: float
     #: Covariance of the height and the slope of the line of log N over log C, (2, 2). The height is
-    #: that at the mean log C of the budgets.
+    #: log N at the mean log C of the budgets.
     covariance: Array
     #: Standard deviation of log N per decade beyond the budgets: see Note [Shrunken drift].
     drift: float
@@ -117,12 +117,7 @@ class IsoflopFit(ComparesArrays):
         return math.exp(np.interp(math.log(compute), np.log(c), np.log(c / product)))
 
 
-def fit_isoflop(
-    runs: Runs,
-    *,
-    nearest: int | None = None,
-    tolerance: float = 0.05,
-) -> IsoflopFit:
+def fit_isoflop(runs: Runs, *, nearest: int | None = None, tolerance: float = 0.05) -> IsoflopFit:
     """Fit a power law through the bottoms of the valleys of all budgets.
 
     A valley is the curve of loss over log N at one budget. By default all budgets share one skewed
@@ -154,7 +149,7 @@ def fit_isoflop(
     if len(budgets) < 2:
         budget = budgets[0].compute[0]
         return _unidentified(
-            runs, f"column 'compute' holds one budget, {budget:.3g}: a law needs two"
+            runs, f"column 'compute' contains one budget, {budget:.3g}: a law needs two"
         )
     diagnostics = Diagnostics()
     valleys, covariance = fit_valleys(budgets, nearest, diagnostics)

@@ -1,8 +1,8 @@
-"""The optimum of each budget: the bottom of the valley of loss over log N that its runs show.
+"""The optimum of each budget: the bottom of the valley of loss over log N.
 
-The bottom is that of a curve in log N, not the size of the best run. By default all budgets share
-one skewed shape: see Note [Common shape] in valley.py. Plain parabolas are used on request, or if
-the runs do not fix a common shape.
+The bottom is the minimum of a fitted curve, not the size of the best run. By default all budgets
+share one skewed shape: see Note [Common shape] in valley.py. Plain parabolas are used on request,
+or if the runs do not determine a common shape.
 """
 
 import math
@@ -22,8 +22,8 @@ from scaling.units import Array
 #: FLOPs.
 COARSE_GRID = 2.5
 
-#: A budget fixes no curve if the smallest singular value of its columns x and x^2 / 2 is smaller.
-#: Here x is log N minus its mean. Three sizes a factor of 1.1 apart have 0.0021.
+#: The runs of a budget determine no curve if the smallest singular value of their columns x and
+#: x^2 / 2 is below this. Here x is log N minus its mean. Three sizes at steps of 1.1 have 0.0021.
 MIN_BUDGET_SINGULAR_VALUE = 0.002
 
 #: Number of sizes that a common shape needs in addition to three per budget.
@@ -35,20 +35,17 @@ def fit_valleys(
 ) -> tuple[list[Valley], Array]:
     """Return the valleys that have a bottom, and the covariance of the log sizes at the bottoms.
 
-    The covariance is that at unit variance of log loss for a common shape, and otherwise the
-    identity. Messages about coarse grids and budgets that are left out are added to `diagnostics`.
-    `nearest` requests parabolas of this many runs each.
+    With a common shape, the covariance is computed for unit variance of log loss; otherwise it is
+    the identity. Messages about coarse grids and budgets that are left out are added to
+    `diagnostics`. `nearest` requests separate parabolas, each of this many runs.
     """
     groups = [_sort_and_check(group, diagnostics) for group in budgets]
     if nearest is None:
         common = _valleys_of_common_shape(groups, diagnostics)
         if common is not None:
             return common
-    valleys = []
-    for group in groups:
-        valley = _parabola_valley(group, nearest, diagnostics)
-        if valley is not None:
-            valleys.append(valley)
+    fitted = [_parabola_valley(group, nearest, diagnostics) for group in groups]
+    valleys = [valley for valley in fitted if valley is not None]
     return valleys, np.eye(len(valleys))
 
 
@@ -131,10 +128,7 @@ def _valleys_of_common_shape(
     Return None and add a message if there are too few sizes or the shape is at its bound.
     """
     left_out = Diagnostics()
-    usable = []
-    for group in groups:
-        if _can_fix_a_valley(group, left_out):
-            usable.append(group)
+    usable = [group for group in groups if _can_fix_a_valley(group, left_out)]
     count = sum(len(np.unique(group.parameters)) for group in usable)
     needed = 3 * len(usable) + FEWEST_EXTRA_SIZES
     if count < needed:

@@ -2,8 +2,8 @@
 
 Note [Common shape]
 The bottom of a parabola is biased by the skew of a valley. A polynomial that follows the skew of
-each budget separately is noisy. But under a law E + A / N^alpha + B / D^beta at C = 6 N D, the
-valleys of all budgets are one curve, shifted and scaled:
+each budget separately is noisy. However, under a law E + A / N^alpha + B / D^beta at C = 6 N D, the
+valleys of all budgets have the form
 
     loss = c0 + c1 exp(-p u) / p + c2 exp(q u) / q,   u = log N - mean(log N),
 

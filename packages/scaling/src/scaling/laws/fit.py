@@ -29,7 +29,7 @@ from scaling.fit.search import (
     search,
 )
 from scaling.fit.varpro import Problem
-from scaling.law import LEVEL, Interval, quantiles
+from scaling.law import CONFIDENCE_LEVEL, Interval, quantiles
 from scaling.laws.form import CATALOG, Form
 from scaling.runs import Runs, ScalingWarning
 from scaling.units import COLUMNS, Array
@@ -73,7 +73,7 @@ class LawFit(ComparesArrays):
         )
 
     def resampled_constants(self, seed: int = 0) -> Array:
-        """Return the constants (RESAMPLES, P) of refits to rows that are drawn with replacement."""
+        """Return the constants (RESAMPLES, P) of refits to rows drawn with replacement."""
         n = len(self.problem.log_target)
         random = np.random.default_rng(seed)
         counts = random.multinomial(n, np.full(n, 1 / n), RESAMPLES).astype(float)
@@ -128,7 +128,7 @@ class LawFit(ComparesArrays):
             return Interval(-math.inf, math.inf)
         rows = self.resampled_constants()
         values = [evaluate(dict(zip(self.form.constants, row, strict=True))) for row in rows]
-        ends = np.array(quantiles(values, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2]))
+        ends = np.array(quantiles(values, [0.5 - CONFIDENCE_LEVEL / 2, 0.5 + CONFIDENCE_LEVEL / 2]))
         widening = math.sqrt(len(self.residuals) / self.freedom)
         if estimate > 0 and ends[0] > 0:
             low, high = estimate * (ends / estimate) ** widening
@@ -234,16 +234,16 @@ def _resolve_form(form: Form | str) -> Form:
     if isinstance(form, Form):
         return form
     if not isinstance(form, str):
-        raise TypeError(f"expected a Form or the name of one first, got {type(form).__name__}")
+        raise TypeError(f"expected form to be a Form or its name, got {type(form).__name__}")
     if form not in CATALOG:
         raise ValueError(f"no law {form!r} in the catalog {[*CATALOG]}; pass a name or a Form")
     return CATALOG[form]
 
 
 def _column(rows: Mapping[str, ArrayLike], name: str) -> Array:
-    """Return a column; raise `ValueError` if it is missing or a value is not valid."""
+    """Return a copy of a column; raise `ValueError` unless it is positive and finite."""
     if name not in rows:
-        raise ValueError(f"the rows have no {name!r}; they have {[*rows]}")
+        raise ValueError(f"expected a column {name!r}, got columns {[*rows]}")
     # np.array would copy the number under a mask, so masked cells become nan, which is refused. A
     # copy does not change if the caller changes the rows later.
     column: Array = np.array(np.ma.filled(np.ma.asarray(rows[name], float), math.nan))
@@ -257,14 +257,12 @@ def _column(rows: Mapping[str, ArrayLike], name: str) -> Array:
 
 
 def _columns(form: Form, rows: Rows) -> tuple[dict[str, Array], Array]:
-    """Return the columns of a form's inputs and the log of its target column.
-
-    Raise `ValueError` if the columns differ in length.
-    """
+    """Return a form's input columns and its log target; raise `ValueError` if lengths differ."""
     if isinstance(rows, Runs):
         rows = {name: getattr(rows, name) for name in COLUMNS}
     columns = {k: _column(rows, k) for k in form.inputs}
     y = _column(rows, form.target)
     if {v.shape for v in columns.values()} != {y.shape} or y.ndim != 1:
-        raise ValueError(f"columns {[*columns, form.target]} differ in length")
+        lengths = {k: len(v) if v.ndim else 1 for k, v in {**columns, form.target: y}.items()}
+        raise ValueError(f"expected one-dimensional columns of one length, got {lengths}")
     return columns, np.log(y)

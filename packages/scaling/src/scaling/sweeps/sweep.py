@@ -27,12 +27,15 @@ from scaling.units import Array
 #: 3 % instead of 1 %.
 FIT_RANGE = 1.6
 
-#: The curve is fitted only to log losses whose rise above the least is at most `FIT_RISE` or
-#: `FIT_RATIO` times a parabola. This parabola passes through the least loss and its steeper
-#: neighbor. On a parabola with equal steps the ratio is at most 1; noise may double it. In the
-#: sweeps of `test_diverged_runs_are_found_in_generated_sweeps`, the median error of the log best
-#: rate is 0.14. Ratios of 1.5 to 4 and rises of 0.05 to 0.4 change it by at most 2 %. A rise of 10
-#: adds 16 %.
+# Note [Thresholds of the fitted rates]
+# On a parabola with equal steps, the ratio of a rise to the parabola is at most 1; noise may double
+# it. In the sweeps of `test_diverged_runs_are_found_in_generated_sweeps`, the median error of the
+# log best rate is 0.14. Ratios of 1.5 to 4 and rises of 0.05 to 0.4 change it by at most 2 %. A
+# rise of 10 adds 16 %.
+
+#: A rate is fitted if its rise above the least log loss is at most max(FIT_RISE, FIT_RATIO *
+#: parabola). The parabola has its bottom at the least log loss and passes through the steeper
+#: neighbor. See Note [Thresholds of the fitted rates].
 FIT_RISE = 0.2
 FIT_RATIO = 2.0
 
@@ -101,7 +104,7 @@ def distinct_settings(
     sizes = np.unique(np.asarray(batch_sizes))
     for name, values in (("rates", grid), ("batch sizes", sizes)):
         if not (len(values) and (values > 0).all() and np.isfinite(values).all()):
-            raise ValueError(f"{name} must be positive and finite: {values.tolist()}")
+            raise ValueError(f"expected positive and finite {name}, got {values.tolist()}")
     return grid, sizes
 
 
@@ -117,7 +120,10 @@ def sweep_function(
     Raise `ValueError` if rates or batch sizes are missing, or a loss is not positive.
     """
     if rates is None or batch_sizes is None:
-        raise ValueError("a function as task needs rates and batch_sizes, the settings to try")
+        raise ValueError(
+            f"expected rates and batch_sizes with a function as task, got {rates=} and"
+            f" {batch_sizes=}"
+        )
     grid, sizes = distinct_settings(rates, batch_sizes)
     losses = np.empty((len(sizes), seeds, len(grid)))
     for i, size in enumerate(sizes.tolist()):
@@ -125,8 +131,11 @@ def sweep_function(
             for j, rate in enumerate(grid.tolist()):
                 losses[i, k, j] = float(task(rate, size, seed + k))
     losses[~np.isfinite(losses)] = np.inf
-    if (losses <= 0).any():
-        raise ValueError(f"the task's loss is {losses.min():g}; it must be positive")
+    for i, k, j in np.argwhere(losses <= 0)[:1]:
+        raise ValueError(
+            f"expected positive losses from the task, got {losses[i, k, j]:g} at rate {grid[j]:g},"
+            f" batch size {sizes[i]:g}, seed {seed + k}"
+        )
     name = getattr(task, "__name__", "function")
     return build_sweep(name, "function", grid, sizes.astype(float), np.log(losses))
 
@@ -134,7 +143,7 @@ def sweep_function(
 def build_sweep(task: str, optimizer: str, rates: Array, sizes: Array, by_seed: Array) -> Sweep:
     """Return the sweep of log losses (batch sizes, seeds, rates), with warnings about its edges."""
     log_loss = np.stack([_mean(losses) for losses in by_seed])
-    best = np.array([_bottom(rates, curve) for curve in log_loss])
+    best = np.array([_fit_best_rate(rates, curve) for curve in log_loss])
     _warn_of_edges(rates, sizes, log_loss)
     intervals = tuple(_interval(rates, *pair) for pair in zip(by_seed, best.tolist(), strict=True))
     return Sweep(
@@ -168,7 +177,7 @@ def _explain_unbounded(sizes: Array, best: Array, intervals: Sequence[Interval])
 
 
 def _warn_of_edges(rates: Array, sizes: Array, log_loss: Array) -> None:
-    """Issue a warning for batch sizes whose least loss is at the lowest or highest rate."""
+    """Issue a warning about batch sizes whose least loss is at the lowest or highest rate."""
     curves = [_trained(rates, curve) for curve in log_loss]
     for side, direction in ((0, "below"), (-1, "above")):
         at_edge = [i for i, (x, y) in enumerate(curves) if _neighbors(x, y)[side] is None]
@@ -219,7 +228,7 @@ def _jackknife_deviation(rates: Array, trained: Array) -> tuple[float, int]:
     The deviation is inf if the rates do not bracket a best rate after leaving out one of the seeds.
     """
     count = len(trained)
-    bottoms = [_bottom(rates, _mean(np.delete(trained, i, 0))) for i in range(count)]
+    bottoms = [_fit_best_rate(rates, _mean(np.delete(trained, i, 0))) for i in range(count)]
     if not np.isfinite(bottoms).all():
         return math.inf, count - 1
     logs = np.log(bottoms)
@@ -230,7 +239,7 @@ def _jackknife_deviation(rates: Array, trained: Array) -> tuple[float, int]:
 def _curve_deviation(rates: Array, curve: Array, best: float) -> tuple[float, int]:
     """Return the linearized deviation of the log best rate, and its degrees of freedom.
 
-    The deviation follows from the scatter of the losses about the polynomial that `_bottom` fits.
+    The deviation follows from the scatter of the losses about the polynomial of `_fit_best_rate`.
     It is inf without degrees of freedom, or if the polynomial has no minimum near `best`.
     """
     x, y = _trained(rates, curve)
@@ -295,13 +304,13 @@ def _neighbors(x: Array, log_loss: Array) -> tuple[int | None, int | None]:
     return lower, upper
 
 
-def _bottom(rates: Array, log_loss: Array) -> float:
-    """Return the rate at the bottom of a polynomial in log rate through log losses.
+def _fit_best_rate(rates: Array, log_loss: Array) -> float:
+    """Return the rate that minimizes a polynomial fitted to log loss over log rate.
 
-    The polynomial is a quartic if more than six rates are near the best, and otherwise a parabola.
-    The result is nan if the least loss is at an edge. If fewer than three rates are near, the
-    result is the rate with the least loss. Otherwise it lies between the neighbors: see
-    `_neighbors`.
+    The fit uses the rates of `_near_best`. The polynomial is a quartic if these are more than six,
+    and otherwise a parabola. If they are fewer than three, the result is the rate with the least
+    loss. The result lies between the neighbors of this rate: see `_neighbors`. It is nan if the
+    least loss is at the lowest or highest rate.
     """
     x, y = _trained(rates, log_loss)
     best = int(np.argmin(y))
@@ -313,7 +322,7 @@ def _bottom(rates: Array, log_loss: Array) -> float:
         return math.exp(x[best])
     bottom = _polynomial_minimum(x[near], y[near], _degree(near))
     if not x[lower] <= bottom <= x[upper]:
-        # This far from its bottom, the curve is not a parabola. The neighbors bracket the bottom.
+        # The fitted rates are too far from the bottom for a parabola; the neighbors bracket it.
         bracket = np.arange(lower, upper + 1)
         bracket = bracket[np.isfinite(y[bracket])]
         bottom = _polynomial_minimum(x[bracket], y[bracket], min(len(bracket) - 1, 2))

@@ -41,21 +41,22 @@ DIVERGED = ("nan", "inf", "infinity", "diverged")
 #: Names of columns that identify a single run rather than a group of repetitions.
 RUN_IDS = ("run", "runid", "runuuid", "uid", "trialid")
 
-#: A run may have diverged if its log loss exceeds the lowest by more than `DIVERGENCE_JUMP`. The
-#: rise must also be more than `DIVERGENCE_RATIO` times the rise at an equal distance on the other
-#: side of the best rate. In 600 sweeps like those of
-#: `test_diverged_runs_are_found_in_generated_sweeps`, a jump of 0.35 finds 89 % of the diverged
-#: runs and marks 0.8 % of the other runs. A jump of 0.5 finds 59 % and marks 0.6 %, and 0.2 finds
-#: no more and marks 1.5 %. At a jump of 0.5, a ratio of 3 instead of 4 marks 2.6 times as many of
-#: the other runs. At the same jump, a ratio of 6 finds 54 % of the diverged runs.
+# Note [Thresholds of divergence and of equal rates]
+# In 600 sweeps like those of `test_diverged_runs_are_found_in_generated_sweeps`, a jump of 0.35
+# finds 89 % of the diverged runs and marks 0.8 % of the other runs. A jump of 0.5 finds 59 % and
+# marks 0.6 %, and 0.2 finds no more and marks 1.5 %. At a jump of 0.5, a ratio of 3 instead of 4
+# marks 2.6 times as many of the other runs, and a ratio of 6 finds 54 % of the diverged runs. In
+# 100 generated sweeps of three seeds, one of which has rates of three digits, values of `SAME_RATE`
+# from 0.01 to 0.2 merge the rates of all seeds in every sweep. 0.003 does so in only 69.
+
+#: A run may have diverged if its log loss exceeds the lowest by more than `DIVERGENCE_JUMP` and by
+#: more than `DIVERGENCE_RATIO` times the rise at an equal distance on the other side of the best
+#: rate. See Note [Thresholds of divergence and of equal rates].
 DIVERGENCE_JUMP = 0.35
 DIVERGENCE_RATIO = 4.0
 
-#: Rates that differ by at most this fraction count as one rate, because noise exceeds the
-#: difference of their losses. Grids of rates have steps of more than 5 %. This was tested with 100
-#: generated sweeps of three seeds, one of which has rates of three digits. Fractions from 0.01 to
-#: 0.2 merge the rates of all seeds in every sweep, and 0.003 does so in only 69. A larger fraction
-#: may change a best rate by as much.
+#: Rates with at most this relative difference count as one rate. Noise exceeds the difference of
+#: their losses, and grids have steps of more than 5 %. Merging may change a best rate by as much.
 SAME_RATE = 0.01
 
 #: The (row, loss) pairs of every run, by (batch size, rate).
@@ -77,9 +78,9 @@ def fit_sweep(
 
     A rate at which any run diverged is left out at the batch size of this run, and a warning counts
     the diverged runs. A run has diverged if its loss is nan, inf or "diverged". A run at the best
-    rate or above has also diverged if its loss is more than 42 % above the least loss, and the
-    valley is too steep there. This means that the rise of the log loss is more than four times the
-    rise below the best rate. Both rises are measured at an equal distance in log rate.
+    rate or above has also diverged if its loss is more than 42 % above the least loss, and if its
+    rise in log loss is more than four times the rise below the best rate. Both rises are measured
+    at an equal distance in log rate.
 
     Args:
         source: A CSV, JSON, DataFrame, mapping of columns or records, as for `load_runs`.
@@ -109,8 +110,8 @@ def fit_sweeps(
     """Return one sweep per setting, where the columns `by` distinguish the settings.
 
     The keys are tuples of text: `by=["N", "D"]` gives keys such as `("1e8", "2e9")`. The other
-    arguments and the errors are those of `fit_sweep`; a column in `by` that the table does not have
-    is a `ValueError` too.
+    arguments and the errors are those of `fit_sweep`. Also raises `ValueError` if the table does
+    not have a column in `by`.
     """
     names = (by,) if isinstance(by, str) else tuple(by)
     table, exclusions = _read(source, where or {}, ignore)
@@ -138,7 +139,7 @@ def _read(
     exclusions: list[str] = []
     table = keep_finished(table, where, exclusions)
     if not len(table):
-        raise ValueError("; ".join(["the table holds no runs", *exclusions]))
+        raise ValueError("; ".join(["the table contains no runs", *exclusions]))
     require_no_summaries(table)
     require_no_marks(table)
     table = table.select(reached_the_end(table, exclusions, []))
@@ -163,7 +164,8 @@ def _choose_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
             raise ValueError(ambiguity(quantity, likely))
         if not likely:
             raise ValueError(
-                f"columns {present}: which is the {quantity}? Pass columns={{{quantity!r}: '…'}}"
+                f"expected a column for the {quantity}, got {present}; pass"
+                f" columns={{{quantity!r}: '…'}}"
             )
         chosen[quantity] = likely[0]
     return chosen
@@ -201,7 +203,7 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
         f"column {name!r} takes {len(values)} values ({list_some(values)}), but a sweep is of one"
         f" setting, because each setting has its own best rate; pass where={{{name!r}:"
         f" {values[0]!r}}}, fit each setting with fit_sweeps(…, by={sizes or name!r}), or read all"
-        f" as repetitions with ignore=[{name!r}]; columns that differ so: {list_some(settings)}"
+        f" as repetitions with ignore=[{name!r}]; all such columns: {list_some(settings)}"
     )
 
 
@@ -309,7 +311,7 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
 
 
 def _merge_close(values: Array, tolerance: float) -> Array:
-    """Return values in which numbers that differ by at most `tolerance` are set to the least."""
+    """Return values in which numbers within `tolerance` of each other are set to the smallest."""
     codes = cluster(values, tolerance, 1 + tolerance)
     least = np.full(len(values), np.inf)
     np.minimum.at(least, codes, values)
@@ -352,11 +354,11 @@ def _mark_diverged(runs: RunsBySetting) -> list[int]:
 
 
 def _rise_at(distance: float, rises: Mapping[float, float]) -> float:
-    """Return the rise of the log loss at a distance from the best rate.
+    """Return the rise of the log loss at a log-rate distance from the best rate.
 
-    `rises` maps distances below the best rate to rises. Between them, the rise is interpolated
-    linearly, and beyond the largest distance it grows with the square of the distance. It is inf if
-    `rises` is empty, because the best rate is then the lowest.
+    `rises` maps log-rate distances below the best rate to rises. Between these, the rise is
+    interpolated linearly. Beyond the largest, it grows with the square of the distance. It is inf
+    if `rises` is empty, because the best rate is then the lowest.
     """
     if not rises:
         return math.inf

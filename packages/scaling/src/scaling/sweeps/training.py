@@ -34,7 +34,7 @@ def train(
     seed: int,
     device: str,
 ) -> Array:
-    """Return the log final losses (batch sizes, seeds, rates); inf for diverged runs."""
+    """Return the logs of the final losses, (batch sizes, seeds, rates); inf for diverged runs."""
     seeds = setting.seeds
     dimension = setting.dimension
     rate = torch.tensor(rates, device=device)
@@ -53,8 +53,8 @@ def train(
             x = draw(seeds, batch, dimension, random=random)
             errors = draw(seeds, batch, 1, random=random)
             gradients = model.gradients(x, setting.noise * errors)
-            for p, move in zip(model.parameters, rule.moves(gradients), strict=True):
-                p -= move
+            for p, update in zip(model.parameters, rule.updates(gradients), strict=True):
+                p -= update
             if can_rescale and isinstance(model, _Linear):
                 model.rescale()
         loss = model.log_loss()
@@ -87,8 +87,8 @@ class _Linear:
         self.log_size += size_SR1.squeeze(-1).log()
 
     def gradients(self, x_SBD: Tensor, noise_SB1: Tensor) -> list[Tensor]:
-        wrong_SBR = x_SBD @ self.parameters[0].mT - noise_SB1
-        return [wrong_SBR.mT @ x_SBD / x_SBD.shape[1]]
+        error_SBR = x_SBD @ self.parameters[0].mT - noise_SB1
+        return [error_SBR.mT @ x_SBD / x_SBD.shape[1]]
 
     def log_loss(self) -> Tensor:
         return 2 * self.log_size + (self.parameters[0].square().sum(-1) / 2).log()
@@ -110,10 +110,10 @@ class _MLP:
     def gradients(self, x_SBD: Tensor, noise_SB1: Tensor) -> list[Tensor]:
         inner, outer = self.parameters
         hidden_SBRH, out_SBR = _forward(inner, outer, x_SBD)
-        wrong_SBR = (out_SBR - _forward(*self.teacher, x_SBD)[1] - noise_SB1) / x_SBD.shape[1]
+        error_SBR = (out_SBR - _forward(*self.teacher, x_SBD)[1] - noise_SB1) / x_SBD.shape[1]
         # d out / d inner = outer * [hidden > 0] x and d out / d outer = inner . [hidden > 0] x.
-        open_SBRH = (hidden_SBRH > 0) * wrong_SBR[..., None]
-        common_SRHD = (open_SBRH.flatten(2).mT @ x_SBD).view_as(inner)
+        gated_error_SBRH = (hidden_SBRH > 0) * error_SBR[..., None]
+        common_SRHD = (gated_error_SBRH.flatten(2).mT @ x_SBD).view_as(inner)
         return [outer[..., None] * common_SRHD, (inner * common_SRHD).sum(-1)]
 
     def log_loss(self) -> Tensor:
@@ -134,7 +134,7 @@ class _SGD:
         # The shape broadcasts to (S, R, …).
         self.rates = [rates.view(1, -1, *[1] * (p.dim() - 2)) for p in parameters]
 
-    def moves(self, gradients: list[Tensor]) -> Iterator[Tensor]:
+    def updates(self, gradients: list[Tensor]) -> Iterator[Tensor]:
         return (rate * g for rate, g in zip(self.rates, gradients, strict=True))
 
 
@@ -145,7 +145,7 @@ class _Adam(_SGD):
         self.second = [torch.zeros_like(p) for p in parameters]
         self.count = 0
 
-    def moves(self, gradients: list[Tensor]) -> Iterator[Tensor]:
+    def updates(self, gradients: list[Tensor]) -> Iterator[Tensor]:
         self.count += 1
         corrections = [1 - beta**self.count for beta in BETAS]
         for i, g in enumerate(gradients):

@@ -20,8 +20,8 @@ from scaling.tables.states import is_true
 from scaling.tables.table import Reading, Table
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
-#: Largest relative difference between columns of compute, or between compute and 6 N D, that is not
-#: reported.
+#: Relative differences up to this value between columns of compute, or between compute and 6 N D,
+#: are not reported.
 COMPUTE_TOLERANCE = 0.1
 
 #: Largest relative difference that rounding may cause between columns of the same numbers.
@@ -84,7 +84,7 @@ def parse_positive(table: Table, name: str, unit: float, is_count: bool) -> Arra
     if len(invalid):
         cells = table.cells(name)
         unparsed = [i for i in invalid if np.isnan(numbers[i])]
-        wanted = "hold numbers" if unparsed else "be positive and finite"
+        wanted = "contain numbers" if unparsed else "be positive and finite"
         bad = [f"row {table.rows[i]}: {cells[i]!r}" for i in unparsed or invalid]
         remedy = ""
         if any("," in text for text in bad):
@@ -117,7 +117,7 @@ def _compare_rival(reading: Reading, quantity: str, column: Column, rival: Colum
     """
     other_values = _parse_plausible(reading, quantity, rival)
     if np.isnan(other_values).all():
-        return f"{quantity} by {column.name!r}: {rival.name!r} holds no such numbers"
+        return f"{quantity} by {column.name!r}: {rival.name!r} contains no such numbers"
     if rival.is_letter and np.nanmedian(other_values) < SMALLEST_MEDIAN[quantity]:
         return f"{quantity} by {column.name!r}: {rival.name!r} is too small to be that"
     values = reading.values[quantity]
@@ -153,8 +153,8 @@ def _compare_alternative(reading: Reading, quantity: str, column: Column, other:
             i = int(np.argmax(wrong))
             raise ValueError(
                 f"{ambiguity(quantity, [column.name, other.name])}: in row {reading.rows[i]} they"
-                f" are {values[i]:.5g} and {other_values[i]:.5g}, which is the wrong order for what"
-                " their names say"
+                f" are {values[i]:.5g} and {other_values[i]:.5g}, which is the wrong order for"
+                " their names"
             )
     if is_active:
         return f"{reason}: C = 6 N D counts only active parameters"
@@ -170,7 +170,7 @@ def _parse_plausible(reading: Reading, quantity: str, column: Column) -> Array:
 
 
 def require_active_parameters(reading: Reading, named_quantities: Container[str]) -> None:
-    """Raise `ValueError` if N may include idle experts of a mixture.
+    """Raise `ValueError` if N may include experts of a mixture that a token does not use.
 
     `named_quantities` contains the quantities whose columns the caller named. A named column of
     parameters is confirmed.
@@ -180,7 +180,7 @@ def require_active_parameters(reading: Reading, named_quantities: Container[str]
         return
     read = {chosen.name for chosen in reading.columns.values()}
     for name in reading.table.columns:
-        # Columns that are read hold numbers; skipping them saves seconds per million rows.
+        # Columns that are read contain numbers; skipping them saves seconds per million rows.
         if name in read:
             continue
         mixtures = np.flatnonzero(_has_mixtures(reading, name))
@@ -241,7 +241,7 @@ def require_tokens_of_text(reading: Reading) -> None:
 def require_tokens_of_all_epochs(
     reading: Reading, named_quantities: Container[str], is_history: bool
 ) -> None:
-    """Raise `ValueError` if D may count one epoch of runs whose number of epochs is not 1.
+    """Raise `ValueError` if the token column may count one epoch of runs with several epochs.
 
     `named_quantities` contains the quantities whose columns the caller named. A named column of
     tokens is confirmed. A size of text must always be named, so naming it does not confirm it.
@@ -280,10 +280,10 @@ def require_tokens_of_all_epochs(
 
 
 def _reason_for_all_epochs(reading: Reading, name: str, is_history: bool) -> str:
-    """Return why the tokens are those of all epochs, or "" if nothing shows it.
+    """Return the reason why a column counts the tokens of all epochs, or "" without evidence.
 
-    Raise `ValueError` if they differ from a product of columns that counts all epochs, such as
-    steps times batch tokens.
+    Raise `ValueError` if its tokens differ from a product of columns that counts all epochs, such
+    as steps times batch tokens.
     """
     if _names_all_epochs(name):
         return "the name says so"

@@ -20,11 +20,11 @@ SAME_TOKENS = 0.05
 SAME_SETTING = 1e-4
 
 
-def cluster(values: Array, tolerance: float, longest: float = 2.0) -> NDArray[np.intp]:
-    """Return the index of the group of each value: see `Runs.budgets`.
+def cluster(values: Array, tolerance: float, max_factor: float = 2.0) -> NDArray[np.intp]:
+    """Return the index of the group of each value, in ascending order: see `Runs.budgets`.
 
-    A group whose values differ by more than a factor of `longest` is divided into groups that span
-    at most `tolerance`.
+    A group whose values differ by more than `max_factor` is divided into groups that span at most a
+    factor of 1 + `tolerance`.
     """
     order = np.argsort(values, kind="stable")
     logs = np.log(values[order])
@@ -32,7 +32,7 @@ def cluster(values: Array, tolerance: float, longest: float = 2.0) -> NDArray[np
     is_start = np.diff(logs, prepend=-np.inf) > width
     is_start[:1] = True  # also if `tolerance` is infinite
     for group in np.split(np.arange(len(logs)), np.flatnonzero(is_start[1:]) + 1):
-        if len(group) and logs[group[-1]] - logs[group[0]] > math.log(longest):
+        if len(group) and logs[group[-1]] - logs[group[0]] > math.log(max_factor):
             start = logs[group[0]]
             for i in group:
                 if logs[i] > start + width:

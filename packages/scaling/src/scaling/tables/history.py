@@ -1,4 +1,4 @@
-"""Histories, which are tables with several rows per training run: the last row of a run is read."""
+"""Histories: tables with several rows per training run, of which the last one is read."""
 
 import itertools
 import re
@@ -58,7 +58,7 @@ def keep_last_rows(reading: Reading, history: object) -> bool:
         )
     if history is not None and history not in reading.table.columns:
         present = list(reading.table.columns)
-        raise ValueError(f"history={history!r} is not a column; they are {present}")
+        raise ValueError(f"history={history!r} is not a column; the columns are {present}")
     progress = reading.values["tokens" if "tokens" in reading.values else "compute"]
     size = _sizes(reading, SIZE_TOLERANCE)
     ends = _find_run_ends(reading, history, size, progress)
@@ -343,8 +343,8 @@ def _has_even_spacing(tokens: Array) -> bool:
     """
     for start, second in itertools.combinations(tokens.tolist(), 2):
         step = second - start
-        places = start + step * np.arange(2, EVEN_CHECKPOINTS)
-        nearest = np.abs(tokens - places[:, None]).min(1)
+        expected = start + step * np.arange(2, EVEN_CHECKPOINTS)
+        nearest = np.abs(tokens - expected[:, None]).min(1)
         if (nearest <= EVEN_TOLERANCE * step).all():
             return True
     return False

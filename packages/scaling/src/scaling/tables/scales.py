@@ -131,7 +131,7 @@ def _require_ratio_of_rows(reading: Reading) -> None:
     order = np.argsort(ratio)
     gaps = np.flatnonzero(np.diff(np.log(ratio[order])) > np.log(SCALE_GAP)) + 1
     parts = np.split(order, gaps)
-    most = max(parts, key=len)
+    largest_part = max(parts, key=len)
     low, high = TOKENS_PER_PARAMETER
     for part in parts:
         i = int(part[0])
@@ -143,8 +143,9 @@ def _require_ratio_of_rows(reading: Reading) -> None:
         confirmed = ", ".join(f"{k!r}: 1" for k in present)
         raise ValueError(
             f"in row {reading.rows[i]} {first} and {second}, which makes {ratio[i]:.2g} tokens per"
-            f" parameter, while most rows have {ratio[most].min():.2g} to {ratio[most].max():.2g}:"
-            f" correct the unit of the cell, or confirm the numbers with units={{{confirmed}}}"
+            f" parameter, while most rows have {ratio[largest_part].min():.2g} to"
+            f" {ratio[largest_part].max():.2g}: correct the unit of the cell, or confirm the"
+            f" numbers with units={{{confirmed}}}"
         )
 
 

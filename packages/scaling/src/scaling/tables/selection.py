@@ -27,14 +27,17 @@ from scaling.tables.table import Reading
 #: Maximum number of rows that are searched for unknown settings: a million would take seconds.
 MAX_SEARCHED_ROWS = 5000
 
-#: An unread column may be a setting if its values repeat `ROWS_PER_SETTING` times on average. It
-#: must also differ within at least `SETTING_FRACTION` of the groups of runs with equal known
-#: settings and one design (size, tokens and compute). Names, dates and measurements have more
-#: values, and notes about single runs differ in few groups. In 300 generated tables like those of
-#: `test_settings_are_found_in_generated_tables`, these values find 95 % of the settings. They take
-#: dates for a setting in 8 % of the tables, and notes in 4 %. With 2 rows per value, dates are
-#: taken for one in 42 %; with 4, two settings of three runs each are not found. A fraction of 0.25
-#: takes notes for a setting in 39 %, and 0.75 finds 64 %.
+# Note [Thresholds of settings]
+# Names, dates and measurements have more values than a setting, and notes about single runs differ
+# in few groups. On 300 tables like those of `test_settings_are_found_in_generated_tables`, the
+# values below find 95 % of the settings. They misclassify dates as settings in 8 % of the tables,
+# and notes in 4 %. With 2 rows per value, dates are misclassified in 42 %. With 4, two settings of
+# three runs each are not found. A fraction of 0.25 misclassifies notes in 39 % of the tables, and
+# 0.75 finds 64 % of the settings.
+
+#: An unread column may be a setting if its values repeat `ROWS_PER_SETTING` times on average, and
+#: if it differs within at least `SETTING_FRACTION` of the groups of runs with equal known settings
+#: and one design (size, tokens and compute). See Note [Thresholds of settings].
 ROWS_PER_SETTING = 3
 SETTING_FRACTION = 0.5
 
@@ -50,7 +53,7 @@ def drop_rows_without_loss(reading: Reading) -> None:
     column = reading.columns["loss"].name
     blank = blank_cells(reading.table.columns[column])
     if blank.all():
-        raise ValueError(f"{reading.name} holds no runs with a loss in column {column!r}")
+        raise ValueError(f"{reading.name} contains no runs with a loss in column {column!r}")
     if blank.any():
         reading.exclusions.append(
             f"column {column!r} is blank in {blank.sum()} rows"
@@ -77,10 +80,10 @@ def require_one_data_set(reading: Reading) -> None:
             named = "runs" if names_runs else "sizes or budgets"
             reading.choices.append(f"column {name!r} names {named}, not several data sets")
             continue
-        seen = list(dict.fromkeys(map(str, reading.table.cells(name))))
+        texts = list(dict.fromkeys(map(str, reading.table.cells(name))))
         raise ValueError(
-            f"column {name!r} names {count} sets of runs ({list_some(seen)}), which may follow"
-            f" different laws: select one with where={{{name!r}: {seen[0]!r}}}, or read all as one"
+            f"column {name!r} names {count} sets of runs ({list_some(texts)}), which may follow"
+            f" different laws: select one with where={{{name!r}: {texts[0]!r}}}, or read all as one"
             f" with ignore=[{name!r}]"
         )
 
@@ -174,7 +177,8 @@ def _switch_codes(reading: Reading, name: str, keep: NDArray[np.intp]) -> NDArra
 def _follows_scale(reading: Reading, keep: NDArray[np.intp], codes: NDArray[np.intp]) -> bool:
     """Return True if two values are constant within each size, token count or budget.
 
-    If most of these have a single run, all runs of one value must be larger than the others.
+    If most of these groups have a single run, all groups of one value must be larger than those of
+    the other.
     """
     scales = {k: values[keep] for k, values in reading.values.items() if k != "loss"}
     if "compute" not in scales:
@@ -208,11 +212,11 @@ def _require_compared_methods(
         is_complete = np.isin(pairs[1], values).sum() == len(values) * (design.max() + 1)
         if len(values) == 1 or (name in compared and is_complete):
             continue
-        seen = list(dict.fromkeys(map(str, reading.table.cells(name))))
+        texts = list(dict.fromkeys(map(str, reading.table.cells(name))))
         raise ValueError(
-            f"column {name!r} has {len(seen)} values ({list_some(seen)}), and not every size and"
+            f"column {name!r} has {len(texts)} values ({list_some(texts)}), and not every size and"
             " number of tokens was run with each: the runs may follow one law in spite of this, or"
-            f" several laws; select one value with where={{{name!r}: {seen[0]!r}}}, or read all"
+            f" several laws; select one value with where={{{name!r}: {texts[0]!r}}}, or read all"
             f" runs as one law with ignore=[{name!r}]"
         )
 

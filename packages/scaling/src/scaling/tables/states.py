@@ -1,8 +1,8 @@
 """Exclusion of rows that are not finished runs: a crashed run's last loss is not its final loss.
 
 A column of states is recognized by its name (`state`, `run_state`, `status`, `sys/failed`,
-`exit_code`, …), or else by its values. Unknown states are refused, and so are states that may mean
-either finished or stopped. Rows that summarize other rows, such as a mean over seeds, are refused.
+`exit_code`, …), or otherwise by its values. The following raise `ValueError`: unknown states,
+states that may mean finished or stopped, and rows that summarize other rows, such as their mean.
 """
 
 import itertools
@@ -181,9 +181,9 @@ def require_no_summaries(table: Table) -> None:
         is_summary = [str(cell) in summaries for cell in cells]
         # If every row is a mean, the column only describes the losses.
         if not all(is_summary):
-            first = is_summary.index(True)
+            i = is_summary.index(True)
             raise ValueError(
-                f"column {name!r} says {cells[first]!r} in row {table.rows[first]}, which may"
+                f"column {name!r} says {cells[i]!r} in row {table.rows[i]}, which may"
                 f" summarize other rows or be a run: drop {sum(is_summary)} such rows, or read them"
                 f" as runs with ignore=[{name!r}]"
             )

@@ -1,6 +1,6 @@
 """Tables of raw cells, and the state while a table is read.
 
-Each row stores its line or position, so that later messages can refer to it.
+The line or position of each row is stored, so that later messages can refer to it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -40,10 +40,10 @@ class Table:
         table = self
         for name, value in wanted.items():
             texts = list(map(str, table.cells(name))) if name in table.columns else []
-            seen = {text: _is_equal(text, value) for text in dict.fromkeys(texts)}
-            table = table.select(np.flatnonzero([seen[text] for text in texts]))
+            is_equal = {text: _is_equal(text, value) for text in dict.fromkeys(texts)}
+            table = table.select(np.flatnonzero([is_equal[text] for text in texts]))
             if not len(table):
-                reason = f"it has {list_some(seen)}" if seen else "there is no such column"
+                reason = f"it has {list_some(is_equal)}" if is_equal else "there is no such column"
                 raise ValueError(f"{source}: no row has {name!r} = {value!r}; {reason}")
         return table
 

@@ -16,7 +16,7 @@ from scipy.special import ndtr, ndtri, stdtrit
 
 from scaling.fit.newton import vanished_terms
 from scaling.fit.search import Estimate, refit
-from scaling.law import CONSTANTS, LEVEL, Interval, quantiles
+from scaling.law import CONFIDENCE_LEVEL, CONSTANTS, Interval, quantiles
 from scaling.runs import BUDGET_TOLERANCE, Runs, ScalingWarning
 from scaling.tables.grouping import cluster
 from scaling.uncertainty.posterior import NO_FREEDOM, Sample, Target
@@ -49,7 +49,7 @@ class Bootstrap(Sample):
         freedom = self.runs - len(CONSTANTS)
         below = ((values < estimate).mean() + (values <= estimate).mean()) / 2
         bias = ndtri(np.clip(below, 0.01, 0.99))
-        student = stdtrit(min(freedom, self.sample_size - 1), 0.5 + LEVEL / 2)
+        student = stdtrit(min(freedom, self.sample_size - 1), 0.5 + CONFIDENCE_LEVEL / 2)
         half = student * math.sqrt(1 + len(CONSTANTS) / freedom)
         low, high = quantiles(values, [ndtr(2 * bias - half), ndtr(2 * bias + half)])
         return Interval(min(low, estimate), max(high, estimate))
@@ -62,7 +62,7 @@ def bootstrap(
     seed: int = 0,
     by: str | Sequence[object] | None = None,
 ) -> Bootstrap:
-    """Refit resampled runs, drawn with replacement.
+    """Return the laws of refits to runs that are resampled with replacement.
 
     `by` groups runs that are resampled together, because their errors have a common cause. "budget"
     groups runs of one compute budget; a sequence has one label per run, such as its seed or data
@@ -114,8 +114,8 @@ def _groups(runs: Runs, by: str | Sequence[object]) -> NDArray[np.intp]:
         labels = [str(label) for label in by]
     if len(labels) != len(runs) or len(set(labels)) < 5:
         raise ValueError(
-            f"by: expected one label for each of {len(runs)} runs and at least five different"
-            f" labels, got {len(labels)} labels, {len(set(labels))} of them different"
+            f"expected by to have one label for each of {len(runs)} runs and at least five"
+            f" different labels, got {len(labels)} labels, {len(set(labels))} of them different"
         )
     _, group = np.unique(np.array(labels), return_inverse=True)
     return group

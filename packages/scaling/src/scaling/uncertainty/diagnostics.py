@@ -25,11 +25,12 @@ from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 #: An interval is reported as wide if its ends differ by more than this factor.
 WIDE_INTERVAL = 10.0
 
-#: A result is reported as far from the runs above this multiple of the largest run's compute.
+#: A result is reported as far from the runs if its compute exceeds that of the largest run by more
+#: than this factor.
 FAR_COMPUTE = 1e4
 
-#: The corresponding factor for models smaller than all runs, and for tokens per parameter outside
-#: the range of the runs.
+#: A result is also reported if it is smaller than all runs by more than this factor, or if its
+#: tokens per parameter are outside the range of the runs by more than this factor.
 FAR_SHAPE = 10.0
 
 #: Residuals are reported as curved if the p value of the F test is smaller than this.
@@ -41,7 +42,7 @@ NUM_BEND_TERMS = 5
 
 @dataclass
 class Diagnostics:
-    """Diagnostic messages by kind; a problem at many budgets becomes one message."""
+    """Diagnostic messages; a problem that occurs at many budgets becomes one message."""
 
     #: The (number, location) pairs of each message.
     occurrences: dict[str, list[tuple[float, str]]] = field(default_factory=dict)
@@ -96,10 +97,10 @@ def warn_of_prediction(parameters: float, tokens: float, runs: Runs) -> None:
 
 
 def _distances(best: Optimum, runs: Runs) -> list[str]:
-    """Return a phrase for each respect in which a model is far from all runs; empty if near.
+    """Return phrases that describe how a model is far from all runs; empty if it is near.
 
-    The first two respects are compute above the largest run and fewer parameters than the smallest
-    run. The third respect is a ratio of tokens to parameters outside those of the runs.
+    It is far if its compute is above all runs, its parameters are below all runs, or its tokens per
+    parameter are outside the range of the runs: see `FAR_COMPUTE` and `FAR_SHAPE`.
     """
     ratios = runs.tokens / runs.parameters
     ratio = best.tokens / best.parameters

@@ -31,14 +31,14 @@ from scipy.special import ndtri
 
 from scaling.equality import ComparesArrays
 from scaling.fit.search import Estimate, estimate
-from scaling.law import LEVEL, Interval, Optimum
+from scaling.law import CONFIDENCE_LEVEL, Interval, Optimum
 from scaling.runs import Runs
 from scaling.tables.grouping import below_cuts
 from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
-#: A standard normal variable is within plus or minus this number with probability `LEVEL`.
-NORMAL_QUANTILE = float(ndtri(0.5 + LEVEL / 2))
+#: A standard normal variable is in ± this number with probability `CONFIDENCE_LEVEL`.
+NORMAL_QUANTILE = float(ndtri(0.5 + CONFIDENCE_LEVEL / 2))
 
 #: Drift starts at the mean compute of this fraction of the runs, the largest ones. In the
 #: calibration, 0.1 and 0.3 give intervals that are 2 and 5 % wider in the mean, in logarithms.
@@ -163,7 +163,7 @@ def run_noise(residuals: Array) -> float:
     their errors have heavy tails. The factor sqrt(n / (n - 5)) is for the five fitted constants.
     """
     n = len(residuals)
-    quantile = float(np.quantile(np.abs(residuals), LEVEL))
+    quantile = float(np.quantile(np.abs(residuals), CONFIDENCE_LEVEL))
     return quantile * math.sqrt(n / max(n - 5, 1)) / NORMAL_QUANTILE
 
 

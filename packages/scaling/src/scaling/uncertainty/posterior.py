@@ -33,9 +33,9 @@ from scaling.equality import ComparesArrays
 from scaling.fit import newton
 from scaling.fit.search import Estimate
 from scaling.law import (
+    CONFIDENCE_LEVEL,
     CONSTANTS,
-    FIELDS,
-    LEVEL,
+    OPTIMUM_FIELDS,
     Interval,
     Law,
     Optimum,
@@ -57,15 +57,15 @@ PRIOR_PRECISION_ROOT = np.array([[0.5, 0.5], [-1.0, 1.0]]) / np.array([[0.6], [0
 #: Number of sampled laws. Another seed changes the ends of an interval by 2 % of its width.
 DRAWS = 4000
 
-#: If there are more runs than this, an even sample of this many runs is used.
+#: If there are more runs than this, this many runs are used, evenly spaced in the order of losses.
 MAX_SAMPLED_RUNS = 1000
 
-#: Degrees of freedom of the distribution from which exponents are drawn, and its width in standard
-#: deviations of the posterior. Both are wide, so that no weight is large.
+#: Degrees of freedom of the t distribution from which exponents are drawn, and its width divided by
+#: the posterior's. The heavy tails and the larger width keep all importance weights small.
 PROPOSAL_FREEDOM = 4
 PROPOSAL_WIDTH = 1.2
 
-#: Number of elements of the largest temporary array.
+#: Maximum number of elements of a temporary array, unless one draw needs more.
 CHUNK = 1_000_000
 
 #: Mean of |x| for a normal variable x with standard deviation one.
@@ -152,7 +152,7 @@ class Sample(ComparesArrays):
         """Return the optimum of the fitted law, with intervals of its N, D and loss."""
         best = self.law.optimal(compute)
         intervals = {}
-        for row, name in enumerate(FIELDS):
+        for row, name in enumerate(OPTIMUM_FIELDS):
 
             def field(laws: Array, row: int = row) -> Array:
                 values: Array = optima_of(laws, compute)[row]
@@ -185,7 +185,9 @@ class Posterior(Sample):
         values, estimate = self.evaluate(target)
         if self.reason:
             return Interval(0.0, math.inf)
-        low, high = quantiles(values, [0.5 - LEVEL / 2, 0.5 + LEVEL / 2], self.weights)
+        low, high = quantiles(
+            values, [0.5 - CONFIDENCE_LEVEL / 2, 0.5 + CONFIDENCE_LEVEL / 2], self.weights
+        )
         return Interval(min(low, estimate), max(high, estimate))
 
     def log_deviation(self, values: Array) -> float:

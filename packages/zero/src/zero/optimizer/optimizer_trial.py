@@ -204,12 +204,12 @@ def check_state(optimizer: Optimizer) -> None:
 
 
 def _with_learning_rate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with 0.01 in place of a zero learning rate.
+    """Return the options with 0.01 in place of a zero learning rate, but not in place of None.
 
     A schedule with warm-up may start at zero, and the trial would then see no change.
     """
     options = dict(options)
-    if "lr" in options and not options["lr"]:
+    if options.get("lr") == 0:
         options["lr"] = 0.01
     return options
 

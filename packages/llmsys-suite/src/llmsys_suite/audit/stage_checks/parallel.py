@@ -155,5 +155,5 @@ def _times(config: RunConfig, row: results.Row, layout: splits.Layout) -> Iterat
 def _bubble(config: RunConfig, layout: splits.Layout) -> float:
     """Return the fraction of idle slots, from their number relative to the work."""
     microbatches = layout.num_microbatches(config.rows // layout.data)
-    idle = accounting.plain.bubble(layout.pipeline, microbatches)
+    idle = accounting.plain.bubble_fraction(layout.pipeline, microbatches)
     return idle / (1 + idle)
