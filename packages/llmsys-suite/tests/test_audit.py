@@ -350,8 +350,8 @@ def test_heads_of_messages_and_whole_bytes_are_no_alarm_at_any_number_of_ranks(w
         changed = replace(plan, ddp_wire_bytes_per_rank=planned)
         record = Record(config, changed, train, samples, evidence)
         checks = (
-            *plan_checks.communication(record),
-            *wire_checks.sockets(record),
+            *plan_checks.check_communication(record),
+            *wire_checks.check_sockets(record),
         )
         return {check.name: check.passed for check in checks}
 
@@ -511,7 +511,7 @@ def test_times_of_one_rank_that_another_reports_fail_at_any_number_of_ranks(
             sample |= {"seconds": 0.5, "began": began, "ended": began + 0.5, "threads": 1}
             samples.append(sample)
     record = Record(replace(CONFIG, world=ranks), None, None, samples, {"threads": 1})
-    (check,) = (check for check in times.steps(record) if check.name == "copied times")
+    (check,) = (check for check in times.check_steps(record) if check.name == "copied times")
     assert check.passed == passes
 
 
@@ -664,7 +664,7 @@ def test_bytes_that_were_not_announced_in_shared_memory_fail(factor):
     evidence["model_counts"]["parameters"] = 25_000
     evidence["probe"]["ddp shared memory"] = probed(2) | {"shared": [factor * 1e5, 1e5]}
     record = Record(CONFIG, *honest()[:3], evidence)
-    failed = [check.name for check in wire_checks.shared_memory(record) if not check.passed]
+    failed = [check.name for check in wire_checks.check_shared_memory(record) if not check.passed]
     assert failed == ["ddp shared memory: bytes summed in shared memory, rank 0"]
 
 
@@ -723,7 +723,7 @@ def test_a_flat_buffer_of_zero_may_be_padded_to_a_multiple_of_the_ranks(variant,
             rows=[{"variant": variant}], final_weights={variant: {"stored": [stored] * 3}}
         ),
     )
-    checks = {check.name: check.passed for check in weight_checks.stored_tensors(record)}
+    checks = {check.name: check.passed for check in weight_checks.check_stored_tensors(record)}
     assert checks[f"{variant}: stored parameters"] is passes
 
 
@@ -738,7 +738,7 @@ def test_a_variant_whose_losses_are_not_rounded_to_bf16_fails(change, failed):
         evidence={"trajectory": trajectory},
         train=SimpleNamespace(rows=rows, losses=curves),
     )
-    checks = {check.name: check for check in weight_checks.losses(record)}
+    checks = {check.name: check for check in weight_checks.check_losses(record)}
     assert checks["rounding of bf16 in the losses"].where == failed
 
 
@@ -1006,7 +1006,7 @@ def test_the_first_step_may_exchange_more_bytes_if_it_is_not_a_warm_up_step():
         (row,) = (row for row in train.rows if row["variant"] == "ddp flat")
         row["wire_bytes"] = 700.0
         record = Record(replace(CONFIG, warmup=warmup), plan, train, samples, evidence)
-        return all(check.passed for check in wire_checks.sockets(record))
+        return all(check.passed for check in wire_checks.check_sockets(record))
 
     assert fsdp_received(0)
     assert not fsdp_received(1)

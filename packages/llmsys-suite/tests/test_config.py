@@ -69,7 +69,7 @@ def test_unknown_names_and_impossible_numbers_are_refused(options, complaint):
         ({"stages": ("train",)}, "need, in this order, plan, train, report"),
         ({"size": "huge"}, "size 'huge' is unknown"),
         ({"preset": "tpu"}, "preset 'tpu' is unknown"),
-        ({"backend": "nccl"}, "backend nccl moves CUDA tensors"),
+        ({"backend": "nccl"}, "expected backend gloo for preset cpu, got nccl"),
     ],
 )
 def test_a_configuration_made_by_hand_is_checked_before_anything_starts(
@@ -84,7 +84,7 @@ def test_a_configuration_made_by_hand_is_checked_before_anything_starts(
 def test_a_missing_gpu_is_refused():
     with pytest.raises(UsageError, match="needs a CUDA device and this machine shows none"):
         resolve([], preset="gpu")
-    with pytest.raises(UsageError, match="backend nccl moves CUDA tensors"):
+    with pytest.raises(UsageError, match="expected backend gloo for preset cpu, got nccl"):
         resolve([], backend="nccl")
 
 

@@ -158,8 +158,8 @@ def test_a_folder_of_another_version_is_refused(finished):
 @pytest.mark.parametrize(
     ("name", "content", "complaint"),
     [
-        ("manifest.json", [], "is not what a run writes"),
-        ("manifest.json", {"format": FORMAT}, "is not what a run writes"),
+        ("manifest.json", [], "to have `files`; the file was changed"),
+        ("manifest.json", {"format": FORMAT}, "to have `files`; the file was changed"),
         ("manifest.json", {"format": FORMAT, "files": {}}, "config.json was changed"),
         ("summary.json", [], r"summary.json was changed"),
     ],
@@ -182,7 +182,7 @@ def test_a_manifest_with_missing_entries_is_refused(finished, name, content, com
 )
 def test_a_summary_of_another_shape_is_refused(folder, content):
     folder.write_json("summary.json", content)
-    with pytest.raises(UsageError, match="is not what a run writes"):
+    with pytest.raises(UsageError, match="to have `status` and `stages`; the file was changed"):
         RunFolder.open(folder.path)
 
 

@@ -265,7 +265,7 @@ def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path):
     [
         ({"context": 64}, "begun with context 64, not 128; set the same context"),
         ({"text": "other"}, "begun with text other, not .*; set the same --data and --tokenizer"),
-        ({"total": 900}, "begun with total 900, not 700; set the same --learn"),
+        ({"total": 900}, "begun with --learn 900, not 700; set the same --learn"),
         ({"size": "tiny"}, "begun with size tiny, not mini"),
         ({"seed": 7}, "begun with seed 7, not 0"),
         ({"rows": 3}, "c cannot be continued: 3 rows do not split over 2 replicas"),
@@ -305,7 +305,7 @@ def test_checkpoint_decides_the_number_of_steps_if_no_option_does():
     text = "digest"
     state = training_state.beginning(RunConfig(size="mini", learn=900), text)
     training_state.require_same(state, RunConfig(size="mini"), text, Path("c"))
-    with pytest.raises(UsageError, match="begun with total 900, not 500; set the same --learn"):
+    with pytest.raises(UsageError, match="begun with --learn 900, not 500; set the same --learn"):
         training_state.require_same(state, RunConfig(size="mini", learn=500), text, Path("c"))
 
 
@@ -344,7 +344,7 @@ def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp
     assert capsys.readouterr().out == f"To be{written}\n"
     for prompt, max_bytes, temperature, complaint in (
         ("", 4, 1.0, "at least one token"),
-        ("a", 0, 1.0, "expected max_bytes >= 1, got 0"),
+        ("a", 0, 1.0, "expected --max-bytes >= 1, got 0"),
         ("a", 4, 0.0, "above 0 and below infinity, got 0;"),
         ("a", 4, float("inf"), "above 0 and below infinity, got inf;"),
         ("a", 4, float("nan"), "above 0 and below infinity, got nan;"),

@@ -97,7 +97,7 @@ def test_the_plain_file_is_the_specification_of_the_single_process():
 def test_the_plain_gradient_is_the_slope_of_the_plain_loss():
     weights = weights_of(Decoder(SHAPE))
     tokens, targets = torch.randint(0, 256, (2, 4, 9))
-    assert plain.check(weights, tokens, targets, 3) < 1e-5
+    assert plain.check_gradients(weights, tokens, targets, 3) < 1e-5
 
 
 @pytest.mark.fixed_seed("the independent sampler has its own generator")

@@ -21,7 +21,7 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import CORE_WAIT
 from llmsys_suite.report import page, plots, sections
-from llmsys_suite.report.page import headline, write_report
+from llmsys_suite.report.page import headline, title, write_report
 from llmsys_suite.report.sentences import against, fastest, interval
 from llmsys_suite.report.tables import planned
 from llmsys_suite.report.unaudited import NOT_AUDITED, OF_THE_RUN, UNAUDITED, unaudited
@@ -262,11 +262,16 @@ def test_the_report_of_an_interrupted_run_lists_missing_stages(tmp_path):
     folder.add_stage("plan", of.Skipped("no"))
     write_report(folder)
     assert "cut off before the end of links, attention, train, learn" in headline(folder.path)
+    assert title(folder) == "A decoder of tiny, trained on text"
+    untrained = RunFolder.create(RunConfig(out=tmp_path / "memory", stages=("memory",)), {})
+    assert title(untrained) == "A decoder of tiny"
 
 
 def test_a_folder_without_facts_of_its_machine_is_refused(tmp_path):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), {})
-    with pytest.raises(UsageError, match=r"env.json is not what a run writes: no cores"):
+    with pytest.raises(
+        UsageError, match=r"expected .*env.json to have cores; the file was changed"
+    ):
         write_report(folder)
 
 

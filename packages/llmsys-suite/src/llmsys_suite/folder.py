@@ -28,6 +28,7 @@ Sample = dict[str, Any]
 #: Version of the folder's format, increased whenever the content of its files changes.
 FORMAT = 15
 MANIFEST = "manifest.json"
+FOREIGN = "the file was changed or is from another version"
 #: Files that are read later. Every run writes the first four.
 RECORDS = (
     "config.json", "env.json", "samples.jsonl", "summary.json",
@@ -100,7 +101,9 @@ class RunFolder:
         stages = summary.get("stages") if isinstance(summary, dict) else None
         is_table = isinstance(stages, dict) and all(isinstance(v, dict) for v in stages.values())
         if not is_table or "status" not in summary:
-            raise UsageError(f"{self.path / 'summary.json'} is not what a run writes")
+            raise UsageError(
+                f"expected {self.path / 'summary.json'} to have `status` and `stages`; {FOREIGN}"
+            )
         return summary
 
     @property
@@ -116,7 +119,7 @@ class RunFolder:
     def add_stage(
         self, stage: str, result: Any, seconds: float = 0.0, peak_mib: float = 0.0
     ) -> None:
-        """Store the results of one stage, its duration, and the peak of its largest process."""
+        """Store the results, the duration and the peak memory (largest process) of one stage."""
         summary, spent = self.summary, {"stage_seconds": seconds, "peak_process_mib": peak_mib}
         summary["stages"][stage] = to_json(result) | spent
         self.write_json("summary.json", summary)
@@ -156,7 +159,7 @@ class RunFolder:
             return
         manifest = self.read_json(MANIFEST)
         if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
-            raise UsageError(f"{self.path / MANIFEST} is not what a run writes")
+            raise UsageError(f"expected {self.path / MANIFEST} to have `files`; {FOREIGN}")
         if manifest.get("format") != FORMAT:
             version = manifest.get("format")
             raise UsageError(
@@ -206,11 +209,7 @@ def _claim(config: RunConfig, out: Path) -> RunConfig:
 
 
 def create_folder(folder: Path, name: str, text: str) -> None:
-    """Create a folder with one file.
-
-    Raises:
-        UsageError: the folder cannot be written, or its name is taken (`FolderTaken`).
-    """
+    """Create a folder with one file; raise UsageError if it is taken or cannot be written."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):

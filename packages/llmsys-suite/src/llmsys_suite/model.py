@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from llmsys_suite.config import Size, size_of
 
+#: f(q, k, v, *, is_causal) -> (B, H, T, K); each argument is (B, H, T, K).
 Attention = Callable[..., Any]
 #: Constant that RMSNorm adds to the mean square.
 NORM_EPSILON = 1e-5
@@ -25,7 +26,7 @@ ROPE_BASE = 10_000.0
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(Size):
-    """The shape of a `Decoder`. The default vocabulary is the 256 bytes."""
+    """The shape of a `Decoder`. The default vocabulary is the 256 byte values."""
 
     vocabulary: int = 256
     context: int = 128
@@ -64,7 +65,7 @@ def plain_attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, *, is_causal
 class Decoder(nn.Module):
     """A model that maps tokens (B, T) to logits (B, T, V)."""
 
-    rope: Tensor
+    rope: Tensor  #: Cosines and sines of the rotary angles, (2, context, K / 2).
 
     def __init__(self, config: ModelConfig, attention: Attention | None = None) -> None:
         super().__init__()
@@ -85,7 +86,7 @@ class Decoder(nn.Module):
         """
         if tokens_BT.shape[1] > self.config.context:
             raise ValueError(
-                f"{tokens_BT.shape[1]} tokens are more than the context of {self.config.context}"
+                f"expected at most {self.config.context} tokens, got {tokens_BT.shape[1]}"
             )
         x_BTD = self.embedding(tokens_BT)
         rope = self.rope[:, : tokens_BT.shape[1]].to(x_BTD.dtype)
@@ -94,7 +95,7 @@ class Decoder(nn.Module):
         logits_BTV: Tensor = self.head(self.norm(x_BTD))
         return logits_BTV
 
-    def layers(self) -> list[Block]:
+    def block_list(self) -> list[Block]:
         """Return the blocks in order."""
         return [block for block in self.blocks if isinstance(block, Block)]
 
@@ -154,7 +155,7 @@ class MultiHeadAttention(nn.Module):
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(self, x_BTD: Tensor, rope: Tensor) -> Tensor:
-        """Return the output of attention over each position and the earlier ones."""
+        """Return the attention from each position to itself and all earlier positions."""
         q, k, v = (
             project(x_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for project in (self.q, self.k, self.v)
@@ -189,8 +190,9 @@ def rotary_frequencies(head_dim: int) -> Tensor:
             f"rotary positions need an even head_dim, got {head_dim}; choose d_model and num_heads "
             "so that d_model / num_heads is even"
         )
-    pairs = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")
-    return ROPE_BASE ** (-pairs / head_dim)
+    # Computed on the CPU, so that the frequencies are the same on every device.
+    even_dims = torch.arange(0, head_dim, 2, dtype=torch.float64, device="cpu")
+    return ROPE_BASE ** (-even_dims / head_dim)
 
 
 def rotary_table(head_dim: int, context: int) -> Tensor:
@@ -203,12 +205,12 @@ def rotary_table(head_dim: int, context: int) -> Tensor:
 def rotate(x_BHTK: Tensor, rope: Tensor) -> Tensor:
     """Rotate dims i and i + K / 2 of each position by the angles in `rope`, see `rotary_table`.
 
-    Raises ValueError if the shape of `rope` does not match.
+    Raises ValueError if K is odd or `rope` is not of shape (2, T, K / 2).
     """
     if rope.shape[1:] != (x_BHTK.shape[-2], x_BHTK.shape[-1] // 2) or x_BHTK.shape[-1] % 2:
         raise ValueError(
-            f"expected a rotary table of {x_BHTK.shape[-2]} positions and half of "
-            f"{x_BHTK.shape[-1]} dims, got {tuple(rope.shape[1:])}"
+            f"expected rope of shape (2, {x_BHTK.shape[-2]}, K / 2) for an even K, got "
+            f"{tuple(rope.shape)} for K = {x_BHTK.shape[-1]}"
         )
     a, b = x_BHTK.chunk(2, dim=-1)
     cos, sin = rope

@@ -132,7 +132,10 @@ def _check_device(config: RunConfig) -> None:
     if config.backend not in ("gloo", "nccl"):
         raise UsageError(f"backend {config.backend!r} is unknown; choose auto, gloo or nccl")
     if config.preset == "cpu" and config.backend == "nccl":
-        raise UsageError("backend nccl moves CUDA tensors; use it with --preset gpu, or use gloo")
+        raise UsageError(
+            "expected backend gloo for preset cpu, got nccl, which supports only CUDA tensors; use "
+            "--preset gpu or --backend gloo"
+        )
     if config.preset == "gpu" and config.world > gpus and "RANK" not in os.environ:
         raise UsageError(
             f"preset gpu needs one GPU per rank, got {config.world} ranks and {gpus} GPUs; "

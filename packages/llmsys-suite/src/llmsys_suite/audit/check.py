@@ -61,8 +61,8 @@ class Sources:
         self, name: str, expected: float, actual: float, tolerance: float = 0.0, where: str = ""
     ) -> Check:
         """Return a check that `actual` equals `expected` within a relative tolerance."""
-        room = tolerance * abs(expected)
-        return self.between(name, expected, actual, expected - room, expected + room, where)
+        margin = tolerance * abs(expected)
+        return self.between(name, expected, actual, expected - margin, expected + margin, where)
 
     def within(self, name: str, expected: float, actual: float, factor: float) -> Check:
         """Return a check that `actual / expected` lies between `1 / factor` and `factor`."""
@@ -104,8 +104,8 @@ class Sources:
             expected, actual, _ = triple
             if expected == actual:
                 return 0.0
-            away = abs(actual - expected) / abs(expected) if expected else math.inf
-            return math.inf if math.isnan(away) else away
+            difference = abs(actual - expected) / abs(expected) if expected else math.inf
+            return math.inf if math.isnan(difference) else difference
 
         nothing = (1.0, math.nan, "nothing recorded")
         expected, actual, where = max(triples, key=order, default=nothing)

@@ -45,26 +45,28 @@ LEAST_ROUNDS = 3
 
 @dataclass(frozen=True)
 class Measure:
-    """A duration of a step, its quantile over rounds, and the allowed factor between peers.
+    """A measure of step time, its quantile over rounds, and the allowed factor between peers.
 
-    If `in_quiet_rounds`, a peer is compared with another variant in undisturbed rounds only.
+    If `needs_undisturbed_rounds`, only undisturbed rounds compare a peer with another variant.
     """
 
-    seconds: Callable[[Sample], float]
+    seconds_of: Callable[[Sample], float]
     quantile: float
     allowed_factor: float
-    in_quiet_rounds: bool
+    needs_undisturbed_rounds: bool
 
     def of_rounds(self, steps: list[Sample]) -> float:
         """Return the quantile of the durations of the steps."""
-        return sorted(map(self.seconds, steps))[int(self.quantile * (len(steps) - 1))]
+        return sorted(map(self.seconds_of, steps))[int(self.quantile * (len(steps) - 1))]
 
 
 #: Even without its own waits for a core, a rank may wait for another rank that waits for one. The
 #: low quantile of the needed time leaves such rounds out.
 MEASURES = {
-    "needed time": Measure(needed_seconds, 0.2, NEEDED_BAND, in_quiet_rounds=True),
-    "processor time": Measure(itemgetter(PROCESSOR), 0.5, PROCESSOR_BAND, in_quiet_rounds=False),
+    "needed time": Measure(needed_seconds, 0.2, NEEDED_BAND, needs_undisturbed_rounds=True),
+    "processor time": Measure(
+        itemgetter(PROCESSOR), 0.5, PROCESSOR_BAND, needs_undisturbed_rounds=False
+    ),
 }
 
 
@@ -154,7 +156,7 @@ def ratios_to_others(
         if other == name:
             continue
         compared = rounds
-        if measure.in_quiet_rounds and other != "audit":
+        if measure.needs_undisturbed_rounds and other != "audit":
             both = chain(*by_call[name], *steps)
             compared = rounds - others.disturbed_rounds(both, fractions)
         if len(compared) >= LEAST_ROUNDS:
@@ -171,11 +173,10 @@ def ratios_to_others(
 
 def _are_well_inside_bands(ratios: dict[str, dict[str, float]]) -> bool:
     """Return True if further rounds are unlikely to move a ratio out of its band."""
-    for measure_name, by_call in ratios.items():
-        allowed_factor = MEASURES[measure_name].allowed_factor
-        if not 1 / allowed_factor < by_call["audit"] ** 2 < allowed_factor:
-            return False
-    return True
+    return all(
+        1 / MEASURES[name].allowed_factor < by_call["audit"] ** 2 < MEASURES[name].allowed_factor
+        for name, by_call in ratios.items()
+    )
 
 
 def timed(run: Run, call: Callable[[], object]) -> Sample:
@@ -202,7 +203,7 @@ def _sharded(decoder: Decoder) -> nn.Module:
     mesh = init_device_mesh(
         next(decoder.parameters()).device.type, (torch.distributed.get_world_size(),)
     )
-    for block in decoder.layers():
+    for block in decoder.block_list():
         fully_shard(block, mesh=mesh)
     fully_shard(decoder, mesh=mesh)
     return decoder

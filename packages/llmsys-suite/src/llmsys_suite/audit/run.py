@@ -1,4 +1,4 @@
-"""The audit of a run: all checks at its end, and those that need only its folder once more."""
+"""The audit: `audit_run` makes all checks; `check_again` repeats those that need only a folder."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(run: Run) -> Audit | None:
 def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
     """Return the evidence and the checks; ranks other than 0 return no checks.
 
-    Work for all ranks together comes first. Then each rank works alone without waiting for others.
+    Checks that need all ranks run first. Then each rank works without waiting for other ranks.
     """
     ran = set(run.results)
     is_trained = {"plan", "train"} <= ran
@@ -43,21 +43,25 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
             collective += stage_checks(run, stage)
     results = run.gather(run.results)[0]
     recomputed = recompute(run) if is_trained else {}
-    alone = _distributed_checks(run, results)
+    of_single_ranks = _distributed_checks(run, results)
     evidence = dict(ChainMap(measured, *run.gather(recomputed))) if is_trained else {}
     if run.folder is None:
         return evidence, []
-    return evidence, [*recorded_checks(run.folder, results, evidence), *collective, *alone]
+    return evidence, [
+        *recorded_checks(run.folder, results, evidence),
+        *collective,
+        *of_single_ranks,
+    ]
 
 
 def _distributed_checks(run: Run, results: dict[str, Any]) -> list[Check]:
     """Return the checks that need only one rank; the first and the last rank divide the stages."""
     shared = replace(run, results=results)
-    mine = {}
+    own_checks = {}
     for stage in STAGES.keys() & results.keys() - {*COLLECTIVE}:
         if run.rank == (run.world - 1 if stage == ON_LAST_RANK else 0):
-            mine[stage] = stage_checks(shared, stage)
-    by_stage = {stage: checks for part in run.gather(mine) for stage, checks in part.items()}
+            own_checks[stage] = stage_checks(shared, stage)
+    by_stage = {stage: checks for part in run.gather(own_checks) for stage, checks in part.items()}
     return [check for stage in STAGES for check in by_stage.get(stage, [])]
 
 
@@ -109,7 +113,9 @@ def check_again(folder: RunFolder) -> list[Check]:
         UsageError: the run is incomplete or was not audited.
     """
     if not folder.complete:
-        raise UsageError(f"{folder.path} is an incomplete run: its audit would be half of one")
+        raise UsageError(
+            f"{folder.path} is an incomplete run; audit a run whose last stage has finished"
+        )
     results = folder.results
     if "audit" not in results:
         raise UsageError(f"{folder.path} was not audited: its run had no stage audit")

@@ -66,9 +66,7 @@ def require_resumable(config: RunConfig, source: Path) -> None:
 def require_same(state: dict[str, Any], config: RunConfig, text: str | None, source: Path) -> None:
     """Raise `UsageError` if the run's options contradict the training that saved `source`.
 
-    The checkpoint decides the number of steps, the rows and the seed. The learning rate and the
-    batches then continue as planned. An option that contradicts the checkpoint is refused, not
-    ignored.
+    The checkpoint's steps, rows and seed continue the planned learning rates and batches.
     """
     expected = beginning(config, text)
     if lacks := expected.keys() - state.keys():
@@ -86,9 +84,10 @@ def require_same(state: dict[str, Any], config: RunConfig, text: str | None, sou
         raise UsageError(f"{source} cannot be continued: {reason}")
     for name, value in expected.items():
         if name not in not_compared and state[name] != value:
+            option = OPTIONS.get(name, name)
+            label = "text" if name == "text" else option  # the value of a text is its digest
             raise UsageError(
-                f"{source} was begun with {name} {state[name]}, not {value}; set the same "
-                f"{OPTIONS.get(name, name)}"
+                f"{source} was begun with {label} {state[name]}, not {value}; set the same {option}"
             )
 
 
@@ -101,7 +100,7 @@ def require_finite(loss: float, step: int) -> None:
         )
 
 
-def resumed(run: Run) -> Path | None:
+def checkpoint_to_resume(run: Run) -> Path | None:
     """Return this run's checkpoint after a restart, or the checkpoint of --resume, or None."""
     restarted_from = run.out / CHECKPOINT
     return restarted_from if restarts() and restarted_from.exists() else run.config.resume

@@ -52,7 +52,7 @@ def end_with_parent(parent: int) -> None:
 
 @contextmanager
 def collect_stop_requests() -> Iterator[list[int]]:
-    """Yield a list to which SIGTERM is appended, instead of ending the process, in the block."""
+    """Yield a list that records SIGTERM, which does not end the process in the `with` statement."""
     signals: list[int] = []
     before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     try:
@@ -64,7 +64,7 @@ def collect_stop_requests() -> Iterator[list[int]]:
 class FailureWatch:
     """A thread that calls `on_failure(message)` after a failure.
 
-    A failure is one that a rank has reported, the loss of the store, or the removal of `folder`.
+    A failure is a message from a rank, the loss of the store, or the removal of `folder`.
 
     Args:
         store: the store that all ranks share. The watch polls a clone, because a client of a

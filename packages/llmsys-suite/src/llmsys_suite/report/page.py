@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from llmsys_suite.config import UsageError
-from llmsys_suite.folder import RunFolder
+from llmsys_suite.folder import FOREIGN, RunFolder
 from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.report import plots
 from llmsys_suite.report.sections import Section, sections
@@ -77,9 +77,11 @@ def headline(path: Path) -> str:
 
 
 def title(folder: RunFolder) -> str:
-    """Return the title, which names the trained model and its text."""
+    """Return the title: the size of the model and, if a stage trains it, its text."""
     plan = folder.results.get("plan")
     size = f"{plan.parameters:,} parameters" if isinstance(plan, Plan) else folder.config.size
+    if "train" not in folder.config.stages and "learn" not in folder.config.stages:
+        return f"A decoder of {size}"
     text = folder.read_json("env.json").get("text_source", "text")
     return f"A decoder of {size}, trained on {text}"
 
@@ -90,7 +92,7 @@ def opening(folder: RunFolder) -> Iterator[str]:
     config = folder.config
     env = folder.read_json("env.json")
     if lacks := {"gpus", "processor", "cores", "torch", "python", "date", "load_average"} - {*env}:
-        raise UsageError(f"{folder.path / 'env.json'} is not what a run writes: no {min(lacks)}")
+        raise UsageError(f"expected {folder.path / 'env.json'} to have {min(lacks)}; {FOREIGN}")
     where = ", ".join(env["gpus"]) or f"{env['processor']}, {env['cores']} cores"
     ranks = "1 rank" if config.world == 1 else f"{config.world} ranks"
     yield (

@@ -146,7 +146,7 @@ class SplitModel(Variant):
 
     def blocks(self) -> list[Block]:
         """Return the blocks of this rank."""
-        return self.layers.layers()
+        return self.layers.block_list()
 
     def evaluated_model(self) -> nn.Module:
         """Return a new, unsplit model with the current weights."""

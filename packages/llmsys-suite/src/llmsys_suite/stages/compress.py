@@ -61,8 +61,8 @@ def _row(
     sizes, state = tinyml.size_of(model).sparse_by_name, model.state_dict()
     return {
         "method": name,
-        # Bytes of the tensors in the model's file, which has no buffers outside of the state dict.
-        # Zeros are not stored if that is smaller.
+        # Count only tensors of the state dict, because the model's file omits other buffers. A
+        # tensor is counted as sparse if that is smaller.
         "size_bytes": sum(nbytes for tensor, nbytes in sizes.items() if tensor in state),
         "heldout_loss": float(cross_entropy(model(tokens), targets)),
     }

@@ -22,11 +22,11 @@ from llmsys_suite.learning.state import (
     PROBE,
     RATE,
     beginning,
+    checkpoint_to_resume,
     draw_probed_step,
     is_due,
     require_finite,
     require_same,
-    resumed,
     schedule,
 )
 from llmsys_suite.ranks.failure import collect_stop_requests
@@ -48,7 +48,7 @@ def run(run: Run) -> Learn | None:
     name, variant = make_variant(run)
     text = run.corpus.digest()
     state = beginning(config, text)
-    if (source := resumed(run)) is not None:
+    if (source := checkpoint_to_resume(run)) is not None:
         pair = variant.checkpointed()
         state = zero.load_checkpoint(source, *pair)
         require_same(state, config, text, source)

@@ -24,11 +24,11 @@ def by_phase(step: Step) -> list[dict[str, Any]]:
         activities.append(ProfilerActivity.CUDA)
     rows = []
     for phase, part in step.parts.items():
-        with profile(activities=activities, acc_events=True) as seen:
+        with profile(activities=activities, acc_events=True) as profiler:
             start_time = now(step.device)
             part()
             seconds = now(step.device) - start_time
-        summary = summarize(seen.key_averages(), step.device.type)
+        summary = summarize(profiler.key_averages(), step.device.type)
         rows.append({"phase": phase, "timer_ms": seconds * 1e3} | summary)
     return rows
 

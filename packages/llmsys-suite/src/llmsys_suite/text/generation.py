@@ -43,7 +43,7 @@ def generate_text(
     argument.
     """
     if max_bytes < 1:
-        raise UsageError(f"expected max_bytes >= 1, got {max_bytes}")
+        raise UsageError(f"expected --max-bytes >= 1, got {max_bytes}")
     if not 0 < temperature < math.inf:
         raise UsageError(
             f"expected a temperature above 0 and below infinity, got {temperature:g}; 1 draws from "

@@ -21,7 +21,7 @@ def seeded(
     model = copy.deepcopy(drawn).to(run.device)
     model.config = config
     if attention is not None:
-        for block in model.layers():
+        for block in model.block_list():
             block.attention.attend = attention
     return model
 

@@ -63,7 +63,7 @@ class TorchFSDP(Parallel):
     def build(self) -> None:
         """Shard the blocks, then the root."""
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        for block in self.decoder.layers():
+        for block in self.decoder.block_list():
             fully_shard(block, mesh=mesh)
         fully_shard(self.decoder, mesh=mesh)
         super().build()

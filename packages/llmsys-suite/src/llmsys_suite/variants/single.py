@@ -111,7 +111,7 @@ class Variant:
 
     def blocks(self) -> list[Block]:
         """Return the blocks that this rank trains."""
-        return self.decoder.layers()
+        return self.decoder.block_list()
 
     def evaluated_model(self) -> nn.Module:
         """Return the model that computes held-out losses."""

@@ -93,7 +93,7 @@ def _trained_again(run: Run, row: results.Row) -> float:
     optimizer = reference.AdamW(weights, peak, decay=0.0)
     for step in range(steps):
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
-        optimizer.rate = peak * min(1.0, (step + 1) / 10) * cosine
+        optimizer.learning_rate = peak * min(1.0, (step + 1) / 10) * cosine
         batch = reference.batch(train, scale.ROWS, scale.CONTEXT, seed, step)
         _, gradients = reference.gradients(weights, *on_device(run, batch), heads)
         weights = optimizer.step(weights, gradients)

@@ -17,7 +17,7 @@ from llmsys_suite.measure.samples import ranks_of
 REPEATED = 0.1
 
 
-def configuration(record: Record) -> Iterator[Check]:
+def check_configuration(record: Record) -> Iterator[Check]:
     """Compare config.json with the configuration that the ranks had during the audit."""
     stored, during = plain_values(record.config), record.evidence["config"]
     different = [name for name in stored if stored[name] != during.get(name)]
@@ -30,11 +30,8 @@ def plain_values(config: RunConfig) -> dict[str, Any]:
     return values
 
 
-def text(record: Record) -> Iterator[Check]:
-    """Check that every rank has the text of the files, and that the parts do not overlap much.
-
-    At most the fraction `REPEATED` of the held-out windows may occur in the training text.
-    """
+def check_text(record: Record) -> Iterator[Check]:
+    """Check that every rank has the text of the files, and that few held-out windows repeat it."""
     split = record.evidence["split"]
     different = [
         f"{part} text of rank {rank}"
@@ -49,7 +46,7 @@ def text(record: Record) -> Iterator[Check]:
     yield windows.near("held-out text is not training text", fraction, REPEATED)
 
 
-def rows(record: Record) -> Iterator[Check]:
+def check_rows(record: Record) -> Iterator[Check]:
     """Compare the variants, and the rows of every step with rows of the independent sampler."""
     yield same_rows("variants", record.probes, [row["variant"] for row in record.train.rows])
     foreign: list[str] = []

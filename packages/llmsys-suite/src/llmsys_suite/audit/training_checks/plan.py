@@ -14,7 +14,7 @@ from llmsys_suite.measure.samples import SINGLE
 SAVED_BYTES = (0.9, 1.5)
 
 
-def counts(record: Record) -> Iterator[Check]:
+def check_counts(record: Record) -> Iterator[Check]:
     """Compare parameters and FLOPs with torch's counts of the reference."""
     plan, counts = record.plan, record.evidence["model_counts"]
     weights = Sources("plan", "the reference's weights")
@@ -27,7 +27,7 @@ def counts(record: Record) -> Iterator[Check]:
     )
 
 
-def memory(record: Record) -> Iterator[Check]:
+def check_memory(record: Record) -> Iterator[Check]:
     """Compare predicted bytes with a real step, autograd's saved tensors and stored tensors."""
     plan, parts = record.plan, record.plan.training_bytes_by_part
     step = Sources("plan", "live bytes of a real step")
@@ -55,7 +55,7 @@ def memory(record: Record) -> Iterator[Check]:
     yield tensors.equal("moment bytes", stored["moments"], parts["optimizer"])
 
 
-def communication(record: Record) -> Iterator[Check]:
+def check_communication(record: Record) -> Iterator[Check]:
     """Compare the bytes of gradients and of an all-reduce with their formulas."""
     plan, world = record.plan, record.config.world
     gradients = 4 * record.evidence["model_counts"]["parameters"]
@@ -67,7 +67,7 @@ def communication(record: Record) -> Iterator[Check]:
     yield ring.equal("DDP's wire bytes per rank", wire, plan.ddp_wire_bytes_per_rank, whole_byte)
 
 
-def rates(record: Record) -> Iterator[Check]:
+def check_rates(record: Record) -> Iterator[Check]:
     """Compare the rate of a matrix product with the rate that the audit measured."""
     rate = record.evidence["product_flops_per_second"]
     clock = Sources("plan", "the wall clock, without waiting for a core")

@@ -55,10 +55,7 @@ class Record:
         return loss_curves(self.samples)
 
     def missing(self) -> list[str]:
-        """Return the losses and samples of steps that are missing or not expected.
-
-        Most checks would pass without them. A check that reads another missing value fails.
-        """
+        """Return missing and unexpected losses and samples. Most checks would pass without them."""
         counted = self.evidence["sockets_count"]
         missing = []
         for name in self.probes:

@@ -18,8 +18,8 @@ from llmsys_suite.measure import others
 from llmsys_suite.measure.samples import PEER, PHASES, SERVER, WHOLE_STEP, ranks_of
 
 
-def steps(record: Record) -> Iterator[Check]:
-    """Compare the recorder's times with a second clock, and the threads with those of the audit.
+def check_steps(record: Record) -> Iterator[Check]:
+    """Compare the recorder's times with a second clock, and torch's thread count with the audit's.
 
     Two ranks that report the same readings of the second clock in more than half of the steps have
     copied one of them. In single steps, ranks can start and end at the same reading.
@@ -41,7 +41,7 @@ def steps(record: Record) -> Iterator[Check]:
 
 
 def _copied(record: Record) -> list[str]:
-    """Return the variants of which two ranks have equal readings in more than half of the steps."""
+    """Return the variants in which two ranks have equal readings in more than half of the steps."""
     ranks: dict[str, dict[tuple[float, float], list[int]]] = defaultdict(lambda: defaultdict(list))
     for (name, rank), rank_samples in record.steps.items():
         for s in rank_samples:
@@ -56,11 +56,8 @@ def _copied(record: Record) -> list[str]:
     return copied
 
 
-def reported_times(record: Record) -> Iterator[Check]:
-    """Check the reported step times, ratios and utilization against a second clock.
-
-    The spread of the ratios is recomputed from the recorded samples.
-    """
+def check_reported_times(record: Record) -> Iterator[Check]:
+    """Check the reported step times, ratios and utilization against a second clock."""
     slowest = record.slowest_seconds()
     recorded = record.by_step(itemgetter("seconds"), max)
     flops = record.evidence["model_counts"]["flops_causal"]
@@ -74,14 +71,13 @@ def reported_times(record: Record) -> Iterator[Check]:
         step_ms.append((1e3 * seconds, row["step_ms"], name))
         peak = ranks_of(name, record.config.world) * record.plan.peak
         utilization.append((flops / (peak * seconds), row["mfu"], name))
-        # Ratios need rounds in common with the peer, which variants that ran one after another do
-        # not have.
+        # Variants that ran one after another have no rounds in common with the peer.
         if record.plan.variants_fit_together:
             rounds = slowest[name].keys() & slowest[PEER].keys()
             by_round = sorted(slowest[name][r] / slowest[PEER][r] for r in rounds)
             ratios.append((statistics.median(by_round), row.get("ratio_p50", math.nan), name))
             # One disturbed reading of a clock can move a percentile. Therefore the spread is taken
-            # from the recorder's times, which `steps` compares with the other clock.
+            # from the recorder's times, which `check_steps` compares with the other.
             by_round = sorted(recorded[name][r] / recorded[PEER][r] for r in rounds)
             tenth = len(by_round) // 10
             spread.append((by_round[tenth], row.get("ratio_p10", math.nan), f"{name}, p10"))
@@ -95,7 +91,7 @@ def reported_times(record: Record) -> Iterator[Check]:
         yield Sources("summary", against).all_equal(f"reported {name}", pairs, tolerance)
 
 
-def rounds(record: Record) -> Iterator[Check]:
+def check_rounds(record: Record) -> Iterator[Check]:
     """Check that a rank ends the steps of all variants before it begins the next round.
 
     Ratios divide times of one round, because a slow second affects neighboring steps alike.
@@ -118,12 +114,11 @@ def rounds(record: Record) -> Iterator[Check]:
     yield clock.none("variants are interleaved step by step", early)
 
 
-def peers(record: Record) -> Iterator[Check]:
+def check_peers(record: Record) -> Iterator[Check]:
     """Compare the times of torch's DDP and FSDP2 in the run with the audit's implementations.
 
     The audit's peers do not run in the stage `train`. Therefore the audit's rounds also time
     another variant, and the peer's ratio to that variant is compared with the ratio in the stage.
-    Needed times are compared in undisturbed rounds only, if there are enough.
     """
     fractions = others.foreign_cpu_fractions(record.steps_of(PEER))
     for name, by_measure in record.evidence["peers"].items():
@@ -133,11 +128,11 @@ def peers(record: Record) -> Iterator[Check]:
             yield peer.within(
                 f"{measure_name} of {name}", 1.0, ratios["audit"], measure.allowed_factor
             )
-            means = record.by_step(measure.seconds, statistics.mean)
+            means = record.by_step(measure.seconds_of, statistics.mean)
             for other in ratios.keys() - {"audit"}:
                 # The first step, if no warm-up precedes it, creates state and connections.
                 rounds = (means[name].keys() & means[other].keys()) - {0}
-                if measure.in_quiet_rounds:
+                if measure.needs_undisturbed_rounds:
                     both = [*record.steps_of(name), *record.steps_of(other)]
                     rounds -= others.disturbed_rounds(both, fractions)
                 if len(rounds) < LEAST_ROUNDS:
@@ -156,15 +151,14 @@ def peers(record: Record) -> Iterator[Check]:
 def bounds_of_median(values: list[float]) -> tuple[float, float]:
     """Return order statistics that enclose the median of the distribution.
 
-    The probability that they do is at least 0.9. It is lower for three and four values, although
-    the bounds are then the extremes.
+    The probability that they do is at least 0.9. It is lower for three and four values.
     """
     ordered = sorted(values)
     left_out = max(0, int(len(ordered) / 2 - math.sqrt(len(ordered))))
     return ordered[left_out], ordered[-1 - left_out]
 
 
-def phases(record: Record) -> Iterator[Check]:
+def check_phases(record: Record) -> Iterator[Check]:
     """Check the phases of every step after the warm-up, and the fractions of time in each phase.
 
     Every step must have all of its phases, and their sum may exceed the step by one thousandth.

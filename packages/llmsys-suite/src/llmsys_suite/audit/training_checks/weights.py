@@ -32,15 +32,15 @@ UNEVEN = 0.2
 LEAST_STEPS = 10
 
 
-def initial_weights(record: Record) -> Iterator[Check]:
+def check_initial_weights(record: Record) -> Iterator[Check]:
     """Compare the scale of the initial weights with the initialization of Glorot and Bengio."""
     scales = [(away, where) for away, where in record.evidence["initial_scales"]]
     glorot = Sources("standard deviations, in standard errors", "sqrt(2 / (in + out))")
     yield glorot.all_near("scale of the initial weights", scales, STANDARD_ERRORS)
 
 
-def probed_step(record: Record) -> Iterator[Check]:
-    """Compare one SGD step of every variant and rank with float64, and ranks with each other."""
+def check_probed_step(record: Record) -> Iterator[Check]:
+    """Compare one SGD step of every rank with float64, and ranks bit by bit after two steps."""
     every_rank = Sources("every rank", "float64")
     for row in record.train.rows:
         name = row["variant"]
@@ -55,11 +55,11 @@ def probed_step(record: Record) -> Iterator[Check]:
             )
 
 
-def final_weights(record: Record) -> Iterator[Check]:
+def check_final_weights(record: Record) -> Iterator[Check]:
     """Compare the trained weights of all ranks bit by bit, and with those of one process."""
     tolerance = weight_tolerance(record.config, WEIGHT_CHANGE * math.sqrt(record.num_steps))
-    # Sums over the rows of several ranks round differently from a sum over all rows. If no weight
-    # differs, the weights were compared with themselves. A distance of 0 therefore fails.
+    # Sums over the rows of several ranks round differently from a sum over all rows. A distance of
+    # 0 therefore fails: the weights were compared with themselves.
     sums_differ = record.config.world > 1 and record.config.parts == 1
     least = sys.float_info.min if sums_differ else 0.0
     for row in record.train.rows:
@@ -77,7 +77,7 @@ def final_weights(record: Record) -> Iterator[Check]:
         )
 
 
-def stored_tensors(record: Record) -> Iterator[Check]:
+def check_stored_tensors(record: Record) -> Iterator[Check]:
     """Compare the bytes that every rank stores after the training with the variant's formula."""
     whole = 4 * record.evidence["model_counts"]["parameters"]
     for row in record.train.rows:
@@ -107,18 +107,18 @@ def stored_tensors(record: Record) -> Iterator[Check]:
                 [(expected, bytes_[kind], f"rank {rank}") for rank, bytes_ in enumerate(stored)],
                 UNEVEN if name in sharded else padding,
             )
-        most, where = max((bytes_["all"], f"rank {rank}") for rank, bytes_ in enumerate(stored))
+        largest, where = max((bytes_["all"], f"rank {rank}") for rank, bytes_ in enumerate(stored))
         yield formula.between(
             f"{name}: all that is stored",
             parameters + moments + buffers,
-            most,
+            largest,
             least,
             (1 + UNEVEN) * (parameters + moments + buffers),
             where,
         )
 
 
-def losses(record: Record) -> Iterator[Check]:
+def check_losses(record: Record) -> Iterator[Check]:
     """Compare losses with one process and the reference, and reported losses with the samples."""
     curves = record.losses
     alone = curves[SINGLE]
@@ -127,17 +127,17 @@ def losses(record: Record) -> Iterator[Check]:
         ("losses, trained again", "AdamW written out in float32", record.evidence["trajectory"]),
         ("all losses", "one process", alone),
     ):
-        off = [
-            (_away(ours, theirs), f"{variant} step {step}: {ours:.9g}, {theirs:.9g}")
+        differences = [
+            (_relative_difference(ours, theirs), f"{variant} step {step}: {ours:.9g}, {theirs:.9g}")
             for variant, curve in curves.items()
             for step, (ours, theirs) in enumerate(zip(curve, expected, strict=False))
         ]
-        yield Sources("samples", source).all_near(name, off, tolerance)
+        yield Sources("samples", source).all_near(name, differences, tolerance)
     if record.config.dtype == "bf16" and len(alone) >= LEAST_STEPS:
         exact = [
             name
             for name, curve in curves.items()
-            if max(map(_away, curve, record.evidence["trajectory"])) <= REPLAYED_LOSS
+            if max(map(_relative_difference, curve, record.evidence["trajectory"])) <= REPLAYED_LOSS
         ]
         rounded = Sources("samples", "AdamW written out in float32")
         yield rounded.none("rounding of bf16 in the losses", exact)
@@ -153,6 +153,6 @@ def losses(record: Record) -> Iterator[Check]:
     yield Sources("summary", "samples").all_equal("reported losses", reported, 1e-9)
 
 
-def _away(ours: float, theirs: float) -> float:
+def _relative_difference(ours: float, theirs: float) -> float:
     """Return the relative difference of two losses."""
     return abs(ours / theirs - 1)

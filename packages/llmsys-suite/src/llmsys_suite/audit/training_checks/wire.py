@@ -16,10 +16,10 @@ SHARED_MEMORY = "ddp shared memory"
 #: end of the step, and torch's DDP and `zero.FSDP` copy it before the forward pass only.
 BROADCASTS = {PEER: 1, "fsdp": 1, "ddp overlapped": 2, "ddp bucketed": 2, SHARED_MEMORY: 2}
 #: Upper bound on the header bytes per tensor and sending rank.
-HEAD_BYTES = 1024
+HEADER_BYTES = 1024
 
 
-def shared_memory(record: Record) -> Iterator[Check]:
+def check_shared_memory(record: Record) -> Iterator[Check]:
     """Compare the bytes that are summed in shared memory with the bytes of the gradients."""
     probe = record.probes.get(SHARED_MEMORY)
     if probe is None or not record.evidence["shares_memory"]:
@@ -32,21 +32,21 @@ def shared_memory(record: Record) -> Iterator[Check]:
             gradients,
             summed,
             gradients,
-            1.001 * gradients + HEAD_BYTES,
+            1.001 * gradients + HEADER_BYTES,
         )
 
 
-def sockets(record: Record) -> Iterator[Check]:
+def check_sockets(record: Record) -> Iterator[Check]:
     """Compare the bytes that sockets received per step of training with the variant's formula."""
     if not record.evidence["sockets_count"]:
         return
     # A ring forwards each tensor once per other rank.
     tensors = record.evidence["model_counts"]["tensors"]
-    heads = HEAD_BYTES * tensors * max(1, record.config.world - 1)
+    header_bytes = HEADER_BYTES * tensors * max(1, record.config.world - 1)
     kernel = Sources("the kernel's sockets", "the variant's formula")
     in_samples = []
     for row in record.train.rows:
-        received = _received(record, row["variant"])
+        received = _received_bytes(record, row["variant"])
         in_samples.append((received, row.get("wire_bytes", math.nan), row["variant"]))
         low, high = _expected_bytes(record, row["variant"])
         high += BROADCASTS.get(row["variant"], 0) * _buffer_bytes(record.config)
@@ -58,7 +58,7 @@ def sockets(record: Record) -> Iterator[Check]:
             high,
             received,
             0.99 * low - 64,
-            1.01 * high + heads,
+            1.01 * high + header_bytes,
         )
     reported = Sources("summary", "the samples")
     yield reported.all_equal("reported bytes received per step", in_samples, 1e-9)
@@ -70,7 +70,7 @@ def _buffer_bytes(config: RunConfig) -> int:
     return 4 * config.context * (size.d_model // size.num_heads)
 
 
-def _received(record: Record, variant: str) -> float:
+def _received_bytes(record: Record, variant: str) -> float:
     """Return the mean bytes per measured step of the rank that received the most."""
     by_rank = [
         [s["received"] for s in steps if not s["warmup"]]
@@ -81,7 +81,7 @@ def _received(record: Record, variant: str) -> float:
 
 
 def _expected_bytes(record: Record, variant: str) -> tuple[float, float]:
-    """Return the least and the most bytes per step of the rank that receives the most.
+    """Return the minimum and maximum bytes per step of the rank that receives the most.
 
     In a reduce-scatter or an all-gather each rank receives (n - 1) / n of the data, and in an
     all-reduce twice as much.
