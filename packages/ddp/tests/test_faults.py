@@ -341,7 +341,7 @@ def lose_rank_one(how: str, grace: float) -> None:
         store.set(f"{rank} gave up", "1")
         seconds = time.monotonic() - start
         # Later calls raise errors too: no rank continues alone.
-        with pytest.raises(RuntimeError, match="out of step"):
+        with pytest.raises(RuntimeError, match="inconsistent since an earlier failure"):
             model(torch.ones(2, 5))
         raise RuntimeError(f"{error} after {seconds:.2f} s") from None
 

@@ -38,7 +38,7 @@ def main() -> float:
     plan = {f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")}
     plan |= {f"ffn.{name}": ColwiseParallel() for name in ("gate", "up")}
     plan |= {"attention.out": RowwiseParallel(), "ffn.down": RowwiseParallel()}
-    for block in model.layers():
+    for block in model.block_list():
         parallelize_module(block, init_device_mesh(kind, (world,)), plan)
         block.attention.num_heads = config.num_heads // world
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)

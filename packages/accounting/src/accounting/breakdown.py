@@ -128,7 +128,7 @@ def plain(value: Number) -> int | float:
 def readable(value: Number) -> str:
     """Format a whole number as 12,345, another `Fraction` as 7/8, and another float as 1.23457.
 
-    Floats have six significant digits, also whole floats of 1e15 or more.
+    Such floats have six significant digits, and so have whole floats of 1e15 or more.
     """
     if isinstance(value, Fraction) and value.denominator != 1:
         return str(value)

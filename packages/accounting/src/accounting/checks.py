@@ -169,7 +169,7 @@ def convert_fields(record: Any, prefix: str = "", /, **limits: Any) -> None:
 
 
 def layers(name: str, indices: object, most: int = MOST_LAYERS) -> tuple[int, ...]:
-    """Return sorted distinct layer indices; raise `ValueError` unless all are below `most`."""
+    """Return sorted distinct layer indices; raise `ValueError` unless all are in range(`most`)."""
     if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise TypeError(f"expected {name} to list layers, counted from 0, got {indices!r}")
     ordered = tuple(sorted({whole(name, layer, least=0) for layer in indices}))

@@ -51,7 +51,7 @@ class Precision:
 
     def __post_init__(self) -> None:
         others = {"name", "moments", "moment_block", "source"}
-        dtypes = {field.name for field in fields(self)} - others
+        dtypes = {field.name for field in fields(Precision)} - others
         checks.convert_fields(self, **dict.fromkeys(dtypes, tuple(BYTES)))
         checks.instance("moments", self.moments, tuple, "a tuple of dtypes")
         for moment in self.moments:

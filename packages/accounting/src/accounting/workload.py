@@ -31,7 +31,7 @@ class Workload:
     #: True if one kernel computes the gated product and saves gate, up and the product.
     fused_gate: bool = False
     #: True for `torch.compile`. Its partitioner saves the same tensors as fused norms and gates do.
-    #: Matrices with the same input share one copy of it under autocast.
+    #: Compiled matrices with the same input share one copy of it under autocast.
     compiled: bool = False
     #: True for the eager modules of Hugging Face transformers with sdpa, which save more tensors:
     #: an RMSNorm and activations such as `gelu_new` are several operators. A layer with a window of

@@ -2,8 +2,8 @@
 
 The meter, the checks across ranks, failure attribution, compression and communication hooks
 implement `Extension`. The algorithm in `reducer.py` can be read without them: it calls the five
-methods below at fixed points. The results of a `Reducer`
-without extensions are bitwise equal to those of `plain.py`.
+methods below at fixed points. The results of a `Reducer` without extensions are bitwise equal to
+those of `plain.py`.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def ablation_effects(w: Weights, tokens: Tensor) -> Tensor:
         return torch.nn.functional.cross_entropy(predicted, tokens[1:])
 
     baseline = loss(frozenset())
-    increases = torch.empty(w.q.shape[:2], dtype=baseline.dtype)
+    increases = baseline.new_empty(w.q.shape[:2])
     for layer in range(len(increases)):
         for head in range(len(increases[layer])):
             increases[layer, head] = loss(frozenset({(layer, head)})) - baseline

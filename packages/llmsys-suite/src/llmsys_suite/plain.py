@@ -1,6 +1,6 @@
 """Minimal implementation of the suite: train a decoder on bytes in one process, measure and check.
 
-The audit runs this file on float64 weights as its reference.
+The audit runs this file on float64 weights as its reference, and repeats trainings with it.
 """
 
 import math
@@ -30,7 +30,8 @@ def logits(w: Weights, tokens: Tensor, heads: int, patterns: list[Tensor] | None
         qkv = (y_BTD @ w[f"{block}attention.{part}.weight"].T for part in "qkv")
         q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv)
         scores_BHTT = rotate(q) @ rotate(k).transpose(-2, -1) / math.sqrt(q.shape[-1])
-        pattern_BHTT = softmax(scores_BHTT + torch.full_like(scores_BHTT, -math.inf).triu(1))
+        position = torch.arange(tokens.shape[1], device=q.device)
+        pattern_BHTT = scores_BHTT.where(position[:, None] >= position, -math.inf).softmax(-1)
         if patterns is not None:
             patterns.append(pattern_BHTT)
         mixed_BTD = (pattern_BHTT @ v).transpose(1, 2).flatten(2)
@@ -51,11 +52,6 @@ def loss(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> Tensor:
 def norm(x_BTD: Tensor, gain: Tensor) -> Tensor:
     """Return x divided by its root mean square, times `gain` (Zhang and Sennrich 2019)."""
     return x_BTD / ((x_BTD**2).mean(-1, keepdim=True) + 1e-5).sqrt() * gain
-
-
-def softmax(x: Tensor) -> Tensor:
-    """Return exp(x) divided by its sum along the last dim."""
-    return (x - x.logsumexp(-1, keepdim=True)).exp()
 
 
 def rotate(x_BHTK: Tensor) -> Tensor:

@@ -100,7 +100,7 @@ class Optimum(ComparesArrays):
     loss: float
     #: Intervals by field name; None if the law is known and was not fitted to runs.
     intervals: dict[str, Interval] | None = None
-    #: A statement of how often such intervals covered later runs of published tables; empty if the
+    #: A statement of how often such intervals covered later optima of tables; empty if the
     #: intervals do not include drift.
     coverage: str = ""
     #: The reason why the intervals are (0, inf); empty if they are not. If the runs do not identify
@@ -128,8 +128,8 @@ def unidentified_optimum(compute: float, reason: str) -> Optimum:
 class Law:
     """The loss E + A / N^alpha + B / D^beta, in nats, of a model with N parameters after D tokens.
 
-    Raises `ValueError` unless E >= 0 and the other constants are positive and finite. `UNKNOWN_LAW`
-    (all nan) is the exception; it represents runs that do not identify a law.
+    Raises `ValueError` unless all constants are finite, E >= 0 and the others positive. The
+    exception is `UNKNOWN_LAW` (all nan), which represents runs that do not identify a law.
     """
 
     E: float

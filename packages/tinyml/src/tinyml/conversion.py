@@ -144,7 +144,7 @@ class Replacement(nn.Module):
         super().__init__()
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
-    def base_if_merged(self) -> nn.Module:
+    def layer_to_compress(self) -> nn.Module:
         """Return the layer to compress in place of this one.
 
         Raise `ValueError` if its dense weight is not stored.
@@ -165,7 +165,7 @@ def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     check_supported(model)
     model = copy.deepcopy(model, memo)
     replaced = [module for module in model.modules() if isinstance(module, Replacement)]
-    replacements: dict[nn.Module, nn.Module] = {m: m.base_if_merged() for m in replaced}
+    replacements: dict[nn.Module, nn.Module] = {m: m.layer_to_compress() for m in replaced}
     return replace_modules(model, replacements)
 
 

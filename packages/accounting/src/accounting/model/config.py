@@ -253,6 +253,7 @@ class Config:
     def mixer(self, entry: Table) -> Mixer:
         """Return a recurrent mixer: the formulas of mixers.toml for the sizes of the family."""
         name = entry["like"]
+        layers = self.where(entry["where"])
         table = mixer_tables()[name]
         sizes = {k: self.value(v) for k, v in entry.items() if k not in ("like", "where")}
         sizes = table.get("sizes", {}) | sizes | {"d_model": self.value(self.table["d_model"])}
@@ -270,7 +271,7 @@ class Config:
         )
         return Mixer(
             name=name,
-            layers=self.where(entry["where"]),
+            layers=layers,
             matrices=tuple(matrix for matrix in matrices if matrix.entries),
             state=inner.value(table["state"]),
             scan=inner.value(table["scan"]),

@@ -134,7 +134,7 @@ class Experts:
 @checks.named
 @dataclass(frozen=True, kw_only=True)
 class Window:
-    """Sliding-window or chunked attention, in which a query attends to at most `size` keys."""
+    """Sliding-window or chunked attention, in which a query attends to about `size` keys."""
 
     #: Number of keys that a query attends to, including its own token.
     size: int

@@ -181,7 +181,7 @@ class Bounds:
     def _gathered_bytes(
         self, stage: Stage, layout: Layout, expert: int
     ) -> tuple[float, float, float]:
-        """Return bytes of gathered weights, all bytes of weights, and the size of a block.
+        """Return bytes of weights gathered at once, of all weights, and of a block.
 
         The first is the weights of the ends and two blocks with `reshard_after_forward`, and
         otherwise all weights. The size of the largest block is in parameters.

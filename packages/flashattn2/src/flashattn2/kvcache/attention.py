@@ -150,7 +150,7 @@ def flash_attention_with_kvcache(
 def _choose_backend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, backend: str
 ) -> BackendChoice:
-    """Return the backend choice; with "aten", `eager.py` selects a kernel per sequence."""
+    """Return the choice; on a CPU, `eager.py` selects a kernel per sequence with "aten"."""
     is_per_sequence = q.device.type == "cpu" and backend in ("auto", "aten")
     requested = "torch" if is_per_sequence else backend
     choice, _ = select_backend(q, k_cache, v_cache, spec, backend=requested, packed=True)

@@ -32,6 +32,6 @@ def circuit_pattern(
 def attention_head(
     x: Tensor, qk: LowRank | Tensor, ov: LowRank | Tensor, *, scale: float = 1.0
 ) -> Tensor:
-    """Return the output of one causal head with pattern A, A (x W_OV^T), (..., seq, d_model)."""
+    """Return A (x W_OV^T) of a causal head, (..., seq, d_model); A is its `circuit_pattern`."""
     moved = ov.apply(x) if isinstance(ov, LowRank) else x @ ov.mT
     return circuit_pattern(x, qk, scale=scale) @ moved

@@ -93,7 +93,7 @@ def view(
         path.write_text(page, encoding="utf-8", newline="\n")
         return path
     target = path.resolve()  # A symbolic link is kept.
-    part = target.with_name(f"{target.name}.{os.getpid()}.part")  # No error leaves half a page.
+    part = target.with_name(f"{target.name}.{os.getpid()}.part")  # An error leaves no partial page.
     try:
         part.write_text(page, encoding="utf-8", newline="\n")
         part.replace(target)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from llmsys_suite import plain
 from llmsys_suite.measure.distance import distance, furthest
-from llmsys_suite.plain import AdamW, Weights, logits, loss, softmax
+from llmsys_suite.plain import AdamW, Weights, logits, loss
 
 __all__ = ["AdamW", "batch", "distance", "furthest", "logits", "loss"]
 
@@ -65,7 +65,7 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     rows = []
     for t in range(q.shape[2]):
         scores = (k[:, :, : t + 1] * q[:, :, t : t + 1]).sum(-1) / math.sqrt(q.shape[-1])
-        rows.append((softmax(scores)[..., None] * v[:, :, : t + 1]).sum(2))
+        rows.append((scores.softmax(-1)[..., None] * v[:, :, : t + 1]).sum(2))
     return torch.stack(rows, 2)
 
 

@@ -66,7 +66,7 @@ def require_resumable(config: RunConfig, source: Path) -> None:
 def require_same(state: dict[str, Any], config: RunConfig, text: str | None, source: Path) -> None:
     """Raise `UsageError` if the run's options contradict the training that saved `source`.
 
-    The checkpoint's steps, rows and seed continue the planned learning rates and batches.
+    The checkpoint decides steps, rows and seed, so that learning rates and batches continue.
     """
     expected = beginning(config, text)
     if lacks := expected.keys() - state.keys():

@@ -18,7 +18,7 @@ from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
 
 #: Seconds that a server may be silent after the timeout.
 GRACE_SECONDS = 10.0
-#: Longest wait in seconds. System calls do not accept an infinite timeout.
+#: Longest wait in seconds. System calls accept no infinite or much longer timeout.
 MAX_WAIT_SECONDS = 7 * 24 * 3600.0
 #: Requests that are followed by gradients. An answer is followed by data if it has a size.
 KINDS_WITH_GRADIENTS = (Kind.STAGE, Kind.PUSH)

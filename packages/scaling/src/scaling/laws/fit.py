@@ -263,6 +263,6 @@ def _columns(form: Form, rows: Rows) -> tuple[dict[str, Array], Array]:
     columns = {k: _column(rows, k) for k in form.inputs}
     y = _column(rows, form.target)
     if {v.shape for v in columns.values()} != {y.shape} or y.ndim != 1:
-        lengths = {k: len(v) if v.ndim else 1 for k, v in {**columns, form.target: y}.items()}
-        raise ValueError(f"expected one-dimensional columns of one length, got {lengths}")
+        shapes = {k: v.shape for k, v in {**columns, form.target: y}.items()}
+        raise ValueError(f"expected one-dimensional columns of one length, got shapes {shapes}")
     return columns, np.log(y)

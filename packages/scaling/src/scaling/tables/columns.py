@@ -241,7 +241,7 @@ def require_tokens_of_text(reading: Reading) -> None:
 def require_tokens_of_all_epochs(
     reading: Reading, named_quantities: Container[str], is_history: bool
 ) -> None:
-    """Raise `ValueError` if the token column may count one epoch of runs with several epochs.
+    """Raise `ValueError` if the token column may count one epoch of runs with another number.
 
     `named_quantities` contains the quantities whose columns the caller named. A named column of
     tokens is confirmed. A size of text must always be named, so naming it does not confirm it.

@@ -38,9 +38,9 @@ def add_lora(
 
     The update of a weight is multiplied by `alpha` / `rank`; `alpha` is `rank` by default.
     `targets` selects layers whose name equals an entry or ends with it after a dot, as "q_proj"
-    does for "blocks.0.q_proj". Every entry must match a layer. `model` itself and
-    layers that `protect` names are not adapted. A layer that the model contains twice has one
-    adapter. An error leaves the model unchanged.
+    does for "blocks.0.q_proj". Every entry must match a layer. `model` itself and layers that
+    `protect` names are not adapted. A layer that the model contains twice has one adapter. An error
+    leaves the model unchanged.
 
     `parameters` selects single parameters by the ends of their names, such as
     "experts.gate_up_proj" for fused experts; layers are then adapted only if `targets` names them.

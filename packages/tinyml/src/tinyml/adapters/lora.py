@@ -192,7 +192,7 @@ class LoRA(LowRankUpdate, Replacement):
             self.base.weight = original
             self._unmerged_weight = None
 
-    def base_if_merged(self) -> nn.Module:
+    def layer_to_compress(self) -> nn.Module:
         """Return the base with the update if it is merged, otherwise the adapter itself.
 
         Raise `RuntimeError` if the factors have changed since `merge`.

@@ -57,7 +57,7 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     bases: dict[nn.Module, nn.Module] = {adapter: adapter.base for adapter in adapters.values()}
     check_hooks(model, bases)
     for adapter in adapters.values():
-        adapter.base_if_merged()  # raises if a factor has changed since it was merged
+        adapter.layer_to_compress()  # raises if a factor has changed since it was merged
     check_updated_parameters(model)
     before = _weights_before(model, adapters)
     if unmerged := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:

@@ -37,7 +37,11 @@ def save_gptq(model: nn.Module, folder: str | Path) -> None:
     for name, layer in model.named_modules():
         is_in_block = any(part.isdigit() for part in name.split("."))
         if isinstance(layer, nn.Linear) and (name in grids) != is_in_block:
-            remedy = f"pass protect=[{name!r}]" if name in grids else "do not protect it"
+            remedy = (
+                f"pass protect=[{name!r}]"
+                if name in grids
+                else "remove it from protect, or add its type to layers"
+            )
             raise ValueError(
                 "expected exactly the linear layers in blocks to be quantized, but "
                 f"{name} is{'' if name in grids else ' not'} quantized; {remedy}"

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-#: Bits of the multipliers that rescale the inputs of an addition. A difference of codes has a
-#: magnitude below 2^8, so each product is below 2^30.
+#: Bits of the multipliers that rescale the inputs of additions, concatenations and products. In an
+#: addition, a difference of codes is below 2^8, so its product with a multiplier is below 2^30.
 SUM_BITS = 22
 
 

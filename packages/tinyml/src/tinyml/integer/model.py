@@ -2,10 +2,10 @@
 
 The scheme is that of Jacob et al., "Quantization and Training of Neural Networks for Efficient
 Integer-Arithmetic-Only Inference", 2018. A ReLU after a product or a sum needs no layer if no
-other layer reads the result. Its range starts at zero, whose code is the lowest, so clamping to
-int8 is the ReLU. Batch normalization is folded into the weights before it, or becomes a product.
-The integers are the same on every machine, and `to_c` writes the network for a machine without
-torch.
+other layer reads the result. The range after the ReLU starts at zero, whose code is the lowest, so
+clamping to int8 is the ReLU. Batch normalization is folded into the weights before it, or becomes a
+product. The integers are the same on every machine, and `to_c` writes the network for a machine
+without torch.
 """
 
 from __future__ import annotations

@@ -36,8 +36,8 @@ class Grid:
     def stored_as(self, dtype: torch.dtype) -> Grid:
         """Return the grid with scales that `dtype` represents exactly.
 
-        Scales are rounded to the nearest number of `dtype`. Subnormal scales
-        have few digits. They are rounded up, so that codes reach the largest value of their row.
+        Scales are rounded to the nearest number of `dtype`. Subnormal scales have few digits. They
+        are rounded up, so that codes reach the largest value of their row.
         """
         rounded = self.scale.to(dtype).to(self.scale.dtype)
         limits = torch.finfo(dtype)

@@ -90,7 +90,7 @@ _MAX_CLUSTERS = 256
 _MAX_ITERATIONS = 10_000
 #: The largest number of distinct values that are clustered without a summary.
 _MAX_POINTS_WITHOUT_SUMMARY = 1024
-#: The number of intervals of equal count in a summary, and the number of equal width.
+#: The number of intervals of equal count in a summary, and of intervals of equal width.
 _SUMMARY_BINS = 512
 
 

@@ -22,7 +22,7 @@ from zero.fsdp.wrapping import ShardPolicy, make_units, materialize_module, orig
 from zero.parameter_checks import check_module, check_parameters, refuse_ddp
 from zero.process_groups import Collective, Communicator, DryRun, Group
 
-#: The attribute in which every module passed to `fully_shard` stores the FSDP of its root module.
+#: The attribute in which every module passed to `fully_shard` stores the FSDP of the outermost one.
 #: It is set in `__dict__`, so that it is not a submodule.
 FULLY_SHARDED = "_zero_fsdp"
 
@@ -56,8 +56,8 @@ class FSDP(UnitSchedule):
         previous one ran without gradients or in `no_sync()`. torch's DDP uses the same rule.
     elementwise_optimizers: custom optimizer classes that update every element independently and may
         step shards. A trial verifies this before the first step. torch's element-wise classes are
-        recognized. For any other optimizer class, each parameter is gathered in full on one owner
-        rank, which steps it.
+        recognized. For any other optimizer class, every rank gathers each unit, and one owner
+        rank keeps each full parameter and steps it.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
     inner: the FSDPs of modules within `module`. This FSDP takes over their units (`fully_shard`).
     """

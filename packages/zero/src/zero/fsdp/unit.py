@@ -29,10 +29,10 @@ is copied after an all-gather. The full parameters do not share the storage's ve
 (`partition.alias`), so autograd does not regard a refill as an in-place change.
 
 While the storage is empty, the versions of the full parameters are raised by `FREED`. A backward
-that would read a freed parameter therefore raises autograd's error of an in-place change instead of
-accessing memory that does not exist. Such a backward pass starts from a tensor that a module has
-stored, for example in an attribute, instead of returning it: no hook gathers the unit for this
-tensor.
+pass that would read a freed parameter therefore raises autograd's error of an in-place change
+instead of accessing memory that does not exist. Such a backward pass starts from a tensor that a
+module has stored, for example in an attribute, instead of returning it: no hook gathers the unit
+for this tensor.
 """
 
 from __future__ import annotations

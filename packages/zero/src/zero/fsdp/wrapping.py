@@ -190,7 +190,7 @@ def reads_weight_in_backward(module: nn.Module, fsdp_hooks: Collection[int] = ()
     """Return False only if it is certain that the module's backward pass does not read its weight.
 
     This is certain for `nn.Embedding.forward`. It is not certain for a subclass, a parametrization,
-    a hook whose id is not in `fsdp_hooks`, or a forward pass assigned to the module. These may
+    a hook whose id is not in `fsdp_hooks`, or a `forward` assigned to the module. These may
     compute anything from the weight.
     """
     forward: Any = EMBEDDING_FORWARD

@@ -13,9 +13,11 @@ Note [Lifetime of a gradient]
 
 The caller cannot access a collected gradient, so an edit of `.grad` after the backward pass edits
 the average. `finish()` averages local gradients that no backward pass has reduced. They have three
-sources: - a backward pass under `no_sync()`, which adds to `AveragedGradient.unreduced`; - a plain
-tensor that the caller has assigned to `.grad`; - a reentrant checkpoint, which may add to a
-gradient that the same backward pass has already collected.
+sources:
+
+- a backward pass under `no_sync()`, which adds to `AveragedGradient.unreduced`;
+- a plain tensor that the caller has assigned to `.grad`;
+- a reentrant checkpoint, which may add to a gradient that the same backward pass has collected.
 
 Note [Order of reductions]
 Collectives match only if all ranks launch them in the same order. Every backward outside

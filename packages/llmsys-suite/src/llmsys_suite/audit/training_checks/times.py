@@ -77,7 +77,7 @@ def check_reported_times(record: Record) -> Iterator[Check]:
             by_round = sorted(slowest[name][r] / slowest[PEER][r] for r in rounds)
             ratios.append((statistics.median(by_round), row.get("ratio_p50", math.nan), name))
             # One disturbed reading of a clock can move a percentile. Therefore the spread is taken
-            # from the recorder's times, which `check_steps` compares with the other.
+            # from the recorder's times, which `check_steps` compares with the other clock.
             by_round = sorted(recorded[name][r] / recorded[PEER][r] for r in rounds)
             tenth = len(by_round) // 10
             spread.append((by_round[tenth], row.get("ratio_p10", math.nan), f"{name}, p10"))
