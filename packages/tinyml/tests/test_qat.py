@@ -137,7 +137,7 @@ def test_weights_that_became_nan_in_training_are_not_converted():
 
 
 def test_bad_requests_say_what_to_ask_for():
-    with pytest.raises(ValueError, match="1 bits"):
+    with pytest.raises(ValueError, match="bits of a symmetric grid, got 1"):
         prepare_qat(mlp(), 1)
     with pytest.raises(ValueError, match="prepare_qat"):
         convert(mlp())
