@@ -36,15 +36,15 @@ def explain(
     deterministic: bool = True,
     backend: str = "auto",
 ) -> Explanation:
-    """Return the backend that `flash_attention` would select for these arguments.
+    """Return the backend that `flash_attention` would select for these arguments, and why.
 
     With `cu_seqlens_q` and `cu_seqlens_k`, the explanation applies to `flash_attention_varlen`.
 
     With `attn_mask` or `dropout_p`, the explanation applies to `sdpa`, which passes such a call to
     torch's own function: the backend is then "torch.nn.functional".
 
-    Otherwise, invalid arguments raise the errors of the call.  The values of boundaries and
-    dimensions of 2**30 or more are not checked.
+    In all other cases, invalid arguments raise the errors of the call.  Two checks are skipped: of
+    the values in `cu_seqlens_q` and `cu_seqlens_k`, and of dimensions of 2**30 or more.
     """
     if attn_mask is not None or dropout_p:
         obstacle = "reads no mask tensor" if attn_mask is not None else "has no dropout"

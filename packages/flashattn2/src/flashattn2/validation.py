@@ -51,9 +51,9 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
 
 
 def check_int32(name: str, x: Tensor, shape: tuple[int | str, ...], q: Tensor) -> None:
-    """Raise an error unless `x` is an int32 tensor of the shape on the device of q.
+    """Raise an error unless `x` is an int32 tensor of shape `shape` on q's device.
 
-    A string in the shape describes a size that may be any positive number.
+    A string in `shape` matches any positive size.
     """
     check_tensors(**{name: x})
     matches = x.dim() == len(shape) and all(

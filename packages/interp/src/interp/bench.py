@@ -1,8 +1,9 @@
 """Benchmarks that compare structured computations (ours) with direct ones (the peer's).
 
-The two computations alternate (A B A B ...). `ratio` is the peer's time divided by our time, and
-`error` is the largest difference divided by the largest result. If the peer would compute many
-forward passes of equal cost, it computes only a sample, and its time is scaled up.
+The two computations alternate (A B A B ...). The columns `ratio_p10`, `ratio_p50` and `ratio_p90`
+are quantiles of the peer's time divided by our time, and `error` is the largest difference divided
+by the largest result. If the peer would compute many forward passes of equal cost, it computes only
+a sample, and its time is scaled up.
 """
 
 from __future__ import annotations

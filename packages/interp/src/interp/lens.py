@@ -249,7 +249,7 @@ def head_outputs(
 
 
 def require_whole_heads(mixed: Tensor, heads: int) -> None:
-    """Raise ValueError if (..., features) is not divided evenly into heads."""
+    """Raise ValueError unless the last dimension of `mixed` is a multiple of `heads`."""
     if heads < 1 or mixed.shape[-1] % heads:
         raise ValueError(
             f"expected {mixed.shape[-1]} features to be a multiple of heads, got heads={heads}; "

@@ -207,7 +207,7 @@ def _prompt_at(prompt: Prompt, index: int) -> Prompt:
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MeanOverPairs:
-    """A result that may be a mean over pairs of prompts."""
+    """Base class of results of one pair of prompts, or averaged over several pairs."""
 
     #: The result of each pair of prompts; () for a single pair.
     pairs: tuple[Any, ...] = ()

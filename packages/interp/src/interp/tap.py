@@ -165,7 +165,7 @@ def _points(
 
 
 def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
-    """Return the sites that match each pattern, in the model's order.
+    """Return the sites that match, pattern by pattern, each in the model's order.
 
     Raises ValueError for a pattern without a match, for a second name of a shared module, and for a
     suffix other than ":input".

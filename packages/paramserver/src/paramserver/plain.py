@@ -38,7 +38,7 @@ class Server:
         return [p.detach().clone() for p in self.parameters]
 
     def push(self, worker: int, gradients: list[Tensor]) -> None:
-        """Apply the gradients. With a bound of 0, apply their mean once all workers have pushed."""
+        """Apply gradients; with a bound of 0, the mean over all workers once all have pushed."""
         self.clocks[worker] += 1
         if self.bound > 0:
             self._step(gradients)

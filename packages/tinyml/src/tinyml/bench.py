@@ -131,7 +131,7 @@ _LAYERS: tuple[tuple[str, int, Literal["dynamic", "auto"]], ...] = (
 
 
 def _torchao(linear: nn.Module) -> nn.Module | None:
-    """Return the layer quantized by torchao in eager mode: int8 weights and dynamic inputs."""
+    """Return the layer with int8 weights and dynamic inputs by torchao; None without torchao."""
     if not importlib.util.find_spec("torchao"):
         return None
     library: Any = importlib.import_module("torchao.quantization")

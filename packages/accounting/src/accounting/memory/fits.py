@@ -190,7 +190,7 @@ class _FakeLedger(Ledger):
 
 
 def _refuse_compiled(module: nn.Module) -> None:
-    """Raise `ValueError` for compiled modules, which run eagerly under a dispatch mode."""
+    """Raise `ValueError` for compiled modules: traced, they run eagerly with other memory."""
     for name, part in module.named_modules():
         if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
             raise ValueError(

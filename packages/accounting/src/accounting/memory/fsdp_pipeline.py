@@ -115,7 +115,7 @@ class FsdpStage:
         return product("gradients", "B", parameters=count, bytes=bytes_of(self.kind.gradients))
 
     def _fresh(self, count: int, accumulated: bool) -> Breakdown:
-        """Return a gradient that is not yet added to the accumulated one."""
+        """Return the bytes of a gradient that is not yet added to the accumulated one."""
         # Under mixed precision the first gradient is cast, so two copies exist.
         exists = accumulated or self.kind.cast_weights is not None
         return product("fresh gradient", "B", parameters=count * exists, bytes=self._size)

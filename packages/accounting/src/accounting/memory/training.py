@@ -75,8 +75,8 @@ def _stage_memory(model: Transformer, plan: Plan, work: Workload, stage: int) ->
     stored = in_flight(plan, stage)
     if plan.pipeline == 1:
         return moment(stored, states)
-    # The first backward allocates the gradients. The second one has as many micro-batches in flight
-    # if another forward ran between the two.
+    # The first backward pass allocates the gradients. The second one has as many micro-batches in
+    # flight as the first if a forward pass runs between the two, and otherwise one fewer.
     has_more = plan.microbatches * plan.virtual_stages > stored
     first = moment(stored, [state for state in states if state.name != "gradients"])
     second = moment(stored if has_more else stored - 1, states)

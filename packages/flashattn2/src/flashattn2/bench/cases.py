@@ -30,7 +30,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 
 def measured_rows(device: str, quick: bool, cases: Sequence[str]) -> Iterator[Row]:
-    """Yield the row of the machine and the rows of the cases."""
+    """Yield a row that describes the machine, and then the rows of each case."""
     if device not in DEVICES:
         raise ValueError(
             f"expected device to be one of {', '.join(DEVICES)}, got {device!r}: other devices "

@@ -20,8 +20,8 @@ _EXPERTS = ("mlp.experts.0.gate", "mlp.experts.0.up", "mlp.experts.0.down", "mlp
 _QK_NORMS = ("attention.q_norm", "attention.k_norm")
 _NORMS_OF_OUTPUTS = ("attention_out", "mlp_out")
 
-#: The parts of a block with biases, by the option that adds these biases and its default. "" means
-#: that the family always has the biases.
+#: For each family, the parts of a block with biases, by the option that adds these biases and its
+#: default. "" means that the family always has the biases.
 _BIASES: Mapping[str, Mapping[tuple[str, bool], tuple[str, ...]]] = {
     "gpt2": {("", True): _ATTENTION + _MLP},
     "llama": {("attention_bias", False): _ATTENTION, ("mlp_bias", False): (*_MLP, "mlp.gate")},

@@ -126,7 +126,7 @@ class Replica:
         return gradients
 
     def is_next(self, push: Push) -> bool:
-        """Return True if `push` is the worker's next push, and False if it is accepted or void.
+        """Return True if `push` is the worker's next push, False if it is old or already accepted.
 
         Raises:
             RuntimeError: this server has not replayed the worker's earlier pushes. The worker has

@@ -36,7 +36,7 @@ class ConnectionBuffers:
         self.gradients = torch.zeros_like(self.parameters)
 
     def deliver(self, data: Tensor) -> Callable[[], None] | None:
-        """Store parameters for the worker.
+        """Make parameters available to the worker.
 
         Return None if they are copied. Otherwise return a function that copies them. The caller
         must call that function before the parameters change.

@@ -313,7 +313,7 @@ def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
 
 
 def _names_checkpoints(reading: Reading, column: str) -> bool:
-    """Return True if most names of a column end with the time of a checkpoint."""
+    """Return True if at least half of the cells end with a time, as in `step_1000`."""
     cells = reading.table.cells(column)
     matches = sum(CHECKPOINT_NAME.fullmatch(str(cell).lower()) is not None for cell in cells)
     return matches >= len(cells) / 2

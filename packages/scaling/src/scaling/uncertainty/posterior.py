@@ -50,8 +50,8 @@ from scaling.units import Array
 #: Prior mean of both exponents.
 PRIOR_EXPONENT = 1 / 3
 
-#: Maps the deviations of (log alpha, log beta) from the prior mean to units of standard deviations.
-#: The first row gives the average, the second the difference.
+#: The matrix that maps the deviations of (log alpha, log beta) from the prior mean to multiples of
+#: standard deviations: of their average (first row) and of their difference.
 PRIOR_PRECISION_ROOT = np.array([[0.5, 0.5], [-1.0, 1.0]]) / np.array([[0.6], [0.5]])
 
 #: Number of sampled laws. Another seed changes the ends of an interval by 2 % of its width.

@@ -173,10 +173,10 @@ class _Recipe:
         return np.where(is_reached, middle, np.inf)
 
     def crossings(self, loss: float, error: Array) -> tuple[float, float]:
-        """Return the log computes at which the ends of the law's 95 % band reach a loss.
+        """Return the log of the compute at which the ends of the 95 % band reach a loss.
 
-        The lower end of the band reaches the loss first. `error` is the standard deviation of the
-        log of the loss itself. A log compute is inf if the loss is not reached.
+        The band combines the error of the law and `error`, the standard deviation of the log of the
+        loss itself. Its lower end reaches the loss first. Return inf for an end that does not.
         """
         grid = np.linspace(*COMPUTE_RANGE, CROSSING_POINTS)
         gaps = np.log(self.best_loss(self.constants, grid) / loss)

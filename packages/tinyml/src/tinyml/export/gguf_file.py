@@ -222,9 +222,9 @@ def _large_blocks(name: str, rows: Numbers) -> Bytes:
     minima = np.rint(_over(-low, m_wide)).clip(0, 63).astype(np.uint8)
     shifted = rows + (m_wide * minima)[:, :, None]
     codes = np.rint(_over(shifted, (d_wide * scales)[:, :, None])).clip(0, 15).astype(np.uint8)
-    # Each block stores eight 6-bit scales and minima in 12 bytes. The first four are scales 0 to 3,
-    # and the next four minima 0 to 3, each with the high 2 bits of the scale or minimum 4 to 7. The
-    # last four are the low 4 bits of scales and minima 4 to 7.
+    # Each block stores eight 6-bit scales and minima in 12 bytes. Byte i of the first four has the
+    # scale i and, above it, the high 2 bits of scale i + 4. The next four are the same for minima.
+    # Byte i of the last four has the low 4 bits of scale i + 4, and above them of the minimum.
     first = scales[:, :4] | scales[:, 4:] >> 4 << 6
     second = minima[:, :4] | minima[:, 4:] >> 4 << 6
     third = scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4

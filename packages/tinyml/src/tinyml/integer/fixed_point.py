@@ -14,7 +14,7 @@ SUM_BITS = 22
 
 
 class Scale(nn.Module):
-    """The scale and zero point of int8 codes q of values r = scale (q - zero), as buffers."""
+    """The scale and zero point of int8 codes, as buffers. A code q represents scale (q - zero)."""
 
     bits_of_scale: Tensor
     code_of_zero: Tensor

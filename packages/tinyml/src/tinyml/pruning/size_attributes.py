@@ -156,7 +156,7 @@ def _recording(name: str) -> Callable[..., Any]:
     """Return a method that records how an integer is used.
 
     An integer result records the attributes of its operands. Any other result, such as that of a
-    comparison or a division, is a use other than as a size.
+    comparison or a division, is recorded as a use that is not a size.
     """
     operation = getattr(int, name)
 

@@ -53,8 +53,8 @@ class Int8Linear(FastestLinear):
         return self._buffers["weight_codes"], self._buffers["scale"]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Int8Linear:
-        # The codes were rounded with these scales, so a conversion must not round the scales. It
-        # leaves integers unchanged.
+        # The codes were rounded with these scales, so a conversion must not round the scales.
+        # Conversions leave integers unchanged, so `fn` receives the bits of the scales as integers.
         scale = self.scale
         super()._apply(fn, recurse)
         with torch.inference_mode(mode=False):

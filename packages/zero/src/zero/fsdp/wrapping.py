@@ -134,7 +134,7 @@ def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
 
 
 def _blocks(root: nn.Module) -> set[nn.Module]:
-    """Return the modules in the outermost containers, which are the repeated blocks of a model."""
+    """Return the repeated blocks: entries of outermost ModuleList, ModuleDict and Sequential."""
     blocks: set[nn.Module] = set()
     pending = [root]
     while pending:

@@ -49,7 +49,10 @@ def changed_options(optimizer: torch.optim.Optimizer, after_step: Options) -> Op
 
 
 def option_flags(changes: Options) -> list[bool]:
-    """Return the bits of a checksum of the changes, followed by the inverted bits."""
+    """Return the bits of a checksum of the changes, followed by the inverted bits.
+
+    In the element-wise OR of all ranks, both bits are set where checksums differ.
+    """
     checksum = zlib.crc32(repr(changes).encode())
     bits = [bool(checksum >> bit & 1) for bit in range(CHECKSUM_BITS)]
     return [*bits, *(not bit for bit in bits)]
