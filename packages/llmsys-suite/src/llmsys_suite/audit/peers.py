@@ -3,6 +3,10 @@
 The ratios of variants are relative to torch's DDP. If the run slowed this peer, all other variants
 would look fast. The audit therefore times its own DDP and FSDP2 in the same rounds.
 
+Other programs lengthen the wall time of a step. Two other measures hardly depend on them: the time
+that a step needs, which is its wall time without waiting for a core, and its processor time.
+A peer that sleeps needs more time, and a peer that does more work uses more processor time.
+
 A rank may also wait for another thread or rank that waits for a core, which nothing counts. Two
 peers of the same kind wait alike. A peer and another variant do not, so their needed times are
 compared in undisturbed rounds only. With too few of these, only processor time is compared.

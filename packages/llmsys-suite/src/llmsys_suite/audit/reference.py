@@ -25,8 +25,8 @@ __all__ = ["AdamW", "batch", "distance", "furthest", "logits", "loss"]
 
 #: The bytes of a text, or an array of its tokens.
 Tokens = Any
-#: Maximum bytes of one layer's attention scores. A batch is split into
-#: parts of at most this size, but at least one row each.
+#: Maximum bytes of one layer's attention scores. A batch is split into parts of at most this size,
+#: but of at least one row each.
 SCORE_BYTES = 2**22
 
 
