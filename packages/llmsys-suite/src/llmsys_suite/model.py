@@ -1,6 +1,8 @@
 """A decoder-only Transformer: RMSNorm, RoPE, SwiGLU, no biases, an untied head.
 
 Shape suffixes: B batch, T tokens, D d_model, F d_ff, H heads, K head_dim, V vocabulary.
+
+The attention function is an argument, so that any kernel can be used with the same weights.
 """
 
 from __future__ import annotations
