@@ -12,7 +12,7 @@ from figures import assert_at_least
 from hypothesis import given
 from hypothesis import strategies as st
 from tinyml import IntegerModel, kmeans_quantize
-from tinyml.integer.fixed_point import fixed_point
+from tinyml.integer.fixed_point import to_fixed_point
 from tinyml.integer.layers import (
     IntegerCat,
     IntegerMatMul,
@@ -402,7 +402,7 @@ def test_clamping_is_the_relu():
 
 @given(st.floats(1e-12, 1e6))
 def test_a_factor_is_31_bits_and_a_shift(factor):
-    multiplier, shift = fixed_point(torch.tensor([factor], dtype=torch.float64))
+    multiplier, shift = to_fixed_point(torch.tensor([factor], dtype=torch.float64))
     assert 2**30 <= int(multiplier) < 2**31
     if int(shift) < 62:
         assert int(multiplier) / 2 ** int(shift) == pytest.approx(factor, rel=2**-30)

@@ -19,7 +19,7 @@ from torch import nn
 
 @pytest.fixture(autouse=True)
 def _measure_anew(monkeypatch):
-    monkeypatch.setattr(products, "_chosen", {})
+    monkeypatch.setattr(products, "_timings", {})
 
 
 def codes(rows, columns, seed):

@@ -30,7 +30,7 @@ from tinyml.export.atomic_file import atomic_file
 #: given.
 MARGIN = 1.5
 #: The fraction of rounds that an implementation must win.
-MOST = 2 / 3
+WIN_FRACTION = 2 / 3
 ROUNDS = 15
 #: The largest number of tokens in the first calls on a CPU.
 TRIAL_TOKENS = 32
@@ -58,11 +58,13 @@ class Timing:
     out_of_cache: dict[str, float]
 
     def __str__(self) -> str:
-        cold = f"; weights out of the cache: {listed(self.out_of_cache)}"
-        return f"{self.selected} ({listed(self.milliseconds)}{cold if self.out_of_cache else ''})"
+        times = format_times(self.milliseconds)
+        if self.out_of_cache:
+            times += f"; weights out of the cache: {format_times(self.out_of_cache)}"
+        return f"{self.selected} ({times})"
 
 
-def listed(times: Mapping[str, float]) -> str:
+def format_times(times: Mapping[str, float]) -> str:
     """Return names and milliseconds, the fastest first."""
     ordered = sorted(times.items(), key=lambda item: item[1])
     return ", ".join(f"{name} {ms:.3g} ms" for name, ms in ordered)
@@ -82,17 +84,17 @@ def measure(
     has the shape (tokens, width).
     """
     remaining = dict(implementations)
-    timing = _fastest(remaining, inputs, reference)
+    timing = _select_fastest(remaining, inputs, reference)
     while not is_right(timing.selected):
         del remaining[timing.selected]
-        timing = _fastest(remaining, inputs, reference)
+        timing = _select_fastest(remaining, inputs, reference)
     return timing
 
 
-def _fastest(
+def _select_fastest(
     implementations: Mapping[str, Implementation], inputs: Tensor, reference: str | None
 ) -> Timing:
-    first = _first_times(implementations, inputs, reference)
+    first = _time_first_calls(implementations, inputs, reference)
     limit = _TOO_SLOW * min(first.values())
     if reference is not None:
         # One that is hardly faster with a few tokens is not clearly faster with many.
@@ -104,7 +106,7 @@ def _fastest(
     }
     if len(calls) == 1:
         return Timing(next(iter(calls)), first, {})
-    warm, cold = _rounds(calls, reference, is_long=min(first.values()) > _LONG_MS)
+    warm, cold = _time_rounds(calls, reference, is_long=min(first.values()) > _LONG_MS)
     median = first | {name: statistics.median(times) for name, times in warm.items()}
     cold_median = {name: statistics.median(times) for name, times in cold.items() if times}
     eligible = list(calls)
@@ -114,7 +116,8 @@ def _fastest(
             for name in calls
             if name != reference
             and all(
-                len(times[name]) - _losses(times[name], times[reference]) >= MOST * len(times[name])
+                len(times[name]) - _count_losses(times[name], times[reference])
+                >= WIN_FRACTION * len(times[name])
                 for times in (warm, cold)
             )
         ] or [reference]
@@ -122,7 +125,7 @@ def _fastest(
     return Timing(best, median, cold_median)
 
 
-def _first_times(
+def _time_first_calls(
     implementations: Mapping[str, Implementation], inputs: Tensor, reference: str | None
 ) -> dict[str, float]:
     """Return the milliseconds of the best of a few calls of each supported implementation.
@@ -147,7 +150,7 @@ def _first_times(
     return first
 
 
-def _rounds(
+def _time_rounds(
     calls: Mapping[str, Callable[[], Tensor]], reference: str | None, *, is_long: bool
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the milliseconds of interleaved calls, with the weights in the cache and out of it.
@@ -169,14 +172,17 @@ def _rounds(
             if has_cold_rounds:
                 cold[name].append(_milliseconds_after(fill_the_cache, call))
         if reference is not None and all(
-            any(_losses(t[name], t[reference]) > (1 - MOST) * most for t in (warm, cold))
+            any(
+                _count_losses(t[name], t[reference]) > (1 - WIN_FRACTION) * most
+                for t in (warm, cold)
+            )
             for name in calls.keys() - {reference}
         ):
             break
     return warm, cold
 
 
-def _losses(ours: Sequence[float], others: Sequence[float]) -> int:
+def _count_losses(ours: Sequence[float], others: Sequence[float]) -> int:
     """Return how many of `ours` do not beat the minimum of `others` by the factor `MARGIN`.
 
     This number never decreases when rounds are added.
@@ -228,15 +234,15 @@ def _milliseconds_after(preparation: Callable[[], object], call: Callable[[], ob
 def stored_timing(key: str) -> Timing | None:
     """Return the timing that an earlier process on this machine stored under `key`, or None."""
     try:
-        return Timing(**_stored()[_machine()][key])
+        return Timing(**_read_stored()[_describe_machine()][key])
     except (KeyError, TypeError):
         return None
 
 
 def store_timing(key: str, timing: Timing) -> None:
     """Store a timing for later processes; ignore errors in writing the file."""
-    stored = _stored()
-    stored.setdefault(_machine(), {})[key] = asdict(timing)
+    stored = _read_stored()
+    stored.setdefault(_describe_machine(), {})[key] = asdict(timing)
     try:
         path = timing_file()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -251,7 +257,7 @@ def timing_file() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tinyml/timings.json"
 
 
-def _stored() -> dict[str, dict[str, Any]]:
+def _read_stored() -> dict[str, dict[str, Any]]:
     try:
         content = json.loads(timing_file().read_text())
     except (OSError, ValueError):
@@ -261,7 +267,7 @@ def _stored() -> dict[str, dict[str, Any]]:
 
 
 @cache
-def _machine() -> str:
+def _describe_machine() -> str:
     """Return the CPU model, the number of cores, the instruction sets and torch's version."""
     model = platform.processor()
     if Path("/proc/cpuinfo").exists():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from tinyml.adapters.lora import LoRA
 from tinyml.adapters.parameter_lora import (
     ParameterLoRA,
-    install,
+    install_parameter_adapters,
     matching_parameters,
     new_adapter,
     parameter_adapters,
@@ -58,7 +58,9 @@ def add_lora(
         for module, key in matching_parameters(model, names)
     }
     protected = protected_modules(model, protect)
-    chosen = [] if names and wanted is None else _chosen(model, tuple(kinds), wanted, protected)
+    chosen = (
+        [] if names and wanted is None else _select_layers(model, tuple(kinds), wanted, protected)
+    )
     if dropout and not any(is_instance_of(base, (nn.Linear,)) for base in chosen):
         raise ValueError(
             f"dropout={dropout} would have no effect on embeddings and single parameters, whose "
@@ -105,7 +107,7 @@ def insert_adapters(
         raise
     for parameter in trained:
         parameter.requires_grad_(False)
-    install(model, parameters)
+    install_parameter_adapters(model, parameters)
     return replace_modules(model, replacements)
 
 
@@ -158,7 +160,7 @@ def tying_configs(model: nn.Module) -> list[Any]:
     return configs
 
 
-def _chosen(
+def _select_layers(
     model: nn.Module,
     kinds: tuple[type[nn.Module], ...],
     targets: tuple[str, ...] | None,

@@ -104,7 +104,9 @@ def new_adapter(model: nn.Module, module: str, key: str, rank: int, alpha: float
         raise ValueError(f"{module}.{key}: {error}") from error
 
 
-def install(model: nn.Module, adapters: Mapping[tuple[str, str], ParameterLoRA]) -> None:
+def install_parameter_adapters(
+    model: nn.Module, adapters: Mapping[tuple[str, str], ParameterLoRA]
+) -> None:
     """Install adapters of parameters, by module and parameter."""
     for (module, key), adapter in adapters.items():
         owner = model.get_submodule(module)

@@ -77,8 +77,8 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
         "inference_mode": True,
         "r": first.rank,
         "lora_alpha": alpha,
-        "rank_pattern": _pattern({n: a.rank for n, a in everything.items()}, first.rank),
-        "alpha_pattern": _pattern(alphas, alpha),
+        "rank_pattern": _make_pattern({n: a.rank for n, a in everything.items()}, first.rank),
+        "alpha_pattern": _make_pattern(alphas, alpha),
         "lora_dropout": max((adapter.dropout.p for adapter in adapters.values()), default=0.0),
         "target_modules": sorted(adapters),
         "target_parameters": sorted(single) or None,
@@ -118,7 +118,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
             "as a plain adapter (path_initial_model_for_weight_conversion)"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    pairs = _factors(folder, modules)
+    pairs = _read_factors(folder, modules)
     require_no_adapters(model)
     targeted = matching_parameters(model, config.get("target_parameters") or ())
     names = _names_by_path([f"{module}.{key}" for module, key in targeted])
@@ -166,7 +166,7 @@ def _names_by_path(names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
+def _read_factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
     """Return the factors A and B in `folder` by the name of their module.
 
     Raise `ValueError` if a weight of the base in the folder differs from the model's, if a factor
@@ -203,8 +203,8 @@ def _are_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 def _rank_and_alpha(name: str, config: dict[str, Any]) -> tuple[int, float]:
     """Return the rank and the alpha of an adapter, so that alpha / rank is its scaling."""
-    rank: int = _of_pattern(name, config.get("rank_pattern"), config["r"])
-    alpha: float = _of_pattern(name, config.get("alpha_pattern"), config["lora_alpha"])
+    rank: int = _match_pattern(name, config.get("rank_pattern"), config["r"])
+    alpha: float = _match_pattern(name, config.get("alpha_pattern"), config["lora_alpha"])
     if config.get("use_rslora"):  # alpha / sqrt(r) instead of alpha / r
         alpha = alpha * rank**0.5
     return rank, alpha
@@ -223,18 +223,18 @@ def _copy_factors(name: str, adapter: LoRA | ParameterLoRA, pair: dict[str, Tens
         parameter.copy_(factor)
 
 
-def _pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
-    """Return a pattern from which `_of_pattern` returns every value that is not `usual`.
+def _make_pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
+    """Return a pattern from which `_match_pattern` returns every value that is not `usual`.
 
     A name may also match as the end of a longer name, so longer names come first. The keys are
     regular expressions, in which an unescaped dot would match any character.
     """
     unusual = {re.escape(name): True for name, value in values.items() if value != usual}
-    named = [name for name in values if _of_pattern(name, unusual, False)]
+    named = [name for name in values if _match_pattern(name, unusual, False)]
     return {re.escape(name): values[name] for name in sorted(named, key=len, reverse=True)}
 
 
-def _of_pattern(name: str, pattern: dict[str, Any] | None, otherwise: Any) -> Any:
+def _match_pattern(name: str, pattern: dict[str, Any] | None, otherwise: Any) -> Any:
     """Return the first entry whose key matches the end of the name, as peft does."""
     for key, value in (pattern or {}).items():
         if re.fullmatch(rf"(.*\.)?({key})", name):

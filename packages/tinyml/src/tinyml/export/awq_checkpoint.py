@@ -19,7 +19,7 @@ from tinyml.export.pretrained_folder import (
     group_size_of,
     pack_int32,
     quantized_linears,
-    unsigned,
+    unsigned_codes,
     write_folder,
 )
 from tinyml.quantization.grid_weight import GridWeight
@@ -73,7 +73,7 @@ def _always_dense(model: nn.Module) -> list[str]:
 
 
 def _tensors(grid: GridWeight) -> dict[str, Tensor]:
-    codes, zero, scale = unsigned(grid)
+    codes, zero, scale = unsigned_codes(grid)
     if len(codes) % 8:
         raise ValueError(
             f"expected a multiple of 8 outputs, got {len(codes)}; exclude the layer with protect"

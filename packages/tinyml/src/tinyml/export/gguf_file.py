@@ -30,7 +30,7 @@ from tinyml.conversion import dense_copy, make_dense, plain_copy
 from tinyml.export.atomic_file import atomic_file
 from tinyml.export.shared_tensors import memory_of, state_tensors
 from tinyml.layers import is_conv1d, layers_of, weight_of
-from tinyml.quantization.grid import wide
+from tinyml.quantization.grid import widen
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.validation import check_finite
 
@@ -94,7 +94,11 @@ def save_gguf(
             continue
         check_finite(f"{name}.weight", weight)
         stored = compressed_weight(layer)
-        packed = _rounded(name, weight, kind) if stored is None else _exact(name, stored, kind)
+        packed = (
+            _round_to_blocks(name, weight, kind)
+            if stored is None
+            else _stored_blocks(name, stored, kind)
+        )
         make_dense(rounded, layer)
         weight_of(layer).copy_(torch.from_numpy(dequantize(packed, kind)).view_as(weight))
         blocks[name] = packed
@@ -107,7 +111,7 @@ def save_gguf(
     by_memory: dict[object, Bytes] = {
         memory_of(weight_of(rounded.get_submodule(name))): packed for name, packed in blocks.items()
     }
-    tensors = _entries(state_tensors(rounded), by_memory, kind, names or {})
+    tensors = _file_entries(state_tensors(rounded), by_memory, kind, names or {})
     keys: dict[str, Value] = {"general.architecture": "unknown", "general.quantization_version": 2}
     keys |= metadata or {}
     if keys.get("general.alignment", _ALIGNMENT) != _ALIGNMENT:
@@ -116,11 +120,11 @@ def save_gguf(
             f"{keys['general.alignment']!r}"
         )
     with atomic_file(path) as part:
-        part.write_bytes(_file(keys, tensors))
+        part.write_bytes(_file_bytes(keys, tensors))
     return rounded
 
 
-def _entries(
+def _file_entries(
     state: Mapping[str, Tensor],
     blocks: Mapping[object, Bytes],
     kind: Kind,
@@ -160,7 +164,7 @@ def _entries(
     return entries
 
 
-def _exact(name: str, stored: nn.Module, kind: Kind) -> Bytes:
+def _stored_blocks(name: str, stored: nn.Module, kind: Kind) -> Bytes:
     """Return the blocks of a weight whose stored codes and scales are those of `kind`.
 
     Raise `ValueError` for other formats, and for scales that float16 cannot represent.
@@ -177,27 +181,27 @@ def _exact(name: str, stored: nn.Module, kind: Kind) -> Bytes:
         raise ValueError(
             f"expected scales that float16 contains exactly in {name}; quantize model.half()"
         )
-    codes = stored.whole_numbers().view(-1, 32).cpu().numpy()
+    codes = stored.signed_codes().view(-1, 32).cpu().numpy()
     scale = scale.view(-1).repeat_interleave(stored.rows[1] // 32)
     return _small_blocks(scale.cpu().numpy(), codes, kind)
 
 
-def _rounded(name: str, weight: Tensor, kind: Kind) -> Bytes:
+def _round_to_blocks(name: str, weight: Tensor, kind: Kind) -> Bytes:
     """Return the blocks of the dense weight of the layer `name`."""
-    rows = wide(weight.detach()).cpu().numpy()
+    rows = widen(weight.detach()).cpu().numpy()
     if kind == "Q4_K":
         return _large_blocks(name, rows.reshape(-1, 8, 32))
     rows = rows.reshape(-1, 32)
     if kind == "Q8_0":
         scale = np.abs(rows).max(1) / np.float32(127)
-        codes = _over(rows, scale[:, None])
+        codes = _divide(rows, scale[:, None])
         codes = np.copysign(np.floor(np.abs(codes) + np.float32(0.5)), codes)
     else:
         extreme = np.take_along_axis(rows, np.abs(rows).argmax(1)[:, None], 1)[:, 0]
         scale = extreme / np.float32(-8)
-        codes = np.trunc(_over(rows, scale[:, None]) + np.float32(8.5)).clip(0, 15) - 8
+        codes = np.trunc(_divide(rows, scale[:, None]) + np.float32(8.5)).clip(0, 15) - 8
     largest_code = 127 if kind == "Q8_0" else 8
-    half = _half(name, scale, largest_code, np.abs(scale).max() / 2)
+    half = _to_float16(name, scale, largest_code, np.abs(scale).max() / 2)
     return _small_blocks(half, codes.astype(np.int16), kind)
 
 
@@ -215,13 +219,13 @@ def _large_blocks(name: str, rows: Numbers) -> Bytes:
     low = np.minimum(rows.min(2), 0)
     step = (rows.max(2) - low) / 15
     half_step = np.abs(rows).max() / 30
-    d = _half(name, step.max(1) / 63, 63 * 15, half_step)
-    m = _half(name, -low.min(1) / 63, 63, half_step)
+    d = _to_float16(name, step.max(1) / 63, 63 * 15, half_step)
+    m = _to_float16(name, -low.min(1) / 63, 63, half_step)
     d_wide, m_wide = d.astype(np.float32)[:, None], m.astype(np.float32)[:, None]
-    scales = np.rint(_over(step, d_wide)).clip(0, 63).astype(np.uint8)
-    minima = np.rint(_over(-low, m_wide)).clip(0, 63).astype(np.uint8)
+    scales = np.rint(_divide(step, d_wide)).clip(0, 63).astype(np.uint8)
+    minima = np.rint(_divide(-low, m_wide)).clip(0, 63).astype(np.uint8)
     shifted = rows + (m_wide * minima)[:, :, None]
-    codes = np.rint(_over(shifted, (d_wide * scales)[:, :, None])).clip(0, 15).astype(np.uint8)
+    codes = np.rint(_divide(shifted, (d_wide * scales)[:, :, None])).clip(0, 15).astype(np.uint8)
     # Each block stores eight 6-bit scales and minima in 12 bytes. Byte i of the first four has the
     # scale i and, above it, the high 2 bits of scale i + 4. The next four are the same for minima.
     # Byte i of the last four has the low 4 bits of scale i + 4, and above them of the minimum.
@@ -251,7 +255,7 @@ def dequantize(blocks: Bytes, kind: Kind) -> Numbers:
     return ((d * scales)[:, :, None] * codes - (m * minima)[:, :, None]).reshape(-1)
 
 
-def _half(name: str, scale: Numbers, largest_code: int, tolerance: float) -> Numbers:
+def _to_float16(name: str, scale: Numbers, largest_code: int, tolerance: float) -> Numbers:
     """Return the scales of the layer `name` in float16.
 
     The `tolerance` is half of a step of the layer's largest weights. Raise `ValueError` if float16
@@ -269,38 +273,38 @@ def _half(name: str, scale: Numbers, largest_code: int, tolerance: float) -> Num
     return half
 
 
-def _over(values: Numbers, scale: Numbers) -> Numbers:
+def _divide(values: Numbers, scale: Numbers) -> Numbers:
     """Return values times 1 / scale, or 0 for a scale of 0, as llama.cpp computes it."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(scale == 0, np.float32(0), np.float32(1) / scale)
     return (values * inverse).astype(np.float32)
 
 
-def _file(keys: Mapping[str, Value], tensors: Mapping[str, _Entry]) -> bytes:
+def _file_bytes(keys: Mapping[str, Value], tensors: Mapping[str, _Entry]) -> bytes:
     """Return a GGUF file of version 3, whose tensors start at multiples of 32 bytes."""
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(keys))]
-    parts += [_string(key) + _value(key, value) for key, value in keys.items()]
+    parts += [_string_bytes(key) + _value_bytes(key, value) for key, value in keys.items()]
     offset = 0
     for name, (kind, shape, data) in tensors.items():
         sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        parts.append(_string(name) + sizes + struct.pack("<IQ", kind, offset))
+        parts.append(_string_bytes(name) + sizes + struct.pack("<IQ", kind, offset))
         offset += len(data) + -len(data) % _ALIGNMENT
     header = b"".join(parts)
     padded = [data + bytes(-len(data) % _ALIGNMENT) for _, _, data in tensors.values()]
     return header + bytes(-len(header) % _ALIGNMENT) + b"".join(padded)
 
 
-def _string(text: str) -> bytes:
+def _string_bytes(text: str) -> bytes:
     encoded = text.encode()
     return struct.pack("<Q", len(encoded)) + encoded
 
 
-def _value(key: str, value: Value) -> bytes:
+def _value_bytes(key: str, value: Value) -> bytes:
     """Return the type and the bytes of a value of the metadata."""
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
     if isinstance(value, str):
-        return struct.pack("<I", 8) + _string(value)
+        return struct.pack("<I", 8) + _string_bytes(value)
     if isinstance(value, float | np.floating) and not _LARGEST < abs(value) < np.inf:
         return struct.pack("<If", 6, value)
     if isinstance(value, int | np.integer) and -(2**31) <= value < 2**32:

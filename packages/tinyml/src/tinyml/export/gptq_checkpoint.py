@@ -19,7 +19,7 @@ from tinyml.export.pretrained_folder import (
     group_size_of,
     pack_int32,
     quantized_linears,
-    unsigned,
+    unsigned_codes,
     write_folder,
 )
 from tinyml.quantization.grid_weight import GridWeight
@@ -60,7 +60,7 @@ def save_gptq(model: nn.Module, folder: str | Path) -> None:
 
 
 def _tensors(grid: GridWeight) -> dict[str, Tensor]:
-    codes, zero, scale = unsigned(grid)
+    codes, zero, scale = unsigned_codes(grid)
     outputs, inputs = codes.shape
     per_word = 32 // grid.bits
     if outputs % per_word or inputs % per_word:

@@ -21,7 +21,7 @@ from tinyml.adapters.parameter_lora import parameter_adapters
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement
 from tinyml.export.atomic_file import atomic_file
-from tinyml.export.shared_tensors import memory_of, separate, state_tensors
+from tinyml.export.shared_tensors import copy_if_shared, memory_of, state_tensors
 from tinyml.pruning.config_sizes import check_described_by_config
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.pack import pack
@@ -41,12 +41,14 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
         )
     check_described_by_config(model)
     if adapted := sorted(parameter_adapters(model)):
-        raise _cannot_store(adapted[0], "an adapter")
+        raise _storage_error(adapted[0], "an adapter")
     grids: dict[str, GridWeight] = {}
     for name, layer in model.named_modules():
         if (grid := _storable(name, layer)) is not None:
             if any(grid is other for other in grids.values()):
-                raise _cannot_store(name, "a weight that two layers share; exclude it with protect")
+                raise _storage_error(
+                    name, "a weight that two layers share; exclude it with protect"
+                )
             grids[name] = grid
     if not grids:
         raise ValueError("expected a model with quantized linear layers, got none; quantize it")
@@ -69,16 +71,16 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
 def _storable(name: str, layer: nn.Module) -> GridWeight | None:
     """Return the grid of a quantized layer, or None if the layer is not compressed."""
     if isinstance(layer, Replacement):
-        raise _cannot_store(name, f"a {type(layer).__name__}")
+        raise _storage_error(name, f"a {type(layer).__name__}")
     stored = compressed_weight(layer)
     if stored is None:
         return None
     if not isinstance(stored, GridWeight) or not isinstance(layer, nn.Linear):
-        raise _cannot_store(name, f"a {type(layer).__name__} with a {type(stored).__name__}")
+        raise _storage_error(name, f"a {type(layer).__name__} with a {type(stored).__name__}")
     return stored
 
 
-def _cannot_store(name: str, what: str) -> ValueError:
+def _storage_error(name: str, what: str) -> ValueError:
     return ValueError(
         f"expected linear layers that were quantized by gptq or quantize(..., layers=[nn.Linear]), "
         f"got {name} with {what}"
@@ -97,10 +99,10 @@ def group_size_of(grids: Mapping[str, GridWeight]) -> int | None:
     return -1 if whole_rows else None
 
 
-def unsigned(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
+def unsigned_codes(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
     """Return unsigned codes (out, in), with zero points and scales (out, groups)."""
     lowest = -(2 ** (grid.bits - 1))
-    codes = grid.whole_numbers().int().view(grid.shape) - lowest
+    codes = grid.signed_codes().int().view(grid.shape) - lowest
     scale = grid.scale.view(grid.shape[0], -1)
     zero = torch.zeros_like(scale, dtype=torch.int32)
     if grid.zero is not None:
@@ -142,7 +144,7 @@ def write_folder(
         is_tied = memory in seen and any(key.search(name) for key in tied)
         seen.add(memory)
         if not is_packed and not is_tied:
-            tensors[name] = separate(tensor, storages)
+            tensors[name] = copy_if_shared(tensor, storages)
     for name, grid in grids.items():
         for key, tensor in tensors_of(grid).items():
             tensors[f"{name}.{key}"] = tensor.cpu().contiguous()

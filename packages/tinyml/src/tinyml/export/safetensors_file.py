@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tinyml.compressed_weight import CompressedWeight, compressed_weight
 from tinyml.conversion import dense_copy, install_weight, replace_modules
 from tinyml.export.atomic_file import atomic_file
-from tinyml.export.shared_tensors import memory_of, separate, state_tensors
+from tinyml.export.shared_tensors import copy_if_shared, memory_of, state_tensors
 from tinyml.layers import is_conv1d
 from tinyml.quantization.fastest_linear import avoid_fused_operators
 from tinyml.quantization.grid_weight import GridWeight
@@ -71,7 +71,7 @@ def save(model: nn.Module, path: str | Path) -> None:
                 aliases[name] = first
                 continue
             shapes[name] = list(tensor.shape)
-            tensors.update(_sparse_if_smaller(name, separate(tensor, storages)))
+            tensors.update(_sparse_if_smaller(name, copy_if_shared(tensor, storages)))
     metadata = {
         "format": _FORMAT,
         "automatic": json.dumps(automatic),
@@ -141,7 +141,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
         stored = {name: file.get_tensor(name) for name in names}
     shapes = json.loads(metadata["shapes"])
     aliases = json.loads(metadata["same"])
-    state = {name: _dense(name, torch.Size(shape), stored) for name, shape in shapes.items()}
+    state = {name: _read_dense(name, torch.Size(shape), stored) for name, shape in shapes.items()}
     state |= {name: state[first] for name, first in aliases.items()}
     formats = json.loads(metadata["formats"])
     for name, value in formats.items():
@@ -160,11 +160,11 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
         if codes is None or compressed_weight(layer) is not None:
             continue
         if codes.endswith(_COMPRESSED):
-            install_weight(model, layer, _compressed(codes, layer, state))
+            install_weight(model, layer, _read_compressed_weight(codes, layer, state))
             continue
         first = aliases.get(codes, codes)
         if first not in by_codes:
-            by_codes[first] = _fastest_linear(codes, layer, state, name in automatic)
+            by_codes[first] = _read_fastest_linear(codes, layer, state, name in automatic)
         replacements[layer] = by_codes[first]
     model = replace_modules(model, replacements)
     avoid_fused_operators(model)
@@ -203,7 +203,7 @@ def _tie_as_stored(model: nn.Module, state: dict[str, Tensor], aliases: dict[str
             setattr(module, key, by_origin[origin])
 
 
-def _compressed(codes: str, layer: Any, state: dict[str, Tensor]) -> CompressedWeight:
+def _read_compressed_weight(codes: str, layer: Any, state: dict[str, Tensor]) -> CompressedWeight:
     """Return the stored palette or grid of a layer."""
     prefix = codes.removesuffix("codes")
     form = state[f"{prefix}_extra_state"].tolist()
@@ -222,7 +222,7 @@ def _compressed(codes: str, layer: Any, state: dict[str, Tensor]) -> CompressedW
     return compressed.to(weight.device)
 
 
-def _fastest_linear(
+def _read_fastest_linear(
     codes: str, layer: Any, state: dict[str, Tensor], may_stay_float: bool
 ) -> nn.Module:
     """Return the stored layer of 8 or 4 bits that replaces a linear layer."""
@@ -232,7 +232,7 @@ def _fastest_linear(
         stored = state[f"{codes.removesuffix(_INT8)}scale"]
         replacement.scale = replacement.scale.to(stored.dtype)
         return replacement
-    grid = _compressed(codes, layer, state)
+    grid = _read_compressed_weight(codes, layer, state)
     assert isinstance(grid, GridWeight)
     return Int4Linear(grid, layer.bias)
 
@@ -246,7 +246,7 @@ def _sparse_if_smaller(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {name: tensor}
 
 
-def _dense(name: str, shape: torch.Size, stored: dict[str, Tensor]) -> Tensor:
+def _read_dense(name: str, shape: torch.Size, stored: dict[str, Tensor]) -> Tensor:
     if name in stored:
         return stored[name]
     mask, values = (stored[name + suffix] for suffix in _SPARSE)

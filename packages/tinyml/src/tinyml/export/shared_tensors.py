@@ -29,7 +29,7 @@ def memory_of(tensor: Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), *view
 
 
-def separate(tensor: Tensor, storages: set[int]) -> Tensor:
+def copy_if_shared(tensor: Tensor, storages: set[int]) -> Tensor:
     """Return a contiguous tensor on the CPU that shares no memory with earlier results.
 
     `storages` are the addresses of the storages of earlier tensors; this tensor's is added.

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 SUM_BITS = 22
 
 
-class Scale(nn.Module):
+class QuantParams(nn.Module):
     """The scale and zero point of int8 codes, as buffers. A code q represents scale (q - zero)."""
 
     bits_of_scale: Tensor
@@ -44,7 +44,7 @@ class Scale(nn.Module):
 
 
 def scales_for_bias(
-    rows: Tensor, scale: Tensor, bias: Tensor, before: Scale, after: Scale
+    rows: Tensor, scale: Tensor, bias: Tensor, before: QuantParams, after: QuantParams
 ) -> Tensor:
     """Return the scales S_w (rows, 1) of a weight: `scale`, or larger ones if the bias needs them.
 
@@ -56,14 +56,14 @@ def scales_for_bias(
     return torch.maximum(scale, least).where(rows.any(1, keepdim=True), fine)
 
 
-def shifted(scaled: Tensor, shift: Tensor, after: Scale) -> Tensor:
+def round_shift(scaled: Tensor, shift: Tensor, after: QuantParams) -> Tensor:
     """Return Z + round(scaled / 2^shift), with halves rounded up, clamped to the valid codes."""
     half = torch.where(shift > 0, torch.ones_like(shift) << (shift - 1).clamp(min=0), 0)
     codes = ((scaled + half) >> shift) + after.zero
     return codes.clamp(-128, 127).to(torch.int8)
 
 
-def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
+def to_fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
     """Return positive factors as m / 2^s, with int32 m in [2^30, 2^31) and int64 s.
 
     Shifts are limited to 62. Raise `ValueError` if a factor is 2^30 or more.
@@ -80,7 +80,7 @@ def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
     return multiplier.to(torch.int32), shift.clamp(max=62)
 
 
-def common_shift(factors: Sequence[float]) -> tuple[Tensor, Tensor]:
+def to_common_shift(factors: Sequence[float]) -> tuple[Tensor, Tensor]:
     """Return factors as m_i / 2^s, where the largest |m_i| is at most 2^22 (`SUM_BITS`).
 
     Raise `ValueError` if a factor is 2^22 or more.

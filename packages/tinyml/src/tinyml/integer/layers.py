@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from tinyml.conversion import without_autocast
 from tinyml.integer.fixed_point import (
-    Scale,
-    common_shift,
-    fixed_point,
+    QuantParams,
+    round_shift,
     scales_for_bias,
-    shifted,
+    to_common_shift,
+    to_fixed_point,
 )
 from tinyml.integer.steps import (
     Concatenation,
@@ -54,7 +54,7 @@ class IntegerMatMul(nn.Module):
     multiplier: Tensor
     shift: Tensor
 
-    def __init__(self, step: MatMul, scales: Sequence[Scale], after: Scale) -> None:
+    def __init__(self, step: MatMul, scales: Sequence[QuantParams], after: QuantParams) -> None:
         super().__init__()
         (before,) = scales
         self.geometry = step.geometry
@@ -75,7 +75,7 @@ class IntegerMatMul(nn.Module):
         unit = before.scale * scale.view(-1)
         # Padding has the code of zero, so the constant -Z sum(w) is part of the bias.
         whole = (exact / unit).round() - before.zero * codes.sum(1)
-        multiplier, shift = fixed_point(unit / after.scale)
+        multiplier, shift = to_fixed_point(unit / after.scale)
         self.register_buffer("weight", codes.to(torch.int8).view(weight.shape))
         self.register_buffer("bias", whole.clamp(-(2**31), 2**31 - 1).to(torch.int32))
         self.register_buffer("multiplier", multiplier)
@@ -95,7 +95,7 @@ class IntegerMatMul(nn.Module):
     def _requantize(self, sums: Tensor, shape: tuple[int, ...]) -> Tensor:
         if int(self.shift.max()) > 44:
             whole = (sums.long() + self.bias.long().view(shape)).clamp(-(2**31), 2**31 - 1)
-            return shifted(
+            return round_shift(
                 whole * self.multiplier.long().view(shape),
                 self.shift.long().view(shape),
                 self.after,
@@ -114,22 +114,22 @@ class RescaledValues(nn.Module):
     multiplier: Tensor
     shift: Tensor
 
-    def __init__(self, step: Step, before: Sequence[Scale], after: Scale) -> None:
+    def __init__(self, step: Step, before: Sequence[QuantParams], after: QuantParams) -> None:
         super().__init__()
         self.before, self.after = nn.ModuleList(before), after
-        multiplier, shift = common_shift(self.factors(step, before, after))
+        multiplier, shift = to_common_shift(self.factors(step, before, after))
         self.register_buffer("multiplier", multiplier)
         self.register_buffer("shift", shift)
 
     @staticmethod
-    def factors(_: Any, before: Sequence[Scale], after: Scale) -> list[float]:
+    def factors(_: Any, before: Sequence[QuantParams], after: QuantParams) -> list[float]:
         """Return the weights of the values in the result, S_i / S_out."""
         return [scale.scale / after.scale for scale in before]
 
     @property
     def zeros(self) -> list[int]:
         """Return the code of 0.0 of each value."""
-        return [scale.zero for scale in cast(Iterable[Scale], self.before)]
+        return [scale.zero for scale in cast(Iterable[QuantParams], self.before)]
 
     def scaled(self, codes: Sequence[Tensor]) -> list[Tensor]:
         """Return each value times its integer factor, m_i (q_i - Z_i), as int64."""
@@ -138,14 +138,14 @@ class RescaledValues(nn.Module):
 
     def requantized(self, total: Tensor) -> Tensor:
         """Return int8 codes: Z + ((total + 2^(s-1)) >> s)."""
-        return shifted(total, self.shift.long(), self.after)
+        return round_shift(total, self.shift.long(), self.after)
 
 
 class IntegerSum(RescaledValues):
     """A sum of values of different scales: Z + ((sum m_i (q_i - Z_i) + 2^(s-1)) >> s)."""
 
     @staticmethod
-    def factors(step: Sum, before: Sequence[Scale], after: Scale) -> list[float]:
+    def factors(step: Sum, before: Sequence[QuantParams], after: QuantParams) -> list[float]:
         """Return the weights of the values in the result, with their signs."""
         weights = RescaledValues.factors(step, before, after)
         return [sign * weight for sign, weight in zip(step.signs, weights, strict=True)]
@@ -167,7 +167,7 @@ class IntegerMul(RescaledValues):
     """An elementwise product: Z + ((m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s)."""
 
     @staticmethod
-    def factors(_: Any, before: Sequence[Scale], after: Scale) -> list[float]:
+    def factors(_: Any, before: Sequence[QuantParams], after: QuantParams) -> list[float]:
         """Return the factor of the product in the result, S_a S_b / S_out."""
         return [before[0].scale * before[1].scale / after.scale]
 
@@ -182,7 +182,7 @@ class IntegerTable(nn.Module):
 
     table: Tensor
 
-    def __init__(self, step: Table, before: Sequence[Scale], after: Scale) -> None:
+    def __init__(self, step: Table, before: Sequence[QuantParams], after: QuantParams) -> None:
         super().__init__()
         codes = torch.arange(-128, 128, device="cpu")
         values = step.run((codes - before[0].zero) * before[0].scale)
@@ -196,18 +196,18 @@ class IntegerTable(nn.Module):
 class IntegerPool(nn.Module):
     """The maximum or mean of int8 windows; the mean rounds halves up."""
 
-    def __init__(self, step: Pool, before: Sequence[Scale], _: Scale) -> None:
+    def __init__(self, step: Pool, before: Sequence[QuantParams], _: QuantParams) -> None:
         super().__init__()
         self.geometry = step.geometry
-        self.largest = step.is_maximum
+        self.is_maximum = step.is_maximum
         self.scale = before[0]
 
     def forward(self, codes: Tensor) -> Tensor:
         """Pool int8 codes (n, channels, height, width)."""
         g = self.geometry
-        fill = -128 if self.largest else self.scale.zero
+        fill = -128 if self.is_maximum else self.scale.zero
         padded = pad(codes, g, fill).float()  # exact for the codes and their sums
-        if self.largest:
+        if self.is_maximum:
             return F.max_pool2d(padded, g.kernel, g.stride).to(torch.int8)
         count = g.kernel[0] * g.kernel[1]
         total = F.avg_pool2d(padded, g.kernel, g.stride, divisor_override=1).round().long()

@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from tinyml.integer.fixed_point import Scale
+from tinyml.integer.fixed_point import QuantParams
 from tinyml.integer.graph import trace
 from tinyml.integer.layers import LAYERS
 from tinyml.integer.steps import MatMul, Pool, Reshape, Step
@@ -57,14 +57,14 @@ class IntegerModel(nn.Module):
         self.last_use = {i: n for n, sources in enumerate(self.sources) for i in sources}
 
     @property
-    def input(self) -> Scale:
+    def input(self) -> QuantParams:
         """Return the scale of the input's codes."""
-        return cast(Scale, self.scales[0])
+        return cast(QuantParams, self.scales[0])
 
     @property
-    def output(self) -> Scale:
+    def output(self) -> QuantParams:
         """Return the scale of the output's codes."""
-        return cast(Scale, self.scales[-1])
+        return cast(QuantParams, self.scales[-1])
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return float outputs for float inputs, which are rounded to codes for `integers`."""
@@ -100,7 +100,9 @@ class IntegerModel(nn.Module):
 
 
 @torch.no_grad()
-def _calibrated(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step], list[Scale]]:
+def _calibrated(
+    model: nn.Module, batches: Sequence[Tensor]
+) -> tuple[list[Step], list[QuantParams]]:
     """Return the steps of `model` and the scale of every step."""
     values = torch.cat([batch.detach() for batch in require_batches(batches)])
     if not values.numel():
@@ -108,7 +110,7 @@ def _calibrated(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step]
     steps = trace(model, values)
     # Inputs may be integers, such as the bytes of an image, and the steps compute with floats.
     values_of: dict[Step, Tensor] = {steps[0]: values * 1.0}
-    scales: dict[Step, Scale] = {}
+    scales: dict[Step, QuantParams] = {}
     last = {source: step for step in steps for source in step.sources}
     for step in steps:
         try:
@@ -119,7 +121,7 @@ def _calibrated(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step]
             if isinstance(step, Pool | Reshape):  # the scale does not change
                 scales[step] = scales[step.sources[0]]
             else:
-                scales[step] = _scale_of(values_of[step])
+                scales[step] = _quant_params_of(values_of[step])
         except ValueError as error:
             raise ValueError(f"{step.name}: {error}") from error
         for source in set(step.sources):
@@ -128,8 +130,8 @@ def _calibrated(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step]
     return steps, [scales[step] for step in steps]
 
 
-def _scale_of(values: Tensor) -> Scale:
+def _quant_params_of(values: Tensor) -> QuantParams:
     """Return the scale of codes for these values."""
     check_finite("the values of a layer on the batches", values)
     grid = grid_of(values.double().reshape(1, -1), 8, symmetric=False)
-    return Scale(float(grid.scale), int(grid.zero))
+    return QuantParams(float(grid.scale), int(grid.zero))

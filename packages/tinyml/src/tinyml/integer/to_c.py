@@ -75,7 +75,7 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
         "#include <string.h>",
         f"#define {upper}_INPUT {sizes[0]}",
         f"#define {upper}_OUTPUT {sizes[-1]}",
-        _called(kernels, "\n".join(body)),
+        _select_functions(kernels, "\n".join(body)),
         *arrays.lines,
         f"static int8_t arena[{arena}];",
         f"void {name}(const int8_t *input, int8_t *output);",
@@ -99,7 +99,7 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
     return CProgram("\n".join(lines) + "\n", arrays.bytes, arena)
 
 
-def _called(kernels: str, body: str) -> str:
+def _select_functions(kernels: str, body: str) -> str:
     """Return the functions of `kernels` that the body needs; compilers warn of unused ones."""
     functions: list[str] = []
     for function in reversed(re.split(r"(?m)^(?=static )", kernels)):
@@ -165,7 +165,7 @@ def _matmul(layer: layers.IntegerMatMul, call: _Call, arrays: _Arrays) -> list[s
 def _pool(layer: layers.IntegerPool, call: _Call, _: _Arrays) -> list[str]:
     g = layer.geometry
     shapes = [*call.input_shapes[0], *g.kernel, *g.stride, *g.padding, *call.output_shape[1:]]
-    numbers = [*shapes, int(layer.largest), layer.scale.zero]
+    numbers = [*shapes, int(layer.is_maximum), layer.scale.zero]
     return [f"pool({call.inputs[0]}, {call.output}, {_comma(numbers)});"]
 
 

@@ -17,7 +17,7 @@ import torch
 
 from tinyml.export.atomic_file import atomic_file
 from tinyml.integer import layers
-from tinyml.integer.fixed_point import Scale
+from tinyml.integer.fixed_point import QuantParams
 from tinyml.integer.model import IntegerModel
 
 _OPSET, _IR = 17, 10
@@ -32,7 +32,7 @@ def to_onnx(model: IntegerModel, path: str | Path) -> None:
     except ImportError as error:
         raise ImportError("to_onnx needs the onnx package: pip install onnx") from error
     writer = _Writer(onnx.helper, onnx.numpy_helper, onnx.TensorProto)
-    scales = [scale for scale in model.scales if isinstance(scale, Scale)]
+    scales = [scale for scale in model.scales if isinstance(scale, QuantParams)]
     names = ["input"]
     for number, (layer, sources) in enumerate(zip(model.layers, model.sources, strict=True)):
         last = number == len(model.layers) - 1
@@ -62,7 +62,12 @@ class _Writer:
         self.constants: list[Any] = []
 
     def layer(
-        self, layer: Any, inputs: list[tuple[str, Scale]], after: Scale, number: int, last: bool
+        self,
+        layer: Any,
+        inputs: list[tuple[str, QuantParams]],
+        after: QuantParams,
+        number: int,
+        last: bool,
     ) -> str:
         """Add the nodes of one layer and return the name of its codes."""
         out = "output" if last else f"codes_{number}"
@@ -99,7 +104,7 @@ class _Writer:
             "strides": list(g.stride),
             "pads": [*g.padding, *g.padding],
         }
-        if layer.largest:
+        if layer.is_maximum:
             return self._node("MaxPool", floats, f"value_{number}", **window)
         mean = self._node("AveragePool", floats, f"mean_{number}", count_include_pad=1, **window)
         # Means are often halves, which must round up: add a quarter of the smallest step.
@@ -143,10 +148,10 @@ class _Writer:
             group=g.groups,
         )
 
-    def _dequantize(self, name: str, scale: Scale, label: str) -> str:
+    def _dequantize(self, name: str, scale: QuantParams, label: str) -> str:
         return self._node("DequantizeLinear", [name, *self._scale(scale, label)], f"float_{label}")
 
-    def _scale(self, scale: Scale, label: object) -> list[str]:
+    def _scale(self, scale: QuantParams, label: object) -> list[str]:
         number = len(self.constants)
         return [
             self._constant(f"scale_{label}_{number}", np.array(scale.scale, np.float32)),

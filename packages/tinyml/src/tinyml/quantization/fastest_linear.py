@@ -34,7 +34,7 @@ from tinyml.layers import (
     weight_identity,
     weights_of_modules,
 )
-from tinyml.quantization.rounded_weight import same_value
+from tinyml.quantization.rounded_weight import with_gradient_of
 from tinyml.timing import Timing, is_captured, measure, store_timing, stored_timing
 from tinyml.validation import Progress
 
@@ -92,7 +92,7 @@ class FastestLinear(Replacement):
             dense = F.linear(input, self.weight.to(input.dtype))
         with forward_ad._set_fwd_grad_enabled(False):  # `detach` alone passes tangents on
             outputs = self._fastest(input.detach())
-        return same_value(outputs, dense)
+        return with_gradient_of(outputs, dense)
 
     def _fastest(self, input: Tensor) -> Tensor:
         return self.implementations[self.always or self._implementation(input)](self, input)
@@ -204,7 +204,7 @@ class FastestLinear(Replacement):
         return self.__dict__ | {"_prepared": {}, "_stamp": [], "_selected": {}}
 
 
-def with_fastest_linears(
+def install_fastest_linears(
     model: nn.Module,
     make: Callable[[nn.Module], FastestLinear | None],
     protected: Collection[str],

@@ -39,7 +39,7 @@ from tinyml.layers import (
     weight_of,
 )
 from tinyml.quantization.calibration import visit_layers
-from tinyml.quantization.grid import Grid, as_rows, check_grid_bits, grid_of, wide
+from tinyml.quantization.grid import Grid, as_rows, check_grid_bits, grid_of, widen
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.validation import Progress, check_finite, first_names, require_batches
 
@@ -90,7 +90,7 @@ def gptq(
     def round_layer(name: str, hessian: Tensor | None) -> None:
         layer = layers[name]
         weight = weight_of(layer)
-        rows = as_rows(wide(outputs_first(layer, weight)), group_size)
+        rows = as_rows(widen(outputs_first(layer, weight)), group_size)
         grid = grid_for(rows, weight.dtype)
         if hessian is None or not hessian.any():
             uncalibrated.append(name)
@@ -165,7 +165,7 @@ def gptq_codes(
     group = inputs // scale.shape[1]
     order = torch.arange(inputs, device=weight.device)
     if activation_order:
-        order = _by_activation(hessian.diagonal(), group)
+        order = _activation_order(hessian.diagonal(), group)
     if refit is not None:
         block = -(-block // group) * group  # only columns of one block contain all earlier errors
         scale, zero = scale.clone(), zero.clone()
@@ -198,7 +198,7 @@ def gptq_codes(
     return codes, grid
 
 
-def _by_activation(size: Tensor, group: int) -> Tensor:
+def _activation_order(size: Tensor, group: int) -> Tensor:
     """Return the order of the columns by `size`, the diagonal of H; the largest are first.
 
     Groups are ordered by the sum of their sizes, and the columns of a group by size.

@@ -47,7 +47,7 @@ class Grid:
         return Grid(scale, self.zero, self.low, self.high)
 
 
-def wide(tensor: Tensor) -> Tensor:
+def widen(tensor: Tensor) -> Tensor:
     """Return a tensor of at most 16 bits as float32, so that later results are rounded once."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 

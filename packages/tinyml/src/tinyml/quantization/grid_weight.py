@@ -69,14 +69,14 @@ class GridWeight(CompressedWeight):
         """Return the bits, the lowest code and the shape of the weight."""
         return [self.bits, self.low, *self.shape]
 
-    def whole_numbers(self) -> Tensor:
+    def signed_codes(self) -> Tensor:
         """Return the codes q as int16 rows."""
         count = self.shape.numel()
         return (unpack(self.codes, self.bits, count).to(torch.int16) + self.low).view(self.rows)
 
     def forward(self, _: Tensor) -> Tensor:
         """Return the dense weight."""
-        codes = self.whole_numbers()
+        codes = self.signed_codes()
         if self.zero is not None:
             codes = codes - self.zero.to(torch.int16)
         dense = (self.scale * codes).view(self.shape[::-1] if self.transposed else self.shape)

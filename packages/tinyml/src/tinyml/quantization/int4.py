@@ -50,7 +50,7 @@ class Int4Linear(FastestLinear):
 
     def _packed(self) -> tuple[Tensor, Tensor]:
         grid = self.grid
-        codes = grid.whole_numbers().view(self.out_features, self.in_features)
+        codes = grid.signed_codes().view(self.out_features, self.in_features)
         # The kernel's codes are 0 to 15 and represent scale (code - 8) + offset.
         packed = torch._convert_weight_to_int4pack_for_cpu((codes - grid.low).int(), 1)
         zero = torch.zeros_like(grid.scale) if grid.zero is None else grid.zero

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from tinyml.layers import outputs_first, weight_of
 from tinyml.quantization.fastest_linear import DECISION_TOKENS, FastestLinear
-from tinyml.quantization.grid import grid_of, wide
+from tinyml.quantization.grid import grid_of, widen
 from tinyml.quantization.products import Int8Weights
 from tinyml.size import as_integers
 from tinyml.validation import check_finite
@@ -39,8 +39,8 @@ class Int8Linear(FastestLinear):
         self.out_features, self.in_features = weight.shape
         self.always, self.dtype = None if may_stay_float else "int8", weight.dtype
         check_finite("the weight", weight)
-        grid = grid_of(wide(weight), 8)
-        self.register_buffer("weight_codes", grid.quantize(wide(weight)).to(torch.int8))
+        grid = grid_of(widen(weight), 8)
+        self.register_buffer("weight_codes", grid.quantize(widen(weight)).to(torch.int8))
         self.register_buffer("scale", grid.scale.view(-1))
 
     @property
@@ -76,7 +76,7 @@ class Int8Linear(FastestLinear):
     def _multiply(self, inputs: Tensor) -> Tensor:
         if not inputs.is_floating_point():
             raise TypeError(f"expected inputs of a floating-point type, got {inputs.dtype}")
-        tokens = wide(inputs.reshape(-1, self.in_features))
+        tokens = widen(inputs.reshape(-1, self.in_features))
         least = 128 * torch.finfo(tokens.dtype).tiny  # then the scale is a normal number
         scale = tokens.abs().amax(1, keepdim=True).clamp_(min=least).div_(127)
         sums = self._weights().product(tokens.div(scale).round_()).to(tokens.dtype)

@@ -17,8 +17,8 @@ from tinyml.layers import (
     protected_modules,
     weight_of,
 )
-from tinyml.quantization.fastest_linear import FastestLinear, with_fastest_linears
-from tinyml.quantization.grid import as_rows, grid_of, wide
+from tinyml.quantization.fastest_linear import FastestLinear, install_fastest_linears
+from tinyml.quantization.grid import as_rows, grid_of, widen
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
@@ -66,7 +66,7 @@ def quantize(
             f"layers only, got {list(layers)}"
         )
     if activations == "float":
-        compress = partial(_on_grid, group_size=group_size, symmetric=symmetric)
+        compress = partial(_round_to_grid, group_size=group_size, symmetric=symmetric)
         return compress_weights(model, layers, bits, compress, protect)
     is_auto = activations == "auto"
     make_layer: Callable[[nn.Module], FastestLinear | None]
@@ -81,20 +81,22 @@ def quantize(
             f"{activations=}, got {bits=}, {group_size=}, {symmetric=}"
         )
     protected = protected_modules(model, protect)
-    return with_fastest_linears(plain_copy(model), make_layer, protected, progress)
+    return install_fastest_linears(plain_copy(model), make_layer, protected, progress)
 
 
 def _int4_layer(layer: nn.Module, group_size: int | None, symmetric: bool) -> Int4Linear | None:
     """Return the layer with 4-bit weights, or None if the default group does not fit."""
     if group_size is None and outputs_first(layer, weight_of(layer)).shape[1] % 32:
         return None
-    grid = _on_grid(layer, 4, 32 if group_size is None else group_size, symmetric)
+    grid = _round_to_grid(layer, 4, 32 if group_size is None else group_size, symmetric)
     return Int4Linear(grid, cast(Tensor | None, layer.bias))
 
 
-def _on_grid(layer: nn.Module, bits: int, group_size: int | None, symmetric: bool) -> GridWeight:
+def _round_to_grid(
+    layer: nn.Module, bits: int, group_size: int | None, symmetric: bool
+) -> GridWeight:
     """Return the weight of a layer, rounded to the nearest codes."""
     weight = weight_of(layer)
-    rows = as_rows(wide(outputs_first(layer, weight)), group_size)
+    rows = as_rows(widen(outputs_first(layer, weight)), group_size)
     grid = grid_of(rows, bits, symmetric=symmetric).stored_as(weight.dtype)
     return GridWeight.of(grid.quantize(rows), grid, weight, bits, transposed=is_conv1d(layer))

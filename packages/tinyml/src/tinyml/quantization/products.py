@@ -34,9 +34,9 @@ EXACT_IN_FLOAT32 = 2**24
 _EXACT_INPUTS = EXACT_IN_FLOAT32 // (128 * 127)
 #: The smallest sizes of an int8 product. torch 2.11's product returns uninitialized memory for
 #: inner sizes of 1.
-_SMALLEST = 16
+_MIN_SIZE = 16
 
-_chosen: dict[Any, Timing] = {}
+_timings: dict[Any, Timing] = {}
 
 
 class Int8Weights:
@@ -67,14 +67,14 @@ class Int8Weights:
             return Timing("float64", {}, {})
         shape_class = (len(inputs) - 1).bit_length(), *self.codes.shape
         key = shape_class, self.is_exact_in_float32, inputs.device, torch.get_num_threads()
-        if key not in _chosen:
+        if key not in _timings:
             calls = {name: partial(call, self) for name, call in IMPLEMENTATIONS.items()}
-            _chosen[key] = measure(
+            _timings[key] = measure(
                 calls, inputs, lambda name: name != "int8" or self._is_int8_exact(inputs)
             )
-            if _chosen[key].selected != "float32":
+            if _timings[key].selected != "float32":
                 self._dense = None  # the measurement has created it
-        return _chosen[key]
+        return _timings[key]
 
     @cached_property
     def is_exact_in_float32(self) -> bool:
@@ -113,9 +113,9 @@ def _random_ends(like: Tensor, low: int, high: int, seed: int) -> Tensor:
 
 def _int8(weights: Int8Weights, inputs: Tensor) -> Tensor:
     outputs, width = weights.codes.shape
-    is_supported = min(outputs, width) >= _SMALLEST
+    is_supported = min(outputs, width) >= _MIN_SIZE
     if inputs.is_cuda:
-        is_supported &= len(inputs) > _SMALLEST and not width % 8 and not outputs % 8
+        is_supported &= len(inputs) > _MIN_SIZE and not width % 8 and not outputs % 8
     if not is_supported:
         raise RuntimeError("int8 products do not support this shape")
     return torch._int_mm(inputs.to(torch.int8), weights.codes.t())

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from tinyml.compressed_weight import CompressedWeight
-from tinyml.quantization.grid import Grid, as_rows, grid_of, wide
+from tinyml.quantization.grid import Grid, as_rows, grid_of, widen
 
 
 class RoundedWeight(CompressedWeight):
@@ -52,7 +52,7 @@ class RoundedWeight(CompressedWeight):
         """Return the weight as rows, and their current grid."""
         rows = self._rows(weight)
         # The extremes of a 16-bit row may have a scale below the normal numbers of its type.
-        grid = grid_of(wide(rows.detach()), self.bits).stored_as(rows.dtype)
+        grid = grid_of(widen(rows.detach()), self.bits).stored_as(rows.dtype)
         grid = Grid(grid.scale.to(rows), grid.zero.to(rows), grid.low, grid.high)
         if self.step is not None:
             scale = positive(self.step.detach())
@@ -71,17 +71,17 @@ class RoundedWeight(CompressedWeight):
         rows, grid = self.grid(weight)
         if self.step is None:
             rounded = grid.dequantize(grid.quantize(rows.detach()))
-            return self._shaped(same_value(rounded, rows), weight)
+            return self._shaped(with_gradient_of(rounded, rows), weight)
         step = positive(self.step)
         # LSQ scales the gradient of a step that n values use by (n q_max)^-0.5.
-        step = same_value(step, step * (rows.shape[1] * grid.high) ** -0.5)
+        step = with_gradient_of(step, step * (rows.shape[1] * grid.high) ** -0.5)
         return self._shaped(round_through(rows, step, grid.low, grid.high), weight)
 
 
 def round_through(rows: Tensor, step: Tensor, low: int, high: int) -> Tensor:
     """Return step * round(rows / step), clamped to the codes, with gradients of rows and step."""
     clipped = (rows / step).clamp(low, high)
-    return step * same_value(clipped.round(), clipped)
+    return step * with_gradient_of(clipped.round(), clipped)
 
 
 def positive(step: Tensor) -> Tensor:
@@ -89,14 +89,14 @@ def positive(step: Tensor) -> Tensor:
     return step.abs().clamp(min=torch.finfo(step.dtype).tiny)
 
 
-def same_value(value: Tensor, gradient_of: Tensor) -> Tensor:
+def with_gradient_of(value: Tensor, gradient_of: Tensor) -> Tensor:
     """Return exactly `value`, with the gradient of `gradient_of`."""
     # `torch.compile` does not support functions with a `jvp`.
-    function = _ValueOf if forward_ad._current_level < 0 else _ValueOfWithTangent
+    function = _GradientOf if forward_ad._current_level < 0 else _GradientAndTangentOf
     return function.apply(value.detach(), gradient_of)
 
 
-class _ValueOf(torch.autograd.Function):
+class _GradientOf(torch.autograd.Function):
     generate_vmap_rule = True  # for `torch.func`
 
     @staticmethod
@@ -112,7 +112,7 @@ class _ValueOf(torch.autograd.Function):
         return None, gradients[0]
 
 
-class _ValueOfWithTangent(_ValueOf):
+class _GradientAndTangentOf(_GradientOf):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
         return tangents[1].clone()
