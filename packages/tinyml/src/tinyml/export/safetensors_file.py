@@ -210,7 +210,7 @@ def _read_compressed_weight(codes: str, layer: Any, state: dict[str, Tensor]) ->
     weight = layer.weight.detach()
     if (palette := state.get(f"{prefix.removesuffix('0.')}original")) is not None:
         zero_row = state.get(f"{prefix}zero_row")
-        compressed: CompressedWeight = Palette(form, state[codes], palette, zero_row)
+        compressed: Palette | GridWeight = Palette(form, state[codes], palette, zero_row)
     else:
         scale, zero = state[f"{prefix}scale"].to(weight), state.get(f"{prefix}zero")
         compressed = GridWeight(form, state[codes], scale, zero, is_conv1d(layer))
