@@ -38,12 +38,7 @@ class LoRA(LowRankUpdate, Replacement):
     """A frozen linear layer or embedding with a trainable update of rank `rank`."""
 
     def __init__(
-        self,
-        base: nn.Module,
-        rank: int = 8,
-        *,
-        alpha: float | None = None,
-        dropout: float = 0.0,
+        self, base: nn.Module, rank: int = 8, *, alpha: float | None = None, dropout: float = 0.0
     ) -> None:
         super().__init__()
         if not is_instance_of(base, (nn.Linear, nn.Embedding)):

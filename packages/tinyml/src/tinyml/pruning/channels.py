@@ -21,13 +21,7 @@ from tinyml.layers import is_conv1d, protected_modules
 from tinyml.pruning.config_sizes import update_config
 from tinyml.pruning.equality import check_equal
 from tinyml.pruning.groups import Group, SizeUse
-from tinyml.pruning.importance import (
-    Criterion,
-    Loss,
-    check_criterion,
-    parameter_of,
-    rank_units,
-)
+from tinyml.pruning.importance import Criterion, Loss, check_criterion, parameter_of, rank_units
 from tinyml.pruning.rules import RULES
 from tinyml.pruning.units import Walk
 from tinyml.validation import suggestion

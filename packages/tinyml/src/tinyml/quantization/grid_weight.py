@@ -1,7 +1,4 @@
-"""Weights on a uniform grid, stored as packed codes of r = S (q - Z).
-
-The layer's weight becomes a parametrization that unpacks the codes whenever the weight is read.
-"""
+"""Weights on a uniform grid, stored as packed codes of r = S (q - Z)."""
 
 from __future__ import annotations
 
