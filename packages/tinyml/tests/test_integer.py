@@ -101,13 +101,13 @@ def _table(layer, values):
 
 def _pool(layer, values):
     g = layer.geometry
-    fill = -128 if layer.largest else layer.scale.zero
+    fill = -128 if layer.is_maximum else layer.scale.zero
     pads = [(0, 0), (0, 0), (g.padding[0],) * 2, (g.padding[1],) * 2]
     values = np.pad(values, pads, constant_values=fill)
     windows = np.lib.stride_tricks.sliding_window_view(values, g.kernel, (2, 3))
     windows = windows[:, :, :: g.stride[0], :: g.stride[1]]
     values = windows.reshape(*windows.shape[:4], -1)
-    if layer.largest:
+    if layer.is_maximum:
         return values.max(-1)
     return (2 * values.sum(-1) + values.shape[-1]) // (2 * values.shape[-1])
 
@@ -540,7 +540,7 @@ def test_batch_size_in_the_code_is_refused():
     model = By(lambda layer, x: layer(x.view(2, -1)))
     with pytest.raises(ValueError, match="cannot be exported"):
         IntegerModel(model, [torch.randn(2, 6)])
-    with pytest.raises(ValueError, match="does not keep the batch first"):
+    with pytest.raises(ValueError, match="its first dimension is not the batch"):
         IntegerModel(By(lambda layer, x: layer(x).view(2, -1)), [torch.randn(2, 6)])
 
 

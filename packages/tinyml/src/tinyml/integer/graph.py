@@ -2,9 +2,9 @@
 
 Everything that does not depend on the input, such as the lookup of a palette, is computed while the
 graph is traced. If nothing else reads a product, the batch normalization after it becomes a part of
-its weight and bias; otherwise it becomes a product. If nothing else reads a step, an activation
-after it that only clamps, such as ReLU and ReLU6, is folded into the step. Integers are clamped
-there anyway.
+its weight and bias; otherwise the normalization becomes a product. If nothing else reads a step,
+an activation after it that only clamps, such as ReLU and ReLU6, is folded into the step, because
+the integers of the step are clamped anyway.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _TRACED_SAMPLES = 23
 def trace(model: nn.Module, example: Tensor) -> list[Step]:
     """Return the steps of `model`, from the input to the output.
 
-    Raise `ValueError` with the name of an operator that has no integer form. Also raise it if a
-    number of samples is written into the model's code, as in `x.view(2, -1)`, except for the number
-    with which the model is traced.
+    Raise `ValueError` with the name of an operator that has no integer form. Also raise it if the
+    model's code contains a number of samples, as in `x.view(2, -1)`, unless this is the number with
+    which the model is traced.
     """
     example = example[:1].repeat(_TRACED_SAMPLES, *[1] * (example.dim() - 1))
     return _Tracer(export_graph(model, (example,)), len(example)).steps
@@ -64,7 +64,7 @@ class _Tracer:
             elif not self.steps:
                 self._values[node] = self._add_step(Input, node, [])
             else:
-                raise ValueError(f"expected a model with one input, got a second one, {node.name}")
+                raise ValueError(f"expected a model with one input, got another input {node.name}")
         elif node.op == "output":
             self._select_output(list(node.args[0]))  # type: ignore[arg-type]
         elif node.target is operator.getitem:
@@ -102,8 +102,9 @@ class _Tracer:
         if isinstance(result_like, Tensor) and not result_like.is_floating_point():
             raise self._unsupported(node, f"its result is {result_like.dtype}, not a float type")
         rule, names = _RULES.get(name, (None, ""))
-        alone = not any(isinstance(a, Tensor) and a.numel() > 1 for a in arguments)
-        if name in _ELEMENTWISE and alone and len(inputs) == 1 and isinstance(arguments[0], Step):
+        has_tensor = any(_has_several_elements(argument) for argument in arguments)
+        is_unary = len(inputs) == 1 and not has_tensor
+        if name in _ELEMENTWISE and is_unary and isinstance(arguments[0], Step):
 
             def function(x: Tensor) -> Any:
                 return node.target(x, *arguments[1:], **options)
@@ -124,8 +125,8 @@ class _Tracer:
     ) -> list[Any]:
         """Return the arguments with these names; None for names that the operator does not have.
 
-        Raise `ValueError` if an argument with another name does not have its default. A rule
-        without names supports all arguments, of which it reads the first.
+        Raise `ValueError` if an argument with another name differs from its default. A rule without
+        names supports all arguments and reads the first.
         """
         schema = node.target._schema.arguments  # type: ignore[union-attr]
         if not names:
@@ -139,14 +140,15 @@ class _Tracer:
 
     def _unsupported(self, node: fx.Node, why: str = "") -> ValueError:
         return ValueError(
-            f"{describe_node(node)} has no integer form{why and ': ' + why}; see IntegerModel"
+            f"{describe_node(node)} has no integer form{why and ': ' + why}; help(IntegerModel) "
+            "lists the supported operators"
         )
 
     def _shape(self, node: fx.Node) -> tuple[int, ...]:
         """Return the shape of a node's value; raise `ValueError` if the batch is not first."""
         shape = tuple(_fake_result(node).shape)
         if not shape or shape[0] != self._batch:
-            raise self._unsupported(node, f"its shape {shape} does not keep the batch first")
+            raise self._unsupported(node, f"its first dimension is not the batch: {shape}")
         return shape
 
     def _add_step(
@@ -192,7 +194,7 @@ class _Tracer:
         return self._by_channel(node, x, factor, shift)
 
     def _activation(self, node: fx.Node, x: Step, function: Callable[[Tensor], Tensor]) -> Step:
-        """Add a table, or clamp the step before if the activation clamps to a range with zero."""
+        """Add a table, or fold a clamp to a range with zero into `x` if nothing else reads `x`."""
         is_clamp = operator_name(node) in _CLAMPS
         if is_clamp and isinstance(x, _CLAMPED) and self._is_only_reader(node):
             low, high = function(torch.tensor([-1e30, 1e30], device="cpu")).tolist()
@@ -202,9 +204,9 @@ class _Tracer:
         return self._add_step(Table, node, [x], function)
 
     def _by_channel(self, node: fx.Node, x: Step, factor: Tensor, shift: Tensor) -> Step:
-        """Fold factor * x + shift per channel (float64) into the product `x`, or add a product."""
+        """Fold factor * x + shift (float64, per channel) into the product `x`, or add a product."""
         if len(x.shape) not in (2, 4):
-            raise self._unsupported(node, "2 or 4 dimensions are supported")
+            raise self._unsupported(node, "only 2 or 4 dimensions are supported")
         dtype = _fake_result(node).dtype
         # A linear layer's channels are its last dimension; those of an image are dimension 1.
         is_foldable = isinstance(x, MatMul) and (x.geometry is None) == (len(x.shape) == 2)
@@ -226,19 +228,19 @@ class _Tracer:
         source: Any = next(n for n in node.all_input_nodes if isinstance(self._values[n], Step))
         step = self._values[source]
         while len(source.users) == 1:
-            before = [n for n in source.all_input_nodes if self._values[n] is step]
-            if not before:
+            earlier_names = [n for n in source.all_input_nodes if self._values[n] is step]
+            if not earlier_names:
                 return True
-            source = before[0]
+            source = earlier_names[0]
         return False
 
     def _constant(self, node: fx.Node, x: Step, constant: Any) -> Tensor:
-        """Return a constant as one number per channel."""
+        """Return a constant per channel, (channels,); raise `ValueError` for other constants."""
         device = _fake_result(node).device
         value = torch.as_tensor(constant, dtype=torch.float64, device=device)
         shape = (1,) * (len(x.shape) - value.dim()) + tuple(value.shape)
-        fits = len(shape) == len(x.shape) and shape[1] in (1, x.shape[1])
-        if not fits or any(n > 1 for i, n in enumerate(shape) if i != 1):
+        has_channels = len(shape) == len(x.shape) and shape[1] in (1, x.shape[1])
+        if not has_channels or any(n > 1 for i, n in enumerate(shape) if i != 1):
             raise self._unsupported(node, "the constant is not one number per channel")
         return value.reshape(-1).expand(x.shape[1])
 
@@ -250,8 +252,10 @@ class _Tracer:
             if a.shape != b.shape:
                 raise self._unsupported(node, f"shapes {a.shape} and {b.shape} differ")
             return self._add_step(Sum, node, [a, b], (1.0, sign))
-        value, constant = (a, b) if isinstance(a, Step) else (b, a)
-        value_sign, constant_sign = (1.0, sign) if value is a else (sign, 1.0)
+        if isinstance(a, Step):
+            value, constant, value_sign, constant_sign = a, b, 1.0, sign
+        else:
+            value, constant, value_sign, constant_sign = b, a, sign, 1.0
         if _has_several_elements(constant):
             shift = constant_sign * self._constant(node, value, constant)
             return self._by_channel(node, value, torch.full_like(shift, value_sign), shift)
@@ -262,7 +266,7 @@ class _Tracer:
         if isinstance(a, Step) and isinstance(b, Step):
             if len(a.shape) != len(b.shape):
                 raise self._unsupported(
-                    node, f"shapes {a.shape} and {b.shape} differ in their number"
+                    node, f"shapes {a.shape} and {b.shape} differ in their number of dimensions"
                 )
             return self._add_step(Mul, node, [a, b])
         value, constant = (a, b) if isinstance(a, Step) else (b, a)
@@ -278,7 +282,7 @@ class _Tracer:
 
     def _cat(self, node: fx.Node, parts: Sequence[Any], dim: int) -> Step:
         if not all(isinstance(part, Step) for part in parts):
-            raise self._unsupported(node, "a tensor that is not computed from the input")
+            raise self._unsupported(node, "a tensor does not depend on the input")
         if dim not in (1, 1 - len(parts[0].shape)):
             raise self._unsupported(
                 node, f"it concatenates along dimension {dim}; only 1 is supported"
@@ -311,7 +315,7 @@ class _Tracer:
 
     def _mean(self, node: fx.Node, x: Step, dims: Any, keepdim: Any) -> Step:
         if len(x.shape) != 4 or sorted(d % 4 for d in dims or ()) != [2, 3]:
-            raise self._unsupported(node, "the mean over rows and columns is supported")
+            raise self._unsupported(node, "only the mean over rows and columns is supported")
         geometry = Geometry((x.shape[2], x.shape[3]))
         mean = Pool(node.name, [x], (*x.shape[:2], 1, 1), geometry, False)
         self.steps.append(mean)
@@ -365,6 +369,7 @@ def _fake_result(node: fx.Node) -> Tensor:
 
 
 def _has_several_elements(constant: Any) -> bool:
+    """Return True for a tensor with more than one element."""
     return isinstance(constant, Tensor) and constant.numel() > 1
 
 
