@@ -187,7 +187,7 @@ def test_the_wrong_model_or_file_says_so(tmp_path):
     save_file({"a": torch.ones(1)}, tmp_path / "other.safetensors")
     with pytest.raises(ValueError, match=r"expected a file written by tinyml\.save"):
         load(Tied(), tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="convert it"):
+    with pytest.raises(ValueError, match=r"call convert\(model\) first"):
         save(prepare_qat(model(), 4), path)
 
 

@@ -7,9 +7,9 @@ A row is divided into blocks; each format stores a block in a fixed number of by
     Q4_K  256 weights: float16 d and m, 12 bytes of 6-bit scales s and minima t   w = d s q - m t
           of 8 groups of 32, 128 bytes of codes
 
-In each 16 bytes of 4-bit codes (32 for Q4_K), the low halves are the first 16 (32) weights and the
-high halves are the next ones. Dense weights are rounded as in llama.cpp's reference for Q8_0 and
-Q4_0.
+In each 16 bytes of 4-bit codes (32 for Q4_K), the low halves are the codes of 16 (32) weights, and
+the high halves are those of the next 16 (32). For Q8_0 and Q4_0, dense weights are rounded as in
+llama.cpp's reference.
 """
 
 from __future__ import annotations
@@ -44,6 +44,7 @@ _Entry = tuple[int, tuple[int, ...], bytes]
 _BLOCKS: dict[str, tuple[int, int, int]] = {
     "Q4_0": (2, 32, 18), "Q8_0": (8, 32, 34), "Q4_K": (12, 256, 144),
 }  # fmt: skip
+#: The number in the file of each type of dense tensors.
 _DENSE = {
     torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.int16: 25, torch.int32: 26,
     torch.int64: 27, torch.float64: 28, torch.bfloat16: 30,
@@ -71,9 +72,9 @@ def save_gguf(
 
     Dense weights of `nn.Linear` layers are rounded. Weights that were quantized symmetrically to 8
     bits ("Q8_0") or 4 bits ("Q4_0") are stored exactly. Their groups must have a multiple of 32
-    inputs, and their scales must be float16 numbers. Raise `ValueError` for linear weights that are
-    compressed otherwise. Also raise it for weights so large or small that rounding the scales to
-    float16 changes them by more than half a step.
+    inputs, and their scales must be float16 numbers. Raises `ValueError` for linear weights that
+    are compressed otherwise, and if weights are so large or small that rounding the scales to
+    float16 changes a weight by more than half a step.
 
     All other tensors are stored dense and unchanged. These include the weights of layers that
     `protect` names, and of layers whose number of inputs is not a multiple of the block size.
@@ -132,9 +133,11 @@ def _file_entries(
 ) -> dict[str, _Entry]:
     """Return the entries of the file by name: blocks, and all other tensors unchanged.
 
-    `blocks` maps the `memory_of` a dense weight to its packed form.
+    `blocks` contains the packed forms of dense weights by the results of `memory_of`. Raise
+    `ValueError` for tensors and names that llama.cpp cannot read.
     """
-    if unknown := sorted(names.keys() - state.keys()):
+    unknown = sorted(names.keys() - state.keys())
+    if unknown:
         raise ValueError(f"expected names of the state dict in names, got {unknown[0]!r}")
     entries: dict[str, _Entry] = {}
     written: set[object] = set()
@@ -146,13 +149,13 @@ def _file_entries(
         key = names.get(name, name)
         if key in entries or len(key.encode()) > _LONGEST_NAME:
             raise ValueError(
-                f"expected a separate name of at most {_LONGEST_NAME} bytes for each tensor, which "
-                f"llama.cpp reads, got {key!r}; pass shorter ones in names"
+                f"expected a different name of at most {_LONGEST_NAME} bytes for each tensor, "
+                f"because llama.cpp reads no others, got {key!r}; pass other names in names"
             )
         if tensor.dim() > _MAX_DIMENSIONS:
             raise ValueError(
-                f"expected at most {_MAX_DIMENSIONS} dimensions, which llama.cpp reads, got "
-                f"{name} of shape {tuple(tensor.shape)}"
+                f"expected at most {_MAX_DIMENSIONS} dimensions, because llama.cpp reads no more, "
+                f"got {name} of shape {tuple(tensor.shape)}"
             )
         if memory in blocks:
             entries[key] = _BLOCKS[kind][0], tuple(tensor.shape), blocks[memory].tobytes()
@@ -160,12 +163,12 @@ def _file_entries(
             data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
             entries[key] = _DENSE[tensor.dtype], tuple(tensor.shape) or (1,), data
         else:
-            raise ValueError(f"expected one of {list(_DENSE)}, got {name} of {tensor.dtype}")
+            raise ValueError(f"expected tensors of {list(_DENSE)}, got {name} of {tensor.dtype}")
     return entries
 
 
 def _stored_blocks(name: str, stored: nn.Module, kind: Kind) -> Bytes:
-    """Return the blocks of a weight whose stored codes and scales are those of `kind`.
+    """Return the blocks of a compressed weight whose codes and scales `kind` stores exactly.
 
     Raise `ValueError` for other formats, and for scales that float16 cannot represent.
     """
@@ -173,13 +176,13 @@ def _stored_blocks(name: str, stored: nn.Module, kind: Kind) -> Bytes:
     fits = isinstance(stored, GridWeight) and stored.bits == bits and not stored.rows[1] % 32
     if not isinstance(stored, GridWeight) or not fits or stored.zero is not None:
         raise ValueError(
-            f"expected dense weights, or 8 bits for 'Q8_0' and 4 bits for 'Q4_0' with symmetric "
+            "expected dense weights, or 8 bits for 'Q8_0' and 4 bits for 'Q4_0' with symmetric "
             f"groups of a multiple of 32 inputs, got another format for {kind!r} in {name}"
         )
     scale = stored.scale.half()
     if not torch.equal(scale.to(stored.scale), stored.scale):
         raise ValueError(
-            f"expected scales that float16 contains exactly in {name}; quantize model.half()"
+            f"expected scales of {name} that are float16 numbers, got others; quantize model.half()"
         )
     codes = stored.signed_codes().view(-1, 32).cpu().numpy()
     scale = scale.view(-1).repeat_interleave(stored.rows[1] // 32)
@@ -187,7 +190,7 @@ def _stored_blocks(name: str, stored: nn.Module, kind: Kind) -> Bytes:
 
 
 def _round_to_blocks(name: str, weight: Tensor, kind: Kind) -> Bytes:
-    """Return the blocks of the dense weight of the layer `name`."""
+    """Return the blocks of `kind` for the dense weight of the layer `name`."""
     rows = widen(weight.detach()).cpu().numpy()
     if kind == "Q4_K":
         return _large_blocks(name, rows.reshape(-1, 8, 32))
@@ -226,16 +229,16 @@ def _large_blocks(name: str, rows: Numbers) -> Bytes:
     minima = np.rint(_divide(-low, m_wide)).clip(0, 63).astype(np.uint8)
     shifted = rows + (m_wide * minima)[:, :, None]
     codes = np.rint(_divide(shifted, (d_wide * scales)[:, :, None])).clip(0, 15).astype(np.uint8)
-    # Each block stores eight 6-bit scales and minima in 12 bytes. Byte i of the first four has the
-    # scale i and, above it, the high 2 bits of scale i + 4. The next four are the same for minima.
-    # Byte i of the last four has the low 4 bits of scale i + 4, and above them of the minimum.
-    first = scales[:, :4] | scales[:, 4:] >> 4 << 6
-    second = minima[:, :4] | minima[:, 4:] >> 4 << 6
-    third = scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4
+    # Each block stores eight 6-bit scales and minima in 12 bytes. Byte i of the first four has
+    # scale i and, above it, the high 2 bits of scale i + 4; the next four bytes do so for minima.
+    # Byte i of the last four has the low 4 bits of scale i + 4 and, above them, of minimum i + 4.
+    scale_bytes = scales[:, :4] | scales[:, 4:] >> 4 << 6
+    minimum_bytes = minima[:, :4] | minima[:, 4:] >> 4 << 6
+    low_bits = scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4
     pairs = codes.reshape(-1, 4, 2, 32)
     packed = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)
-    ends = [part.reshape(-1, 1).view(np.uint8) for part in (d, m)]
-    return np.concatenate([*ends, first, second, third, packed], 1)
+    factors = [part.reshape(-1, 1).view(np.uint8) for part in (d, m)]
+    return np.concatenate([*factors, scale_bytes, minimum_bytes, low_bits, packed], 1)
 
 
 def dequantize(blocks: Bytes, kind: Kind) -> Numbers:
@@ -247,9 +250,11 @@ def dequantize(blocks: Bytes, kind: Kind) -> Numbers:
         codes = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], 1).astype(np.float32)
         return (d * (codes - 8)).reshape(-1)
     m = blocks[:, 2:4].copy().view(np.float16).astype(np.float32)
-    first, second, third = np.split(blocks[:, 4:16], 3, axis=1)
-    scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], 1).astype(np.float32)
-    minima = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], 1).astype(np.float32)
+    scale_bytes, minimum_bytes, low_bits = np.split(blocks[:, 4:16], 3, axis=1)
+    last_scales = low_bits & 15 | scale_bytes >> 6 << 4
+    last_minima = low_bits >> 4 | minimum_bytes >> 6 << 4
+    scales = np.concatenate([scale_bytes & 63, last_scales], 1).astype(np.float32)
+    minima = np.concatenate([minimum_bytes & 63, last_minima], 1).astype(np.float32)
     packed = blocks[:, 16:].reshape(-1, 4, 1, 32)
     codes = np.concatenate([packed & 15, packed >> 4], 2).reshape(-1, 8, 32).astype(np.float32)
     return ((d * scales)[:, :, None] * codes - (m * minima)[:, :, None]).reshape(-1)
@@ -258,9 +263,9 @@ def dequantize(blocks: Bytes, kind: Kind) -> Numbers:
 def _to_float16(name: str, scale: Numbers, largest_code: int, tolerance: float) -> Numbers:
     """Return the scales of the layer `name` in float16.
 
-    The `tolerance` is half of a step of the layer's largest weights. Raise `ValueError` if float16
-    changes the product of a scale and the largest code by more than this. This happens to scales
-    above 65504, and in layers with tiny weights, whose scales become zero.
+    `tolerance` is half a step of the layer's largest weights. Raise `ValueError` if float16 changes
+    the product of a scale and the largest code by more than `tolerance`. This happens to scales
+    above 65504, and to the scales of tiny weights, which become zero.
     """
     with np.errstate(over="ignore"):
         half = scale.astype(np.float16)
@@ -274,7 +279,7 @@ def _to_float16(name: str, scale: Numbers, largest_code: int, tolerance: float) 
 
 
 def _divide(values: Numbers, scale: Numbers) -> Numbers:
-    """Return values times 1 / scale, or 0 for a scale of 0, as llama.cpp computes it."""
+    """Return values times 1 / scale, as llama.cpp computes it, or 0 for a scale of 0."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(scale == 0, np.float32(0), np.float32(1) / scale)
     return (values * inverse).astype(np.float32)

@@ -1,7 +1,7 @@
 """Folders that transformers and vLLM load: packed weights and a `quantization_config`.
 
-The formats store codes of 4 or 8 bits with a float16 scale per output and group of inputs. A weight
-in the file, rounded to float16, is exactly `layer.weight`.
+The formats store codes of 4 or 8 bits with a float16 scale per output and group of inputs. The
+weight that they represent, rounded to float16, is exactly `layer.weight`.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tinyml.quantization.pack import pack
 
 
 def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, GridWeight]:
-    """Return the quantized linear layers; raise `ValueError` if the formats cannot store them.
+    """Return the grids of the quantized linear layers by name.
 
-    All of them must have the same number of bits, one of `widths`. They must also have the same
-    group size, or all have one scale per output.
+    Raise `ValueError` if the formats cannot store the model. All layers must have the same number
+    of bits, one of `widths`, and either the same group size or one scale per output.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
@@ -44,14 +44,14 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
         raise _storage_error(adapted[0], "an adapter")
     grids: dict[str, GridWeight] = {}
     for name, layer in model.named_modules():
-        if (grid := _storable(name, layer)) is not None:
+        grid = _stored_grid(name, layer)
+        if grid is not None:
             if any(grid is other for other in grids.values()):
-                raise _storage_error(
-                    name, "a weight that two layers share; exclude it with protect"
-                )
+                reason = "a weight that two layers share; exclude it with protect"
+                raise _storage_error(name, reason)
             grids[name] = grid
     if not grids:
-        raise ValueError("expected a model with quantized linear layers, got none; quantize it")
+        raise ValueError("expected a model with quantized linear layers, got none; call gptq first")
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if kinds != {torch.float16}:
         raise ValueError(
@@ -68,8 +68,11 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
     return grids
 
 
-def _storable(name: str, layer: nn.Module) -> GridWeight | None:
-    """Return the grid of a quantized layer, or None if the layer is not compressed."""
+def _stored_grid(name: str, layer: nn.Module) -> GridWeight | None:
+    """Return the grid of a quantized linear layer, or None if the layer is not compressed.
+
+    Raise `ValueError` for other compressed layers.
+    """
     if isinstance(layer, Replacement):
         raise _storage_error(name, f"a {type(layer).__name__}")
     stored = compressed_weight(layer)
@@ -88,15 +91,15 @@ def _storage_error(name: str, what: str) -> ValueError:
 
 
 def group_size_of(grids: Mapping[str, GridWeight]) -> int | None:
-    """Return the inputs per scale if all layers have the same number.
+    """Return the number of inputs per scale if all layers have the same number.
 
-    Otherwise, return -1 if every layer has one scale per output, or else None.
+    Otherwise, return -1 if every layer has one scale per output, and None if not.
     """
     sizes = {grid.rows[1] for grid in grids.values()}
     if len(sizes) == 1:
         return sizes.pop()
-    whole_rows = all(grid.rows[1] == grid.shape[1] for grid in grids.values())
-    return -1 if whole_rows else None
+    has_scale_per_output = all(grid.rows[1] == grid.shape[1] for grid in grids.values())
+    return -1 if has_scale_per_output else None
 
 
 def unsigned_codes(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
@@ -129,20 +132,21 @@ def write_folder(
 ) -> None:
     """Write the weights and the configuration, with `settings` as `quantization_config`.
 
-    The model's generation configuration is also written, because it may differ from the one that
-    readers derive from the model's configuration.
+    `tensors_of` returns the tensors of a quantized layer by their names in the layer. The model's
+    generation configuration is also written, because it may differ from the one that readers derive
+    from the model's configuration.
     """
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
     tied_keys = getattr(model, "_tied_weights_keys", None) or () if tying_configs(model) else ()
     tied = [re.compile(key) for key in tied_keys]
-    seen: set[object] = set()
+    written: set[object] = set()
     for name, tensor in state_tensors(model).items():
         is_packed = name.partition(".parametrizations.")[0] in grids and ".parametriz" in name
         memory = memory_of(tensor)
         # transformers ties only the weights that the model lists, and only by its configuration.
-        is_tied = memory in seen and any(key.search(name) for key in tied)
-        seen.add(memory)
+        is_tied = memory in written and any(key.search(name) for key in tied)
+        written.add(memory)
         if not is_packed and not is_tied:
             tensors[name] = copy_if_shared(tensor, storages)
     for name, grid in grids.items():
@@ -157,5 +161,6 @@ def write_folder(
     with atomic_file(folder / "model.safetensors") as part:
         save_file(tensors, part, {"format": "pt"})
     config.save_pretrained(folder)
-    if (generation := getattr(model, "generation_config", None)) is not None:
-        generation.save_pretrained(folder)
+    generation_config: Any = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        generation_config.save_pretrained(folder)
