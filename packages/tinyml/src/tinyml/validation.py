@@ -18,10 +18,7 @@ Progress = Callable[[str, int, int], None]
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message, with the known name closest to `name`.
-
-    Return an empty string if no known name is similar.
-    """
+    """Return the end of an error message with the closest known name; empty if none is similar."""
     matches = difflib.get_close_matches(name, list(known), 1, 0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
@@ -62,8 +59,7 @@ def check_strided(what: str, *tensors: Tensor) -> None:
 def require_batches(batches: Iterable[T]) -> list[T]:
     """Return the calibration batches as a list, because they are read several times.
 
-    Raise `ValueError` if there are none, if `batches` is a single tensor or mapping, or if a tensor
-    is sparse.
+    Raise `ValueError` if there are none, for a single tensor or mapping, and for sparse tensors.
     """
     listed = [] if isinstance(batches, Tensor | Mapping) else list(batches)
     if not listed:

@@ -79,17 +79,15 @@ def matching_parameters(model: nn.Module, wanted: Iterable[str]) -> list[tuple[s
     A name matches if it equals the entry, or ends with a dot and the entry. Parameters of one
     module are in the order of their registration. Raise `ValueError` if an entry matches none.
     """
+    entries = set(wanted)
     known = [name for name, _ in model.named_parameters()]
-    matches: set[str] = set()
-    for entry in set(wanted):
-        matching = [name for name in known if f".{name}".endswith(f".{entry}")]
-        if not matching:
+    for entry in entries:
+        if not any(f".{name}".endswith(f".{entry}") for name in known):
             raise ValueError(
                 f"expected ends of the names of parameters, got {entry!r}{suggestion(entry, known)}"
             )
-        matches.update(matching)
-    split_names = [name.rpartition(".") for name in known if name in matches]
-    return [(module, key) for module, _, key in split_names]
+    matches = [n for n in known if any(f".{n}".endswith(f".{entry}") for entry in entries)]
+    return [(module, key) for module, _, key in (name.rpartition(".") for name in matches)]
 
 
 def new_adapter(model: nn.Module, module: str, key: str, rank: int, alpha: float) -> ParameterLoRA:

@@ -72,7 +72,7 @@ class _Tracer:
             # a maximum, have no integer form.
             value = self._values[node.args[0]]  # type: ignore[index]
             if isinstance(value, Step) and node.args[1] and node.users:
-                raise self._unsupported(node, "only the first result of its operator is supported")
+                raise self._error(node, "only the first result of its operator is supported")
             self._values[node] = value if isinstance(value, Step) else value[node.args[1]]
         elif node.op == "call_function" and not node.name.startswith("_assert"):
             self._values[node] = self._convert_call(node)
@@ -95,12 +95,12 @@ class _Tracer:
         options = fx.node.map_arg(node.kwargs, lambda n: self._values[n])
         if not inputs:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-                raise self._unsupported(node, "it returns random numbers")
+                raise self._error(node, "it returns random numbers")
             return node.target(*arguments, **options)  # type: ignore[operator]
         name = operator_name(node)
         result_like = node.meta.get("val")
         if isinstance(result_like, Tensor) and not result_like.is_floating_point():
-            raise self._unsupported(node, f"its result is {result_like.dtype}, not a float type")
+            raise self._error(node, f"its result is {result_like.dtype}, not a float type")
         rule, names = _RULES.get(name, (None, ""))
         has_tensor = any(_has_several_elements(argument) for argument in arguments)
         is_unary = len(inputs) == 1 and not has_tensor
@@ -111,18 +111,14 @@ class _Tracer:
 
             return self._activation(node, arguments[0], function)
         if rule is None:
-            raise self._unsupported(node)
+            raise self._error(node)
         try:
-            result: Step = rule(
-                self, node, *self._select_arguments(node, arguments, options, names)
-            )
+            result: Step = rule(self, node, *self._read_arguments(node, arguments, options, names))
         except (TypeError, AttributeError) as error:  # an argument that no rule supports
-            raise self._unsupported(node, "these arguments") from error
+            raise self._error(node, "these arguments") from error
         return result
 
-    def _select_arguments(
-        self, node: fx.Node, arguments: Any, options: Any, names: str
-    ) -> list[Any]:
+    def _read_arguments(self, node: fx.Node, arguments: Any, options: Any, names: str) -> list[Any]:
         """Return the arguments with these names; None for names that the operator does not have.
 
         Raise `ValueError` if an argument with another name differs from its default. A rule without
@@ -135,10 +131,10 @@ class _Tracer:
         explicit = dict(zip(defaults, arguments, strict=False)) | options
         for key, value in explicit.items():
             if key not in names.split() and value != defaults[key]:
-                raise self._unsupported(node, f"{key}={value!r} is not supported")
+                raise self._error(node, f"{key}={value!r} is not supported")
         return [(defaults | explicit).get(key) for key in names.split()]
 
-    def _unsupported(self, node: fx.Node, why: str = "") -> ValueError:
+    def _error(self, node: fx.Node, why: str = "") -> ValueError:
         return ValueError(
             f"{describe_node(node)} has no integer form{why and ': ' + why}; help(IntegerModel) "
             "lists the supported operators"
@@ -148,7 +144,7 @@ class _Tracer:
         """Return the shape of a node's value; raise `ValueError` if the batch is not first."""
         shape = tuple(_fake_result(node).shape)
         if not shape or shape[0] != self._batch:
-            raise self._unsupported(node, f"its first dimension is not the batch: {shape}")
+            raise self._error(node, f"its first dimension is not the batch: {shape}")
         return shape
 
     def _add_step(
@@ -161,26 +157,26 @@ class _Tracer:
 
     def _conv2d(self, node: fx.Node, x: Any, weight: Any, bias: Any, *window: Any) -> Step:
         if not isinstance(weight, Tensor) or not isinstance(x, Step) or len(x.shape) != 4:
-            raise self._unsupported(node, "only images and a constant weight are supported")
+            raise self._error(node, "only images and a constant weight are supported")
         stride, padding, dilation, groups = window
         kernel, dilation = (weight.shape[2], weight.shape[3]), pair(dilation)
         if isinstance(padding, str):
             sides = zip(dilation, kernel, strict=True)
             total = [d * (k - 1) if padding == "same" else 0 for d, k in sides]
             if any(t % 2 for t in total):
-                raise self._unsupported(node, "padding='same' of an even kernel is not symmetric")
+                raise self._error(node, "padding='same' of an even kernel is not symmetric")
             padding = [t // 2 for t in total]
         geometry = Geometry(kernel, pair(stride), pair(padding), dilation, groups)
         return self._add_step(MatMul, node, [x], weight, bias, geometry)
 
     def _linear(self, node: fx.Node, x: Any, weight: Any, bias: Any = None) -> Step:
         if not isinstance(weight, Tensor) or not isinstance(x, Step):
-            raise self._unsupported(node, "the weight depends on the input")
+            raise self._error(node, "the weight depends on the input")
         return self._add_step(MatMul, node, [x], weight, bias)
 
     def _matmul(self, node: fx.Node, x: Any, weight: Any) -> Step:
         if not isinstance(weight, Tensor) or weight.dim() != 2:
-            raise self._unsupported(node, "only x w with a constant matrix w is supported")
+            raise self._error(node, "only x w with a constant matrix w is supported")
         return self._linear(node, x, weight.t())
 
     def _batch_norm(
@@ -188,7 +184,7 @@ class _Tracer:
     ) -> Step:
         variance, is_training, eps, *_ = options
         if not isinstance(mean, Tensor) or not isinstance(variance, Tensor) or is_training:
-            raise self._unsupported(node, "it has no running statistics")
+            raise self._error(node, "it has no running statistics")
         factor = (variance.double() + eps).rsqrt() * (1 if weight is None else weight.double())
         shift = (0 if bias is None else bias.double()) - mean.double() * factor
         return self._by_channel(node, x, factor, shift)
@@ -206,7 +202,7 @@ class _Tracer:
     def _by_channel(self, node: fx.Node, x: Step, factor: Tensor, shift: Tensor) -> Step:
         """Fold factor * x + shift (float64, per channel) into the product `x`, or add a product."""
         if len(x.shape) not in (2, 4):
-            raise self._unsupported(node, "only 2 or 4 dimensions are supported")
+            raise self._error(node, "only 2 or 4 dimensions are supported")
         dtype = _fake_result(node).dtype
         # A linear layer's channels are its last dimension; those of an image are dimension 1.
         is_foldable = isinstance(x, MatMul) and (x.geometry is None) == (len(x.shape) == 2)
@@ -241,7 +237,7 @@ class _Tracer:
         shape = (1,) * (len(x.shape) - value.dim()) + tuple(value.shape)
         has_channels = len(shape) == len(x.shape) and shape[1] in (1, x.shape[1])
         if not has_channels or any(n > 1 for i, n in enumerate(shape) if i != 1):
-            raise self._unsupported(node, "the constant is not one number per channel")
+            raise self._error(node, "the constant is not one number per channel")
         return value.reshape(-1).expand(x.shape[1])
 
     def _sub(self, node: fx.Node, a: Any, b: Any) -> Step:
@@ -250,12 +246,10 @@ class _Tracer:
     def _add(self, node: fx.Node, a: Any, b: Any, sign: float = 1.0) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):
             if a.shape != b.shape:
-                raise self._unsupported(node, f"shapes {a.shape} and {b.shape} differ")
+                raise self._error(node, f"shapes {a.shape} and {b.shape} differ")
             return self._add_step(Sum, node, [a, b], (1.0, sign))
-        if isinstance(a, Step):
-            value, constant, value_sign, constant_sign = a, b, 1.0, sign
-        else:
-            value, constant, value_sign, constant_sign = b, a, sign, 1.0
+        value, constant = (a, b) if isinstance(a, Step) else (b, a)
+        value_sign, constant_sign = (1.0, sign) if value is a else (sign, 1.0)
         if _has_several_elements(constant):
             shift = constant_sign * self._constant(node, value, constant)
             return self._by_channel(node, value, torch.full_like(shift, value_sign), shift)
@@ -265,7 +259,7 @@ class _Tracer:
     def _mul(self, node: fx.Node, a: Any, b: Any) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):
             if len(a.shape) != len(b.shape):
-                raise self._unsupported(
+                raise self._error(
                     node, f"shapes {a.shape} and {b.shape} differ in their number of dimensions"
                 )
             return self._add_step(Mul, node, [a, b])
@@ -277,16 +271,14 @@ class _Tracer:
 
     def _div(self, node: fx.Node, a: Any, b: Any) -> Step:
         if not isinstance(a, Step) or isinstance(b, Step):
-            raise self._unsupported(node, "only division by a constant is supported")
+            raise self._error(node, "only division by a constant is supported")
         return self._mul(node, a, 1 / b)
 
     def _cat(self, node: fx.Node, parts: Sequence[Any], dim: int) -> Step:
         if not all(isinstance(part, Step) for part in parts):
-            raise self._unsupported(node, "a tensor does not depend on the input")
+            raise self._error(node, "a tensor does not depend on the input")
         if dim not in (1, 1 - len(parts[0].shape)):
-            raise self._unsupported(
-                node, f"it concatenates along dimension {dim}; only 1 is supported"
-            )
+            raise self._error(node, f"it concatenates along dimension {dim}; only 1 is supported")
         return self._add_step(Concatenation, node, parts)
 
     def _max_pool2d(self, node: fx.Node, x: Step, *window: Any) -> Step:
@@ -295,27 +287,27 @@ class _Tracer:
     def _avg_pool2d(self, node: fx.Node, x: Step, *options: Any) -> Step:
         *window, counts_padding = options
         if not counts_padding and pair(window[-1]) != (0, 0):
-            raise self._unsupported(node, "only count_include_pad=True is supported")
+            raise self._error(node, "only count_include_pad=True is supported")
         return self._pool(node, x, False, *window)
 
     def _pool(
         self, node: fx.Node, x: Step, is_maximum: bool, kernel: Any, stride: Any, padding: Any
     ) -> Step:
         if len(x.shape) != 4:
-            raise self._unsupported(node, "only a batch of images is supported")
+            raise self._error(node, "only a batch of images is supported")
         geometry = Geometry(pair(kernel), pair(stride or kernel), pair(padding))
         return self._add_step(Pool, node, [x], geometry, is_maximum)
 
     def _adaptive_avg_pool2d(self, node: fx.Node, x: Step, size: Any) -> Step:
         height, width = pair(size)
         if len(x.shape) != 4 or x.shape[2] % height or x.shape[3] % width:
-            raise self._unsupported(node, f"{x.shape[2:]} does not divide into {height, width}")
+            raise self._error(node, f"{x.shape[2:]} does not divide into {height, width}")
         kernel = x.shape[2] // height, x.shape[3] // width
         return self._add_step(Pool, node, [x], Geometry(kernel, kernel), False)
 
     def _mean(self, node: fx.Node, x: Step, dims: Any, keepdim: Any) -> Step:
         if len(x.shape) != 4 or sorted(d % 4 for d in dims or ()) != [2, 3]:
-            raise self._unsupported(node, "only the mean over rows and columns is supported")
+            raise self._error(node, "only the mean over rows and columns is supported")
         geometry = Geometry((x.shape[2], x.shape[3]))
         mean = Pool(node.name, [x], (*x.shape[:2], 1, 1), geometry, False)
         self.steps.append(mean)

@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from tinyml.conversion import without_autocast
 from tinyml.integer.fixed_point import (
     QuantParams,
-    shift_to_codes,
     scales_for_bias,
+    shift_to_codes,
     to_common_shift,
     to_fixed_point,
 )

@@ -1,9 +1,7 @@
 """Removal of whole channels, hidden units and attention heads: a smaller dense model.
 
-The outputs of the pruned model equal those of the dense model whose weights that read the removed
-units are zero. `check_equal` compares the two models before the pruned one is returned. The module
-`units` finds the units that layers share, `importance` ranks them, and `size_attributes` finds the
-attributes that contain their number.
+The module `units` finds the units that layers share, `importance` ranks them, `size_attributes`
+finds the attributes that contain their number, and `equality` checks the result.
 """
 
 from __future__ import annotations

@@ -31,9 +31,9 @@ from torch import Tensor, fx
 
 @dataclass
 class Slice:
-    """The elements of a tensor that contain units: `width` per unit along `axis`, from `start`.
+    """The elements of the parameter or buffer `tensor` that contain units.
 
-    `tensor` is the name of a parameter or buffer.
+    Each unit has `width` elements along `axis`, from the element `start`.
     """
 
     tensor: str

@@ -135,10 +135,6 @@ def _group_norm(
     return units
 
 
-def _elementwise(walk: Walk, node: fx.Node, *_: Any, **__: Any) -> Any:
-    return _broadcast(walk, node, node.all_input_nodes, shape_of(node))
-
-
 def _prelu(walk: Walk, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
     units = walk.values[x]
     if math.prod(shape_of(weight)) > 1:
@@ -149,16 +145,15 @@ def _prelu(walk: Walk, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
     return units
 
 
-def _broadcast(
-    walk: Walk, node: fx.Node, sources: Sequence[fx.Node], shape: tuple[int, ...]
-) -> Any:
-    """Merge the units of values that are broadcast to `shape` and combined element by element.
+def _elementwise(walk: Walk, node: fx.Node, *_: Any, **__: Any) -> Any:
+    """Merge the units of values that are broadcast to one shape and combined element by element.
 
     A value without units must be a parameter with an element per unit, or not vary along the units.
     """
+    shape = shape_of(node)
     with_units = []
     without_units = []
-    for source in sources:
+    for source in node.all_input_nodes:
         units = walk.values[source]
         new_dims = len(shape) - len(shape_of(source))
         if units is not None:

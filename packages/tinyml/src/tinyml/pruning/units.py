@@ -1,9 +1,8 @@
 """Units that several layers share, found by following a model's graph (Note [Dependency groups]).
 
 A unit is a channel, a feature or a head that can be pruned. A `Walk` visits every node once. The
-rule of the node's operator (see `rules`) returns the dimension of the result that contains units.
-Units cannot be removed if they reach an operator without a rule, an operator that mixes them, or
-the output of the model. `Group.blocked_by` contains the reason.
+rule of the node's operator (see `rules`) returns the units in the result. Units cannot be removed
+if they reach an operator without a rule, an operator that mixes them, or the output of the model.
 """
 
 from __future__ import annotations
@@ -90,12 +89,10 @@ class Walk:
 
     def block_product(self, node: fx.Node, weight: fx.Node, bias: fx.Node | None) -> None:
         """Block a product whose weight or bias is not a parameter that is used once."""
-        is_parameter = all(item is None or item.name in self.graph.names for item in (weight, bias))
-        self.layers_without_units[module_of(node)] = (
-            "its weight or bias is used several times"
-            if is_parameter
-            else "its weight or bias is not a parameter; weight_norm, for example, computes it"
-        )
+        reason = "its weight or bias is used several times"
+        if any(item is not None and item.name not in self.graph.names for item in (weight, bias)):
+            reason = "its weight or bias is not a parameter; weight_norm, for example, computes it"
+        self.layers_without_units[module_of(node)] = reason
         self.block(node)
 
     def name_if_used_once(self, node: Any) -> str | None:
