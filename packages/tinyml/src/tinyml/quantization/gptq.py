@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tinyml.calibration.replay import visit_layers
 from tinyml.conversion import (
     check_supported,
     evaluation_mode,
@@ -38,7 +39,6 @@ from tinyml.layers import (
     protected_modules,
     weight_of,
 )
-from tinyml.quantization.calibration import visit_layers
 from tinyml.quantization.grid import Grid, as_rows, check_grid_bits, grid_of, widen
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.validation import Progress, check_finite, first_names, require_batches

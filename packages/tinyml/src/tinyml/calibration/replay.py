@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from tinyml.calibration.block_records import BlockRecord, block_state, copy_values
+from tinyml.calibration.padding_mask import remove_padding
 from tinyml.conversion import tensor_versions
-from tinyml.quantization.block_records import BlockRecord, block_state, copy_values
-from tinyml.quantization.padding_mask import remove_padding
 from tinyml.validation import Progress
 
 #: Number of tokens that are converted to float64 at a time.
