@@ -375,7 +375,7 @@ def test_parameters_of_other_classes_of_tensors_are_refused(stage):
     assert all(run_on_shared_ranks(refuse_other_tensors, 2, stage))
 
 
-def refuse_ddp():
+def hide_from_ddp():
     whole = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     for sharded in (FSDP(copy.deepcopy(whole)), fully_shard(copy.deepcopy(whole))):
         with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed"):
@@ -384,7 +384,7 @@ def refuse_ddp():
 
 
 def test_torchs_ddp_refuses_a_sharded_model():
-    assert all(run_on_shared_ranks(refuse_ddp, 2))
+    assert all(run_on_shared_ranks(hide_from_ddp, 2))
 
 
 def refuse_replaced_parameters():

@@ -104,7 +104,7 @@ def direct_all_reduce(
     """
     if not tensor.is_cpu or tensor.nbytes > DIRECT_ALL_REDUCE_BYTES:
         return dist.all_reduce(tensor, group=group, async_op=async_op)
-    tag = tag_of(f"all_reduce {tensor.dtype} {tensor.numel()}")
+    tag = compute_tag(f"all_reduce {tensor.dtype} {tensor.numel()}")
     work = _DirectSum(tensor, [tensor.contiguous()] * dist.get_world_size(group), group, tag)
     if async_op:
         return work
@@ -112,7 +112,7 @@ def direct_all_reduce(
     return None
 
 
-def tag_of(description: str) -> int:
+def compute_tag(description: str) -> int:
     """Return the tag for messages of calls with this description."""
     return zlib.crc32(description.encode()) >> 1
 

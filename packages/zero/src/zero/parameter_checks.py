@@ -219,7 +219,7 @@ def check_dense(gradient: Tensor | None) -> None:
         )
 
 
-def refuse_ddp(module: nn.Module) -> None:
+def hide_from_ddp(module: nn.Module) -> None:
     """Hide a sharded module's parameters from torch's DDP, so that DDP refuses to wrap it.
 
     DDP would wait for gradients that autograd never computes, and would copy rank 0's shards to the

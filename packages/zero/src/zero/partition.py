@@ -82,7 +82,7 @@ class Partition:
         return pieces
 
 
-def by_element(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
+def partition_by_element(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
     """Split every bucket into equal shards; each rank gets `ceil(sum(numels) / world)` elements."""
     total = sum(numels)
     padded = -(-total // world) * world
@@ -92,7 +92,7 @@ def by_element(numels: Sequence[int], world: int, bucket_numel: int) -> Partitio
     return Partition(tuple(numels), offsets, spans, padded, world)
 
 
-def by_parameter(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
+def partition_by_parameter(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
     """Assign each parameter to one owner rank: the largest first, each to the least loaded rank."""
     owned: list[list[int]] = [[] for _ in range(world)]
     load = [0] * world

@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero.diagnostics import explain
 from zero.gloo_collectives import (
     Work,
+    compute_tag,
     direct_all_gather,
     direct_all_reduce,
     direct_reduce_scatter,
-    tag_of,
 )
 
 Collective = Callable[..., Any]
@@ -182,7 +182,7 @@ class Communicator:
         """The smallest power of two that is at least the number of ranks."""
         return 1 << (self.world - 1).bit_length()
 
-    def uses_same_groups(self, other: Communicator) -> bool:
+    def uses_same_group(self, other: Communicator) -> bool:
         """Return True if both communicators use the same process-group object."""
         return self._process_group is other._process_group
 
@@ -194,12 +194,12 @@ class Communicator:
         if isinstance(self.group, DryRun):
             self.bytes["reduce_scatter"] += input.nbytes
             return DryReduceScatter(input, self.world)
-        call = _tag_by_label(self._reduce_scatter, label)
+        call = _add_tag(self._reduce_scatter, label)
         return self._start("reduce_scatter", input, call, output, input, label=label)
 
     def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> Work:
         """Start `output = concatenation of every rank's input`, in rank order."""
-        call = _tag_by_label(self._all_gather, label)
+        call = _add_tag(self._all_gather, label)
         if output.dtype not in NATIVE_DTYPES:
             output = as_bytes(output)
             input = as_bytes(input)
@@ -236,7 +236,7 @@ class Communicator:
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view(buffer.shape))
 
-    def any_across_ranks(self, *flag_lists: Sequence[bool]) -> Callable[[], list[list[bool]]]:
+    def launch_or_reduction(self, *flag_lists: Sequence[bool]) -> Callable[[], list[list[bool]]]:
         """Launch an OR-reduction of the flags over the ranks; return a function that waits for it.
 
         The function returns one list per argument.
@@ -337,7 +337,7 @@ def wire_bytes(payload: dict[str, int], world: int) -> float:
     return (sum(payload.values()) + payload.get("all_reduce", 0)) * (world - 1) / world
 
 
-def _tag_by_label(call: Collective, label: str) -> Collective:
+def _add_tag(call: Collective, label: str) -> Collective:
     """Tag a collective by layer, so that mismatched ranks time out instead of exchanging data.
 
     gloo accepts a message that is shorter than expected, and aborts the process if it is longer.
@@ -345,4 +345,4 @@ def _tag_by_label(call: Collective, label: str) -> Collective:
     """
     if not label or call not in (direct_all_gather, direct_reduce_scatter):
         return call
-    return partial(call, tag=tag_of(f"{call.__name__} {label}"))
+    return partial(call, tag=compute_tag(f"{call.__name__} {label}"))

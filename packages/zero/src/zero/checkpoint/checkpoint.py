@@ -24,8 +24,15 @@ from zero.checkpoint import checksums
 from zero.checkpoint.contents import VERSION, read_contents
 from zero.checkpoint.draft import current
 from zero.checkpoint.loading import Loading
-from zero.checkpoint.ownership import Part, Slot, group_names, model_parts, slots, tied_names
-from zero.checkpoint.storage import HEADER, find, fingerprint, together, write_folder
+from zero.checkpoint.ownership import (
+    Part,
+    Slot,
+    find_group_names,
+    find_model_parts,
+    find_slots,
+    find_tied_names,
+)
+from zero.checkpoint.storage import HEADER, find, fingerprint, run_on_all_ranks, write_folder
 from zero.checkpoint.weights import check_format, find_weights
 from zero.fsdp.fsdp import find_fsdps
 from zero.fsdp.wrapping import original_name
@@ -63,8 +70,8 @@ def save_checkpoint(
             objects.update(_header_objects(model, optimizer, extra))
 
     # Only the owner of a parameter may have state that cannot be saved.
-    together(collect, group, f"checkpoint {path} was not saved")
-    tied = {f"model.{name}": f"model.{first}" for name, first in tied_names(model).items()}
+    run_on_all_ranks(collect, group, f"checkpoint {path} was not saved")
+    tied = {f"model.{name}": f"model.{first}" for name, first in find_tied_names(model).items()}
     write_folder(Path(path), parts, objects, group, tied)
 
 
@@ -92,7 +99,7 @@ def _header_objects(
     """Return the objects of rank 0: group options, non-tensor module states, and `extra`."""
     objects: dict[str, Any] = {}
     groups = optimizer.param_groups if optimizer else []
-    names = group_names(model, optimizer) if optimizer else []
+    names = find_group_names(model, optimizer) if optimizer else []
     for index, (group, members) in enumerate(zip(groups, names, strict=True)):
         # torch's reader expects these names.
         for key, value in {"params": members, **options_of(group)}.items():
@@ -100,7 +107,7 @@ def _header_objects(
             objects[f"optimizer.param_groups.{index}.{key}"] = value
     objects[HEADER] = {
         "version": VERSION,
-        "modules": {original_name(name): v for name, v in model_parts(model)[1].items()},
+        "modules": {original_name(name): v for name, v in find_model_parts(model)[1].items()},
         "extra": extra or {},
     }
     return objects
@@ -141,7 +148,7 @@ def load_checkpoint(
         opened.append(_open(folder, model, optimizer, strict, prefix))
         return before
 
-    fingerprints = together(check, group, failure)
+    fingerprints = run_on_all_ranks(check, group, failure)
     if len(set(fingerprints)) > 1:
         cause = "another job replaced the folder, or the hosts do not share it"
         raise RuntimeError(f"{failure}: the ranks read different checkpoints: {cause}; load again")
@@ -155,7 +162,7 @@ def load_checkpoint(
                 "have parts of both: load again"
             )
 
-    together(fill, group, failure)
+    run_on_all_ranks(fill, group, failure)
     for problem in loading.left_out:
         warnings.warn(problem, stacklevel=2)
     return loading.contents.extra
@@ -171,8 +178,8 @@ def _open(
     """Match the checkpoint with the model and the optimizer."""
     check_format(path)
     weights = None if (path / ".metadata").exists() else find_weights(path)
-    parts, states = model_parts(model)
-    names = {part.name for part in parts} | tied_names(model).keys()
+    parts, states = find_model_parts(model)
+    names = {part.name for part in parts} | find_tied_names(model).keys()
     state_names = {original_name(name) for name in states}
     contents = read_contents(weights or find(path), names, state_names, prefix)
     return Loading(contents, model, optimizer, strict)
@@ -183,14 +190,14 @@ def _collect_state(
 ) -> tuple[list[Part], dict[str, Any]]:
     """Return this rank's parts of the model and the optimizer, and its objects."""
     synchronized = optimizer.flat.views if isinstance(optimizer, ShardedOptimizer) else ()
-    model_only = model_parts(model, synchronized)[0]
+    model_only = find_model_parts(model, synchronized)[0]
     parts = [replace(part, name=f"model.{part.name}") for part in model_only]
     objects: dict[str, Any] = {}
     inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
     if optimizer is None or inner is None:
         return parts, objects
     check_state(inner)
-    for group in slots(model, optimizer):
+    for group in find_slots(model, optimizer):
         for slot in group:
             state = inner.state.get(slot.parameter, {})
             _collect_slot(slot, state, rank, parts, objects)

@@ -114,7 +114,7 @@ class Draft:
 
     def publish(self) -> None:
         """Link other programs' files into the folder, and rename the folder to its final path."""
-        keep_others(self.path, self.folder)
+        link_other_files(self.path, self.folder)
         replace_folder(self.folder, self.path)
 
     def close(self) -> None:
@@ -149,7 +149,7 @@ def current(path: Path) -> Path:
     return previous(real) if not real.exists() and previous(real).exists() else real
 
 
-def keep_others(path: Path, draft: Path) -> None:
+def link_other_files(path: Path, draft: Path) -> None:
     """Link other programs' files in `path` into `draft`, which will replace `path`."""
     for other in path.iterdir() if path.is_dir() else ():
         there = draft / other.name

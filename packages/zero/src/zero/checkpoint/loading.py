@@ -14,11 +14,11 @@ from zero.checkpoint.contents import Contents
 from zero.checkpoint.ownership import (
     Part,
     Slot,
-    group_names,
-    model_parts,
-    slots,
-    tied_names,
-    unwrapped,
+    find_group_names,
+    find_model_parts,
+    find_slots,
+    find_tied_names,
+    unwrap,
 )
 from zero.checkpoint.storage import Folder
 from zero.dtensors import has_elements
@@ -49,8 +49,8 @@ class Loading:
         self.strict = strict
         #: Descriptions of the tensors that `strict=False` leaves out.
         self.left_out: list[str] = []
-        self.tied = tied_names(model)
-        parts, states = model_parts(model)
+        self.tied = find_tied_names(model)
+        parts, states = find_model_parts(model)
         #: The states of modules that are neither parameters nor buffers, by the model's names.
         self.module_states = self._match_module_states(states)
         self.parts = self._match_model(parts)
@@ -77,7 +77,7 @@ class Loading:
         if self.optimizer is not None:
             self._fill_optimizer(self.optimizer)
         if self.module_states:
-            unwrapped(self.model).load_state_dict(self.module_states, strict=False)
+            unwrap(self.model).load_state_dict(self.module_states, strict=False)
 
     def _match_module_states(self, names: Collection[str]) -> dict[str, Any]:
         """Return the stored states of modules by their names in the model's state dict."""
@@ -165,7 +165,7 @@ class Loading:
             self.left_out.append("the checkpoint has no optimizer, so its state is unchanged")
             self.optimizer = None
             return
-        names_of_groups = group_names(model, optimizer)
+        names_of_groups = find_group_names(model, optimizer)
         names = [name for group in names_of_groups for name in group]
 
         def name_of(stored: str | int) -> str:
@@ -177,7 +177,7 @@ class Loading:
         options = {name_of(stored): group for stored, group in self.contents.options.items()}
         self.options = _options_of_groups(options, names_of_groups)
         states = {name_of(stored): entries for stored, entries in self.contents.states.items()}
-        for group_slots in slots(model, optimizer):
+        for group_slots in find_slots(model, optimizer):
             self.states += [(slot, states.get(slot.name, [])) for slot in group_slots]
         inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
         if type(inner) in ELEMENTWISE:

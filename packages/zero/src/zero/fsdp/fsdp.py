@@ -19,7 +19,7 @@ from zero.fsdp.shard import find_sharded, mark_replaced
 from zero.fsdp.unit import Unit
 from zero.fsdp.unit_schedule import UnitSchedule
 from zero.fsdp.wrapping import ShardPolicy, make_units, materialize_module, original_name
-from zero.parameter_checks import check_module, check_parameters, refuse_ddp
+from zero.parameter_checks import check_module, check_parameters, hide_from_ddp
 from zero.process_groups import Collective, Communicator, DryRun, Group
 
 #: The attribute in which every module passed to `fully_shard` stores the FSDP of the outermost one.
@@ -127,7 +127,7 @@ class FSDP(UnitSchedule):
         self.communicator.broadcast_buffers(module)
         self._init_runtime_state()
         self._hook_modules()
-        refuse_ddp(self)
+        hide_from_ddp(self)
         install_optimizer_hooks()
         # Do not count the initial broadcasts as training traffic.
         self.communicator.pop_bytes()
@@ -192,7 +192,7 @@ class FSDP(UnitSchedule):
 
     def _adopt(self, inner: FSDP) -> None:
         """Take over the units of the FSDP of an inner module."""
-        if not self.communicator.uses_same_groups(inner.communicator):
+        if not self.communicator.uses_same_group(inner.communicator):
             raise ValueError(
                 "expected one process group for a module and the modules within it, got several: "
                 "pass the same mesh to every fully_shard call"

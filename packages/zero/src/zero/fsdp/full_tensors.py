@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.fsdp.shard import ShardedParameter, plain_shard
-from zero.partition import by_parameter
+from zero.partition import partition_by_parameter
 from zero.process_groups import Communicator, as_bytes
 
 
@@ -32,7 +32,9 @@ class FullTensorExchange:
         self.communicator = communicator
         self.parameters = parameters
         added = [p for p in parameters if p.shard not in earlier_owners]
-        partition = by_parameter([p.shape.numel() for p in added], communicator.world, 1 << 62)
+        partition = partition_by_parameter(
+            [p.shape.numel() for p in added], communicator.world, 1 << 62
+        )
         #: The rank that steps each shard's parameter; rank 0 for parameters without elements.
         self.owner = {p.shard: earlier_owners.get(p.shard, 0) for p in parameters}
         for rank in range(communicator.world):

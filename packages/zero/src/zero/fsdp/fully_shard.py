@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero.fsdp.fsdp import FSDP, FULLY_SHARDED
 from zero.fsdp.unit import Unit
-from zero.parameter_checks import refuse_ddp
+from zero.parameter_checks import hide_from_ddp
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -80,7 +80,7 @@ def fully_shard(
         fsdp.output_dtypes[module] = policy.output_dtype
     cls: Any = type(module)
     module.__class__ = _sharded_class(cls)
-    refuse_ddp(module)
+    hide_from_ddp(module)
     for sharded in _sharded_modules(module):
         sharded.__dict__[FULLY_SHARDED] = fsdp
     return module

@@ -28,21 +28,21 @@ from torch.optim.optimizer import (
 from zero.dtensors import Run, full_entries, state_rows
 from zero.fsdp.full_tensors import FullTensorExchange
 from zero.fsdp.shard import ShardedParameter, find_sharded
-from zero.gradients.shard import ShardGradient, plain
+from zero.gradients.shard import ShardGradient, as_plain_tensor
 from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
     REFUSED,
     WHOLE_PARAMETERS,
     check_constructed,
     choose_split,
-    options_from,
+    read_constructor_options,
 )
 from zero.optimizer.option_checks import (
     Options,
-    changed_options,
     check_options_match,
-    option_flags,
-    option_numbers,
+    find_changed_options,
+    list_numeric_options,
+    make_checksum_flags,
 )
 from zero.optimizer.parameter_groups import check_not_replaced, is_same_list
 from zero.optimizer.state_dict import options_of
@@ -85,7 +85,9 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
         _known[optimizer] = shard_optimizer, parameters
     for state in optimizer.state.values() if shard_optimizer else ():
         # A copy of a gradient or a shard, such as a momentum buffer, must not act like a gradient.
-        state.update({k: plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
+        state.update(
+            {k: as_plain_tensor(v) for k, v in state.items() if isinstance(v, ShardGradient)}
+        )
     return shard_optimizer
 
 
@@ -181,7 +183,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for sharded in shard_optimizer.stepped:
         sharded.unit.mark_changed(sharded)
     shard_optimizer.stepped = []
-    shard_optimizer.options_after_step = option_numbers(optimizer)
+    shard_optimizer.options_after_step = list_numeric_options(optimizer)
 
 
 #: The code of the function by which torch wraps each `step` to run its hooks.
@@ -254,14 +256,14 @@ class ShardOptimizer:
                 if sharded is not None:
                     sharded_of.setdefault(sharded.unit.communicator, []).append(sharded)
         self.stepped = []
-        changes = changed_options(optimizer, self.options_after_step)
+        changes = find_changed_options(optimizer, self.options_after_step)
         for communicator, parameters in sharded_of.items():
             has_gradient = [parameter.shard.grad is not None for parameter in parameters]
             self.stepped += compress(parameters, has_gradient)
-            on_some, on_others, options = communicator.any_across_ranks(
+            on_some, on_others, options = communicator.launch_or_reduction(
                 has_gradient,
                 [not flag for flag in has_gradient],
-                option_flags(changes),
+                make_checksum_flags(changes),
             )()
             check_options_match(options, changes, communicator)
             for index, parameter in enumerate(parameters):
@@ -334,7 +336,7 @@ def _needs_full_tensors(
     is_declared = any(cls in p.unit.elementwise_optimizers for p in parameters)
     split = choose_split(
         cls,
-        {} if is_known else options_from(optimizer, group),
+        {} if is_known else read_constructor_options(optimizer, group),
         parameters[0].shard.device,
         elementwise=True if is_declared else None,
         group=options_of(group),

@@ -12,7 +12,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.gradients.reductions import PartialGradient
-from zero.gradients.shard import ElementRange, ShardGradient, shard_function, shard_gradient
+from zero.gradients.shard import ElementRange, ShardGradient, call_on_shards, make_shard_gradient
 
 #: A module and the name of one of its parameters.
 Owner = tuple[nn.Module, str]
@@ -117,7 +117,7 @@ class Shard(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` on this rank's elements or over all ranks, or raise."""
-        return shard_function(func, args, kwargs or {}, _as_gradient)
+        return call_on_shards(func, args, kwargs or {}, _as_gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -151,7 +151,7 @@ class Shard(nn.Parameter):
                     "p.grad.full_tensor(), called by every rank"
                 )
             if type(gradient) is Tensor:
-                gradient = shard_gradient(gradient, parameter.unit.communicator, elements)
+                gradient = make_shard_gradient(gradient, parameter.unit.communicator, elements)
         GRAD.__set__(self, gradient)
 
     @grad.deleter
@@ -168,7 +168,7 @@ def _as_gradient(value: Any) -> Any:
     if parameter is None or parameter.unit.holds_full_tensors:
         return value
     with torch._C.DisableTorchFunctionSubclass():
-        return shard_gradient(value, parameter.unit.communicator, parameter.elements)
+        return make_shard_gradient(value, parameter.unit.communicator, parameter.elements)
 
 
 def plain_shard(shard: Tensor) -> Tensor:

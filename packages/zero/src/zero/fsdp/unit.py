@@ -49,9 +49,9 @@ from torch.autograd.graph import increment_version
 from zero.fsdp.shard import Owner, Shard, ShardedParameter, as_column, plain_shard
 from zero.fsdp.unit_gradients import UnitGradients
 from zero.gloo_collectives import Work
-from zero.gradients.shard import plain
+from zero.gradients.shard import as_plain_tensor
 from zero.parameter_checks import has_same_elements
-from zero.partition import alias, by_element
+from zero.partition import alias, partition_by_element
 from zero.process_groups import Communicator
 
 #: Added to the versions of freed parameters; more than the number of steps of any program.
@@ -88,7 +88,7 @@ class Unit:
         #: True if a backward pass may read the parameters, as for any module but `nn.Embedding`.
         self.is_read_in_backward = True
         world = communicator.world
-        self.partition = by_element(
+        self.partition = partition_by_element(
             [p.numel() for _, p, _ in parameters_with_owners], world, 1 << 62
         )
         values = first.new_zeros(self.partition.numel)
@@ -410,7 +410,7 @@ class Unit:
         gradients = torch.zeros_like(self.shard)
         for parameter, part in self._views_of(gradients):
             if parameter.shard.grad is not None:
-                part.copy_(plain(parameter.shard.grad))
+                part.copy_(as_plain_tensor(parameter.shard.grad))
         return self._gather(gradients)
 
     def _gather(self, values: Tensor) -> dict[str, Tensor]:

@@ -12,7 +12,7 @@ from torch import Tensor
 from zero.fsdp.shard import plain_shard
 from zero.gloo_collectives import Work
 from zero.gradients.averaged import AveragedGradient
-from zero.gradients.shard import shard_gradient
+from zero.gradients.shard import make_shard_gradient
 from zero.process_groups import Communicator
 
 
@@ -180,7 +180,7 @@ class UnitGradients:
             part = part + placeholder.unreduced.reshape(-1)
         if not shard.requires_grad:
             return
-        part = shard_gradient(part.view(shard.shape), self.communicator, parameter.elements)
+        part = make_shard_gradient(part.view(shard.shape), self.communicator, parameter.elements)
         # Autograd accumulates only into the full parameter, so hooks of the shard run here.
         for hook in list((shard._backward_hooks or {}).values()):
             changed = hook(part)

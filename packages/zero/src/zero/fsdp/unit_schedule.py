@@ -377,7 +377,7 @@ class UnitSchedule(nn.Module):
             for unit in synced:
                 if unit.gradients.has_unreduced():
                     self._reduce(unit)
-            agreed = self.communicator.any_across_ranks(
+            agreed = self.communicator.launch_or_reduction(
                 [used for unit in self.units for used in unit.gradients.is_used]
             )
             self._wait_for_reduction()

@@ -90,7 +90,7 @@ def _communicators_of(gradients: Sequence[Tensor]) -> list[Communicator]:
     communicators: list[Communicator] = []
     for gradient in gradients:
         if isinstance(gradient, PartialGradient) and not any(
-            gradient.communicator.uses_same_groups(known) for known in communicators
+            gradient.communicator.uses_same_group(known) for known in communicators
         ):
             communicators.append(gradient.communicator)
     return communicators
@@ -119,7 +119,7 @@ def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> lis
     for communicator in _communicators_of(gradients):
         total = torch.linalg.vector_norm(_all_gather_rows(local, communicator), ord, dim=0)
         for index, gradient in enumerate(gradients):
-            if isinstance(gradient, PartialGradient) and communicator.uses_same_groups(
+            if isinstance(gradient, PartialGradient) and communicator.uses_same_group(
                 gradient.communicator
             ):
                 totals[index] = total[index]

@@ -50,11 +50,11 @@ class ShardGradient(PartialGradient):
 
     def local_pieces(self) -> list[Tensor]:
         """Return this rank's elements as plain tensors."""
-        return [plain(self)]
+        return [as_plain_tensor(self)]
 
     def full_tensor(self) -> Tensor:
         """Return the whole average on every rank; every rank must call it."""
-        full: Tensor = _FullTensor.apply(plain(self), self.elements, self.communicator)
+        full: Tensor = _FullTensor.apply(as_plain_tensor(self), self.elements, self.communicator)
         return full
 
     @classmethod
@@ -124,7 +124,7 @@ class _FullTensor(torch.autograd.Function):
         return part.to(gradient.device).view(ctx.shape), None, None
 
 
-def shard_gradient(
+def make_shard_gradient(
     values: Tensor, communicator: Communicator, elements: ElementRange
 ) -> ShardGradient:
     """Return `values` as the gradient of this rank's shard of a parameter."""
@@ -134,12 +134,12 @@ def shard_gradient(
     return gradient
 
 
-def plain(tensor: Tensor) -> Tensor:
+def as_plain_tensor(tensor: Tensor) -> Tensor:
     """Return a ShardGradient as a plain tensor of its elements, and any other tensor unchanged."""
     return tensor.as_subclass(Tensor) if isinstance(tensor, ShardGradient) else tensor
 
 
-def shard_function(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any], Any]) -> Any:
+def call_on_shards(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any], Any]) -> Any:
     """Run a torch function on shards of parameters by the rules for sharded gradients.
 
     The rules do not apply while an optimizer steps, or to hooks and attributes other than views.
@@ -197,7 +197,7 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name.startswith("new_") or isinstance(result, ShardGradient):
         return result
     if type(result) is Tensor and result.shape == gradient.shape:
-        return shard_gradient(result, gradient.communicator, gradient.elements)
+        return make_shard_gradient(result, gradient.communicator, gradient.elements)
     if is_checked and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
         raise _whole_tensor_error(name)
     return result
@@ -251,6 +251,6 @@ def _wrap_results(results: Any, gradients: Sequence[Tensor]) -> Any:
     wrapped = []
     for result, gradient in zip(results, gradients, strict=True):
         if isinstance(gradient, ShardGradient) and type(result) is Tensor:
-            result = shard_gradient(result, gradient.communicator, gradient.elements)
+            result = make_shard_gradient(result, gradient.communicator, gradient.elements)
         wrapped.append(result)
     return wrapped

@@ -8,7 +8,7 @@ from zero.optimizer.gradient_buckets import Bucket, make_buckets
 from zero.optimizer.gradient_reducer import GradientReducer
 from zero.optimizer.optimizer_kinds import Split
 from zero.parameter_checks import has_same_elements, is_trainable_dtype
-from zero.partition import Piece, by_element, by_parameter
+from zero.partition import Piece, partition_by_element, partition_by_parameter
 from zero.process_groups import Communicator
 
 
@@ -34,7 +34,7 @@ class FlatParameters:
         call this method.
         """
         numels = [parameter.numel() for parameter in parameters]
-        make_partition = by_element if split == "elements" else by_parameter
+        make_partition = partition_by_element if split == "elements" else partition_by_parameter
         bucket_numel = self.bucket_bytes // parameters[0].element_size()
         partition = make_partition(numels, self.communicator.world, bucket_numel)
         flat = parameters[0].new_zeros(partition.numel)

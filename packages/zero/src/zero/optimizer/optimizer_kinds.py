@@ -83,7 +83,7 @@ def choose_split(
     return "elements" if elementwise else "parameters"
 
 
-def options_from(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+def read_constructor_options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's constructor arguments, read from its group, defaults and attributes.
 
     Raise ValueError if the value of an argument cannot be found or verified.

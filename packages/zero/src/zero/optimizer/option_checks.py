@@ -25,7 +25,7 @@ CHECKSUM_BITS = 32
 Options = list[tuple[str, str]]
 
 
-def option_numbers(optimizer: torch.optim.Optimizer) -> Options:
+def list_numeric_options(optimizer: torch.optim.Optimizer) -> Options:
     """Return the options in the optimizer's `defaults` that are numbers or lists of numbers."""
     numbers = []
     for index, group in enumerate(optimizer.param_groups):
@@ -43,12 +43,12 @@ def option_numbers(optimizer: torch.optim.Optimizer) -> Options:
     return numbers
 
 
-def changed_options(optimizer: torch.optim.Optimizer, after_step: Options) -> Options:
+def find_changed_options(optimizer: torch.optim.Optimizer, after_step: Options) -> Options:
     """Return the options that are not in `after_step`, the options after the last step."""
-    return [option for option in option_numbers(optimizer) if option not in after_step]
+    return [option for option in list_numeric_options(optimizer) if option not in after_step]
 
 
-def option_flags(changes: Options) -> list[bool]:
+def make_checksum_flags(changes: Options) -> list[bool]:
     """Return the bits of a checksum of the changes, followed by the inverted bits.
 
     In the element-wise OR of all ranks, both bits are set where checksums differ.
@@ -63,7 +63,7 @@ def check_options_match(
 ) -> None:
     """Raise RuntimeError if options differ between ranks.
 
-    anywhere: the element-wise OR of all ranks' `option_flags`.
+    anywhere: the element-wise OR of all ranks' `make_checksum_flags`.
     """
     ones = anywhere[:CHECKSUM_BITS]
     zeros = anywhere[CHECKSUM_BITS:]

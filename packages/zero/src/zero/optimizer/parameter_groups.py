@@ -47,7 +47,7 @@ def check_ordered(members: Any) -> None:
         )
 
 
-def named_members(members: list[Any]) -> list[tuple[str, Tensor]]:
+def name_members(members: list[Any]) -> list[tuple[str, Tensor]]:
     """Return the members of a group with their names, or their numbers if they have no names."""
     return [
         entry if isinstance(entry, tuple) else (f"number {index}", entry)

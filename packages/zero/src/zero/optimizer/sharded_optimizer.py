@@ -37,10 +37,10 @@ from zero.optimizer.optimizer_kinds import (
 )
 from zero.optimizer.option_checks import (
     Options,
-    changed_options,
     check_options_match,
-    option_flags,
-    option_numbers,
+    find_changed_options,
+    list_numeric_options,
+    make_checksum_flags,
 )
 from zero.optimizer.parameter_groups import (
     check_groups_unchanged,
@@ -48,7 +48,7 @@ from zero.optimizer.parameter_groups import (
     check_ordered,
     check_state_keys,
     check_without_owner,
-    named_members,
+    name_members,
     read_group,
     set_owner,
 )
@@ -109,7 +109,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             members += entry["params"] if isinstance(entry, dict) else [entry]
         if not 0 <= bucket_size_mb < math.inf:
             raise ValueError(f"expected a finite bucket_size_mb >= 0, got {bucket_size_mb}")
-        named = named_members(members)
+        named = name_members(members)
         check_shardable(
             (entry for entry in named if not isinstance(entry[1], Shard)),
             module.named_buffers() if module else (),
@@ -171,7 +171,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard another group of parameters; every rank must add the same group."""
         param_group = read_group(param_group)
-        named = named_members(param_group["params"])
+        named = name_members(param_group["params"])
         check_in_one_group(named, self.param_groups)
         check_without_owner(named, self)
         check_shardable(named)
@@ -240,7 +240,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         _step_without_hooks(self.inner, **kwargs)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
-        self._options_after_step = option_numbers(self)
+        self._options_after_step = list_numeric_options(self)
         self._copy_stored_gradients()
         self.flat.restore_shards()
         self.flat.gather()
@@ -377,9 +377,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
         Return the parameters that have a gradient on any rank.
         """
-        changes = changed_options(self, self._options_after_step)
+        changes = find_changed_options(self, self._options_after_step)
         check = partial(check_options_match, changes=changes, communicator=self.communicator)
-        used = self.reducer.finish(option_flags(changes), check)
+        used = self.reducer.finish(make_checksum_flags(changes), check)
         self._check_equal_on_all_ranks()
         for parameter, piece, shard, bucket in self.flat.shards:
             # The caller may have set attributes since the last step, such as a learning rate.

@@ -48,7 +48,7 @@ class GroupMember:
         is_reached = [n in living and living[n].in_backward for n in numbers]
         is_alive = [n in living for n in numbers]
         is_deleted = [n not in living for n in numbers]
-        anywhere = self.communicator.any_across_ranks(is_reached, is_alive, is_deleted)()
+        anywhere = self.communicator.launch_or_reduction(is_reached, is_alive, is_deleted)()
         reached, alive, deleted = ([*compress(numbers, flags)] for flags in anywhere)
         self._set_numbers(alive)
         if any(number in deleted for number in reached):
@@ -63,11 +63,11 @@ class GroupMember:
         living = {}
         for entry in _entries:
             reducer = entry._reducer()
-            if reducer is not None and entry.communicator.uses_same_groups(self.communicator):
+            if reducer is not None and entry.communicator.uses_same_group(self.communicator):
                 living[entry._number] = reducer
         return living
 
     def _set_numbers(self, numbers: list[int]) -> None:
         for entry in _entries:
-            if entry.communicator.uses_same_groups(self.communicator):
+            if entry.communicator.uses_same_group(self.communicator):
                 entry.numbers = numbers
