@@ -227,7 +227,7 @@ def refuse_bad_groups():
         ShardedOptimizer([("bias", model.bias), ("bias", model.bias)], torch.optim.SGD)
     embedding = nn.Embedding(4, 2, sparse=True)
     optimizer = ShardedOptimizer(embedding.parameters(), torch.optim.SGD)
-    with pytest.raises(TypeError, match=r"got one with layout .* of shape \(4, 2\)"):
+    with pytest.raises(TypeError, match=r"got a gradient with layout .* of shape \(4, 2\)"):
         embedding(torch.tensor([1])).sum().backward()
     optimizer.zero_grad()
     with pytest.raises(ValueError, match=r"got .*Conv2d.*, which a model of Linear"):
@@ -375,7 +375,7 @@ def test_parameters_of_other_classes_of_tensors_are_refused(stage):
     assert all(run_on_shared_ranks(refuse_other_tensors, 2, stage))
 
 
-def hide_from_ddp():
+def refuse_ddp():
     whole = nn.Sequential(nn.Linear(5, 7), nn.Linear(7, 3))
     for sharded in (FSDP(copy.deepcopy(whole)), fully_shard(copy.deepcopy(whole))):
         with pytest.raises(RuntimeError, match="DistributedDataParallel is not needed"):
@@ -384,7 +384,7 @@ def hide_from_ddp():
 
 
 def test_torchs_ddp_refuses_a_sharded_model():
-    assert all(run_on_shared_ranks(hide_from_ddp, 2))
+    assert all(run_on_shared_ranks(refuse_ddp, 2))
 
 
 def refuse_replaced_parameters():

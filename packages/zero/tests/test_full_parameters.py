@@ -92,7 +92,7 @@ def keep_dimensions():
         assert ours.numel() == ours.nelement() == theirs.numel()
         assert torch.zeros_like(ours).numel() == theirs.numel()
     embedding = FSDP(nn.Embedding(4, 2, sparse=True))
-    with pytest.raises(TypeError, match=r"got one with layout .* of shape \(4, 2\)"):
+    with pytest.raises(TypeError, match=r"got a gradient with layout .* of shape \(4, 2\)"):
         embedding(torch.tensor([1])).sum().backward()
     return True
 

@@ -27,7 +27,7 @@ from zero import (
     save_checkpoint,
 )
 from zero.checkpoint.ownership import unwrapped
-from zero.checkpoint.storage import find
+from zero.checkpoint.storage import open_folder
 
 save_file = pytest.importorskip("safetensors.torch", reason="the format's own writer").save_file
 
@@ -193,7 +193,7 @@ def read_numbers():
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=f"{folder}/names")
     # A list that is rebuilt for each entry would make a load quadratic in their number.
-    opened = find(Path(folder, "names"))
+    opened = open_folder(Path(folder, "names"))
     assert opened.tensors is opened.tensors
     assert opened.objects is opened.objects
     plain = {"model": model.state_dict(), "optim": optimizer.state_dict()}

@@ -12,8 +12,8 @@ from zero.process_groups import Communicator, DryRun, wire_bytes
 if TYPE_CHECKING:
     from zero.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 
-#: The modules of names that are imported on first access, because importing
-#: torch.distributed.checkpoint takes as long as importing torch.
+#: Maps each public name that is imported on first access to its module. These modules import
+#: torch.distributed.checkpoint, which takes as long as importing torch.
 _LAZY = {
     "load_checkpoint": "zero.checkpoint.checkpoint",
     "save_checkpoint": "zero.checkpoint.checkpoint",
@@ -21,7 +21,7 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a name in `_LAZY`."""
+    """Import the module of a name in `_LAZY`, and return its object of this name."""
     if name in _LAZY:
         from importlib import import_module
 

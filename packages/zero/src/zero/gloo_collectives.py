@@ -43,7 +43,8 @@ def direct_reduce_scatter(
     added in rank order, so the result does not depend on timing. Floating-point dtypes narrower
     than 32 bits are summed in float32 and rounded once. Only SUM is supported. The sum is computed
     in `wait()`. Calls are matched between ranks by `tag`. `output` may be this rank's block of
-    `input`. Raise ValueError for any other operation, and for sizes or dtypes that do not match.
+    `input`. Return a handle if `async_op` is True, otherwise None. Raise ValueError for any other
+    operation, and for sizes or dtypes that do not match.
     """
     if op != dist.ReduceOp.SUM:
         raise ValueError(f"expected op=SUM, got {op}: sum, and scale the result instead")
@@ -72,8 +73,9 @@ def direct_all_gather(
     """Implement `torch.distributed.all_gather_into_tensor` with point-to-point messages.
 
     Each of n ranks sends `input` to all n-1 other ranks. Blocks are received directly into
-    `output`. `input` may be this rank's block of `output`. Raise ValueError for sizes or dtypes
-    that do not match.
+    `output`. `input` may be this rank's block of `output`. Calls are matched between ranks by
+    `tag`. Return a handle if `async_op` is True, otherwise None. Raise ValueError for sizes or
+    dtypes that do not match.
     """
     world = dist.get_world_size(group)
     rank = dist.get_rank(group)
@@ -96,11 +98,11 @@ def direct_all_gather(
 def direct_all_reduce(
     tensor: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Sum a small tensor over the ranks like `torch.distributed.all_reduce`.
+    """Sum a small tensor over the ranks in place, like `torch.distributed.all_reduce`.
 
     Each of n ranks sends the tensor to all n-1 other ranks, and adds all tensors in rank order. For
     a tensor of more than `DIRECT_ALL_REDUCE_BYTES`, or on another device than the CPU, call torch's
-    all-reduce instead.
+    all-reduce instead. Return a handle if `async_op` is True, otherwise None.
     """
     if not tensor.is_cpu or tensor.nbytes > DIRECT_ALL_REDUCE_BYTES:
         return dist.all_reduce(tensor, group=group, async_op=async_op)
@@ -152,9 +154,11 @@ class _WorkList:
 
 
 class _DirectSum:
-    """The sum of one block per rank: the constructor starts the sends, and `wait()` adds.
+    """The handle of a sum of one block per rank.
 
-    outgoing: the block to send to each rank; the block for this rank is added without a copy.
+    The constructor starts the sends and receives, and `wait()` adds the received blocks.
+
+    outgoing: the block to send to each rank. This rank adds its own block without a copy.
     """
 
     def __init__(

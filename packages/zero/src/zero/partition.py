@@ -83,7 +83,11 @@ class Partition:
 
 
 def partition_by_element(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
-    """Split every bucket into equal shards; each rank gets `ceil(sum(numels) / world)` elements."""
+    """Return a partition with one equal shard of every bucket per rank.
+
+    Each rank gets `ceil(sum(numels) / world)` elements, and a bucket has at most `bucket_numel`
+    elements, or one element per rank if `bucket_numel` is smaller.
+    """
     total = sum(numels)
     padded = -(-total // world) * world
     bucket = max(world, bucket_numel // world * world)
@@ -93,7 +97,11 @@ def partition_by_element(numels: Sequence[int], world: int, bucket_numel: int) -
 
 
 def partition_by_parameter(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
-    """Assign each parameter to one owner rank: the largest first, each to the least loaded rank."""
+    """Return a partition in which each parameter has one owner rank.
+
+    In descending order of size, each parameter is assigned to the rank with the fewest elements. A
+    span has at most `bucket_numel` elements, or a single larger parameter.
+    """
     owned: list[list[int]] = [[] for _ in range(world)]
     load = [0] * world
     for index in sorted(range(len(numels)), key=lambda i: -numels[i]):

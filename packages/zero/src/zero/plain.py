@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 
 def flatten(tensors: list[Tensor], world_size: int) -> Tensor:
-    """Return the concatenation of the tensors, padded with zeros to `world_size` equal shards."""
+    """Return the concatenated tensors, padded with zeros so that they split into equal shards."""
     flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
     return nn.functional.pad(flat, (0, -len(flat) % world_size))  # [world_size * shard]
 
@@ -58,14 +58,14 @@ class PlainShardedOptimizer:
         self.parameters = list(module.parameters())
         flat = flatten(list(self.parameters), self.world_size)
         self.shard = nn.Parameter(flat.chunk(self.world_size)[self.rank].clone())
-        # Stage 1 reduces memory only through this: the optimizer state covers 1/n of the elements.
+        # The state of this optimizer, which covers 1/n of the elements, is all that stage 1 saves.
         self.optimizer = optimizer_cls([self.shard], **options)
 
     def step(self) -> None:
         """Average this rank's shard of the gradients, step the shard, and gather all shards."""
         grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
         gradients = flatten(grads, self.world_size)
-        if self.stage == 2:  # ShardedOptimizer frees each gradient as soon as it has been sent.
+        if self.stage == 2:  # ShardedOptimizer frees each bucket of gradients when it is sent.
             for parameter in self.parameters:
                 parameter.grad = None
         self.shard.grad = reduce_scatter_gradients(gradients, self.rank, self.world_size)
@@ -76,7 +76,7 @@ class PlainShardedOptimizer:
 
 
 class PlainFSDP(nn.Module):
-    """Stage 3: each child of `layers` is gathered before it runs. For brevity, it is not freed."""
+    """Stage 3: gather the parameters of each layer before it runs. For brevity, none is freed."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()
@@ -115,7 +115,6 @@ class _Layer(torch.autograd.Function):
             grad_input, *gradients = torch.autograd.grad(layer(x), [x, *full], grad_output)
         if not full:
             return grad_input, None, None, None, None
-        average = reduce_scatter_gradients(
-            flatten(gradients, fsdp.world_size), fsdp.rank, fsdp.world_size
-        )
+        flat = flatten(gradients, fsdp.world_size)
+        average = reduce_scatter_gradients(flat, fsdp.rank, fsdp.world_size)
         return grad_input, average, None, None, None

@@ -22,7 +22,7 @@ from torch import nn
 
 from zero.checkpoint import checksums
 from zero.checkpoint.contents import VERSION, read_contents
-from zero.checkpoint.draft import current
+from zero.checkpoint.draft import find_current
 from zero.checkpoint.loading import Loading
 from zero.checkpoint.ownership import (
     Part,
@@ -32,7 +32,7 @@ from zero.checkpoint.ownership import (
     find_slots,
     find_tied_names,
 )
-from zero.checkpoint.storage import HEADER, find, fingerprint, run_on_all_ranks, write_folder
+from zero.checkpoint.storage import HEADER, fingerprint, open_folder, run_on_all_ranks, write_folder
 from zero.checkpoint.weights import check_format, find_weights
 from zero.fsdp.fsdp import find_fsdps
 from zero.fsdp.wrapping import original_name
@@ -142,7 +142,7 @@ def load_checkpoint(
     opened: list[Loading] = []
 
     def check() -> int:
-        folder = current(Path(path))
+        folder = find_current(Path(path))
         before = fingerprint(folder)
         checksums.verify(folder, dist.get_rank(group), dist.get_world_size(group))
         opened.append(_open(folder, model, optimizer, strict, prefix))
@@ -156,7 +156,7 @@ def load_checkpoint(
 
     def fill() -> None:
         loading.fill()
-        if fingerprint(current(Path(path))) != fingerprints[0]:
+        if fingerprint(find_current(Path(path))) != fingerprints[0]:
             raise RuntimeError(
                 "another job replaced the checkpoint while it was being loaded, so the model may "
                 "have parts of both: load again"
@@ -181,7 +181,7 @@ def _open(
     parts, states = find_model_parts(model)
     names = {part.name for part in parts} | find_tied_names(model).keys()
     state_names = {original_name(name) for name in states}
-    contents = read_contents(weights or find(path), names, state_names, prefix)
+    contents = read_contents(weights or open_folder(path), names, state_names, prefix)
     return Loading(contents, model, optimizer, strict)
 
 

@@ -104,8 +104,8 @@ class Draft:
         self._lock.acquire()
         try:
             # An earlier save may have been killed between its two renames.
-            if not path.exists() and previous(path).exists():
-                previous(path).rename(path)
+            if not path.exists() and previous_path(path).exists():
+                previous_path(path).rename(path)
             self._remove_stale()
             self.folder.mkdir()
         except BaseException:
@@ -135,18 +135,18 @@ def draft_folder(path: Path, token: str) -> Path:
     return path.with_name(f".{path.name}.{token}.saving")
 
 
-def previous(path: Path) -> Path:
+def previous_path(path: Path) -> Path:
     """Return the path of the last good checkpoint while a new one replaces it."""
     return path.with_name(f".{path.name}.previous")
 
 
-def current(path: Path) -> Path:
+def find_current(path: Path) -> Path:
     """Return the path of the checkpoint, even if a save was killed between its renames."""
     if path.exists():
         return path  # the name of a link may have a suffix that its target does not have
     # `..` also works in the real path if the folder before it does not exist.
     real = Path(os.path.realpath(path))
-    return previous(real) if not real.exists() and previous(real).exists() else real
+    return previous_path(real) if not real.exists() and previous_path(real).exists() else real
 
 
 def link_other_files(path: Path, draft: Path) -> None:
@@ -171,8 +171,8 @@ def _link_or_copy(file: str | Path, there: str | Path) -> None:
 
 
 def replace_folder(draft: Path, path: Path) -> None:
-    """Rename a finished folder to `path`; until then, keep the old one at `previous(path)`."""
-    old = previous(path)
+    """Rename a finished folder to `path`; until then, keep the old one at `previous_path(path)`."""
+    old = previous_path(path)
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)

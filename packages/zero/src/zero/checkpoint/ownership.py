@@ -153,7 +153,7 @@ def find_slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[
     shard_optimizer = find_shard_optimizer(optimizer)
     if shard_optimizer:
         for parameter, slot in slot_of.items():
-            slot_of[parameter] = replace(slot, run=shard_optimizer.run(parameter))
+            slot_of[parameter] = replace(slot, run=shard_optimizer.find_run(parameter))
     return [
         [_look_up(parameter, slot_of) for parameter in group["params"]]
         for group in optimizer.param_groups

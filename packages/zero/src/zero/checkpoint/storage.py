@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 from zero.checkpoint import checksums
-from zero.checkpoint.draft import Draft, current, draft_folder
+from zero.checkpoint.draft import Draft, draft_folder, find_current
 from zero.checkpoint.ownership import Part
 from zero.checkpoint.planner import LoadPlanner, SavePlanner
 from zero.diagnostics import explain
@@ -181,12 +181,12 @@ class Folder:
         return planner.loaded
 
 
-def find(path: Path) -> Folder:
+def open_folder(path: Path) -> Folder:
     """Return the checkpoint at `path`, after a check of the sizes of its files.
 
     If a save was interrupted between its two renames, the previous checkpoint is returned.
     """
-    path = current(path)
+    path = find_current(path)
     if not (path / ".metadata").exists():
         raise FileNotFoundError(f"no checkpoint at {path}: it has no .metadata file")
     try:

@@ -273,7 +273,7 @@ class ShardOptimizer:
                         "or skip the step, on every rank or on none"
                     )
 
-    def run(self, parameter: nn.Parameter) -> Run | None:
+    def find_run(self, parameter: nn.Parameter) -> Run | None:
         """Return the elements whose state this rank has; None if another rank has the state."""
         sharded = find_sharded(parameter)
         if sharded is None:
@@ -296,7 +296,7 @@ class ShardOptimizer:
             sharded = find_sharded(parameter)
             if sharded is None:
                 continue
-            run = self.run(parameter)
+            run = self.find_run(parameter)
             entry = state.pop(index, {})
             local_state = [(run, entry)] if run else []
             rows = state_rows(local_state, sharded.full, sharded.unit.communicator)
@@ -316,7 +316,7 @@ class ShardOptimizer:
             if not entry:
                 continue
             shape = (find_sharded(parameter) or parameter).shape
-            run = self.run(parameter)
+            run = self.find_run(parameter)
             state[key] = {k: run.select(shape, k, v) for k, v in entry.items()} if run else {}
         return {**state_dict, "state": state}
 

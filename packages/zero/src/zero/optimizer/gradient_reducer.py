@@ -153,7 +153,7 @@ class GradientReducer:
         self._queue.drain()
         return set(compress(parameters, used_anywhere))
 
-    def note_versions(self) -> None:
+    def record_versions(self) -> None:
         """Record that all ranks now have equal parameters."""
         self.versions = {parameter: parameter._version for parameter in self._pieces}
         self.written.clear()
@@ -291,7 +291,7 @@ class GradientReducer:
         if not self.shares_group:
             self._finish_backward()
             return
-        for reducer in self._group_member.reached():
+        for reducer in self._group_member.find_reached_reducers():
             reducer.join_backward()
 
     def _finish_backward(self) -> None:

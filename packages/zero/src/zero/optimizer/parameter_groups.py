@@ -17,7 +17,7 @@ from zero.fsdp.shard import find_sharded, replaced_parameters
 _owners = WeakTensorKeyDictionary()
 
 
-def _owner(parameter: Tensor) -> object:
+def _find_owner(parameter: Tensor) -> object:
     """Return the ShardedOptimizer of a parameter, or None."""
     owner: object = _owners.get(parameter, lambda: None)()
     return owner
@@ -81,10 +81,10 @@ def check_without_owner(named: Sequence[tuple[str, Any]], optimizer: object) -> 
                 "the optimizer itself, not to ShardedOptimizer"
             )
         check_not_replaced(name, parameter)
-        if _owner(parameter) is not None:
+        if _find_owner(parameter) is not None:
             # Collect an unreferenced optimizer in a reference cycle, which is not an owner.
             gc.collect()
-        if _owner(parameter) not in (None, optimizer):
+        if _find_owner(parameter) not in (None, optimizer):
             raise ValueError(
                 f"parameter {name}, of shape {tuple(parameter.shape)}, belongs to another "
                 "ShardedOptimizer, which averages its gradient too: put each parameter in one "

@@ -247,7 +247,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         # Autograd must raise an error for graphs that saved the old values. The gather does not
         # change the parameters' versions, because flat tensors have separate version counters.
         increment_version(with_gradient)
-        self.reducer.note_versions()
+        self.reducer.record_versions()
         for _, _, shard, _ in self.flat.shards:
             shard.grad = None
         self.expose_inner_state()

@@ -27,10 +27,10 @@ class GroupMember:
     def __init__(self, reducer: Any, communicator: Communicator) -> None:
         self._reducer = ref(reducer)
         self.communicator = communicator
-        if self._living():
+        if self._find_living_reducers():
             # Unreferenced reducers in reference cycles must not count as alive.
             gc.collect()
-        numbers = communicator.gather_objects(list(self._living()))
+        numbers = communicator.gather_objects(list(self._find_living_reducers()))
         others = sorted({number for of_rank in numbers for number in of_rank})
         self._number = max(others, default=-1) + 1
         _entries.add(self)
@@ -38,12 +38,12 @@ class GroupMember:
         self.numbers: list[int] = []
         self._set_numbers([*others, self._number])
 
-    def reached(self) -> list[Any]:
+    def find_reached_reducers(self) -> list[Any]:
         """Return the reducers that any rank's backward pass has reached, in order of construction.
 
         Every rank must call this method. Raise RuntimeError if some rank has deleted one of them.
         """
-        living = self._living()
+        living = self._find_living_reducers()
         numbers = self.numbers
         is_reached = [n in living and living[n].in_backward for n in numbers]
         is_alive = [n in living for n in numbers]
@@ -58,7 +58,7 @@ class GroupMember:
             )
         return [living[number] for number in reached]
 
-    def _living(self) -> dict[int, Any]:
+    def _find_living_reducers(self) -> dict[int, Any]:
         """Return this rank's reducers of the group by number."""
         living = {}
         for entry in _entries:
