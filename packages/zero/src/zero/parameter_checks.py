@@ -61,7 +61,7 @@ def check_shardable(
 def _check_separate_memory(
     parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]] = ()
 ) -> None:
-    """Raise ValueError if a parameter shares memory with another tensor, which sharding would end.
+    """Raise ValueError if a parameter shares memory, because its shard would have other memory.
 
     One parameter object in several modules (a tied parameter) is not an error.
     """

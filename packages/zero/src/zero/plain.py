@@ -58,7 +58,7 @@ class PlainShardedOptimizer:
         self.parameters = list(module.parameters())
         flat = flatten(list(self.parameters), self.world_size)
         self.shard = nn.Parameter(flat.chunk(self.world_size)[self.rank].clone())
-        # The state of this optimizer, which covers 1/n of the elements, is all that stage 1 saves.
+        # At stage 1, only the state of this optimizer is smaller: it covers 1/n of the elements.
         self.optimizer = optimizer_cls([self.shard], **options)
 
     def step(self) -> None:

@@ -95,7 +95,7 @@ def is_stepping() -> bool:
 
 
 def _needs_graph(tensors: Sequence[Tensor]) -> bool:
-    """Return True if an operation on the tensors must be differentiable."""
+    """Return True if autograd records operations on the tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
@@ -140,9 +140,10 @@ def as_plain_tensor(tensor: Tensor) -> Tensor:
 
 
 def call_on_shards(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any], Any]) -> Any:
-    """Run a torch function on shards of parameters by the rules for sharded gradients.
+    """Return the result of a torch function on shards of parameters.
 
-    The rules do not apply while an optimizer steps, or to hooks and attributes other than views.
+    The rules for sharded gradients apply, except while an optimizer steps, and except for the
+    methods in `ON_OBJECT`, the registration of hooks, and attributes other than views.
 
     as_gradient: a function that returns a shard as a ShardGradient, and other values unchanged.
     """
@@ -176,7 +177,10 @@ class _ElementwiseOnly(TorchDispatchMode):
 
 
 def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Run a function on this rank's elements, or raise if the whole gradient is needed."""
+    """Return the result of a function on this rank's elements.
+
+    Raise RuntimeError if the function needs elements of other ranks, unless an optimizer steps.
+    """
     leaves = tree_leaves((args, kwargs))
     gradient = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
     is_checked = not is_stepping() and name not in ON_OBJECT
@@ -232,7 +236,10 @@ def _check_same_elements(name: str, leaves: Sequence[Any]) -> None:
 
 
 def _apply_foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Run a `_foreach_` operation on this rank's elements, or raise if it needs whole tensors."""
+    """Return the results of a `_foreach_` operation on this rank's elements.
+
+    Raise RuntimeError if it needs elements of other ranks, unless an optimizer steps.
+    """
     if is_stepping():
         return _wrap_results(func(*args, **kwargs), args[0])
     lists = [arg for arg in args if isinstance(arg, list | tuple)]
@@ -245,7 +252,7 @@ def _apply_foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _wrap_results(results: Any, gradients: Sequence[Tensor]) -> Any:
-    """Wrap the results of a `_foreach_` operation as gradients of the same shards."""
+    """Return the results of a `_foreach_` operation, with plain tensors as ShardGradients."""
     if not isinstance(results, list | tuple):
         return results
     wrapped = []

@@ -28,7 +28,9 @@ class FlatParameters:
     def add(
         self, parameters: list[nn.Parameter], split: Split, reducer: GradientReducer
     ) -> list[nn.Parameter]:
-        """Make parameters of one dtype views of a flat tensor, and return this rank's shards.
+        """Make parameters of one dtype and device views of a flat tensor; return the shards.
+
+        The shards are this rank's parameters of the inner optimizer.
 
         The parameters get rank 0's values, and `reducer` averages their gradients. Every rank must
         call this method.
@@ -64,9 +66,10 @@ class FlatParameters:
         return shards
 
     def restore_views(self) -> list[nn.Parameter]:
-        """Copy parameters whose `.data` the caller has replaced back into the flat tensors.
+        """Copy any `.data` that the caller has replaced into the flat tensors.
 
-        Return these parameters. Raise RuntimeError if a shape, dtype or device has changed.
+        Return the parameters with replaced `.data`, which become views of the flat tensors again.
+        Raise RuntimeError if a shape, dtype or device has changed.
         """
         own_storages = {view.untyped_storage().data_ptr() for view in self.views.values()}
         replaced: list[tuple[nn.Parameter, Tensor]] = []
@@ -93,7 +96,7 @@ class FlatParameters:
         return [parameter for parameter, _ in replaced]
 
     def restore_shards(self) -> None:
-        """Copy shards whose `.data` the optimizer has replaced back into the flat tensors."""
+        """Copy any `.data` of shards that the optimizer has replaced into the flat tensors."""
         for _, piece, shard, bucket in self.shards:
             start = piece.offset - bucket.span.start
             values = bucket.data[start : start + piece.numel].view(shard.shape)
@@ -102,7 +105,7 @@ class FlatParameters:
                 shard.data = values
 
     def gather(self) -> None:
-        """Gather the stepped shards of all ranks into the parameters."""
+        """Gather the stepped shards of all ranks into the parameters; every rank must call it."""
         works = []
         for bucket in self._buckets:
             owner = bucket.span.owner

@@ -20,10 +20,11 @@ sources:
 - a reentrant checkpoint, which may add to a gradient that the same backward pass has collected.
 
 Note [Order of reductions]
-Collectives match only if all ranks launch them in the same order. Every backward outside
+Collectives match only if all ranks launch them in the same order. Every backward pass outside
 `no_sync()` launches every bucket exactly once, even if none of its gradients is ready. The order is
-that in which the buckets became ready on rank 0 in the first backward pass after `add`. If several
-reducers share a group, they launch their buckets when the backward pass ends (`shared_groups.py`).
+determined in the first backward pass after `add`: the buckets that became ready on rank 0 in this
+order, and then the other buckets from last to first. If several reducers share a group, they launch
+their buckets when the backward pass ends (`shared_groups.py`).
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class GradientReducer:
 
     release_gradients: True allocates a bucket's buffer when its first gradient is collected and
         frees it when the bucket has been sent (ZeRO stage 2). False keeps all gradients in
-        persistent flat tensors, sends from there, and overwrites this rank's shard of them with
-        the average (stage 1).
+        persistent flat tensors, and overwrites this rank's shard of them with the average (stage
+        1).
     """
 
     def __init__(self, communicator: Communicator, *, release_gradients: bool) -> None:
@@ -63,7 +64,7 @@ class GradientReducer:
         self.release_gradients = release_gradients
         #: False under `no_sync()`.
         self.enabled = True
-        #: Called before the first collective of a backward pass.
+        #: A function that is called when the first gradient of a backward pass is ready.
         self.before_backward: Callable[[], object] = lambda: None
         self.buckets: list[Bucket] = []
         #: The parameters' versions when all ranks last had equal values.
@@ -112,9 +113,9 @@ class GradientReducer:
     ) -> set[nn.Parameter]:
         """Average all remaining gradients; return the parameters with a gradient on any rank.
 
-        `check` receives the element-wise OR of `flags` over all ranks. Every rank must call this
-        method. Raise RuntimeError if an exception interrupted the last backward pass, or if only
-        some ranks have cleared a gradient.
+        `check` is called with the element-wise OR of `flags` over all ranks. Every rank must call
+        this method. Raise RuntimeError if an exception interrupted the last backward pass, or if
+        only some ranks have cleared a gradient.
         """
         if self.in_backward and self._end_callback() is None:
             raise RuntimeError(
@@ -214,7 +215,10 @@ class GradientReducer:
                 parameter.grad = None
 
     def join_backward(self) -> None:
-        """Take part in a backward pass; parameters that it has not reached contribute zeros."""
+        """Finish a backward pass of any rank, which this rank may not have started.
+
+        Parameters that this rank has not reached contribute zeros.
+        """
         if not self.in_backward:
             self._begin_backward()
         self._finish_backward()
@@ -247,7 +251,7 @@ class GradientReducer:
             self._hook_handles.append(handle)
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Collect a gradient, and launch the buckets that are next in order and complete."""
+        """Collect a gradient, and launch the next buckets in order as long as they are complete."""
         if self.in_backward and self._end_callback() is None:
             self._discard_backward()
         if not self.in_backward:
@@ -286,7 +290,7 @@ class GradientReducer:
         If reducers share a group, finish it for each reducer that any rank has reached.
         """
         if not self.in_backward:
-            # Another reducer of the group has finished this one's backward pass.
+            # The callback of another reducer of the group has finished this backward pass.
             return
         if not self.shares_group:
             self._finish_backward()
@@ -359,7 +363,7 @@ class GradientReducer:
             bucket.copy_gradient(piece, gradient)
 
     def _agree_on_order(self) -> list[Bucket]:
-        """Return the order in which buckets became ready on rank 0, then its other buckets."""
+        """Return the buckets by Note [Order of reductions]; every rank must call this method."""
         local_order = dict.fromkeys([*self._ready_order, *reversed(self.buckets)])
         index_of = {bucket: index for index, bucket in enumerate(self.buckets)}
         orders = self.communicator.gather_objects([index_of[bucket] for bucket in local_order])

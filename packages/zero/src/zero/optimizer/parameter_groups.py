@@ -29,9 +29,9 @@ def set_owner(parameter: Tensor, optimizer: object) -> None:
 
 
 def read_group(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group with its parameters as a list; they may be one tensor or any iterable.
+    """Return a copy of a group in which `params`, a tensor or an iterable, is a list.
 
-    Raise TypeError if they are a set.
+    Raise TypeError if `params` is a set.
     """
     members = group["params"]
     check_ordered(members)
@@ -82,13 +82,13 @@ def check_without_owner(named: Sequence[tuple[str, Any]], optimizer: object) -> 
             )
         check_not_replaced(name, parameter)
         if _find_owner(parameter) is not None:
-            # Collect an unreferenced optimizer in a reference cycle, which is not an owner.
+            # An unreferenced optimizer in a reference cycle is not an owner, so collect it.
             gc.collect()
         if _find_owner(parameter) not in (None, optimizer):
             raise ValueError(
                 f"parameter {name}, of shape {tuple(parameter.shape)}, belongs to another "
                 "ShardedOptimizer, which averages its gradient too: put each parameter in one "
-                "optimizer, or delete the other one first"
+                "optimizer, or delete the other optimizer first"
             )
 
 

@@ -63,22 +63,25 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     It wraps `optimizer_cls(params, **kwargs)`. Gradients are averaged during the backward pass.
     Then `.grad` is an AveragedGradient, and each rank stores only part of its elements. torch's
-    GradScaler and `clip_grad_norm_` return the same result for it as for the full gradient.
+    GradScaler and `clip_grad_norm_` have the same effect on it as on the full gradient.
 
     At construction, parameters become views of one flat tensor per group, dtype and device, with
-    rank 0's values. Source: Rajbhandari et al. 2020, ZeRO, section 5.
+    rank 0's values. Raise ValueError if a parameter or the optimizer cannot be sharded, or if the
+    parameters differ between ranks. Source: Rajbhandari et al. 2020, ZeRO, section 5.
 
     params: parameters or parameter groups, with the same shapes, dtypes and order on all ranks.
+    optimizer_cls: the optimizer's class, or a function that constructs the optimizer.
     group: a process group, or a one-dimensional DeviceMesh; by default, all ranks.
     module: the module whose buffers are copied from rank 0 at construction and before its forward
         pass, as torch's DDP does. By default, each rank has its own buffers.
-    shard_gradients: True frees each gradient after it has been sent (ZeRO's stage 2).
+    shard_gradients: True frees each bucket of gradients after it has been sent (ZeRO's stage 2).
     elementwise: True declares that the optimizer updates every element independently of all other
         elements. Tensors are then split at arbitrary elements into equal shards, with padding at
         the end. A trial of 50 steps verifies the declaration for custom optimizer classes. False
         assigns each whole parameter to one rank, without a trial. None, the default, splits tensors
         for torch's element-wise optimizers, and assigns whole parameters for any other class. For
         custom classes, a trial then checks that the update of a parameter depends on no other one.
+        torch's Adafactor and Muon always get whole parameters, and reject True.
     bucket_size_mb: the target size of one collective in MiB, at least 0.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
     """
@@ -169,7 +172,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             module.register_forward_pre_hook(BufferHook(self).before_forward)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Shard another group of parameters; every rank must add the same group."""
+        """Shard another group of parameters; every rank must add the same group.
+
+        Raise ValueError if a parameter or the optimizer cannot be sharded.
+        """
         param_group = read_group(param_group)
         named = name_members(param_group["params"])
         check_in_one_group(named, self.param_groups)
@@ -213,8 +219,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Average the gradients, update this rank's shard, and gather all shards.
 
-        Return the result of `closure`, if there is one. `kwargs` are passed to the wrapped
-        optimizer's `step`. Every rank must call this method.
+        Return the result of `closure`, or None without a closure. `kwargs` are passed to the
+        wrapped optimizer's `step`. Every rank must call this method. Raise RuntimeError if ranks
+        differ in options, in gradients that were cleared, or in parameters that were written to.
         """
         if self._is_step_incomplete:
             raise RuntimeError(
@@ -255,7 +262,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return loss
 
     def expose_inner_state(self) -> None:
-        """Set `state` to the inner optimizer's state, or to an empty entry if it has none.
+        """Set `state` to the inner optimizer's state or, if it is empty, to one empty entry.
 
         torch's tools require that `state` is empty on all ranks or on none, and a rank without
         shards has no state.
@@ -284,7 +291,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of an unsharded optimizer."""
+        """Load a state dict of this class or of an unsharded optimizer.
+
+        Every rank must call this method. Raise ValueError if the groups have other sizes.
+        """
         check_groups_unchanged(self.param_groups, self._parameters_of_group)
         # Pre-hooks may modify the dictionary, so pass them a shallow copy.
         state_dict = state_dict.copy()
@@ -303,7 +313,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, including the averages that this rank stores in buckets."""
+        """Clear the gradients, including the averages that this rank stores in buckets.
+
+        With `set_to_none=False`, fill the gradients with zeros instead.
+        """
         super().zero_grad(set_to_none)
         if set_to_none:
             self.reducer.reset()
@@ -312,7 +325,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def no_sync(self) -> Iterator[None]:
         """Accumulate local gradients in the backward passes within the context.
 
-        The first backward pass outside the context, or `step()`, averages them.
+        The first backward pass outside the context, `clip_grad_norm_`, or `step()` averages them.
         """
         before = self.reducer.enabled
         self.reducer.enabled = False
@@ -403,7 +416,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                     state[key] = value.clone()
 
     def _check_equal_on_all_ranks(self) -> None:
-        """Raise if parameters that were written to since the last step differ between ranks."""
+        """Raise RuntimeError if parameters that were written to differ between ranks."""
         num_steps = self._num_steps + 1
         # A write through `.data` changes the values but not the version counter. All parameters are
         # compared at steps 1, 2, 4, 8, ..., so that the average cost per step becomes negligible.

@@ -19,9 +19,9 @@ _entries: WeakSet[GroupMember] = WeakSet()
 
 
 class GroupMember:
-    """A reducer's entry among the reducers of its process group, with a number unique in the group.
+    """An entry for a reducer, with a number that is unique among the reducers of its process group.
 
-    Every rank must construct it.
+    Every rank must construct the entry.
     """
 
     def __init__(self, reducer: Any, communicator: Communicator) -> None:
@@ -41,7 +41,7 @@ class GroupMember:
     def find_reached_reducers(self) -> list[Any]:
         """Return the reducers that any rank's backward pass has reached, in order of construction.
 
-        Every rank must call this method. Raise RuntimeError if some rank has deleted one of them.
+        Every rank must call this method. Raise RuntimeError if a rank has deleted such a reducer.
         """
         living = self._find_living_reducers()
         numbers = self.numbers
@@ -53,8 +53,9 @@ class GroupMember:
         self._set_numbers(alive)
         if any(number in deleted for number in reached):
             raise RuntimeError(
-                "backward reaches parameters of an optimizer that was deleted on some ranks: keep "
-                "it on every rank, or zero_grad() and delete it on every rank"
+                "the backward pass reaches parameters of an optimizer that was deleted on some "
+                "ranks: keep the optimizer on every rank, or call zero_grad() and delete it on "
+                "every rank"
             )
         return [living[number] for number in reached]
 
