@@ -473,7 +473,7 @@ def step_with_unnamed_arguments():
     model = FSDP(make_model())
     model(torch.ones(2, 5)).sum().backward()
     NormalizedByKeyword(model.parameters()).step()
-    with pytest.raises(RuntimeError, match="its attribute is_normalized is True, and False"):
+    with pytest.raises(RuntimeError, match="its attribute is_normalized is True, but False"):
         NormalizedByKeyword(model.parameters(), is_normalized=True).step()
     return True
 

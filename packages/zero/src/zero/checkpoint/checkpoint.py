@@ -56,6 +56,7 @@ def save_checkpoint(
 
     extra: numbers, strings, tensors and containers of them, as `torch.load(weights_only=True)`
         accepts them.
+    group: the process group over which model and optimizer are sharded; by default, all ranks.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     parts: list[Part] = []
@@ -96,7 +97,7 @@ def _check_group(
 def _header_objects(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the objects of rank 0: group options, non-tensor module states, and `extra`."""
+    """Return the objects that rank 0 writes: group options, other module states, and `extra`."""
     objects: dict[str, Any] = {}
     groups = optimizer.param_groups if optimizer else []
     names = find_group_names(model, optimizer) if optimizer else []
@@ -123,7 +124,7 @@ def load_checkpoint(
     prefix: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Fill model and optimizer from `path`; return the `extra` that was saved.
+    """Fill model and optimizer from `path`; return the saved `extra`, an empty dict if none was.
 
     `path` is a checkpoint of `save_checkpoint`, from any stage and number of ranks, or another
     torch.distributed.checkpoint folder. It may also be a safetensors file, or a folder of such
@@ -132,11 +133,14 @@ def load_checkpoint(
     cast only to dtypes that contain all values of the stored one. If the checkpoint is damaged, has
     another format version, or belongs to another model, every rank raises RuntimeError before
     anything is changed. If another job replaces the checkpoint while it is being loaded, every rank
-    raises RuntimeError, and the model may have parts of both.
+    raises RuntimeError, and the model may have parts of both. For folders of other programs, return
+    all entries that are not tensors and belong neither to the model nor to the optimizer.
 
-    strict: False skips tensors that only the model or only the checkpoint has, with a warning.
+    strict: False skips tensors and optimizer state that only the model or only the checkpoint has,
+        with a warning.
     prefix: the prefix of the model's names in other programs' checkpoints. By default, the only
         prefix that fits is used. Raise RuntimeError if several prefixes fit.
+    group: the process group over which model and optimizer are sharded; by default, all ranks.
     """
     failure = f"checkpoint {path} was not loaded"
     opened: list[Loading] = []
@@ -175,7 +179,7 @@ def _open(
     strict: bool,
     prefix: str | None,
 ) -> Loading:
-    """Match the checkpoint with the model and the optimizer."""
+    """Return the load of the checkpoint at `path`, matched with the model and the optimizer."""
     check_format(path)
     weights = None if (path / ".metadata").exists() else find_weights(path)
     parts, states = find_model_parts(model)

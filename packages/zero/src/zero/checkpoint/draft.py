@@ -91,7 +91,11 @@ def _is_same_file(handle: int, file: Path) -> bool:
 
 
 class Draft:
-    """The folder in which one save is written. Rank 0 opens it and broadcasts `token`."""
+    """The folder in which one save is written; only rank 0 creates the object.
+
+    The constructor locks the path, and raises RuntimeError if another job has locked it. The other
+    ranks find the folder by `token`.
+    """
 
     def __init__(self, path: Path) -> None:
         if path.exists() and not path.is_dir():
@@ -113,7 +117,7 @@ class Draft:
             raise
 
     def publish(self) -> None:
-        """Link other programs' files into the folder, and rename the folder to its final path."""
+        """Link other files at the path into the folder, and rename the folder to its final path."""
         link_other_files(self.path, self.folder)
         replace_folder(self.folder, self.path)
 
@@ -150,24 +154,24 @@ def find_current(path: Path) -> Path:
 
 
 def link_other_files(path: Path, draft: Path) -> None:
-    """Link other programs' files in `path` into `draft`, which will replace `path`."""
+    """Link other files than checkpoints' from `path` into `draft`, which will replace `path`."""
     for other in path.iterdir() if path.is_dir() else ():
-        there = draft / other.name
-        is_ours = other.name in (".metadata", checksums.NAME) or other.match("__*.distcp")
-        if is_ours or there.exists():
+        target = draft / other.name
+        is_checkpoint = other.name in (".metadata", checksums.NAME) or other.match("__*.distcp")
+        if is_checkpoint or target.exists():
             continue
         if other.is_dir() and not other.is_symlink():
-            shutil.copytree(other, there, symlinks=True, copy_function=_link_or_copy)
+            shutil.copytree(other, target, symlinks=True, copy_function=_link_or_copy)
         else:
-            _link_or_copy(other, there)
+            _link_or_copy(other, target)
 
 
-def _link_or_copy(file: str | Path, there: str | Path) -> None:
-    """Hard-link a file, or copy it if the file system does not support hard links."""
+def _link_or_copy(file: str | Path, target: str | Path) -> None:
+    """Hard-link a file at `target`, or copy it if it cannot be linked."""
     try:
-        os.link(file, there, follow_symlinks=False)
+        os.link(file, target, follow_symlinks=False)
     except OSError:
-        shutil.copy2(file, there, follow_symlinks=False)
+        shutil.copy2(file, target, follow_symlinks=False)
 
 
 def replace_folder(draft: Path, path: Path) -> None:

@@ -111,6 +111,7 @@ class Loading:
         return matched
 
     def _check_missing(self, names: list[str], description: str) -> None:
+        """Raise ValueError if there are names; with `strict=False`, record them instead."""
         if not names:
             return
         if self.strict:
@@ -184,7 +185,7 @@ class Loading:
             self._check_state_shapes()
 
     def _check_state_shapes(self) -> None:
-        """Raise ValueError if state has several elements, and not its parameter's shape."""
+        """Raise ValueError if state has several or no elements, and not its parameter's shape."""
         stored: Mapping[str, Any] = self.contents.source.tensors
         for slot, entries in self.states:
             for key, name in entries:
@@ -220,7 +221,8 @@ class Loading:
     def _state_parts(self) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
         """Return the optimizer state to read: tensors, and then objects.
 
-        Each is (parameter number, key, part), or (parameter number, key, stored name).
+        A tensor is (parameter number, key, part), and an object is (parameter number, key, stored
+        name).
         """
         tensors = []
         objects = []
@@ -282,7 +284,7 @@ class Loading:
 
 
 def _allocate_state(name: str, stored: Any, slot: Slot, key: str) -> Part:
-    """Return the part of a state tensor that this rank reads, with newly allocated memory."""
+    """Return the part of a state tensor that this rank reads, with memory for its values."""
     shape, dtype = stored
     run = slot.run
     if run is not None and has_elements(key, shape, slot.shape):
@@ -293,9 +295,10 @@ def _allocate_state(name: str, stored: Any, slot: Slot, key: str) -> Part:
 
 
 def _can_load(saved: torch.dtype, current: torch.dtype) -> bool:
-    """Return True for equal dtypes, two floating-point dtypes, and integers that keep their values.
+    """Return True for equal dtypes, two floating-point dtypes, and integers that stay exact.
 
     Training may continue in another dtype, and other programs may store narrower integers.
+    Booleans can be loaded into any integer dtype.
     """
     if saved == current or (saved.is_floating_point and current.is_floating_point):
         return True

@@ -68,7 +68,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
 
 def find_tied_names(model: nn.Module) -> dict[str, str]:
-    """Return a mapping from every further name of a tied parameter to its first name."""
+    """Return a dictionary that maps the second and later names of tied parameters to the first."""
     first_names: dict[nn.Parameter, str] = {}
     first_of = {}
     for name, parameter in _named_parameters(model, with_tied=True):
@@ -140,7 +140,10 @@ def find_model_parts(
 
 
 def find_slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]]:
-    """Return the slots of each parameter group, in the order of the optimizer's parameters."""
+    """Return the slots of each parameter group, in the order of the optimizer's parameters.
+
+    For a ShardedOptimizer, they are the slots of this rank's shards.
+    """
     slot_of = {slot.parameter: slot for slot in _parameter_slots(model)}
     if isinstance(optimizer, ShardedOptimizer):
         names = {parameter: slot.name for parameter, slot in slot_of.items()}

@@ -37,7 +37,9 @@ def write_folder(
     group: dist.ProcessGroup | None,
     tied_names: dict[str, str],
 ) -> None:
-    """Write a checkpoint of all ranks' `parts` and `objects`, or raise on every rank.
+    """Write a checkpoint of all ranks' `parts` and `objects`.
+
+    Every rank must call this function. If a rank fails, raise RuntimeError on every rank.
 
     tied_names: maps further names of tensors to the names under which they are written.
     """
@@ -132,7 +134,9 @@ def run_on_all_ranks(
 ) -> list[T]:
     """Run `act` on every rank, and return the results of all ranks in rank order.
 
-    If `act` fails on any rank, every rank raises an error that names the failed ranks.
+    If `act` raises on any rank, every rank raises a RuntimeError that names the failed ranks.
+
+    failure: the start of the message of this error.
     """
     outcome: tuple[Any, str | None]
     try:
@@ -184,7 +188,8 @@ class Folder:
 def open_folder(path: Path) -> Folder:
     """Return the checkpoint at `path`, after a check of the sizes of its files.
 
-    If a save was interrupted between its two renames, the previous checkpoint is returned.
+    If a save was interrupted between its two renames, the previous checkpoint is returned. Raise
+    FileNotFoundError if there is no checkpoint, and ValueError if a file is missing or damaged.
     """
     path = find_current(path)
     if not (path / ".metadata").exists():

@@ -35,10 +35,11 @@ def fully_shard(
 ) -> nn.Module:
     """Shard the parameters of `module` that no inner module has sharded before.
 
-    They form one unit per dtype; frozen parameters form separate units. Call it bottom-up: for each
-    block, then for the model. The module is changed in place and returned; its `parameters()` are
-    this rank's shards. The arguments are those of `torch.distributed.fsdp.fully_shard`. Raise
-    ValueError for arguments without an equivalent.
+    They form one unit per dtype; frozen parameters form separate units. Call this function
+    bottom-up: for each block, then for the model. The module is changed in place and returned; its
+    `parameters()` are this rank's shards. The arguments are those of
+    `torch.distributed.fsdp.fully_shard`. Raise ValueError for unsupported arguments, and for a
+    module that was passed before or whose parameters cannot be sharded.
     """
     # Importing this module takes as long as importing torch.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -107,7 +108,10 @@ class FSDPModule:
         )
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module; return a handle to wait for if `async_op`."""
+        """Gather the parameters of this module.
+
+        If `async_op` is True, return a handle whose `wait()` finishes the gather, otherwise None.
+        """
         handle = UnshardHandle(_units_of(self))
         for unit in handle.units:
             unit.unshard()
@@ -117,7 +121,7 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free the full parameters of this module."""
+        """Free the full parameters of this module, unless it is running."""
         for unit in _units_of(self):
             unit.set_unsharded_by_caller(False)
             unit.release_and_reshard()
@@ -140,7 +144,7 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Do nothing: every backward pass frees the parameters, which does not affect results."""
+        """Do nothing, because every backward pass frees the parameters; results do not change."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Prefetch at least `len(modules)` units, in the order of the last forward pass.
@@ -153,7 +157,7 @@ class FSDPModule:
 
 
 class UnshardHandle:
-    """Handle to the all-gathers that `FSDPModule.unshard(async_op=True)` started."""
+    """The handle of all-gathers that `FSDPModule.unshard(async_op=True)` has started."""
 
     def __init__(self, units: list[Unit]) -> None:
         self.units = units

@@ -94,6 +94,8 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
 def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Make `_before_step` the last pre-hook of a step, and `_after_step` the first post-hook.
 
+    Raise RuntimeError if a step runs within another step and there are other hooks.
+
     The caller's hooks may clip gradients or read norms over all ranks, so they must run before
     `_before_step` or after `_after_step`. torch runs global pre-hooks before the optimizer's
     pre-hooks, and global post-hooks after the optimizer's post-hooks.
@@ -105,7 +107,7 @@ def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         post_hooks: Any = optimizer._optimizer_step_post_hooks
         num_hooks = len(pre_hooks) + len(post_hooks)
         num_hooks += len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
-        # This function is a hook too.
+        # Three of the hooks are this function, `_before_step` and `_after_step`.
         if num_hooks > 3 and shard_optimizer.is_step_within_step(optimizer):
             raise RuntimeError(
                 f"expected no step hooks, got {num_hooks - 3}: {type(optimizer).__name__}.step "
@@ -118,6 +120,7 @@ def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Prepare a step of shards, and return its changed arguments; None changes nothing."""
     shard_optimizer = find_shard_optimizer(optimizer)
     if shard_optimizer is None or shard_optimizer.is_step_within_step(optimizer):
         return None
@@ -161,7 +164,10 @@ def end_step() -> None:
 
 
 def _return_once(losses: list[Any]) -> Any:
-    """Return the loss of a step's closure; raise if the optimizer evaluates the closure again."""
+    """Return the loss of a step's closure, and remove it from the list `losses`.
+
+    Raise RuntimeError if the list is empty, because the optimizer evaluates the closure again.
+    """
     if not losses:
         raise RuntimeError(
             "the optimizer evaluates its closure several times per step, so it cannot be sharded: "
@@ -289,7 +295,10 @@ class ShardOptimizer:
     def _save_rows(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return a state dict in which DTensors replace the state of shards."""
+        """Return a state dict in which DTensors replace the state of shards.
+
+        Every rank must call this method.
+        """
         state = dict(state_dict["state"])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
@@ -307,7 +316,10 @@ class ShardOptimizer:
     def _load_rows(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return a state dict in which the state of this rank's elements replaces whole state."""
+        """Return a state dict with only this rank's part of whole or DTensor state.
+
+        Every rank must call this method, because DTensors are gathered.
+        """
         state = dict(state_dict["state"])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -321,8 +333,8 @@ class ShardOptimizer:
         return {**state_dict, "state": state}
 
 
-#: Maps each known optimizer to its ShardOptimizer, or None if it has no shards, and to the
-#: parameters that it had when this was determined.
+#: Maps each optimizer to its ShardOptimizer, or None if the optimizer has no shards, and to the
+#: list of its parameters when this was determined.
 _known: WeakKeyDictionary[torch.optim.Optimizer, tuple[ShardOptimizer | None, list[nn.Parameter]]]
 _known = WeakKeyDictionary()
 
@@ -330,7 +342,10 @@ _known = WeakKeyDictionary()
 def _needs_full_tensors(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[ShardedParameter]
 ) -> bool:
-    """Return True if the optimizer is not element-wise; raise ValueError if it is not shardable."""
+    """Return True if the optimizer must step whole parameters of these shards.
+
+    Raise ValueError if the optimizer cannot be sharded.
+    """
     cls = type(optimizer)
     is_known = cls in ELEMENTWISE or cls in WHOLE_PARAMETERS or cls in REFUSED
     is_declared = any(cls in p.unit.elementwise_optimizers for p in parameters)

@@ -103,7 +103,7 @@ class Shard(nn.Parameter):
     """The elements of a parameter that this rank stores.
 
     A plain gradient of the shard's shape becomes a ShardGradient when it is assigned, except while
-    the parameter holds full tensors.
+    an optimizer steps full tensors. Any other gradient raises RuntimeError.
 
     Functions of torch follow Note [Operations on a sharded gradient]. The norm of a shard, for
     example, is the norm of the whole parameter.
@@ -160,7 +160,7 @@ class Shard(nn.Parameter):
 
 
 def _as_gradient(value: Any) -> Any:
-    """Wrap a shard in a ShardGradient that shares its memory.
+    """Return a shard as a ShardGradient with the same memory.
 
     Return other values, and shards that temporarily hold full tensors, unchanged.
     """
@@ -183,7 +183,7 @@ if Shard not in _foreach_supported_types:
 
 
 def as_column(values: Tensor, dim: int) -> Tensor:
-    """Return a view of shape (n, 1, ..., 1) with `dim` dimensions, but at least one.
+    """Return flat values as a view of shape (n, 1, ..., 1) with `dim` dimensions, at least one.
 
     Optimizer rules such as `p.dim() >= 2` therefore still recognize matrices.
     """

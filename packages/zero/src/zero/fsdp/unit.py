@@ -113,8 +113,9 @@ class Unit:
         self.state = UnitState.SHARDED
         #: The version of `shard` that was gathered; an optimizer's step makes it stale.
         self._gathered_version = -1
-        #: The full parameters' versions when they were gathered, and the number of all checks.
+        #: The full parameters' versions when they were gathered.
         self._full_versions: dict[nn.Parameter, int] = {}
+        #: The number of calls of `check_unchanged`.
         self._num_checks = 0
         #: True if the versions include FREED: Note [One storage for full parameters].
         self._is_marked_freed = False
@@ -181,7 +182,7 @@ class Unit:
             self._copy_to_new_memory()
 
     def _views_of(self, values: Tensor) -> list[tuple[ShardedParameter, Tensor]]:
-        """Return each parameter with its part of `values`, which are laid out like `shard`."""
+        """Return each parameter with its part of `values`, a tensor in the layout of `shard`."""
         views = []
         start = 0
         for parameter in self.parameters:
@@ -191,7 +192,10 @@ class Unit:
         return views
 
     def _is_data_replaced(self, parameter: ShardedParameter, stored: Tensor) -> bool:
-        """Return True if `.data` was replaced; raise if its shape, dtype or device changed."""
+        """Return True if `.data` of the shard is no longer `stored`.
+
+        Raise RuntimeError if its shape, dtype or device changed.
+        """
         data = plain_shard(parameter.shard)
         is_at_stored = data.data_ptr() == stored.data_ptr() and has_same_elements(data, stored)
         if is_at_stored or not stored.numel():
@@ -225,10 +229,10 @@ class Unit:
             )
 
     def mark_changed(self, parameter: ShardedParameter) -> None:
-        """Make autograd raise an error for graphs that saved the earlier values.
+        """Record a change of the shard, and make autograd reject graphs that saved earlier values.
 
-        The storage of the full parameter is refilled with the new values, so the gradient would
-        silently be wrong.
+        The storage of the full parameter is refilled with the new values, so the gradient of such a
+        graph would silently be wrong.
         """
         # A shard whose `.data` was replaced has a separate version counter.
         self._gathered_version = -1
@@ -278,7 +282,10 @@ class Unit:
         self._full_versions = {p.full: p.full._version for p in self.parameters}
 
     def reshard(self) -> None:
-        """Free the full parameters, unless the unit is used; raise if a module wrote to them."""
+        """Free the full parameters, unless the unit is used.
+
+        Raise RuntimeError if a module wrote to them, or if their memory was exported.
+        """
         self._finish_unshard()
         is_in_use = self._num_users > 0 or self.keep_unsharded
         if self.state is UnitState.UNSHARDED and not is_in_use:
@@ -307,9 +314,10 @@ class Unit:
             self._is_marked_freed = is_freed
 
     def release_and_reshard(self) -> None:
-        """Clear `keep_unsharded` and free the full parameters unless a module still uses them.
+        """Clear `keep_unsharded`, and free the full parameters unless a module still uses them.
 
-        They must not be kept, because a later change of a shard through `.data` is not detected.
+        Parameters that stayed full could become wrong, because a change of a shard through `.data`
+        is not detected.
         """
         self.keep_unsharded = False
         self.reshard()
@@ -397,7 +405,10 @@ class Unit:
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
-        """Return the full parameters by name, in the shards' dtype; every rank must call it."""
+        """Return copies of the full parameters by name, in the shards' dtype.
+
+        Every rank must call this method.
+        """
         self.adopt_shard_changes()
         return self._gather(self.shard)
 
@@ -414,7 +425,7 @@ class Unit:
         return self._gather(gradients)
 
     def _gather(self, values: Tensor) -> dict[str, Tensor]:
-        """Return full tensors by name, gathered from values that are laid out like `shard`."""
+        """Return full tensors by name, gathered from `values` in the layout of `shard`."""
         flat = values.new_empty(self.full.shape)
         self.communicator.all_gather(flat, values).wait()
         return {

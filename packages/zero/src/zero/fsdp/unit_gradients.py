@@ -73,7 +73,7 @@ class UnitGradients:
         """Return the local gradients as one flat tensor with padding, and free them."""
         first = self.unit.parameters[0].full
         if len(self.unit.parameters) == 1 and first.grad is not None and not self._accumulated:
-            # A single gradient without padding needs no copy.
+            # A single gradient without padding need not be copied into a buffer.
             gradient = first.grad.reshape(-1).to(self.dtype)
             if gradient.numel() == self.unit.full.numel():
                 first.grad = None
