@@ -12,20 +12,16 @@ from zero.process_groups import Communicator, DryRun, wire_bytes
 if TYPE_CHECKING:
     from zero.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 
-#: Maps each public name that is imported on first access to its module. These modules import
-#: torch.distributed.checkpoint, which takes as long as importing torch.
-_LAZY = {
-    "load_checkpoint": "zero.checkpoint.checkpoint",
-    "save_checkpoint": "zero.checkpoint.checkpoint",
-}
-
 
 def __getattr__(name: str) -> Any:
-    """Import the module of a name in `_LAZY`, and return its object of this name."""
-    if name in _LAZY:
+    """Import the functions for checkpoints on first access.
+
+    Importing torch.distributed.checkpoint takes as long as importing torch.
+    """
+    if name in ("load_checkpoint", "save_checkpoint"):
         from importlib import import_module
 
-        return getattr(import_module(_LAZY[name]), name)
+        return getattr(import_module("zero.checkpoint.checkpoint"), name)
     raise AttributeError(f"module 'zero' has no attribute {name!r}")
 
 

@@ -51,10 +51,9 @@ RIVALS = {
 def bench(*, device: str = "cpu", quick: bool = False, rounds: int = 0) -> list[Row]:
     """Return the rows of the cases `memory` and `step`.
 
-    Under torchrun, the benchmark runs on its ranks, and ranks other than 0 return an empty list.
-    Otherwise it runs in two processes, or in one process if the device is CUDA with only one GPU.
-    `rounds` is the number of measured steps of each implementation; 0 means 20, or 3 if `quick` is
-    True.
+    Under torchrun, the benchmark runs on its ranks, and only rank 0 returns rows. Otherwise it runs
+    in two processes, or in one if there is only one GPU. `rounds` is the number of measured steps
+    of each implementation; 0 means 20, or 3 if `quick` is True.
     """
     rounds = rounds or (3 if quick else 20)
     if "RANK" in os.environ:
@@ -260,9 +259,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m zero.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
-    parser.add_argument(
-        "--rounds", type=int, default=0, help="number of measured rounds; 0: 20, or 3 if quick"
-    )
+    parser.add_argument("--rounds", type=int, default=0, help="number of measured rounds")
     parser.add_argument("--link", default="network", help="name of a link other than loopback")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)

@@ -21,17 +21,12 @@ REMEDY = "build the same model and the same groups on every rank"
 
 
 def check_descriptions_match(descriptions: Sequence[Sequence[Any]]) -> None:
-    """Raise ValueError if a rank's descriptions of its parameters differ from those of rank 0.
-
-    descriptions: one list per rank, with one entry per parameter.
-    """
+    """Raise ValueError if a rank's list of parameter descriptions differs from that of rank 0."""
     reference = descriptions[0]
     for rank, described in enumerate(descriptions):
         if len(described) != len(reference):
-            raise ValueError(
-                f"rank {rank} has {len(described)} parameters, rank 0 has {len(reference)}: "
-                f"{REMEDY}"
-            )
+            sizes = f"rank {rank} has {len(described)} parameters, rank 0 has {len(reference)}"
+            raise ValueError(f"{sizes}: {REMEDY}")
         for index, (expected, actual) in enumerate(zip(reference, described, strict=True)):
             if expected != actual:
                 raise ValueError(
@@ -92,10 +87,7 @@ def _poll_store(
 
 
 def explain(error: Exception, group: dist.ProcessGroup | None, description: str) -> RuntimeError:
-    """Return an error that names the unresponsive ranks, or the ranks' calls if they differ.
-
-    If all ranks respond and report the same call, the error says that every rank is alive.
-    """
+    """Return an error that names the unresponsive ranks, or the failed calls if all respond."""
     unresponsive, answers = find_unresponsive_ranks(group, description)
     if not unresponsive and len(set(answers.values())) > 1:
         calls = "; ".join(f"rank {rank}: {answers[rank]}" for rank in sorted(answers))

@@ -68,10 +68,7 @@ def shard_rows(whole: Tensor, communicator: Communicator) -> DTensor:
 
 
 def full_value(value: Any) -> Any:
-    """Return a DTensor as a whole tensor, and any other value unchanged.
-
-    Every rank must call this function for a DTensor.
-    """
+    """Return a DTensor gathered from all ranks, and any other value unchanged."""
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
@@ -82,10 +79,7 @@ def _whole_state(
     shape: torch.Size,
     communicator: Communicator,
 ) -> dict[str, Any]:
-    """Return the optimizer state of one whole parameter, on the CPU.
-
-    Every rank must call this function with the state of its runs.
-    """
+    """Return one parameter's whole optimizer state, on the CPU; every rank must call this function."""
     entries = []
     for run, state in local_state:
         for key, value in state.items():
@@ -123,10 +117,7 @@ def state_rows(
 
 
 def full_entries(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the state of each parameter in order, with DTensors gathered to whole tensors.
-
-    Every rank must exhaust the iterator.
-    """
+    """Yield the state of each parameter in order, with DTensors gathered from all ranks."""
     for group in state_dict["param_groups"]:
         for key in group["params"]:
             entry = state_dict["state"].get(key, {})

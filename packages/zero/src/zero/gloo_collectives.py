@@ -56,11 +56,7 @@ def direct_reduce_scatter(
             f"{world} ranks"
         )
     blocks = list(input.contiguous().view(world, *output.shape))
-    work = _DirectSum(output, blocks, group, tag)
-    if async_op:
-        return work
-    work.wait()
-    return None
+    return _return_or_wait(_DirectSum(output, blocks, group, tag), async_op)
 
 
 def direct_all_gather(
@@ -89,10 +85,7 @@ def direct_all_gather(
     work = _WorkList(_start_exchange([input.view(-1)] * world, list(blocks), group, tag))
     if blocks[rank].data_ptr() != input.data_ptr():
         blocks[rank].copy_(input.view(-1))
-    if async_op:
-        return work
-    work.wait()
-    return None
+    return _return_or_wait(work, async_op)
 
 
 def direct_all_reduce(
@@ -108,6 +101,10 @@ def direct_all_reduce(
         return dist.all_reduce(tensor, group=group, async_op=async_op)
     tag = compute_tag(f"all_reduce {tensor.dtype} {tensor.numel()}")
     work = _DirectSum(tensor, [tensor.contiguous()] * dist.get_world_size(group), group, tag)
+    return _return_or_wait(work, async_op)
+
+
+def _return_or_wait(work: Work, async_op: bool) -> Work | None:
     if async_op:
         return work
     work.wait()

@@ -108,7 +108,6 @@ def memory_report(
     """Return one rank's memory over a training step, predicted, and measured without `world`.
 
     Two steps are run. The first moment precedes them, and the other moments are in the second step.
-    A measurement runs on every rank of the group.
 
     build: receives a group, passes it to ShardedOptimizer or FSDP, and returns model and optimizer.
     loss: receives the model, runs its forward pass, and returns the loss. Both functions must
@@ -251,8 +250,7 @@ def _count_storage_bytes(tensors: Iterable[Tensor]) -> int:
 class _OperatorCounter(TorchDispatchMode):
     """A counter of the bytes of storages, from allocation by an operator until deletion.
 
-    `live` is the number of bytes now, which starts at `start`. `peak` is the maximum of `live` in
-    the latest phase.
+    `live` starts with `start`, and `peak` is the maximum of `live` within the latest phase.
     """
 
     def __init__(self, start: int, model: nn.Module) -> None:

@@ -24,9 +24,7 @@ def is_trainable_dtype(dtype: torch.dtype) -> bool:
 def check_shardable(
     named: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]] = ()
 ) -> None:
-    """Raise ValueError if the parameters cannot be concatenated in a flat tensor and trained.
-
-    Also raise it if parameters share memory.
+    """Raise ValueError if parameters share memory, or cannot be flattened and trained.
 
     buffers: the named buffers of the module, which must not share memory with trained parameters.
     """
@@ -120,10 +118,7 @@ def _memory_end(tensor: Tensor) -> int:
 
 
 def _flags_of(tensor: Tensor, flags: Tensor, start: int, flag_bytes: int) -> Tensor:
-    """Return the flags of a tensor's memory, as a view of `flags`.
-
-    Flag i stands for `flag_bytes` bytes from address `start + i * flag_bytes`.
-    """
+    """Return a view of the flags of a tensor's bytes; `flags[0]` is the flag of address `start`."""
     # Elements of a dimension with stride 0 have the same bytes.
     sizes = [size if s else 1 for size, s in zip(tensor.shape, tensor.stride(), strict=True)]
     strides = [s * tensor.itemsize // flag_bytes for s in tensor.stride()]

@@ -83,10 +83,9 @@ class Partition:
 
 
 def partition_by_element(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
-    """Return a partition with one equal shard of every bucket per rank.
+    """Return a partition in which each rank has an equal shard of every bucket.
 
-    Each rank gets `ceil(sum(numels) / world)` elements, and a bucket has at most `bucket_numel`
-    elements, or one element per rank if `bucket_numel` is smaller.
+    A bucket has at most `bucket_numel` elements, but at least one element per rank.
     """
     total = sum(numels)
     padded = -(-total // world) * world
@@ -97,10 +96,9 @@ def partition_by_element(numels: Sequence[int], world: int, bucket_numel: int) -
 
 
 def partition_by_parameter(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
-    """Return a partition in which each parameter has one owner rank.
+    """Return a partition that assigns each parameter to the least loaded rank, the largest first.
 
-    In descending order of size, each parameter is assigned to the rank with the fewest elements. A
-    span has at most `bucket_numel` elements, or a single larger parameter.
+    A span has at most `bucket_numel` elements, or a single larger parameter.
     """
     owned: list[list[int]] = [[] for _ in range(world)]
     load = [0] * world

@@ -42,10 +42,7 @@ class DryRun:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world:
-            raise ValueError(
-                f"expected 0 <= rank < world, got rank {self.rank} of {self.world}: pass the "
-                "number of ranks, at least 1, as world"
-            )
+            raise ValueError(f"expected 0 <= rank < world, got rank {self.rank} of {self.world}")
 
 
 Group = dist.ProcessGroup | DryRun | DeviceMesh | None
@@ -85,8 +82,8 @@ class Communicator:
 
     `bytes[name]` counts the full array of each call since the last `pop_bytes()`, as nccl-tests
     does: the input of a reduce-scatter, the output of an all-gather, the tensor of any other
-    collective. `gather_objects` is not counted. Methods that start a collective return its handle,
-    whose `wait()` blocks until the result may be used.
+    collective. `gather_objects` is not counted. Methods that start a collective return its handle.
+    The default reduce-scatter and all-gather on gloo match only calls with equal labels.
     """
 
     def __init__(
@@ -166,8 +163,7 @@ class Communicator:
     def divide_before_sum(self, gradients: Tensor) -> None:
         """Divide float16 gradients, in place, so that their sum over ranks does not overflow.
 
-        The divisor is a power of two, so only quotients that are subnormal are rounded. Gradients
-        of other dtypes stay unchanged.
+        The divisor is a power of two, so only quotients that are subnormal are rounded.
         """
         if gradients.dtype == torch.float16:
             gradients /= self._float16_divisor
@@ -192,10 +188,7 @@ class Communicator:
         return self._process_group is other._process_group
 
     def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "") -> Work:
-        """Start `output = sum over ranks of input[block of this rank]`.
-
-        `direct_reduce_scatter`, the default on gloo, matches only calls with equal labels.
-        """
+        """Start `output = sum over ranks of input[block of this rank]`."""
         if isinstance(self.group, DryRun):
             self.bytes["reduce_scatter"] += input.nbytes
             return DryReduceScatter(input, self.world)
@@ -203,10 +196,7 @@ class Communicator:
         return self._start("reduce_scatter", input, call, output, input, label=label)
 
     def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> Work:
-        """Start `output = concatenation of every rank's input`, in rank order.
-
-        `direct_all_gather`, the default on gloo, matches only calls with equal labels.
-        """
+        """Start `output = concatenation of every rank's input`, in rank order."""
         call = _add_tag(self._all_gather, label)
         if output.dtype not in NATIVE_DTYPES:
             output = as_bytes(output)
@@ -218,10 +208,7 @@ class Communicator:
         return self._start("all_reduce", tensor, self._all_reduce, tensor)
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
-        """Start the sum of `tensor` over the ranks, in place on group rank `owner`.
-
-        On other ranks, the elements of `tensor` are undefined afterwards.
-        """
+        """Start the sum of `tensor` on group rank `owner`; it may be overwritten on all ranks."""
         return self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
 
     def broadcast(self, tensor: Tensor, owner: int) -> Work:
@@ -231,10 +218,7 @@ class Communicator:
 
     @torch.no_grad()
     def broadcast_buffers(self, module: nn.Module, source: int = 0) -> None:
-        """Copy the buffers of group rank `source` to all other ranks.
-
-        One broadcast is started per dtype and device. Raise ValueError for an expanded buffer.
-        """
+        """Copy group rank `source`'s buffers to all ranks, with one broadcast per dtype and device."""
         buffers_of: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for name, buffer in module.named_buffers():
             check_separate_elements(f"buffer {name}", buffer)
@@ -341,13 +325,11 @@ FINISHED = _FinishedWork()
 
 
 def wire_bytes(payload: dict[str, int], world: int) -> float:
-    """Return the bytes that one rank sends, on average, for these payloads.
+    """Return the bytes that one rank sends, on average, for the payloads of `pop_bytes()`.
 
     In a reduce-scatter, an all-gather, a reduce and a broadcast, each element is sent n-1 times in
     total, so each of n ranks sends (n-1)/n of the array on average. Every all-reduce is counted as
     a ring, which sends twice as much.
-
-    payload: the bytes of each collective, as `Communicator.pop_bytes` returns them.
     """
     return (sum(payload.values()) + payload.get("all_reduce", 0)) * (world - 1) / world
 

@@ -171,7 +171,7 @@ class _EntrySorter:
                 contents.extra[name] = self.objects[name]
 
     def _add_optimizer_entry(self, name: str, path: str) -> bool:
-        """Record an entry of state or options, and return True; return False for other entries."""
+        """Record an entry of state or options; return False if the entry is neither."""
         kind, _, entry = path.partition(".")
         if kind == "state":
             parameter, _, key = entry.rpartition(".")

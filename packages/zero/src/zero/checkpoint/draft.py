@@ -91,11 +91,7 @@ def _is_same_file(handle: int, file: Path) -> bool:
 
 
 class Draft:
-    """The folder in which one save is written; only rank 0 creates the object.
-
-    The constructor locks the path, and raises RuntimeError if another job has locked it. The other
-    ranks find the folder by `token`.
-    """
+    """The folder in which one save is written. Rank 0 creates and locks it, and sends `token`."""
 
     def __init__(self, path: Path) -> None:
         if path.exists() and not path.is_dir():

@@ -221,8 +221,7 @@ class Loading:
     def _state_parts(self) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
         """Return the optimizer state to read: tensors, and then objects.
 
-        A tensor is (parameter number, key, part), and an object is (parameter number, key, stored
-        name).
+        An entry is (parameter number, key, part) or (parameter number, key, stored name).
         """
         tensors = []
         objects = []
@@ -298,7 +297,6 @@ def _can_load(saved: torch.dtype, current: torch.dtype) -> bool:
     """Return True for equal dtypes, two floating-point dtypes, and integers that stay exact.
 
     Training may continue in another dtype, and other programs may store narrower integers.
-    Booleans can be loaded into any integer dtype.
     """
     if saved == current or (saved.is_floating_point and current.is_floating_point):
         return True

@@ -140,10 +140,7 @@ def find_model_parts(
 
 
 def find_slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]]:
-    """Return the slots of each parameter group, in the order of the optimizer's parameters.
-
-    For a ShardedOptimizer, they are the slots of this rank's shards.
-    """
+    """Return the slots of each group in order; those of a ShardedOptimizer describe its shards."""
     slot_of = {slot.parameter: slot for slot in _parameter_slots(model)}
     if isinstance(optimizer, ShardedOptimizer):
         names = {parameter: slot.name for parameter, slot in slot_of.items()}

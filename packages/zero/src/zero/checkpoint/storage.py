@@ -37,9 +37,7 @@ def write_folder(
     group: dist.ProcessGroup | None,
     tied_names: dict[str, str],
 ) -> None:
-    """Write a checkpoint of all ranks' `parts` and `objects`.
-
-    Every rank must call this function. If a rank fails, raise RuntimeError on every rank.
+    """Write a checkpoint of all ranks' `parts` and `objects`, or raise RuntimeError on every rank.
 
     tied_names: maps further names of tensors to the names under which they are written.
     """
@@ -135,8 +133,6 @@ def run_on_all_ranks(
     """Run `act` on every rank, and return the results of all ranks in rank order.
 
     If `act` raises on any rank, every rank raises a RuntimeError that names the failed ranks.
-
-    failure: the start of the message of this error.
     """
     outcome: tuple[Any, str | None]
     try:

@@ -193,10 +193,7 @@ class FSDP(UnitSchedule):
             handle.remove()
 
     def _adopt(self, inner: FSDP) -> None:
-        """Take over the units of the FSDP of an inner module.
-
-        Raise ValueError if its process group differs.
-        """
+        """Take over the units of an inner module's FSDP; raise ValueError if its group differs."""
         if not self.communicator.uses_same_group(inner.communicator):
             raise ValueError(
                 "expected one process group for a module and the modules within it, got several: "

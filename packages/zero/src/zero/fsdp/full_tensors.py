@@ -50,7 +50,6 @@ class FullTensorExchange:
         """Set `.data` and `.grad` of each shard with a gradient to full tensors on the owner.
 
         On other ranks, `.data` becomes a placeholder of one element, and `.grad` becomes None.
-        Every rank must call this method.
         """
         # `check_gradients_match` ensures that a parameter has a gradient on all ranks or on none.
         stepped = [p for p in self.parameters if p.shard.grad is not None]

@@ -108,10 +108,7 @@ class FSDPModule:
         )
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module.
-
-        If `async_op` is True, return a handle whose `wait()` finishes the gather, otherwise None.
-        """
+        """Gather the parameters of this module; return a handle if `async_op`, otherwise None."""
         handle = UnshardHandle(_units_of(self))
         for unit in handle.units:
             unit.unshard()

@@ -94,8 +94,6 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
 def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     """Make `_before_step` the last pre-hook of a step, and `_after_step` the first post-hook.
 
-    Raise RuntimeError if a step runs within another step and there are other hooks.
-
     The caller's hooks may clip gradients or read norms over all ranks, so they must run before
     `_before_step` or after `_after_step`. torch runs global pre-hooks before the optimizer's
     pre-hooks, and global post-hooks after the optimizer's post-hooks.
@@ -164,10 +162,7 @@ def end_step() -> None:
 
 
 def _return_once(losses: list[Any]) -> Any:
-    """Return the loss of a step's closure, and remove it from the list `losses`.
-
-    Raise RuntimeError if the list is empty, because the optimizer evaluates the closure again.
-    """
+    """Pop the loss of a step's closure; raise RuntimeError if the closure is evaluated again."""
     if not losses:
         raise RuntimeError(
             "the optimizer evaluates its closure several times per step, so it cannot be sharded: "
@@ -295,10 +290,7 @@ class ShardOptimizer:
     def _save_rows(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return a state dict in which DTensors replace the state of shards.
-
-        Every rank must call this method.
-        """
+        """Return a state dict with DTensors of all ranks' state of shards."""
         state = dict(state_dict["state"])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
@@ -316,10 +308,7 @@ class ShardOptimizer:
     def _load_rows(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return a state dict with only this rank's part of whole or DTensor state.
-
-        Every rank must call this method, because DTensors are gathered.
-        """
+        """Return a state dict with only this rank's part of state that is whole or in DTensors."""
         state = dict(state_dict["state"])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -342,10 +331,7 @@ _known = WeakKeyDictionary()
 def _needs_full_tensors(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[ShardedParameter]
 ) -> bool:
-    """Return True if the optimizer must step whole parameters of these shards.
-
-    Raise ValueError if the optimizer cannot be sharded.
-    """
+    """Return True if an optimizer needs full tensors; raise ValueError if it cannot be sharded."""
     cls = type(optimizer)
     is_known = cls in ELEMENTWISE or cls in WHOLE_PARAMETERS or cls in REFUSED
     is_declared = any(cls in p.unit.elementwise_optimizers for p in parameters)

@@ -192,10 +192,7 @@ class Unit:
         return views
 
     def _is_data_replaced(self, parameter: ShardedParameter, stored: Tensor) -> bool:
-        """Return True if `.data` of the shard is no longer `stored`.
-
-        Raise RuntimeError if its shape, dtype or device changed.
-        """
+        """Return True if `.data` was replaced; raise RuntimeError if it has another shape or type."""
         data = plain_shard(parameter.shard)
         is_at_stored = data.data_ptr() == stored.data_ptr() and has_same_elements(data, stored)
         if is_at_stored or not stored.numel():
@@ -282,10 +279,7 @@ class Unit:
         self._full_versions = {p.full: p.full._version for p in self.parameters}
 
     def reshard(self) -> None:
-        """Free the full parameters, unless the unit is used.
-
-        Raise RuntimeError if a module wrote to them, or if their memory was exported.
-        """
+        """Free the full parameters if unused; raise RuntimeError if written to or exported."""
         self._finish_unshard()
         is_in_use = self._num_users > 0 or self.keep_unsharded
         if self.state is UnitState.UNSHARDED and not is_in_use:
@@ -405,10 +399,7 @@ class Unit:
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
-        """Return copies of the full parameters by name, in the shards' dtype.
-
-        Every rank must call this method.
-        """
+        """Return copies of the full parameters by name; every rank must call this method."""
         self.adopt_shard_changes()
         return self._gather(self.shard)
 

@@ -58,8 +58,7 @@ def make_units(
 ) -> tuple[list[Unit], dict[nn.Module, list[Unit]]]:
     """Shard each parameter as part of the innermost module around it that `policy` selects.
 
-    Return the units, and the units that each module needs unsharded while it runs. Parameters in
-    `ignored` stay whole. `materialize` allocates a module's tensors; None leaves them unchanged.
+    Return the units, and the units that each module needs unsharded while it runs.
     """
     # Attention reads `out_proj.weight` without calling `out_proj`, so it is not a unit.
     attentions = [m for m in root.modules() if isinstance(m, nn.MultiheadAttention)]
@@ -213,11 +212,7 @@ def materialize_module(
     module: nn.Module,
     owners: Owners,
 ) -> None:
-    """Allocate and initialize a module's own tensors that are on the meta device.
-
-    Tensors of its submodules stay on the meta device. Raise ValueError if there is no function that
-    initializes the tensors.
-    """
+    """Allocate and initialize a module's tensors on the meta device, but not its submodules'."""
     tensors = {**module._parameters, **module._buffers}
     meta = {name: t for name, t in tensors.items() if t is not None and t.is_meta}
     for name, old in meta.items():

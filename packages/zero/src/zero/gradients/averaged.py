@@ -194,11 +194,7 @@ def _combination_error(func: Any) -> RuntimeError:
 
 
 def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
-    """Return the result of an element-wise operator, applied to each run of this rank's elements.
-
-    Raise RuntimeError if the tensors do not have the same elements, or if the operator would write
-    to a plain tensor.
-    """
+    """Return the result of an element-wise operator on each run of this rank's elements."""
     leaves, spec = tree_flatten((args, kwargs))
     gradients = [leaf for leaf in leaves if isinstance(leaf, AveragedGradient)]
     runs_of = _matching_runs(func, gradients)

@@ -177,10 +177,7 @@ class _ElementwiseOnly(TorchDispatchMode):
 
 
 def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Return the result of a function on this rank's elements.
-
-    Raise RuntimeError if the function needs elements of other ranks, unless an optimizer steps.
-    """
+    """Return a function's result on this rank's elements; raise RuntimeError if it needs others."""
     leaves = tree_leaves((args, kwargs))
     gradient = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
     is_checked = not is_stepping() and name not in ON_OBJECT
@@ -236,10 +233,7 @@ def _check_same_elements(name: str, leaves: Sequence[Any]) -> None:
 
 
 def _apply_foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Return the results of a `_foreach_` operation on this rank's elements.
-
-    Raise RuntimeError if it needs elements of other ranks, unless an optimizer steps.
-    """
+    """Return a `_foreach_` operation's results, by the rules of `_apply_to_shards`."""
     if is_stepping():
         return _wrap_results(func(*args, **kwargs), args[0])
     lists = [arg for arg in args if isinstance(arg, list | tuple)]

@@ -30,8 +30,6 @@ class FlatParameters:
     ) -> list[nn.Parameter]:
         """Make parameters of one dtype and device views of a flat tensor; return the shards.
 
-        The shards are this rank's parameters of the inner optimizer.
-
         The parameters get rank 0's values, and `reducer` averages their gradients. Every rank must
         call this method.
         """
@@ -68,8 +66,7 @@ class FlatParameters:
     def restore_views(self) -> list[nn.Parameter]:
         """Copy any `.data` that the caller has replaced into the flat tensors.
 
-        Return the parameters with replaced `.data`, which become views of the flat tensors again.
-        Raise RuntimeError if a shape, dtype or device has changed.
+        Return the affected parameters. Raise RuntimeError if a shape, dtype or device has changed.
         """
         own_storages = {view.untyped_storage().data_ptr() for view in self.views.values()}
         replaced: list[tuple[nn.Parameter, Tensor]] = []

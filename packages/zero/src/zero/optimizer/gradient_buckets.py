@@ -36,10 +36,7 @@ class Bucket:
     # A backward pass with create_graph=True enables gradients in its hooks.
     @torch.no_grad()
     def copy_gradient(self, piece: Piece, gradient: Tensor | None) -> None:
-        """Copy a piece of a gradient into the buffer; if `gradient` is None, write zeros.
-
-        Allocate the buffer if there is none.
-        """
+        """Copy a piece of a gradient, or zeros if it is None, into the buffer."""
         if self.buffer is None:
             self.buffer = torch.empty_like(self.data)
             last = self.pieces[-1][1]

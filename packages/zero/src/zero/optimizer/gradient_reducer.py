@@ -55,8 +55,7 @@ class GradientReducer:
 
     release_gradients: True allocates a bucket's buffer when its first gradient is collected and
         frees it when the bucket has been sent (ZeRO stage 2). False keeps all gradients in
-        persistent flat tensors, and overwrites this rank's shard of them with the average (stage
-        1).
+        persistent flat tensors, whose part in this rank's shard the average overwrites (stage 1).
     """
 
     def __init__(self, communicator: Communicator, *, release_gradients: bool) -> None:
@@ -215,10 +214,7 @@ class GradientReducer:
                 parameter.grad = None
 
     def join_backward(self) -> None:
-        """Finish a backward pass of any rank, which this rank may not have started.
-
-        Parameters that this rank has not reached contribute zeros.
-        """
+        """Finish the ranks' backward pass; parameters that this rank has not reached add zeros."""
         if not self.in_backward:
             self._begin_backward()
         self._finish_backward()

@@ -90,10 +90,9 @@ class Trial:
                     )
 
     def check_dtypes(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Raise ValueError if a step on parameters of one of these dtypes draws random numbers.
+        """Raise ValueError if a step in one of these floating-point dtypes draws random numbers.
 
         The other checks use float64, but an optimizer may round stochastically only in bfloat16.
-        Integers, complex numbers and floating-point dtypes of one byte are not tried.
         """
         values, gradients = self._draw([(6, 4)])
         # Parameters of one byte per element are frozen, because torch has no arithmetic for them.
@@ -135,8 +134,8 @@ class Trial:
     ) -> tuple[list[Tensor], dict[str, float]]:
         """Return the values after all steps, and the numbers that the optimizer stores.
 
-        Raise ValueError if a step fails, draws random numbers, or produces infinity or NaN, or if
-        the state cannot be sharded.
+        Raise ValueError if a step fails, draws random numbers, produces infinity or NaN, or stores
+        state that cannot be sharded.
 
         only: the index of the only parameter to step; None to step all of them.
         is_split: True if the parameters are pieces of tensors; their state must then be in pieces.
@@ -228,10 +227,9 @@ def check_state(optimizer: Optimizer) -> None:
 
 
 def _with_learning_rate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with 0.01 in place of a learning rate of zero.
+    """Return the options with 0.01 in place of a learning rate of zero, but not of None.
 
-    A schedule with warm-up may start at zero, and the trial would then detect no dependence. A
-    learning rate of None stays None.
+    A schedule with warm-up may start at zero, and the trial would then detect no dependence.
     """
     options = dict(options)
     if options.get("lr") == 0:

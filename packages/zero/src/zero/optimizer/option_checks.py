@@ -26,11 +26,7 @@ Options = list[tuple[str, str]]
 
 
 def list_numeric_options(optimizer: torch.optim.Optimizer) -> Options:
-    """Return the names and values of the options that are numbers or sequences of numbers.
-
-    A CPU tensor of one element is a number too. Only options in the optimizer's `defaults` are
-    returned.
-    """
+    """Return the options in `defaults` that are numbers, lists of numbers or CPU scalar tensors."""
     numbers = []
     for index, group in enumerate(optimizer.param_groups):
         # A program may store other numbers in a group.
@@ -68,8 +64,7 @@ def check_options_match(
 ) -> None:
     """Raise RuntimeError if options differ between ranks.
 
-    anywhere: the element-wise OR of all ranks' `make_checksum_flags`.
-    changes: this rank's options that have changed since the last step.
+    anywhere: the element-wise OR of `make_checksum_flags(changes)` over all ranks.
     """
     ones = anywhere[:CHECKSUM_BITS]
     zeros = anywhere[CHECKSUM_BITS:]

@@ -172,10 +172,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             module.register_forward_pre_hook(BufferHook(self).before_forward)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Shard another group of parameters; every rank must add the same group.
-
-        Raise ValueError if a parameter or the optimizer cannot be sharded.
-        """
+        """Shard another group of parameters; every rank must add the same group."""
         param_group = read_group(param_group)
         named = name_members(param_group["params"])
         check_in_one_group(named, self.param_groups)
@@ -291,10 +288,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of an unsharded optimizer.
-
-        Every rank must call this method. Raise ValueError if the groups have other sizes.
-        """
+        """Load a state dict, also of an unsharded optimizer; every rank must call this method."""
         check_groups_unchanged(self.param_groups, self._parameters_of_group)
         # Pre-hooks may modify the dictionary, so pass them a shallow copy.
         state_dict = state_dict.copy()
@@ -313,10 +307,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, including the averages that this rank stores in buckets.
-
-        With `set_to_none=False`, fill the gradients with zeros instead.
-        """
+        """Clear the gradients, or fill them with zeros if `set_to_none` is False."""
         super().zero_grad(set_to_none)
         if set_to_none:
             self.reducer.reset()

@@ -15,8 +15,7 @@ from zero.partition import Piece
 from zero.process_groups import Communicator
 
 Groups = list[dict[str, Any]]
-#: For each of this rank's shards: its parameter, its elements, the inner optimizer's view, and its
-#: bucket.
+#: See `FlatParameters.shards`.
 Shards = Sequence[tuple[nn.Parameter, Piece, nn.Parameter, Any]]
 
 
