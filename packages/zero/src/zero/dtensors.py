@@ -79,7 +79,7 @@ def _whole_state(
     shape: torch.Size,
     communicator: Communicator,
 ) -> dict[str, Any]:
-    """Return one parameter's whole optimizer state, on the CPU; every rank must call this function."""
+    """Collect the whole optimizer state of one parameter, on the CPU, from all ranks."""
     entries = []
     for run, state in local_state:
         for key, value in state.items():

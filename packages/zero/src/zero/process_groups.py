@@ -218,7 +218,7 @@ class Communicator:
 
     @torch.no_grad()
     def broadcast_buffers(self, module: nn.Module, source: int = 0) -> None:
-        """Copy group rank `source`'s buffers to all ranks, with one broadcast per dtype and device."""
+        """Copy group rank `source`'s buffers to all ranks, one broadcast per dtype and device."""
         buffers_of: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for name, buffer in module.named_buffers():
             check_separate_elements(f"buffer {name}", buffer)

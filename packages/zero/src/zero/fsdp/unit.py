@@ -192,7 +192,7 @@ class Unit:
         return views
 
     def _is_data_replaced(self, parameter: ShardedParameter, stored: Tensor) -> bool:
-        """Return True if `.data` was replaced; raise RuntimeError if it has another shape or type."""
+        """Return True if `.data` was replaced; raise RuntimeError if its shape or type changed."""
         data = plain_shard(parameter.shard)
         is_at_stored = data.data_ptr() == stored.data_ptr() and has_same_elements(data, stored)
         if is_at_stored or not stored.numel():
