@@ -26,7 +26,7 @@ from zero import (
     load_checkpoint,
     save_checkpoint,
 )
-from zero.checkpoint.ownership import unwrapped
+from zero.checkpoint.ownership import unwrap
 from zero.checkpoint.storage import open_folder
 
 save_file = pytest.importorskip("safetensors.torch", reason="the format's own writer").save_file
@@ -709,7 +709,7 @@ def exchange_module_states():
     for source in ("own", "torch"):
         other = FSDP(counters(torch.zeros(2), {}, 0)) if source == "own" else counters(0, 0, 0)
         extra = load_checkpoint(f"{path}/{source}", other)
-        states = [module.state for module in unwrapped(other)]
+        states = [module.state for module in unwrap(other)]
         assert repr(states) == repr(saved)
         assert not extra
         with pytest.raises(RuntimeError, match=r"0\._extra_state and . more is in the checkpoint"):

@@ -19,9 +19,9 @@ def __getattr__(name: str) -> Any:
     Importing torch.distributed.checkpoint takes as long as importing torch.
     """
     if name in ("load_checkpoint", "save_checkpoint"):
-        from importlib import import_module
+        from zero.checkpoint import checkpoint
 
-        return getattr(import_module("zero.checkpoint.checkpoint"), name)
+        return getattr(checkpoint, name)
     raise AttributeError(f"module 'zero' has no attribute {name!r}")
 
 

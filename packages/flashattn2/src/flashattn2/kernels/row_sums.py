@@ -30,7 +30,7 @@ from flashattn2.spec import AttentionSpec
 
 
 def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:
-    """Return D = rowsum(dO ∘ O) - dL."""
+    """Return D = rowsum(dO ∘ O) - dL, in the shape of `lse`."""
     d = torch.empty_like(lse)
     _write_delta(out, grad_out, grad_lse, None, d, None, lse.shape[-1])
     return d
@@ -55,7 +55,7 @@ def _write_delta(
     out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor | None, d: Tensor,
     scaled: Tensor | None, head_stride: int,
 ) -> None:  # fmt: skip
-    """Run `delta_kernel`, which fills `d` and `scaled`, whose heads are `head_stride` apart."""
+    """Run `delta_kernel` to fill `d` and `scaled`, where heads are `head_stride` numbers apart."""
     batch, heads, rows, dim = out.shape
     tiles = launch.cdiv(rows, 32)
     delta_kernel[launch.grid(tiles, batch * heads, 1)](

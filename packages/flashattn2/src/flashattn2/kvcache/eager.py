@@ -13,7 +13,7 @@ from flashattn2.spec import UNBOUNDED, AttentionSpec
 CHUNK_BYTES = 2 * 1024**2
 #: The smallest number of rows of a chunk, so that a chunk takes longer than its Python code.
 CHUNK_ROWS = 256
-#: The largest number of chunks for which chunks were not faster than a copy of the whole sequence.
+#: Sequences of at most this many chunks are copied whole, which took no longer in measurements.
 FEW_CHUNKS = 3
 
 
@@ -93,7 +93,7 @@ def _attend_chunks(
     spec: AttentionSpec,
     backend: str,
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the output and log-sum-exp of a sequence, whose pages are copied a chunk at a time.
+    """Return the output and log-sum-exp of a sequence, copying its pages chunk by chunk.
 
     The copy of a chunk stays in the L2 cache of a core until it is read.  The result is None for a
     sequence of at most `FEW_CHUNKS` chunks, or if a page is larger than a chunk.  It is also None
