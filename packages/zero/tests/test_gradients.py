@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.fsdp.shard import plain_shard
-from zero.gradients.shard import as_plain_tensor
+from zero.gradients.shard import as_plain
 from zero_training import assert_alike
 
 OTHER_SIZES = [(2, 1), (3, 1), (3, 2), (3, 3)]
@@ -322,7 +322,7 @@ def norms(stage):
         torch.testing.assert_close(changed.full_tensor(), 2 * whole)
         for function in (torch.neg, torch.amax, torch.linalg.vector_norm):
             # A plain tensor would receive this rank's elements only.
-            output = torch.zeros_like(as_plain_tensor(parameter.detach()))
+            output = torch.zeros_like(as_plain(parameter.detach()))
             output = output if function is torch.neg else output.new_zeros(())
             with pytest.raises(RuntimeError, match=r"full_tensor|plain tensor of their shape"):
                 function(parameter.grad, out=output)

@@ -41,7 +41,7 @@ def find_unresponsive_ranks(
     """Return the global ranks that do not respond, and the failed call of each responding rank.
 
     Every surviving rank of the group calls this function, because every rank detects the failure.
-    If the store does not respond, return only rank 0, which hosts it unless torchrun does.
+    If the store hangs or fails, return only rank 0, which hosts the store unless torchrun does.
     """
     answers: list[tuple[list[int], dict[int, str]]] = []
     group = group or dist.group.WORLD
@@ -53,7 +53,6 @@ def find_unresponsive_ranks(
     )
     thread.start()
     thread.join(GRACE_SECONDS + STORE_SECONDS)
-    # Rank 0 hosts the store unless torchrun does, so a store that hangs means that rank 0 hangs.
     return answers[0] if answers else ([0], {})
 
 
@@ -81,7 +80,6 @@ def _poll_store(
                     del missing[rank]
             time.sleep(0.02)
     except RuntimeError:
-        # Rank 0 hosts the store unless torchrun does, so this error means that rank 0 has died.
         return [0], {}
     return sorted(missing), answers
 

@@ -75,9 +75,7 @@ def full_value(value: Any) -> Any:
 
 
 def _whole_state(
-    local_state: Sequence[tuple[Run, dict[str, Any]]],
-    shape: torch.Size,
-    communicator: Communicator,
+    local_state: Sequence[tuple[Run, dict[str, Any]]], shape: torch.Size, communicator: Communicator
 ) -> dict[str, Any]:
     """Collect the whole optimizer state of one parameter, on the CPU, from all ranks."""
     entries = []
@@ -101,9 +99,7 @@ def _whole_state(
 
 
 def state_rows(
-    local_state: Sequence[tuple[Run, dict[str, Any]]],
-    parameter: Tensor,
-    communicator: Communicator,
+    local_state: Sequence[tuple[Run, dict[str, Any]]], parameter: Tensor, communicator: Communicator
 ) -> dict[str, Any]:
     """Return the whole state of one parameter. Tensors of its shape become DTensors (`shard_rows`).
 

@@ -4,7 +4,8 @@ Parameters are concatenated in one flat tensor, which is split into buckets. Eac
 into one equal shard per rank, even in the middle of a parameter. Therefore all ranks have the same
 number of elements, including padding. Optimizers that need whole tensors use another partition: one
 owner per parameter, assigned in descending order of size (Graham's greedy rule). The balance of
-this partition depends on the shapes.
+this partition depends on the shapes. The argument `bucket_numel` limits the elements of a bucket,
+which has at least one element per rank, or one whole parameter.
 """
 
 from __future__ import annotations
@@ -83,10 +84,7 @@ class Partition:
 
 
 def partition_by_element(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
-    """Return a partition in which each rank has an equal shard of every bucket.
-
-    A bucket has at most `bucket_numel` elements, but at least one element per rank.
-    """
+    """Return a partition in which each rank has an equal shard of every bucket."""
     total = sum(numels)
     padded = -(-total // world) * world
     bucket = max(world, bucket_numel // world * world)
@@ -96,10 +94,7 @@ def partition_by_element(numels: Sequence[int], world: int, bucket_numel: int) -
 
 
 def partition_by_parameter(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
-    """Return a partition that assigns each parameter to the least loaded rank, the largest first.
-
-    A span has at most `bucket_numel` elements, or a single larger parameter.
-    """
+    """Return a partition that assigns each parameter, largest first, to the least loaded rank."""
     owned: list[list[int]] = [[] for _ in range(world)]
     load = [0] * world
     for index in sorted(range(len(numels)), key=lambda i: -numels[i]):

@@ -3,9 +3,7 @@
 The folder is an ordinary torch.distributed.checkpoint with whole tensors, under `model.` and the
 unwrapped module's names. Each rank writes the boxes (rectangular blocks) that cover its elements.
 The folder is written beside its final path and renamed when every rank is done. If a rank fails
-while saving, the last good checkpoint therefore survives. Loading verifies names, shapes and
-checksums before it changes anything. Each rank then reads only its elements. Weights of other
-programs can be loaded too.
+while saving, the last good checkpoint therefore survives.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ from zero.checkpoint.ownership import (
     find_slots,
     find_tied_names,
 )
-from zero.checkpoint.storage import HEADER, fingerprint, open_folder, run_on_all_ranks, write_folder
+from zero.checkpoint.storage import HEADER, fingerprint, open_folder, run_on_ranks, write_folder
 from zero.checkpoint.weights import check_format, find_weights
 from zero.fsdp.fsdp import find_fsdps
 from zero.fsdp.wrapping import original_name
@@ -71,7 +69,7 @@ def save_checkpoint(
             objects.update(_header_objects(model, optimizer, extra))
 
     # Only the owner of a parameter may have state that cannot be saved.
-    run_on_all_ranks(collect, group, f"checkpoint {path} was not saved")
+    run_on_ranks(collect, group, f"checkpoint {path} was not saved")
     tied = {f"model.{name}": f"model.{first}" for name, first in find_tied_names(model).items()}
     write_folder(Path(path), parts, objects, group, tied)
 
@@ -152,7 +150,7 @@ def load_checkpoint(
         opened.append(_open(folder, model, optimizer, strict, prefix))
         return before
 
-    fingerprints = run_on_all_ranks(check, group, failure)
+    fingerprints = run_on_ranks(check, group, failure)
     if len(set(fingerprints)) > 1:
         cause = "another job replaced the folder, or the hosts do not share it"
         raise RuntimeError(f"{failure}: the ranks read different checkpoints: {cause}; load again")
@@ -166,7 +164,7 @@ def load_checkpoint(
                 "have parts of both: load again"
             )
 
-    run_on_all_ranks(fill, group, failure)
+    run_on_ranks(fill, group, failure)
     for problem in loading.left_out:
         warnings.warn(problem, stacklevel=2)
     return loading.contents.extra

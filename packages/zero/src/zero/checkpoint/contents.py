@@ -65,9 +65,7 @@ def read_contents(
     state_names: Collection[str],
     prefix: str | None,
 ) -> Contents:
-    """Return the contents of a checkpoint under the names of a model.
-
-    Raise ValueError if the format version is another one, or if the names are ambiguous.
+    """Return the contents of a checkpoint under the names of a model, or raise ValueError.
 
     names: every name of a tensor of the model.
     state_names: the names of the other states of the model's modules.
@@ -261,10 +259,7 @@ def _find_name(
 
 
 def _find_prefix(stored: Collection[str], names: Collection[str]) -> str:
-    """Return the prefix that fits most stored names, or "" if none fits.
-
-    Raise ValueError if another prefix fits too, except for prefixes within the chosen model.
-    """
+    """Return the prefix that fits most stored names, or ""; raise ValueError if it is ambiguous."""
     # Maps each prefix to the stored names that become names of the model when it is removed.
     fitting: dict[str, list[str]] = {}
     for name in stored:

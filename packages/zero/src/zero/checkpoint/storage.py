@@ -56,7 +56,7 @@ def write_folder(
         return drafts[0].token
 
     try:
-        token = run_on_all_ranks(open_draft, group, failure)[0]
+        token = run_on_ranks(open_draft, group, failure)[0]
         storage = FileSystemWriter(draft_folder(path, token))
 
         def prepare() -> SavePlan:
@@ -65,7 +65,7 @@ def write_folder(
             storage.set_up_storage_writer(rank == 0)
             return planner.create_local_plan()
 
-        plans, metadata = planner.create_global_plan(run_on_all_ranks(prepare, group, failure))
+        plans, metadata = planner.create_global_plan(run_on_ranks(prepare, group, failure))
         plans = storage.prepare_global_plan(plans)
 
         def write() -> _Written:
@@ -73,7 +73,7 @@ def write_folder(
             files = sorted({result.storage_data.relative_path for result in results})
             return results, checksums.of_files(draft_folder(path, token), files)
 
-        written = run_on_all_ranks(write, group, failure)
+        written = run_on_ranks(write, group, failure)
 
         def publish() -> None:
             if rank == 0:
@@ -81,7 +81,7 @@ def write_folder(
                 storage.finish(metadata, [results for results, _ in written])
                 _publish(drafts[0], written)
 
-        run_on_all_ranks(publish, group, failure)
+        run_on_ranks(publish, group, failure)
     except RuntimeError as error:
         # Rank 0 may have died, or may not have removed the earlier folder, after the rename.
         if checksums.token_of(path) != token:
@@ -127,9 +127,7 @@ def _add_tied_names(
             ]
 
 
-def run_on_all_ranks(
-    act: Callable[[], T], group: dist.ProcessGroup | None, failure: str
-) -> list[T]:
+def run_on_ranks(act: Callable[[], T], group: dist.ProcessGroup | None, failure: str) -> list[T]:
     """Run `act` on every rank, and return the results of all ranks in rank order.
 
     If `act` raises on any rank, every rank raises a RuntimeError that names the failed ranks.

@@ -32,9 +32,8 @@ class FullTensorExchange:
         self.communicator = communicator
         self.parameters = parameters
         added = [p for p in parameters if p.shard not in earlier_owners]
-        partition = partition_by_parameter(
-            [p.shape.numel() for p in added], communicator.world, 1 << 62
-        )
+        numels = [p.shape.numel() for p in added]
+        partition = partition_by_parameter(numels, communicator.world, 1 << 62)
         #: The rank that steps each shard's parameter; rank 0 for parameters without elements.
         self.owner = {p.shard: earlier_owners.get(p.shard, 0) for p in parameters}
         for rank in range(communicator.world):

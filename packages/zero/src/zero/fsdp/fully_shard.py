@@ -88,12 +88,7 @@ def fully_shard(
 
 
 class FSDPModule:
-    """The methods that `fully_shard` adds to a module.
-
-    `set_is_last_backward` and `set_reshard_after_backward` only change when torch communicates.
-    Every backward pass of this package completes without them and frees the parameters, so both do
-    nothing.
-    """
+    """The methods that `fully_shard` adds to a module."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct an object of the original class, for example a slice of a container."""

@@ -28,7 +28,8 @@ from torch.optim.optimizer import (
 from zero.dtensors import Run, full_entries, state_rows
 from zero.fsdp.full_tensors import FullTensorExchange
 from zero.fsdp.shard import ShardedParameter, find_sharded
-from zero.gradients.shard import ShardGradient, as_plain_tensor
+from zero.gradients.shard import ShardGradient, as_plain
+from zero.optimizer import option_checks
 from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
     REFUSED,
@@ -36,13 +37,6 @@ from zero.optimizer.optimizer_kinds import (
     check_constructed,
     choose_split,
     read_constructor_options,
-)
-from zero.optimizer.option_checks import (
-    Options,
-    check_options_match,
-    find_changed_options,
-    list_numeric_options,
-    make_checksum_flags,
 )
 from zero.optimizer.parameter_groups import check_not_replaced, is_same_list
 from zero.optimizer.state_dict import options_of
@@ -85,9 +79,7 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
         _known[optimizer] = shard_optimizer, parameters
     for state in optimizer.state.values() if shard_optimizer else ():
         # A copy of a gradient or a shard, such as a momentum buffer, must not act like a gradient.
-        state.update(
-            {k: as_plain_tensor(v) for k, v in state.items() if isinstance(v, ShardGradient)}
-        )
+        state.update({k: as_plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
     return shard_optimizer
 
 
@@ -184,7 +176,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for sharded in shard_optimizer.stepped:
         sharded.unit.mark_changed(sharded)
     shard_optimizer.stepped = []
-    shard_optimizer.options_after_step = list_numeric_options(optimizer)
+    shard_optimizer.options_after_step = option_checks.list_numeric_options(optimizer)
 
 
 #: The code of the function by which torch wraps each `step` to run its hooks.
@@ -200,7 +192,7 @@ class ShardOptimizer:
         self._owner: dict[nn.Parameter, int] = {}
         #: The parameters with a gradient in the current step.
         self.stepped: list[ShardedParameter] = []
-        self.options_after_step: Options = []
+        self.options_after_step: option_checks.Options = []
         #: A weak reference to the keyword arguments of the latest step.
         self.step_options: Callable[[], _StepOptions | None] = lambda: None
         #: The ids of `_before_step` and `_after_step` among the hooks of the optimizer.
@@ -257,16 +249,16 @@ class ShardOptimizer:
                 if sharded is not None:
                     sharded_of.setdefault(sharded.unit.communicator, []).append(sharded)
         self.stepped = []
-        changes = find_changed_options(optimizer, self.options_after_step)
+        changes = option_checks.find_changed_options(optimizer, self.options_after_step)
         for communicator, parameters in sharded_of.items():
             has_gradient = [parameter.shard.grad is not None for parameter in parameters]
             self.stepped += compress(parameters, has_gradient)
             on_some, on_others, options = communicator.launch_or_reduction(
                 has_gradient,
                 [not flag for flag in has_gradient],
-                make_checksum_flags(changes),
+                option_checks.make_checksum_flags(changes),
             )()
-            check_options_match(options, changes, communicator)
+            option_checks.check_options_match(options, changes, communicator)
             for index, parameter in enumerate(parameters):
                 if on_some[index] and on_others[index]:
                     raise RuntimeError(

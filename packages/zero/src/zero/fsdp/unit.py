@@ -49,7 +49,7 @@ from torch.autograd.graph import increment_version
 from zero.fsdp.shard import Owner, Shard, ShardedParameter, as_column, plain_shard
 from zero.fsdp.unit_gradients import UnitGradients
 from zero.gloo_collectives import Work
-from zero.gradients.shard import as_plain_tensor
+from zero.gradients.shard import as_plain
 from zero.parameter_checks import has_same_elements
 from zero.partition import alias, partition_by_element
 from zero.process_groups import Communicator
@@ -67,10 +67,7 @@ class UnitState(Enum):
 
 
 class Unit:
-    """Parameters of one dtype that are gathered, used and freed together.
-
-    See Note [Lifetime of a unit] and Note [One storage for full parameters].
-    """
+    """Parameters of one dtype that are gathered, used and freed together."""
 
     def __init__(
         self,
@@ -192,7 +189,7 @@ class Unit:
         return views
 
     def _is_data_replaced(self, parameter: ShardedParameter, stored: Tensor) -> bool:
-        """Return True if `.data` was replaced; raise RuntimeError if its shape or type changed."""
+        """Return True if `.data` was replaced; raise RuntimeError if it does not fit."""
         data = plain_shard(parameter.shard)
         is_at_stored = data.data_ptr() == stored.data_ptr() and has_same_elements(data, stored)
         if is_at_stored or not stored.numel():
@@ -297,10 +294,7 @@ class Unit:
             self._mark_freed(True)
 
     def _mark_freed(self, is_freed: bool) -> None:
-        """Add FREED to the versions of the full parameters, or subtract it after a gather.
-
-        See Note [One storage for full parameters].
-        """
+        """Add FREED to the versions of the full parameters, or subtract it after a gather."""
         if is_freed != self._is_marked_freed:
             full = tuple(parameter.full for parameter in self.parameters)
             change = FREED if is_freed else -FREED
@@ -412,7 +406,7 @@ class Unit:
         gradients = torch.zeros_like(self.shard)
         for parameter, part in self._views_of(gradients):
             if parameter.shard.grad is not None:
-                part.copy_(as_plain_tensor(parameter.shard.grad))
+                part.copy_(as_plain(parameter.shard.grad))
         return self._gather(gradients)
 
     def _gather(self, values: Tensor) -> dict[str, Tensor]:

@@ -22,9 +22,7 @@ from zero.fsdp.shard import Owner
 from zero.fsdp.unit import Unit
 
 MakeUnit = Callable[[list[Any]], Unit]
-#: The modules that are sharded as units: module classes and names; a predicate of name and module;
-#: or "blocks", which selects each block of the outermost containers, and the root for all other
-#: parameters.
+#: The argument `shard` of `FSDP`.
 ShardPolicy = (
     Sequence[type[nn.Module] | str]
     | type[nn.Module]

@@ -13,17 +13,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from zero.gradients import rules
 from zero.gradients.reductions import PartialGradient, gather_runs, norms, reduce, unscale
-from zero.gradients.rules import (
-    ON_OBJECT,
-    READS_MEMORY,
-    REMEDY,
-    UNSCALE,
-    VIEWS,
-    is_elementwise,
-    python_name,
-    reduces_all_elements,
-)
 from zero.process_groups import Communicator
 
 
@@ -50,11 +41,11 @@ class ShardGradient(PartialGradient):
 
     def local_pieces(self) -> list[Tensor]:
         """Return this rank's elements as plain tensors."""
-        return [as_plain_tensor(self)]
+        return [as_plain(self)]
 
     def full_tensor(self) -> Tensor:
         """Return the whole average on every rank; every rank must call it."""
-        full: Tensor = _FullTensor.apply(as_plain_tensor(self), self.elements, self.communicator)
+        full: Tensor = _FullTensor.apply(as_plain(self), self.elements, self.communicator)
         return full
 
     @classmethod
@@ -64,9 +55,9 @@ class ShardGradient(PartialGradient):
             # `Shard.__torch_function__` converts the shards among the arguments.
             return NotImplemented
         kwargs = kwargs or {}
-        name = python_name(func)
+        name = rules.python_name(func)
         with torch._C.DisableTorchFunctionSubclass():
-            if name == UNSCALE:
+            if name == rules.UNSCALE:
                 return unscale(*args)
             if name == "_foreach_norm" and _needs_graph(args[0]):
                 full = [g.full_tensor() if isinstance(g, ShardGradient) else g for g in args[0]]
@@ -82,7 +73,8 @@ class ShardGradient(PartialGradient):
                 return _apply_foreach(func, name, args, kwargs)
             if name in ("numel", "nelement") and not is_stepping():
                 return args[0].elements.shape.numel()
-            if reduces_all_elements(name, args, kwargs) and isinstance(args[0], ShardGradient):
+            is_reduction = rules.reduces_all_elements(name, args, kwargs)
+            if is_reduction and isinstance(args[0], ShardGradient):
                 if _needs_graph(args[:1]):
                     return func(args[0].full_tensor(), *args[1:], **kwargs)
                 return reduce(name, args, kwargs)
@@ -134,7 +126,7 @@ def make_shard_gradient(
     return gradient
 
 
-def as_plain_tensor(tensor: Tensor) -> Tensor:
+def as_plain(tensor: Tensor) -> Tensor:
     """Return a ShardGradient as a plain tensor of its elements, and any other tensor unchanged."""
     return tensor.as_subclass(Tensor) if isinstance(tensor, ShardGradient) else tensor
 
@@ -147,13 +139,13 @@ def call_on_shards(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any
 
     as_gradient: a function that returns a shard as a ShardGradient, and other values unchanged.
     """
-    name = python_name(func)
+    name = rules.python_name(func)
     is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
     with torch._C.DisableTorchFunctionSubclass():
-        is_on_object = name in ON_OBJECT or name.startswith("register_")
+        is_on_object = name in rules.ON_OBJECT or name.startswith("register_")
         if is_stepping() or is_on_object:
             return func(*args, **kwargs)
-        if is_access and (func.__name__ != "__get__" or name not in VIEWS):
+        if is_access and (func.__name__ != "__get__" or name not in rules.VIEWS):
             return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         local_args, local_kwargs = tree_unflatten([as_gradient(leaf) for leaf in leaves], spec)
@@ -171,7 +163,7 @@ class _ElementwiseOnly(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-        if has_tensors and not is_elementwise(func) and not name.startswith("new_"):
+        if has_tensors and not rules.is_elementwise(func) and not name.startswith("new_"):
             raise _whole_tensor_error(name)
         return func(*args, **(kwargs or {}))
 
@@ -180,10 +172,10 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     """Return a function's result on this rank's elements; raise RuntimeError if it needs others."""
     leaves = tree_leaves((args, kwargs))
     gradient = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
-    is_checked = not is_stepping() and name not in ON_OBJECT
+    is_checked = not is_stepping() and name not in rules.ON_OBJECT
     if is_checked:
         _check_same_elements(name, leaves)
-    if is_checked and name in READS_MEMORY:
+    if is_checked and name in rules.READS_MEMORY:
         raise _whole_tensor_error(name)
     # An assignment to the elements that a mask selects is element-wise, although indexing is not.
     has_mask = name == "__setitem__" and getattr(args[1], "dtype", None) == torch.bool
@@ -207,7 +199,7 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 def _whole_tensor_error(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name} needs elements of a gradient or parameter that other ranks have, or combines "
-        f"this rank's elements with a tensor of other elements: {REMEDY}"
+        f"this rank's elements with a tensor of other elements: {rules.REMEDY}"
     )
 
 

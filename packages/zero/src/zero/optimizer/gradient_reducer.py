@@ -51,8 +51,6 @@ from zero.process_groups import Communicator
 class GradientReducer:
     """The buckets that the backward pass fills, and their reductions.
 
-    See Note [Lifetime of a gradient] and Note [Order of reductions].
-
     release_gradients: True allocates a bucket's buffer when its first gradient is collected and
         frees it when the bucket has been sent (ZeRO stage 2). False keeps all gradients in
         persistent flat tensors, whose part in this rank's shard the average overwrites (stage 1).

@@ -168,7 +168,6 @@ class Trial:
     def _skip_trial(self) -> str:
         """Return the advice for an optimizer that may be sharded although its trial fails."""
         if self.as_columns:
-            # FSDP verifies every optimizer of an unknown class.
             return "replace FSDP by ShardedOptimizer(..., elementwise=False) (stages 1 and 2)"
         return "pass ShardedOptimizer(..., elementwise=False)"
 

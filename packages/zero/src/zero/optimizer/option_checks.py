@@ -51,8 +51,7 @@ def find_changed_options(optimizer: torch.optim.Optimizer, after_step: Options) 
 def make_checksum_flags(changes: Options) -> list[bool]:
     """Return the bits of a checksum of the changes, followed by the inverted bits.
 
-    In the element-wise OR over all ranks, a bit and its inverse are both set if checksums differ
-    in this bit.
+    In the OR over all ranks, a bit and its inverse are both set if checksums differ in this bit.
     """
     checksum = zlib.crc32(repr(changes).encode())
     bits = [bool(checksum >> bit & 1) for bit in range(CHECKSUM_BITS)]

@@ -26,6 +26,7 @@ from torch.distributed.algorithms.join import Joinable
 from zero.buffers import BufferHook
 from zero.diagnostics import check_descriptions_match
 from zero.fsdp.shard import Shard
+from zero.optimizer import option_checks, parameter_groups
 from zero.optimizer.flat_parameters import FlatParameters
 from zero.optimizer.gradient_reducer import GradientReducer
 from zero.optimizer.optimizer_kinds import (
@@ -34,23 +35,6 @@ from zero.optimizer.optimizer_kinds import (
     Split,
     check_constructed,
     choose_split,
-)
-from zero.optimizer.option_checks import (
-    Options,
-    check_options_match,
-    find_changed_options,
-    list_numeric_options,
-    make_checksum_flags,
-)
-from zero.optimizer.parameter_groups import (
-    check_groups_unchanged,
-    check_in_one_group,
-    check_ordered,
-    check_state_keys,
-    check_without_owner,
-    name_members,
-    read_group,
-    set_owner,
 )
 from zero.optimizer.state_dict import dtensor_state_dict, load_state_dict, options_of
 from zero.optimizer.uneven_inputs import UnevenInputs
@@ -103,8 +87,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     ) -> None:
         if isinstance(params, Tensor):
             raise TypeError("params is one tensor: pass model.parameters() or parameter groups")
-        check_ordered(params)
-        params = [read_group(entry) if isinstance(entry, dict) else entry for entry in params]
+        parameter_groups.check_ordered(params)
+        params = [
+            parameter_groups.read_group(entry) if isinstance(entry, dict) else entry
+            for entry in params
+        ]
         if not params:
             raise ValueError("empty parameter list: pass model.parameters() or parameter groups")
         members: list[Any] = []
@@ -112,7 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             members += entry["params"] if isinstance(entry, dict) else [entry]
         if not 0 <= bucket_size_mb < math.inf:
             raise ValueError(f"expected a finite bucket_size_mb >= 0, got {bucket_size_mb}")
-        named = name_members(members)
+        named = parameter_groups.name_members(members)
         check_shardable(
             (entry for entry in named if not isinstance(entry[1], Shard)),
             module.named_buffers() if module else (),
@@ -139,7 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._num_steps = 0
         #: True from the start of the inner optimizer's step until `step()` returns.
         self._is_step_incomplete = False
-        self._options_after_step: Options = []
+        self._options_after_step: option_checks.Options = []
         self.inner: torch.optim.Optimizer
         # Some optimizers have required options that are set per group.
         first_options = options_of(params[0]) if isinstance(params[0], dict) else {}
@@ -173,10 +160,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard another group of parameters; every rank must add the same group."""
-        param_group = read_group(param_group)
-        named = name_members(param_group["params"])
-        check_in_one_group(named, self.param_groups)
-        check_without_owner(named, self)
+        param_group = parameter_groups.read_group(param_group)
+        named = parameter_groups.name_members(param_group["params"])
+        parameter_groups.check_in_one_group(named, self.param_groups)
+        parameter_groups.check_without_owner(named, self)
         check_shardable(named)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -208,7 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._parameters_of_group.append(list(group["params"]))
         self._shards_of_group.append(shards)
         for parameter in group["params"]:
-            set_owner(parameter, self)
+            parameter_groups.set_owner(parameter, self)
         if hasattr(self, "inner"):
             self.inner.add_param_group({**options_of(group), "params": shards})
 
@@ -226,7 +213,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "shards, so another step would apply the gradients twice, and parameters may "
                 "differ between ranks: load a checkpoint into another ShardedOptimizer"
             )
-        check_groups_unchanged(self.param_groups, self._parameters_of_group)
+        parameter_groups.check_groups_unchanged(self.param_groups, self._parameters_of_group)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -244,7 +231,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         _step_without_hooks(self.inner, **kwargs)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
-        self._options_after_step = list_numeric_options(self)
+        self._options_after_step = option_checks.list_numeric_options(self)
         self._copy_stored_gradients()
         self.flat.restore_shards()
         self.flat.gather()
@@ -278,7 +265,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        check_groups_unchanged(self.param_groups, self._parameters_of_group)
+        parameter_groups.check_groups_unchanged(self.param_groups, self._parameters_of_group)
         state_dict = dtensor_state_dict(
             self.param_groups, self.flat.shards, self.inner, self.communicator
         )
@@ -289,7 +276,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state dict, also of an unsharded optimizer; every rank must call this method."""
-        check_groups_unchanged(self.param_groups, self._parameters_of_group)
+        parameter_groups.check_groups_unchanged(self.param_groups, self._parameters_of_group)
         # Pre-hooks may modify the dictionary, so pass them a shallow copy.
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -370,7 +357,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "expected `state` to be changed in place, got another object: use state.clear() "
                 "or load_state_dict()"
             )
-        check_state_keys(self.state, self.flat.views)
+        parameter_groups.check_state_keys(self.state, self.flat.views)
         for parameter in self.flat.views:
             # The caller may have created an empty entry by reading `state[parameter]`.
             if parameter in self.inner.state:
@@ -381,9 +368,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
         Return the parameters that have a gradient on any rank.
         """
-        changes = find_changed_options(self, self._options_after_step)
-        check = partial(check_options_match, changes=changes, communicator=self.communicator)
-        used = self.reducer.finish(make_checksum_flags(changes), check)
+        changes = option_checks.find_changed_options(self, self._options_after_step)
+        check = partial(
+            option_checks.check_options_match, changes=changes, communicator=self.communicator
+        )
+        used = self.reducer.finish(option_checks.make_checksum_flags(changes), check)
         self._check_equal_on_all_ranks()
         for parameter, piece, shard, bucket in self.flat.shards:
             # The caller may have set attributes since the last step, such as a learning rate.

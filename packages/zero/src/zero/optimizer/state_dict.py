@@ -71,7 +71,7 @@ def load_state_dict(
             state[number_of[shard]] = {
                 key: run.select(parameter.shape, key, value) for key, value in entry.items()
             }
-    # Copy the options: a learning rate in a tensor may still be used by another optimizer.
+    # Copy the options, because another optimizer may use a learning rate in a tensor, for example.
     options = deepcopy([options_of(group) for group in state_dict["param_groups"]])
     inner.load_state_dict(
         {"state": state, "param_groups": number_parameters(options, inner.param_groups)}
@@ -86,10 +86,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def number_parameters(options: Iterable[dict[str, Any]], groups: Groups) -> Groups:
-    """Return groups of a state dict: each entry of `options` with its parameters' numbers.
-
-    groups: the parameter groups that have these options, in the same order.
-    """
+    """Return the options of `groups` with the numbers of their parameters, as in a state dict."""
     numbered = []
     start = 0
     for entry, group in zip(options, groups, strict=True):

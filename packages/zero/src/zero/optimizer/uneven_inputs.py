@@ -36,7 +36,6 @@ class UnevenInputs(JoinHook):
         """Announce the next call of this rank to the ranks that have joined.
 
         Return the last rank with inputs, or 0 outside of `Join` and on a rank that has joined.
-        Raise ValueError if `Join` has several arguments.
         """
         if self.has_joined or not self.optimizer._join_config.enable:
             return 0
