@@ -217,7 +217,6 @@ def flash_attention_varlen(
 
     # Format.
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
-    # torch's CPU kernel returns the log-sum-exp as a view with another order of dimensions.
     return (out, lse.contiguous()) if return_lse else out
 
 

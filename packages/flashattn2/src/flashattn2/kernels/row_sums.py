@@ -1,12 +1,10 @@
 """The row statistics of the backward pass: D = rowsum(dO ∘ O) - dL, and 1 / rowsum(P).
 
-Two rounding errors are larger than those of EXACT float32 products (see `tiles.py`).  First, a
-log-sum-exp from 4 to 8 is rounded by up to 2.4e-7, and a larger one by more.  This is a relative
-error of every entry in its row of P.  Second, D = dO · O is subtracted from dP, but the two have
-different rounding errors, which matters if their difference is small.  Therefore, for EXACT
-products, `sums_kernel` sums the same P and dP that the later kernels compute: P is divided by its
-sum, and D = rowsum(P ∘ dP) - dL.  Other precisions have larger errors in their products and skip
-this kernel, which saves two of nine products.
+Two rounding errors, which `flashattn2.backends.tiled.row_sums` describes, are larger than those of
+EXACT float32 products (see `tiles.py`).  Therefore, for EXACT products, `sums_kernel` sums the same
+P and dP that the later kernels compute: P is divided by its sum, and D = rowsum(P ∘ dP) - dL.
+Other precisions have larger errors in their products and skip this kernel, which saves two of nine
+products.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
