@@ -287,7 +287,7 @@ def test_ranks_with_fewer_inputs_join_the_collectives_of_the_others(stage):
 
 
 def copy_buffers_in_join():
-    """Set a buffer before each forward; return the values that the forwards used."""
+    """Set a buffer before each forward pass; return the values that the forward passes used."""
     rank = dist.get_rank()
     model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2, affine=False).eval())
     ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
@@ -633,7 +633,7 @@ def test_parameters_unused_on_some_ranks_train_as_in_one_process(stage):
 
 
 def use_a_part_in_the_second_backward(stage):
-    """Run a second backward without no_sync that reaches only one parameter of a bucket."""
+    """Run a second backward pass without no_sync that reaches only one parameter of a bucket."""
     model, twin = make_model(), make_model()
     rank, world = dist.get_rank(), dist.get_world_size()
     ours = ShardedOptimizer(model.parameters(), torch.optim.SGD, shard_gradients=stage == 2, lr=0.1)

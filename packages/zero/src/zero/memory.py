@@ -2,8 +2,8 @@
 
 The prediction runs the same code on the meta device with collectives that do nothing, so it needs
 neither memory nor other ranks. The measurement reads the CUDA allocator, or counts the
-allocations of operators on a CPU. `zero_stage_bytes` is the formula of the paper, which the tests
-compare with the prediction and the measurement.
+allocations of operators on a CPU. `zero_stage_bytes` is the formula of the paper, an independent
+reference.
 
 The paper's stage 1 (Rajbhandari et al. 2020, section 5.1) has 12 bytes of state per element: a
 float32 master copy and two moments in addition to 2-byte parameters. This package steps parameters
@@ -105,7 +105,7 @@ def memory_report(
     device: str | torch.device = "cpu",
     group: dist.ProcessGroup | None = None,
 ) -> MemoryReport:
-    """Return one rank's memory over a training step, predicted, and measured without `world`.
+    """Return a rank's memory over a training step: predicted and, without `world`, also measured.
 
     Two steps are run. The first moment precedes them, and the other moments are in the second step.
 

@@ -48,7 +48,7 @@ class DryRun:
 Group = dist.ProcessGroup | DryRun | DeviceMesh | None
 
 
-#: Dtypes that torch's collectives accept on gloo and NCCL. Other tensors are sent as bytes.
+#: Dtypes that torch's collectives accept on gloo and NCCL; tensors of others are sent as bytes.
 NATIVE_DTYPES = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool,
@@ -208,7 +208,7 @@ class Communicator:
         return self._start("all_reduce", tensor, self._all_reduce, tensor)
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
-        """Start the sum of `tensor` on group rank `owner`; it may be overwritten on all ranks."""
+        """Start the sum of `tensor` on group rank `owner`; the tensor may change on other ranks."""
         return self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
 
     def broadcast(self, tensor: Tensor, owner: int) -> Work:

@@ -50,8 +50,8 @@ class FSDP(UnitSchedule):
     initialize: the function that fills a module's tensors after their allocation; by default
         its `reset_parameters()`.
     group: a process group, or a one-dimensional DeviceMesh; by default, all ranks.
-    reshard_after_forward: False keeps units unsharded until their backward pass, so they are
-        gathered only once per step.
+    reshard_after_forward: False keeps units unsharded until their backward pass, which then needs
+        no second gather.
     prefetch: the number of units that are gathered ahead of the running unit.
     ignored_params: parameters that are not sharded, averaged or synchronized.
     forward_sync_buffers: copy rank 0's buffers to all ranks before a forward pass, unless the

@@ -53,7 +53,7 @@ class GradientReducer:
 
     release_gradients: True allocates a bucket's buffer when its first gradient is collected and
         frees it when the bucket has been sent (ZeRO stage 2). False keeps all gradients in
-        persistent flat tensors, whose part in this rank's shard the average overwrites (stage 1).
+        persistent flat tensors; the average overwrites this rank's shard of them (stage 1).
     """
 
     def __init__(self, communicator: Communicator, *, release_gradients: bool) -> None:

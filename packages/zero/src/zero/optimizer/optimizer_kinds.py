@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from zero.optimizer.optimizer_trial import Optimizer, Trial, retract_declaration
+from zero.optimizer.optimizer_trial import Optimizer, Trial, advise_retraction
 
 Split = Literal["elements", "parameters"]
 
@@ -69,7 +69,7 @@ def choose_split(
     if cls in WHOLE_PARAMETERS and not elementwise:
         return "parameters"
     if cls in WHOLE_PARAMETERS:
-        remedy = retract_declaration(cls.__name__, as_columns)
+        remedy = advise_retraction(cls.__name__, as_columns)
         raise ValueError(f"{cls.__name__} is not element-wise: {remedy}")
     if elementwise is False:
         return "parameters"

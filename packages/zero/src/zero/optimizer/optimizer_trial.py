@@ -86,7 +86,7 @@ class Trial:
                 if numbers != others or not _is_close(part, alone):
                     raise ValueError(
                         f"{self.name} is not element-wise: its steps on a {shape} tensor and on "
-                        f"parts of it differ; {retract_declaration(self.name, self.as_columns)}"
+                        f"parts of it differ; {advise_retraction(self.name, self.as_columns)}"
                     )
 
     def check_dtypes(self, dtypes: Iterable[torch.dtype]) -> None:
@@ -148,7 +148,7 @@ class Trial:
         except Exception as error:
             raise ValueError(
                 f"{self.name} cannot be sharded: it fails on dense tensors with a plain "
-                f"step() ({error}); if it treats each parameter by itself, {self._skip_trial()}"
+                f"step() ({error}); if it treats each parameter by itself, {self._advise_skip()}"
             ) from error
         check_state(optimizer)
         if is_split:
@@ -162,10 +162,10 @@ class Trial:
             raise ValueError(
                 f"{self.name} cannot be sharded: it draws random numbers, which ranks would draw "
                 "in another order than one process; if this is intended, seed each rank "
-                f"differently, and {self._skip_trial()}"
+                f"differently, and {self._advise_skip()}"
             )
 
-    def _skip_trial(self) -> str:
+    def _advise_skip(self) -> str:
         """Return the advice for an optimizer that may be sharded although its trial fails."""
         if self.as_columns:
             return "replace FSDP by ShardedOptimizer(..., elementwise=False) (stages 1 and 2)"
@@ -182,7 +182,7 @@ class Trial:
                         f"{self.name} cannot be split by element: its state {key!r} is neither a "
                         "tensor of its parameter's shape nor a number without dimensions, so a "
                         "checkpoint could not concatenate the pieces; "
-                        f"{retract_declaration(self.name, self.as_columns)}"
+                        f"{advise_retraction(self.name, self.as_columns)}"
                     )
 
     def _steps(
@@ -236,7 +236,7 @@ def _with_learning_rate(options: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def retract_declaration(name: str, is_stage_3: bool) -> str:
+def advise_retraction(name: str, is_stage_3: bool) -> str:
     """Return the advice for an optimizer that was declared element-wise by mistake."""
     return f"remove {name} from elementwise_optimizers" if is_stage_3 else "omit elementwise=True"
 
