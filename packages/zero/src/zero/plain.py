@@ -76,7 +76,7 @@ class PlainShardedOptimizer:
 
 
 class PlainFSDP(nn.Module):
-    """Stage 3: gather the parameters of each layer before it runs. For brevity, none is freed."""
+    """Stage 3: each layer's parameters are gathered before it runs and, for brevity, not freed."""
 
     def __init__(self, layers: nn.Sequential) -> None:
         super().__init__()

@@ -177,7 +177,7 @@ def _open(
     strict: bool,
     prefix: str | None,
 ) -> Loading:
-    """Return the load of the checkpoint at `path`, matched with the model and the optimizer."""
+    """Return a Loading of the checkpoint at `path`, matched with the model and the optimizer."""
     check_format(path)
     weights = None if (path / ".metadata").exists() else find_weights(path)
     parts, states = find_model_parts(model)

@@ -91,7 +91,7 @@ def _is_same_file(handle: int, file: Path) -> bool:
 
 
 class Draft:
-    """The folder in which one save is written. Rank 0 creates and locks it, and sends `token`."""
+    """The folder in which one save is written. Rank 0 locks the path, and broadcasts `token`."""
 
     def __init__(self, path: Path) -> None:
         if path.exists() and not path.is_dir():
@@ -150,7 +150,7 @@ def find_current(path: Path) -> Path:
 
 
 def link_other_files(path: Path, draft: Path) -> None:
-    """Link other files than checkpoints' from `path` into `draft`, which will replace `path`."""
+    """Link files in `path` that belong to no checkpoint into `draft`, which will replace `path`."""
     for other in path.iterdir() if path.is_dir() else ():
         target = draft / other.name
         is_checkpoint = other.name in (".metadata", checksums.NAME) or other.match("__*.distcp")

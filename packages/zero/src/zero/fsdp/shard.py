@@ -129,7 +129,7 @@ class Shard(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The averaged gradient of this rank's elements."""
+        """The averaged gradient of this rank's elements; after `no_sync()`, a placeholder."""
         gradient = GRAD.__get__(self)
         if type(gradient) is Tensor:
             # Autograd and C++ code bypass the setter below.

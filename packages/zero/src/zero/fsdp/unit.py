@@ -379,7 +379,7 @@ class Unit:
     def remove_user(self) -> None:
         """Remove one user.
 
-        After the last one, register this rank's shards as the modules' parameters.
+        After the last user, register this rank's shards as the modules' parameters.
         """
         self._num_users = max(0, self._num_users - 1)
         if not self._num_users:

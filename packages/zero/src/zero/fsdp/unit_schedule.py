@@ -175,7 +175,7 @@ class UnitSchedule(nn.Module):
             self.communicator.broadcast_buffers(self.module)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Gather a module's units, prefetch the next ones, and hook the gradients of its inputs."""
+        """Gather a module's units, prefetch the next units, and hook gradients of the inputs."""
         if module is self.module and not self._in_backward:
             # An interrupt may have prevented the end of an earlier forward pass.
             self._num_running = 0
@@ -307,7 +307,7 @@ class UnitSchedule(nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _before_backward(self, module: nn.Module, position: int) -> None:
-        """Gather a module's units before its backward pass, and prefetch the previous ones."""
+        """Gather a module's units before its backward pass, and prefetch the previous units."""
         self._begin_backward()
         for unit in self.units_of[module]:
             unit.wait_for_unshard()
