@@ -273,7 +273,7 @@ def refuse():
         (lambda: zero.FSDP(nn.Sequential(part)), r"parameter 0\.weight is sharded already"),
         (
             lambda: zero.FSDP(nn.Linear(2, 2), group=groups_of_one[1 - dist.get_rank()]),
-            "expected a group that contains this rank, got one without global rank",
+            "expected a group that contains this rank, got a group without global rank",
         ),
     ]
     for call, message in cases:
