@@ -167,7 +167,7 @@ def _signature_of_new_rows(k: Tensor | None, v: Tensor | None) -> Any:
 def _is_single_query_on_cpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, choice: BackendChoice
 ) -> bool:
-    """Return True if one call of torch's CPU kernel suffices; the cache must be contiguous."""
+    """Return True if one call of torch's CPU kernel suffices; the cache must not be paged."""
     if choice.backend != "aten" or spec.softcap:
         return False
     is_single_query = q.shape[2] == 1 and min(*q.shape, *k_cache.shape) > 0
