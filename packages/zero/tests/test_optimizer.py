@@ -1038,6 +1038,9 @@ def refuse_unknown(stage):
         retract = f"remove {cls.__name__} from" if stage == 3 else "omit elementwise=True"
         with pytest.raises(error, match=f"{cls.__name__} is not element-wise: its st.*{retract}"):
             stepped(stage, cls, 1, 1e3, elementwise=True)
+    retract = "remove Adafactor from" if stage == 3 else "omit elementwise=True"
+    with pytest.raises(error, match=f"Adafactor is not element-wise: {retract}"):
+        stepped(stage, torch.optim.Adafactor, 1, elementwise=True)
     skip_trial = "replace FSDP by Sharded" if stage == 3 else "pass Sharded"
     for cls, reason in (
         (Noisy, f"it draws random numbers.*{skip_trial}"),

@@ -211,10 +211,8 @@ def _record_moment(
 
 def _count_bytes_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Return the bytes of each kind of tensor, counting each storage once."""
-    return {
-        kind: _count_storage_bytes(tensors)
-        for kind, tensors in tensors_by_kind(model, optimizer).items()
-    }
+    by_kind = tensors_by_kind(model, optimizer)
+    return {kind: _count_storage_bytes(tensors) for kind, tensors in by_kind.items()}
 
 
 def tensors_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
