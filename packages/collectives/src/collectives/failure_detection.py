@@ -155,7 +155,7 @@ class FailureDetector:
         self._close_connections()
         # Leave the arena last: a rank that notices this reads the reason from the report.
         if self._arena is not None:
-            self._arena.leave(reason.ranks[0] if reason.ranks else None)
+            self._arena.leave(reason.ranks)
 
     def announce_end(self, operation: Operation) -> None:
         """Publish that this operation was the rank's last call."""

@@ -36,7 +36,13 @@ from torch import Tensor
 from collectives.errors import LEFT_GROUP, UNUSABLE, PeerError, RankLost
 from collectives.shared_memory import engine
 from collectives.shared_memory.fingerprint import BYTES as CALL_BYTES
-from collectives.shared_memory.fingerprint import NAN_OFFSET, Lengths, compare, compare_lengths
+from collectives.shared_memory.fingerprint import (
+    NAN_OFFSET,
+    Lengths,
+    compare,
+    compare_lengths,
+    format_ranks,
+)
 from collectives.shared_memory.process import PeerProcess, yield_core
 from collectives.shared_memory.segment import HEADER_BYTES
 
@@ -49,11 +55,13 @@ _LEFT = 64
 _FAILURE = 72
 _CALLS = 128
 _NOTES = 640
+_BLAMED = 768
 _DATA = 4096
 ARENA_BYTES = _DATA + CHUNK_BYTES
 # Bytes of a cell for a call and of a cell for a note; a segment has two of each.
 _CALL_ROOM = 256
 _NOTE_ROOM = 64
+_MAX_BLAMED = (_DATA - _BLAMED) // 4
 _ALIGNMENT = 64
 # Every rank sums a whole tensor of at most this size, instead of one slice of it.
 ONE_SHOT_BYTES = 32 * 1024
@@ -105,8 +113,10 @@ class Arena:
         self._clocks = [memory[_CLOCK : _CLOCK + 8].cast("q") for memory in self._memory]
         # One byte per rank: 1 if it has left the group without an error.
         self._left = [memory[_LEFT : _LEFT + 1] for memory in self._memory]
-        # One number per rank: 1 + the blamed rank if the rank has left after an error, otherwise 0.
+        # One number per rank: the number of ranks that it blames if it has left the group after an
+        # error, otherwise 0. `_blamed` has 1 + each of these ranks.
         self._failures = [memory[_FAILURE : _FAILURE + 8].cast("q") for memory in self._memory]
+        self._blamed = [memory[_BLAMED:_DATA].cast("i") for memory in self._memory]
         self._others = [i for i in range(self.world_size) if i != rank]
         # Calls outside of inference mode write to these tensors, even if the first call is inside.
         with torch.inference_mode(False):
@@ -196,7 +206,7 @@ class Arena:
         left = [i for i in late if self._left[i][0]]
         dead = [i for i in late if self._processes[i].has_ended()]
         # In this order: a rank may end after a failure, and may fail after it has reached the tick.
-        failed = [i for i in late if self._failures[i][0]]
+        failed = [i for i in late if self._reported_ranks(i)]
         late = self._late_positions(tick)
         if self._failures[self.rank][0]:
             rank = self.group_ranks[self.rank]
@@ -280,25 +290,36 @@ class Arena:
         """Announce that this rank makes no further calls after its last tick."""
         self._left[self.rank][0] = 1
 
-    def leave(self, blamed: int | None = None) -> None:
+    def leave(self, blamed: Sequence[int] = ()) -> None:
         """Announce that this rank has left the group after an error.
 
         The other ranks then fail at the tick that this rank has not completed. At earlier ticks,
-        slower ranks still succeed. `blamed` is the rank of the group that caused the error, by
-        default this rank.
+        slower ranks still succeed. `blamed` are the ranks of the group that caused the error, by
+        default this rank. Only the first call sets them.
         """
-        blamed = self.group_ranks[self.rank] if blamed is None else blamed
-        self._failures[self.rank][0] = 1 + blamed
+        if not self._failures[self.rank][0]:
+            ranks = blamed[:_MAX_BLAMED] or [self.group_ranks[self.rank]]
+            for i, rank in enumerate(ranks):
+                self._blamed[self.rank][i] = 1 + rank
+            # Other ranks read the blamed ranks as soon as they read this number.
+            self._failures[self.rank][0] = len(ranks)
         self._clocks[self.rank][0] = self._shared.completed
+
+    def _reported_ranks(self, position: int) -> list[int]:
+        """Return the ranks that the rank at `position` blames, or [] if it has not failed."""
+        numbers = self._blamed[position][: self._failures[position][0]].tolist()
+        # On some processors, the number of ranks may become visible before the ranks.
+        return [number - 1 for number in numbers] if all(numbers) else []
 
     def _fail_as_reported(self, position: int) -> None:
         """Leave the group for the reason that the rank at `position` has left it."""
-        blamed = self._failures[position][0] - 1
+        blamed = self._reported_ranks(position)
         reporter = self.group_ranks[position]
-        if blamed == reporter:
+        if blamed == [reporter]:
             self._leave_and_raise([position], "left after an error")
         self.leave(blamed)
-        raise RankLost([blamed], f"rank {blamed} is lost, as rank {reporter} reported; {UNUSABLE}")
+        event = f"lost, as rank {reporter} reported"
+        raise RankLost(blamed, f"{format_ranks(blamed)} {event}; {UNUSABLE}")
 
     def _raise_lost(self, positions: Sequence[int], event: str) -> None:
         """Raise RankLost, or PeerError if reports of other hosts may name another cause."""
@@ -309,7 +330,7 @@ class Arena:
     def _leave_and_raise(self, positions: Sequence[int], event: str) -> None:
         """Leave the group and raise RankLost."""
         ranks = [self.group_ranks[i] for i in positions]
-        self.leave(ranks[0])
+        self.leave(ranks)
         pids = [self._pids[i] for i in positions]
         subject = ", ".join(f"rank {r} (process {p})" for r, p in zip(ranks, pids, strict=True))
         raise RankLost(ranks, f"{subject} {event}; {UNUSABLE}")
