@@ -441,9 +441,9 @@ def refused():
     ones = torch.ones(4)
     world = dist.get_world_size()
     raises = pytest.raises
-    with raises(ValueError, match="tensor_list needs a tensor for each of 2 ranks, but has 1"):
+    with raises(ValueError, match="tensor_list to have one tensor for each of 2 ranks, got 1"):
         collectives.all_gather([ones], ones)
-    with raises(ValueError, match=r"list\[0\] has 5 elements"):
+    with raises(ValueError, match=r"list\[0\] to have 4 elements, .* got 5"):
         collectives.gather(ones, [torch.ones(5), ones], dst=dist.get_rank())
     with raises(ValueError, match=r"list\[0\] to have the dtype torch\.float32 .* torch\.float64"):
         # On rank 1, the size of this tensor may differ from that of rank 1's tensor.
