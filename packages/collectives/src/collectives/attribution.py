@@ -1,4 +1,4 @@
-"""A pure function that decides from the ranks' reports which ranks caused a failed call."""
+"""The rules that decide from the ranks' reports which ranks caused a failed call."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -129,7 +129,7 @@ def attribute(
     participants: Collection[int],
     world_size: int,
 ) -> Attribution:
-    """Return the cause of a failed call: see Note [Attribution of a failure].
+    """Return the cause of a failed call and the blamed ranks: see Note [Attribution of a failure].
 
     Args:
         reports: the reports of ranks whose call has failed, by rank.
@@ -219,9 +219,9 @@ def _find_difference(reports: Mapping[int, Report], world_size: int) -> Mismatch
 
 def _find_earlier_difference(reports: Mapping[int, Report]) -> Mismatch | None:
     """Return the first difference between calls before the last one that all ranks have made."""
-    last = _last_common_number(reports)
-    first = max((r.call_number - len(r.calls) + 1 for r in reports.values()), default=last)
-    for number in range(first, last):
+    newest = _last_common_number(reports)
+    oldest = max((r.call_number - len(r.calls) + 1 for r in reports.values()), default=newest)
+    for number in range(oldest, newest):
         try:
             _compare_calls(reports, number)
         except Mismatch as difference:
@@ -230,11 +230,13 @@ def _find_earlier_difference(reports: Mapping[int, Report]) -> Mismatch | None:
 
 
 def _last_common_number(reports: Mapping[int, Report]) -> int:
+    """Return the number of the last call that all of these ranks have made."""
     return min((report.call_number for report in reports.values()), default=0)
 
 
 def _compare_calls(reports: Mapping[int, Report], number: int) -> None:
     """Raise Mismatch if the ranks that remember the call with this number made different calls."""
-    calls = {rank: call for rank, report in reports.items() if (call := report.call(number))}
-    if calls:
-        compare(list(calls.values()), list(calls))
+    calls = {rank: report.call(number) for rank, report in reports.items()}
+    remembered = {rank: call for rank, call in calls.items() if call}
+    if remembered:
+        compare(list(remembered.values()), list(remembered))

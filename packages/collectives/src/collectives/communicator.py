@@ -12,8 +12,8 @@ other backends, the first collective creates it (see `groups.py`).
 The calls of a group run one at a time, in the order in which they are made. Synchronous calls run
 on the caller's thread, asynchronous calls on the progress thread (see `execution/progress.py`).
 
-A call that fails makes the group unusable. The exception is a mismatch that is found before data
-moves: the group can still be used.
+A call that fails makes the group unusable. The exception is a mismatch that all ranks find before
+data moves: the group can still be used.
 """
 
 import os
@@ -137,7 +137,8 @@ class Communicator:
     ) -> Work | None:
         """Run a call after all earlier calls of the group.
 
-        Return None when the call has finished. With `async_op`, return its handle at once.
+        Return None when the call has finished, or raise the error that `fail` chooses. With
+        `async_op`, return the call's handle at once; its `wait` raises that error.
 
         Args:
             call: the call that the ranks compare.
@@ -231,7 +232,7 @@ class Communicator:
 
         Args:
             packed: the serialized call.
-            compare_calls: the ranks compare this call before data moves.
+            compare_calls: True if the ranks compare this call before data moves.
             timeout: the timeout of this call in seconds; None means the group's timeout.
         """
         if is_exiting.is_set() and is_daemon_of_user():
@@ -334,7 +335,7 @@ class _Execution:
 
 
 def _publish_long_waits(ref: weakref.ref[Communicator], stop: threading.Event) -> None:
-    """Publish that this rank waits, whenever two successive polls find it in the same call.
+    """Publish that this rank waits while two successive polls find it in the same call.
 
     The other ranks then do not mistake it for a late rank: see Note [Attribution of a failure].
     """

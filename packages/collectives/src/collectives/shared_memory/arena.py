@@ -282,9 +282,10 @@ class Arena:
         while self._backlog and put(self._queue, self._backlog[0]):
             self._backlog.popleft()
 
-    def dead_positions(self) -> list[int]:
-        """Return the positions of the ranks whose processes have ended."""
-        return [i for i, process in self._processes.items() if process.has_ended()]
+    def dead_ranks(self) -> list[int]:
+        """Return the ranks of the group whose processes on this host have ended."""
+        positions = [i for i, process in self._processes.items() if process.has_ended()]
+        return [self.group_ranks[i] for i in positions]
 
     def announce_end(self) -> None:
         """Announce that this rank makes no further calls after its last tick."""
