@@ -185,14 +185,14 @@ def connect_late(seconds_late):
     rank, tensor = dist.get_rank(), torch.ones(1000)
     collectives.all_reduce(tensor, algorithm="ring")
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LATE_TIMEOUT), dist.group.WORLD)
-    make = GlooGroups._make
+    create_group = GlooGroups._create_group
 
     def late(self, call, limit):
         time.sleep(seconds_late)
-        return make(self, call, limit)
+        return create_group(self, call, limit)
 
     if rank == 1:
-        GlooGroups._make = late
+        GlooGroups._create_group = late
     begun, ranks = time.monotonic(), ()
     try:
         collectives.all_reduce(tensor, algorithm="gloo")

@@ -358,7 +358,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> "CollectivesProcessGroup | None":
         """Return a new group of some of this group's ranks, or None on the other ranks.
 
-        Every rank in `ranks` must call this method, as `torch.distributed.split_group` does.
+        Every rank in `ranks` must call this method; the other ranks may call it too.
         """
         if device_types and not any(device.type == CPU.type for device in device_types):
             raise ValueError(
