@@ -30,6 +30,7 @@ class Description:
     #: The cost model of each collective that has been measured. If ranks are on several hosts,
     #: "auto" measures a collective at its first call.
     models: Mapping[str, CostModel]
+    #: The timeout of the group.
     timeout_seconds: float
 
     def picks(self, collective: str) -> dict[int, str]:
@@ -38,9 +39,9 @@ class Description:
         Raise ValueError if there is no such collective.
         """
         ranks_per_host = tuple(len(host) for host in self.hosts)
-        first, *_ = candidates(collective, ranks_per_host)
+        algorithms = candidates(collective, ranks_per_host)
         if self.shared_memory:
-            return dict.fromkeys(SIZES, first)
+            return dict.fromkeys(SIZES, algorithms[0])
         model = self.models.get(collective)
         if model is None:
             return {}

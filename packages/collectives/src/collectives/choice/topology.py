@@ -56,8 +56,9 @@ class Topology:
         #: The memory that the ranks of this host share, or None.
         self.arena: Arena | None = None
         if mappings[rank] is not None:
+            local_mappings = [mappings[r] for r in self.local_ranks]
             self.arena = Arena(
-                [mapping for r in self.local_ranks if (mapping := mappings[r]) is not None],
+                [mapping for mapping in local_mappings if mapping is not None],
                 [addresses[r].pid for r in self.local_ranks],
                 self.local_ranks.index(rank),
                 group_ranks=self.local_ranks,
@@ -88,7 +89,10 @@ class Topology:
         return self.arena
 
     def allocate(self, numel: int, dtype: torch.dtype, seconds: float) -> Tensor:
-        """Return zeros that all ranks of the host map, or an ordinary tensor if they cannot."""
+        """Return zeros in memory that all ranks of the host map, or in ordinary memory otherwise.
+
+        The tensor has one dimension. The ranks of the host must make this call within `seconds`.
+        """
         self._deadline = time.monotonic() + seconds
         self._num_allocations += 1
         key = f"allocation/{self._num_allocations}"
@@ -134,7 +138,10 @@ class Topology:
     def _exchange_segments(
         self, key: str, size: int, ranks: Sequence[int]
     ) -> tuple[list[mmap.mmap | None], list[Address]]:
-        """Create a segment and map all ranks' segments, or None for one that cannot be mapped."""
+        """Create a segment; return the mappings and the addresses of all ranks' segments.
+
+        The mapping is None for a segment that this rank cannot map.
+        """
         segment = None
         # A rank without room for a segment uses messages.
         with suppress(OSError):
@@ -181,7 +188,7 @@ def _why_not(local: Address, other: Address) -> str:
 def group_by_host(reach: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the ranks by host; reach[i] are the ranks whose memory rank i has opened.
 
-    A rank joins the first host if every rank of that host and it have opened each other's memory.
+    A rank joins the first host of which it has opened the memory of every rank, and vice versa.
     """
     hosts: list[list[int]] = []
     for rank, reached in enumerate(reach):

@@ -1,15 +1,16 @@
 """The arena: the memory that the ranks of one host share, and the clocks that synchronize them.
 
-Each rank owns a segment: a clock, the announcement that it has left the group, two cells for the
-fingerprint of its call, two cells for a note, and two slots of data.
+Each rank owns a segment: a clock, the number of peers that sleep until this clock changes, the
+announcements that the rank has left the group without or after an error, two cells for the
+fingerprint of its call, two cells for a note, the ranks that it blames, and two slots of data.
 
 A tick increments the rank's clock and waits until the clocks of all ranks have reached that value.
 One rule makes every protocol safe with a single tick per step:
 
     Data written before tick t go to slot t mod 2, and are read between ticks t and t+1.
 
-A writer reuses that slot for tick t+2. By then it has seen every rank at tick t+1, so all ranks
-have finished reading.
+A writer reuses that slot for tick t+2. Before that, it has waited until every rank has reached tick
+t+1, so all ranks have finished reading.
 
 A tick is also a memory fence. `engine.c` implements it if a compiler was found, even between steps
 that run in Python. Otherwise clocks are loaded and stored by Python, which is correct only where
@@ -18,7 +19,7 @@ are used.
 
 A wait polls the clock, yields the core and then sleeps, because there may be more ranks than cores.
 In the engine, a long yield shows that another program uses the core, and waits then sleep earlier.
-A wait also checks the peers' processes: a dead peer ends it at once, a late peer at the timeout.
+A wait also checks the peers' processes: it ends soon after a peer has died, or at the timeout.
 """
 
 import mmap
@@ -169,7 +170,7 @@ class Arena:
 
     @property
     def tick(self) -> int:
-        """Return the number of ticks so far."""
+        """The number of ticks so far."""
         return self._shared.tick
 
     def sync(self) -> None:
@@ -270,7 +271,10 @@ class Arena:
                 self._fill_queue()
 
     def serve(self) -> None:
-        """Wait for the next job, and run it as far as possible without the GIL."""
+        """Wait for the next job, and run it as far as possible without the GIL.
+
+        Return at once if there is no engine.
+        """
         if self._library is not None:
             self._library.serve(self._shared, self._queue)
             if self._backlog:
@@ -329,7 +333,7 @@ class Arena:
         self._leave_and_raise(positions, event)
 
     def _leave_and_raise(self, positions: Sequence[int], event: str) -> None:
-        """Leave the group and raise RankLost."""
+        """Leave the group and raise RankLost with the ranks at `positions`."""
         ranks = [self.group_ranks[i] for i in positions]
         self.leave(ranks)
         pids = [self._pids[i] for i in positions]
