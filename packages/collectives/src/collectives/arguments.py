@@ -235,11 +235,7 @@ def check_pair(
     long_name: str, long: Tensor, short_name: str, short: Tensor, world_size: int
 ) -> None:
     """Raise an error unless `long` has the dtype of `short` and `world_size` times its elements."""
-    if long.dtype != short.dtype:
-        raise TypeError(
-            f"expected one dtype for {long_name} and {short_name}, got {long.dtype} and "
-            f"{short.dtype}; cast one of them"
-        )
+    check_same_dtype(long_name, long, short_name, short)
     if long.numel() != short.numel() * world_size:
         raise ValueError(
             f"expected {short.numel() * world_size} elements in {long_name}, {short.numel()} as in "
@@ -247,11 +243,17 @@ def check_pair(
         )
 
 
-def root_rank(comm: Communicator, src: int | None, group: Any, group_src: int | None) -> int:
-    """Return the root's rank in the group, from its global rank `src` or from `group_src`.
+def check_same_dtype(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise TypeError unless two tensors have the same dtype."""
+    if tensor.dtype != other.dtype:
+        raise TypeError(
+            f"expected one dtype for {name} and {other_name}, got {tensor.dtype} and "
+            f"{other.dtype}; cast one of them"
+        )
 
-    Raise ValueError unless exactly one of them is passed, and it is a rank of the group.
-    """
+
+def root_rank(comm: Communicator, src: int | None, group: Any, group_src: int | None) -> int:
+    """Return the root's rank in the group, from exactly one of its global rank and `group_src`."""
     if (src is None) == (group_src is None):
         raise ValueError(
             "expected the root as either src (global rank) or group_src (rank in the group), got "
@@ -276,8 +278,7 @@ def split_sizes(sizes: Iterable[SupportsIndex] | None) -> list[int]:
 def split_lengths(name: str, tensor: Tensor, sizes: list[int], world_size: int) -> list[int]:
     """Return the number of elements per rank, from the number of rows per rank.
 
-    If `sizes` is empty, every rank gets the same number of rows. Raise ValueError if the sizes do
-    not cover the rows of the tensor, or if the rows cannot be split equally.
+    If `sizes` is empty, every rank gets the same number of rows.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:

@@ -136,7 +136,6 @@ def attribute(
         waiting: the reports of ranks that wait and have not failed yet, by rank.
         call_number: the number of the failed call.
         participants: the ranks that take part in the call.
-        world_size: the number of ranks in the group.
     """
     # Ties are decided by the order of reports, but ranks read the reports in different orders.
     reports = dict(sorted(reports.items()))

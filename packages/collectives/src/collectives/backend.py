@@ -329,10 +329,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return NAME
 
     def get_backend(self, device: Any) -> Any:
-        """Return the backend of a device: gloo for the CPU, otherwise torch's default for it.
-
-        The first call for another device creates its backend.
-        """
+        """Return gloo for the CPU; otherwise create or return torch's default for the device."""
         device = torch.device(device)
         if device.type == CPU.type:
             return self._gloo

@@ -33,9 +33,7 @@ def coalesced(
     group: Any = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Run one collective on several inputs as one call.
-
-    Return None or a handle, as `Communicator.run` does.
+    """Run one collective on several inputs as one call; return None, or a handle if `async_op`.
 
     Args:
         kind: "all_reduce", "all_gather" or "reduce_scatter".

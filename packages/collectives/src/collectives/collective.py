@@ -29,6 +29,7 @@ from collectives.algorithms import dispatch
 from collectives.algorithms.reduction import check_dtype, op_name
 from collectives.arguments import (
     check_pair,
+    check_same_dtype,
     copy_back,
     describe_call,
     flatten,
@@ -160,11 +161,7 @@ def all_to_all_single(
             output, input, output_split_sizes, input_split_sizes, group, async_op
         )
     comm = communicator(group)
-    if output.dtype != input.dtype:
-        raise TypeError(
-            f"expected one dtype for output and input, got {output.dtype} and "
-            f"{input.dtype}; cast one of them"
-        )
+    check_same_dtype("output", output, "input", input)
     output_sizes = split_sizes(output_split_sizes)
     input_sizes = split_sizes(input_split_sizes)
     is_even = not (output_sizes or input_sizes)

@@ -7,10 +7,8 @@
     Communicator.fail             turns an error into one that names the ranks that caused it
 
 A process group has one communicator per rank. On the registered backend, the group creates it. On
-other backends, the first collective creates it (see `groups.py`).
-
-The calls of a group run one at a time, in the order in which they are made. Synchronous calls run
-on the caller's thread, asynchronous calls on the progress thread (see `execution/progress.py`).
+other backends, the first collective creates it (see `groups.py`). The calls of a group run one at a
+time, in the order in which they are made: see Note [Engine hand-over].
 
 A call that fails makes the group unusable. The exception is a mismatch that all ranks find before
 data moves: the group can still be used.
@@ -230,10 +228,8 @@ class Communicator:
     ) -> None:
         """Register a call as the group's current call; raise RankLost if the group has failed.
 
-        Args:
-            packed: the serialized call.
-            compare_calls: True if the ranks compare this call before data moves.
-            timeout: the timeout of this call in seconds; None means the group's timeout.
+        `compare_calls` is True if the ranks compare the call before data moves. `timeout` is the
+        timeout of the call in seconds; None means the group's timeout.
         """
         if is_exiting.is_set() and is_daemon_of_user():
             raise SystemExit  # ends the thread silently: see Note [Threads at exit]

@@ -80,9 +80,6 @@ class FailureDetector:
     It finds the cause of a failed call, and leaves the group so that the other ranks notice.
 
     Args:
-        store: the group's store.
-        rank: this rank.
-        world_size: the number of ranks in the group.
         topology: the hosts of the group, and the memory that this rank shares with other ranks.
         point_to_point: the connections for messages between ranks.
         gloo: the connections of gloo's own collectives.
@@ -115,14 +112,10 @@ class FailureDetector:
         self._gloo = gloo
 
     def explain(self, error: BaseException, operation: Operation, timeout: float) -> BaseException:
-        """Return the error to raise for a failed call.
+        """Return the error to raise for a call that failed with `error` on this rank.
 
         Leave the group unless it can still be used, which is the case after some mismatches.
-
-        Args:
-            error: the error that the call raised on this rank.
-            operation: the failed call.
-            timeout: the timeout of the call in seconds.
+        `timeout` is the timeout of the call in seconds.
         """
         if isinstance(error, Mismatch):
             # If only the ranks of this host have compared the call, the other hosts still wait.
@@ -273,10 +266,7 @@ class FailureDetector:
     def _find_cause(
         self, error: PeerError, operation: Operation, timeout: float
     ) -> RankLost | Mismatch:
-        """Return the error that names the cause of failed messages.
-
-        A dead rank of this host is the cause. Otherwise, the ranks' reports decide.
-        """
+        """Return the error that names the dead ranks of this host, or ranks that reports blame."""
         number = operation.number
         dead = [] if self._arena is None else self._arena.dead_ranks()
         if dead:

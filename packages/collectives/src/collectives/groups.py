@@ -52,15 +52,22 @@ def communicator(group: Any = None) -> Communicator:
     existing = getattr(pg, "communicator", None)
     if not isinstance(existing, Communicator):
         existing = _communicators.get(pg)
-    if existing is not None:
-        if existing.is_inherited:
-            raise RuntimeError(
-                "expected the process that has set up the group, got a process that was forked "
-                "from it; create a process group in the forked process"
-            )
-        if existing.is_closed:
-            raise _destroyed_error(pg)
-        return existing
+    if existing is not None and existing.is_inherited:
+        raise RuntimeError(
+            "expected the process that has set up the group, got a process that was forked from "
+            "it; create a process group in the forked process"
+        )
+    if existing is None and pg in dist.distributed_c10d._world.pg_map:
+        return _create(pg)
+    if existing is None or existing.is_closed:
+        raise ValueError(
+            f"expected a group that exists, got {pg!r}, which has been destroyed; create a new one"
+        )
+    return existing
+
+
+def _create(pg: Any) -> Communicator:
+    """Return the communicator of a gloo group, which this or another thread creates."""
     with _creating.setdefault(pg, threading.Lock()):
         if pg not in _communicators:
             _close_destroyed_groups()
@@ -69,16 +76,8 @@ def communicator(group: Any = None) -> Communicator:
         return _communicators[pg]
 
 
-def _destroyed_error(pg: Any) -> ValueError:
-    return ValueError(
-        f"expected a group that exists, got {pg!r}, which has been destroyed; create a new group"
-    )
-
-
 def _set_up(pg: Any) -> Communicator:
     """Create and return the communicator of a gloo group; every rank must call this function."""
-    if pg not in dist.distributed_c10d._world.pg_map:
-        raise _destroyed_error(pg)
     timeout = pg._get_backend(pg._device_types[0]).options._timeout
     # One deadline bounds all waits of the set-up.
     deadline = time.monotonic() + timeout.total_seconds()

@@ -193,8 +193,7 @@ def _exchange(
 ) -> dist.Work | None:
     """Run a call that copies inputs[j] of rank i to outputs[i] of rank j, for all i and j.
 
-    Return None or a handle, as `Communicator.run` does. `result` are the tensors of the handle's
-    result; by default the outputs.
+    `result` are the tensors of the handle's result; by default the outputs.
     """
     for tensor in (*outputs, *inputs):
         check_memory(call.kind, tensor, inputs[0])

@@ -24,10 +24,7 @@ Group = dist.ProcessGroup | None
 
 
 def exchange(send: Tensor, target: int, receive: Tensor, source: int, group: Group = None) -> None:
-    """Send one tensor and receive another at the same time, so that ranks do not deadlock.
-
-    Empty tensors are neither sent nor received.
-    """
+    """Send and receive at the same time, so that ranks do not deadlock; skip empty tensors."""
     sending = dist.isend(send, group=group, group_dst=target) if send.numel() else None
     receiving = dist.irecv(receive, group=group, group_src=source) if receive.numel() else None
     for work in (sending, receiving):
@@ -68,10 +65,7 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
 
 
 def tree_reduce(x: Tensor, group: Group = None) -> None:
-    """Store the sum in rank 0's x: at distance d = 1, 2, 4, ..., rank r + d sends to rank r.
-
-    The tensors of the other ranks are overwritten by partial sums.
-    """
+    """Store the sum on rank 0 and partial sums elsewhere: rank r+d sends to r, d = 1, 2, 4, ..."""
     rank = dist.get_rank(group)
     n = dist.get_world_size(group)
     empty = x[:0]  # The message in the other direction, which `exchange` omits.

@@ -184,10 +184,7 @@ def _choose(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
 
 
 def _measure(comm: Communicator, kind: str) -> CostModel:
-    """Return the cost model of a collective on these hosts.
-
-    The model is rank 0's model of an earlier group. If rank 0 has none, all ranks measure now.
-    """
+    """Return rank 0's cost model from an earlier group of these hosts, or measure a new model."""
     key = kind, comm.topology.host_identities, comm.topology.ranks_per_host
     earlier = _models.get(key)
     text = _broadcast_text(comm, f"known/{kind}", earlier.to_json() if earlier else "")

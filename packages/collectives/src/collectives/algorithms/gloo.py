@@ -150,10 +150,7 @@ class GlooGroups:
 
 
 def separate_store(store: Store) -> Store:
-    """Return the store over a separate connection that has no timeout.
-
-    A store that cannot open a connection is returned itself, with its timeout.
-    """
+    """Return a clone of the store without a timeout, or the store itself if it cannot be cloned."""
     separate = clone_store(store)
     if separate is not store:
         separate.set_timeout(NO_TIMEOUT)

@@ -52,9 +52,7 @@ class PointToPoint:
     """
 
     def __init__(self, group: Any, ranks: Sequence[int], rank: int, backend: Any = None) -> None:
-        #: This rank's position in `ranks`.
         self.rank = rank
-        #: The number of ranks.
         self.world_size = len(ranks)
         self._group = group
         self._backend = backend or group
@@ -128,7 +126,6 @@ class PointToPoint:
         Args:
             send: the target and the tensor.
             receive: the source, `local` and `out`.
-            op: the reduce op.
         """
         target, outgoing = send
         source, local, out = receive

@@ -60,10 +60,7 @@ def reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
 
 
 def in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
-    """Run `step` on the tensor, or on pieces of it in the accumulation dtype if that is wider.
-
-    The pieces are copies; they are copied back after `step`.
-    """
+    """Run `step` in place on the tensor, or on pieces converted to the accumulation dtype."""
     wide = accumulation_dtype(flat.dtype)
     if wide == flat.dtype:
         step(flat)

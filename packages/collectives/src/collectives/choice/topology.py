@@ -89,10 +89,7 @@ class Topology:
         return self.arena
 
     def allocate(self, numel: int, dtype: torch.dtype, seconds: float) -> Tensor:
-        """Return zeros in memory that all ranks of the host map, or in ordinary memory otherwise.
-
-        The tensor has one dimension. The ranks of the host must make this call within `seconds`.
-        """
+        """Return a flat tensor of zeros that all ranks of the host map, or else an ordinary one."""
         self._deadline = time.monotonic() + seconds
         self._num_allocations += 1
         key = f"allocation/{self._num_allocations}"
@@ -138,10 +135,7 @@ class Topology:
     def _exchange_segments(
         self, key: str, size: int, ranks: Sequence[int]
     ) -> tuple[list[mmap.mmap | None], list[Address]]:
-        """Create a segment; return the mappings and the addresses of all ranks' segments.
-
-        The mapping is None for a segment that this rank cannot map.
-        """
+        """Create a segment; return all ranks' mappings, None if impossible, and their addresses."""
         segment = None
         # A rank without room for a segment uses messages.
         with suppress(OSError):

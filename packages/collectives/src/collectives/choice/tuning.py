@@ -42,10 +42,8 @@ def tune(
     """Time a collective and return a cost model fitted to the times, identical on all ranks.
 
     Args:
-        kind: the collective.
+        kind: the name of the collective.
         call: runs the collective as call(algorithm, size in bytes).
-        ranks_per_host: the number of ranks per host.
-        point_to_point: point-to-point messages among the ranks.
         broadcast: returns rank 0's text on every rank.
         native: True if gloo's own collective can run.
     """

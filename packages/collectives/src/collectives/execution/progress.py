@@ -89,10 +89,7 @@ class ProgressQueue:
         return State.ENGINE_THEN_PYTHON
 
     def wait_for_last(self) -> None:
-        """Wait until all asynchronous calls so far have finished, successfully or not.
-
-        Raise RuntimeError if the last call is late: see `Work.join`.
-        """
+        """Wait as `Work.join` does, until all asynchronous calls so far have finished."""
         last = self.last
         if last is None:
             return
@@ -167,10 +164,7 @@ class ProgressQueue:
         return True
 
     def _put(self, work: Work | None, job: Job | None) -> None:
-        """Queue a call, or None to end the thread; the caller has acquired `submitting`.
-
-        Otherwise, the order of the calls could differ between this queue and the arena's.
-        """
+        # The caller has acquired `submitting`, so that both queues have the same order.
         self._queue.put(work)
         if self._arena is not None:
             self._arena.put(job)

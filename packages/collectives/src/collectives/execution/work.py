@@ -84,8 +84,7 @@ class Work(dist.Work):
     def join(self) -> None:
         """Wait until the operation has finished, successfully or not.
 
-        Raise RuntimeError if it is late: in the timeout and `GRACE_SECONDS`, neither this operation
-        has finished nor another call of the group has started.
+        Raise RuntimeError if, for the timeout and `GRACE_SECONDS`, no call of the group starts.
         """
         seconds = min(self._timeout + GRACE_SECONDS, threading.TIMEOUT_MAX)
         count = self._count_calls()
@@ -100,8 +99,7 @@ class Work(dist.Work):
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Return True when the operation has finished; raise its error if it failed.
 
-        Raise RuntimeError if the operation has not finished after `timeout`. If `timeout` is None
-        or zero, the operation's own timeout applies, as in `join`.
+        Raise RuntimeError after `timeout`, or as `join` does if it is None or zero.
         """
         seconds = timeout.total_seconds() if timeout else 0.0
         if not seconds:

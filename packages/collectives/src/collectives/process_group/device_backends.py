@@ -81,10 +81,7 @@ def create_backend(group: Any, device: torch.device, options: Any, backend_optio
     """
     name = dist.Backend.default_device_backend_map.get(device.type)
     if name is None:
-        raise ValueError(
-            f"expected tensors on a device with a backend of torch, got {device.type}; move them "
-            "to the CPU"
-        )
+        raise ValueError(f"torch has no backend for {device.type} tensors; move them to the CPU")
     backend = _backend_by_name(name, device, options, backend_options)
     kind = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
     # torch's C++ code (coalescing, functional collectives) finds the backend by its device.

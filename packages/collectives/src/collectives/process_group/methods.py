@@ -21,10 +21,7 @@ OptionalWork = dist.Work | None
 
 
 def by_device(method: Method) -> Method:
-    """Return a method that forwards tensors of another device to the backend of that device.
-
-    Inside a coalesced block, it also collects the handles of calls on CPU tensors.
-    """
+    """Return a method that forwards tensors of another device to the backend of that device."""
     name = method.__name__
 
     @wraps(method)
@@ -33,7 +30,7 @@ def by_device(method: Method) -> Method:
         if tensor is not None and not tensor.is_cpu:
             return getattr(self.get_backend(tensor.device), name)(*args, **kwargs)
         work = method(self, *args, **kwargs)
-        if self._coalescing is not None:
+        if self._coalescing is not None:  # inside a coalesced block
             self._coalescing.append(work)
         return work
 

@@ -35,15 +35,8 @@ import torch
 from torch import Tensor
 
 from collectives.errors import LEFT_GROUP, UNUSABLE, PeerError, RankLost
-from collectives.shared_memory import engine
-from collectives.shared_memory.fingerprint import BYTES as CALL_BYTES
-from collectives.shared_memory.fingerprint import (
-    NAN_OFFSET,
-    Lengths,
-    compare,
-    compare_lengths,
-    format_ranks,
-)
+from collectives.shared_memory import engine, fingerprint
+from collectives.shared_memory.fingerprint import Lengths, format_ranks
 from collectives.shared_memory.process import PeerProcess, yield_core
 from collectives.shared_memory.segment import HEADER_BYTES
 
@@ -148,8 +141,8 @@ class Arena:
             failure=_FAILURE,
             calls=_CALLS,
             call_room=_CALL_ROOM,
-            call_bytes=CALL_BYTES,
-            nan_at=NAN_OFFSET,
+            call_bytes=fingerprint.BYTES,
+            nan_at=fingerprint.NAN_OFFSET,
             notes=_NOTES,
             note_room=_NOTE_ROOM,
             data=_DATA,
@@ -349,7 +342,7 @@ class Arena:
             return
         memory, cell = self._memory[self.rank], (self.tick + 1) & 1
         at = _CALLS + cell * _CALL_ROOM
-        memory[at : at + CALL_BYTES] = packed
+        memory[at : at + len(packed)] = packed
         at = _NOTES + cell * _NOTE_ROOM
         memory[at : at + len(note)] = note
 
@@ -357,8 +350,8 @@ class Arena:
         """Return all ranks' notes after the tick; raise Mismatch if the calls differ."""
         cell = self.tick & 1
         at = _CALLS + cell * _CALL_ROOM
-        calls = [bytes(memory[at : at + CALL_BYTES]) for memory in self._memory]
-        compare(calls, self.group_ranks)
+        calls = [bytes(memory[at : at + fingerprint.BYTES]) for memory in self._memory]
+        fingerprint.compare(calls, self.group_ranks)
         at = _NOTES + cell * _NOTE_ROOM
         return [bytes(memory[at : at + length]) for memory in self._memory]
 
@@ -367,7 +360,7 @@ class Arena:
         heads = [slot[: self.lengths_room].view(torch.int64) for slot in self.slots(torch.uint8)]
         values = [head[: 2 * self.world_size].tolist() for head in heads]
         lengths = [Lengths(row[: self.world_size], row[self.world_size :]) for row in values]
-        compare_lengths(dict(enumerate(lengths)), self.group_ranks)
+        fingerprint.compare_lengths(dict(enumerate(lengths)), self.group_ranks)
         return lengths
 
     def slots(self, dtype: torch.dtype, *, ahead: int = 0) -> list[Tensor]:
