@@ -276,12 +276,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    integers: dict[str, Any] = {"type": int, "nargs": "+", "default": []}
     parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
     parser.add_argument("--quick", action="store_true", help="measure fewer sizes and rounds")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument("--world", **integers, help="the numbers of ranks to measure")
-    parser.add_argument("--sizes", **integers, help="the sizes to measure, in bytes")
+    parser.add_argument("--world", type=int, nargs="+", default=[], help="numbers of ranks")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[], help="sizes in bytes")
     parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES, help="default: all")
     parser.add_argument("--plot", type=Path, help="plot the bandwidth by size to this file")
     args = parser.parse_args(argv)
