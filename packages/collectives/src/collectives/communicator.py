@@ -98,7 +98,6 @@ class Communicator:
             deadline=deadline,
         )
         self.progress = ProgressQueue(self.topology.arena, on_end=self._on_progress_ended)
-        #: The measured costs of each collective.
         self.cost_models: dict[str, CostModel] = {}
         #: The algorithm that "auto" has chosen, by collective, size in bytes and whether gloo can
         #: run the call.

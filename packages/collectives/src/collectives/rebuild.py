@@ -20,7 +20,7 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
     group, so no lost rank may serve it. Raise RuntimeError if `group` has not failed, or if this
     rank was blamed.
 
-    If further ranks are lost meanwhile, every survivor of a group of the registered backend gets
+    If further ranks are lost, every survivor of a group of the registered backend gets
     `RankLost` after the timeout. The error's `ranks` are all lost ranks of `group`. The next call
     excludes all of them. On other backends, torch's own error is raised.
 

@@ -242,7 +242,7 @@ def validate(comm: Communicator, kind: str, algorithm: str, dtype: torch.dtype, 
     if algorithm not in supported:
         raise ValueError(
             f"{kind} cannot run by {algorithm!r} on this group (ranks by host: {topology.hosts}); "
-            f'use "auto" or one of {", ".join(supported)}'
+            f'use one of {", ".join(supported)}, or "auto"'
         )
 
 

@@ -226,8 +226,8 @@ def terms(collective: str, algorithm: str, size: int, ranks_per_host: tuple[int,
     supported = candidates(collective, ranks_per_host, shared=True)
     if algorithm not in supported:
         raise ValueError(
-            f"there is no {collective} by {algorithm!r} with {ranks_per_host} ranks per host; "
-            f"use one of {', '.join(supported)}"
+            f"expected one of {', '.join(supported)} for {collective} with {ranks_per_host} ranks "
+            f"per host, got {algorithm!r}"
         )
     world_size = sum(ranks_per_host)
     if world_size == 1:

@@ -17,7 +17,6 @@ UNMEASURED = {"all_to_all": "gloo if it can run the call, otherwise ring"}
 class Description:
     """The properties of a group that decide how its collectives run; `str` formats them."""
 
-    #: This rank.
     rank: int
     #: The ranks of the group by host.
     hosts: Sequence[Sequence[int]]
@@ -30,7 +29,6 @@ class Description:
     #: The cost model of each collective that has been measured. If ranks are on several hosts,
     #: "auto" measures a collective at its first call.
     models: Mapping[str, CostModel]
-    #: The timeout of the group.
     timeout_seconds: float
 
     def picks(self, collective: str) -> dict[int, str]:

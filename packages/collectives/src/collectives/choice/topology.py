@@ -51,7 +51,6 @@ class Topology:
         texts = self._gather_texts("reach", json.dumps(reachable), range(world_size))
         #: The ranks of the group by host.
         self.hosts = group_by_host([json.loads(text) for text in texts])
-        #: The ranks on this rank's host.
         self.local_ranks = next(host for host in self.hosts if rank in host)
         #: The memory that the ranks of this host share, or None.
         self.arena: Arena | None = None
@@ -72,7 +71,6 @@ class Topology:
         }
         #: An identifier of each rank's host. A measurement is valid for these hosts only.
         self.host_identities = tuple(address.host for address in addresses)
-        #: The number of ranks per host.
         self.ranks_per_host = tuple(len(host) for host in self.hosts)
         #: True if all ranks share memory.
         self.is_single_host = len(self.hosts) == 1 and self.arena is not None

@@ -33,7 +33,7 @@ class Work(dist.Work):
             finished `GRACE_SECONDS` after it.
         count_calls: returns the number of calls that the group has started. While it increases, a
             queued operation is not late.
-        has_moved: returns True if the data have moved, even if the thread that runs the operation
+        has_moved: returns True if all data has moved, even if the thread that runs the operation
             still waits for the GIL.
     """
 

@@ -21,7 +21,7 @@ class Options:
 
     @staticmethod
     def parse(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> "Options":
-        """Return the arguments that follow the tensors; raise TypeError if one is not known.
+        """Return the arguments that follow the tensors; raise TypeError for further arguments.
 
         torch passes an options object. Users may pass the op, the root and the timeout instead, by
         keyword or in the order of `names`, with the timeout last. All of them may be omitted.

@@ -80,8 +80,6 @@ class Arena:
     Methods number the ranks by their position on this host. Errors name the ranks of the group.
 
     Args:
-        mappings: the ranks' segments.
-        pids: the ranks' processes.
         rank: the position of this rank.
         group_ranks: the ranks in the group, by position.
         timeout: the longest wait for a rank, in seconds.

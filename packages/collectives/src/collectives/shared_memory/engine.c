@@ -153,7 +153,7 @@ static int wait_for(Arena *a, int64_t rank) {
     return 0;
 }
 
-/* Return 1 when all ranks have reached this tick, or 0 if one of them is not there soon. */
+/* Return 1 when all ranks have reached this tick, or 0 if a rank does not reach it soon. */
 static int all_have_reached(Arena *a) {
     for (int64_t rank = 0; rank < a->world_size; rank++)
         if (rank != a->rank && !has_reached(a, rank) && !wait_for(a, rank)) return 0;
