@@ -253,7 +253,7 @@ def check_same_dtype(name: str, tensor: Tensor, other_name: str, other: Tensor) 
 
 
 def root_rank(comm: Communicator, src: int | None, group: Any, group_src: int | None) -> int:
-    """Return the root's rank in the group, from exactly one of its global rank and `group_src`."""
+    """Return the root's rank in the group, from `src`, its global rank, or from `group_src`."""
     if (src is None) == (group_src is None):
         raise ValueError(
             "expected the root as either src (global rank) or group_src (rank in the group), got "

@@ -197,10 +197,7 @@ def _should_use_gloo(comm: Communicator, output: Tensor, input: Tensor) -> bool:
 def run(
     comm: Communicator, call: Call, async_op: bool, output: Tensor, input: Tensor | None = None
 ) -> dist.Work | None:
-    """Run a call that writes to `output`, which is also its input if `input` is None.
-
-    Return None when the call has finished. With `async_op`, return its handle at once.
-    """
+    """Run a call that writes to `output`, which is also its input if `input` is None."""
     source = output if input is None else input
     must_copy = input is not None and _overwrites_input(comm, output, input)
     # A broadcast only reads the root's tensor, and only writes to the tensors of the other ranks.

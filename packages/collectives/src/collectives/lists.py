@@ -117,8 +117,7 @@ def all_gather(
 ) -> dist.Work | None:
     """Copy the tensors of all ranks to `tensor_list`.
 
-    Sizes may differ between ranks: `tensor_list[i]` has as many elements as the tensor of rank i,
-    so the sizes in the list are the same on all ranks.
+    Sizes may differ between ranks: `tensor_list[i]` has as many elements as the tensor of rank i.
     """
     comm = communicator(group)
     outputs = _check_list("tensor_list", comm, tensor_list, tensor, comm.rank)
@@ -145,8 +144,7 @@ def reduce_scatter(
 ) -> dist.Work | None:
     """Reduce the i-th tensors of all ranks' lists into the output of rank i.
 
-    Sizes may differ within a list: `input_list[i]` has as many elements as the output of rank i, so
-    the sizes in the list are the same on all ranks.
+    Sizes may differ within a list: `input_list[i]` has as many elements as the output of rank i.
     """
     comm = communicator(group)
     name = op_name(op)

@@ -26,7 +26,7 @@ PIECE_BYTES = 512 * 1024
 # gloo's tags have 31 bits.
 TAG_BITS = 0x7FFFFFFF
 # The tag of receives that only test or close a connection. Users' tags are small numbers, so no
-# message has this tag. Otherwise, a longer message that such a receive accepts aborts the process.
+# message has this tag. If such a receive accepted a longer message, the process would abort.
 UNUSED_TAG = TAG_BITS
 # An odd number close to 2^32 divided by the golden ratio, which spreads lengths over the tags.
 TAG_FACTOR = 0x9E3779B1

@@ -87,7 +87,7 @@ class Topology:
         return self.arena
 
     def allocate(self, numel: int, dtype: torch.dtype, seconds: float) -> Tensor:
-        """Return a flat tensor of zeros that all ranks of the host map, or else an ordinary one."""
+        """Return a flat tensor of zeros; all ranks of the host map it if they can share memory."""
         self._deadline = time.monotonic() + seconds
         self._num_allocations += 1
         key = f"allocation/{self._num_allocations}"
@@ -180,7 +180,7 @@ def _why_not(local: Address, other: Address) -> str:
 def group_by_host(reach: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the ranks by host; reach[i] are the ranks whose memory rank i has opened.
 
-    A rank joins the first host of which it has opened the memory of every rank, and vice versa.
+    A rank joins the first host whose ranks and this rank have all opened each other's memory.
     """
     hosts: list[list[int]] = []
     for rank, reached in enumerate(reach):

@@ -262,10 +262,7 @@ class Arena:
                 self._fill_queue()
 
     def serve(self) -> None:
-        """Wait for the next job, and run it as far as possible without the GIL.
-
-        Return at once if there is no engine.
-        """
+        """Wait for the next job and run it without the GIL; without an engine, return at once."""
         if self._library is not None:
             self._library.serve(self._shared, self._queue)
             if self._backlog:
