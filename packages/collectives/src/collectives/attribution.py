@@ -10,11 +10,10 @@ from collectives.shared_memory.fingerprint import Lengths, compare, compare_leng
 
 # Note [Attribution of a failure]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# A broken connection shows that a rank has ended, but not which one: ranks that fail close their
-# connections, so that the messages of the other ranks fail too. Each rank that still runs therefore
-# publishes a report when its call fails. A rank that has waited for long publishes a WAITING report
-# before that. Every rank applies the rules below to the same reports, and the first rule that
-# matches decides. "Reported" means a report of a failed call; "silent" means no report at all.
+# Each rank that still runs publishes a report when its call fails (see `failure_detection.py`). A
+# rank that has waited for long publishes a WAITING report before that. Every rank applies the rules
+# below to the same reports, and the first rule that matches decides. "Reported" means a report of a
+# failed call; "silent" means no report at all.
 #
 #   what the reports show                                          cause                ranks
 #   1. a rank knows that calls differ (MISMATCH)                   REPORTED_MISMATCH    as reported
@@ -135,7 +134,6 @@ def attribute(
         reports: the reports of ranks whose call has failed, by rank.
         waiting: the reports of ranks that wait and have not failed yet, by rank.
         call_number: the number of the failed call.
-        participants: the ranks that take part in the call.
     """
     # Ties are decided by the order of reports, but ranks read the reports in different orders.
     reports = dict(sorted(reports.items()))

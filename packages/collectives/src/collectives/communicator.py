@@ -65,7 +65,6 @@ class Communicator:
     Args:
         group: torch's process group, or its gloo backend.
         store: a store that only this group uses: see `fresh_store`.
-        timeout: the timeout of the group.
         deadline: the time by which all ranks must have set up the group, a value of
             time.monotonic.
     """

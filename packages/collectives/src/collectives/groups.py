@@ -101,7 +101,6 @@ def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Ite
     so only one thread may enter it at a time.
 
     Args:
-        group: the group; the default group if None.
         nan: search the inputs for NaNs. A NaN raises `Mismatch` before it reaches other ranks.
             False does not end the search of an outer context.
         shapes: compare the tensors' shapes. False compares their numbers of elements, as gloo does,

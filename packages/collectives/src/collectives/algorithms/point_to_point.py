@@ -45,7 +45,6 @@ class PointToPoint:
     messages are sent as bytes, so any dtype can be sent.
 
     Args:
-        group: the process group.
         ranks: the group's ranks, in the order in which this object numbers them.
         rank: this rank's position in `ranks`.
         backend: the group's backend for CPU tensors, if known.

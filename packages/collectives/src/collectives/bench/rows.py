@@ -285,11 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--plot", type=Path, help="plot the bandwidth by size to this file")
     args = parser.parse_args(argv)
     rows = bench(
-        device=args.device,
-        quick=args.quick,
-        worlds=args.world,
-        sizes=args.sizes,
-        cases=args.cases,
+        device=args.device, quick=args.quick, worlds=args.world, sizes=args.sizes, cases=args.cases
     )
     # Under torchrun only rank 0 has rows.
     if not rows:

@@ -6,9 +6,6 @@ without the GIL. It is compiled on first use, which takes seconds, and cached in
 folder. It runs the same steps in the same order as the Python implementation. The exception is a
 tensor that all ranks share, which it reduces in place if all of them use the engine. Therefore
 ranks with and without a compiler can take part in the same collective and get the same bits.
-
-A function of the engine returns when it has finished, when a peer makes it wait, or when the ranks'
-calls differ. Only `Arena._check_peers` decides whether a peer is lost.
 """
 
 import ctypes
