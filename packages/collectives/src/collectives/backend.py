@@ -49,11 +49,7 @@ _GlooOptions: Any = ProcessGroupGloo._Options  # type: ignore[attr-defined]
 
 
 class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group that runs collectives on CPU tensors with this package.
-
-    As in torch, a collective method returns a handle. If the options say that the call is
-    synchronous, the call has finished before the method returns.
-    """
+    """A process group of this package for CPU tensors; its collective methods return handles."""
 
     def __init__(self, options: Any, backend_options: Any = None) -> None:
         if isinstance(backend_options, _GlooOptions):

@@ -40,10 +40,7 @@ def communicator(group: Any = None) -> Communicator:
     """
     pg: Any = dist.group.WORLD if group is None else group
     if pg is None:
-        raise RuntimeError(
-            "expected a default process group, got none; call "
-            "torch.distributed.init_process_group first"
-        )
+        raise RuntimeError("no process group; call torch.distributed.init_process_group first")
     if not isinstance(pg, dist.ProcessGroup):
         raise ValueError(
             f"expected a group that this rank is a member of, got {pg!r}; "

@@ -82,10 +82,7 @@ class Work(dist.Work):
             start_thread("collectives callbacks", partial(trigger.set_result, None))
 
     def join(self) -> None:
-        """Wait until the operation has finished, successfully or not.
-
-        Raise RuntimeError if, for the timeout and `GRACE_SECONDS`, no call of the group starts.
-        """
+        """Wait until the operation has finished, successfully or not; raise RuntimeError if late."""
         seconds = min(self._timeout + GRACE_SECONDS, threading.TIMEOUT_MAX)
         count = self._count_calls()
         while not self._done.wait(seconds):
@@ -97,10 +94,7 @@ class Work(dist.Work):
                 )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the operation has finished; raise its error if it failed.
-
-        Raise RuntimeError after `timeout`, or as `join` does if it is None or zero.
-        """
+        """Return True when the operation has finished; raise its error, or RuntimeError if late."""
         seconds = timeout.total_seconds() if timeout else 0.0
         if not seconds:
             self.join()
