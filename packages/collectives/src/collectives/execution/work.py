@@ -82,7 +82,7 @@ class Work(dist.Work):
             start_thread("collectives callbacks", partial(trigger.set_result, None))
 
     def join(self) -> None:
-        """Wait until the operation has finished, successfully or not; raise RuntimeError if late."""
+        """Wait until the operation has succeeded or failed; raise RuntimeError if it is late."""
         seconds = min(self._timeout + GRACE_SECONDS, threading.TIMEOUT_MAX)
         count = self._count_calls()
         while not self._done.wait(seconds):
@@ -94,7 +94,7 @@ class Work(dist.Work):
                 )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the operation has finished; raise its error, or RuntimeError if late."""
+        """Return True when the operation has finished; raise an error if it failed or is late."""
         seconds = timeout.total_seconds() if timeout else 0.0
         if not seconds:
             self.join()
