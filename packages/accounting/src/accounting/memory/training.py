@@ -1,5 +1,6 @@
 """Memory of training per device: all tensors at once, or the fullest moment of a pipeline stage."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.memory.activations import activations
-from accounting.memory.backward import fullest_backward, one_block, times
+from accounting.memory.backward import end_of_model, fullest_backward, one_block, times
 from accounting.memory.fsdp_pipeline import FsdpStage
 from accounting.memory.states import (
     cast_weights,
@@ -18,7 +19,7 @@ from accounting.memory.states import (
     tied_table_gradients,
 )
 from accounting.model.transformer import Transformer
-from accounting.plan import Plan, in_flight, validated_plan
+from accounting.plan import Plan, in_flight, split, validated_plan
 from accounting.precision import Precision, bytes_of
 from accounting.workload import WORKLOAD, Workload, workload
 
@@ -68,19 +69,47 @@ def _stage_memory(model: Transformer, plan: Plan, work: Workload, stage: int) ->
     tables = tied_table_gradients(model, plan, kind) if plan.pipeline == 1 else None
     temporary = fullest_backward(model, plan, work, is_last=stage == plan.pipeline - 1)
 
-    def moment(stored: int, states: list[Breakdown]) -> Breakdown:
+    def moment(stored: int, states: list[Breakdown], *others: Breakdown | None) -> Breakdown:
         alive = times("activations", saved, in_flight=Fraction(stored, plan.virtual_stages))
-        return total(name, "B", *states, alive, recomputed, *unsharded, temporary, tables)
+        return total(name, "B", *states, alive, *unsharded, *others)
 
     stored = in_flight(plan, stage)
+    inside = (recomputed, temporary)
     if plan.pipeline == 1:
-        return moment(stored, states)
+        return moment(stored, states, *inside, tables)
     # The first backward pass allocates the gradients. The second one has as many micro-batches in
     # flight as the first if a forward pass runs between the two, and otherwise one fewer.
-    has_more = plan.microbatches * plan.virtual_stages > stored
-    first = moment(stored, [state for state in states if state.name != "gradients"])
-    second = moment(stored if has_more else stored - 1, states)
-    return max(first, second, key=lambda memory: memory.total)
+    later = stored if plan.microbatches * plan.virtual_stages > stored else stored - 1
+    moments = [
+        moment(stored, [state for state in states if state.name != "gradients"], *inside),
+        moment(later, states, *inside),
+    ]
+    for freed, temporary_tensors in _table_gradients(model, plan, work, stage):
+        moments.append(moment(later - freed, states, *temporary_tensors))
+    return max(moments, key=lambda memory: memory.total)
+
+
+def _table_gradients(
+    model: Transformer, plan: Plan, work: Workload, stage: int
+) -> Iterator[tuple[int, list[Breakdown]]]:
+    """Yield the moments at which a backward pass adds the gradient of a table to the stored one.
+
+    A moment is the number of micro-batches whose activations the backward pass has freed, and the
+    temporary tensors. The head's gradient is computed first, and that of the embedding last.
+    """
+    stage_model = plan.stage_model(model, stage)
+    if plan.microbatches == 1 or not stage_model.vocab_size:
+        return
+    count = split(stage_model.vocab_size * stage_model.embedding_dim, plan.tensor)
+    size = bytes_of(work.kind.gradients)
+    gradient = product("gradient of the table", "B", parameters=count, bytes=size)
+    if stage == 0:
+        yield 1, [gradient]
+    if stage_model.lm_head:
+        # Both gradients of the loss are the last parts. One of them is alive, and the log-softmax,
+        # which has its size, is freed.
+        end = end_of_model(model, plan, work)
+        yield 0, [gradient, replace(end, parts=end.parts[:-2])]
 
 
 def _gathered(model: Transformer, plan: Plan, kind: Precision, stage: int) -> Breakdown | None:
