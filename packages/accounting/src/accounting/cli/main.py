@@ -36,7 +36,10 @@ AXES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 1 if `serve` finds too little memory, 2 for an error, 0 otherwise."""
+    """Run a command; return 1 if `serve` finds too little memory, 2 for an error, 0 otherwise.
+
+    argparse ends the process for `--help`, and for a value that an option cannot parse.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     commands = {"plan": _plan, "serve": _serve, "diff": _diff}
     try:
@@ -119,7 +122,7 @@ def _serve(words: Sequence[str]) -> int:
     parser.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
     parser.add_argument("--seq", type=int, default=8192)
     parser.add_argument("--batch", type=int, default=1, help="concurrent sequences, all replicas")
-    parser.add_argument("--weights", help="dtype of the weights; default: bf16, or the file's fp8")
+    parser.add_argument("--weights", help="dtype of the weights; default: fp8 if stated, or bf16")
     parser.add_argument("--cache", default="bf16", help="dtype of the cache")
     parser.add_argument("--dp", dest="data", type=int, default=1, help="replicas")
     parser.add_argument("--ep", dest="expert", type=int, default=1, help="expert parallel")
@@ -140,8 +143,8 @@ def _serve(words: Sequence[str]) -> int:
     )
     rows = [f"{name.replace('_', ' '):<34}{value:>22,.6g}" for name, value in result.items()]
     rows.append(
-        "times from the roofline to the widest known error of training steps; no published "
-        "inference run was compared"
+        "The times range from the roofline to the widest known error of training steps. No "
+        "published inference run was compared."
     )
     fits = result["sequences_at_once"] >= options.batch
     if not fits:
@@ -149,7 +152,7 @@ def _serve(words: Sequence[str]) -> int:
         remedy = (
             f"{counted(needed, 'device')} would have room"
             if needed
-            else "no number that divides the heads has room; pass smaller dtypes or fewer tokens"
+            else "no number of devices has room; pass smaller dtypes or fewer tokens"
         )
         rows.append(
             f"DOES NOT FIT: {binary_size(result['weights_bytes'])} of weights and "

@@ -66,18 +66,18 @@ class FsdpStage:
     def backward(self, alive: int, *, accumulated: bool, whole: bool) -> list[Breakdown]:
         """Return the moments of a backward in the last block, head, first block and embedding.
 
-        `alive` is the number of micro-batches whose activations are saved. `accumulated` means that
-        gradients of an earlier backward exist, and `whole` that an earlier backward left all
-        weights unsharded.
+        `alive` is the number of micro-batches whose activations are saved. `accumulated` is True if
+        gradients of an earlier backward exist, and `whole` if an earlier backward left all weights
+        unsharded.
         """
         reshards = self.plan.reshard_after_forward and not whole
         grown = self._gradients(accumulated)
         block = self._gathered(2 if reshards else self.layers)
         moments = [self._moment(alive, block, grown, self.recomputed, self.temporary)]
         if self.head:
-            # In the head no block is gathered yet. The complete gradient of the head is computed
-            # before it is added to the accumulated one. At that moment the log-softmax is freed,
-            # and the gradient of the logits, which has the same size, exists.
+            # In the head no block is gathered yet. The gradient of the head is computed before it
+            # is added to the accumulated gradient. At that moment the log-softmax is freed, and the
+            # gradient of the logits, which has the same size, exists.
             ends = self._gathered(0 if reshards else self.layers)
             fresh = self._fresh(self.head_matrix, accumulated)
             without = replace(self.head, parts=self.head.parts[:-1])

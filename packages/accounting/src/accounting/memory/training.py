@@ -36,11 +36,12 @@ def training_memory(
     """Return the bytes of training on a device of the fullest pipeline stage.
 
     Without a pipeline, the result is the sum of all tensors of a step, as if all existed at once.
-    In a pipeline, it is the fullest moment of the stage's schedule. `stage` selects one stage.
-    `run` contains fields of a `Workload`; `batch` is the whole batch in sequences, and 0 selects
-    the model states between two steps. With ZeRO-3 the result includes the weights and gradients
-    that are gathered and reduced during a step. Raises `ValueError` if the plan is not valid for
-    the model or the batch.
+    In a pipeline, it is the fullest moment of the stage's schedule. `stage` selects one stage
+    instead of the fullest. `run` contains fields of a `Workload`; `batch` is the whole batch in
+    sequences. With a batch of 0, the result is the model states alone. With ZeRO-3 the result
+    includes the weights that are gathered and the gradients that are reduced during a step. Raises
+    `ValueError` if the plan is not valid for the model or the batch, or if the training step of
+    the model is not modeled.
 
     The optimizer is assumed to be fused. `foreach`, torch's default, needs another copy of the
     second moments after activations are freed; `peak_memory` counts it.
@@ -113,12 +114,12 @@ def _table_gradients(
 
 
 def _gathered(model: Transformer, plan: Plan, kind: Precision, stage: int) -> Breakdown | None:
-    """Return the unsharded tensors of ZeRO-3: weights of two blocks and of the ends, and gradients.
+    """Return the unsharded tensors of ZeRO-3, or None if weights are not sharded.
 
-    FSDP2 keeps the root's weights (embedding, final norm, head) gathered and the gradient of the
-    head whole. It computes one block while it prefetches the next. It stores the gradients of one
-    block in addition to the copy that it reduces. Without `reshard_after_forward`, all blocks stay
-    gathered. The result is None if weights are not sharded.
+    FSDP2 keeps the weights of the root (embedding, final norm, head) gathered and the gradient of
+    the head unsharded. It computes one block while it prefetches the next, so the weights of two
+    blocks are gathered. Without `reshard_after_forward`, all blocks stay gathered. The gradients of
+    one block exist in addition to the copy that is reduced.
     """
     if plan.zero < 3 or plan.replicas == 1:
         return None

@@ -2,10 +2,10 @@
 
 The costs of a pipeline stage are the sum over its layers and its ends, the embedding and the head,
 so they are computed once per kind of layer. The bounds are `training_memory` and `step_time`
-without some terms. The memory bound omits the rounding of shards, cast weights, the gradients of a
-tied table and of the head, a recomputed block, and the points in an FSDP2 pipeline step at which
-memory rarely peaks. The time bound omits the activations between pipeline stages, which compute
-hides in most plans, and the tensor-parallel traffic of the ends.
+without some terms. The memory bound omits the rounding of shards, cast weights, the temporary
+gradients of tables, a recomputed block, and the points in an FSDP2 pipeline step at which memory
+rarely peaks. The time bound omits the activations between pipeline stages, which compute hides in
+most plans, and the tensor-parallel traffic of the ends.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ from accounting.time.communication import state_calls, token_collectives
 from accounting.time.efficiency import BANDWIDTH_FRACTION, stage_rates
 from accounting.time.step import OVERLAP, attention_flops, group_link
 
-#: Bounds are reduced by this fraction, because the order of a sum of floats changes its rounding.
+#: Bounds are reduced by this fraction, because a sum of floats in another order may be smaller.
 ROUNDING = 1e-9
 
 
@@ -68,7 +68,7 @@ class Time(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Total time of several calls of a collective, and the bytes that a device of a ring sends."""
+    """Seconds of several calls of a collective, and the bytes that a device of a ring sends."""
 
     seconds: float
     wire: float
@@ -111,7 +111,7 @@ class Bounds:
         self._stage_time = cache(self._sum_time)
 
     def least_bytes(self, layout: Layout) -> float:
-        """Return a lower bound on the memory of all plans of a layout."""
+        """Return a lower bound in bytes per device on the memory of all plans of a layout."""
         sharded = (self._weight + self._optimizer) / layout.replicas
         least = 0.0
         for stage in self._stages_of(layout):
@@ -122,7 +122,7 @@ class Bounds:
         return (1 - ROUNDING) * least
 
     def bytes(self, candidate: Candidate) -> float:
-        """Return a lower bound on the memory of a plan."""
+        """Return a lower bound in bytes per device on the memory of a plan."""
         stages = self._stages_of(candidate.layout)
         return (1 - ROUNDING) * max(self._stage_bytes(stage, candidate) for stage in stages)
 
@@ -181,10 +181,10 @@ class Bounds:
     def _gathered_bytes(
         self, stage: Stage, layout: Layout, expert: int
     ) -> tuple[float, float, float]:
-        """Return bytes of weights gathered at once, of all weights, and of a block.
+        """Return the bytes gathered at once, the bytes of all weights, and the size of a block.
 
-        The first is the weights of the ends and two blocks with `reshard_after_forward`, and
-        otherwise all weights. The size of the largest block is in parameters.
+        With `reshard_after_forward`, the weights of the ends and of two blocks are gathered at
+        once; otherwise all weights are. The size is that of the largest block, in parameters.
         """
         blocks = [
             self._memory(layout.tensor, layout.recompute, layer, False, False)
@@ -199,7 +199,10 @@ class Bounds:
         return min(few, every), every, block
 
     def _busy_seconds(self, layout: Layout, expert: int) -> tuple[float, float]:
-        """Return the seconds of the slowest stage without traffic, and the largest compute time."""
+        """Return the most seconds of a stage without collectives, and its most compute seconds.
+
+        The two maxima may be those of different stages.
+        """
         sequences = self._space.work.batch / layout.data / layout.context
         tokens = sequences * self._space.work.seq
         slowest = most = 0.0
@@ -212,7 +215,7 @@ class Bounds:
         return slowest, most
 
     def _exposed_seconds(self, candidate: Candidate, compute: float) -> float:
-        """Return the seconds of traffic that compute does not hide, plus its part of the bubble."""
+        """Return the exposed seconds of traffic, with the bubble that blocking traffic causes."""
         layout, expert, zero = candidate
         can_hide = (1.0 if zero == 3 else OVERLAP["data"]) * compute
         call_bytes = self._tokens(layout) * self._space.model.d_model * self._activation
@@ -372,9 +375,10 @@ class Bounds:
 
 
 def _sum(costs_of: Callable[[int, bool, bool], Iterable[float]], stage: Stage) -> list[float]:
-    """Return the costs of the layers and the ends of a stage.
+    """Return each cost of a stage, summed over its layers and its ends.
 
-    `costs_of` returns the costs of a layer, with the embedding and the head if the flags are True.
+    `costs_of(layer, first, last)` returns the costs of a layer, with the embedding if `first` and
+    with the head if `last`.
     """
     terms = [(count, costs_of(layer, False, False)) for layer, count in stage.layers]
     if any(stage.ends):

@@ -30,8 +30,9 @@ def communication(
     """Return the collectives that one device of a pipeline `stage` runs in a training step.
 
     `batch` is the number of sequences of the whole step, each with `seq` tokens; 0 selects the
-    collectives that do not depend on the batch. `weights`, `gradients` and `activations` are the
-    dtypes of the messages. Raises `ValueError` if the plan is not valid for the model or the batch.
+    collectives of weights and gradients. `weights`, `gradients` and `activations` are the dtypes of
+    the messages. Raises `ValueError` if the plan is not valid for the model or the batch, or if the
+    training step of the model is not modeled.
     """
     plan = validated_plan(plan, model, batch=batch, seq=seq)
     tokens = batch // (plan.data * plan.microbatches) * (seq // plan.context)
@@ -48,9 +49,8 @@ def token_collectives(
 ) -> list[Collective]:
     """Return the collectives of tensor, expert, context and pipeline parallelism.
 
-    Their payload is proportional to `column_bytes`, the size of one feature of all tokens of a
-    micro-batch on a device. The number of their calls is proportional to the number of
-    micro-batches.
+    Their payload is proportional to `column_bytes`: the bytes of one feature of all tokens of a
+    micro-batch on a device. Their calls are counted per step.
     """
     stage_model = plan.stage_model(model, stage)
     stream = column_bytes * model.d_model
@@ -77,8 +77,8 @@ def state_calls(
 ) -> list[StateCalls]:
     """Return the collectives of data parallelism for a ZeRO stage.
 
-    `reshard_after_forward` must be False for the weights outside the blocks, because FSDP2 does not
-    reshard its root module.
+    FSDP2 does not reshard its root module, so pass `reshard_after_forward=False` for the weights
+    outside the blocks.
     """
     # Sharded gradients are reduced after every micro-batch; replicated ones accumulate first.
     reductions = microbatches if zero >= 2 else 1
@@ -178,7 +178,7 @@ def _context(
 ) -> Iterator[Collective]:
     """Yield the traffic of ring attention: keys and values, and their gradients.
 
-    `column_bytes` is the size of one feature of all tokens of a device.
+    `column_bytes` is that of `token_collectives`.
     """
     heads = max(1, model.kv_heads // plan.tensor) if model.heads else 0
     width = heads * (model.qk_dim + model.v_head_dim)
