@@ -53,6 +53,8 @@ FLOPS = re.compile("([kmgtpezy])(?:ilo|ega|iga|era|eta|xa|etta|otta)?flops?")
 PETAFLOP_DAYS = re.compile(r"(?:petaflops?|pf|pflops?)s?days?$")
 POWER_OF_TEN = re.compile(r"1?e(\d+)")
 LOGARITHMS = ("log", "ln", "log2", "log10", "logn", "logd", "logc")
+#: The symbol in a word that consists of `log` and a symbol.
+SYMBOLS = {"logn": "n", "logd": "d", "logc": "c"}
 
 #: Names that are functions of a column, such as 1/tokens, 2*params, exp(loss) and loss - 1.69.
 FUNCTION = re.compile(
@@ -137,8 +139,27 @@ def match_columns(present: Sequence[str], named: Mapping[str, str], source: str)
             f"{source} has columns {list(present)}; expected a loss and two of parameters, tokens"
             f" and compute, recognized {sorted(result.chosen)}; name another column with"
             f" columns={{{missing[0]!r}: '…'}}{_bytes_remedy(present)}"
+            f"{_logarithm_remedy(present, missing)}"
         )
     return result
+
+
+def _logarithm_remedy(present: Iterable[str], missing: Container[str]) -> str:
+    """Return the remedies for columns of logarithms of missing quantities; empty without any."""
+    remedies = []
+    for name in present:
+        words = split_words(name)
+        start = next((i for i, word in enumerate(words) if word in LOGARITHMS), len(words))
+        stem = " ".join([*SYMBOLS.get("".join(words[start : start + 1]), ()), *words[start + 1 :]])
+        quantity = next((k for k in NAMES if k in missing and recognize(stem, k)), "")
+        if not quantity:
+            continue
+        base = {"log10": "10", "log2": "2", "ln": "e"}.get(words[start], "base")
+        remedy = f"replace the logarithms {name!r} by a column {quantity!r} of {base} ** {name!r}"
+        if quantity == "loss":
+            remedy += f", or confirm a loss in nats with columns={{'loss': {name!r}}}"
+        remedies.append(f"; {remedy}")
+    return "".join(remedies)
 
 
 def _bytes_remedy(present: Iterable[str]) -> str:
@@ -160,7 +181,7 @@ def text_unit(name: str) -> float:
 def _choose(quantity: str, likely: list[Column], source: str, result: Match) -> None:
     """Choose the most specific candidate column; record the others as rivals or alternatives.
 
-    Raise `ValueError` if several candidates are equally specific.
+    Raises `ValueError` if several candidates are equally specific.
     """
     preferred = _preferred(likely)
     best_rank = max(column.rank for column in preferred)
@@ -256,7 +277,8 @@ def _is_other_measurement(words: list[str], quantity: str) -> bool:
     """Return True if the words of a name describe a rate, a logarithm or another quantity."""
     if "per" in words and words[-1] in WORDS["rates"]:
         return True
-    if "mfu" in words or words[0] in LOGARITHMS:
+    # A part `log` inside a path, such as run/log/tokens, may be a folder.
+    if "mfu" in words or words[0] in LOGARITHMS or {*LOGARITHMS[1:]} & {*words}:
         return True
     if quantity == "compute":
         return bool({*WORDS["no_compute"]} & set(words))
