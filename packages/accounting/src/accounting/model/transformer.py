@@ -226,7 +226,7 @@ class Transformer:
     def _check_sharing(self) -> None:
         """Raise `ValueError` if a layer that shares keys has no attention or no earlier keys.
 
-        Also raise `ValueError` for latent attention with fields that describe other keys.
+        Also raises `ValueError` for latent attention with fields that describe other keys.
         """
         shared, attention = self.shared_kv_layers, self.attention_layers or ()
         first_key = min(self.key_layers, default=self.layers)

@@ -198,7 +198,7 @@ def least_memory(space: Space) -> float | None:
 def _check_degrees(model: Transformer, devices: int, fixed: dict[str, Any]) -> None:
     """Raise `ValueError` if the fixed degrees do not divide the devices.
 
-    Also raise `ValueError` for `expert` above 1 in a model without experts.
+    Also raises `ValueError` for `expert` above 1 in a model without experts.
     """
     product = math.prod(fixed.get(name) or 1 for name in DEGREES)
     if devices % product:

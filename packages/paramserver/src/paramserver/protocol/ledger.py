@@ -119,7 +119,7 @@ class Ledger:
     def commit(self, push: Push) -> None:
         """Append a push that all servers have staged, and its update if the update is complete.
 
-        A repeated push has no effect. Raise `ValueError` if the push is of another clock.
+        A repeated push has no effect. Raises `ValueError` if the push is of another clock.
         """
         worker, epoch, clock = push
         member = self.members[worker]

@@ -47,7 +47,10 @@ LATE_START = 1.5
 
 
 def keep_last_rows(reading: Reading, history: object) -> bool:
-    """Drop all but the last row of each run, and return True, if the table is a history of runs."""
+    """Drop all but the last row of each run if the table is a history; return True if it is.
+
+    Raises `ValueError` if `history` is invalid, or if it is unclear whether each row is a run.
+    """
     if history is False:
         reading.choices.append("every row is a run, by history=False")
         return False
@@ -159,9 +162,9 @@ def _find_run_ends(
 ) -> tuple[str, NDArray[np.intp]] | None:
     """Return the column that identifies the runs of a history, and the index of each run's end.
 
-    Return None if the table is not a history, and append the reason to `reading.choices`. Raise
+    Return None if the table is not a history, and append the reason to `reading.choices`. Raises
     `ValueError` if the rows look like checkpoints of training runs and no column has a different
-    name in every row. Also raise `ValueError` if a run repeats some of its token counts, or if the
+    name in every row. Also raises `ValueError` if a run repeats some of its token counts, or if the
     `named` column does not identify runs.
     """
     names = {
