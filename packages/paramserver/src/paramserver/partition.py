@@ -15,6 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from paramserver.arguments import require_integer
 from paramserver.parameters import local_part, require_names
 
 Cut = tuple[str, Tensor, int, int]  # parameter name, parameter, start and stop element
@@ -138,12 +139,11 @@ def partition(parameters: Mapping[str, Tensor], servers: int) -> list["Shard"]:
     Raises:
         ValueError: `servers` is less than 1, `parameters` is empty, a parameter is not a
             floating-point tensor of at least 16 bits, or a server would receive no element.
-        TypeError: `parameters` is not a mapping.
+        TypeError: `parameters` is not a mapping, or `servers` is not an integer.
     """
     require_names(parameters)
     parameters = {name: local_part(tensor) for name, tensor in parameters.items()}
-    if servers < 1:
-        raise ValueError(f"expected at least 1 server, got {servers}")
+    servers = require_integer("servers", servers, 1)
     if not parameters:
         raise ValueError("expected parameters that require a gradient, got none")
     for name, tensor in parameters.items():
