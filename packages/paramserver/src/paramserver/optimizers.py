@@ -307,7 +307,7 @@ def _require_known_options(optimizer: Optimizer) -> None:
 def _new_scheduler(
     factory: Callable[[Optimizer], LRScheduler], optimizer: Optimizer
 ) -> LRScheduler:
-    """Create the optimizer's scheduler, and check that a journal can resume it.
+    """Return the optimizer's scheduler, after a check that a journal can resume it.
 
     Raises:
         ValueError: the scheduler is of another optimizer or needs the loss, or its state cannot be

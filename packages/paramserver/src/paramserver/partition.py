@@ -84,7 +84,7 @@ class Shard:
             view.view(-1).copy_(flat[piece.name][piece.start : piece.stop])
 
     def fragments(self, count: int) -> list["Fragment"]:
-        """Split the shard into `count` fragments of equal size in bytes, up to alignment.
+        """Return `count` fragments of the shard, of equal size in bytes up to alignment.
 
         Raises:
             ValueError: the shard is too small for every fragment to contain an element.
@@ -134,7 +134,7 @@ class Fragment:
 
 
 def partition(parameters: Mapping[str, Tensor], servers: int) -> list["Shard"]:
-    """Partition `parameters` into one shard per server; the sizes differ by about one element.
+    """Return one shard of `parameters` per server; their sizes differ by about one element.
 
     Raises:
         ValueError: `servers` is less than 1, `parameters` is empty, a parameter is not a

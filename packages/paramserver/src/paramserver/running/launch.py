@@ -45,11 +45,12 @@ def run(
     journal: str | Path | None = None,
     fsync: bool = False,
 ) -> Result:
-    """Call `train(worker, *args)` on every worker, with servers that start from `module`.
+    """Call `train(worker, *args)` on every worker, and return the values and final parameters.
 
-    Each server and each worker is a process of this machine. `train` pulls and pushes; the worker
-    finishes when `train` returns. After a failure, the remaining processes are killed: at once over
-    ZeroMQ, otherwise after `timeout` + 10 seconds.
+    Each server and each worker is a process of this machine. The servers start with the parameters
+    of `module`. `train` pulls and pushes; the worker finishes when `train` returns. After a
+    failure, the remaining processes are killed: at once over ZeroMQ, otherwise after `timeout` + 10
+    seconds.
 
     Args:
         train: the training function. `train`, `module`, `optimizer` and `args` must be picklable.
