@@ -173,10 +173,10 @@ class Plan:
             if size % self.tensor:
                 raise ValueError(f"expected tensor to divide {name}={size}, got {self.tensor}")
         check_key_heads(model, self.tensor)
-        count = model.experts.count if model.experts else 0
-        if self.expert > 1 and (not count or count % self.expert):
+        num_experts = model.experts.count if model.experts else 0
+        if self.expert > 1 and (not num_experts or num_experts % self.expert):
             raise ValueError(
-                f"expected expert to divide the {counted(count, 'expert')} of the model, got "
+                f"expected expert to divide the {counted(num_experts, 'expert')} of the model, got "
                 f"{self.expert}"
             )
 

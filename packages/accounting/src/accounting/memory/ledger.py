@@ -52,7 +52,7 @@ class Ledger(LiveMemory):
         ]
         if len(sizes) > rows:
             remainder = sum(sizes.values()) - sum(size for _, size in sizes.most_common(rows))
-            listed.append(f"{binary_size(remainder):>10}  in {len(sizes) - rows} others")
+            listed.append(f"{binary_size(remainder):>10}  in {len(sizes) - rows} other groups")
         return "\n".join(listed)
 
     def hold(self, label: str, *tensors: Tensor) -> None:

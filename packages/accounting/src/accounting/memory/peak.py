@@ -192,8 +192,8 @@ class _Step:
 
     def _roots(self, foreach: bool) -> Breakdown:
         """Return the bytes of the square roots of second moments that exist at once."""
-        count = self.parameters if foreach else self._most_root_elements()
-        shard = split(count, self.plan.data if self.plan.zero else 1)
+        elements = self.parameters if foreach else self._most_root_elements()
+        shard = split(elements, self.plan.data if self.plan.zero else 1)
         size = bytes_of(self.kind.moments[-1]) if self.kind.moments else Fraction(0)
         return product("square roots", "B", parameters=shard, bytes=size)
 
@@ -205,16 +205,16 @@ class _Step:
         """
         # If a bias follows each matrix, the previous parameter is small.
         biased = {"attention": self.model.qkv_bias, "mlp": self.model.mlp_bias}
-        most = previous = 0
+        elements = previous = 0
         for matrix in matrices(self.model):
-            most = max(most, previous + 2 * matrix.entries)
+            elements = max(elements, previous + 2 * matrix.entries)
             previous = 0 if biased.get(matrix.part) else matrix.entries
         experts = self.model.experts
         if experts and self.work.transformers:
             # One tensor contains the gates and the up-projections of all experts.
             stacked = experts.count * (self.model.mlp_matrices - 1)
-            most = max(most, 2 * stacked * self.model.d_model * experts.width)
-        return most
+            elements = max(elements, 2 * stacked * self.model.d_model * experts.width)
+        return elements
 
     def _moment(self, when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
         if self.plan.microbatches > 1:

@@ -54,6 +54,7 @@ def training_memory(
 
 
 def _stage_memory(model: Transformer, plan: Plan, work: Workload, stage: int) -> Breakdown:
+    """Return the bytes of training on a device of one pipeline stage."""
     kind = work.kind
     states = stage_states(model, plan, kind, stage)
     where = f"stage {stage} of {plan.pipeline}, " if plan.pipeline > 1 else ""
@@ -95,20 +96,21 @@ def _table_gradients(
 ) -> Iterator[tuple[int, list[Breakdown]]]:
     """Yield the moments at which a backward pass adds the gradient of a table to the stored one.
 
-    A moment is the number of micro-batches whose activations the backward pass has freed, and the
-    temporary tensors. The head's gradient is computed first, and that of the embedding last.
+    A moment is a pair of the number of micro-batches whose activations the backward pass has freed,
+    and the temporary tensors. The gradient of the head is computed before those of the blocks, and
+    the gradient of the embedding after them.
     """
     stage_model = plan.stage_model(model, stage)
     if plan.microbatches == 1 or not stage_model.vocab_size:
         return
-    count = split(stage_model.vocab_size * stage_model.embedding_dim, plan.tensor)
+    entries = split(stage_model.vocab_size * stage_model.embedding_dim, plan.tensor)
     size = bytes_of(work.kind.gradients)
-    gradient = product("gradient of the table", "B", parameters=count, bytes=size)
+    gradient = product("gradient of the table", "B", parameters=entries, bytes=size)
     if stage == 0:
         yield 1, [gradient]
     if stage_model.lm_head:
-        # Both gradients of the loss are the last parts. One of them is alive, and the log-softmax,
-        # which has its size, is freed.
+        # The last two parts are gradients of the loss. Only the gradient of the logits is alive at
+        # this moment. The log-softmax, which is freed, has the same size and counts in its place.
         end = end_of_model(model, plan, work)
         yield 0, [gradient, replace(end, parts=end.parts[:-2])]
 

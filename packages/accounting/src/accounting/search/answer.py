@@ -88,7 +88,7 @@ class Answer:
     def explain(self) -> str:
         """Return the answer as text of about twenty lines."""
         plan, device = self.plan, self.hardware
-        least, most = TRAINING_RATIOS
+        least_ratio, largest_ratio = TRAINING_RATIOS
         rows = [
             f"{self.model.name} on {plan.devices:,} {device.name}, {self.tokens:.4g} tokens, "
             f"{self.batch:,} x {self.seq:,} per step, {self.precision}",
@@ -101,7 +101,8 @@ class Answer:
             f"intervals  of a step, {self.seconds.basis}",
             f"days       {self.days}, with failures and checkpoints: "
             f"{counted(self.failures.failures, 'failure')}, goodput {self.failures.goodput:.1%}",
-            f"           3 published trainings took {least} to {most} times the predicted hours",
+            f"           3 published trainings took {least_ratio} to {largest_ratio} times the "
+            "predicted hours",
             f"price      {self.usd} USD" if self.usd else "price      unknown; pass usd_per_hour",
             f"energy     {self.megawatt_hours} MWh for the devices",
         ]

@@ -205,14 +205,14 @@ class Bounds:
         """
         sequences = self._space.work.batch / layout.data / layout.context
         tokens = sequences * self._space.work.seq
-        slowest = most = 0.0
+        slowest = most_compute = 0.0
         for stage in self._stages_of(layout):
             time = self._stage_time(layout.tensor, layout.recompute, stage)
             compute = tokens * time.arithmetic + sequences / layout.tensor * time.attention
             moved = layout.microbatches * (time.dense_weights + time.routed_weights / expert)
             slowest = max(slowest, compute + tokens * time.traffic + moved)
-            most = max(most, compute)
-        return slowest, most
+            most_compute = max(most_compute, compute)
+        return slowest, most_compute
 
     def _exposed_seconds(self, candidate: Candidate, compute: float) -> float:
         """Return the exposed seconds of traffic, with the bubble that blocking traffic causes."""
@@ -236,8 +236,8 @@ class Bounds:
             wire = sum(part.wire for part in parts)
             results.append((wire, needs - min(hidden, compute) + blocking * _idle(layout)))
         # `step_time` chooses the inner stage with the most bytes on the wire.
-        most = max(wire for wire, _ in results) * (1 - ROUNDING)
-        return min(exposed for wire, exposed in results if wire >= most)
+        most_bytes = max(wire for wire, _ in results) * (1 - ROUNDING)
+        return min(exposed for wire, exposed in results if wire >= most_bytes)
 
     def _tied_seconds(self, layout: Layout) -> float:
         """Return the seconds of the all-reduce between the stages that store a tied embedding."""
@@ -251,17 +251,17 @@ class Bounds:
     def _tensor_traffic(self, stage: Stage, layout: Layout) -> Traffic:
         call_bytes = self._tokens(layout) * self._space.model.d_model * self._activation
         time = self._stage_time(layout.tensor, layout.recompute, stage)
-        count = layout.microbatches * time.num_tensor_phases
-        return self._traffic("all_gather", 1, layout.tensor, count, call_bytes)
+        num_calls = layout.microbatches * time.num_tensor_phases
+        return self._traffic("all_gather", 1, layout.tensor, num_calls, call_bytes)
 
     def _context_traffic(self, stage: Stage, layout: Layout) -> Traffic:
         time = self._stage_time(layout.tensor, layout.recompute, stage)
-        count = layout.microbatches * time.num_passes
-        if not count:
+        num_calls = layout.microbatches * time.num_passes
+        if not num_calls:
             return Traffic(0.0, 0.0)
         # A ring pass sends the blocks of all ranks.
         call_bytes = time.pass_bytes / time.num_passes * self._tokens(layout) * layout.context
-        return self._traffic("all_gather", layout.tensor, layout.context, count, call_bytes)
+        return self._traffic("all_gather", layout.tensor, layout.context, num_calls, call_bytes)
 
     def _state_traffic(self, stage: Stage, candidate: Candidate) -> list[Traffic]:
         """Return the traffic of each collective of data parallelism."""
@@ -284,13 +284,13 @@ class Bounds:
         return traffic
 
     def _traffic(
-        self, operation: str, stride: int, ranks: int, count: float, call_bytes: float
+        self, operation: str, stride: int, ranks: int, num_calls: float, call_bytes: float
     ) -> Traffic:
-        if ranks == 1 or not count or not call_bytes:
+        if ranks == 1 or not num_calls or not call_bytes:
             return Traffic(0.0, 0.0)
         link = self._link(stride=stride, ranks=ranks, operation=operation)
-        wire = phases(operation) * count * call_bytes * (ranks - 1) / ranks
-        return Traffic(seconds(operation, ranks, count, call_bytes, link), wire)
+        wire = phases(operation) * num_calls * call_bytes * (ranks - 1) / ranks
+        return Traffic(seconds(operation, ranks, num_calls, call_bytes, link), wire)
 
     def _inner(self, layout: Layout) -> list[Stage]:
         return [stage for stage in self._stages_of(layout) if stage.is_inner]

@@ -195,8 +195,8 @@ class Space:
     def _replicas(self, replicas: int) -> Iterator[tuple[int, int]]:
         """Yield the pairs of context- and data-parallel degrees whose product is `replicas`."""
         seq = self.work.seq
-        most = 1 if self.model.mixers else max(1, seq // LEAST_TOKENS_PER_RANK)
-        usual = (c for c in divisors(replicas) if c <= most)
+        max_context = 1 if self.model.mixers else max(1, seq // LEAST_TOKENS_PER_RANK)
+        usual = (c for c in divisors(replicas) if c <= max_context)
         for context in self._choices("context", usual):
             if replicas % context or seq % context:
                 continue
@@ -213,15 +213,15 @@ class Space:
 
     def _options(self, replicas: int, pipeline: int, schedule: str) -> list[tuple[int, int]]:
         """Return the pairs (expert degree, ZeRO stage) for a number of replicas."""
-        count = self.model.experts.count if self.model.experts else 1
-        experts = divisors(math.gcd(replicas, count))
+        num_experts = self.model.experts.count if self.model.experts else 1
+        experts = divisors(math.gcd(replicas, num_experts))
         zeros = CHOICES["zero"] if replicas > 1 else (0,)
         return [
             (expert, zero)
             for expert in self._choices("expert", experts)
             for zero in self._choices("zero", zeros)
             if replicas % expert == 0
-            and count % expert == 0
+            and num_experts % expert == 0
             and self._has_zero(zero, replicas, pipeline, schedule)
         ]
 

@@ -13,7 +13,7 @@ from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Channel
 
 
 def serve(server: Server, channels: dict[int, Channel]) -> list[Thread]:
-    """Start and return one thread per worker, which ends when the worker has finished or is lost."""
+    """Return one started thread per worker, which ends when the worker has finished or is lost."""
     threads = [
         Thread(target=answer_requests, args=(server, worker, channel), daemon=True)
         for worker, channel in channels.items()
