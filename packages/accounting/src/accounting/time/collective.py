@@ -15,7 +15,7 @@ from accounting.breakdown import Breakdown, plain, product, total
 from accounting.hardware import Link
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Collective:
     """All calls of one collective in a step, with its group, number of calls and payload."""
 

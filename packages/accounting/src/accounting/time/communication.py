@@ -118,10 +118,10 @@ def _states(
             if payload == "gradients" and plan.has_unsharded_gradients():
                 calls = 1
             size = weight if payload == "weights" else gradient
-            yield _collective_over("data", ranks, name + suffix, operation, calls, count * size)
+            yield Collective(name + suffix, operation, "data", ranks, calls, count * size)
     if model.tied and model.lm_head and plan.pipeline > 1 and stage in (0, plan.pipeline - 1):
         table = Fraction(model.vocab_size * model.embedding_dim, plan.tensor) * gradient
-        yield _collective_over("pipeline", 2, TIED_GRADIENTS, "all_reduce", 1, table)
+        yield Collective(TIED_GRADIENTS, "all_reduce", "pipeline", 2, 1, table)
 
 
 def _tensor(
@@ -148,9 +148,8 @@ def _tensor(
             ("sequence-parallel backward scatters", "reduce_scatter", backward),
         ]
     for name, operation, calls in rows:
-        yield _collective_over(
-            "tensor", plan.tensor, name, operation, calls * plan.microbatches, call_bytes
-        )
+        step_calls = calls * plan.microbatches
+        yield Collective(name, operation, "tensor", plan.tensor, step_calls, call_bytes)
 
 
 def reduced_blocks(model: Transformer) -> int:
@@ -170,7 +169,7 @@ def _experts(stage_model: Transformer, plan: Plan, stream: Fraction) -> Iterator
     for when, passes in (("", 2 if plan.recompute == "full" else 1), (", backward", 1)):
         for direction in ("to", "from"):
             name, calls = f"tokens {direction} experts{when}", calls_per_pass * passes
-            yield _collective_over("expert", plan.expert, name, "all_to_all", calls, call_bytes)
+            yield Collective(name, "all_to_all", "expert", plan.expert, calls, call_bytes)
 
 
 def _context(
@@ -189,9 +188,8 @@ def _context(
     calls_per_pass = len(stage_model.attention_layers or ()) * plan.microbatches
     forward_passes = 2 if plan.recompute != "none" else 1
     for name, passes in (("keys and values", forward_passes), ("keys, values and gradients", 2)):
-        yield _collective_over(
-            "context", plan.context, name, "all_gather", calls_per_pass * passes, all_blocks
-        )
+        calls = calls_per_pass * passes
+        yield Collective(name, "all_gather", "context", plan.context, calls, all_blocks)
 
 
 def _pipeline(plan: Plan, stream: Fraction, stage: int) -> Iterator[Collective]:
@@ -203,19 +201,5 @@ def _pipeline(plan: Plan, stream: Fraction, stage: int) -> Iterator[Collective]:
         ("activations to the next stage", forward),
         ("gradients to the previous stage", backward),
     ):
-        yield _collective_over(
-            "pipeline", plan.pipeline, name, "send", calls * plan.microbatches, sent_bytes
-        )
-
-
-def _collective_over(
-    axis: str, ranks: int, name: str, operation: str, calls: int, call_bytes: int | Fraction
-) -> Collective:
-    return Collective(
-        name=name,
-        operation=operation,
-        axis=axis,
-        ranks=ranks,
-        count=calls,
-        call_bytes=call_bytes,
-    )
+        step_calls = calls * plan.microbatches
+        yield Collective(name, "send", "pipeline", plan.pipeline, step_calls, sent_bytes)
