@@ -26,7 +26,7 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def require_names(parameters: object) -> None:
-    """Raise `TypeError` unless `parameters` is a mapping of names to tensors."""
+    """Raise `TypeError` unless `parameters` is a mapping; its names and tensors are not checked."""
     if not isinstance(parameters, Mapping):
         raise TypeError(
             "expected parameters by name, such as dict(module.named_parameters()), got a "

@@ -285,7 +285,7 @@ class DiskJournal:
 
 
 def restore(folder: Path, core: Core) -> None:
-    """Restore `core` from a journal without recording later changes; raise if it is empty."""
+    """Restore `core` without recording later changes; raise `JournalError` for an empty journal."""
     with files.lock_journal(folder):
         if not _restore(folder, core)[1]:
             raise JournalError(f"expected a journal in {folder}, which is empty")

@@ -187,7 +187,7 @@ class Ledger:
             self._append(entry)
 
     def copy(self) -> "Ledger":
-        """Return a ledger with the same members and position, but without stored entries."""
+        """Return a ledger with the same state, except that its log stores no entries."""
         copied = Ledger(0, self._consistency)
         copied.version = self.version
         copied._workers = self._workers

@@ -119,7 +119,7 @@ def fit_parametric(
     delta: float = 1e-3,
     prove: bool = False,
 ) -> ParametricFit:
-    """Return the law with the least sum of loss(log predicted - log observed) over all runs.
+    """Return the fit with the least sum of loss(log predicted - log observed) over all runs.
 
     Args:
         runs: The runs, at least five.

@@ -121,7 +121,7 @@ class IsoflopFit(ComparesArrays):
 
 
 def fit_isoflop(runs: Runs, *, nearest: int | None = None, tolerance: float = 0.05) -> IsoflopFit:
-    """Return a power law through the bottoms of the valleys of all budgets.
+    """Return the fit of a power law through the bottoms of the valleys of all budgets.
 
     A valley is the curve of loss over log N at one budget. By default all budgets share one skewed
     shape: see Note [Common shape] in valley.py. If there are too few runs for a common shape, or no

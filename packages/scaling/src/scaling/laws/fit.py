@@ -147,7 +147,7 @@ def fit_law(
     delta: float = 1e-3,
     prove: bool = False,
 ) -> LawFit:
-    """Return the constants of a form that fit the logarithms of a target best.
+    """Return the fit of a form to the logarithms of a target.
 
     Args:
         form: A `Form`, or the name of one in `CATALOG`.

@@ -316,14 +316,14 @@ def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
 
 
 def _names_checkpoints(reading: Reading, column: str) -> bool:
-    """Return True if at least half of the cells end with a time, as in `step_1000`."""
+    """Return True if at least half of the cells end with a step, epoch or number of tokens."""
     cells = reading.table.cells(column)
     matches = sum(CHECKPOINT_NAME.fullmatch(str(cell).lower()) is not None for cell in cells)
     return matches >= len(cells) / 2
 
 
 def _has_checkpoints(size: Array, progress: Array) -> bool:
-    """Return True if half of the rows have a size with many, or with evenly spaced, token counts.
+    """Return True if at least half of the rows have sizes with many or evenly spaced token counts.
 
     Separate runs of several lengths usually have few token counts, evenly spaced in logarithm.
     """

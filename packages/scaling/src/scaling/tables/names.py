@@ -113,7 +113,7 @@ class Match:
 
 
 def match_columns(present: Sequence[str], named: Mapping[str, str], source: str) -> Match:
-    """Match the columns of a table to the names of `Runs`.
+    """Return the columns of a table that match the names of `Runs`.
 
     `named` contains the user's choices. Raises `ValueError` if a column is missing or if two
     columns are equally likely.
@@ -446,6 +446,6 @@ def ends_with(name: str, stems: Container[str]) -> bool:
 
 
 def split_words(name: str) -> list[str]:
-    """Split snake_case, camelCase, paths and brackets into lower-case words."""
+    """Return the words of a name in lower case, split at case changes, paths and brackets."""
     spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name)
     return [w for w in re.split(r"[^a-z0-9.]+|(?<!\d)\.|\.(?!\d)", spaced.lower()) if w]
