@@ -10,7 +10,6 @@ MODEL is a config.json, its folder, or sizes such as
 
 import argparse
 import json
-import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,16 +28,17 @@ def _integer(text: str) -> int:
 
     Suffixes are refused, because 128k means 131072 in names of models, and 128000 elsewhere.
     """
-    remedy = ""
-    if match := re.fullmatch(r"(\d+)([km])", text.lower()):
-        number = int(match[1])
-        exponent = 1 if match[2] == "k" else 2
-        remedy = f", whose suffix is ambiguous; write {number * 1024**exponent} or "
-        remedy += f"{number * 1000**exponent}"
+    exponent = {"k": 1, "m": 2}.get(text[-1:].lower())
+    if exponent and text[:-1].isdecimal():
+        binary, decimal = (int(text[:-1]) * base**exponent for base in (1024, 1000))
+        raise argparse.ArgumentTypeError(
+            f"expected an integer, got {text!r}, whose suffix is ambiguous; write {binary} or "
+            f"{decimal}"
+        )
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}{remedy}") from None
+        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
 
 
 #: Options that fix a field of a plan, each with the field, its type and its help text.

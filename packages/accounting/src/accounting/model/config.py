@@ -140,7 +140,7 @@ class Config:
         return self.layer_types[self.layer] if self.layer_types else None
 
     def value(self, entry: Any) -> Any:
-        """Evaluate a formula; return a number or a bool unchanged.
+        """Return the value of a formula; a number or a bool is returned unchanged.
 
         Raises `ValueError` if the evaluation fails.
         """

@@ -53,8 +53,7 @@ FLOPS = re.compile("([kmgtpezy])(?:ilo|ega|iga|era|eta|xa|etta|otta)?flops?")
 PETAFLOP_DAYS = re.compile(r"(?:petaflops?|pf|pflops?)s?days?$")
 POWER_OF_TEN = re.compile(r"1?e(\d+)")
 LOGARITHMS = ("log", "ln", "log2", "log10", "logn", "logd", "logc")
-#: The symbol in a word that consists of `log` and a symbol.
-SYMBOLS = {"logn": "n", "logd": "d", "logc": "c"}
+
 
 #: Names that are functions of a column, such as 1/tokens, 2*params, exp(loss) and loss - 1.69.
 FUNCTION = re.compile(
@@ -150,7 +149,7 @@ def _logarithm_remedy(present: Iterable[str], missing: Container[str]) -> str:
     for name in present:
         words = split_words(name)
         start = next((i for i, word in enumerate(words) if word in LOGARITHMS), len(words))
-        stem = " ".join([*SYMBOLS.get("".join(words[start : start + 1]), ()), *words[start + 1 :]])
+        stem = " ".join(words[start + 1 :])
         quantity = next((k for k in NAMES if k in missing and recognize(stem, k)), "")
         if not quantity:
             continue
@@ -277,8 +276,8 @@ def _is_other_measurement(words: list[str], quantity: str) -> bool:
     """Return True if the words of a name describe a rate, a logarithm or another quantity."""
     if "per" in words and words[-1] in WORDS["rates"]:
         return True
-    # A part `log` inside a path, such as run/log/tokens, may be a folder.
-    if "mfu" in words or words[0] in LOGARITHMS or {*LOGARITHMS[1:]} & {*words}:
+    # Inside a path, such as run/log/tokens, `log` may be a folder and `ln` a layer norm.
+    if "mfu" in words or words[0] in LOGARITHMS or {"log2", "log10"} & {*words}:
         return True
     if quantity == "compute":
         return bool({*WORDS["no_compute"]} & set(words))
