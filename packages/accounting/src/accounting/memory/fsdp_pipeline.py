@@ -14,15 +14,15 @@ from accounting.workload import Workload
 
 # Note [FSDP2 under torch's pipeline schedules]
 # torch.distributed.pipelining runs every backward of an FSDP2 module with
-# set_requires_gradient_sync(False) and set_reshard_after_backward(False). It reduces once after the
-# last backward (`_PipelineStageBase.backward_maybe_with_nosync`, `perform_reduce_grad`). Therefore:
+# set_requires_gradient_sync(False) and set_reshard_after_backward(False). After the last backward,
+# it reduces all gradients once (`_PipelineStageBase.perform_reduce_grad`). Therefore:
 # - Gradients accumulate unsharded, in the reduction's dtype, from the first backward on.
 # - A backward leaves all weights of the stage unsharded. With `reshard_after_forward` the next
 #   forward reshards them block by block; without it they stay unsharded until the step ends.
-# - Therefore a stage peaks at one of three moments. At the start of a backward, all activations and
-#   two gathered blocks are alive. At the end of a backward, one block's activations, all weights,
-#   and the buffer of the last all-gather are alive. While gradients are reduced, all weights except
-#   one group, and the copy of its gradients that is reduced, are alive.
+# - A stage peaks at one of three moments. At the start of a backward, all activations and two
+#   gathered blocks are alive. At the end of a backward, one block's activations, all weights, and
+#   the buffer of the last all-gather are alive. While the gradients of a group are reduced, a copy
+#   of them and the weights of all other groups are alive.
 
 
 class FsdpStage:

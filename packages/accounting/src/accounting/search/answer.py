@@ -29,7 +29,7 @@ from accounting.workload import Workload
 #: Default batch in tokens; it is larger if the devices need more sequences.
 TOKENS_PER_STEP = 4 * 2**20
 #: Smallest and largest ratio of published to predicted hours of the trainings of Llama 3.1. The
-#: intervals of days are those of steps, and do not include time that is lost between steps.
+#: interval of `days` follows from the interval of a step, without time lost between steps.
 TRAINING_RATIOS = (1.07, 2.85)
 
 

@@ -171,8 +171,8 @@ class Bounds:
             gradients = self._gradient * (shard if zero >= 2 else whole)
             if layout.pipeline == 1:
                 return states + gradients + saved + temporary
-        # The first backward of a pipeline stage allocates the gradients. If no forward follows, it
-        # also frees the activations of a micro-batch.
+        # The first backward of a pipeline stage allocates the gradients. If no forward follows, one
+        # micro-batch fewer has activations when the second backward starts.
         later = (stored - 1) * saved + every
         if layout.microbatches * layout.virtual_stages > stored:
             later = stored * saved + few
@@ -382,7 +382,7 @@ def _sum(costs_of: Callable[[int, bool, bool], Iterable[float]], stage: Stage) -
     """
     terms = [(count, costs_of(layer, False, False)) for layer, count in stage.layers]
     if any(stage.ends):
-        # The costs of the ends are those that they add to a layer.
+        # The costs of the ends are the costs that they add to a layer.
         layer = stage.layers[0][0]
         terms += [(1, costs_of(layer, *stage.ends)), (-1, costs_of(layer, False, False))]
     counts, costs = zip(*terms, strict=True)

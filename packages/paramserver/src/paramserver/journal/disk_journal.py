@@ -206,8 +206,8 @@ class DiskJournal:
             if self._fsync:
                 os.fsync(self._file.fileno())
         except OSError:
-            # If this fails too, the next call repeats it: `load` would refuse a record that
-            # follows an incomplete one.
+            # If discarding fails too, the next call discards the record: `load` refuses a record
+            # that follows an incomplete one.
             with suppress(OSError):
                 self._discard_incomplete_record()
             raise

@@ -44,10 +44,10 @@ REVIVAL_SIZES = 4.0 ** -np.arange(13)
 #: are evaluated at once, so more values would need gigabytes for a large table.
 REVIVAL_EXPONENTS = 17
 
-#: Without `prove`, the number of best grid points that are used as starts, and the approximate
-#: number of further starts from a coarser grid. Forms with four or more exponents use half of the
-#: best points, and forms with three or more do not use the coarser grid.
+#: Number of best grid points from which a search without `prove` starts; half as many for forms
+#: with four or more exponents.
 BEST_STARTS = 8
+#: Approximate number of further starts from a coarser grid, for forms with up to two exponents.
 COARSE_GRID_POINTS = 25
 
 #: The delta of the Huber loss that approximates least absolute deviations.

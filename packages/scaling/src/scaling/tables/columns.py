@@ -209,7 +209,7 @@ def _has_mixtures(reading: Reading, name: str) -> NDArray[np.bool_]:
         return parse_numbers(cells) > 1
     if stem.endswith("activationratio"):  # the ratio of active experts or parameters to all
         return parse_numbers(cells) < 1
-    # A fraction of idle experts, or of pruned weights. Sparse attention keeps all parameters.
+    # Sparsity is a fraction of idle experts or pruned weights, unless it is that of attention.
     if words[-1:] == ["sparsity"] and not {"attention", "attn", "activation"} & {*words}:
         return parse_numbers(cells) > 0
     if stem.endswith("moe"):
@@ -262,7 +262,7 @@ def require_tokens_of_all_epochs(
             continue
         cells = reading.table.cells(name)
         epochs = parse_numbers(cells)
-        # Epochs that are counted from 0 start with 0, which is the first one.
+        # If epochs are counted from 0, the number of the first epoch is 0.
         is_single_epoch = (np.abs(epochs - 1) <= SAME_TOKENS) | (epochs == 0)
         has_cell = ~blank_cells(reading.table.columns[name])
         other_rows = np.flatnonzero(~is_single_epoch & has_cell)

@@ -71,11 +71,11 @@ KINDS = (
     ("total", "total"),
 )
 
-#: Numbers that are added to the rank of a possible loss column. The first is for a usual name, with
-#: or without words such as "final" and "val". The second is for a held-out loss, and is subtracted
-#: for a training loss. The third is for a unit other than nats.
+#: Rank of a usual name of a loss, with or without words such as "final" and "val".
 FULL_LOSS_RANK = 20.0
+#: Added to the rank of a held-out loss, and subtracted from the rank of a training loss.
 HELD_OUT_RANK = 10.0
+#: Added to the rank of a loss in another unit than nats.
 OTHER_UNIT_RANK = -3.0
 
 #: Added to the rank of a name with `macro` or `micro`, such as levanter's `eval/macro_loss`. A loss

@@ -16,9 +16,9 @@ from scaling.tables.table import Table, object_cells
 
 Record = dict[str, Any]
 
-#: Names of the column of metrics, and of the column of runs. They apply to tables with one row per
-#: metric, such as exports of TensorBoard and MLflow.
+#: Names of the column of metrics in a table with one row per metric, such as TensorBoard's.
 METRIC_NAMES = ("tag", "key", "metric", "metric_name")
+#: Names of the column of runs in such a table.
 METRIC_RUNS = ("run", "dir_name", "run_id", "run_uuid", "run_name")
 
 

@@ -57,7 +57,7 @@ PRIOR_PRECISION_ROOT = np.array([[0.5, 0.5], [-1.0, 1.0]]) / np.array([[0.6], [0
 #: Number of sampled laws. Another seed changes the ends of an interval by 2 % of its width.
 DRAWS = 4000
 
-#: If there are more runs than this, this many runs are used, evenly spaced in the order of losses.
+#: Maximum number of runs that are used. Of more runs, evenly spaced ones by loss are used.
 MAX_SAMPLED_RUNS = 1000
 
 #: Degrees of freedom of the t distribution from which exponents are drawn, and its width divided by
