@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from paramserver.arguments import require_number
+from paramserver.running.arguments import require_number
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,6 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from paramserver.arguments import require_integer
 from paramserver.consistency import LocalSteps, as_local_steps
 from paramserver.local_training import LocalTraining
 from paramserver.optimizers import OptimizerFactory
@@ -19,6 +18,7 @@ from paramserver.parameters import require_unchanged, trainable_parameters
 from paramserver.partition import partition
 from paramserver.payload import Changes, Gradients
 from paramserver.protocol.replica import layout
+from paramserver.running.arguments import require_integer
 from paramserver.server import Server
 from paramserver.transport.connection import Connection
 from paramserver.transport.exchange import Exchange
