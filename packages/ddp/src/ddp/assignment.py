@@ -72,7 +72,8 @@ class BucketAssignment:
         self._allocate(assignment)
         for index in accumulated:
             bucket, slot = self.slots[index]
-            bucket.move_in(slot)
+            if bucket.should_move_in(slot):
+                bucket.move_in(slot)
 
     def _allocate(self, assignment: Sequence[Sequence[int]]) -> None:
         for number, indices in enumerate(assignment):

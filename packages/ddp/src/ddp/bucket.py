@@ -24,12 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp.reference_counts import (
-    UNSHARED_REFERENCES,
-    count_memory_references,
-    count_references,
-    is_aliased,
-)
+from ddp.memory.reference_counts import count_memory_references
 
 #: Number of flags per rank, before the flags of the parameters. See Note [Bucket layout].
 RANK_FLAGS = 3
@@ -74,49 +69,26 @@ class Bucket:
         self._expected_flags: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _index_views(self) -> None:
-        # `.grad` becomes an alias of a view, not the view: `module.float()` replaces the memory of
-        # `.grad`, and `views` must keep the memory of the buffer.
-        self._grad_views = [view.detach() for view in self.views]
+        #: The tensor that `.grad` becomes in each slot. It is an alias of the view, not the view:
+        #: `module.float()` replaces the memory of `.grad`, and `views` must stay in the buffer.
+        self.grad_views = [view.detach() for view in self.views]
         self.slot_bytes = tuple(view.nbytes for view in self.views)
         self._shapes = tuple(view.shape for view in self.views)
         self._strides = tuple(view.stride() for view in self.views)
         self._addresses = tuple(view.data_ptr() for view in self.views)
         num_flags = RANK_FLAGS + len(self.views)
         self.gradients, self.flags = self.buffer.split([len(self.buffer) - num_flags, num_flags])
-        self._num_memory_references = count_memory_references(self.buffer)
+        #: Number of references to the memory of the buffer if the caller has none.
+        self.num_memory_references = count_memory_references(self.buffer)
 
     @property
     def description(self) -> str:
         """The names of the parameters, shortened for messages."""
         return _describe(self.names)
 
-    def preserve_aliased_grads(self, slots: Sequence[int] | None = None) -> None:
-        """Keep the values of old gradients that the caller still references.
-
-        Call this before `slots` of the buffer are overwritten, by default all. A gradient that is
-        still the `.grad` of its parameter is not preserved. In memory from `allocate`, only former
-        `.grad` tensors are preserved, not other aliases.
-        """
-        if slots is None:
-            slots = range(len(self.views))
-        all_references = count_references([self._grad_views[slot] for slot in slots])
-        for slot, references in zip(slots, all_references, strict=True):
-            grad_view = self._grad_views[slot]
-            if self.parameters[slot].grad is grad_view:
-                continue
-            if references > UNSHARED_REFERENCES:
-                grad_view.data = grad_view.clone()
-                self._grad_views[slot] = self.views[slot].detach()
-        if self.has_custom_memory:
-            return
-        if count_memory_references(self.buffer) <= self._num_memory_references:
-            return
-        # Other aliases of the buffer exist but cannot be enumerated: they keep the old memory, and
-        # the bucket moves to new memory.
+    def move_to_new_memory(self) -> None:
+        """Copy the buffer to new memory; each `.grad` that was a view of the buffer stays one."""
         holding = [slot for slot in range(len(self.views)) if self.holds_grad(slot)]
-        # Aliases of accumulating gradients receive the new values, as without a wrapper.
-        if len(holding) == len(self.views):
-            return
         self.buffer = self.buffer.clone()
         storage = self.buffer.untyped_storage()
         self.views = tuple(
@@ -175,29 +147,29 @@ class Bucket:
         self.ready.add(slot)
 
     def fill_with_zeros(self) -> None:
-        """Contribute zeros for all parameters; `.grad` keeps its value."""
-        self.release()
-        self.preserve_aliased_grads()
+        """Contribute zeros for all parameters. To keep each `.grad`, call `release` first."""
         self.gradients.zero_()
         self.ready.update(range(len(self.indices)))
 
-    def move_in(self, slot: int) -> None:
-        """Move an unscaled gradient into the buffer, where later backward passes add to it.
-
-        Do nothing if there is no gradient, or if `.grad` is a view already or must not become one.
-        """
+    def should_move_in(self, slot: int) -> bool:
+        """Return True if there is a gradient that should be a view of the buffer, but is not."""
         has_gradient = self.parameters[slot].grad is not None
-        if self.gradient_as_view and has_gradient and not self.holds_grad(slot):
-            self.preserve_aliased_grads([slot])
-            self.views[slot].copy_(self._checked_gradients([slot])[0])
-            self.set_grad_view(slot)
+        return self.gradient_as_view and has_gradient and not self.holds_grad(slot)
+
+    def move_in(self, slot: int) -> None:
+        """Move an unscaled gradient into the buffer, where later backward passes add to it."""
+        self.views[slot].copy_(self._checked_gradients([slot])[0])
+        self.set_grad_view(slot)
 
     def set_grad_view(self, slot: int) -> None:
         """Make `.grad` of the parameter a view of the buffer."""
-        grad_view = self._grad_views[slot]
-        if grad_view.data_ptr() != self._addresses[slot]:
-            grad_view = self._grad_views[slot] = self.views[slot].detach()
-        self.parameters[slot].grad = grad_view
+        if self.grad_views[slot].data_ptr() != self._addresses[slot]:
+            self.renew_grad_view(slot)
+        self.parameters[slot].grad = self.grad_views[slot]
+
+    def renew_grad_view(self, slot: int) -> None:
+        """Use a new tensor for the next `.grad` of a slot, because the caller has the last one."""
+        self.grad_views[slot] = self.views[slot].detach()
 
     def set_final_grads(self, unused: Collection[int]) -> None:
         """Store the mean in each `.grad` that is not a view yet, except for indices in `unused`."""
@@ -220,8 +192,13 @@ class Bucket:
                 parameter.grad = self.views[slot].clone()
                 released.append(self.indices[slot])
             else:
-                self._forget_replaced_grad(slot)
+                self.forget_moved_grad(slot)
         return released
+
+    def forget_moved_grad(self, slot: int) -> None:
+        """Renew the view of a slot if `module.double()` or `.grad.data = ...` moved its memory."""
+        if self.parameters[slot].grad is self.grad_views[slot]:
+            self.renew_grad_view(slot)
 
     def holds_grad(self, slot: int) -> bool:
         """Return True if `.grad` of the parameter is a view of its slot."""
@@ -235,34 +212,6 @@ class Bucket:
             and not gradient.is_conj()
             and not gradient.is_neg()
         )
-
-    def copy_misplaced_grads(self, storages: Collection[int]) -> None:
-        """Copy each `.grad` that is in one of these storages, but is not a view of its slot."""
-        for slot, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is None or self.holds_grad(slot):
-                continue
-            self._forget_replaced_grad(slot)
-            is_dense = gradient.layout is torch.strided
-            if is_dense and gradient.untyped_storage().data_ptr() in storages:
-                parameter.grad = gradient.clone()
-
-    def _forget_replaced_grad(self, slot: int) -> None:
-        """Forget a `.grad` outside its slot: `module.double()` or `.grad.data = ...` moved it."""
-        if self.parameters[slot].grad is self._grad_views[slot]:
-            self._grad_views[slot] = self.views[slot].detach()
-
-    def find_aliased_grad(self) -> str | None:
-        """Return the name of a parameter whose `.grad` has memory that the caller also references.
-
-        Views of the buffer do not count. Returns None if there is no such parameter.
-        """
-        for slot, parameter in enumerate(self.parameters):
-            if parameter.grad is None or parameter.grad.layout is not torch.strided:
-                continue
-            if not self.holds_grad(slot) and is_aliased(parameter):
-                return self.names[slot]
-        return None
 
     def clear(self) -> None:
         """Reset the state of the step."""
@@ -318,7 +267,7 @@ class Bucket:
             ):
                 raise self._gradient_error(slot)
             if (
-                gradient is not self._grad_views[slot]
+                gradient is not self.grad_views[slot]
                 and gradient.data_ptr() == self._addresses[slot]
                 and not self.holds_grad(slot)
             ):

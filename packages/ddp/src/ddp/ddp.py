@@ -24,6 +24,7 @@ from ddp.compression.comm_hook import CommHook, Hook, check_hook
 from ddp.consistency.gradient_agreement import MAX_EXACT_RANKS
 from ddp.consistency.model_agreement import named_state
 from ddp.consistency.uneven_inputs import ZeroContribution
+from ddp.memory.aliased_gradients import copy_misplaced_grads
 from ddp.metering.meter import Meter
 from ddp.options import (
     BucketSize,
@@ -221,7 +222,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         replica.connect_copy()
         replica.failures.check_not_failed()
         if not replica.has_synchronized:
-            replica.reducer.copy_misplaced_grads()
+            copy_misplaced_grads(replica.reducer.buckets)
             replica.start_step()
             replica.finish_step()
         replica.has_synchronized = False

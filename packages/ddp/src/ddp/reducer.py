@@ -35,6 +35,7 @@ from ddp.bucket import Bucket
 from ddp.communication import Collective, RunningReductions, all_reduce_buffer
 from ddp.consistency.gradient_parts import GradientParts
 from ddp.extensions import Extension, Step
+from ddp.memory.aliased_gradients import preserve_aliased_grads
 from ddp.options import Options
 from ddp.process_group import ReduceGroup
 
@@ -111,7 +112,9 @@ class Reducer:
         bucket, slot = self.assignment.slots[index]
         if slot in bucket.ready:
             self._raise_gradient_in_parts(bucket, slot)
-        bucket.move_in(slot)
+        if bucket.should_move_in(slot):
+            preserve_aliased_grads(bucket, [slot])
+            bucket.move_in(slot)
 
     def start(self) -> None:
         """Open a step: gradients that become ready from now on are final."""
@@ -120,7 +123,7 @@ class Reducer:
         self.unreported = []
         self.rebuild_buckets()
         for bucket in self.buckets:
-            bucket.preserve_aliased_grads()
+            preserve_aliased_grads(bucket)
         # The sum over the ranks of grad / world_size is the mean.
         self.step = Step(self.parameters, self.buckets, scale=1 / self._group.world_size)
         # The checks detect whether an optimizer has changed the weights since the last step. A
@@ -129,15 +132,6 @@ class Reducer:
             extension.on_step_start(self.step)
         if self._parts is not None:
             self._parts.start_step()
-
-    def copy_misplaced_grads(self) -> None:
-        """Copy each `.grad` that is in a bucket's memory, but is not a view of its slot.
-
-        The caller may have swapped gradients. Copying into the buckets would overwrite them.
-        """
-        storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in self.buckets}
-        for bucket in self.buckets:
-            bucket.copy_misplaced_grads(storages)
 
     def rebuild_buckets(self) -> None:
         """After the first step, assign the parameters to new buckets; otherwise do nothing.
@@ -205,6 +199,8 @@ class Reducer:
                 # The reduction of this bucket overlaps with filling the next one.
                 self.launch_ready_buckets(is_finishing=True)
             else:
+                bucket.release()
+                preserve_aliased_grads(bucket)
                 bucket.fill_with_zeros()
         self.launch_ready_buckets(is_finishing=True)
         reductions = self.reductions.wait()

@@ -21,7 +21,6 @@ from ddp.compression.comm_hook import CommHook
 from ddp.compression.sparse import average_sparse
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.consistency.gradient_agreement import GradientAgreement
-from ddp.consistency.gradient_memory import refuse_shared_gradients, warn_of_aliased_gradient
 from ddp.consistency.model_agreement import (
     broadcast_tensors,
     check_same_model,
@@ -31,6 +30,8 @@ from ddp.consistency.model_agreement import (
 from ddp.consistency.tracked_parameters import TrackedParameters
 from ddp.consistency.unused_parameters import UnusedParameters
 from ddp.extensions import Extension
+from ddp.memory.aliased_gradients import copy_misplaced_grads, warn_of_aliased_grad
+from ddp.memory.shared_gradients import refuse_shared_gradients
 from ddp.metering.meter import Meter
 from ddp.options import Options
 from ddp.process_group import ReduceGroup, resolve_group
@@ -306,9 +307,9 @@ class Replica:
                 if self.reducer.is_open:
                     self._fail_open_step()
                 refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
-                self.reducer.copy_misplaced_grads()
+                copy_misplaced_grads(self.reducer.buckets)
                 if self._should_warn_of_alias:
-                    self._should_warn_of_alias = not warn_of_aliased_gradient(
+                    self._should_warn_of_alias = not warn_of_aliased_grad(
                         self.reducer.buckets, self.group.rank
                     )
             self.hooks.move_to_end()
@@ -346,7 +347,7 @@ class Replica:
         """Open a step for the gradient that is ready; return False if it is not synchronized."""
         self.backward_pass.discard_interrupted()
         if not self.backward_pass.is_running:
-            self.reducer.copy_misplaced_grads()
+            copy_misplaced_grads(self.reducer.buckets)
             if self.hooks.move_to_end():
                 raise RuntimeError(
                     "a parameter hook was registered after wrapping, and this backward pass did "

@@ -8,6 +8,7 @@ import torch
 from torch.distributed.algorithms.join import JoinHook
 
 from ddp.consistency.model_agreement import broadcast_tensors, named_state
+from ddp.memory.aliased_gradients import copy_misplaced_grads
 
 
 class ZeroContribution(JoinHook):
@@ -21,7 +22,7 @@ class ZeroContribution(JoinHook):
     def main_hook(self) -> None:
         """Contribute zeros to one step."""
         self._replica.copy_buffers(is_participating=False)
-        self._replica.reducer.copy_misplaced_grads()
+        copy_misplaced_grads(self._replica.reducer.buckets)
         self._replica.reducer.start()
         self._replica.finish_step(is_participating=False)
 

@@ -1,8 +1,7 @@
-"""Checks of the memory of `.grad` before a backward pass."""
+"""A check, before a backward pass, that no two parameters share memory of `.grad`."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import pairwise
@@ -12,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddp.bucket import Bucket
 from ddp.consistency.failure_attribution import FailureAttribution
 
 
@@ -144,23 +142,3 @@ def _find_repeated_element(layouts: tuple[_Layout, ...]) -> int | None:
             return number
         elements.fill_(True)
     return None
-
-
-def warn_of_aliased_gradient(buckets: Iterable[Bucket], rank: int) -> bool:
-    """Warn if the caller references memory of `.grad` that will not receive the mean.
-
-    Returns True if a warning was issued.
-    """
-    for bucket in buckets:
-        name = bucket.find_aliased_grad()
-        if name is None:
-            continue
-        warnings.warn(
-            f"rank {rank}: before the backward pass, another tensor or variable had the memory of "
-            f"{name!r}.grad. That memory does not receive the mean over the ranks, because .grad "
-            "becomes a view of a bucket. torch's DDP writes the mean there by default; pass "
-            "gradient_as_bucket_view=False, or read .grad after each backward pass",
-            stacklevel=2,
-        )
-        return True
-    return False

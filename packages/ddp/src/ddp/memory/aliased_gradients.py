@@ -1,0 +1,100 @@
+"""Aliased gradients: memory of `.grad` that the caller still references."""
+
+# Note [Aliased gradients]
+# ~~~~~~~~~~~~~~~~~~~~~~~~
+# Without a wrapper, a gradient that the caller keeps after `zero_grad()` keeps its values, because
+# the next backward pass allocates new memory. A bucket, however, overwrites the same memory in
+# every step. Reference counts show whether the caller still references this memory:
+# - A former `.grad` is a tensor that the bucket knows. It receives new memory with a copy of its
+#   values.
+# - Other aliases, such as `.grad.view(-1)`, are unknown. They keep the old memory, and the bucket
+#   moves to new memory. It cannot leave memory from `allocate`, where these aliases change.
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from ddp.bucket import Bucket
+from ddp.memory.reference_counts import (
+    UNSHARED_REFERENCES,
+    count_memory_references,
+    count_references,
+    is_aliased,
+)
+
+
+def preserve_aliased_grads(bucket: Bucket, slots: Sequence[int] | None = None) -> None:
+    """Preserve the values of earlier gradients in a bucket that the caller still references.
+
+    Call this before `slots` of the bucket are overwritten, by default all. A gradient that is still
+    the `.grad` of its parameter is not preserved. See Note [Aliased gradients].
+    """
+    if slots is None:
+        slots = range(len(bucket.views))
+    all_references = count_references([bucket.grad_views[slot] for slot in slots])
+    for slot, references in zip(slots, all_references, strict=True):
+        former_grad = bucket.grad_views[slot]
+        is_former = bucket.parameters[slot].grad is not former_grad
+        if is_former and references > UNSHARED_REFERENCES:
+            former_grad.data = former_grad.clone()
+            bucket.renew_grad_view(slot)
+    if bucket.has_custom_memory:
+        return
+    if count_memory_references(bucket.buffer) <= bucket.num_memory_references:
+        return
+    # While all gradients accumulate, their aliases receive the new values, as without a wrapper.
+    if not all(bucket.holds_grad(slot) for slot in range(len(bucket.views))):
+        bucket.move_to_new_memory()
+
+
+def copy_misplaced_grads(buckets: Sequence[Bucket]) -> None:
+    """Copy each `.grad` that is in the memory of a bucket, but is not a view of its slot.
+
+    The caller may have swapped gradients. Copying into the buckets would overwrite them.
+    """
+    storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in buckets}
+    for bucket in buckets:
+        for slot, parameter in enumerate(bucket.parameters):
+            gradient = parameter.grad
+            if gradient is None or bucket.holds_grad(slot):
+                continue
+            bucket.forget_moved_grad(slot)
+            is_dense = gradient.layout is torch.strided
+            if is_dense and gradient.untyped_storage().data_ptr() in storages:
+                parameter.grad = gradient.clone()
+
+
+def warn_of_aliased_grad(buckets: Iterable[Bucket], rank: int) -> bool:
+    """Warn if the caller references memory of `.grad` that will not receive the mean.
+
+    Call this before a backward pass. Returns True if a warning was issued.
+    """
+    name = _find_aliased_grad(buckets)
+    if name is None:
+        return False
+    warnings.warn(
+        f"rank {rank}: before the backward pass, another tensor or variable had the memory of "
+        f"{name!r}.grad. That memory does not receive the mean over the ranks, because .grad "
+        "becomes a view of a bucket. torch's DDP writes the mean there by default; pass "
+        "gradient_as_bucket_view=False, or read .grad after each backward pass",
+        stacklevel=2,
+    )
+    return True
+
+
+def _find_aliased_grad(buckets: Iterable[Bucket]) -> str | None:
+    """Return the name of a parameter whose `.grad` has memory that the caller also references.
+
+    Gradients that are views of their bucket do not count. Returns None if there is no such name.
+    """
+    for bucket in buckets:
+        for slot, parameter in enumerate(bucket.parameters):
+            # A local variable for `.grad` would count as a reference of the caller.
+            if parameter.grad is None or parameter.grad.layout is not torch.strided:
+                continue
+            if not bucket.holds_grad(slot) and is_aliased(parameter):
+                return bucket.names[slot]
+    return None
