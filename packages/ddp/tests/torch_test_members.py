@@ -9,6 +9,7 @@ import torch.distributed as dist
 from ddp import DDP
 from ddp.compat import ReducerFacade
 from ddp.consistency.model_agreement import BROADCAST_BYTES, broadcast_tensors
+from ddp.consistency.uneven_inputs import gather_participating_ranks
 from ddp.consistency.unused_parameters import UnusedParameters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch_logging_data import logging_data
@@ -65,7 +66,7 @@ class TestedDDP(DDP):
         synchronize = hook.post_hook
 
         def post_hook(is_last_joiner):
-            candidates = self._replica.gather_participating_ranks(is_participating=is_last_joiner)
+            candidates = gather_participating_ranks(self._replica, is_participating=is_last_joiner)
             self._authoritative_rank = candidates[-1]
             synchronize(is_last_joiner)
 

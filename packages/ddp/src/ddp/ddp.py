@@ -166,13 +166,13 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         if has_gradients:
             replica.prepare_forward()
         with self.meter.forward() if has_gradients else nullcontext():
-            if replica.should_copy_buffers():
-                prepare_buffers = replica.prepare_buffers
+            if replica.buffers.is_due_before_forward():
+                copy_buffers = replica.buffers.copy_before_forward
                 # The broadcast would break the graph if Dynamo traced it. Importing Dynamo takes
                 # seconds, so tracing is disabled only if Dynamo has been imported already.
                 if "torch._dynamo" in sys.modules:
-                    prepare_buffers = torch.compiler.disable(prepare_buffers)
-                prepare_buffers()
+                    copy_buffers = torch.compiler.disable(copy_buffers)
+                copy_buffers()
             output = self._call_module(args, kwargs)
         if not has_gradients:
             self.require_forward_param_sync = False
@@ -279,7 +279,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
                 "pass divide_by_initial_world_size=True"
             )
         replica.agreement.divide_by_initial_world_size = divide_by_initial_world_size
-        return ZeroContribution(self, replica)
+        return ZeroContribution(replica)
 
     @property
     def join_device(self) -> torch.device:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -15,10 +14,10 @@ from torch.distributed.algorithms.join import Join
 
 from ddp.autograd.backward_pass import BackwardPass
 from ddp.autograd.parameter_hooks import ParameterHooks
-from ddp.communication import run_collective
 from ddp.compression.cast import Cast
 from ddp.compression.comm_hook import CommHook
 from ddp.compression.sparse import average_sparse
+from ddp.consistency.buffers import BufferSynchronization
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.consistency.gradient_agreement import GradientAgreement
 from ddp.consistency.model_agreement import (
@@ -28,6 +27,7 @@ from ddp.consistency.model_agreement import (
     named_state,
 )
 from ddp.consistency.tracked_parameters import TrackedParameters
+from ddp.consistency.uneven_inputs import compute_join_scale
 from ddp.consistency.unused_parameters import UnusedParameters
 from ddp.extensions import Extension
 from ddp.memory.aliased_gradients import copy_misplaced_grads, warn_of_aliased_grad
@@ -77,6 +77,7 @@ class Replica:
         self.hooks = ParameterHooks(wrapper)
         self.backward_pass = BackwardPass(self._end_backward)
         self.unused = UnusedParameters()
+        self.buffers = BufferSynchronization(self)
         self.is_connected = False
         #: True if the last backward pass was synchronized. False after the next forward pass with
         #: gradients, and after `finish_gradient_synchronization`.
@@ -119,7 +120,7 @@ class Replica:
         broadcast_tensors(
             broadcast_from_rank0, process_group, self.failures, "the broadcast of the weights"
         )
-        self.tracked = TrackedParameters(self._ddp._modules, self.ignored)
+        self.tracked = TrackedParameters(self.ddp._modules, self.ignored)
         refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
         self.agreement = GradientAgreement(
             self.group,
@@ -186,7 +187,7 @@ class Replica:
 
     def _make_extensions(self) -> list[Extension]:
         # The meter precedes the check, so that it records steps in which the check raises an error.
-        extensions: list[Extension] = [self.failures, self._ddp.meter, self.agreement]
+        extensions: list[Extension] = [self.failures, self.ddp.meter, self.agreement]
         if self.options.gradient_dtype is not None:
             extensions.append(Cast(self.options.gradient_dtype))
         if self.comm_hook is not None:
@@ -196,7 +197,7 @@ class Replica:
     @property
     def module(self) -> nn.Module:
         """The wrapped module, which the caller may replace."""
-        return self._ddp.module
+        return self.ddp.module
 
     @property
     def device(self) -> torch.device:
@@ -204,10 +205,16 @@ class Replica:
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
     @property
-    def _ddp(self) -> Wrapper:
+    def ddp(self) -> Wrapper:
+        """The wrapper."""
         ddp = self._wrapper()
         assert ddp is not None, "the hooks are removed together with the wrapper"
         return ddp
+
+    @property
+    def is_joining(self) -> bool:
+        """True inside `join()`, where ranks may have different numbers of inputs."""
+        return bool(self.ddp._join_config.enable)
 
     # ----- forward pass -----
 
@@ -229,7 +236,7 @@ class Replica:
             if "torch._dynamo" in sys.modules:
                 adopt = torch.compiler.disable(adopt)
             adopt()
-        if self._ddp.require_backward_grad_sync:
+        if self.ddp.require_backward_grad_sync:
             self.unused.check_unused(list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
         # Dynamo cannot trace the version counters.
@@ -237,33 +244,12 @@ class Replica:
             [] if torch.compiler.is_compiling() else self.tracked.parameters
         )
 
-    def should_copy_buffers(self) -> bool:
-        """Return True if the next forward pass starts by copying buffers, as with torch's DDP.
-
-        Inside `join()`, the first synchronized forward pass of each step copies them.
-        """
-        if not (self.is_connected and self.options.sync_buffers and self.tracked.have_buffers()):
-            return False
-        if self._ddp._join_config.enable:
-            return torch.is_grad_enabled() and self._ddp.require_backward_grad_sync
-        return self._ddp.require_forward_param_sync
-
-    def prepare_buffers(self) -> None:
-        """Copy buffers before a forward pass."""
-        self.failures.check_not_failed()
-        if self._ddp._join_config.enable:
-            self.notify_join()
-        # A checkpoint may repeat the forward pass within the backward pass, where ranks may have
-        # launched different numbers of buckets.
-        elif torch._C._current_graph_task_id() == -1:
-            self.copy_buffers()
-
     def notify_join(self) -> None:
         """Let the ranks without inputs take part in the current step of `join()`."""
         if not self._has_notified_join:
             self._has_notified_join = True
-            Join.notify_join_context(self._ddp)  # type: ignore[arg-type]
-            self.copy_buffers()
+            Join.notify_join_context(self.ddp)  # type: ignore[arg-type]
+            self.buffers.copy()
 
     def _fail_open_step(self) -> NoReturn:
         """Raise an error, because an earlier backward pass failed after it had opened a step."""
@@ -275,7 +261,7 @@ class Replica:
         )
 
     def _adopt_changed_parameters(self) -> None:
-        if self._ddp._join_config.enable:
+        if self.is_joining:
             raise RuntimeError("parameters changed inside join(); change them outside of it")
         self.tracked.adopt_changes(self.group, self.failures)
         for bucket in self.reducer.buckets:
@@ -285,9 +271,9 @@ class Replica:
 
     def end_forward(self) -> bool:
         """Return True if the backward pass of this forward pass synchronizes gradients."""
-        is_synchronized = self._ddp.require_backward_grad_sync
+        is_synchronized = self.ddp.require_backward_grad_sync
         self.backward_pass.end_forward(is_synchronized=is_synchronized)
-        self._ddp.require_forward_param_sync = is_synchronized
+        self.ddp.require_forward_param_sync = is_synchronized
         return is_synchronized
 
     # ----- backward pass -----
@@ -319,7 +305,7 @@ class Replica:
     def _end_backward(self, is_synchronized: bool | None) -> None:
         if not self.is_connected:
             return
-        if is_synchronized is None and self._ddp.require_backward_grad_sync:
+        if is_synchronized is None and self.ddp.require_backward_grad_sync:
             # The pass reached no output since the last step: the module was called directly.
             self.start_step()
         if self.reducer.is_open:
@@ -357,7 +343,7 @@ class Replica:
         if not self.backward_pass.is_synchronized:
             # Rebuilding is a collective. With uneven inputs, ranks call collectives only at the
             # start of a synchronized step.
-            if not self._ddp._join_config.enable:
+            if not self.is_joining:
                 self.reducer.rebuild_buckets()
             return False
         self.start_step()
@@ -379,7 +365,7 @@ class Replica:
                         "an optimizer that steps within the backward pass uses gradients before "
                         "they are averaged; call step() after backward()"
                     )
-        if self._ddp._join_config.enable:
+        if self.is_joining:
             self.notify_join()
         self.reducer.start()
 
@@ -392,8 +378,8 @@ class Replica:
         self.unused.record(self.reducer, unused, self.options)
         sparse = self.tracked.sparse
         scale = self.reducer.step.scale
-        if sparse and self._ddp._join_config.enable:
-            scale *= self._participation_scale(is_participating=is_participating)
+        if sparse and self.is_joining:
+            scale *= compute_join_scale(self, is_participating=is_participating)
         average_sparse(
             sparse,
             self.group,
@@ -402,43 +388,4 @@ class Replica:
             self.comm_hook,
             is_participating=is_participating,
         )
-        self.copy_buffers(is_participating=is_participating)
-
-    def gather_participating_ranks(self, *, is_participating: bool) -> list[int]:
-        """Return the ranks with `is_participating=True`. This is a collective."""
-        flags = torch.zeros(self.group.world_size, dtype=torch.int32, device=self.device)
-        flags[self.group.rank] = is_participating
-        run_collective(
-            partial(dist.all_reduce, group=self.group.process_group),
-            flags,
-            "the exchange of which ranks take part in join()",
-            self.failures.attribute_errors,
-        )
-        return [rank for rank, flag in enumerate(flags.tolist()) if flag]
-
-    def _participation_scale(self, *, is_participating: bool) -> float:
-        """Return the factor that turns a mean over all ranks into the mean that `join()` needs."""
-        if self.agreement.divide_by_initial_world_size:
-            return 1.0
-        active = self.gather_participating_ranks(is_participating=is_participating)
-        return self.group.world_size / len(active)
-
-    def copy_buffers(self, *, is_participating: bool = True) -> None:
-        """Copy buffers to every rank from rank 0, or in `join()` from the last rank with inputs.
-
-        torch's DDP copies them before a forward pass only. A copy at the end of each step keeps
-        them equal for a checkpoint that follows.
-        """
-        buffers = list(self.tracked.named_buffers().values())
-        if not buffers or not self.options.sync_buffers:
-            return
-        source = 0
-        if self._ddp._join_config.enable:
-            source = self.gather_participating_ranks(is_participating=is_participating)[-1]
-        broadcast_tensors(
-            buffers,
-            self.group.process_group,
-            self.failures,
-            "the broadcast of the buffers",
-            source=source,
-        )
+        self.buffers.copy(is_participating=is_participating)

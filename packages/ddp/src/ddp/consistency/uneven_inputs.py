@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
+from ddp.communication import run_collective
 from ddp.consistency.model_agreement import broadcast_tensors, named_state
 from ddp.memory.aliased_gradients import copy_misplaced_grads
 
@@ -14,23 +17,22 @@ from ddp.memory.aliased_gradients import copy_misplaced_grads
 class ZeroContribution(JoinHook):
     """Join hook that takes part in the steps of the remaining ranks with zero gradients."""
 
-    def __init__(self, ddp: Any, replica: Any) -> None:
-        self._ddp = ddp
+    def __init__(self, replica: Any) -> None:
         self._replica = replica
 
     @torch.no_grad()
     def main_hook(self) -> None:
         """Contribute zeros to one step."""
-        self._replica.copy_buffers(is_participating=False)
-        copy_misplaced_grads(self._replica.reducer.buckets)
-        self._replica.reducer.start()
-        self._replica.finish_step(is_participating=False)
+        replica = self._replica
+        replica.buffers.copy(is_participating=False)
+        copy_misplaced_grads(replica.reducer.buckets)
+        replica.reducer.start()
+        replica.finish_step(is_participating=False)
 
     def post_hook(self, is_last_joiner: bool) -> None:
         """Copy the weights of a rank that took all steps, and its buffers if these are copied."""
-        ddp = self._ddp
         replica = self._replica
-        candidates = replica.gather_participating_ranks(is_participating=is_last_joiner)
+        candidates = gather_participating_ranks(replica, is_participating=is_last_joiner)
         state = named_state(replica.module, replica.ignored, buffers=replica.options.sync_buffers)
         broadcast_tensors(
             list(state.values()),
@@ -41,4 +43,29 @@ class ZeroContribution(JoinHook):
         )
         replica.agreement.forget_versions()
         # `Join` leaves the flag set, but after the context all ranks take every step again.
-        ddp._join_config = ddp._join_config._replace(enable=False)
+        replica.ddp._join_config = replica.ddp._join_config._replace(enable=False)
+
+
+def gather_participating_ranks(replica: Any, *, is_participating: bool) -> list[int]:
+    """Return the ranks with `is_participating=True`. This is a collective."""
+    group = replica.group
+    flags = torch.zeros(group.world_size, dtype=torch.int32, device=replica.device)
+    flags[group.rank] = is_participating
+    run_collective(
+        partial(dist.all_reduce, group=group.process_group),
+        flags,
+        "the exchange of which ranks take part in join()",
+        replica.failures.attribute_errors,
+    )
+    return [rank for rank, flag in enumerate(flags.tolist()) if flag]
+
+
+def compute_join_scale(replica: Any, *, is_participating: bool) -> float:
+    """Return the factor that turns a mean over all ranks into the mean that `join()` needs.
+
+    This is a collective if the mean is over the ranks that still have inputs.
+    """
+    if replica.agreement.divide_by_initial_world_size:
+        return 1.0
+    active = gather_participating_ranks(replica, is_participating=is_participating)
+    return float(replica.group.world_size / len(active))
