@@ -7,10 +7,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from ddp.aliased_gradients import preserve_aliased_grads
 from ddp.assignment import assign_buckets
 from ddp.bucket import RANK_FLAGS, make_bucket
-from ddp.memory import shared_gradients
-from ddp.memory.aliased_gradients import preserve_aliased_grads
+from ddp.consistency import shared_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn

@@ -41,7 +41,7 @@ def resolve_group(group: dist.ProcessGroup | None, all_reduce: AllReduce | None)
     if not dist.is_initialized():
         raise RuntimeError(
             "expected an initialized process group, got none; call "
-            "torch.distributed.init_process_group first (torchrun sets the variables it reads)"
+            "torch.distributed.init_process_group first, and start the processes with torchrun"
         )
     group = group or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):

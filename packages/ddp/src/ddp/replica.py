@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
+from ddp.aliased_gradients import copy_misplaced_grads, warn_of_aliased_grad
 from ddp.autograd.backward_pass import BackwardPass
 from ddp.autograd.parameter_hooks import ParameterHooks
 from ddp.compression.cast import Cast
@@ -26,12 +27,11 @@ from ddp.consistency.model_agreement import (
     check_same_weights,
     named_state,
 )
+from ddp.consistency.shared_gradients import refuse_shared_gradients
 from ddp.consistency.tracked_parameters import TrackedParameters
 from ddp.consistency.uneven_inputs import compute_join_scale
 from ddp.consistency.unused_parameters import UnusedParameters
 from ddp.extensions import Extension
-from ddp.memory.aliased_gradients import copy_misplaced_grads, warn_of_aliased_grad
-from ddp.memory.shared_gradients import refuse_shared_gradients
 from ddp.metering.meter import Meter
 from ddp.options import Options
 from ddp.process_group import ReduceGroup, resolve_group

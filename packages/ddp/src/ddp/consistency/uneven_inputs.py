@@ -9,9 +9,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
+from ddp.aliased_gradients import copy_misplaced_grads
 from ddp.communication import run_collective
 from ddp.consistency.model_agreement import broadcast_tensors, named_state
-from ddp.memory.aliased_gradients import copy_misplaced_grads
 
 
 class ZeroContribution(JoinHook):

@@ -4,7 +4,7 @@
 # ~~~~~~~~~~~~~~~~~~~~~~~~
 # Without a wrapper, a gradient that the caller keeps after `zero_grad()` keeps its values, because
 # the next backward pass allocates new memory. A bucket, however, overwrites the same memory in
-# every step. Reference counts show whether the caller still references this memory:
+# every step. A reference count above the expected one shows that the caller has an alias:
 # - A former `.grad` is a tensor that the bucket knows. It receives new memory with a copy of its
 #   values.
 # - Other aliases, such as `.grad.view(-1)`, are unknown. They keep the old memory, and the bucket
@@ -14,16 +14,13 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Iterable, Sequence
+from sys import getrefcount
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
-from ddp.bucket import Bucket
-from ddp.memory.reference_counts import (
-    UNSHARED_REFERENCES,
-    count_memory_references,
-    count_references,
-    is_aliased,
-)
+from ddp.bucket import Bucket, count_memory_references
 
 
 def preserve_aliased_grads(bucket: Bucket, slots: Sequence[int] | None = None) -> None:
@@ -34,11 +31,11 @@ def preserve_aliased_grads(bucket: Bucket, slots: Sequence[int] | None = None) -
     """
     if slots is None:
         slots = range(len(bucket.views))
-    all_references = count_references([bucket.grad_views[slot] for slot in slots])
+    all_references = _count_references([bucket.grad_views[slot] for slot in slots])
     for slot, references in zip(slots, all_references, strict=True):
         former_grad = bucket.grad_views[slot]
         is_former = bucket.parameters[slot].grad is not former_grad
-        if is_former and references > UNSHARED_REFERENCES:
+        if is_former and references > _UNSHARED_REFERENCES:
             former_grad.data = former_grad.clone()
             bucket.renew_grad_view(slot)
     if bucket.has_custom_memory:
@@ -95,6 +92,35 @@ def _find_aliased_grad(buckets: Iterable[Bucket]) -> str | None:
             # A local variable for `.grad` would count as a reference of the caller.
             if parameter.grad is None or parameter.grad.layout is not torch.strided:
                 continue
-            if not bucket.holds_grad(slot) and is_aliased(parameter):
+            if bucket.holds_grad(slot):
+                continue
+            references, memory_references = _count_grad_references(parameter)
+            if references > _UNALIASED_REFERENCES or memory_references > _UNALIASED_MEMORY:
                 return bucket.names[slot]
     return None
+
+
+def _count_references(tensors: Sequence[Tensor]) -> list[int]:
+    """Return the number of references to each tensor, from Python and from C++.
+
+    The counts include the references of `tensors` and of this function.
+    """
+    return [getrefcount(tensor) + tensor._use_count() for tensor in tensors]
+
+
+_tensors = [torch.empty(0)]
+#: Result of `_count_references` for a tensor that is also in one other list, and nowhere else.
+_UNSHARED_REFERENCES = _count_references(list(_tensors))[0]
+
+
+def _count_grad_references(parameter: nn.Parameter) -> tuple[int, int]:
+    """Return the number of references to `.grad`, and to the storage of `.grad`."""
+    gradient: Any = parameter.grad
+    (references,) = _count_references([gradient])
+    return references, count_memory_references(gradient)
+
+
+_parameter = nn.Parameter(torch.empty(1))
+_parameter.grad = torch.empty(1)
+#: Result of `_count_grad_references` for a `.grad` that is referenced only by its parameter.
+_UNALIASED_REFERENCES, _UNALIASED_MEMORY = _count_grad_references(_parameter)
