@@ -170,10 +170,7 @@ class Bucket:
         self.grad_views[slot] = self.views[slot].detach()
 
     def set_final_grads(self, unused: Collection[int]) -> None:
-        """Store the mean in each `.grad` that is not a view, except for parameters in `unused`.
-
-        `unused` contains indices of parameters for which no rank has a gradient.
-        """
+        """Store the mean in each `.grad` that is not a view, except at the indices in `unused`."""
         for slot in self.missing if self.gradient_as_view else range(len(self.views)):
             parameter = self.parameters[slot]
             if self.indices[slot] in unused:
@@ -226,8 +223,7 @@ class Bucket:
 
     def record_nan_slots(self) -> None:
         """Record the slots whose gradient contains NaN in `nan_slots`."""
-        # The sum is NaN if an element is NaN, or if infinities of both signs are added. Only then
-        # check each view.
+        # The sum is NaN if an element is NaN, or if infinities cancel. Only then check each view.
         if bool(self.gradients.sum().isnan()):
             for slot, view in enumerate(self.views):
                 if bool(view.isnan().any()):
@@ -242,11 +238,7 @@ class Bucket:
             self.flags.copy_(torch.tensor([float(flag) for flag in (*rank_flags, *missing)]))
 
     def has_usual_flags(self, world_size: int, *, has_stepped: bool) -> bool:
-        """Return True if the summed flags are those of ranks that agree with this rank.
-
-        Every rank then participated, had all gradients and was not suspect. `has_stepped` was the
-        same on all ranks.
-        """
+        """Return True if all ranks have every gradient and this `has_stepped`, none is suspect."""
         if world_size not in self._expected_flags:
             usual, stepped = self._usual_flags
             self._expected_flags[world_size] = (usual * world_size, stepped * world_size)
@@ -262,10 +254,7 @@ class Bucket:
         return usual, stepped
 
     def _checked_gradients(self, slots: Sequence[int]) -> list[Tensor]:
-        """Return the gradients of `slots` without their graphs.
-
-        Raises `RuntimeError` or `TypeError` if a gradient does not fit its slot.
-        """
+        """Return the gradients of `slots` without graphs; raise an error if one does not fit."""
         gradients: list[Tensor] = []
         for slot in slots:
             gradient = self.parameters[slot].grad
@@ -280,8 +269,7 @@ class Bucket:
                 and gradient.data_ptr() == self._addresses[slot]
                 and not self.holds_grad(slot)
             ):
-                # `.grad` is another view of its slot, such as the conjugate.
-                gradient = gradient.clone()
+                gradient = gradient.clone()  # `.grad` is another view of its slot: its conjugate.
             # With create_graph=True, autograd would record the copy into the bucket.
             gradients.append(without_graph(gradient))
         return gradients

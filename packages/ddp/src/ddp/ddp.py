@@ -292,8 +292,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         """The process group that `torch.distributed.algorithms.Join` uses."""
         return self._replica.group.process_group
 
-    # ----- copies -----
-
     def _create_process_state(self) -> None:
         self.meter = Meter()
         self._replica = Replica(self, self._options, self._ignored, self._group)

@@ -18,7 +18,6 @@ AllReduce = Callable[..., Any]
 class ReduceGroup:
     """A process group and the all-reduce that averages gradients over it."""
 
-    #: Ranks that average their gradients.
     process_group: dist.ProcessGroup
     #: Rank of this process in the group.
     rank: int

@@ -50,10 +50,8 @@ class Reducer:
 
     Args:
         parameters: trained parameters by name.
-        options: options of the wrapper.
-        group: ranks to average over.
-        extensions: failure attribution, metering, checks across ranks and compression, called in
-            this order. They are optional.
+        extensions: optional failure attribution, metering, checks across ranks and compression,
+            called in this order.
         try_open_step: called for a gradient outside a step; returns True if it opened a step.
         on_failure: called with the reason before this rank raises an error within a step.
     """

@@ -1,4 +1,4 @@
-"""One rank's replica: its connection to the other ranks, and the start and end of each step."""
+"""The replica of one rank: its connection to other ranks, and the start and end of each step."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from ddp.reducer import Reducer
 
 
 class Wrapper(Protocol):
-    """Attributes of `DDP` that its replica uses. The replica references the wrapper weakly."""
+    """The attributes of `DDP` that its replica uses."""
 
     module: nn.Module
     meter: Meter
@@ -50,12 +50,11 @@ class Wrapper(Protocol):
 
 
 class Replica:
-    """Per-rank state that coordinates one `DDP` with the other ranks.
+    """The state that coordinates one `DDP` with the other ranks.
 
     A step starts with the first gradient of a synchronized backward pass, and ends together with
-    that pass. `finish_gradient_synchronization` starts and ends a step without a backward pass. The
-    replica of a copied wrapper is not connected: it connects to the other ranks when its first
-    gradient is ready.
+    this pass. `finish_gradient_synchronization` starts and ends a step without a backward pass. The
+    replica of a copied wrapper connects to the other ranks when its first gradient is ready.
     """
 
     group: ReduceGroup
@@ -84,10 +83,10 @@ class Replica:
         self.has_synchronized = False
         self._wrapper = weakref.ref(wrapper)
         self._process_group = process_group
-        #: True until a warning is issued that memory of `.grad` does not receive the mean. False if
-        #: no warning is needed, because `.grad` does not become a view.
+        #: True until `warn_of_aliased_grad` has issued a warning. Always False if `.grad` does not
+        #: become a view.
         self._should_warn_of_alias = options.gradient_as_bucket_view
-        #: True if a forward pass checked the parameters since the last step.
+        #: True if a forward pass has checked the parameters since the last step started.
         self._has_checked_parameters = False
         #: True if the ranks without inputs were notified of the current step of `join()`.
         self._has_notified_join = False
@@ -103,10 +102,10 @@ class Replica:
         check_weights: bool = False,
         broadcast_from_rank0: Sequence[Tensor] = (),
     ) -> None:
-        """Compare the model with those of the other ranks, and create the reducer.
+        """Compare the model with the models of the other ranks, and create the reducer.
 
         The tensors in `broadcast_from_rank0` receive the values of rank 0. An error leaves the
-        hooks and `is_connected` unchanged, so a copied wrapper retries at its next first gradient.
+        hooks and `is_connected` unchanged, so a copied wrapper retries at the next gradient.
         """
         self.group = resolve_group(self._process_group, self.options.all_reduce)
         process_group = self.group.process_group
@@ -147,14 +146,14 @@ class Replica:
         known = [id(parameter) for parameter in self._connecting_parameters]
         if [id(parameter) for parameter in trained] == known:
             return
-        # This is the first call, or parameters were unfrozen or replaced before the first gradient.
+        # This is the first call, or the trained parameters have changed since the last one.
         self.hooks.remove()
         self._connecting_parameters = trained
         for parameter in trained:
             self.hooks.register(parameter, self._mark_first_ready)
 
     def use_comm_hook(self, comm_hook: CommHook) -> None:
-        """Reduce buckets with a communication hook from now on."""
+        """Reduce buckets with a communication hook in all later steps."""
         self.comm_hook = comm_hook
         if self.is_connected:
             self.reducer.extensions = self._make_extensions()
@@ -162,8 +161,8 @@ class Replica:
     def make_reducer(self) -> None:
         """Allocate the buckets and replace the hooks.
 
-        If the allocation fails, this replica and the other ranks refuse further steps: the hooks
-        that remain belong to the earlier parameters.
+        If the allocation fails, all ranks refuse further steps, because the remaining hooks belong
+        to the earlier parameters.
         """
         try:
             self.reducer = Reducer(
@@ -186,7 +185,7 @@ class Replica:
             self.hooks.register(parameter, self._mark_sparse_ready)
 
     def _make_extensions(self) -> list[Extension]:
-        # The meter precedes the check, so that it records steps in which the check raises an error.
+        # The meter precedes the agreement check, so that it records steps that fail the check too.
         extensions: list[Extension] = [self.failures, self.ddp.meter, self.agreement]
         if self.options.gradient_dtype is not None:
             extensions.append(Cast(self.options.gradient_dtype))
@@ -201,7 +200,7 @@ class Replica:
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter, used for small collectives."""
+        """The device of the first parameter, which small collectives use."""
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
     @property
@@ -231,8 +230,7 @@ class Replica:
             self._fail_open_step()
         if self.tracked.detect_changes():
             adopt = self._adopt_changed_parameters
-            # While Dynamo traces the allocation of buckets, it may raise an error. Importing Dynamo
-            # takes seconds, so tracing is disabled only if Dynamo has been imported already.
+            # Dynamo may fail to trace the allocation. `DDP.forward` explains the condition.
             if "torch._dynamo" in sys.modules:
                 adopt = torch.compiler.disable(adopt)
             adopt()
@@ -252,7 +250,7 @@ class Replica:
             self.buffers.copy()
 
     def _fail_open_step(self) -> NoReturn:
-        """Raise an error, because an earlier backward pass failed after it had opened a step."""
+        """Raise `RuntimeError`, because an earlier backward pass failed after it opened a step."""
         reason = "the last backward pass raised an error before its gradients were averaged"
         self.failures.report_failure(reason)
         raise RuntimeError(
@@ -262,7 +260,7 @@ class Replica:
 
     def _adopt_changed_parameters(self) -> None:
         if self.is_joining:
-            raise RuntimeError("parameters changed inside join(); change them outside of it")
+            raise RuntimeError("parameters changed inside join(); change them outside of join()")
         self.tracked.adopt_changes(self.group, self.failures)
         for bucket in self.reducer.buckets:
             bucket.release()
@@ -270,7 +268,7 @@ class Replica:
         self.make_reducer()
 
     def end_forward(self) -> bool:
-        """Return True if the backward pass of this forward pass synchronizes gradients."""
+        """Return True if the backward pass of the forward pass that ended is synchronized."""
         is_synchronized = self.ddp.require_backward_grad_sync
         self.backward_pass.end_forward(is_synchronized=is_synchronized)
         self.ddp.require_forward_param_sync = is_synchronized
@@ -279,11 +277,11 @@ class Replica:
     # ----- backward pass -----
 
     def enter_backward(self, is_synchronized: bool, _: Any = None) -> None:
-        """Handle the start of a backward pass; this is a hook on the outputs of the module.
+        """Check the gradients at the start of a backward pass, and queue the end of the step.
 
-        The end of the step is queued here and not at the first gradient, which a reentrant
-        checkpoint may compute in an inner pass. The step would then end together with the inner
-        pass, before most gradients are ready.
+        This is the hook on the outputs of the module. It queues the end because a reentrant
+        checkpoint may compute the first gradient in an inner backward pass. If that gradient queued
+        the end, the step would end with the inner pass, before other gradients are ready.
         """
         if self._wrapper() is None or self.hooks.are_replaced:
             return
@@ -306,7 +304,7 @@ class Replica:
         if not self.is_connected:
             return
         if is_synchronized is None and self.ddp.require_backward_grad_sync:
-            # The pass reached no output since the last step: the module was called directly.
+            # No forward pass of the wrapper ran since the last step, only one of its `.module`.
             self.start_step()
         if self.reducer.is_open:
             self.finish_step()
@@ -330,7 +328,7 @@ class Replica:
     # ----- step -----
 
     def try_open_step(self) -> bool:
-        """Open a step for the gradient that is ready; return False if it is not synchronized."""
+        """Open a step for a gradient. Return False if the backward pass is not synchronized."""
         self.backward_pass.discard_interrupted()
         if not self.backward_pass.is_running:
             copy_misplaced_grads(self.reducer.buckets)
@@ -350,7 +348,10 @@ class Replica:
         return True
 
     def start_step(self) -> None:
-        """Check the state of this rank, then open a step in which it participates."""
+        """Open a step in which this rank participates.
+
+        Raises `RuntimeError` if this rank cannot complete the step.
+        """
         self.failures.check_not_failed()
         has_checked = self._has_checked_parameters
         self._has_checked_parameters = False
@@ -371,7 +372,7 @@ class Replica:
 
     @torch.no_grad()
     def finish_step(self, *, is_participating: bool = True) -> None:
-        """Wait for all gradients, then synchronize sparse gradients and buffers."""
+        """Wait for the gradients in buckets, then average sparse gradients and copy buffers."""
         self.backward_pass.end_step()
         self._has_notified_join = False
         unused = self.reducer.finish(is_participating=is_participating)

@@ -19,8 +19,8 @@ def refuse_shared_gradients(
 ) -> None:
     """Raise `RuntimeError` if two parameters share memory of `.grad`.
 
-    Autograd would add both gradients to this memory, and the reduction of the first could be
-    launched before the second is added.
+    Autograd would add both gradients to this memory. The sum could be reduced before the second
+    gradient is added.
     """
     if _have_separate_ranges(parameters.values()):
         return
@@ -42,8 +42,8 @@ def refuse_shared_gradients(
 def _have_separate_ranges(parameters: Iterable[nn.Parameter]) -> bool:
     """Return True if no two gradients are in overlapping ranges of memory.
 
-    This function runs before each backward pass. Gradients next to each other are combined into one
-    range, so that few ranges are sorted.
+    This function runs before each backward pass, so it must be fast. Gradients next to each other
+    are combined into one range, so that few ranges are sorted.
     """
     ranges: list[tuple[int, int]] = []
     start = end = 0
@@ -73,7 +73,7 @@ def _have_separate_ranges(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 class _Layout(NamedTuple):
-    """The memory of a tensor that is not empty."""
+    """The memory layout of a tensor that is not empty."""
 
     address: int
     itemsize: int
@@ -95,7 +95,7 @@ class _Layout(NamedTuple):
 def _find_overlapping_ranges(
     parameters: Mapping[str, nn.Parameter],
 ) -> list[tuple[list[str], tuple[_Layout, ...]]]:
-    """Return names and layouts of gradients in overlapping memory, in the order of addresses."""
+    """Return names and layouts of each group of gradients in overlapping ranges, by address."""
     gradients = []
     for name, parameter in parameters.items():
         gradient = parameter.grad
@@ -116,11 +116,11 @@ def _find_overlapping_ranges(
     ]
 
 
-# Gradients that are columns of one matrix, for example, have no common element. The cache avoids
-# that they are compared before each backward pass.
+# Gradients that are columns of one matrix, for example, are in overlapping ranges but have no
+# common element. With the cache, they are not compared again before each backward pass.
 @lru_cache(maxsize=128)
 def _find_repeated_element(layouts: tuple[_Layout, ...]) -> int | None:
-    """Return the number of the first tensor that has an element of a tensor before it.
+    """Return the number of the first tensor that has memory of an earlier tensor.
 
     The tensors are in the order of their addresses. Returns None if there is no such tensor.
     """
