@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from ddp import DDP
 from ddp.compat import ReducerFacade
+from ddp.consistency.buffers import gather_participating_ranks
 from ddp.consistency.model_agreement import BROADCAST_BYTES, broadcast_tensors
-from ddp.consistency.uneven_inputs import gather_participating_ranks
 from ddp.consistency.unused_parameters import UnusedParameters
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch_logging_data import logging_data

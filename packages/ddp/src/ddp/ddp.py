@@ -22,6 +22,7 @@ from ddp.aliased_gradients import copy_misplaced_grads
 from ddp.bucket import Allocate
 from ddp.compat import TorchCompatibility, graph_nodes
 from ddp.compression.comm_hook import CommHook, Hook, check_hook
+from ddp.consistency.buffers import copy_buffers_before_forward, should_copy_buffers
 from ddp.consistency.gradient_agreement import MAX_EXACT_RANKS
 from ddp.consistency.model_agreement import named_state
 from ddp.consistency.uneven_inputs import ZeroContribution
@@ -166,13 +167,13 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         if has_gradients:
             replica.prepare_forward()
         with self.meter.forward() if has_gradients else nullcontext():
-            if replica.buffers.is_due_before_forward():
-                copy_buffers = replica.buffers.copy_before_forward
+            if should_copy_buffers(replica):
+                copy_buffers = copy_buffers_before_forward
                 # The broadcast would break the graph if Dynamo traced it. Importing Dynamo takes
                 # seconds, so tracing is disabled only if Dynamo has been imported already.
                 if "torch._dynamo" in sys.modules:
                     copy_buffers = torch.compiler.disable(copy_buffers)
-                copy_buffers()
+                copy_buffers(replica)
             output = self._call_module(args, kwargs)
         if not has_gradients:
             self.require_forward_param_sync = False

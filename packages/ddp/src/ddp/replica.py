@@ -18,7 +18,7 @@ from ddp.autograd.parameter_hooks import ParameterHooks
 from ddp.compression.cast import Cast
 from ddp.compression.comm_hook import CommHook
 from ddp.compression.sparse import average_sparse
-from ddp.consistency.buffers import BufferSynchronization
+from ddp.consistency.buffers import copy_buffers
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.consistency.gradient_agreement import GradientAgreement
 from ddp.consistency.model_agreement import (
@@ -76,7 +76,6 @@ class Replica:
         self.hooks = ParameterHooks(wrapper)
         self.backward_pass = BackwardPass(self._end_backward)
         self.unused = UnusedParameters()
-        self.buffers = BufferSynchronization(self)
         self.is_connected = False
         #: True if the last backward pass was synchronized. False after the next forward pass with
         #: gradients, and after `finish_gradient_synchronization`.
@@ -247,7 +246,7 @@ class Replica:
         if not self._has_notified_join:
             self._has_notified_join = True
             Join.notify_join_context(self.ddp)  # type: ignore[arg-type]
-            self.buffers.copy()
+            copy_buffers(self)
 
     def _fail_open_step(self) -> NoReturn:
         """Raise `RuntimeError`, because an earlier backward pass failed after it opened a step."""
@@ -389,4 +388,4 @@ class Replica:
             self.comm_hook,
             is_participating=is_participating,
         )
-        self.buffers.copy(is_participating=is_participating)
+        copy_buffers(self, is_participating=is_participating)

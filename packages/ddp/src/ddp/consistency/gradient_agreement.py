@@ -130,7 +130,7 @@ class GradientAgreement(Extension):
         is_suspect |= num_stepped not in (0, num_active)
         is_refused = bool(missing_on_some) and not self._find_unused_parameters
         if is_inexact or is_suspect or is_refused:
-            step.unused |= self._compare_reports(step, missing, with_weights=is_suspect)
+            step.unused |= self._compare_reports(step, with_weights=is_suspect)
         else:
             step.unused |= missing.keys() - missing_on_some
 
@@ -148,9 +148,7 @@ class GradientAgreement(Extension):
         for bucket, summed in zip(buckets, flags.split(sizes), strict=True):
             bucket.flags.copy_(summed)
 
-    def _compare_reports(
-        self, step: Step, missing: dict[int, float], *, with_weights: bool
-    ) -> set[int]:
+    def _compare_reports(self, step: Step, *, with_weights: bool) -> set[int]:
         report = None
         if step.is_participating:
             report = self._report(step.buckets, with_weights=with_weights)
@@ -167,7 +165,7 @@ class GradientAgreement(Extension):
         unused = set()
         for bucket in step.buckets:
             for index, name in zip(bucket.indices, bucket.names, strict=True):
-                if index in missing and name in unused_names:
+                if name in unused_names:
                     unused.add(index)
         return unused
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch.distributed.algorithms.join import JoinHook
 
 from ddp.aliased_gradients import copy_misplaced_grads
-from ddp.communication import run_collective
+from ddp.consistency.buffers import copy_buffers, gather_participating_ranks
 from ddp.consistency.model_agreement import broadcast_tensors, named_state
 
 
@@ -24,7 +22,7 @@ class ZeroContribution(JoinHook):
     def main_hook(self) -> None:
         """Contribute zeros to one step."""
         replica = self._replica
-        replica.buffers.copy(is_participating=False)
+        copy_buffers(replica, is_participating=False)
         copy_misplaced_grads(replica.reducer.buckets)
         replica.reducer.start()
         replica.finish_step(is_participating=False)
@@ -44,20 +42,6 @@ class ZeroContribution(JoinHook):
         replica.agreement.forget_versions()
         # `Join` leaves the flag set, but after the context all ranks take every step again.
         replica.ddp._join_config = replica.ddp._join_config._replace(enable=False)
-
-
-def gather_participating_ranks(replica: Any, *, is_participating: bool) -> list[int]:
-    """Return the ranks with `is_participating=True`. This is a collective."""
-    group = replica.group
-    flags = torch.zeros(group.world_size, dtype=torch.int32, device=replica.device)
-    flags[group.rank] = is_participating
-    run_collective(
-        partial(dist.all_reduce, group=group.process_group),
-        flags,
-        "the exchange of which ranks take part in join()",
-        replica.failures.attribute_errors,
-    )
-    return [rank for rank, flag in enumerate(flags.tolist()) if flag]
 
 
 def compute_join_scale(replica: Any, *, is_participating: bool) -> float:
