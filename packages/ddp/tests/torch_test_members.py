@@ -11,12 +11,29 @@ from ddp.compat import ReducerFacade
 from ddp.consistency.buffers import gather_participating_ranks
 from ddp.consistency.model_agreement import BROADCAST_BYTES, broadcast_tensors
 from ddp.consistency.unused_parameters import UnusedParameters
+from ddp.reducer import Reducer
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch_logging_data import logging_data
 
 TORCH_SET_IGNORED = staticmethod(
     torch.nn.parallel.distributed.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
 )
+
+
+FILL = Reducer._fill
+
+
+def record_and_fill(reducer, bucket):
+    """Record which parameters no hook reported in this step, before they are filled in."""
+    if bucket is reducer.buckets[0]:
+        reducer.unreported = []
+    for slot, index in enumerate(bucket.indices):
+        if slot not in bucket.ready:
+            reducer.unreported.append(index)
+    FILL(reducer, bucket)
+
+
+Reducer._fill = record_and_fill
 
 
 class RecordedUnusedParameters(UnusedParameters):

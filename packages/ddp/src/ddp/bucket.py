@@ -166,7 +166,7 @@ class Bucket:
         self.parameters[slot].grad = self.grad_views[slot]
 
     def renew_grad_view(self, slot: int) -> None:
-        """Use a new tensor for the next `.grad` in a slot, because the caller has the last one."""
+        """Use a new tensor in `grad_views`: the caller has the current one, or moved its memory."""
         self.grad_views[slot] = self.views[slot].detach()
 
     def set_final_grads(self, unused: Collection[int]) -> None:
@@ -183,10 +183,7 @@ class Bucket:
                 parameter.grad.copy_(self.views[slot])
 
     def release(self) -> list[int]:
-        """Replace each `.grad` that is a view of the buffer by a copy.
-
-        Returns the indices of the parameters whose `.grad` was replaced.
-        """
+        """Copy each `.grad` that is a view of the buffer; return the indices of these parameters."""
         released = []
         for slot, parameter in enumerate(self.parameters):
             if self.holds_grad(slot):
@@ -238,7 +235,7 @@ class Bucket:
             self.flags.copy_(torch.tensor([float(flag) for flag in (*rank_flags, *missing)]))
 
     def has_usual_flags(self, world_size: int, *, has_stepped: bool) -> bool:
-        """Return True if all ranks have every gradient and this `has_stepped`, none is suspect."""
+        """Return True if all ranks have every gradient and this `has_stepped`, without suspects."""
         if world_size not in self._expected_flags:
             usual, stepped = self._usual_flags
             self._expected_flags[world_size] = (usual * world_size, stepped * world_size)
@@ -285,8 +282,8 @@ class Bucket:
             )
         if gradient.layout is not torch.strided:
             return TypeError(
-                f"expected a dense gradient of {name!r}, got {gradient.layout}; construct that "
-                "layer with sparse=False, or use nn.Embedding(sparse=True)"
+                f"expected a dense gradient of {name!r}, got {gradient.layout}; construct the layer "
+                "with sparse=False, or use nn.Embedding or nn.EmbeddingBag for sparse gradients"
             )
         return RuntimeError(
             f"expected the gradient of {name!r} to have the shape {tuple(self._shapes[slot])} "

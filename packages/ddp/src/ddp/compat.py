@@ -25,8 +25,6 @@ class TorchCompatibility:
     _replica: Replica
     _options: Options
 
-    # ----- public attributes of torch's DDP that mirror its arguments -----
-
     @property
     def process_group(self) -> dist.ProcessGroup:
         """The ranks to average over."""
@@ -64,8 +62,6 @@ class TorchCompatibility:
         """A list with the index of the device that inputs are moved to; None if they stay."""
         device = self._options.device
         return None if device is None else [device.index]
-
-    # ----- private members -----
 
     # Readers: see the methods of `ReducerFacade`.
     @property

@@ -77,8 +77,6 @@ class Reducer:
         self.num_steps = 0
         #: The current step, or the last one.
         self.step = Step(self.parameters, self.buckets)
-        #: Indices of parameters that `mark_ready` did not add to a bucket in this step.
-        self.unreported: list[int] = []
         self._group = group
         self._try_open_step = try_open_step
         self._on_failure = on_failure
@@ -118,7 +116,6 @@ class Reducer:
         """Open a step: gradients that become ready from now on are final."""
         self.is_open = True
         self._num_launched = 0
-        self.unreported = []
         self.rebuild_buckets()
         for bucket in self.buckets:
             preserve_aliased_grads(bucket)
@@ -132,10 +129,7 @@ class Reducer:
             self._parts.start_step()
 
     def rebuild_buckets(self) -> None:
-        """After the first step, assign the parameters to new buckets; otherwise do nothing.
-
-        The assignment is a collective: every rank must call it.
-        """
+        """Assign the parameters to new buckets after the first step. Every rank must do so."""
         if self.num_steps != 1:
             return
         try:
@@ -149,7 +143,7 @@ class Reducer:
     def launch_ready_buckets(self, *, is_finishing: bool = False) -> None:
         """Launch full buckets in index order, so that ranks sum the same buckets.
 
-        A communication hook may delay launches. With `is_finishing`, wait for it and launch.
+        A communication hook may delay launches. With `is_finishing`, wait for the hook instead.
         """
         while self._num_launched < len(self.buckets):
             bucket = self.buckets[self._num_launched]
@@ -234,11 +228,10 @@ class Reducer:
         """Copy in gradients that `mark_ready` did not add, and mark missing gradients."""
         if len(bucket.ready) == len(bucket.indices):
             return
-        for slot, index in enumerate(bucket.indices):
+        for slot, parameter in enumerate(bucket.parameters):
             if slot in bucket.ready:
                 continue
-            self.unreported.append(index)
-            if bucket.parameters[slot].grad is None:
+            if parameter.grad is None:
                 bucket.mark_missing(slot)
             else:
                 self._add_to_bucket(bucket, slot)

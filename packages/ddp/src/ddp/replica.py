@@ -92,8 +92,6 @@ class Replica:
         #: Parameters with hooks that connect this replica.
         self._connecting_parameters: list[nn.Parameter] = []
 
-    # ----- connection -----
-
     def connect(
         self,
         *,
@@ -214,8 +212,6 @@ class Replica:
         """True inside `join()`, where ranks may have different numbers of inputs."""
         return bool(self.ddp._join_config.enable)
 
-    # ----- forward pass -----
-
     def prepare_forward(self) -> None:
         """Check before a forward pass that the last step ended, and adopt changed parameters."""
         self.has_synchronized = False
@@ -273,8 +269,6 @@ class Replica:
         self.ddp.require_forward_param_sync = is_synchronized
         return is_synchronized
 
-    # ----- backward pass -----
-
     def enter_backward(self, is_synchronized: bool, _: Any = None) -> None:
         """Check the gradients at the start of a backward pass, and queue the end of the step.
 
@@ -323,8 +317,6 @@ class Replica:
     def _mark_sparse_ready(self, _: Tensor) -> None:
         if not self.reducer.is_open:
             self.try_open_step()
-
-    # ----- step -----
 
     def try_open_step(self) -> bool:
         """Open a step for a gradient. Return False if the backward pass is not synchronized."""

@@ -24,8 +24,7 @@ import torch
 class BackwardPass:
     """State of the current backward pass. See Note [Synchronized backward passes].
 
-    Args:
-        on_end: called at the end of each backward pass with the value of `is_synchronized`.
+    `on_end` is called at the end of each backward pass with the value of `is_synchronized`.
     """
 
     def __init__(self, on_end: Callable[[bool | None], None]) -> None:

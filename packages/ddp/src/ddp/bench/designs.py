@@ -104,8 +104,8 @@ class Design:
         cpu_start = time.process_time()
         self.model.zero_grad()
         # `DDP` measures its forward pass itself.
-        needs_metering = self.meter is not None and not isinstance(self.model, DDP)
-        with self.meter.forward() if self.meter and needs_metering else nullcontext():
+        meter = None if isinstance(self.model, DDP) else self.meter
+        with meter.forward() if meter else nullcontext():
             value = loss(self.model)
         _synchronize_device(device)
         backward_start = time.perf_counter()

@@ -30,15 +30,14 @@ class TrackedParameters:
     so each forward pass compares the identities and three attributes of the parameters with the
     recorded ones.
 
-    Args:
-        wrapper_modules: submodules of the wrapper by name. Its entry "module" may be replaced.
-        ignored: names of parameters and buffers that are neither averaged nor copied.
+    `wrapper_modules` contains the wrapped module as "module", which the caller may replace.
+    Parameters and buffers in `ignored` are neither averaged nor copied.
     """
 
     def __init__(self, wrapper_modules: Mapping[str, Any], ignored: Collection[str]) -> None:
         self._wrapper_modules = wrapper_modules
         self._ignored = ignored
-        #: The parameters of the module at the last comparison of modules across ranks.
+        #: The parameters of the module, trained or not, at the last call of `refresh`.
         self._compared = WeakTensorKeyDictionary()
         self.refresh()
 
