@@ -183,7 +183,7 @@ class Bucket:
                 parameter.grad.copy_(self.views[slot])
 
     def release(self) -> list[int]:
-        """Copy each `.grad` that is a view of the buffer; return the indices of these parameters."""
+        """Copy each `.grad` that is a view of the buffer; return the indices of the parameters."""
         released = []
         for slot, parameter in enumerate(self.parameters):
             if self.holds_grad(slot):
@@ -282,8 +282,8 @@ class Bucket:
             )
         if gradient.layout is not torch.strided:
             return TypeError(
-                f"expected a dense gradient of {name!r}, got {gradient.layout}; construct the layer "
-                "with sparse=False, or use nn.Embedding or nn.EmbeddingBag for sparse gradients"
+                f"expected a dense gradient of {name!r}, got {gradient.layout}; construct that "
+                "layer with sparse=False, or use nn.Embedding or nn.EmbeddingBag instead"
             )
         return RuntimeError(
             f"expected the gradient of {name!r} to have the shape {tuple(self._shapes[slot])} "
