@@ -172,7 +172,7 @@ def compare_ranks(situation: str, *, use_torch: bool) -> str:
 
 
 def compare_with_torch_ddp(situation: str) -> tuple[str, str]:
-    """Return the outcome with torch's DDP and with ours."""
+    """Return the outcomes with torch's DDP and with `DDP`."""
     return compare_ranks(situation, use_torch=True), compare_ranks(situation, use_torch=False)
 
 
@@ -403,7 +403,7 @@ def average_into_all_memory_of_the_caller() -> list[tuple]:
 
 
 def move_gradients() -> list[str]:
-    """Move `.grad` to other memory, which nobody else references; return the warnings."""
+    """Move `.grad` to memory without other references, and return the warnings."""
     model = DDP(net())
     x = torch.ones(3, 5)
     with warnings.catch_warnings(record=True) as caught:

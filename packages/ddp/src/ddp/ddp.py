@@ -72,7 +72,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             receives gradients in `gradient_dtype` and chooses the precision of the sum.
         find_unused_parameters: count a gradient that is missing on some ranks as zero, and allow
             parameters that no rank uses. By default, both are errors.
-        check_nan: check each bucket for NaN before it is reduced, and raise an error on every rank.
+        check_nan: check each bucket for NaN before it is reduced. NaN is an error on every rank.
         sync_buffers: copy the buffers of rank 0 to every rank in each step, which is the default.
             torch's `forward_sync_buffers` and `broadcast_buffers` also work. As in torch, the
             constructor does not copy buffers if `broadcast_buffers=False` is passed without

@@ -28,7 +28,7 @@ class ZeroContribution(JoinHook):
         replica.finish_step(is_participating=False)
 
     def post_hook(self, is_last_joiner: bool) -> None:
-        """Copy the weights of a rank that took all steps, and its buffers if these are copied."""
+        """Copy the weights of a rank that took all steps, and its buffers if steps copy buffers."""
         replica = self._replica
         candidates = gather_participating_ranks(replica, is_participating=is_last_joiner)
         state = named_state(replica.module, replica.ignored, buffers=replica.options.sync_buffers)
