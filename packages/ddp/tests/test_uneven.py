@@ -51,7 +51,7 @@ def test_find_unused_parameters_counts_missing_gradients_as_zero() -> None:
 
 
 def train_experts_on_many_ranks() -> int:
-    """Train on three ranks with `MAX_EXACT_RANKS` = 2; return the number of comparisons of names."""
+    """Train on three ranks with `MAX_EXACT_RANKS` = 2; return how often names were compared."""
     compare = gradient_agreement.check_same_gradients
     calls = []
 

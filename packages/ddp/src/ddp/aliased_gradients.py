@@ -8,7 +8,7 @@
 # - A former `.grad` is a tensor that the bucket knows. It receives new memory with a copy of its
 #   values.
 # - Other aliases, such as `.grad.view(-1)`, are unknown. They keep the old memory, and the bucket
-#   moves to new memory. It cannot leave memory from `allocate`, where these aliases change.
+#   moves to new memory. In memory from `allocate`, these aliases are overwritten instead.
 
 from __future__ import annotations
 

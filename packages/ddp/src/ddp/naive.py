@@ -112,7 +112,7 @@ def _common_gradients(module: nn.Module, group: ReduceGroup) -> dict[str, Tensor
                 # The graph of this rank's gradient is not that of the mean.
                 parameter.grad = without_graph(parameter.grad)
             gradients[name] = parameter.grad
-    # Ranks may have frozen different parameters, so the flags include those that are not trained.
+    # Ranks may have frozen different parameters, so frozen parameters also have flags.
     names = [name for name, _ in module.named_parameters()]
     if not names:
         return {}

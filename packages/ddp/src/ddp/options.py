@@ -119,7 +119,7 @@ def select_bucket_size(
     """Return the size of all buckets in units of 2**20 bytes, or a tuple with the size of each.
 
     None stands for separate gradients. As in torch, `caps` overrides `cap`. Raises `ValueError` if
-    `bucket_size_mb` and one of these are passed and differ.
+    `bucket_size_mb` is passed too and differs.
     """
     selected = tuple(caps) if caps else cap
     if isinstance(bucket_size_mb, BucketSize):

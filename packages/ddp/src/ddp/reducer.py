@@ -202,8 +202,8 @@ class Reducer:
         self.num_steps += 1
         self.is_open = False
         try:
-            # The meter records the step. The checks compare the summed flags with those expected,
-            # and raise an error on every rank if ranks differ.
+            # The meter records the step. The agreement check evaluates the summed flags, and raises
+            # an error on every rank if ranks differ.
             for extension in self.extensions:
                 extension.on_step_end(step, reductions)
             if is_participating:

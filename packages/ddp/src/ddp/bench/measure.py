@@ -249,8 +249,8 @@ def table(rows: list[Row]) -> str:
     for columns, group in itertools.groupby(rows, key=tuple):
         cells = [columns]
         for row in group:
-            values = row.values()
-            cells.append(tuple(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values))
+            texts = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()]
+            cells.append(tuple(texts))
         widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
         lines = []
         for line in cells:

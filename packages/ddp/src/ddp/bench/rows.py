@@ -114,20 +114,20 @@ class Measured:
 
     def _sweep_rows(self, swept: Sequence[Design]) -> list[Row]:
         """Return rows that compare bucket sizes with the prediction of the overhead model."""
-        counts = [design.meter.last.calls for design in swept if design.meter]
+        bucket_counts = [design.meter.last.calls for design in swept if design.meter]
         exposed = [median(self.seconds(design.name, "after_backward")) for design in swept]
         best = min(swept, key=lambda design: float(median(self.seconds(design.name))))
         bandwidth = self.link.bandwidth
         latency = self.link.latency
         rows: list[Row] = []
-        for design, count, measured in zip(swept, counts, exposed, strict=True):
-            predicted = overhead_seconds(self.model_bytes, bandwidth, latency, count)
+        for design, num_buckets, measured in zip(swept, bucket_counts, exposed, strict=True):
+            predicted = overhead_seconds(self.model_bytes, bandwidth, latency, num_buckets)
             step = self.seconds(design.name)
             rows.append(
                 {
                     "case": "sweep",
                     "design": design.name,
-                    "num_buckets": count,
+                    "num_buckets": num_buckets,
                     "step_ms": _median_ms(step),
                     "after_backward_ms": 1e3 * measured,
                     "model_ms": 1e3 * predicted,

@@ -63,7 +63,7 @@ class GradientAgreement(Extension):
         self._step_parameters: Sequence[nn.Parameter] = ()
         self._versions_at_step = 0
         self._has_stepped = False
-        #: All trained parameters, and the sum of their version counters before a forward pass.
+        #: All trained parameters, and their summed version counters before the last forward pass.
         self._forward_parameters: Sequence[nn.Parameter] = ()
         self._versions_before_forward = 0
 
@@ -225,11 +225,11 @@ def _check_weights(reports: dict[int, GradientReport]) -> None:
             "them, as nn.Embedding(max_norm=...) or an optimizer in a gradient hook does; change "
             "weights after backward(), in the same way on every rank"
         )
-    others = [rank for rank in reports if rank not in stepped]
+    not_stepped = [rank for rank in reports if rank not in stepped]
     raise WeightsDiffer(
         f"the weights were changed between this backward pass and the previous one on ranks "
-        f"{stepped}, but not on ranks {others}: some ranks ran one backward pass or one optimizer "
-        "step more than the others; run the same number on every rank, or use join()"
+        f"{stepped}, but not on ranks {not_stepped}: some ranks ran one backward pass or one "
+        "optimizer step more than other ranks; run the same number on every rank, or use join()"
     )
 
 

@@ -30,9 +30,9 @@ def refuse_shared_gradients(
             continue
         for other in range(number):
             if _find_repeated_element((layouts[other], layouts[number])) is not None:
-                first, second = sorted([names[other], names[number]])
+                name, other_name = sorted([names[other], names[number]])
                 reason = (
-                    f"expected a separate .grad of each parameter, but {first!r} and {second!r} "
+                    f"expected a separate .grad of each parameter, but {name!r} and {other_name!r} "
                     "share memory; set both to None, or clone one of them, before the backward pass"
                 )
                 failures.report_failure(reason)

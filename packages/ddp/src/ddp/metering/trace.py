@@ -72,11 +72,11 @@ def svg(steps: Mapping[str, StepRecord]) -> str:
         step_events = events(step)
         parts.append(_text(_LEFT - 8, y + 12, name, anchor="end"))
         for event in step_events:
-            top = y + _ROW_HEIGHT * min(event.lane, _MAX_LANES)
+            bar_y = y + _ROW_HEIGHT * min(event.lane, _MAX_LANES)
             for piece_start, piece_stop, color in _pieces(event, step):
                 x = _LEFT + (piece_start - start) * scale
                 bar_width = (piece_stop - piece_start) * scale
-                parts.append(_bar(x, top, bar_width, color, event))
+                parts.append(_bar(x, bar_y, bar_width, color, event))
         y += _ROW_HEIGHT * (1 + min(_MAX_LANES, max(event.lane for event in step_events)))
         label = f"waits {1e3 * step.exposed_seconds:.0f} ms of {1e3 * (stop - start):.0f}"
         parts.append(_text(_LEFT, y + 9, label))
