@@ -21,6 +21,8 @@ TORCH_SET_IGNORED = staticmethod(
 
 
 FILL = Reducer._fill
+# A rank without inputs fills no bucket.
+Reducer.unreported = ()
 
 
 def record_and_fill(reducer, bucket):
