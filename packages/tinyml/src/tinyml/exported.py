@@ -156,10 +156,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return an operator's short name, such as "conv2d" for `aten.conv2d.default`.
-
-    Return the name of the node if the node does not call an operator.
-    """
+    """Return "conv2d" for calls of `aten.conv2d.default`, and the node's name if it is no call."""
     return str(node.target).split(".")[1] if "." in str(node.target) else node.name
 
 
@@ -172,8 +169,8 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
 def module_of(node: fx.Node) -> str:
     """Return the name of the innermost module whose code created the node."""
     stack = node.meta.get("nn_module_stack") or {}
-    # A path is such as "model.head"; "model" is the exported model itself.
     paths = [str(path) for path, _ in stack.values()] or [""]
+    # The name of the exported model itself is "model", so a path is such as "model.head".
     return paths[-1].removeprefix(_MODEL[:-1]).removeprefix(".")
 
 

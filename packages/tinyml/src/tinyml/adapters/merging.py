@@ -19,8 +19,8 @@ from tinyml.conversion import check_hooks, replace_modules
 def merge(model: nn.Module) -> nn.Module:
     """Merge every adapter of `model` in place, so that forward passes add no low-rank updates.
 
-    If an adapter cannot be merged or is already merged, raise an error and merge no adapter. Return
-    the model.
+    Return the model. If an adapter cannot be merged or is merged already, raise an error before any
+    adapter is merged.
     """
     if names := sorted(parameter_adapters(model)):
         raise ValueError(

@@ -47,8 +47,7 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
         grid = _stored_grid(name, layer)
         if grid is not None:
             if any(grid is other for other in grids.values()):
-                reason = "a weight that two layers share; exclude it with protect"
-                raise _storage_error(name, reason)
+                raise _storage_error(name, "a weight of two layers; exclude them with protect")
             grids[name] = grid
     if not grids:
         raise ValueError("expected a model with quantized linear layers, got none; call gptq first")

@@ -124,8 +124,8 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
 
     Each layer is on the device of the layer that it replaces. Weights that `model` ties and the
     file stores separately, as after merging an adapter into one of them, are not tied in the copy.
-    Raises `ValueError` if the file is damaged or has another format, if its weights do not fit the
-    model, or if `model` is on the meta device.
+    Raises `ValueError` if the file is damaged or has another format, or if `model` is on the meta
+    device. Raises `ValueError` or `RuntimeError` if the tensors do not fit the model.
     """
     if any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
         raise ValueError(

@@ -21,6 +21,8 @@ from tinyml.integer.fixed_point import QuantParams
 from tinyml.integer.model import IntegerModel
 
 _OPSET, _IR = 17, 10
+#: The name of the int8 codes of a value, and their parameters.
+_Codes = tuple[str, QuantParams]
 
 
 def to_onnx(model: IntegerModel, path: str | Path) -> None:
@@ -65,12 +67,7 @@ class _Writer:
         self.constants: list[Any] = []
 
     def add_layer(
-        self,
-        layer: Any,
-        inputs: list[tuple[str, QuantParams]],
-        after: QuantParams,
-        number: int,
-        output: str,
+        self, layer: Any, inputs: list[_Codes], after: QuantParams, number: int, output: str
     ) -> None:
         """Add the nodes of one layer, whose int8 codes have the name `output`."""
         if isinstance(layer, layers.IntegerReshape):
@@ -84,10 +81,9 @@ class _Writer:
             index = self._add_node("Add", [wide, offset], f"index_{number}")
             self._add_node("Gather", [table, index], output)
         else:
-            floats = [
-                self._dequantize(name, params, f"{number}_{i}")
-                for i, (name, params) in enumerate(inputs)
-            ]
+            floats = []
+            for i, (name, params) in enumerate(inputs):
+                floats.append(self._dequantize(name, params, f"{number}_{i}"))
             result = _FLOAT_NODES[type(layer)](self, layer, floats, number)
             self._add_node("QuantizeLinear", [result, *self._add_params(after, number)], output)
 

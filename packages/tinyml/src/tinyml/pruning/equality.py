@@ -1,8 +1,8 @@
 """Comparison of a pruned model with a dense model whose weights that read removed units are zero.
 
-The models are compared at several batch sizes and lengths, by repeating the example. Sizes that the
-dense model rejects are skipped. The example alone may be too short to show a difference: one token
-attends to itself however its heads are split, and a window has no effect on a shorter input.
+The models are compared at several batch sizes and lengths, because an example may be too short to
+show a difference: one token attends to itself however its heads are split, and a window has no
+effect on a shorter input. Sizes that the dense model rejects are skipped.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from tinyml.conversion import evaluation_mode
 from tinyml.exported import tensors_in
 from tinyml.quantization.grid import widen
 
-#: The largest length at which models are compared, unless the example is longer.
-_LONGEST = 1025
+_LONGEST = 1025  # the largest length, unless the example is longer
 _BATCHES = (1, 3)
 #: A function that calls a model with fixed arguments.
 _Call = Callable[[nn.Module], Any]

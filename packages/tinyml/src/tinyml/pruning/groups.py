@@ -79,10 +79,9 @@ class Group:
 
 @dataclass(frozen=True)
 class Units:
-    """The units in a value of the graph.
+    """The units in dimension `dim` of a value of the graph.
 
-    `dim` is the dimension of the value that contains them. `parts` are the groups along this
-    dimension, in order, each with its number of elements.
+    `parts` are the groups along this dimension, in order, each with its number of elements.
     """
 
     dim: int
@@ -94,7 +93,7 @@ class SizeUse:
     """A use of an attribute of a module as a size, or as something else.
 
     `node` describes the operation. `parts` are the groups whose units the size counts, each with
-    its number of elements; they are empty if the attribute does not count units there.
+    its number of elements; without such groups, `parts` is empty.
     """
 
     node: str

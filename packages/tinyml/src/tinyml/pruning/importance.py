@@ -61,8 +61,7 @@ def rank_units(
 ) -> None:
     """Set the `scores` and the `order` of each group.
 
-    Raise `ValueError` for weights or scores that are not finite, and for weights of an unsupported
-    type.
+    Raise `ValueError` for weights or scores that are not finite or not of `FLOAT_TYPES`.
     """
     for group in groups:
         for piece in group.slices:

@@ -34,10 +34,7 @@ class Masks(dict[str, Tensor]):
             parameter.masked_fill_(~mask.to(parameter.device), 0)  # a product would leave -0.0
 
     def _masked_parameters(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the parameters of a model with their masks, in the order of the masks.
-
-        Raise `ValueError` if a parameter is missing or has another shape than its mask.
-        """
+        """Return the parameters with their masks; raise `ValueError` if the masks do not fit."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         if missing := sorted(self.keys() - parameters.keys()):
             raise ValueError(
