@@ -10,7 +10,7 @@ from interp.decoder.modules.block import DecoderBlock
 from interp.decoder.modules.mlp import DecoderMLP
 
 
-def weights_of(decoder: Decoder) -> dict[str, Tensor]:
+def named_weights(decoder: Decoder) -> dict[str, Tensor]:
     """Return all weights by name, such as "blocks.0.attn.W_Q", in the layout of `x @ W`.
 
     Norms, experts and latent attention are left out.
