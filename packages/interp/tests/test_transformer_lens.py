@@ -549,7 +549,10 @@ def patched(model: HookedDecoder, tokens: Tensor, cache: ActivationCache) -> Ten
         ),
         (lambda m: m(m.to_tokens(["a", "ab"], padding_side="left")), "pass attention_mask="),
         (lambda m: m.generate(TOKENS, return_type="text"), "'str' or 'tokens', got 'text'"),
-        (lambda m: HookedDecoder(m.decoder).generate(TOKENS), "pass eos_token_id= or stop_at_eos=False"),
+        (
+            lambda m: HookedDecoder(m.decoder).generate(TOKENS),
+            "pass eos_token_id= or stop_at_eos=False",
+        ),
         (lambda m: m.get_token_position("c", "ab"), r"token 3 .* got positions \[\] in \(1, 3\)"),
         (lambda m: m.add_hook("ln_final.hook_scale", print, "bwd"), "instead of a scale"),
         (lambda m: m.add_hook("hook_embed", print, "back"), "dir 'fwd', or 'bwd' .* got 'back'"),

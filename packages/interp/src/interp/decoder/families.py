@@ -1,4 +1,4 @@
-"""The properties of each family that its Hugging Face configuration does not name."""
+"""The properties of each family that its Hugging Face configuration does not name or may omit."""
 
 from __future__ import annotations
 
@@ -9,34 +9,38 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """Properties that all models of a family share and that their configuration does not name."""
+    """Properties that all models of a family share, and defaults of options in configurations."""
 
     #: True for layer norm, False for RMS norm.
     centered: bool = False
     #: True if norms have no weights.
     bare_norms: bool = False
-    #: True if the MLP is parallel to the attention by default; `parallel_option` overrides it.
+    #: True if the MLP is parallel to the attention by default.
     parallel: bool = False
+    #: The name of the option that overrides `parallel`, or None.
     parallel_option: str | None = None
+    #: True if queries and keys are rotated by position.
     rotary: bool = True
     #: The base of the rotary angles if the configuration does not name one.
     default_theta: float = 1e4
     #: The default rotary base of layers with a sliding window, or None if all layers have one base.
     local_theta: float | None = None
-    #: The default fraction of rotated dimensions per head. If None, the fraction in the
-    #: configuration is ignored, except that latent attention accepts only 1.
+    #: The default fraction of rotated dimensions per head. If None, a fraction in the configuration
+    #: is ignored, and in latent attention it must be 1.
     rotary_fraction: float | None = None
-    #: True if rotated pairs are (2i, 2i + 1).
+    #: True if rotated pairs are (2i, 2i + 1); False if they are (i, i + n / 2).
     interleaved: bool = False
+    #: True if scores have a linear position bias (ALiBi).
     alibi: bool = False
     #: True if default positions do not count padding.
     positions_skip_padding: bool = False
     #: True if layers may have sliding windows.
     windowed: bool = False
-    #: The default activation; `fixed_activation` overrides the one in the configuration.
+    #: The default activation, or None if the configuration must name it.
     activation: str | None = None
+    #: An activation that overrides the configuration, or None.
     fixed_activation: str | None = None
-    #: True for latent attention and routing as in DeepSeek.
+    #: True for the latent attention and the routing of DeepSeek.
     latent: bool = False
     #: The default of `tie_word_embeddings`: True if the unembedding is the embedding.
     tied: bool = False

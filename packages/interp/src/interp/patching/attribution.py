@@ -17,7 +17,7 @@ from interp.prompts import (
     Metric,
     Metrics,
     Prompt,
-    corresponding,
+    encode_pairs,
     forward,
     mask_of,
     mean_over_pairs,
@@ -46,7 +46,7 @@ def attribution_patching(
     `patch_streams`. Raises ValueError if the two prompts differ in shape or in padding, or if the
     metric reads padding.
     """
-    clean, corrupted = corresponding(model, clean, corrupted, tokenizer)
+    clean, corrupted = encode_pairs(model, clean, corrupted, tokenizer)
     with torch.no_grad(), record(model, *sites) as recorded:
         forward(model, clean)
         before = dict(recorded)

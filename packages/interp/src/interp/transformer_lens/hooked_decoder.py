@@ -106,7 +106,7 @@ class HookedDecoder(TextConversion, HookManagement):
         `return_type` is "logits", "loss" (the mean next-token loss), "both" or None. `options` are:
 
         - `prepend_bos` and `padding_side`, see `to_tokens`;
-        - `attention_mask` (batch, pos), 0 at the padding of token ids;
+        - `attention_mask` (batch, pos), 0 at the padding of token ids (ignored for texts);
         - `loss_per_token`: if True, the loss is (batch, pos - 1);
         - `stop_at_layer`: the result is the residual stream before that layer instead, and hooks
           of this and later layers are not called. Negative layers count from the end.
@@ -211,7 +211,8 @@ class HookedDecoder(TextConversion, HookManagement):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return the logits, or the stream before layer `stop`, and the activations of `names`.
 
-        All hooks are called. With a `cache`, `mask` also covers the earlier tokens.
+        All hooks before layer `stop` are called. With a `cache`, `mask` also covers the earlier
+        tokens. Raises ValueError for a layer that does not exist.
         """
         num_layers = self.cfg.n_layers
         if stop is not None:
@@ -281,7 +282,7 @@ class HookedDecoder(TextConversion, HookManagement):
         return weight.repeat_interleave(self.cfg.n_heads // weight.shape[1], dim=1)
 
     def tl_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Return the names and weights of the model, except norms, experts and latent attention."""
+        """Return names and weights of the model, except norms, experts and latent projections."""
         return iter(named_weights(self.decoder).items())
 
     def loss_fn(
