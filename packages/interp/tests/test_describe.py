@@ -905,7 +905,7 @@ def test_descriptions_are_pickled(cls: str) -> None:
     ("positions", "message"),
     [
         ([[0, 1, 2, 0, 1]], "packed texts are not supported"),
-        ([[0, 1, 3, 4, 5]], "must count up by 1"),
+        ([[0, 1, 3, 4, 5]], "must increase by 1"),
         ([[-1, 0, 1, 2, 3]], "reach from -1 to 3"),
         (
             [[28, 29, 30, 31, 32]],

@@ -218,10 +218,7 @@ def _clusters(kind: str, tokens: Tensor, used: Tensor, is_token: Tensor) -> list
 def _queries_and_keys(
     layers: list[Tensor], tokens: Tensor, queries: Tensor | slice | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    """Return masks of the queries to average over and of the keys that are not padding.
-
-    Raises ValueError for queries of another type or shape.
-    """
+    """Return masks of the queries to average over and of the keys that are not padding."""
     chosen = torch.ones_like(tokens, dtype=torch.bool)
     if isinstance(queries, slice):
         chosen = torch.zeros_like(chosen)

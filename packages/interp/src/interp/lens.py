@@ -228,10 +228,7 @@ def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
 
 
 def _gain_and_shift(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Return `(g, b, is_centered)` of the norm g * P x / s(x) + b, with P as in `probe_norm`.
-
-    `g` is correct up to the factor s of the probed vector.
-    """
+    """Return `(g / s, b, is_centered)` of the norm g * P x / s(x) + b, with s at a probe vector."""
     # Signs alternate so that no entry is close to 0, neither before nor after centering.
     probe = x.new_ones((1,) * (x.ndim - 1) + x.shape[-1:])
     probe[..., 1::2] = -1

@@ -32,7 +32,7 @@ class AttentionOnly(Decoder):
         d_head: The size of queries, keys and values; `d_model / heads` by default.
         positions: "stream" adds the positions to the stream, "attention" to the inputs of queries
             and keys only.
-        scale: The factor of the scores, 1 / sqrt(d_head) by default.
+        scale: The scale of the scores, 1 / sqrt(d_head) by default.
 
     Raises ValueError for unknown `positions`, and if `heads` does not divide `d_model` and `d_head`
     is not passed.

@@ -27,9 +27,8 @@ def load_decoder(
     """Load a decoder from a folder with one or several safetensors files, without transformers.
 
     Raises FileNotFoundError for a missing file. Raises ValueError for an unsupported architecture,
-    for unused tensors, and for attention weights that are not whole heads. Also raises ValueError
-    if a tensor is missing, in one layer or in all of them. Other wrong shapes raise RuntimeError in
-    the first call.
+    for missing and unused tensors, and for attention weights that are not whole heads. Other wrong
+    shapes raise RuntimeError in the first call.
     """
     folder = Path(path)
     config = json.loads((folder / "config.json").read_text())
@@ -80,6 +79,7 @@ def _drop_tied_unembedding(tensors: dict[str, Tensor], is_tied: bool, folder: Pa
 
 
 def _weight_files(folder: Path) -> list[Path]:
+    """Return the safetensors files of a folder, which its index lists if there are several."""
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():
@@ -102,6 +102,6 @@ def _require_equal_layers(weights: Mapping[str, Tensor], folder: Path) -> None:
         like = [x for x in roles.values() if ("mlp.router.weight" in x) == has_experts]
         if missing := sorted(set().union(*like) - present):
             raise ValueError(
-                f"expected {', '.join(missing)} in layer {layer} of {folder}, because other layers "
-                "have it, got none; is a shard missing?"
+                f"expected {', '.join(missing)} in layer {layer} of {folder}, as in other layers, "
+                "got none; is a shard missing?"
             )

@@ -188,10 +188,7 @@ def _settings_from_model(model: nn.Module, config: Mapping[str, Any]) -> list[Se
 def _settings_from_module(
     model: nn.Module, tensors: Mapping[str, Tensor], theta: float | None
 ) -> Iterator[Settings]:
-    """Yield candidate settings of a module without a configuration.
-
-    Raises ValueError if no attribute is the number of heads.
-    """
+    """Yield candidate settings of a module without a configuration."""
     heads = _find_number(model, "num_heads", "n_heads", "n_head", "heads", "num_attention_heads")
     if heads is None:
         raise ValueError(

@@ -99,8 +99,8 @@ def _scale_as_llama3(angle: float, factor: float, length: int, rope: Mapping[str
     """Divide a small angle by the factor, keep a large angle, and interpolate in between."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     rotations = length * angle / (2 * math.pi)
-    kept = min(1.0, max(0.0, (rotations - low) / (high - low)))
-    scaled: float = (1 - kept) * angle / factor + kept * angle
+    unscaled = min(1.0, max(0.0, (rotations - low) / (high - low)))
+    scaled: float = (1 - unscaled) * angle / factor + unscaled * angle
     return scaled
 
 

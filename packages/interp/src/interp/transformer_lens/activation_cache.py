@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,16 +23,6 @@ Stack = Tensor | tuple[Tensor, list[str]]
 _OPTIONS = "pos_slice", "apply_ln", "return_labels"
 
 
-class Model(Protocol):
-    """The members of a `HookedDecoder` that its caches use."""
-
-    decoder: Decoder
-
-    def tokens_to_residual_directions(self, tokens: str | int | Tensor) -> Tensor:
-        """Return the directions whose products with the stream are the logits of `tokens`."""
-        ...
-
-
 class ActivationCache(Mapping[Any, Tensor]):
     """Activations by hook name, by ("pattern", layer) or by ("scale", layer, "ln1").
 
@@ -42,8 +32,10 @@ class ActivationCache(Mapping[Any, Tensor]):
     the components to the result. Other options raise TypeError, and other layers ValueError.
     """
 
-    def __init__(self, cache_dict: dict[str, Tensor], model: Model) -> None:
-        self.cache_dict, self.model = cache_dict, model
+    def __init__(self, cache_dict: dict[str, Tensor], model: Any) -> None:
+        self.cache_dict = cache_dict
+        #: The `HookedDecoder` whose activations were recorded.
+        self.model = model
         self.decoder: Decoder = model.decoder
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -199,7 +191,7 @@ class ActivationCache(Mapping[Any, Tensor]):
         The scale of the final norm is the recorded one. Set `has_batch_dim=False` for a stack
         without a batch dimension.
         """
-        direction = self.model.tokens_to_residual_directions(tokens)
+        direction: Tensor = self.model.tokens_to_residual_directions(tokens)
         if incorrect_tokens is not None:
             direction = direction - self.model.tokens_to_residual_directions(incorrect_tokens)
         stack = self.apply_ln_to_stack(residual_stack, pos_slice=pos_slice)

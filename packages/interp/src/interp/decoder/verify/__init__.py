@@ -15,10 +15,6 @@ logits:
     padded     the same scores, with padding before, between and after tokens
     positions  the same padding, with position ids that do not count it
 
-The last three are left out if the model does not accept the arguments.
-
-A bound that neither these comparisons nor the model's own weights reach is not detected.
-
-Consecutive comparisons with the same scale reuse the weights, because drawing the weights of a
-large model takes as long as a short forward pass.
+The last three are left out if the model does not accept these arguments. A bound that neither
+these comparisons nor the model's own weights reach is not detected.
 """

@@ -355,10 +355,7 @@ def _choose_context(
 
 
 def _find_accepted_length(model: nn.Module, length: int) -> int:
-    """Return the largest of `length`, `length // 2`, `length // 4`, ... that the model accepts.
-
-    Raises the exception of the model if it accepts none of them.
-    """
+    """Return the largest of `length`, `length // 2`, `length // 4`, ... that the model accepts."""
     device = next(model.parameters()).device
     try:
         compute_logits(model, torch.zeros(1, length, dtype=torch.long, device=device))
