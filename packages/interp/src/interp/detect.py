@@ -190,10 +190,7 @@ def detect_heads(
             bounds[kind].append(log_bound.exp().cpu())
     stacked = {kind: torch.stack(layer_scores) for kind, layer_scores in scores.items()}
     num_heads = stacked["first"].numel()
-    p_values = {
-        kind: (torch.stack(layer_bounds) * num_heads).clamp_max(1.0)
-        for kind, layer_bounds in bounds.items()
-    }
+    p_values = {kind: (torch.stack(p) * num_heads).clamp_max(1.0) for kind, p in bounds.items()}
     return HeadScores(tuple(patterns), stacked, chance, p_values)
 
 
@@ -279,13 +276,11 @@ def _log_bound(
     log_bounds = []
     for clustering in clusterings:
         cluster = clustering[row, query].unique(return_inverse=True)[1]
-        log_bounds.append(_log_chernoff_bound(attained, log_means, cluster))
+        log_bounds.append(_log_chernoff(attained, log_means, cluster))
     return torch.stack(log_bounds).amax(0)
 
 
-def _log_chernoff_bound(
-    attained: Tensor, log_means: Mapping[float, Tensor], cluster: Tensor
-) -> Tensor:
+def _log_chernoff(attained: Tensor, log_means: Mapping[float, Tensor], cluster: Tensor) -> Tensor:
     """Return the log of Chernoff's bound (heads,) for the cluster (n,) of each query."""
     size = cluster.bincount().to(attained)
     observed = (attained / size[cluster][:, None]).sum(0)
@@ -337,7 +332,6 @@ def _require_softmax(layer: int, pattern: Tensor, chosen: Tensor) -> None:
 
 
 def _require_shapes(layers: list[Tensor], tokens: Tensor) -> None:
-    """Raise ValueError unless the tokens are (batch, seq) and all patterns correspond to them."""
     if tokens.ndim != 2:
         raise ValueError(f"tokens have shape {tuple(tokens.shape)}; pass (batch, seq) or (seq,)")
     heads = layers[0].shape[1] if layers[0].ndim == 4 else 0

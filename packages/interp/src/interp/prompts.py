@@ -28,9 +28,7 @@ _NO_PADDING = (
 
 
 def prompt_of(
-    prompt: Prompt | Texts,
-    tokenizer: Tokenizer | None = None,
-    device: torch.device | None = None,
+    prompt: Prompt | Texts, tokenizer: Tokenizer | None = None, device: torch.device | None = None
 ) -> Prompt:
     """Return a prompt unchanged, and texts as the result of `encode`.
 
@@ -168,10 +166,7 @@ def _measure_with_nan(
 
 
 def encode_pairs(
-    model: nn.Module,
-    clean: Prompt | Texts,
-    corrupted: Prompt | Texts,
-    tokenizer: Tokenizer | None,
+    model: nn.Module, clean: Prompt | Texts, corrupted: Prompt | Texts, tokenizer: Tokenizer | None
 ) -> tuple[Prompt, Prompt]:
     """Return two prompts whose positions correspond; texts are encoded on the model's device.
 

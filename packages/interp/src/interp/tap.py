@@ -94,10 +94,7 @@ def record_before_hooks(model: nn.Module, *sites: str) -> Iterator[dict[str, Ten
 
 @contextmanager
 def patch(
-    model: nn.Module,
-    replacements: Mapping[str, Replacement],
-    *,
-    names: str | None = None,
+    model: nn.Module, replacements: Mapping[str, Replacement], *, names: str | None = None
 ) -> Iterator[None]:
     """Replace activations inside the `with` statement by tensors, or by functions of old values.
 

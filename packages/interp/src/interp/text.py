@@ -1,12 +1,8 @@
 """Conversion of texts to prompts, with any tokenizer.
 
-    heads = detect_heads(patterns, texts, tokenizer=tokenizer)
-    patch_streams(decoder, "a clean text", "a corrupted text", metric, tokenizer=tokenizer)
-
 Functions with an argument `tokenizer` call `encode`. To call a model, pass the result of `encode`:
 
-    with record_patterns(model) as patterns:
-        model(**encode(tokenizer, texts))
+    model(**encode(tokenizer, texts))
 """
 
 from __future__ import annotations

@@ -19,10 +19,7 @@ from interp.decoder.names import canonical_weights, count_layers, roles_of
 
 
 def load_decoder(
-    path: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Decoder:
     """Load a decoder from a folder with one or several safetensors files, without transformers.
 
@@ -79,7 +76,6 @@ def _drop_tied_unembedding(tensors: dict[str, Tensor], is_tied: bool, folder: Pa
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder, which its index lists if there are several."""
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():

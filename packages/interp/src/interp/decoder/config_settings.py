@@ -33,12 +33,11 @@ _REQUIRED: Mapping[str, object] = {
     "swiglu_alpha": 1.702,
 }
 
+#: The names of the epsilon of norms.
+_EPS_OPTIONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
 #: Options that are supported only if they equal another option. In OPT, embeddings of another size
 #: than the hidden size would need a projection. In DeepSeek, head_dim counts rotated dimensions.
-_EQUAL: Mapping[str, str] = {
-    "word_embed_proj_dim": "hidden_size",
-    "head_dim": "qk_rope_head_dim",
-}
+_EQUAL: Mapping[str, str] = {"word_embed_proj_dim": "hidden_size", "head_dim": "qk_rope_head_dim"}
 
 
 def settings_from_config(config: Mapping[str, Any]) -> Settings:
@@ -67,11 +66,7 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
     return Settings(
         heads=heads,
         d_head=d_head,
-        eps=_find_option(
-            config,
-            *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
-            default=family.eps,
-        ),
+        eps=_find_option(config, *_EPS_OPTIONS, default=family.eps),
         centered=family.centered,
         bare_norms=family.bare_norms,
         activation=_activation(config, family),
@@ -136,10 +131,7 @@ def _require_supported(config: Mapping[str, Any]) -> None:
 
 
 def _find_option(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
-    """Return the value of the first option in `names` that is set, or `default`.
-
-    Raises ValueError if no option is set and there is no default.
-    """
+    """Return the first option of `names` that is set, or `default`; raise ValueError for None."""
     for name in names:
         if config.get(name) is not None:
             return config[name]
@@ -149,7 +141,6 @@ def _find_option(config: Mapping[str, Any], *names: str, default: Any = None) ->
 
 
 def _activation(config: Mapping[str, Any], family: Family) -> str:
-    """Return the name of the MLP's activation."""
     if family.fixed_activation is not None:
         return family.fixed_activation
     options = ("hidden_activation", "hidden_act", "activation_function", "activation")
@@ -161,7 +152,6 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
 
 
 def _score_scale(config: Mapping[str, Any], family: Family, d_head: int) -> float:
-    """Return the scale of attention scores."""
     scale: float = d_head**-0.5
     if family.latent:
         rope = _rope_parameters(config, family, "full_attention")
@@ -176,7 +166,6 @@ def _score_scale(config: Mapping[str, Any], family: Family, d_head: int) -> floa
 
 
 def _is_parallel(config: Mapping[str, Any], family: Family) -> bool:
-    """Return True if the MLP of a block is parallel to its attention."""
     if config.get("new_decoder_architecture"):  # Falcon 40B
         return True
     if family.parallel_option is None:

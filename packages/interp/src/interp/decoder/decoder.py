@@ -128,8 +128,7 @@ class Decoder(nn.Module):
     ) -> Tensor | None:
         """Return booleans (batch, tokens), True at padding, or None without an `attention_mask`.
 
-        Raises ValueError for wrong tokens and masks, and for a cache of another decoder or batch
-        size. Raises TypeError if `cache` is not a `Cache`.
+        Raises ValueError for wrong tokens and masks, and for a cache of another decoder or batch.
         """
         if cache is not None:
             require_cache_of(self, cache)
@@ -165,8 +164,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the initial residual stream, the position embeddings, and all positions.
 
-        The position embeddings are None unless they are added to the inputs of queries and keys
-        only. Positions are None if they are column indices.
+        The position embeddings are None unless only queries and keys read them. Positions are None
+        if they are column indices.
         """
         positions = self._positions(input_ids, padding, position_ids, cache)
         x = self.embed_norm(self.embed(input_ids))
@@ -237,7 +236,6 @@ class Decoder(nn.Module):
             self.source.require_fresh()
 
     def _require_tokens(self, tokens: Tensor, past: int) -> None:
-        """Raise ValueError unless `tokens` are valid ids that may follow `past` earlier tokens."""
         if tokens.ndim != 2 or tokens.is_floating_point() or not tokens.numel():
             raise ValueError(
                 f"tokens are {tokens.dtype} {tuple(tokens.shape)}; pass at least one id, in a "

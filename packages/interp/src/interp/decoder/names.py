@@ -79,9 +79,7 @@ def canonical_weights(
     weights: dict[str, Tensor] = {}
     for name, part, value in canonical_parts(tensors, d_head=d_head, heads=heads):
         if part in weights and weights[part] is not value and not torch.equal(weights[part], value):
-            raise ValueError(
-                f"two different tensors have the role {part}; the second is {name}: leave one out"
-            )
+            raise ValueError(f"two different tensors are {part}; leave {name} or the other out")
         weights[part] = value
     if "unembed.weight" in weights and weights["unembed.weight"] is weights.get("embed.weight"):
         del weights["unembed.weight"]
@@ -160,17 +158,12 @@ def count_layers(tensors: Mapping[str, Tensor]) -> int:
 
 
 def features_of_heads(tensors: Mapping[str, Tensor]) -> int:
-    """Return heads * d_head, the width of the output projection's input.
-
-    Raises ValueError if no tensor is an output projection.
-    """
+    """Return heads * d_head, the width of the input of the output projection."""
     for name, tensor in tensors.items():
         role = _role_of(name, has_experts=False, has_output_norms=False) or ""
         if role.endswith(".attention.o.weight"):
             return tensor.shape[0 if _is_input_first(tensors) else 1]
-    raise ValueError(
-        "no attention was found among the tensors: none is an output projection; name it o_proj"
-    )
+    raise ValueError("no attention was found: expected the weight of an output projection (o_proj)")
 
 
 def _is_input_first(tensors: Mapping[str, Tensor]) -> bool:
@@ -255,10 +248,7 @@ def _latent_rotary_dims(tensors: Mapping[str, Tensor], roles: Mapping[str, str])
 def _split_latent(
     role: str, tensor: Tensor, heads: int, d_head: int, rotated: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield (role, part) for each part of a tensor of latent attention.
-
-    The rotated dimensions of each query head become the first ones.
-    """
+    """Yield (role, part) for parts of latent attention; rotated query dimensions become first."""
     path, _, kind = role.rpartition(".")
     block, _, part = path.rpartition(".")
     if part in ("q", "q_up"):

@@ -14,11 +14,7 @@ from interp.tap import record
 
 @torch.no_grad()
 def neuron_attribution(
-    model: Decoder,
-    prompt: Prompt,
-    targets: Tensor,
-    *,
-    against: Tensor | None = None,
+    model: Decoder, prompt: Prompt, targets: Tensor, *, against: Tensor | None = None
 ) -> list[Tensor]:
     """Return the term of each neuron in the logit of `targets`, (batch, seq, neurons) per layer.
 

@@ -1,10 +1,8 @@
 """The link from a decoder to the described model, whose weights the decoder shares.
 
-Most weights of a `Decoder` are views of the model's weights and follow their changes. Other weights
-are copies: those with a folded constant (Gemma, Granite, Cohere), interleaved queries, keys and
-values (GPT-NeoX, Bloom, Falcon), and latent projections (DeepSeek). If the original of a copy
-changes, or a constant of the model such as the epsilon of a norm, calls of the decoder raise
-RuntimeError.
+Most weights of a `Decoder` are views of the model's weights and follow their changes. The README of
+the package lists the weights that are copies. If the original of a copy changes, or a constant of
+the model such as the epsilon of a norm, calls of the decoder raise RuntimeError.
 """
 
 from __future__ import annotations
@@ -84,7 +82,6 @@ class Source:
                 )
 
     def _require_same_constants(self) -> None:
-        """Raise RuntimeError if a constant or a fixed buffer of the model has changed."""
         constants = _constants_of(self.model)
         buffers = _fixed_buffers(self.model, self.tensors)
         changed = []

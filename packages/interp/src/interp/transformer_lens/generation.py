@@ -16,21 +16,16 @@ Choose = Callable[[Tensor], Tensor]
 
 
 def continue_tokens(
-    call: Call,
-    choose: Choose,
-    tokens: Tensor,
-    mask: Tensor | None,
-    max_new_tokens: int,
-    eos: int | None,
+    call: Call, choose: Choose, tokens: Tensor, mask: Tensor | None, max_new: int, eos: int | None
 ) -> Tensor:
-    """Return token ids (batch, pos), followed by up to `max_new_tokens` further ids per row.
+    """Return token ids (batch, pos), followed by up to `max_new` further ids per row.
 
     After the token `eos`, a row is filled with this token. No further tokens are added after all
     rows have ended. `mask` (batch, pos) is 0 at padding.
     """
     cache, new = Cache(), tokens
     has_ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    for _ in range(max_new_tokens):
+    for _ in range(max_new):
         chosen = choose(call(new, mask, cache)[:, -1])
         if eos is not None:
             chosen = chosen.masked_fill(has_ended, eos)

@@ -76,8 +76,7 @@ class TextConversion:
         """Raise ValueError if token ids (batch, pos) start with padding, as `to_tokens` may add."""
         padding = self._padding_token()
         # A BOS token that is also the padding token may start a text once.
-        is_bos = padding == getattr(self.tokenizer, "bos_token_id", None)
-        length = 2 if is_bos else 1
+        length = 2 if padding == getattr(self.tokenizer, "bos_token_id", None) else 1
         start = tokens[:, :length]
         has_start = start.shape[1] == length
         if padding is not None and has_start and bool((start == padding).all(-1).any()):
@@ -87,7 +86,6 @@ class TextConversion:
             )
 
     def _padding_token(self) -> int | None:
-        """Return the id of the padding token, or of the EOS token if there is none."""
         padding: int | None = getattr(self.tokenizer, "pad_token_id", None)
         return getattr(self.tokenizer, "eos_token_id", None) if padding is None else padding
 
@@ -141,7 +139,6 @@ class TextConversion:
         return int(positions[0 if mode == "first" else -1])
 
     def _require_tokenizer(self) -> Any:
-        """Return the tokenizer; raise ValueError if there is none."""
         if self.tokenizer is None:
             raise ValueError("a text needs a tokenizer; pass HookedDecoder(decoder, tokenizer)")
         return self.tokenizer

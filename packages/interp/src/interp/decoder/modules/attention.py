@@ -20,8 +20,7 @@ class LatentProjection(nn.Module):
     The first dimensions of each key head come from `rotary` and are the same for all heads.
     """
 
-    #: No bias, under the name that `nn.Linear` has for it.
-    bias = None
+    bias = None  # Callers read the bias of any projection.
 
     def __init__(self, weights: Weights, name: str, part: str, heads: int) -> None:
         super().__init__()
@@ -227,7 +226,6 @@ class DecoderAttention(nn.Module):
         return ov_circuit(self.v.weight, self.o.weight, heads=self.heads, kv_heads=self.kv_heads)
 
     def _split_heads(self, x: Tensor) -> Tensor:
-        """Return (batch, heads, seq, d_head) from (batch, seq, features)."""
         heads: Tensor = x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
         return heads
 

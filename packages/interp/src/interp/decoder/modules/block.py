@@ -44,10 +44,7 @@ class DecoderBlock(nn.Module):
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return the residual stream (batch, seq, d_model) after the block, from the one before.
-
-        The other arguments are those of `DecoderAttention.forward`.
-        """
+        """Return the stream after the block; the arguments are those of `DecoderAttention`."""
         heads = self.attention(self.norm1(x), padding, position, position_ids, cache)
         after_attention = x + self.attention_out(heads)
         if self.mid is not None:

@@ -46,8 +46,7 @@ class Cache:
         if self.position_ids is not None and len(self.position_ids) != rows:
             expected = len(self.position_ids)
             raise ValueError(
-                f"expected {expected} rows of tokens, as in the cache, got {rows}; create a new "
-                "Cache() for other prompts"
+                f"expected {expected} rows as in the cache, got {rows}; use a new Cache()"
             )
 
     def require_same_padding(self, padding: Tensor) -> None:

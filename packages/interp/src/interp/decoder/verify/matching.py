@@ -170,11 +170,7 @@ def _compute_errors(
         if probe.window is not None:
             windows = tuple(window and probe.window for window in candidate.windows)
             candidate = replace(candidate, windows=windows)
-        with warnings.catch_warnings():
-            # A padded probe without position ids tests the model's default positions, which may
-            # count padding. The decoder warns of such positions.
-            warnings.simplefilter("ignore", UserWarning)
-            logits = descriptions.build(weights, candidate)(tokens, **probe.arguments)
+        logits = descriptions.build(weights, candidate)(tokens, **probe.arguments)
         error = distance(logits, expected, probe.arguments.get("attention_mask"))
         yield float("inf") if math.isnan(error) else error
 
@@ -210,27 +206,25 @@ def compute_logits(
     """
     if has_argument(model, "use_cache"):
         arguments["use_cache"] = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        if weights is None:
-            out = model(tokens, **arguments)
-        else:
-            # The rotary frequencies are left out, because the model may replace or round them.
-            buffers = {
-                name: buffer.float() if buffer.is_floating_point() else buffer
-                for name, buffer in model.named_buffers(remove_duplicate=False)
-                if not name.endswith("inv_freq")
-            }
-            # named_modules() lists a shared module once. Were its weights replaced under a second
-            # name too, functional_call would save the random weights there as the original ones,
-            # and restore them at the end.
-            module_names = dict(model.named_modules())
-            swapped = {
-                name: tensor
-                for name, tensor in {**buffers, **weights}.items()
-                if name.rpartition(".")[0] in module_names
-            }
-            out = functional_call(model, swapped, (tokens,), arguments, tie_weights=False)
+    if weights is None:
+        out = model(tokens, **arguments)
+    else:
+        # The rotary frequencies are left out, because the model may replace or round them.
+        buffers = {
+            name: buffer.float() if buffer.is_floating_point() else buffer
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+            if not name.endswith("inv_freq")
+        }
+        # named_modules() lists a shared module once. Were its weights replaced under a second name
+        # too, functional_call would save the random weights there as the original ones, and
+        # restore them at the end.
+        module_names = dict(model.named_modules())
+        swapped = {
+            name: tensor
+            for name, tensor in {**buffers, **weights}.items()
+            if name.rpartition(".")[0] in module_names
+        }
+        out = functional_call(model, swapped, (tokens,), arguments, tie_weights=False)
     if isinstance(out, Tensor):
         return out
     logits: Tensor = out["logits"] if "logits" in out else out[0]
@@ -239,12 +233,14 @@ def compute_logits(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put all modules into evaluation mode and switch autocast off; restore both on exit."""
+    """Put all modules into evaluation mode, without autocast and warnings; restore it on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     device = next(model.parameters()).device.type
     try:
-        with torch.autocast(device, enabled=False):
+        # Padded probes without position ids test default positions, of which the decoder warns.
+        with torch.autocast(device, enabled=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
             yield
     finally:
         for module, mode in modes:
@@ -314,10 +310,7 @@ def _list_probes(model: nn.Module, settings: Settings, context: int) -> list[Pro
 
 
 def _choose_context(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    roles: Mapping[str, str],
-    candidate: Settings,
+    model: nn.Module, tensors: Mapping[str, Tensor], roles: Mapping[str, str], candidate: Settings
 ) -> int:
     """Return the number of tokens up to which descriptions are verified.
 
