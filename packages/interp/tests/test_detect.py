@@ -84,7 +84,7 @@ def sharp_noise(trial: int, heads: int = 24, length: int = 12) -> torch.Tensor:
 
 
 def test_best_of_many_random_heads_is_noise() -> None:
-    """The best score of many sharp heads is far above chance, and still noise."""
+    """The best score of many random heads is far above chance, but not significant."""
     named, above = 0, 0
     for trial in range(30):
         tokens = torch.randint(4, (1, 12), generator=torch.Generator().manual_seed(trial))

@@ -50,13 +50,13 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     sizes = {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
     if quick:
         sizes = {"vocabulary": 1000, "d_model": 96, "layers": 3, "heads": 3}
-    models = {name: random_decoder(name, **sizes).to(device) for name in ("gpt2", "llama")}
-    length = 8 if quick else 15
-    return [
-        patching(model, shape, part, length, sample=8 if quick else 24)
-        for shape, model in models.items()
-        for part in (":input", "attention.o:input")
-    ]
+    models = {family: random_decoder(family, **sizes).to(device) for family in ("gpt2", "llama")}
+    length, sample = (8, 8) if quick else (15, 24)
+    rows = []
+    for family, model in models.items():
+        for part in (":input", "attention.o:input"):
+            rows.append(patching(model, family, part, length, sample=sample))
+    return rows
 
 
 def random_decoder(
@@ -190,7 +190,7 @@ class _LargestTensor(TorchDispatchMode):
         return out
 
 
-def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int = 24) -> Row:
+def patching(model: Decoder, family: str, part: str, length: int, *, sample: int = 24) -> Row:
     """Compare batched patching with one forward pass per patch.
 
     The patches replace every stream (`part=":input"`), or every head of a part, at every position.
@@ -223,7 +223,7 @@ def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int 
             values = patch_parts(model, part, clean, corrupted, metric).values
         return torch.stack([values[index] for index in chosen])
 
-    case = f"patch_{'streams' if part == ':input' else 'heads'}_{shape}"
+    case = f"patch_{'streams' if part == ':input' else 'heads'}_{family}"
     sizes = {**_sizes(model.ov()), "patches": len(patches)}
     peer_scale = len(patches) / len(chosen)
     return _compare(case, sizes, one_forward_each, ours, pairs=2, peer_scale=peer_scale)

@@ -237,9 +237,9 @@ def _queries_and_keys(
     for pattern in layers:
         attends = (pattern > 0).any(1) & chosen.to(pattern.device)[..., None]
         unused &= ~attends.any(1).to(unused.device)
-    before = (unused & (tokens == tokens[:, :1])).long().cumprod(-1)
-    after = (unused & (tokens == tokens[:, -1:])).long().flip(-1).cumprod(-1).flip(-1)
-    return chosen, (before + after) == 0
+    leading = (unused & (tokens == tokens[:, :1])).long().cumprod(-1)
+    trailing = (unused & (tokens == tokens[:, -1:])).long().flip(-1).cumprod(-1).flip(-1)
+    return chosen, (leading + trailing) == 0
 
 
 def _visible_keys(pattern: Tensor, chosen: Tensor, is_token: Tensor) -> Tensor:
@@ -304,13 +304,13 @@ def target_keys(tokens: Tensor, is_token: Tensor | None = None) -> dict[str, Ten
     ones = torch.ones(length, length, dtype=torch.bool, device=tokens.device)
     past, key = ones.tril(-1), is_token[:, None]
     same = (tokens[:, :, None] == tokens[:, None, :]) & past & key
-    first = (is_token.cumsum(-1) == 1)[:, None] & key
+    is_first = (is_token.cumsum(-1) == 1)[:, None] & key
     return {
         "previous": past & ones.triu(-1) & key,
         "duplicate": same,
         # Key j is a target if token j - 1 equals the query's token; j may be the query itself.
         "induction": torch.nn.functional.pad(same, (1, 0))[..., :length] & key,
-        "first": past & first,
+        "first": past & is_first,
         "current": (ones.tril() & ones.triu()) & key,
     }
 

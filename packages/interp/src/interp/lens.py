@@ -78,21 +78,16 @@ def logit_lens(
         logits = x @ unembed.mT if isinstance(unembed, Tensor) else unembed(x)
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
-    last = decode(streams[-1]).log_softmax(-1)
-    if targets is not None and targets.shape != last.shape[:-1]:
-        raise ValueError(
-            f"expected targets of shape {tuple(last.shape[:-1])}, got {tuple(targets.shape)}"
-        )
+    final_log_p = decode(streams[-1]).log_softmax(-1)
+    shape = tuple(final_log_p.shape[:-1])
+    if targets is not None and targets.shape != shape:
+        raise ValueError(f"expected targets of shape {shape}, got {tuple(targets.shape)}")
     rows: list[list[Tensor]] = []
     for x in streams:
         log_p = decode(x).log_softmax(-1)
-        best = log_p.topk(min(top, log_p.shape[-1]), dim=-1)
-        row = [
-            best.indices,
-            best.values.exp(),
-            _expectation(log_p, -log_p),
-            _expectation(last, last - log_p),
-        ]
+        most_likely = log_p.topk(min(top, log_p.shape[-1]), dim=-1)
+        row = [most_likely.indices, most_likely.values.exp(), _expectation(log_p, -log_p)]
+        row.append(_expectation(final_log_p, final_log_p - log_p))
         if targets is not None:
             row.append(log_p.gather(-1, targets[..., None])[..., 0])
         rows.append(row)

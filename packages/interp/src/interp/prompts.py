@@ -54,8 +54,9 @@ def tokens_of(prompt: Prompt) -> Tensor:
     prompt = prompt_of(prompt)
     if isinstance(prompt, Tensor):
         return prompt
-    if cached := [name for name, value in prompt.items() if hasattr(value, "get_seq_length")]:
-        raise ValueError(f"the prompt has a cache, {cached[0]}=; pass the whole text instead")
+    for name, value in prompt.items():
+        if hasattr(value, "get_seq_length"):
+            raise ValueError(f"the prompt has a cache, {name}=; pass the whole text instead")
     tokens = prompt.get("input_ids")
     if not isinstance(tokens, Tensor):
         keys = ", ".join(map(str, prompt)) or "nothing"

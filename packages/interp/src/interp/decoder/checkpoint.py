@@ -88,15 +88,17 @@ def _require_equal_layers(weights: Mapping[str, Tensor], folder: Path) -> None:
 
     Layers with and without experts (DeepSeek) are compared separately.
     """
-    roles: dict[str, set[str]] = {}
+    roles_by_layer: dict[str, set[str]] = {}
     for name in weights:
         if name.startswith("blocks."):
             _, layer, role = name.split(".", 2)
-            roles.setdefault(layer, set()).add(role)
-    for layer, present in roles.items():
-        has_experts = "mlp.router.weight" in present
-        like = [x for x in roles.values() if ("mlp.router.weight" in x) == has_experts]
-        if missing := sorted(set().union(*like) - present):
+            roles_by_layer.setdefault(layer, set()).add(role)
+    expected: dict[bool, set[str]] = {True: set(), False: set()}  # With and without experts.
+    for roles in roles_by_layer.values():
+        expected["mlp.router.weight" in roles] |= roles
+    for layer, roles in roles_by_layer.items():
+        missing = sorted(expected["mlp.router.weight" in roles] - roles)
+        if missing:
             raise ValueError(
                 f"expected {', '.join(missing)} in layer {layer} of {folder}, as in other layers, "
                 "got none; is a shard missing?"

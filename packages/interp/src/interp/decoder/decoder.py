@@ -188,9 +188,9 @@ class Decoder(nn.Module):
     ) -> Tensor | None:
         """Return the positions of all tokens, (batch, tokens), or None for column indices."""
         earlier = None if cache is None else cache.position_ids
-        new: Tensor | None = None
+        new: Tensor | None = None  # The positions of `tokens`.
         if position_ids is not None:
-            new = self._new_positions(position_ids, tokens)
+            new = self._validate_positions(position_ids, tokens)
         elif padding is not None and self.settings.positions_skip_padding:
             return ((~padding).cumsum(-1) - 1).clamp(min=0)
         elif cache is not None:
@@ -258,7 +258,7 @@ class Decoder(nn.Module):
                 f"describe(model, context={length}) verifies more"
             )
 
-    def _new_positions(self, position_ids: Tensor, tokens: Tensor) -> Tensor:
+    def _validate_positions(self, position_ids: Tensor, tokens: Tensor) -> Tensor:
         """Validate `position_ids` and broadcast them to (batch, seq).
 
         Raises ValueError if the dtype or shape is wrong, or a position is out of range.

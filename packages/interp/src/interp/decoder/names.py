@@ -148,7 +148,8 @@ def is_norm_role(role: str) -> bool:
 
 def count_layers(tensors: Mapping[str, Tensor]) -> int:
     """Return the largest block number plus 1; raise ValueError if no tensor is in a block."""
-    numbers = [int(match[1]) for name in tensors if (match := _LAYER.match(name))]
+    matches = [_LAYER.match(name) for name in tensors]
+    numbers = [int(match[1]) for match in matches if match]
     if not numbers:
         raise ValueError(
             "expected tensors of numbered blocks (`layers.0. ...`), got none; the model must be a "

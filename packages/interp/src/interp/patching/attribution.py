@@ -127,10 +127,9 @@ def _estimated_edges(
     model = run.model
     with torch.no_grad():
         edges, changes = sender_changes(model, clean, corrupted, senders, receivers)
-    layers = range(len(model.layers))
     inner = ("attention.q", "attention.k", "attention.v", "attention.pattern", "norm2:input")
-    final = f"blocks.{len(layers) - 1}"
-    sites = [final, *(f"blocks.{i}.{site}" for i in layers for site in inner)]
+    final = f"blocks.{len(model.layers) - 1}"
+    sites = [final, *(f"blocks.*.{site}" for site in inner)]
     with torch.no_grad(), record(model, *sites) as recorded:
         forward(model, corrupted)
     gradients = _gradients(

@@ -154,7 +154,9 @@ class HookedDecoder(TextConversion, HookManagement):
         elif isinstance(names_filter, str) or callable(names_filter):
             names = self.matching_hooks(names_filter)
         else:
-            names = [name for pattern in names_filter for name in self.matching_hooks(pattern)]
+            names = []
+            for selector in names_filter:
+                names += self.matching_hooks(selector)
         output, recorded = self._call(names, input, return_type, **options)
         cache = ActivationCache(recorded, self)
         return output, cache.remove_batch_dim() if remove_batch_dim else cache
@@ -359,22 +361,22 @@ class HookedDecoder(TextConversion, HookManagement):
 
 
 def _config(decoder: Decoder) -> SimpleNamespace:
-    first, weight = decoder.layers[0], decoder.embed.weight
+    first_layer, weight = decoder.layers[0], decoder.embed.weight
     limits = [decoder.settings.context]
     if decoder.position is not None:
         limits.append(decoder.position.num_embeddings)
     return SimpleNamespace(
         n_layers=len(decoder.layers),
-        n_heads=first.attention.heads,
-        n_key_value_heads=first.attention.kv_heads,
+        n_heads=first_layer.attention.heads,
+        n_key_value_heads=first_layer.attention.kv_heads,
         d_model=weight.shape[1],
-        d_head=first.attention.d_head,
-        d_mlp=first.mlp.up.out_features if isinstance(first.mlp, DecoderMLP) else None,
+        d_head=first_layer.attention.d_head,
+        d_mlp=first_layer.mlp.up.out_features if isinstance(first_layer.mlp, DecoderMLP) else None,
         d_vocab=weight.shape[0],
         n_ctx=min((limit for limit in limits if limit is not None), default=None),
         device=weight.device,
         dtype=weight.dtype,
-        attn_only=isinstance(first.mlp, NoMLP),
+        attn_only=isinstance(first_layer.mlp, NoMLP),
         use_attn_result=False,
     )
 

@@ -69,8 +69,11 @@ class HookManagement:
 
         With `reset_hooks_end=False`, the functions remain until `reset_hooks`.
         """
-        added = [hook for name, f in fwd_hooks for hook in self._create_hooks(name, f, "fwd")]
-        added += [hook for name, f in bwd_hooks for hook in self._create_hooks(name, f, "bwd")]
+        added: list[Hook] = []
+        for name, function in fwd_hooks:
+            added += self._create_hooks(name, function, "fwd")
+        for name, function in bwd_hooks:
+            added += self._create_hooks(name, function, "bwd")
         self._hooks = self._hooks + added
         try:
             yield self

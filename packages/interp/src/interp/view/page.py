@@ -181,19 +181,22 @@ def _lens_table(
     """Return the predictions of each layer for one example."""
     tokens = lens.top_tokens[:, example]
     _require_length("lens", tokens.shape[1], length)
+    strings = []
+    for layer in tokens.tolist():
+        strings.append([[name_of(token) for token in row] for row in layer])
     return {
         "layers": list(lens.names),
-        "top": [[[name_of(i) for i in row] for row in layer] for layer in tokens.tolist()],
+        "top": strings,
         "probabilities": lens.top_probabilities[:, example].tolist(),
         "entropy": lens.entropy[:, example].tolist(),
         "kl": lens.kl_to_last[:, example].tolist(),
     }
 
 
-def _require_length(what: str, positions: int, length: int) -> None:
+def _require_length(label: str, positions: int, length: int) -> None:
     if positions != length:
         raise ValueError(
-            f"expected {what} for {length} tokens, got {positions} positions; pass the tokens of "
+            f"expected {label} for {length} tokens, got {positions} positions; pass the tokens of "
             "the recorded run"
         )
 

@@ -252,17 +252,16 @@ def _windows_set_to(size: int | None, model: nn.Module) -> Iterator[None]:
     """Set all sliding windows of a model to `size`, unless it is None; restore them on exit."""
     modules = list(model.modules())
     owners: list[Any] = [*modules, *(getattr(module, "config", None) for module in modules)]
-    windows = [
-        (owner, owner.sliding_window)
-        for owner in {id(owner): owner for owner in owners}.values()
-        if size is not None and isinstance(getattr(owner, "sliding_window", None), int)
-    ]
+    windows: dict[int, tuple[Any, int]] = {}  # By id, because modules share configurations.
+    for owner in owners:
+        if size is not None and isinstance(getattr(owner, "sliding_window", None), int):
+            windows[id(owner)] = owner, owner.sliding_window
     try:
-        for owner, _ in windows:
+        for owner, _ in windows.values():
             owner.sliding_window = size
         yield
     finally:
-        for owner, window in windows:
+        for owner, window in windows.values():
             owner.sliding_window = window
 
 
