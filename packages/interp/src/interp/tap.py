@@ -46,9 +46,9 @@ def record(
     `names="transformer_lens"`, the sites of a `Decoder` have TransformerLens's names, and queries,
     keys, values and z are split into heads.
 
-    Raises ValueError for a site that matches no module or only the second name of a shared module,
-    and TypeError if a site has no tensor. With `detach=False`, raises RuntimeError on exit if the
-    model changed a recorded tensor in place.
+    Raises ValueError for a site that matches no module, or matches a second name of a shared module
+    but not the first. Raises TypeError if a site has no tensor. With `detach=False`, raises
+    RuntimeError on exit if the model changed a recorded tensor in place.
     """
     recorded: dict[str, Tensor] = {}
     versions: dict[str, int] = {}

@@ -32,9 +32,9 @@ class Cache:
         return 0 if self.position_ids is None else self.position_ids.shape[1]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the keys and values of all tokens in a layer, each (batch, tokens, features).
+        """Append new keys and values to those of a layer; return both, (batch, tokens, features).
 
-        They are stored in `pending` until `commit`.
+        Both are stored in `pending` until `commit`.
         """
         if layer in self.layers:
             k, v = (torch.cat(pair, 1) for pair in zip(self.layers[layer], (k, v), strict=True))

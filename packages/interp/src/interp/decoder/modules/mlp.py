@@ -67,7 +67,7 @@ class Experts(nn.Module):
         super().__init__()
         self.settings = settings
         self.router = weights.linear(f"{name}.router")
-        #: A term that is added to the probabilities when experts are chosen, but not weighted.
+        #: A term that is added to the probabilities to choose experts, but not to weight them.
         self.correction = None
         if f"{name}.correction.bias" in weights.tensors:
             self.correction = weights.parameter(f"{name}.correction.bias")

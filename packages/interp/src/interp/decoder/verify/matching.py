@@ -7,7 +7,6 @@ probe is one call of the model and of each description, with equal weights and a
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -171,14 +170,14 @@ def _compute_errors(
             windows = tuple(window and probe.window for window in candidate.windows)
             candidate = replace(candidate, windows=windows)
         logits = descriptions.build(weights, candidate)(tokens, **probe.arguments)
-        error = distance(logits, expected, probe.arguments.get("attention_mask"))
-        yield float("inf") if math.isnan(error) else error
+        yield distance(logits, expected, probe.arguments.get("attention_mask"))
 
 
 def distance(ours: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
     """Return the largest RMS error of a position, relative to the standard deviation of `expected`.
 
-    Positions at which `mask` is 0 are ignored. Raises ValueError if the shapes differ.
+    Positions at which `mask` is 0 are ignored. The result is inf if logits are nan. Raises
+    ValueError if the shapes differ.
     """
     if ours.shape != expected.shape:
         raise ValueError(
@@ -189,7 +188,8 @@ def distance(ours: Tensor, expected: Tensor, mask: Tensor | None = None) -> floa
     ours, expected = ours[visible.bool()].float(), expected[visible.bool()].float()
     std = (expected - expected.mean()).square().mean().sqrt()
     std = std.clamp_min(torch.finfo(std.dtype).tiny)
-    return float((ours - expected).square().mean(-1).sqrt().max() / std)
+    error = (ours - expected).square().mean(-1).sqrt().max() / std
+    return float(error.nan_to_num(float("inf"), float("inf")))
 
 
 def compute_logits(

@@ -63,7 +63,7 @@ class RandomWeights:
         self.device = tensors[embed].device
         # With this standard deviation of queries and keys, that of the scores is 1.
         self.unit_query_std = (settings.scale * settings.d_head**0.5) ** -0.5
-        self.norms_queries = any(".q_norm." in role for role in roles.values())
+        self.has_query_norms = any(".q_norm." in role for role in roles.values())
         self._noise: tuple[int, Tensor] | None = None
         self._buffers: dict[float, Tensor] = {}
 
@@ -126,7 +126,7 @@ class RandomWeights:
             # A small latent makes the epsilon of its norm visible.
             return min(query_std, scale.stream_std * query_std)
         if part.startswith("attention.q") or part in ("attention.k", "attention.kv_up"):
-            return scale.stream_std if self.norms_queries else query_std
+            return scale.stream_std if self.has_query_norms else query_std
         std_of_part = {
             "attention.sinks": scale.score_std,
             "attention.v": scale.value_std,
