@@ -1,8 +1,7 @@
 """The logit lens and direct logit attribution.
 
 - `logit_lens` decodes the stream after every layer with the model's final norm and unembedding
-  (nostalgebraist 2020). It decodes one layer at a time, so that (layers, ..., vocabulary) is never
-  allocated.
+  (nostalgebraist 2020). It decodes one layer at a time, to avoid (layers, ..., vocabulary) logits.
 - `attribution` splits a logit into one term per component of the stream; the terms sum to the
   logit. A final norm y = g * P x / s(x) + b (layer norm: P subtracts the mean; RMS norm: P = 1) is
   linear for a fixed s(x). Calls of the norm determine g, P and b, and the form is checked.

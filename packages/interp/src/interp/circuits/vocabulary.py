@@ -21,8 +21,7 @@ def copying_eigenvalues(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
     """Return the eigenvalues of W_U W_OV W_E that can be nonzero, complex (..., d_head).
 
     They are the eigenvalues of B (W_E W_U) A with W_OV = A B. W_E W_U (d_model, d_model) is
-    computed once for all heads. Half precision is converted to float32. Raises ValueError for nan
-    and inf.
+    computed once for all heads, in float32 for half precision. Raises ValueError for nan and inf.
     """
     through: Tensor = decomposable(embed).mT @ decomposable(unembed)
     return finite_eigenvalues(decomposable(ov.b) @ through @ decomposable(ov.a))

@@ -108,8 +108,7 @@ class Decoder(nn.Module):
         count padding; a warning is issued without them.
 
         With a `cache` of earlier tokens, `attention_mask` covers these tokens too, and the new
-        tokens are added to the cache. If the earlier tokens include padding, the mask must be
-        passed.
+        tokens are added to the cache. If the earlier tokens include padding, pass the mask.
 
         Raises ValueError for arguments of wrong shapes or values, and RuntimeError if the described
         model has changed; see `require_fresh`.

@@ -33,7 +33,7 @@ class Weights:
         """Return a parameter that shares the memory of a tensor; raise ValueError without it."""
         if name not in self.tensors:
             names = ", ".join(sorted(self.tensors))
-            raise ValueError(f"expected a tensor {name}, got only {names}; check the names")
+            raise ValueError(f"expected a tensor {name}, got only {names}; add it")
         self.used.add(name)
         return nn.Parameter(self.tensors[name].detach(), requires_grad=False)
 
