@@ -264,7 +264,7 @@ def mean_over_pairs(results: Sequence[Result]) -> Result:
 
 
 def has_argument(model: nn.Module, argument: str) -> bool:
-    """Return True if the model's `forward` has an argument of that name."""
+    """Return True if the model's `forward` has an argument with the name `argument`."""
     return argument in inspect.signature(model.forward).parameters
 
 

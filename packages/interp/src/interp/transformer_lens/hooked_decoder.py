@@ -53,7 +53,7 @@ class Submodule:
 
 
 def _require_no_weight(attribute: str) -> None:
-    """Raise AttributeError if a program would set a weight as an attribute, without effect."""
+    """Raise AttributeError for the name of a weight, because setting it would have no effect."""
     if attribute.startswith(("W_", "b_")):
         raise AttributeError(
             f"expected {attribute!r} to be read only, because a new tensor would not be a weight "

@@ -140,7 +140,7 @@ class HookManagement:
         return "hook_dict has the hooks; for other methods, use interp's functions with .decoder"
 
     def is_before(self, name: str, stop: int | None) -> bool:
-        """Return True if the activation of a hook is computed before layer `stop`, or always."""
+        """Return True if a hook's activation is computed before layer `stop`, or if it is None."""
         if stop is None:
             return True
         if name.startswith("blocks."):

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 
 def require_options(method: str, options: Iterable[str], known: Collection[str]) -> None:
-    """Raise TypeError, which names `method`, if one of the `options` is not `known`."""
+    """Raise TypeError, with the name of `method`, if an option is not in `known`."""
     for option in options:
         if option not in known:
             raise TypeError(f"{method}() has no option {option!r}; expected {', '.join(known)}")

@@ -93,7 +93,7 @@ def get_act_patch_block_every(
     clean_cache: ActivationCache,
     metric: LogitMetric,
 ) -> Tensor:
-    """Patch the stream before each block, attention and MLP outputs, (3, layers, pos)."""
+    """Return the metric of patches of block inputs, attentions and MLPs, (3, layers, pos)."""
     run = partial(_patch_each, model, corrupted_tokens, clean_cache, metric, axes=("pos",))
     return torch.stack([run(name=name) for name in ("resid_pre", "attn_out", "mlp_out")])
 
@@ -106,7 +106,7 @@ def _patch_heads(
     *,
     axes: tuple[str, ...],
 ) -> Tensor:
-    """Patch z, queries, keys, values and patterns of each head, (5, layers, *axes, heads).
+    """Return the metric of patches of z, q, k, v and patterns, (5, layers, *axes, heads).
 
     `axes` is () or ("pos",). The position of a pattern is that of the query. Keys and values with
     fewer heads are padded with zeros.

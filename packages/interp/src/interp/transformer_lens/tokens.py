@@ -99,9 +99,9 @@ class TextConversion:
         return text
 
     def to_str_tokens(self, input: Input, prepend_bos: bool | None = None) -> list[Any]:
-        """Return the text of each token: one list per text, or one flat list for token ids.
+        """Return the string of each token; for several texts, one list per text.
 
-        A single text has a single list of strings.
+        For token ids (batch, pos), return one flat list.
         """
         if not isinstance(input, str | Tensor):
             return [self.to_str_tokens(text, prepend_bos) for text in input]
