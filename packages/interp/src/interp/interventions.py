@@ -29,7 +29,7 @@ from interp.tap import record
 def steering_vector(
     model: nn.Module, site: str, positive: Prompt, negative: Prompt, *, position: int = -1
 ) -> Tensor:
-    """Return the mean activation of `positive` minus that of `negative` prompts, (d_model,).
+    """Return the difference of mean activations, `positive` minus `negative` prompts, (d_model,).
 
     Activations are recorded at one site and one position. `positive` and `negative` are token ids
     (n, seq), or the model's keyword arguments; the numbers and lengths of the two sets of prompts

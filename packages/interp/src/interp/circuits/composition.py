@@ -40,7 +40,7 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
     scores = writes.new_zeros(layers, heads, layers, heads)
     for layer in range(layers - 1):
         scores[layer, :, layer + 1 :] = _pair_norms(reads[layer + 1 :], writes[layer])
-    # Folding also preserves the ratios between the norms of products and those of circuits.
+    # Folding also preserves the ratios between the norms of products and of circuits.
     writer_norms = torch.linalg.matrix_norm(writes)
     norms: Tensor = writer_norms[:, :, None, None] * torch.linalg.matrix_norm(reads)
     return scores / norms.clamp_min(torch.finfo(scores.dtype).tiny)

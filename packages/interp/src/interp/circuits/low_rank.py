@@ -119,7 +119,7 @@ class LowRank:
         return q_a @ u, s, vh @ q_b.mT
 
     def eigenvalues(self) -> Tensor:
-        """Return the eigenvalues of `b a`, complex (..., r), which are those of `a b` except zeros.
+        """Return the eigenvalues of `b a`, (..., r): all nonzero eigenvalues of `a b`, and zeros.
 
         Raises ValueError for matrices `a b` that are not square, and for nan and inf.
         """

@@ -255,8 +255,8 @@ def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
 def _rope_parameters(config: Mapping[str, Any], family: Family, kind: str) -> dict[str, Any]:
     """Return the rotary parameters of one kind of layer, with the base as `rope_theta`.
 
-    Newer configurations have `rope_parameters`, possibly one set per kind of layer. Older ones have
-    `rope_theta` and `rope_scaling`.
+    Newer configurations have `rope_parameters`, possibly one set per kind of layer. Older
+    configurations have `rope_theta` and `rope_scaling`.
     """
     rope = dict(config.get("rope_parameters") or {})
     rope = dict(rope.get(kind, rope))

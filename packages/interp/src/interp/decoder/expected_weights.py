@@ -53,7 +53,7 @@ _NORMS: Mapping[str, tuple[str, ...]] = {
     "olmo2": (*_NORMS_OF_OUTPUTS, *_QK_NORMS),
     "olmo3": (*_NORMS_OF_OUTPUTS, *_QK_NORMS),
 }
-#: Further parameters of a family; those of blocks start with "blocks.*.".
+#: Further parameters of a family. Names of parameters in blocks start with "blocks.*.".
 _OTHERS: Mapping[str, tuple[str, ...]] = {
     "phi": ("unembed.bias",),
     "gptj": ("unembed.bias",),

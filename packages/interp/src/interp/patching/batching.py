@@ -22,7 +22,7 @@ Actions = Mapping[str, Callable[[Tensor], Tensor]]
 class PatchBatch:
     """A batch of patched runs, one row per patch, at the input of the next block.
 
-    Only the affected positions are computed: the patched position of a row and all later ones.
+    Only the affected positions are computed: the patched position of a row and later positions.
     `streams` is (1, m, d_model): the m affected positions of all rows, concatenated.
     """
 

@@ -108,8 +108,8 @@ def _patch_heads(
 ) -> Tensor:
     """Return the metric of patches of z, q, k, v and patterns, (5, layers, *axes, heads).
 
-    `axes` is () or ("pos",). The position of a pattern is that of the query. Keys and values with
-    fewer heads are padded with zeros.
+    `axes` is () or ("pos",). The position of a pattern is the position of the query. Keys and
+    values with fewer heads are padded with zeros.
     """
     run = partial(_patch_each, model, corrupted_tokens, clean_cache, metric)
     results = [run(name=name, axes=(*axes, "head")) for name in ("z", "q", "k", "v")]

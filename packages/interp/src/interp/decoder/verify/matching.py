@@ -133,7 +133,7 @@ class _Descriptions:
         self._latest: tuple[Settings, Decoder] | None = None
 
     def draw(self, scale: Scale, seed: int) -> dict[str, Tensor]:
-        """Return the random weights of a scale, which are drawn unless they are the latest ones."""
+        """Return the random weights of a scale; draw them unless they were drawn last."""
         if self._drawn is None or self._drawn[:2] != (scale, seed):
             # The earlier weights are freed before the new weights are allocated.
             self._latest = None
@@ -276,7 +276,7 @@ def _list_probes(model: nn.Module, settings: Settings, context: int) -> list[Pro
     probes = [
         Probe(name="small", scale=_SMALL, length=short),
         # Large scores amplify rounding errors. The logit errors of DeepSeek V3 with 3 layers reach
-        # 1.1e-5, and those of deeper models are larger.
+        # 1.1e-5, and the errors of deeper models are larger.
         Probe(name="large", scale=_LARGE, length=short, tolerance=2e-3),
         # The first token attends to masked keys if its own score is below the value of the mask.
         Probe(name="huge", scale=_HUGE, length=min(4, short), rows=2),

@@ -61,7 +61,7 @@ class RandomWeights:
         embed = next(name for name, role in roles.items() if role == "embed.weight")
         self.vocabulary = len(tensors[embed])
         self.device = tensors[embed].device
-        # With this standard deviation of queries and keys, that of the scores is 1.
+        # Queries and keys with this standard deviation have scores with a standard deviation of 1.
         self.unit_query_std = (settings.scale * settings.d_head**0.5) ** -0.5
         self.has_query_norms = any(".q_norm." in role for role in roles.values())
         self._noise: tuple[int, Tensor] | None = None
@@ -82,7 +82,7 @@ class RandomWeights:
             # Uniform numbers with a standard deviation of 1.
             self._noise = seed, noise.uniform_(-(3**0.5), 3**0.5, generator=generator)
             self._buffers = {}
-        # Buffers that the earlier weights used too are reused, and the remaining ones are freed.
+        # Reuse buffers of the earlier weights, and free buffers that are too short or not needed.
         self._buffers = {
             std: buffer
             for std, buffer in self._buffers.items()
