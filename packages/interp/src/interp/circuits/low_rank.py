@@ -204,7 +204,9 @@ def _per_query_head(weight: Tensor, heads: int) -> Tensor:
     """Repeat each key-value head for all query heads that share it (grouped-query attention)."""
     kv_heads = weight.shape[-3]
     if heads % kv_heads:
-        raise ValueError(f"{heads} query heads cannot share {kv_heads} key heads; check kv_heads=")
+        raise ValueError(
+            f"{heads} query heads cannot share {kv_heads} key-value heads; pass kv_heads="
+        )
     return weight.repeat_interleave(heads // kv_heads, dim=-3)
 
 
