@@ -240,7 +240,7 @@ def test_run_is_launched_on_a_thread_that_cannot_handle_signals(launch_program):
 
 def test_interrupt_of_a_run_from_python_is_not_a_failure_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "execute", lambda config: (INTERRUPTED, config.out))
-    with pytest.raises(KeyboardInterrupt, match="what was measured is in"):
+    with pytest.raises(KeyboardInterrupt, match="the measurements so far are in"):
         start.run(RunConfig(out=tmp_path / "run"))
 
 

@@ -268,7 +268,7 @@ def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path):
         ({"total": 900}, "begun with --learn 900, not 700; set the same --learn"),
         ({"size": "tiny"}, "begun with size tiny, not mini"),
         ({"seed": 7}, "begun with seed 7, not 0"),
-        ({"rows": 3}, "c cannot be continued: 3 rows do not split over 2 replicas"),
+        ({"rows": 3}, "c cannot be continued: 3 rows are not a multiple of 2 replicas"),
         ({"clip": 1.0}, "begun with clip 1.0, not None"),
         ({"learning_rate": 1.0}, "learning_rate 1.0, not 0.002"),
     ],
@@ -291,7 +291,7 @@ def test_rows_that_the_user_has_set_and_that_contradict_the_checkpoint_are_refus
     with pytest.raises(UsageError, match="begun with rows 12, not 16; set the same rows"):
         training_state.require_same(state, config, text, Path("c"))
     split = RunConfig(size="tiny", world=4, pipeline=4, rows=16)
-    with pytest.raises(UsageError, match="2 rows do not split over 1 replicas of 4 pipeline"):
+    with pytest.raises(UsageError, match="2 rows per replica are fewer than 4 pipeline stages"):
         training_state.require_same(state | {"rows": 2}, split, text, Path("c"))
 
 
@@ -322,7 +322,7 @@ def test_the_fastest_that_can_learn_is_chosen():
 
 def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp_path, capsys):
     folder = RunFolder.create(RunConfig(size="mini", context=16, out=tmp_path), {})
-    with pytest.raises(UsageError, match="has no trained model; run the stage learn"):
+    with pytest.raises(UsageError, match=r"to have model\.safetensors; run the stage learn"):
         cli.app(["sample", str(tmp_path)], standalone_mode=False)
     trained = Decoder(ModelConfig.named("mini", context=16))
     save_file(trained.state_dict(), folder.path / MODEL)
@@ -351,7 +351,7 @@ def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp
     ):
         with pytest.raises(UsageError, match=complaint):
             generate_text(model, prompt, max_bytes, temperature=temperature)
-    with pytest.raises(UsageError, match=r"expected a seed of 64 bits, got 9{20}"):
+    with pytest.raises(UsageError, match=r"expected a seed from .*, got 9{20}"):
         generate_text(model, "a", 4, seed=10**20 - 1)
 
 

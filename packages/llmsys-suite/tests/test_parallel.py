@@ -102,10 +102,10 @@ def test_microbatches_are_whole_rows_for_any_number_of_rows():
 @pytest.mark.parametrize(
     ("layout", "change", "complaint"),
     [
-        (Layout(tensor=2), {"num_heads": 1}, "num_heads 1 does not split over 2 ranks"),
-        (Layout(tensor=2), {"d_ff": 33}, "d_ff 33 does not split over 2 ranks"),
-        (Layout(data=3), {}, "4 rows do not split over 3 replicas"),
-        (Layout(pipeline=2), {"num_layers": 1}, "1 layers do not make 2 stages"),
+        (Layout(tensor=2), {"num_heads": 1}, "num_heads 1 is not a multiple of 2"),
+        (Layout(tensor=2), {"d_ff": 33}, "d_ff 33 is not a multiple of 2"),
+        (Layout(data=3), {}, "4 rows are not a multiple of 3 replicas"),
+        (Layout(pipeline=2), {"num_layers": 1}, "1 layers do not split into 2 pipeline stages"),
     ],
 )
 def test_models_that_cannot_be_split_are_refused(monkeypatch, layout, change, complaint):
