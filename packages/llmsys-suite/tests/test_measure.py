@@ -21,7 +21,7 @@ from llmsys_suite.measure.samples import CORE_WAIT, SINGLE, needed_seconds
 from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import train
-from llmsys_suite.stages.train import _train, counter, timed_step
+from llmsys_suite.stages.train import _train, count_received, timed_step
 from llmsys_suite.text.data import load_corpus
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.initial_weights import initial_weights
@@ -72,7 +72,7 @@ def processor_seconds(folder):
     for step in range(ROUNDS):
         begin = time.process_time()
         for _ in VARIANTS:
-            received = counter(run)
+            received = count_received(run)
             timed_step(run, "idle", idle, step, batch)["received"] = received.bytes()
         run.flush_samples()
         overhead.append((time.process_time() - begin) / len(VARIANTS))
