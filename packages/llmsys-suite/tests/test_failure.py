@@ -84,7 +84,7 @@ def test_exception_on_one_rank_ends_every_rank(tmp_path, rank, others):
     fail = (rank, "raise ValueError('no')", others)
     statuses, messages = launch_ranks(tmp_path, config, fail)
     assert statuses == [1, 1]
-    # A few tenths of a second on an idle machine; the limit is for one that is busy.
+    # This takes a few tenths of a second on an idle machine; the limit is for a busy machine.
     assert time.time() - (tmp_path / "messages.failed").stat().st_mtime < 60
     assert f"rank {rank}: ValueError: no" in messages
     folder = RunFolder(tmp_path / "run")

@@ -1,4 +1,4 @@
-"""A run folder keeps all measurements, however the run ends."""
+"""A run folder stores all measurements, also if the run is interrupted."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""Training for real goes on where it was stopped, at any number of ranks."""
+"""A training of the stage `learn` continues from its checkpoint on any number of ranks."""
 
 import os
 import signal
@@ -69,7 +69,7 @@ def make_run(out, resume, learn_rows=ROWS, options=None):
 
 
 def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=None):
-    """All losses, before and after a checkpoint; SIGTERM reaches the last rank in one step."""
+    """Return all losses and the number of steps; the last rank gets SIGTERM in step `stop_at`."""
     run = make_run(out, resume, learn_rows, options)
     rank, world = run.rank, run.world
     run.results["train"] = Train([{"variant": variant, "ratio_p50": 0.5}], {}, {})
@@ -117,7 +117,7 @@ def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant
     (whole, _), stopped, continued = first
     assert len(whole) == STEPS
     assert stopped == second[1] == ("stopped", 5)
-    # On as many ranks the losses are equal.
+    # On the same number of ranks the losses are equal.
     assert continued == (whole, STEPS - 5)
     resume = str(tmp_path / "part" / training_state.CHECKPOINT)
     for world in worlds:
@@ -125,7 +125,7 @@ def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant
             learned, world, str(tmp_path / f"new{world}"), variant, None, resume, ROWS, clip
         )
         assert steps == STEPS - 5
-        # Another number of ranks adds in another order.
+        # Another number of ranks adds the losses in another order.
         assert losses == (whole if world == 2 else pytest.approx(whole, rel=1e-5))
 
 
@@ -234,7 +234,7 @@ def test_a_split_model_learns_and_goes_on_as_one_process_does(tmp_path, world, o
 def refused(folder):
     learned(f"{folder}/part", "ddp flat", 3)
     resume = f"{folder}/part/{training_state.CHECKPOINT}"
-    with pytest.raises(UsageError, match="started with rows 4, got 8; set the same rows"):
+    with pytest.raises(UsageError, match="has rows 4, got 8; set the same rows"):
         learned(f"{folder}/other", "ddp flat", None, resume, 8)
 
 
@@ -263,16 +263,16 @@ def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "complaint"),
     [
-        ({"context": 64}, "started with context 64, got 128; set the same context"),
+        ({"context": 64}, "has context 64, got 128; set the same context"),
         (
             {"text": "other"},
-            "started with text digest other, got .*; set the same --data and --tokenizer",
+            "has text digest other, got .*; set the same --data and --tokenizer",
         ),
-        ({"total": 900}, "started with --learn 900, got 700; set the same --learn"),
-        ({"size": "tiny"}, "started with size tiny, got mini"),
-        ({"seed": 7}, "started with seed 7, got 0"),
+        ({"total": 900}, "has --learn 900, got 700; set the same --learn"),
+        ({"size": "tiny"}, "has size tiny, got mini"),
+        ({"seed": 7}, "has seed 7, got 0"),
         ({"rows": 3}, "c cannot be continued: 3 rows are not a multiple of 2 replicas"),
-        ({"clip": 1.0}, "started with clip 1.0, got None"),
+        ({"clip": 1.0}, "has clip 1.0, got None"),
         ({"learning_rate": 1.0}, "learning_rate 1.0, got 0.002"),
     ],
 )
@@ -291,7 +291,7 @@ def test_rows_that_the_user_has_set_and_that_contradict_the_checkpoint_are_refus
     training_state.require_same(state, RunConfig(size="mini", world=3, rows=12), text, Path("c"))
     training_state.require_same(state, RunConfig(size="mini", world=2, rows=8), text, Path("c"))
     config = RunConfig(size="mini", world=2, rows=16)
-    with pytest.raises(UsageError, match="started with rows 12, got 16; set the same rows"):
+    with pytest.raises(UsageError, match="has rows 12, got 16; set the same rows"):
         training_state.require_same(state, config, text, Path("c"))
     split = RunConfig(size="tiny", world=4, pipeline=4, rows=16)
     with pytest.raises(UsageError, match="2 rows per replica are fewer than 4 pipeline stages"):
@@ -310,7 +310,7 @@ def test_checkpoint_decides_the_number_of_steps_if_no_option_does():
     text = "digest"
     state = training_state.initial_state(RunConfig(size="mini", learn=900), text)
     training_state.require_same(state, RunConfig(size="mini"), text, Path("c"))
-    with pytest.raises(UsageError, match="started with --learn 900, got 500; set the same --learn"):
+    with pytest.raises(UsageError, match="has --learn 900, got 500; set the same --learn"):
         training_state.require_same(state, RunConfig(size="mini", learn=500), text, Path("c"))
 
 
@@ -335,7 +335,7 @@ def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp
     tokens = torch.arange(16)[None]
     torch.testing.assert_close(model(tokens), trained(tokens))
     written = generate_text(model, "To be", 20)
-    # Bytes that form a character of UTF-8 are shown as this character.
+    # Bytes that form a character in UTF-8 are printed as this character.
     assert 5 <= len(written) <= 20
     assert written == generate_text(model, "To be", 20)
     assert written != generate_text(model, "To be", 20, temperature=50.0, seed=1)

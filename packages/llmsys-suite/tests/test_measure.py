@@ -32,7 +32,7 @@ ROUNDS = 15
 
 
 class Idle(Variant):
-    """The phases of a real way of training, with nothing in them."""
+    """A variant whose phases do nothing."""
 
     alone = False
 
@@ -102,7 +102,7 @@ def test_without_the_counter_of_waits_a_step_needs_its_wall_time(monkeypatch):
 
 
 def received_by_a_late_rank(folder, variant):
-    """Return the bytes of the model, and the bytes that each rank counts; the first comes late."""
+    """Return the bytes of the model, and the bytes that each rank counts; rank 0 starts late."""
     rank, world = dist.get_rank(), dist.get_world_size()
     cpu = torch.device("cpu")
     config = RunConfig(
@@ -144,7 +144,7 @@ def test_a_rank_that_is_late_to_its_counter_counts_all_that_it_is_sent(tmp_path,
 
 
 def count_living_variants(folder):
-    """Train two variants one after the other; count the earlier ones when each is constructed."""
+    """Train two variants one after another; count the earlier variants when one is constructed."""
     cpu = torch.device("cpu")
     names = [SINGLE, "ddp bucketed"]
     config = RunConfig(size="mini", rows=2, context=16, world=1, steps=1, out=Path(folder))

@@ -1,4 +1,4 @@
-"""The model computes what its parts' papers say, and its sizes are those of the benchmarks."""
+"""The model computes the formulas of the papers, and its sizes are those of the benchmarks."""
 
 import math
 from dataclasses import replace

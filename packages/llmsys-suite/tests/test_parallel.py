@@ -1,4 +1,4 @@
-"""A model that is split over ranks trains what one process trains, or is refused."""
+"""A model that is split over ranks trains as in one process, or raises an error."""
 
 import os
 from dataclasses import replace
@@ -66,7 +66,9 @@ def far_from_one_process():
     trained = []
     for layout in splits.possible_layouts(SHAPE, run.world, CONFIG.rows).values():
         split = splits.SplitModel(run, SHAPE, layout)
-        losses = [parallel.mean_loss(run, split.step(*split.batch(step))) for step in range(STEPS)]
+        losses = [
+            parallel.mean_over_ranks(run, split.step(*split.batch(step))) for step in range(STEPS)
+        ]
         trained.append((losses, split.weights()))
 
     torch.manual_seed(CONFIG.seed)

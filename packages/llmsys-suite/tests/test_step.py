@@ -1,4 +1,4 @@
-"""One step, timed by size, context and precision: what is counted and left out."""
+"""Times, FLOPs and memory of a training step by size, context and dtype."""
 
 import importlib
 import io
@@ -61,7 +61,7 @@ def test_a_step_that_overflows_float16_is_not_timed():
     step.forward()
     step.backward()
     step.model.head.weight.grad.fill_(float("inf"))
-    with pytest.raises(RuntimeError, match="overflowed float16 at a loss scale of 1024"):
+    with pytest.raises(RuntimeError, match="overflowed at a loss scale of 1024"):
         step.optimize()
 
 
@@ -120,7 +120,7 @@ def test_a_case_runs_in_a_separate_process_and_lists_operators(run, monkeypatch)
 
 def test_a_case_that_does_not_fit_or_end_is_a_row_with_the_reason(monkeypatch):
     monkeypatch.setattr(sweep, "available_memory_bytes", lambda device: 2**30)
-    with pytest.raises(sweep.LeftOut, match=r"needs [\d.]+ GiB, more than 80% of the 1.0 GiB free"):
+    with pytest.raises(sweep.LeftOut, match=r"needs [\d.]+ GiB; a case may use 0.8 GiB"):
         sweep.require_fit(Case(size="2.7B"))
     with pytest.raises(sweep.LeftOut, match=r"did not end within 0.01 s"):
         sweep.in_a_process(MINI, 0.01)

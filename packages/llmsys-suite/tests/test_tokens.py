@@ -1,4 +1,4 @@
-"""Texts are encoded once, by a tokenizer that is trained on them or by a given one."""
+"""Texts are encoded once, by a tokenizer that is trained on the text or read from a file."""
 
 import importlib.util
 import json
@@ -102,7 +102,7 @@ def test_a_file_of_the_library_is_used_as_it_is(encoded, tmp_path):
     [
         (
             {"tokenizer": "nowhere"},
-            "expected --tokenizer to be bytes, bpe or an existing file, got nowhere",
+            "expected --tokenizer bytes, bpe or a file, got nowhere",
         ),
         ({"tokenizer": "bytes"}, "--vocabulary 280 needs --tokenizer bpe or a file"),
         ({"vocabulary": 256}, "merges no bytes; pass a larger vocabulary"),

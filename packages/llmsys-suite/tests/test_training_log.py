@@ -1,4 +1,4 @@
-"""Losses of `learn` reach TensorBoard or wandb, steps are traced, and missing programs refused."""
+"""Losses of `learn` reach TensorBoard or wandb, and steps are traced."""
 
 import json
 import sys

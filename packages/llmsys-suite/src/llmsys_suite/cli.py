@@ -81,8 +81,7 @@ def run(
     vocabulary: Annotated[int | None, _field("vocabulary")] = None,
     out: Annotated[Path | None, _field("out", parser=_path)] = None,
     config_file: Annotated[
-        Path | None,
-        typer.Option("--config", help="A TOML file with fields; options override these fields."),
+        Path | None, typer.Option("--config", help="A TOML file; options override its fields.")
     ] = None,
 ) -> None:
     """Plan, train, extrapolate, inspect, compress and audit one model."""
@@ -106,9 +105,7 @@ def run(
 
 @app.command()
 def config(
-    preset: Annotated[
-        str | None, typer.Option(help="cpu or gpu; by default gpu on a machine with a GPU.")
-    ] = None,
+    preset: Annotated[str | None, typer.Option(help="cpu, or gpu, the default with a GPU.")] = None,
 ) -> None:
     """Print a file for `llmsys run --config` with every field, its meaning and its default."""
     print(to_toml(resolve([], preset=preset)), end="")
@@ -122,10 +119,10 @@ def step(
     contexts: Annotated[str, typer.Option(help="Tokens per sequence, such as 128,512.")] = "128",
     dtype: Annotated[str, typer.Option(help="Some of fp32,tf32,bf16,fp16.")] = "fp32",
     compile_: Annotated[
-        bool, typer.Option("--compile", help="Measure each case also with torch.compile.")
+        bool, typer.Option("--compile", help="Also measure torch.compile.")
     ] = False,
     checkpoint: Annotated[
-        bool, typer.Option("--checkpoint", help="Measure each case also with checkpointed blocks.")
+        bool, typer.Option("--checkpoint", help="Also measure checkpointed blocks.")
     ] = False,
     rows: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
     time_limit: Annotated[float, typer.Option(help="Time limit per case, in seconds.")] = 60.0,
@@ -133,9 +130,7 @@ def step(
         bool, typer.Option("--profile", help="Write the operators of a step; requires --out.")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    out: Annotated[
-        Path | None, typer.Option(help="A new or empty folder for the rows, as rows.json.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="A new folder for rows.json.")] = None,
 ) -> None:
     """Time a training step of each size, context and dtype, each in a separate process."""
     from llmsys_suite.step.report import benchmark
@@ -186,9 +181,8 @@ def compare(
     fail_above: Annotated[
         float | None,
         typer.Option(
-            help="Percentage that decides the exit status: 0 if every variant is shown to be "
-            "slower by at most this percentage, 1 if a variant is shown to be slower by more, "
-            "3 otherwise."
+            help="Exit 0 if every variant is shown to be slower by at most this percentage, 1 if "
+            "a variant is shown to be slower by more, 3 otherwise."
         ),
     ] = None,
     margin: Annotated[

@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import re
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,6 +48,12 @@ SIZES = {
     "2.7B": Size(2560, 10240, 32, 32),
     "10B": Size(4608, 12288, 50, 36),
 }
+
+
+def require_known(name: str, value: str, known: Collection[str]) -> None:
+    """Raise UsageError unless `value` is one of the values in `known`."""
+    if value not in known:
+        raise UsageError(f"{name} {value!r} is unknown; choose from {', '.join(known)}")
 
 
 def size_of(name: str) -> Size:
@@ -137,10 +144,9 @@ def possible_layouts(size: Size, world: int, rows: int) -> dict[str, Layout]:
 
 
 def group_size(size: Size, world: int) -> int:
-    """Return the largest divisor of `world`, below `world`, that also divides num_heads and d_ff.
+    """Return the largest divisor of `world` below it, or 1, that divides num_heads and d_ff.
 
-    For example, a model with twelve heads trains on eight ranks in two groups of four. The result
-    is 1 if `world` is 1.
+    For example, a model with twelve heads trains on eight ranks in two groups of four.
     """
     fits = math.gcd(size.num_heads, size.d_ff)
     divisors = [n for n in range(1, world) if world % n == 0 and fits % n == 0]
@@ -152,30 +158,6 @@ LEAST_CONTEXT = 8
 #: Name of the tokenizer whose tokens are bytes, and the size of its vocabulary.
 BYTES = "bytes"
 BYTE_VOCABULARY = 256
-#: Minimum of each integer field of a configuration.
-LEAST = {
-    "world": 1,
-    "steps": 1,
-    "warmup": 0,
-    "learn": 1,
-    "tensor": 1,
-    "pipeline": 1,
-    "seed": 0,
-    "rows": 1,
-    "vocabulary": BYTE_VOCABULARY,
-    "context": LEAST_CONTEXT,
-}
-#: Arithmetic of products: tf32 rounds the inputs of float32 products, and bf16 runs forward passes
-#: under autocast to bfloat16. Weights, gradients, moments and messages are always float32.
-DTYPES = ("fp32", "tf32", "bf16")
-#: Default size of a vocabulary that is trained on the text.
-TRAINED_VOCABULARY = 4096
-#: Stages that need byte tokens: the budgets of `scale` and the labels of `inspect` are for bytes.
-BYTE_STAGES = ("scale", "inspect")
-#: Values of `--log`: Python packages that can record the losses of `learn`.
-LOGS = ("tensorboard", "wandb")
-#: Largest seed. A batch is drawn with about 10**6 times the seed, which must fit in 64 bits.
-MOST_SEED = 10**12
 #: Stages in the order of a run, each with the stages that it requires.
 STAGES: dict[str, tuple[str, ...]] = {
     "plan": (),
@@ -278,8 +260,7 @@ def with_dependencies(stages: list[str]) -> tuple[str, ...]:
     selected = {"report"}
 
     def add_with_dependencies(stage: str) -> None:
-        if stage not in STAGES:
-            raise UsageError(f"stage {stage!r} is unknown; choose from {', '.join(STAGES)}")
+        require_known("stage", stage, STAGES)
         selected.add(stage)
         for required in STAGES[stage]:
             add_with_dependencies(required)

@@ -63,10 +63,7 @@ TOML_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
 
 
 def to_toml(config: RunConfig) -> str:
-    """Return the text of a file that describes `config`.
-
-    A field that is None becomes a comment with an example.
-    """
+    """Return a file that describes `config`; a field that is None is a comment with an example."""
     lines = []
     for name, meaning in MEANING.items():
         value = getattr(config, name)

@@ -122,10 +122,7 @@ def signal_name(number: int) -> str:
 
 
 def diagnosis() -> list[tuple[str, str, str]]:
-    """Return the lines of `llmsys doctor` as (fact, value, remedy).
-
-    The remedy is empty if the value is not a problem.
-    """
+    """Return the lines of `llmsys doctor` as (fact, value, remedy or an empty string)."""
     import torch
     import torch.distributed as dist
 

@@ -1,11 +1,9 @@
 """The run folder: raw measurements and everything that is derived from them.
 
 - JSON files and reports are written under another name and renamed, so that a reader never finds
-  them incomplete. Samples are appended line by line, so that an interruption does not lose the
-  measurements before it.
+  them incomplete. Samples are appended line by line, so that an interruption loses few of them.
 - A finished folder is sealed: manifest.json contains the format, and the digest of every file that
-  is not in a subfolder. `RunFolder.open` raises `UsageError` for a file that was edited, truncated
-  or written in another format.
+  is not in a subfolder. `RunFolder.open` refuses edited and truncated files, and other formats.
 """
 
 from __future__ import annotations
@@ -63,10 +61,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Return the folder of a run.
-
-        Raises UsageError if `path` is not a run folder, or as `require_whole` does.
-        """
+        """Return the folder of a run; raise UsageError if it has no summary or is not whole."""
         if not (path / "summary.json").exists():
             raise UsageError(f"expected a run folder, got {path}, which has no summary.json")
         folder = cls(path)
@@ -100,10 +95,7 @@ class RunFolder:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The status of the run, and the results of each finished stage as JSON values.
-
-        Raises UsageError if summary.json has no status or no table of stages.
-        """
+        """The status of the run, and the results of each finished stage as JSON values."""
         summary = self.read_json("summary.json")
         stages = summary.get("stages") if isinstance(summary, dict) else None
         is_table = isinstance(stages, dict) and all(isinstance(v, dict) for v in stages.values())
@@ -171,17 +163,13 @@ class RunFolder:
         if manifest.get("format") != FORMAT:
             raise UsageError(
                 f"expected a run folder of format {FORMAT}, got {self.path} of format "
-                f"{manifest.get('format')}; repeat the run, or read it with the version that "
-                "wrote it"
+                f"{manifest.get('format')}; repeat the run, or use the version that wrote it"
             )
         digests = manifest["files"]
         for name in dict.fromkeys((*RECORDS, *digests)):
             path = self.path / name
             if digests.get(name) != (_digest(path) if path.exists() else None):
-                raise UsageError(
-                    f"{path} was changed, added or deleted after the run; restore the file, or "
-                    "repeat the run"
-                )
+                raise UsageError(f"{path} was changed, added or deleted; restore it or run again")
 
     def append_samples(self, samples: Iterable[Sample]) -> None:
         """Append raw measurements to samples.jsonl, one line per sample."""
@@ -221,10 +209,9 @@ def _claim(config: RunConfig, out: Path) -> RunConfig:
 
 
 def create_folder(folder: Path, name: str, text: str) -> None:
-    """Create a folder with one file, or write the file into an existing empty folder.
+    """Create a folder, unless it exists and is empty, and write one file into it.
 
-    Raises `FolderTaken` if the path is a file or a folder with files, and another `UsageError` if
-    the folder cannot be written.
+    Raises FolderTaken if the folder has files or is a file, and UsageError if writing fails.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,7 @@ from llmsys_suite.config import UsageError
 from llmsys_suite.folder import create_folder
 from llmsys_suite.model import NORM_EPSILON, ROPE_BASE, Decoder, ModelConfig
 
-#: Names in transformers of the modules of this package. Modules of a block have the prefix
+#: Names of modules in this package and in transformers. Modules of a block also have the prefix
 #: `blocks.N` in this package and `model.layers.N` in transformers.
 NAMES = {
     "embedding": "model.embed_tokens",

@@ -13,24 +13,38 @@ from pathlib import Path
 from typing import Any
 
 from llmsys_suite.config import (
-    BYTE_STAGES,
     BYTE_VOCABULARY,
     BYTES,
-    DTYPES,
-    LEAST,
-    LOGS,
-    MOST_SEED,
+    LEAST_CONTEXT,
     STAGES,
-    TRAINED_VOCABULARY,
     Layout,
     RunConfig,
     UsageError,
     count_gpus,
     default_rows,
+    require_known,
     size_of,
     with_dependencies,
 )
 
+#: Minimum of each integer field of a configuration.
+MINIMUMS = dict.fromkeys(("world", "steps", "learn", "tensor", "pipeline", "rows"), 1) | {
+    "warmup": 0,
+    "seed": 0,
+    "vocabulary": BYTE_VOCABULARY,
+    "context": LEAST_CONTEXT,
+}
+#: Arithmetic of products: tf32 rounds the inputs of float32 products, and bf16 runs forward passes
+#: under autocast to bfloat16. Weights, gradients, moments and messages are always float32.
+DTYPES = ("fp32", "tf32", "bf16")
+#: Default size of a vocabulary that is trained on the text.
+TRAINED_VOCABULARY = 4096
+#: Stages that need byte tokens: the budgets of `scale` and the labels of `inspect` are for bytes.
+BYTE_STAGES = ("scale", "inspect")
+#: Values of `--log`: Python packages that can record the losses of `learn`.
+LOGS = ("tensorboard", "wandb")
+#: Largest seed. A batch is drawn with about 10**6 times the seed, which must fit in 64 bits.
+MOST_SEED = 10**12
 #: Options that only some stages read, each with these stages.
 STAGES_OF_OPTION = {"steps": ("train", "scale"), "warmup": ("train",)} | dict.fromkeys(
     ("learn", "tensor", "pipeline", "recompute", "compile", "trace", "log", "clip", "resume"),
@@ -53,8 +67,7 @@ def resolve(
     None selects the default of a field.
 
     Raises:
-        UsageError: a name is unknown, a number is out of range, a file is missing, or this machine
-            has no suitable device.
+        UsageError: a name, number or path is not valid, or this machine has no suitable device.
     """
     gpus = count_gpus()
     preset = preset or ("gpu" if gpus else "cpu")
@@ -108,45 +121,34 @@ def check(config: RunConfig) -> None:
     _check_tokens(config)
     _check_stages_of_options(config)
     if config.data is not None and not os.path.exists(config.data):
-        raise UsageError(
-            f"expected --data to be a file or a folder, got {config.data}, which does not exist; "
-            "without --data, a run trains on Python's standard library"
-        )
+        raise UsageError(f"expected --data to be an existing file or folder, got {config.data}")
     if config.resume is not None and not os.path.exists(config.resume / ".metadata"):
         raise UsageError(
-            f"expected --resume to be a checkpoint, such as runs/NAME/checkpoint, got "
-            f"{config.resume}, which has no file .metadata"
+            f"expected --resume to be a checkpoint (runs/NAME/checkpoint), got {config.resume}"
         )
     _check_text_folder(config)
 
 
 def _check_names(config: RunConfig) -> None:
+    """Raise UsageError unless the stages, the size and the dtype are known and fit together."""
     if config.stages != with_dependencies(list(config.stages)):
         required = ", ".join(with_dependencies(list(config.stages)))
         raise UsageError(
-            f"expected stages with their dependencies, in this order: {required}; got "
-            f"{', '.join(config.stages)}; use `resolve`, which adds and sorts them"
+            f"expected the stages {required}, in this order, got {', '.join(config.stages)}"
         )
     size_of(config.size)
-    if config.dtype not in DTYPES:
-        raise UsageError(f"dtype {config.dtype!r} is unknown; choose from {', '.join(DTYPES)}")
+    require_known("dtype", config.dtype, DTYPES)
     if config.dtype == "tf32" and config.device != "cuda":
-        raise UsageError(
-            f"dtype tf32 needs a CUDA device, got preset {config.preset}; use --dtype fp32"
-        )
+        raise UsageError(f"dtype tf32 needs a CUDA device, got preset {config.preset}; use fp32")
 
 
 def _check_device(config: RunConfig) -> None:
     """Raise UsageError unless this machine has the device and the backend supports its tensors."""
     gpus = count_gpus()
-    if config.preset not in ("cpu", "gpu"):
-        raise UsageError(f"preset {config.preset!r} is unknown; choose cpu or gpu")
+    require_known("preset", config.preset, ("cpu", "gpu"))
     if config.preset == "gpu" and not gpus:
-        raise UsageError(
-            "preset gpu needs a CUDA device, and torch finds none on this machine; use --preset cpu"
-        )
-    if config.backend not in ("gloo", "nccl"):
-        raise UsageError(f"backend {config.backend!r} is unknown; choose auto, gloo or nccl")
+        raise UsageError("preset gpu needs a CUDA device, and torch finds none; use --preset cpu")
+    require_known("backend", config.backend, ("gloo", "nccl"))
     if config.preset == "cpu" and config.backend == "nccl":
         raise UsageError(
             "expected backend gloo for preset cpu, got nccl, which supports only CUDA tensors; use "
@@ -161,12 +163,12 @@ def _check_device(config: RunConfig) -> None:
 
 def _check_numbers(config: RunConfig) -> None:
     """Raise UsageError unless the numbers are in range and the ranks divide the rows."""
-    for name, least in LEAST.items():
+    for name, minimum in MINIMUMS.items():
         value = getattr(config, name)
         if name == "learn" and value is None:
             continue
-        if type(value) is not int or value < least:
-            raise UsageError(f"expected {name} to be an integer >= {least}, got {value!r}")
+        if type(value) is not int or value < minimum:
+            raise UsageError(f"expected {name} to be an integer >= {minimum}, got {value!r}")
     if config.seed > MOST_SEED:
         raise UsageError(f"expected seed <= {MOST_SEED}, got {config.seed}")
     if config.rows % config.world:
@@ -188,9 +190,7 @@ def _check_tokens(config: RunConfig) -> None:
             )
         return
     if config.tokenizer != "bpe" and not os.path.isfile(config.tokenizer):
-        raise UsageError(
-            f"expected --tokenizer to be bytes, bpe or an existing file, got {config.tokenizer}"
-        )
+        raise UsageError(f"expected --tokenizer bytes, bpe or a file, got {config.tokenizer}")
     if config.tokenizer == "bpe" and config.vocabulary == BYTE_VOCABULARY:
         raise UsageError(
             f"--tokenizer bpe with --vocabulary {BYTE_VOCABULARY} merges no bytes; pass a larger "
@@ -211,28 +211,24 @@ def _check_stages_of_options(config: RunConfig) -> None:
     for name, stages in STAGES_OF_OPTION.items():
         is_set = getattr(config, name) != getattr(default, name)
         if is_set and not set(stages) & set(config.stages):
-            raise UsageError(
-                f"--{name} needs the stage {' or '.join(stages)}; add this stage, or omit --{name}"
-            )
+            needed = " or ".join(stages)
+            raise UsageError(f"--{name} needs the stage {needed}; add it, or omit --{name}")
 
 
 def _check_learn(config: RunConfig) -> None:
     """Raise UsageError unless the options of the stage learn fit the model and this machine."""
     split = f"--tensor {config.tensor} --pipeline {config.pipeline}"
     if config.world % (config.pipeline * config.tensor):
-        raise UsageError(
-            f"{split}: expected a product that divides the number of ranks, {config.world}, got "
-            f"{config.pipeline * config.tensor}"
-        )
+        raise UsageError(f"{split}: their product must divide the {config.world} ranks")
     layout = Layout(config.data_parallel, config.pipeline, config.tensor)
     if reason := layout.why_not(size_of(config.size), config.rows):
         raise UsageError(f"{split}: {reason}")
     if config.clip is not None and not 0 < config.clip < math.inf:
         raise UsageError(f"expected a finite --clip > 0, got {config.clip}")
-    if config.log not in (None, *LOGS):
-        raise UsageError(f"log {config.log!r} is unknown; choose from {', '.join(LOGS)}")
-    if config.log is not None and importlib.util.find_spec(config.log) is None:
-        raise UsageError(f"--log {config.log} needs a package; run `pip install {config.log}`")
+    if config.log is not None:
+        require_known("log", config.log, LOGS)
+        if importlib.util.find_spec(config.log) is None:
+            raise UsageError(f"--log {config.log} needs a package; run `pip install {config.log}`")
 
 
 def _check_text_folder(config: RunConfig) -> None:

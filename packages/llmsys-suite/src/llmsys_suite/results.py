@@ -157,22 +157,9 @@ class Audit:
         return not self.red
 
 
-KINDS: dict[str, type] = {
-    kind.__name__.lower(): kind
-    for kind in (
-        Plan,
-        Links,
-        Attention,
-        Train,
-        Learn,
-        Parallel,
-        Memory,
-        Scale,
-        Inspect,
-        Compress,
-        Audit,
-    )
-}
+_KINDS = (Plan, Links, Attention, Train, Learn, Parallel, Memory, Scale, Inspect, Compress, Audit)
+#: Dataclass of the result of each stage.
+KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in _KINDS}
 
 
 def to_json(result: Any) -> Row:

@@ -77,10 +77,8 @@ def _require_memory(config: RunConfig) -> None:
     needed = predict(config).host_peak_bytes
     available = available_memory_bytes(config.device)
     if needed > available:
-        remedy = "a smaller --size or --world"
-        if config.device == "cuda":
-            # Each GPU serves one rank, so that fewer ranks do not free memory of a GPU.
-            remedy = "a smaller --size"
+        # Each GPU serves one rank, so fewer ranks would not free memory on it.
+        remedy = "a smaller --size" + ("" if config.device == "cuda" else " or --world")
         raise UsageError(
             f"size {config.size} needs {needed / GIB:.1f} GiB of {config.device} memory, and "
             f"{available / GIB:.1f} GiB are free; choose {remedy}"

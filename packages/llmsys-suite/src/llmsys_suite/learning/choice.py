@@ -21,9 +21,7 @@ COMPILED = tuple(name for name in LEARNERS if name != "fsdp")
 def make_variant(run: Run) -> tuple[str, Variant]:
     """Return the name and the object of the variant that `learn` trains.
 
-    It is the split that the configuration requests. Without a split, it is the fastest variant of
-    `train` that can be saved, or the single process on one rank. Its blocks are compiled if the
-    configuration has `compile`.
+    It is the split model, the fastest variant of `train` that can be saved, or one process.
     """
     config = run.config
     model = replace(run.model, checkpoint=config.recompute)
@@ -46,9 +44,6 @@ def make_variant(run: Run) -> tuple[str, Variant]:
 
 
 def fastest(rows: list[dict[str, Any]], allowed: tuple[str, ...] = LEARNERS) -> str:
-    """Return the allowed variant with the smallest median ratio to torch DDP.
-
-    The result is torch DDP if no allowed variant has a row.
-    """
+    """Return the allowed variant with the smallest median ratio, or torch DDP without rows."""
     ratios = {row["variant"]: row.get("ratio_p50", math.inf) for row in rows}
     return min((name for name in allowed if name in ratios), key=ratios.__getitem__, default=PEER)

@@ -30,10 +30,7 @@ def heldout_loss(run: Run, model: torch.nn.Module) -> float:
 
 @torch.no_grad()
 def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
-    """Return a held-out prompt and the text that a model with `weights` generates after it.
-
-    The keys are "prompt" and "written". The result is {} on ranks other than 0.
-    """
+    """Return a held-out prompt and the text generated after it; {} on ranks other than 0."""
     if run.rank:
         return {}
     model = with_weights(run, run.model, weights)

@@ -20,10 +20,7 @@ SKIPPED, TRACED = 2, 3
 
 @contextmanager
 def open_log(run: Run) -> Iterator[Log]:
-    """Yield the function that records values as the configuration names.
-
-    It does nothing on ranks other than 0, and without `log` in the configuration.
-    """
+    """Yield a function that records values; on ranks other than 0 it does nothing."""
     if run.rank or run.config.log is None:
         yield lambda step, values: None
     elif run.config.log == "tensorboard":
@@ -51,10 +48,9 @@ def open_log(run: Run) -> Iterator[Log]:
 
 @contextmanager
 def traced_steps(run: Run) -> Iterator[profiler.profile | None]:
-    """Yield a profiler, whose method `step` must be called after each step, or None.
+    """Yield a profiler, whose method `step` must be called after each step; None without `trace`.
 
-    If the configuration has `trace`, a Chrome trace of `TRACED` steps is written to
-    `trace-RANK.json` in the run folder. Otherwise the result is None.
+    A Chrome trace of `TRACED` steps is written to `trace-RANK.json` in the run folder.
     """
     if not run.config.trace:
         yield None

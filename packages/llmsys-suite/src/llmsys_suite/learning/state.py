@@ -31,17 +31,12 @@ PROBE = "probe"
 DEFAULT_STEPS = 400
 #: The options that decide the entries of the state whose names are not the names of options.
 OPTIONS = {"text": "--data and --tokenizer", "total": "--learn"}
-#: Factor of the peak learning rate relative to the learning rate of `train`.
-RATE = 2.0
-#: Fraction of the steps in the warm-up of the learning rate.
-WARM = 0.05
+#: Peak learning rate divided by that of `train`, and the fraction of steps in the warm-up.
+RATE, WARM = 2.0, 0.05
 
 
 def initial_state(config: RunConfig, text: str | None) -> dict[str, Any]:
-    """Return the state of a training run before its first step, as checkpoints store it.
-
-    `text` is the digest of the corpus, or None if the corpus does not exist yet.
-    """
+    """Return the state of a training run before its first step; `text` is the corpus's digest."""
     return {
         "step": 0, "losses": [], "heldout": [], "total": config.learn or DEFAULT_STEPS,
         "rows": config.rows, "seed": config.seed, "context": config.context, "size": config.size,
@@ -54,8 +49,7 @@ def require_resumable(config: RunConfig, source: Path) -> None:
     # Loading the training state needs no model, but zero requires a process group.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        # Loading warns that the weights in the checkpoint are not used.
-        with warnings.catch_warnings(action="ignore"):
+        with warnings.catch_warnings(action="ignore"):  # Loading warns about unused weights.
             state = zero.load_checkpoint(source, torch.nn.Module(), strict=False)
     except (ValueError, RuntimeError) as error:  # RuntimeError: the checkpoint is damaged
         raise UsageError(str(error)) from None
@@ -69,8 +63,7 @@ def require_resumable(config: RunConfig, source: Path) -> None:
 def require_same(state: dict[str, Any], config: RunConfig, text: str | None, source: Path) -> None:
     """Raise `UsageError` if the run's options contradict the training that saved `source`.
 
-    Options with their default are not compared if the checkpoint decides their values: the number
-    of steps, and the rows of a batch.
+    The steps and the rows are not compared if they have their default.
     """
     expected = initial_state(config, text)
     missing = expected.keys() - state.keys()
@@ -94,8 +87,7 @@ def require_same(state: dict[str, Any], config: RunConfig, text: str | None, sou
             option = OPTIONS.get(name, name)
             entry = "text digest" if name == "text" else option
             raise UsageError(
-                f"{source} was started with {entry} {state[name]}, got {value}; set the same "
-                f"{option}"
+                f"{source} has {entry} {state[name]}, got {value}; set the same {option}"
             )
 
 
@@ -120,18 +112,14 @@ def is_due(step: int, total: int, times: int) -> bool:
 
 
 def schedule(progress: float) -> float:
-    """Return the factor of the learning rate at a fraction `progress` of the steps.
-
-    It is the product of a linear warm-up and half a cosine from 1 to 0.05.
-    """
+    """Return the learning rate's factor: a linear warm-up times half a cosine from 1 to 0.05."""
     return min(1.0, progress / WARM + 1e-2) * (0.05 + 0.475 * (1 + math.cos(math.pi * progress)))
 
 
 def draw_probed_step(run: Run, first: int, total: int) -> int | None:
-    """Return a random step from `first` on, equal on all ranks, for the audit to repeat.
+    """Return a random step, equal on all ranks, for the audit; None without audit or steps.
 
-    The result is None without an audit or without steps to train. The step `first` is drawn only if
-    it is the only step, because a new optimizer has no state before it.
+    The step `first` is drawn only if it is the only step, because a new optimizer has no state.
     """
     if "audit" not in run.config.stages or first >= total:
         return None

@@ -6,16 +6,12 @@ import time
 
 import torch
 
+from llmsys_suite.measure.interleaved import now
+
 
 def clock(device: torch.device) -> float:
-    """Return the thread's seconds on a CPU, or wall seconds after synchronizing a GPU.
-
-    The clock of a thread stops while another program has the core.
-    """
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-    return time.thread_time()
+    """Return the thread's processor seconds, or wall seconds after synchronizing a GPU."""
+    return now(device) if device.type == "cuda" else time.thread_time()
 
 
 def core_wait_seconds() -> float:

@@ -20,8 +20,7 @@ from unittest import mock
 from collectives.shared_memory.arena import Arena
 from collectives.shared_memory.fingerprint import Call
 
-#: Size of the buffer for Linux's struct tcp_info, and offset of its field tcpi_bytes_received,
-#: which exists since Linux 4.1.
+#: Bytes to read of Linux's struct tcp_info, and offset of tcpi_bytes_received (since Linux 4.1).
 _BUFFER_BYTES, _BYTES_RECEIVED_OFFSET = 256, 128
 
 
@@ -44,10 +43,7 @@ def available() -> bool:
 
 @contextmanager
 def announced() -> Iterator[list[int]]:
-    """Yield a list that records the bytes of each all-reduce announced in shared memory.
-
-    The list grows while the `with` block runs.
-    """
+    """Yield a list that records the bytes of each all-reduce in shared memory in the block."""
     sums: list[int] = []
     announce = Arena.announce
 

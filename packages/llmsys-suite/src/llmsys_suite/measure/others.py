@@ -25,8 +25,7 @@ DISTURBED, CROWDED = 0.05, 0.1
 def clocks(world: int) -> dict[str, float]:
     """Return the busy core seconds of this process and of the whole machine.
 
-    The result is {} if the kernel does not count these seconds, or if the ranks run on several
-    machines.
+    The result is {} if the kernel does not count them, or if the ranks run on several machines.
     """
     if ranks_on_this_host(world) != world:
         return {}
@@ -60,8 +59,7 @@ def foreign_cpu_fractions(samples: list[Sample]) -> dict[int, float]:
 def disturbed_rounds(steps: Iterable[Sample], fractions: Mapping[int, float]) -> set[int]:
     """Return the indices of the steps that other programs disturbed on any rank.
 
-    `fractions` is the result of `foreign_cpu_fractions`. A step without a fraction is disturbed if
-    its rank waited for a core.
+    `fractions` comes from `foreign_cpu_fractions`. Without a fraction, only the wait counts.
     """
     return {
         s["step"]

@@ -32,10 +32,7 @@ class Recorder:
 
     @contextmanager
     def step(self, *, stage: str, variant: str, step: int, warmup: bool) -> Iterator[Sample]:
-        """Time one whole step; yield a dict for further entries of the sample of this step.
-
-        A step that raises an exception has no sample.
-        """
+        """Time one whole step; yield a dict for further entries of the sample of this step."""
         self._labels = {"stage": stage, "variant": variant, "step": step, "warmup": warmup}
         extra: Sample = {}
         try:
@@ -68,8 +65,7 @@ class Recorder:
 
     def take(self) -> list[Sample]:
         """Return the samples since the last call."""
-        taken = self._samples
-        self._samples = []
+        taken, self._samples = self._samples, []
         return taken
 
     def _append(self, phase: str, seconds: float, extra: Sample) -> None:

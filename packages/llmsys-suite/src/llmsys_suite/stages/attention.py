@@ -27,10 +27,7 @@ KERNELS: dict[str, Callable[..., Any]] = {
 
 
 def run(run: Run) -> Attention | None:
-    """Time each kernel in interleaved rounds, and compare its output with float64, on rank 0.
-
-    The result is None on other ranks. `max_error` is an absolute error.
-    """
+    """Time each kernel in interleaved rounds, and compare its output with float64, on rank 0."""
     if run.rank != 0:
         return None
     q, k, v = inputs(run)

@@ -1,8 +1,7 @@
 """A longer training run with the fastest variant, after which the model generates text.
 
 - A batch depends only on (seed, step), and any number of ranks can load a checkpoint of `zero`.
-  Training can therefore continue on another number of ranks. After a SIGTERM, all ranks save a
-  checkpoint and end.
+  Training can therefore continue on other ranks. After a SIGTERM, all ranks save and end.
 - One small all-reduce per step sums the losses, and the number of ranks that received SIGTERM.
 """
 
@@ -100,10 +99,7 @@ def train_step(
     stop_requests: list[int],
     log: Log,
 ) -> None:
-    """Take one step, and at intervals evaluate the model and save a checkpoint.
-
-    Raises KeyboardInterrupt after saving if any rank has received SIGTERM.
-    """
+    """Take one step; evaluate and save at intervals. After a SIGTERM, raise KeyboardInterrupt."""
     step, total = state["step"], state["total"]
     for group in variant.optimizer.param_groups:
         group["lr"] = RATE * state["learning_rate"] * schedule(step / total)

@@ -54,23 +54,19 @@ def single_loss(run: Run, tokens: Tensor, targets: Tensor) -> float:
 
 
 def timed(run: Run, split: SplitModel) -> dict[str, Any]:
-    """Train a split model; return the times of its steps and two losses.
-
-    `waiting` is 1 minus the mean over ranks of processor time divided by wall time.
-    """
+    """Train a split model; return the times of its steps and two losses."""
     steps = [timed_step(run, split, 0)]
     start_time = time.perf_counter()
     start_processor_time = time.process_time()
     steps += [timed_step(run, split, step) for step in range(1, 1 + ITERATIONS)]
     wall_seconds = time.perf_counter() - start_time
     processor_seconds = time.process_time() - start_processor_time
-    busy = torch.tensor(processor_seconds / wall_seconds, device=run.device)
-    dist.all_reduce(busy)
     losses, seconds, clocked_s = zip(*steps, strict=True)
     return {
         "seconds": list(seconds[1:]),
         "iteration_ms": statistics.median(seconds[1:]) * 1e3,
-        "waiting": 1 - float(busy) / run.world,
+        # The fraction of the wall time in which a rank used no processor.
+        "waiting": 1 - mean_over_ranks(run, processor_seconds / wall_seconds),
         "loss": losses[0],
         "trained_loss": losses[TRAINED],
         "clocked_s": list(clocked_s[1:]),
@@ -90,14 +86,11 @@ def timed_step(run: Run, split: SplitModel, step: int) -> tuple[float, float, fl
     seconds = time.perf_counter() - start_time, (time.time_ns() - clock_ns) / 1e9
     slowest = torch.tensor(seconds, device=run.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return mean_loss(run, loss), float(slowest[0]), float(slowest[1])
+    return mean_over_ranks(run, loss), float(slowest[0]), float(slowest[1])
 
 
-def mean_loss(run: Run, loss: float) -> float:
-    """Return the mean loss over the ranks.
-
-    It is the mean over the rows, because each replica has the same number of ranks and rows.
-    """
-    total = torch.tensor(loss, device=run.device, dtype=torch.float64)
+def mean_over_ranks(run: Run, value: float) -> float:
+    """Return the mean over ranks; for losses, it is the mean over rows, because ranks are equal."""
+    total = torch.tensor(value, device=run.device, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total) / run.world

@@ -1,8 +1,7 @@
 """Predicted cost of the run: parameters, FLOPs, memory and bytes on the wire.
 
-`predict` does not import torch or build the model. Before a run, it therefore also shows if the run
-fits in memory. `run` adds the measured rate of a matrix product, and the measured peak memory of a
-real step, which the audit compares with the predicted peak.
+`predict` does not import torch or build the model, so that it also shows before a run if it fits in
+memory. `run` adds the measured rate of a matrix product and the measured peak memory of a step.
 """
 
 from __future__ import annotations

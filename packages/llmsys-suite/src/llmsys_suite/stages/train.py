@@ -1,6 +1,5 @@
 """Train the model with every variant of the packages, interleaved step by step.
 
-Interleaving makes ratios reliable on a shared machine, because a slow second affects all variants.
 If the variants do not fit in memory together, they run one after another.
 """
 
@@ -87,11 +86,7 @@ def _train(run: Run, trained: dict[str, Variant]) -> None:
 def timed_step(
     run: Run, name: str, variant: Variant, step: int, batch: tuple[Tensor, Tensor]
 ) -> Sample:
-    """Take one step on this rank's rows and return its sample.
-
-    The audit compares the times of the recorder with a second clock, which is read before and after
-    the step.
-    """
+    """Take one step on this rank's rows; return its sample, with times of a second clock."""
     digests = row_digests(*batch)
     is_warmup = step < run.config.warmup
     core_wait = clocks.core_wait_seconds()
@@ -108,9 +103,6 @@ def timed_step(
 
 
 def count_received(run: Run) -> network.Received | None:
-    """Return a new counter of the bytes that this rank receives over TCP.
-
-    The result is None if the kernel does not count them or the backend is not gloo.
-    """
+    """Return a new counter of received bytes, or None if the kernel or backend has no counts."""
     has_counts = network.available() and run.config.backend == "gloo"
     return network.Received() if has_counts else None

@@ -7,7 +7,7 @@ from typing import Any
 
 import accounting
 
-from llmsys_suite.config import LEAST_CONTEXT, UsageError, size_of
+from llmsys_suite.config import LEAST_CONTEXT, UsageError, require_known, size_of
 from llmsys_suite.model import ModelConfig
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
@@ -37,11 +37,8 @@ class Case:
 
     def __post_init__(self) -> None:
         size_of(self.size)
-        for name, known in (("dtype", DTYPES), ("device", ("cpu", "cuda"))):
-            if getattr(self, name) not in known:
-                raise UsageError(
-                    f"{name} {getattr(self, name)!r} is unknown; choose from {', '.join(known)}"
-                )
+        require_known("dtype", self.dtype, DTYPES)
+        require_known("device", self.device, ("cpu", "cuda"))
         if self.dtype == "tf32" and self.device != "cuda":
             raise UsageError("dtype tf32 needs device cuda, got cpu; use fp32")
         minimums = {"context": LEAST_CONTEXT, "rows": 1, "layers": 1}

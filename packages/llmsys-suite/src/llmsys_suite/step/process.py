@@ -1,4 +1,4 @@
-"""A command that measures one case, so that the first step of a case includes start-up costs.
+"""A command that measures one case; its first step includes start-up costs.
 
     python -m llmsys_suite.step.process '{"size": "small", "rows": 1}'
 

@@ -35,8 +35,7 @@ def benchmark(
 ) -> Iterator[str]:
     """Yield lines of a Markdown table as cases are measured; write the rows to `out`/rows.json.
 
-    Without `out` nothing is written. `limit` is in seconds per case. Raises UsageError for invalid
-    options.
+    Without `out` nothing is written. `limit` is in seconds. Raises UsageError for invalid options.
     """
     if not 0 < limit < math.inf:
         raise UsageError(f"expected --time-limit to be a number of seconds > 0, got {limit:g}")
@@ -63,10 +62,7 @@ def benchmark(
         )
     ]
     if not cases:
-        raise UsageError(
-            "expected at least one size, context and dtype, such as --sizes tiny,small "
-            "--contexts 128,512 --dtype fp32,bf16"
-        )
+        raise UsageError("expected at least one size, context and dtype, such as --sizes tiny")
     if out is not None:
         create_folder(out, ROWS, json.dumps(_table(cases, [])))
     yield from _measured_lines(cases, limit, profile, out)

@@ -10,12 +10,8 @@ from llmsys_suite.model import Decoder, plain_attention
 from llmsys_suite.step.case import PHASES, Case
 
 #: Dtype of matrix products by the dtype of a case.
-AUTOCAST = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
+AUTOCAST = dict.fromkeys(("fp32", "tf32"), torch.float32)
+AUTOCAST |= {"bf16": torch.bfloat16, "fp16": torch.float16}
 #: Initial scale of the loss in float16. With torch's default of 65536, gradients of an untrained
 #: model overflow, and the scaler would skip the first timed steps.
 LOSS_SCALE = 1024.0
@@ -60,9 +56,7 @@ class Step:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.scaler.get_scale() < scale:
-            raise RuntimeError(
-                f"a gradient overflowed float16 at a loss scale of {scale:g}; use --dtype bf16"
-            )
+            raise RuntimeError(f"gradients overflowed at a loss scale of {scale:g}; use bf16")
         self.optimizer.zero_grad()
 
     def timed(self) -> list[float]:

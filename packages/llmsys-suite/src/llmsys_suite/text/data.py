@@ -35,8 +35,7 @@ LARGEST_FOLDER = 256 * 2**20
 #: Number of windows below which `torch.randint` draws every start from 32 random bits. For more
 #: windows, the number of bits depends on the version of torch.
 FEW_WINDOWS = 2**28
-#: Minimum number of held-out bytes, so that the 256 rows of 64 bytes of the stage `scale` have
-#: different starts.
+#: Minimum number of held-out bytes, so that the 256 rows of `scale` have different starts.
 LEAST_HELDOUT = 512
 #: Number of bytes or tokens read at once to compute a digest.
 DIGEST_CHUNK = 2**24
@@ -67,13 +66,11 @@ class Text:
         """Return the training bytes and the held-out bytes as tokens (uint8)."""
         import torch
 
-        parts = (
-            # Bytes in memory are copied, because torch expects the memory of a tensor to be
-            # writable, and `bytes` are not.
-            np.frombuffer(part if self.mapped else bytearray(part), np.uint8)
-            for part in (self.train, self.heldout)
-        )
-        train, heldout = (torch.from_numpy(part) for part in parts)
+        parts: list[memoryview | bytearray] = [self.train, self.heldout]
+        if not self.mapped:
+            # torch expects the memory of a tensor to be writable, and `bytes` are not.
+            parts = [bytearray(part) for part in parts]
+        train, heldout = (torch.from_numpy(np.frombuffer(part, np.uint8)) for part in parts)
         return Corpus(train, heldout, self.mapped)
 
 
@@ -93,14 +90,7 @@ class Corpus:
         return digest.hexdigest()[:12]
 
     def batch(
-        self,
-        *,
-        rows: int,
-        context: int,
-        seed: int,
-        step: int,
-        rank: int = 0,
-        world: int = 1,
+        self, *, rows: int, context: int, seed: int, step: int, rank: int = 0, world: int = 1
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and targets of a rank's rows, each of shape (rows / world, context).
 

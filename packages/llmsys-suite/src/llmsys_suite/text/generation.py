@@ -15,10 +15,7 @@ MODEL = "model.safetensors"
 
 
 def model_of(folder: RunFolder) -> Decoder:
-    """Return the decoder that the stage `learn` trained.
-
-    Raises UsageError if the run has no trained model.
-    """
+    """Return the decoder that the stage `learn` trained; raise UsageError without its file."""
     from safetensors.torch import load_file
 
     if not (folder.path / MODEL).exists():

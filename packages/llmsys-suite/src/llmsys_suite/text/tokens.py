@@ -44,10 +44,7 @@ class ByteCodec:
         return list(text.encode(errors="surrogateescape"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of some bytes.
-
-        Invalid UTF-8 becomes "·", and so do unprintable characters except for tabs and newlines.
-        """
+        """Return the text, with "·" for invalid UTF-8 and characters that cannot be printed."""
         text = bytes(tokens).decode(errors="replace").replace("\ufffd", "·")
         return "".join(c if c.isprintable() or c in "\t\n" else "·" for c in text)
 
@@ -90,11 +87,7 @@ def codec_of(config: RunConfig, folder: Path) -> ByteCodec | TokenizerCodec:
 
 
 def require_tokenizer(config: RunConfig) -> None:
-    """Raise UsageError if the run's text cannot be encoded.
-
-    The package `tokenizers` may be missing, the file may be invalid, the vocabulary too small, or a
-    line too long.
-    """
+    """Raise UsageError if the package, the file, the vocabulary or a line forbids encoding."""
     if config.tokenizer == BYTES:
         return
     if importlib.util.find_spec("tokenizers") is None:

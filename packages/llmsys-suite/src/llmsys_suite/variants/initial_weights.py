@@ -40,10 +40,9 @@ def initial_weights(run: Run) -> dict[str, Tensor]:
 
 @lru_cache(maxsize=1)
 def draw(config: ModelConfig, seed: int) -> Decoder:
-    """Return a model on the CPU with weights drawn from `seed`.
+    """Return a model with weights drawn from `seed`, cached because drawing is slow.
 
-    The model is cached, because drawing is slower than copying. Callers must copy the model before
-    they change it.
+    Callers must copy the model before they change it.
     """
     torch.manual_seed(seed)
     return Decoder(config)

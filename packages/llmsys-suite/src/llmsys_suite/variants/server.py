@@ -15,9 +15,8 @@ class ParameterServer(Variant):
 
     def build(self) -> None:
         """Join the job as a worker; rank 0 also runs the server."""
-        self.joined = paramserver.join(
-            self.model, self.make_optimizer, paramserver.BulkSynchronous()
-        )
+        synchronization = paramserver.BulkSynchronous()
+        self.joined = paramserver.join(self.model, self.make_optimizer, synchronization)
         self.worker = self.joined.__enter__()
 
     def prepare(self) -> None:

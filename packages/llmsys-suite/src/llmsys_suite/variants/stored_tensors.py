@@ -23,10 +23,7 @@ BEYOND = (types.ModuleType, types.FrameType, type, Run)
 
 
 def stored_bytes(variant: Variant) -> dict[str, int]:
-    """Return the bytes of this rank's parameters, of AdamW's moments, and of all tensors.
-
-    The keys are "parameters", "moments" and "all".
-    """
+    """Return the bytes of this rank's parameters, of AdamW's moments, and of all tensors."""
     states = variant.optimizer.state.values() if hasattr(variant, "optimizer") else ()
     moments = (t for state in states for t in reachable(state) if t.ndim)
     return {
