@@ -199,7 +199,7 @@ def compare(
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"expected --fail-above to be a percentage >= 0, got {fail_above:g}")
     if not 0 < margin < 100:
-        raise UsageError(f"expected --margin to be a percentage from 0 to 100, got {margin:g}")
+        raise UsageError(f"expected 0 < --margin < 100, a percentage, got {margin:g}")
     old, new = _run_folder(before), _run_folder(after)
     rows = compare_runs(old, new, margin=margin / 100)
     for warning in warnings(old, new):
