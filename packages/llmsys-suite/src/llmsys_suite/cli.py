@@ -23,7 +23,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="Plan, train, inspect, compress and audit one small language model with one command.",
 )
-#: Exit status of a command that raises `UsageError`.
 USAGE_ERROR = 2
 #: Exit status of `compare --fail-above` if the samples cannot show whether a variant is slower.
 CANNOT_TELL = 3

@@ -1,7 +1,6 @@
 """Results of the stages as frozen dataclasses, for other stages, the audit and the report.
 
-The rows of a table are flat dicts. The key of a column contains its unit, as in the benchmarks of
-the packages.
+The rows of a table are flat dicts. The key of a column contains its unit.
 """
 
 from __future__ import annotations

@@ -21,7 +21,8 @@ COMPILED = tuple(name for name in LEARNERS if name != "fsdp")
 def make_variant(run: Run) -> tuple[str, Variant]:
     """Return the name and the object of the variant that `learn` trains.
 
-    It is the split model, the fastest variant of `train` that can be saved, or one process.
+    On one rank it is the single process. Otherwise it is the split model of the configuration,
+    or the fastest variant of `train` that can be saved.
     """
     config = run.config
     model = replace(run.model, checkpoint=config.recompute)

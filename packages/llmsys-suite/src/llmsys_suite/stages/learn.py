@@ -37,7 +37,7 @@ from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.initial_weights import with_weights
 from llmsys_suite.variants.single import Variant
 
-#: Number of times that a training run is evaluated on the held-out text and saved; see `is_due`.
+#: Values of `times` in `is_due` for evaluations on the held-out text and for checkpoints.
 EVALUATIONS, SAVES = 5, 2
 
 

@@ -83,14 +83,15 @@ def timed_step(run: Run, split: SplitModel, step: int) -> tuple[float, float, fl
     loss = split.step(*batch)
     if run.device.type == "cuda":
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - start_time, (time.time_ns() - clock_ns) / 1e9
-    slowest = torch.tensor(seconds, device=run.device)
+    seconds = time.perf_counter() - start_time
+    clocked_s = (time.time_ns() - clock_ns) / 1e9
+    slowest = torch.tensor((seconds, clocked_s), device=run.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return mean_over_ranks(run, loss), float(slowest[0]), float(slowest[1])
 
 
 def mean_over_ranks(run: Run, value: float) -> float:
-    """Return the mean over ranks; for losses, it is the mean over rows, because ranks are equal."""
+    """Return the mean over ranks; for losses, the mean over rows, as replicas have equal sizes."""
     total = torch.tensor(value, device=run.device, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total) / run.world

@@ -69,9 +69,8 @@ def _train(run: Run, trained: dict[str, Variant]) -> None:
     for step in range(total):
         for name, variant in trained.items():
             takes_part = run.rank == 0 or not variant.alone
-            # The counter is created before the barrier and read after the next barrier, because
-            # other ranks may send bytes of this step before this rank starts it, or, to the
-            # parameter server, after this rank has ended it.
+            # Bytes of this step can arrive before this rank starts it or, at the parameter server,
+            # after this rank has ended it. The counter therefore spans both barriers.
             received = count_received(run)
             run.barrier()
             batch = run.batch(step, split=not variant.alone)

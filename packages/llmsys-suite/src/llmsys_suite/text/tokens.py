@@ -87,7 +87,7 @@ def codec_of(config: RunConfig, folder: Path) -> ByteCodec | TokenizerCodec:
 
 
 def require_tokenizer(config: RunConfig) -> None:
-    """Raise UsageError if the package, the file, the vocabulary or a line forbids encoding."""
+    """Raise UsageError if the tokenizer, its vocabulary or a line of the text is not usable."""
     if config.tokenizer == BYTES:
         return
     if importlib.util.find_spec("tokenizers") is None:
