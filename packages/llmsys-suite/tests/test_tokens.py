@@ -122,7 +122,7 @@ def test_options_that_tokens_do_not_allow_are_refused(change, complaint):
 def test_a_missing_library_is_refused_before_the_run(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(
-        UsageError, match="--tokenizer bpe needs a package; run `pip install tokenizers`"
+        UsageError, match="--tokenizer needs a package; run `pip install tokenizers`"
     ):
         tokens.require_tokenizer(CONFIG)
 

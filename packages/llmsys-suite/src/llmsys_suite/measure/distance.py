@@ -16,23 +16,21 @@ def distance(actual: Tensor, expected: Tensor) -> float:
     if actual.shape != expected.shape:
         return math.inf
     expected = expected.double()
-    error_norm = (actual.detach().to(expected) - expected).norm()
-    expected_norm = expected.norm()
-    if expected_norm > 0:
-        return float(error_norm / expected_norm)
-    return 0.0 if error_norm == 0 else math.inf
+    away = (actual.detach().to(expected) - expected).norm()
+    whole = expected.norm()
+    if whole > 0:
+        return float(away / whole)
+    return 0.0 if away == 0 else math.inf
 
 
 def furthest(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest distance, and a text with the tensor's name and both norms.
+    """Return the largest distance and a text with its name and both norms.
 
-    NaN counts as the largest distance. The distance is infinity if the sets of names differ.
+    NaN counts as the largest. The distance is infinity if the names differ.
     """
-    unmatched = expected.keys() ^ actual.keys()
-    if unmatched:
-        return math.inf, f"{min(unmatched)}: in only one of the two sets"
+    if missing := expected.keys() ^ actual.keys():
+        return math.inf, f"{min(missing)}: on one side only"
     distances = {name: distance(actual[name], expected[name]) for name in expected}
     name = max(distances, key=lambda n: math.inf if math.isnan(distances[n]) else distances[n])
-    actual_norm = float(actual[name].detach().double().norm())
-    expected_norm = float(expected[name].detach().double().norm())
-    return distances[name], f"{name}: norm {actual_norm:.9g}, expected {expected_norm:.9g}"
+    norms = (float(side[name].detach().double().norm()) for side in (actual, expected))
+    return distances[name], "{}: norm {:.9g} beside {:.9g}".format(name, *norms)

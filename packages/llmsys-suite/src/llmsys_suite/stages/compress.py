@@ -35,8 +35,8 @@ def run(run: Run) -> Compress | None:
         return None
     tokens, targets = heldout(run)
     with torch.no_grad(), run.in_float32():
-        model = run.trained.eval()
-        run.compressed = {method: compress(model) for method, compress in METHODS.items()}
+        trained = run.trained.eval()
+        run.compressed = {method: compress(trained) for method, compress in METHODS.items()}
         calls = {method: partial(model, tokens) for method, model in run.compressed.items()}
         interleaved = time_interleaved(calls, ROUNDS, run.device)
         rows = [_row(name, model, tokens, targets) for name, model in run.compressed.items()]

@@ -56,7 +56,8 @@ def in_a_process(case: Case, limit: float, *, profile: bool = False) -> dict[str
     except subprocess.TimeoutExpired:
         raise LeftOut(f"did not end within {limit:g} s; raise --time-limit") from None
     if done.returncode < 0:
-        raise LeftOut(f"ended by {signal_name(-done.returncode)}, usually for lack of memory")
+        # The kernel sends SIGKILL if memory runs out.
+        raise LeftOut(f"ended by {signal_name(-done.returncode)}")
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise LeftOut(lines[-1] if lines else "ended without a message")

@@ -91,9 +91,7 @@ def require_tokenizer(config: RunConfig) -> None:
     if config.tokenizer == BYTES:
         return
     if importlib.util.find_spec("tokenizers") is None:
-        raise UsageError(
-            f"--tokenizer {config.tokenizer} needs a package; run `pip install tokenizers`"
-        )
+        raise UsageError("--tokenizer needs a package; run `pip install tokenizers`")
     if config.tokenizer != "bpe":
         size = TokenizerCodec(Path(config.tokenizer)).size
         if size > config.vocabulary:

@@ -19,37 +19,39 @@ Weights = dict[str, Tensor]
 def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
     """Return a comparison of the trained weights, and the bytes that each rank stores.
 
-    The weights of every rank are compared bit by bit with those of rank 0. On rank 0, the changes
-    from the weights `start` are also compared with the changes in one process.
+    All ranks' weights are compared bit by bit with the first rank's. The weight changes of a rank
+    that has a trained model of one process are compared with that model's.
     """
     run.barrier()
-    takes_part = run.rank == 0 or not variant.alone
+    alone = variant.alone
+    takes_part = not (alone and run.rank)
     stored = [b for b in run.gather(stored_bytes(variant) if takes_part else None) if b]
-    weights = variant.weights() if takes_part else {}
-    digests = {name: _digest(weight) for name, weight in weights.items()}
-    gathered = [rank_digests for rank_digests in run.gather(digests) if rank_digests]
-    differ = []
-    for rank, rank_digests in enumerate(gathered):
-        for name, digest in rank_digests.items():
-            if digest != gathered[0].get(name):
-                differ.append(f"rank {rank} {name}")
+    after = variant.weights() if takes_part else {}
+    bits = {name: _bits(w) for name, w in after.items()}
+    everyone = [digests for digests in run.gather(bits) if digests]
+    differ = [
+        f"rank {rank} {name}"
+        for rank, digests in enumerate(everyone)
+        for name, value in digests.items()
+        if value != everyone[0].get(name)
+    ]
     distance = (0.0, "")
-    if run.trained is not None and not variant.alone:
-        trained = {name: p.detach() for name, p in run.trained.named_parameters()}
-        distance = furthest(_changes(weights, start), _changes(trained, start))
+    if run.trained is not None and not alone:
+        distance = furthest(
+            {name: w.double() - start[name].double() for name, w in after.items()},
+            {
+                name: w.detach().double() - start[name].double()
+                for name, w in run.trained.named_parameters()
+            },
+        )
     return {
-        "ranks": len(gathered),
+        "ranks": len(everyone),
         "differ": differ,
         "from_one_process": distance,
         "stored": stored,
     }
 
 
-def _changes(weights: Weights, start: Weights) -> Weights:
-    return {name: weight.double() - start[name].double() for name, weight in weights.items()}
-
-
-def _digest(weight: Tensor) -> str:
-    """Return sixteen hexadecimal digits of the SHA-256 of the bytes of a weight."""
-    weight_bytes = weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-    return hashlib.sha256(weight_bytes).hexdigest()[:16]
+def _bits(weight: Tensor) -> str:
+    plain = weight.detach().cpu().contiguous().view(torch.uint8).numpy()
+    return hashlib.sha256(plain.tobytes()).hexdigest()[:16]
