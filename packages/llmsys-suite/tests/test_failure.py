@@ -376,7 +376,7 @@ def test_all_names_that_a_run_tries_are_in_its_refusal(tmp_path, monkeypatch):
     monkeypatch.setattr("llmsys_suite.folder._claim", taken)
     with pytest.raises(UsageError) as refused:
         claim(RunConfig())
-    assert str(refused.value).startswith(f"{tried[0]} to {tried[-1]} are taken; name a folder")
+    assert str(refused.value).startswith(f"{tried[0]} to {tried[-1]} are not empty; name a folder")
     assert len({*tried}) == 99
 
 
