@@ -287,12 +287,12 @@ def loses_a_row(original: Any, v: Any, tokens: Any, targets: Any) -> Any:
 
 
 def recorded(wrapper: Callable[..., Any]) -> Patch:
-    """Return a patch that calls `wrapper(keep, phase, seconds)` for the recorder's `_keep`."""
+    """Return a patch that calls `wrapper(append, phase, seconds)` for the recorder's `_append`."""
 
     def record(original: Any, self: Any, phase: str, seconds: float, extra: Any) -> None:
         wrapper(lambda phase, seconds: original(self, phase, seconds, extra), phase, seconds)
 
-    return around(Recorder, "_keep", record)
+    return around(Recorder, "_append", record)
 
 
 def fastest_rank(original: Any, recorded: Any) -> Any:

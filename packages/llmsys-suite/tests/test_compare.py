@@ -360,7 +360,7 @@ def test_an_edited_run_is_refused(tmp_path):
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     lines = (b.path / "samples.jsonl").read_text().splitlines()
     (b.path / "samples.jsonl").write_text("\n".join(lines[:-1]) + "\n")
-    with pytest.raises(UsageError, match="was changed since its run wrote it"):
+    with pytest.raises(UsageError, match="was changed, added or deleted"):
         compare_runs(a, b)
 
 

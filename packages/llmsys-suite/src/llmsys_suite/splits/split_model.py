@@ -70,7 +70,7 @@ class SplitModel(Variant):
         self.model = self.layers
         # Free the layers of the other ranks.
         del self.decoder
-        self.optimizer = self.make(self.model.parameters())
+        self.optimizer = self.make_optimizer(self.model.parameters())
         #: Created in the first step, because it depends on the number of rows, which a checkpoint
         #: may set.
         self.schedule: Any = None
