@@ -115,12 +115,16 @@ def probed(ranks):
 
 
 def final(name):
-    """Return what the ranks store after the training, and the distance of their weights."""
+    """Return what the ranks store after the training, and the distances of their weights.
+
+    The gradient of k consists of rounding errors, so that its change may differ by any factor.
+    """
     stored = {"parameters": 400, "moments": 800, "all": 1300}
     if name == "parameter server":
         stored["moments"] = 0
     ranks = 1 if name == SINGLE else 2
-    weights = {"ranks": ranks, "differ": [], "from_one_process": [1e-5, "q"]}
+    changes = {"q": [1e-5, "q"], "k": [0.9, "k"]}
+    weights = {"ranks": ranks, "differ": [], "from_one_process": changes}
     return weights | {"stored": [stored] * ranks}
 
 
@@ -137,6 +141,7 @@ def honest():
         "threads": 1,
         "probe": {n: probed(1 if n == SINGLE else 2) for n in NAMES},
         "trajectory": [5.0, 4.0, 3.0, 2.0],
+        "rounding_factors": {"q": 1.0, "k": 1e6},
         "row_digests": BATCHES,
         "split": {"ranks": [["a", "b"]] * 2, "files": ["a", "b"], "repeated": 1, "windows": 64},
         "peers": {
@@ -416,9 +421,14 @@ def test_weights_that_a_probe_moved_wrongly_fail(distance):
     [
         ({"differ": ["rank 1 norm.weight"]}, "trained weights, bit by bit"),
         ({"ranks": 1}, "trained weights, bit by bit"),
-        ({"from_one_process": [0.04, "q"]}, "weight change of the training"),
+        (
+            {"from_one_process": {"q": [0.04, "q"], "k": [0.9, "k"]}},
+            "weight change of the training",
+        ),
         # The weights were compared with themselves.
-        ({"from_one_process": [0.0, "q"]}, "weight change of the training"),
+        ({"from_one_process": {"q": [0.0, "q"], "k": [0.0, "k"]}}, "weight change of the training"),
+        # A weight was left out.
+        ({"from_one_process": {"q": [1e-5, "q"]}}, "weight change of the training"),
     ],
 )
 def test_wrong_trained_weights_fail(wrong, name):

@@ -58,19 +58,31 @@ class Sources:
         return Check(name, self.source, self.against, expected, actual, low, high, where)
 
     def equal(
-        self, name: str, expected: float, actual: float, tolerance: float = 0.0, where: str = ""
+        self,
+        name: str,
+        expected: float,
+        actual: float,
+        tolerance: float = 0.0,
+        where: str = "",
+        *,
+        scale: float = 0.0,
     ) -> Check:
-        """Return a check that `actual` equals `expected` within a relative tolerance."""
-        margin = tolerance * abs(expected)
+        """Return a check that `actual` equals `expected` within a relative tolerance.
+
+        The tolerance is relative to |expected|, or to `scale` if that is larger.
+        """
+        margin = tolerance * max(abs(expected), scale)
         return self.between(name, expected, actual, expected - margin, expected + margin, where)
 
     def within(self, name: str, expected: float, actual: float, factor: float) -> Check:
         """Return a check that `actual / expected` lies between `1 / factor` and `factor`."""
         return self.between(name, expected, actual, expected / factor, expected * factor)
 
-    def near(self, name: str, distance: float, tolerance: float, where: str = "") -> Check:
-        """Return a check that a relative distance between two arrays is at most `tolerance`."""
-        return self.between(name, 0.0, distance, 0.0, tolerance, where)
+    def near(
+        self, name: str, distance: float, tolerance: float, where: str = "", least: float = 0.0
+    ) -> Check:
+        """Return a check that a relative distance lies between `least` and `tolerance`."""
+        return self.between(name, 0.0, distance, least, tolerance, where)
 
     def none(self, name: str, wrong: Iterable[str]) -> Check:
         """Return a check that `wrong` is empty; its message names the first three entries."""
@@ -79,7 +91,11 @@ class Sources:
         return self.between(name, 0, len(names), 0, 0, ", ".join(names[:3]) + more)
 
     def all_near(
-        self, name: str, distances: Iterable[tuple[float, str]], tolerance: float
+        self,
+        name: str,
+        distances: Iterable[tuple[float, str]],
+        tolerance: float,
+        least: float = 0.0,
     ) -> Check:
         """Return `near` for the pair (distance, where) with the largest distance.
 
@@ -90,26 +106,32 @@ class Sources:
             return math.inf if math.isnan(pair[0]) else pair[0]
 
         distance, where = max(distances, key=order, default=(math.nan, "nothing recorded"))
-        return self.near(name, distance, tolerance, where)
+        return self.near(name, distance, tolerance, where, least)
 
     def all_equal(
-        self, name: str, triples: Iterable[tuple[float, float, str]], tolerance: float = 0.0
+        self,
+        name: str,
+        triples: Iterable[tuple[float, float, str]],
+        tolerance: float = 0.0,
+        *,
+        scale: float = 0.0,
     ) -> Check:
         """Return `equal` for the triple (expected, actual, where) with the largest difference.
 
-        The difference is relative to `expected`. The check fails if there are no triples.
+        The difference is relative, as in `equal`. The check fails if there are no triples.
         """
 
         def order(triple: tuple[float, float, str]) -> float:
             expected, actual, _ = triple
             if expected == actual:
                 return 0.0
-            difference = abs(actual - expected) / abs(expected) if expected else math.inf
+            divisor = max(abs(expected), scale)
+            difference = abs(actual - expected) / divisor if divisor else math.inf
             return math.inf if math.isnan(difference) else difference
 
         nothing = (1.0, math.nan, "nothing recorded")
         expected, actual, where = max(triples, key=order, default=nothing)
-        return self.equal(name, expected, actual, tolerance, where)
+        return self.equal(name, expected, actual, tolerance, where, scale=scale)
 
 
 def clock_ratio(ratios: Iterable[float]) -> float:

@@ -66,7 +66,8 @@ def recompute(run: Run) -> dict[str, Any]:
                 "model_counts": count_model(run),
             }
         if run.rank == run.world - 1:
-            evidence["trajectory"] = replay(run, initial_weights(run), REPLAYED)
+            losses, rounding_factors = replay(run, initial_weights(run), REPLAYED)
+            evidence |= {"trajectory": losses, "rounding_factors": rounding_factors}
     if run.rank == 0:
         # Counted in the dtype of the run, because bf16 activations are smaller.
         evidence["saved_bytes"] = count_saved_bytes(run)

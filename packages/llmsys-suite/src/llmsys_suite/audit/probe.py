@@ -8,6 +8,7 @@ was communicated. A second step counts the bytes that are announced in shared me
 from __future__ import annotations
 
 import hashlib
+import math
 from functools import partial
 from typing import Any
 
@@ -70,7 +71,7 @@ def _observe(
     with network.announced() as shared:
         variant.step(tokens, targets)
     return {
-        "weights": reference.furthest(moved, exact),
+        "weights": reference.furthest(moved, exact, reference.rounding_floor(exact)),
         "digest": digest(variant.weights()),
         "shared": sum(shared),
     }
@@ -85,15 +86,24 @@ def digest(weights: Weights) -> str:
     return bits.hexdigest()
 
 
-def replay(run: Run, weights: Weights, steps: int) -> list[float]:
-    """Train the reference for at most `steps` steps of the run and return the losses."""
+def replay(run: Run, weights: Weights, steps: int) -> tuple[list[float], dict[str, float]]:
+    """Train the reference for at most `steps` steps of the run.
+
+    Return the losses, and for each weight the factor by which the rounding error of its gradient,
+    relative to the gradient, exceeds the error of a gradient whose terms do not cancel.
+    """
     config = run.config
     losses = []
+    floor = 0.0
+    norms = dict.fromkeys(weights, 0.0)
     text, _ = read_parts(config)
     optimizer = reference.AdamW(weights, config.learning_rate)
     for step in range(min(steps, config.warmup + config.steps)):
         batch = global_batch(text, config, step)
         value, gradients = reference.gradients(weights, *on_device(run, batch), num_heads(config))
         losses.append(value)
+        floor += reference.rounding_floor(gradients)
+        for name, gradient in gradients.items():
+            norms[name] += float(gradient.norm())
         weights = optimizer.step(weights, gradients)
-    return losses
+    return losses, {name: 1 + floor / norm if norm else math.inf for name, norm in norms.items()}

@@ -8,6 +8,9 @@ from llmsys_suite.config import RunConfig
 
 #: Distance of each parameter's float32 gradient from float64. Measured: at most 8e-7; factor 6.
 GRADIENT = 5e-6
+#: Smallest loss, in nats, to which differences of losses are relative. The rounding errors of the
+#: logits do not decrease with the loss.
+LOSS_SCALE = 1.0
 #: Relative difference of a loss from float64. Measured: at most 4e-7; factor 5.
 REPLAYED_LOSS = 2e-6
 #: Differences of weight changes and of losses after n steps, divided by sqrt(n). Adam divides small

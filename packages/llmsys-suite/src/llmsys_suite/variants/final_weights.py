@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmsys_suite.measure.distance import furthest
+from llmsys_suite.measure.distance import distances
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.single import Variant
 from llmsys_suite.variants.stored_tensors import stored_bytes
@@ -19,8 +19,9 @@ Weights = dict[str, Tensor]
 def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
     """Return a comparison of the trained weights, and the bytes that each rank stores.
 
-    All ranks' weights are compared bit by bit with the first rank's. The weight changes of a rank
-    that has a trained model of one process are compared with that model's.
+    All ranks' weights are compared bit by bit with the first rank's. `from_one_process` contains
+    the distance of each weight change from the change in one process, on a rank that has the model
+    of one process.
     """
     run.barrier()
     alone = variant.alone
@@ -35,9 +36,9 @@ def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
         for name, value in digests.items()
         if value != everyone[0].get(name)
     ]
-    distance = (0.0, "")
+    from_one_process = {}
     if run.trained is not None and not alone:
-        distance = furthest(
+        from_one_process = distances(
             {name: w.double() - start[name].double() for name, w in after.items()},
             {
                 name: w.detach().double() - start[name].double()
@@ -47,7 +48,7 @@ def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
     return {
         "ranks": len(everyone),
         "differ": differ,
-        "from_one_process": distance,
+        "from_one_process": from_one_process,
         "stored": stored,
     }
 

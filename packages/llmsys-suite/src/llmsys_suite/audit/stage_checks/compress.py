@@ -25,7 +25,7 @@ from llmsys_suite.audit.inputs import (
 )
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.tolerances import REPLAYED_LOSS
+from llmsys_suite.audit.tolerances import LOSS_SCALE, REPLAYED_LOSS
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
@@ -75,6 +75,7 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
         _exact_loss(run),
         rows[compress.BASELINE]["heldout_loss"],
         REPLAYED_LOSS,
+        scale=LOSS_SCALE,
     )
     sizes = []
     losses = []
@@ -98,7 +99,7 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
                     stored.append((reference.distance(weight, expected), f"{method}, {name}"))
     yield Sources("size_of", "tensors in the file").all_equal("bytes", sizes)
     from_file = Sources("reported", "read back from the file")
-    yield from_file.all_equal("held-out loss", losses, REPLAYED_LOSS)
+    yield from_file.all_equal("held-out loss", losses, REPLAYED_LOSS, scale=LOSS_SCALE)
     weights = Sources("weights in the file", "the method")
     yield weights.all_near("pruned and rounded weights", stored, STORED)
     yield weights.none("values of codebooks", coarse)

@@ -12,7 +12,7 @@ from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import compare_with_file, in_float64, num_heads
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.tolerances import REPLAYED_LOSS
+from llmsys_suite.audit.tolerances import LOSS_SCALE, REPLAYED_LOSS
 from llmsys_suite.config import size_of
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.model import Decoder
@@ -41,7 +41,8 @@ def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
     loss = reference.mean_loss(weights, tokens, targets, heads)
     lens = result.lens[-1]["target_loss"]
     interps = Sources("interp", "the loss in float64")
-    yield interps.equal("lens after the last layer", loss, lens, REPLAYED_LOSS)
+    name = "lens after the last layer"
+    yield interps.equal(name, loss, lens, REPLAYED_LOSS, scale=LOSS_SCALE)
     yield from _scores(run, weights, heads, result.heads)
 
 

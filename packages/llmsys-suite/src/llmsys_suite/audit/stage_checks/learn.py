@@ -23,7 +23,7 @@ from llmsys_suite.audit.stage_checks.probed_step import (
     read_state,
 )
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.tolerances import LOSS, REPLAYED_LOSS, loss_tolerance
+from llmsys_suite.audit.tolerances import LOSS, LOSS_SCALE, REPLAYED_LOSS, loss_tolerance
 from llmsys_suite.config import restarts
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import choice, evaluation
@@ -100,12 +100,12 @@ def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
     weights = {name: w.to(run.device).double() for name, w in stored.items()}
     exact = reference.mean_loss(weights, *rows, heads)
     file = Sources("reported", "the file's weights in float64")
-    yield file.equal("held-out loss", exact, result.heldout[-1][1], allowed)
+    yield file.equal("held-out loss", exact, result.heldout[-1][1], allowed, scale=LOSS_SCALE)
     if result.begun_at == 0:
         start = in_float64(seeded(run, run.model))
         float64 = Sources("reported", "float64")
         exact = reference.mean_loss(start, *learn_batch(run, result, 0), heads)
-        yield float64.equal("first loss", exact, result.losses[0], allowed)
+        yield float64.equal("first loss", exact, result.losses[0], allowed, scale=LOSS_SCALE)
     if config.resume is not None and not restarts():
         yield from _continued(run, result, config.resume)
 
@@ -122,7 +122,8 @@ def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]
     loss, _, weights, _ = probed_step.repeat_step(run, result, checkpoint, step)
     allowed = loss_tolerance(run.config, REPLAYED_LOSS)
     stored = Sources("reported", "the checkpoint's weights in float64")
-    yield stored.equal("first loss after the checkpoint", loss, result.losses[step], allowed)
+    name = "first loss after the checkpoint"
+    yield stored.equal(name, loss, result.losses[step], allowed, scale=LOSS_SCALE)
     if step + 1 < len(result.losses):
         # The second loss depends on the first step, which depends on the checkpoint's moments.
         batch = learn_batch(run, result, step + 1)
@@ -130,7 +131,7 @@ def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]
         moments = Sources("reported", "the checkpoint's moments in float64")
         allowed = loss_tolerance(run.config, LOSS)
         name = "second loss after the checkpoint"
-        yield moments.equal(name, loss, result.losses[step + 1], allowed)
+        yield moments.equal(name, loss, result.losses[step + 1], allowed, scale=LOSS_SCALE)
 
 
 def _by_step(folder: RunFolder, result: results.Learn) -> dict[int, dict[int, Any]]:

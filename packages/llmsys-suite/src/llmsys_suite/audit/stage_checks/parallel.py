@@ -23,6 +23,7 @@ from llmsys_suite.audit.tolerances import (
     CLOCK,
     GRADIENT,
     LOSS,
+    LOSS_SCALE,
     REPLAYED_LOSS,
     loss_tolerance,
 )
@@ -105,7 +106,8 @@ def _gradients(run: Run, name: str, layout: splits.Layout, exact: Exact) -> Chec
     split = splits.SplitModel(run, run.model, layout, make)
     split.step(*split.batch(0))
     moved = {n: (exact.start[n] - w.double()) / RATE for n, w in split.weights().items()}
-    distances = run.gather(reference.furthest(moved, exact.gradients))
+    floor = reference.rounding_floor(exact.gradients)
+    distances = run.gather(reference.furthest(moved, exact.gradients, floor))
     ranks = [(distance, f"rank {rank} {where}") for rank, (distance, where) in enumerate(distances)]
     every_rank = Sources("every rank", "float64")
     return every_rank.all_near(f"{name}: weight change of one SGD step", ranks, GRADIENT)
@@ -134,7 +136,7 @@ def _losses(run: Run, row: results.Row, exact: Exact) -> Iterator[Check]:
         ("trained_loss", exact.losses[-1], LOSS * math.sqrt(1 + parallel.TRAINED)),
     ):
         allowed = loss_tolerance(run.config, tolerance)
-        yield in_float64.equal(f"{name}: {key}", expected, row[key], allowed)
+        yield in_float64.equal(f"{name}: {key}", expected, row[key], allowed, scale=LOSS_SCALE)
 
 
 def _times(config: RunConfig, row: results.Row, layout: splits.Layout) -> Iterator[Check]:

@@ -13,7 +13,7 @@ from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, same_rows
 from llmsys_suite.audit.inputs import in_float64, on_device
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.tolerances import LOSS, loss_tolerance
+from llmsys_suite.audit.tolerances import LOSS, LOSS_SCALE, loss_tolerance
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.model import ModelConfig
 from llmsys_suite.ranks.rank import Run
@@ -42,7 +42,7 @@ def checks(run: Run, result: results.Scale) -> Iterator[Check]:
     float64 = Sources("reported", "float64, trained again")
     name = f"held-out loss of {row['steps']} steps"
     tolerance = loss_tolerance(run.config, LOSS * math.sqrt(row["steps"]))
-    yield float64.equal(name, loss, row["loss"], tolerance, f"seed {seed}")
+    yield float64.equal(name, loss, row["loss"], tolerance, f"seed {seed}", scale=LOSS_SCALE)
 
 
 def _columns(rows: results.Rows) -> Iterator[Check]:

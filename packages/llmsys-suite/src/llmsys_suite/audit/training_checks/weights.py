@@ -10,6 +10,7 @@ from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.tolerances import (
     GRADIENT,
     LOSS,
+    LOSS_SCALE,
     REPLAYED_LOSS,
     WEIGHT_CHANGE,
     loss_tolerance,
@@ -71,9 +72,13 @@ def check_final_weights(record: Record) -> Iterator[Check]:
         yield Sources("every rank", "rank 0").none(
             f"{name}: trained weights, bit by bit", final["differ"] + missing
         )
-        distance, where = final["from_one_process"]
-        yield Sources("rank 0", "one process").between(
-            f"{name}: weight change of the training", 0.0, distance, least, tolerance, where
+        distances = []
+        for weight, factor in record.evidence["rounding_factors"].items():
+            not_compared = math.inf, f"{weight}: not compared"
+            distance, where = final["from_one_process"].get(weight, not_compared)
+            distances.append((distance / factor, where))
+        yield Sources("rank 0", "one process").all_near(
+            f"{name}: weight change of the training", distances, tolerance, least
         )
 
 
@@ -154,5 +159,5 @@ def check_losses(record: Record) -> Iterator[Check]:
 
 
 def _relative_difference(ours: float, theirs: float) -> float:
-    """Return the relative difference of two losses."""
-    return abs(ours / theirs - 1)
+    """Return the difference of two losses, relative as in `Sources.equal` with `LOSS_SCALE`."""
+    return abs(ours - theirs) / max(theirs, LOSS_SCALE)
