@@ -13,9 +13,9 @@ import pytest
 import tinyml
 import torch
 from llmsys_suite.audit import events, peers, training_checks
-from llmsys_suite.audit.check import Check, Sources, same_rows
+from llmsys_suite.audit.check import Check, Sources, compare_rows
 from llmsys_suite.audit.inputs import compare_with_file
-from llmsys_suite.audit.run import check_again, guarded
+from llmsys_suite.audit.run import catch_errors, check_again
 from llmsys_suite.audit.stage_checks import compress, timing
 from llmsys_suite.audit.stage_checks import scale as scale_checks
 from llmsys_suite.audit.text import held_out_windows, read_bytes
@@ -656,7 +656,7 @@ def remove_received(train, samples, evidence):
 def test_a_part_of_the_record_that_is_missing_is_named(change, named):
     plan, train, samples, evidence = honest()
     change(train, samples, evidence)
-    checks = guarded("train", training_checks.checks(CONFIG, plan, train, samples, evidence))
+    checks = catch_errors("train", training_checks.checks(CONFIG, plan, train, samples, evidence))
     (failed,) = (check for check in checks if not check.passed)
     assert named in failed.where or "more" in failed.where
 
@@ -771,8 +771,8 @@ def test_schedules_are_distinguished_by_their_events():
     gpipe = ["forward"] * 4 + ["backward"] * 4
     last_of_1f1b = ["forward", "backward"] * 4
     name = "pipeline ({})".format
-    assert events.most_in_flight(gpipe) == 4
-    assert events.most_in_flight(last_of_1f1b) == 1
+    assert events.max_in_flight(gpipe) == 4
+    assert events.max_in_flight(last_of_1f1b) == 1
     assert events.expected_in_flight(name("GPipe"), 1, 2, 4) == 4
     assert events.expected_in_flight(name("1F1B"), 1, 2, 4) == 1
     assert events.expected_in_flight(name("1F1B"), 0, 2, 4) == 2
@@ -790,7 +790,7 @@ def test_schedules_are_distinguished_by_their_events():
 def test_a_contender_that_is_faster_in_the_stage_than_in_the_audit_fails(stage_rounds, passed):
     stage = Interleaved({"SDPA": [1.0] * 3, "ours": stage_rounds}, 9.0)
     audits = {"SDPA": [0.5] * 5, "ours": [1.0] * 5}
-    (check,) = timing.ratios(stage, "SDPA", audits)
+    (check,) = timing.check_ratios(stage, "SDPA", audits)
     assert check.passed is passed
 
 
@@ -804,25 +804,25 @@ def matmul_of(rows):
 
 
 def test_the_audit_repeats_rounds_that_another_program_disturbed():
-    stage = Interleaved(timing.timed_in_turns(ON_CPU, {"ours": matmul_of([])}), 1.0)
+    stage = Interleaved(timing.time_rounds(ON_CPU, {"ours": matmul_of([])}), 1.0)
 
     def compare(timed):
-        return [*timing.shortest(stage, timed)]
+        return [*timing.check_shortest(stage, timed)]
 
     calls = {"ours": matmul_of([400] * 6)}
-    (check,) = timing.timed_again(ON_CPU, calls, compare, rounds=5)
+    (check,) = timing.check_against_rounds(ON_CPU, calls, compare, rounds=5)
     assert check.passed
 
 
 def test_a_contender_that_stays_slower_than_in_the_stage_fails(monkeypatch):
-    monkeypatch.setattr(timing, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(timing, "MAX_RETIMING_S", 0.1)
     stage = Interleaved({"ours": [1e-6]}, 1.0)
 
     def compare(timed):
-        return [*timing.shortest(stage, timed)]
+        return [*timing.check_shortest(stage, timed)]
 
     calls = {"ours": matmul_of([400] * 1000)}
-    (check,) = timing.timed_again(ON_CPU, calls, compare, rounds=1)
+    (check,) = timing.check_against_rounds(ON_CPU, calls, compare, rounds=1)
     assert not check.passed
 
 
@@ -1024,6 +1024,6 @@ def test_the_first_step_may_exchange_more_bytes_if_it_is_not_a_warm_up_step():
 
 def test_rows_that_are_missing_or_twice_or_not_expected_fail():
     expected = {"a": 1, "b": 2}
-    assert same_rows("rows", expected, ["b", "a"]).passed
+    assert compare_rows("rows", expected, ["b", "a"]).passed
     for reported in (["a"], ["a", "b", "b"], ["a", "b", "c"], []):
-        assert not same_rows("rows", expected, reported).passed
+        assert not compare_rows("rows", expected, reported).passed

@@ -109,7 +109,10 @@ def test_the_audits_sampler_draws_what_the_runs_does(seed):
         ours = corpus.batch(rows=6, context=32, seed=seed, step=step)
         theirs = reference.batch(text, 6, 32, seed, step)
         assert all(map(torch.equal, ours, theirs))
-    batches = corpus.heldout_batch(rows=4, context=32), reference.spread(read_text().heldout, 4, 32)
+    batches = (
+        corpus.heldout_batch(rows=4, context=32),
+        reference.evenly_spaced_batch(read_text().heldout, 4, 32),
+    )
     assert all(map(torch.equal, *batches))
 
 

@@ -1,7 +1,7 @@
 """An independent reader of the text, and its comparison with the tokens of every rank.
 
-The reader shares no code with `llmsys_suite.text.data`, so that held-out text in the training
-tokens, or a different split point, is detected.
+The reader shares no code with `llmsys_suite.text.data`. The comparison therefore detects held-out
+text in the training tokens, and a different split point.
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ def read_bytes(path: Path | None) -> tuple[bytes, bytes]:
 
 
 def split_evidence(run: Run) -> dict[str, Any]:
-    """Return the text digests of all ranks and of the files, and counts of held-out windows.
+    """Return the digests of the text of all ranks and of the files, and counts of held-out windows.
 
-    `repeated` is the number of the `windows` windows that occur in the training text.
+    The entry `repeated` counts the windows that occur in the training text, and the entry `windows`
+    counts all windows.
     """
     tokens = (run.corpus.train.cpu().numpy(), run.corpus.heldout.cpu().numpy())
     digests = run.gather([hashlib.sha256(part.tobytes()).hexdigest() for part in tokens])
@@ -91,16 +92,16 @@ def split_evidence(run: Run) -> dict[str, Any]:
 
 
 def held_out_windows(heldout: bytes) -> Iterator[bytes]:
-    """Yield windows at equal distances in the held-out text."""
+    """Yield at most `WINDOWS` windows at equal distances in the held-out text."""
     length = min(WINDOW_BYTES, len(heldout))
-    count = min(WINDOWS, len(heldout) // length)
-    for number in range(count):
-        start = number * (len(heldout) // count)
+    num_windows = min(WINDOWS, len(heldout) // length)
+    for number in range(num_windows):
+        start = number * (len(heldout) // num_windows)
         yield heldout[start : start + length]
 
 
 def row_evidence(config: RunConfig, train: Tokens) -> list[list[str]]:
-    """Return the digests of the rows of each global batch, from the independent sampler."""
+    """Return, for each step, the digests of the global batch's rows by the independent sampler."""
     return [
         reference.row_digests(global_batch(train, config, step))
         for step in range(config.warmup + config.steps)
