@@ -10,7 +10,7 @@ from typing import Any
 
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.report import plots
-from llmsys_suite.report.sentences import fastest, interleaved_against
+from llmsys_suite.report.sentences import compare_interleaved, describe_fastest
 from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, evidence_of, pick, planned
 from llmsys_suite.report.unaudited import unaudited
 from llmsys_suite.results import (
@@ -32,12 +32,14 @@ from llmsys_suite.results import (
 
 @dataclass(frozen=True)
 class Section:
-    """One stage: a sentence, a picture (SVG), a table, details, and what no check covers."""
+    """The section of one stage; `unaudited` is a sentence on the figures that no check covers."""
 
     title: str
     finding: str
     rows: Sequence[Row] = ()
+    #: An SVG, or an empty string.
     picture: str = ""
+    #: Titles, and the tables or texts that are folded under them.
     folded: Sequence[tuple[str, Sequence[Row] | str]] = ()
     unaudited: str = ""
 
@@ -58,7 +60,7 @@ def _plan(plan: Plan, results: Results, folder: RunFolder) -> Section:
     worst = max(rows, key=lambda row: abs(math.log(row["ratio"])))
     finding = (
         f"Largest deviation: the measured {worst['figure']} is {worst['ratio']:.3g} times the "
-        "planned one."
+        "planned value."
     )
     parts = [
         {"part": name, "MiB": nbytes / MIB} for name, nbytes in plan.training_bytes_by_part.items()
@@ -77,8 +79,8 @@ def _links(links: Links, *_: Any) -> Section:
         f"of rounds: {best['ratio_p10']:.3g} to {best['ratio_p90']:.3g})."
     )
     shown = pick(rows, COLUMNS["links"])
-    top = [row for row in shown if row["bytes"] == largest]
-    return Section("links", finding, top, folded=[("all sizes", shown)])
+    largest_rows = [row for row in shown if row["bytes"] == largest]
+    return Section("links", finding, largest_rows, folded=[("all sizes", shown)])
 
 
 def _attention(attention: Attention, *_: Any) -> Section:
@@ -87,7 +89,7 @@ def _attention(attention: Attention, *_: Any) -> Section:
     shown = pick(rows, COLUMNS["attention"])
     return Section(
         "attention",
-        interleaved_against(attention.interleaved, ours["kernel"], "SDPA"),
+        compare_interleaved(attention.interleaved, ours["kernel"], "SDPA"),
         shown,
         folded=[("why this kernel", attention.explain)],
     )
@@ -100,11 +102,12 @@ def _train(train: Train, _: Results, folder: RunFolder) -> Section:
     if received:
         columns = {"variant": "variant", "wire_bytes": "bytes"}
         folded.append(("bytes that a rank's sockets receive per step", pick(received, columns)))
-    return Section("train", fastest(folder), shown, plots.phases(train.rows), folded)
+    picture = plots.plot_phases(train.rows)
+    return Section("train", describe_fastest(folder), shown, picture, folded)
 
 
 def _stored(train: Train) -> list[Row]:
-    """Return the maximum over ranks of the stored bytes, by variant."""
+    """Return the maximum over ranks of the stored MiB, by variant and kind of tensor."""
     return [
         {"variant": name}
         | {kind: max(n[kind] for n in final["stored"]) / MIB for kind in final["stored"][0]}
@@ -132,52 +135,56 @@ def _learn(learn: Learn, _: Results, folder: RunFolder) -> Section:
 
 def _parallel(parallel: Parallel, *_: Any) -> Section:
     rows = parallel.rows
-    best, *others = sorted(rows, key=lambda row: row["iteration_ms"])
+    best, *slower = sorted(rows, key=lambda row: row["iteration_ms"])
     finding = f"{best['split']} takes {cell(best['iteration_ms'])} ms per iteration"
-    if others:
-        ratio = best["iteration_ms"] / others[0]["iteration_ms"]
-        finding += f", {ratio:.2f} of {others[0]['split']}'s time"
-    off, far = max((abs(row["loss"] / row["single_loss"] - 1), row["split"]) for row in rows)
-    finding += f". The largest relative difference from one process's loss is {off:.1e} ({far})."
+    if slower:
+        ratio = best["iteration_ms"] / slower[0]["iteration_ms"]
+        finding += f", {ratio:.2f} of {slower[0]['split']}'s time"
+    worst = max((abs(row["loss"] / row["single_loss"] - 1), row["split"]) for row in rows)
+    finding += f". The largest relative difference from one process's loss is {worst[0]:.1e} "
+    finding += f"({worst[1]})."
     return Section("parallel", finding, pick(rows, COLUMNS["parallel"]))
 
 
 def _memory(memory: Memory, _: Results, folder: RunFolder) -> Section:
-    top = memory.peaks[-1]
+    longest = memory.peaks[-1]
     finding = (
-        f"Training {folder.config.size} on {memory.rows} x {top['context']} tokens peaks at "
-        f"{cell(top['training_peak_mib'])} MiB, or {cell(top['checkpointed_peak_mib'])} MiB if "
-        f"blocks are recomputed. Inference peaks at {cell(top['inference_peak_mib'])} MiB."
+        f"Training {folder.config.size} on {memory.rows} x {longest['context']} tokens peaks at "
+        f"{cell(longest['training_peak_mib'])} MiB, or {cell(longest['checkpointed_peak_mib'])} "
+        f"MiB if blocks are recomputed. Inference peaks at {cell(longest['inference_peak_mib'])} "
+        "MiB."
     )
     folded = [("largest at the peak", memory.largest)]
     shown = pick(memory.peaks, COLUMNS["memory"])
-    picture = plots.timeline(f"{folder.config.size}", memory.training_timeline)
+    picture = plots.plot_timeline(folder.config.size, memory.training_timeline)
     return Section("memory", finding, shown, picture, folded)
 
 
 def _scale(scale: Scale, *_: Any) -> Section:
-    at, finding = scale.extrapolated, f"No law: {'; '.join(scale.warnings)}."
+    at = scale.extrapolated
+    finding = f"No law: {'; '.join(scale.warnings)}."
     if at:
-        apart = at["high"] / at["low"] if at["low"] else math.inf
-        interval = f"95 % interval {at['low']:,.0f} to {at['high']:,.0f}, {apart:.1f}-fold"
-        if apart >= 1000:
+        width = at["high"] / at["low"] if at["low"] else math.inf
+        interval = f"95 % interval {at['low']:,.0f} to {at['high']:,.0f}, {width:.1f}-fold"
+        if width >= 1000:
             interval = "95 % interval wider than 1,000-fold"
         finding = (
             f"The best size grows as C^{scale.law['exponent']:.2f}; at {at['compute_flops']:.0e}"
             f" FLOPs it is {at['parameters']:,.0f} ({interval})."
-            + ("" if apart < 2 else " The runs do not determine it closely.")
         )
+        if width >= 2:
+            finding += " The runs do not determine it closely."
     shown = pick(scale.runs, COLUMNS["scale"])
     folded: list[tuple[str, Any]] = [("every run", shown)]
     folded += [("warnings", "\n".join(scale.warnings))] if scale.warnings else []
     by_budget = groupby(shown, key=lambda run: run["FLOPs"])
     best = [min(runs, key=lambda run: run["held out"]) for _, runs in by_budget]
-    return Section("scale", finding, best, plots.isoflop(scale), folded)
+    return Section("scale", finding, best, plots.plot_isoflop(scale), folded)
 
 
 def _inspect(inspect: Inspect, *_: Any) -> Section:
-    real = [head["kind"] for head in inspect.heads if not head["by_chance"]]
-    kinds = f"heads for {', '.join(real)}" if real else "no head beyond chance"
+    significant = [head["kind"] for head in inspect.heads if not head["by_chance"]]
+    kinds = f"heads for {', '.join(significant)}" if significant else "no head beyond chance"
     shown = pick(inspect.heads, COLUMNS["inspect"])
     lens = [("logit lens", inspect.lens)]
     return Section("inspect", f"The trained model has {kinds}.", shown, "", lens)
@@ -190,10 +197,10 @@ def _compress(compress: Compress, _: Results, folder: RunFolder) -> Section:
     whole = rows[0]["heldout_loss"]
     near = [row for row in rows if row["heldout_loss"] <= 1.01 * whole]
     if not near:
-        return Section("compress", f"The loss of the uncompressed model is {whole}.", shown)
+        return Section("compress", f"The loss of the uncompressed model is {cell(whole)}.", shown)
     best = max(near, key=lambda row: row["smaller"])
     finding = (
-        f"The smallest file whose loss is at most 1 % higher is that of {best['method']}: "
+        f"The smallest model whose loss is at most 1 % higher is that of {best['method']}: "
         f"{best['smaller']:.2g} times smaller, {best['heldout_loss'] - whole:+.4f} {unit}."
     )
     return Section("compress", finding, shown)
@@ -203,8 +210,8 @@ def _audit(_: Audit, __: Results, folder: RunFolder) -> Section:
     checks = folder.read_json("checks.json")
     failed = pick([check for check in checks if not check["passed"]], COLUMNS["audit"])
     finding = f"{len(checks) - len(failed)} of {len(checks)} checks passed."
-    every = pick(checks, COLUMNS["audit"])
-    return Section("audit", finding, failed, folded=[("all checks", every)])
+    shown = pick(checks, COLUMNS["audit"])
+    return Section("audit", finding, failed, folded=[("all checks", shown)])
 
 
 MAKERS: dict[str, Callable[..., Section]] = {
