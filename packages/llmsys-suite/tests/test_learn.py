@@ -9,7 +9,7 @@ import pytest
 import torch
 from llmsys_suite import cli
 from llmsys_suite.audit.stage_checks import learn as learn_checks
-from llmsys_suite.audit.stage_checks.probed_step import clipped, read_checkpoint
+from llmsys_suite.audit.stage_checks.probed_step import clip, read_checkpoint
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import choice, evaluation
@@ -363,4 +363,4 @@ def test_the_audit_clips_as_torch_does():
             parameter.grad = gradient.clone()
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         expected = dict(zip(gradients, [p.grad for p in parameters], strict=True))
-        torch.testing.assert_close(clipped(gradients, max_norm), expected)
+        torch.testing.assert_close(clip(gradients, max_norm), expected)

@@ -81,12 +81,6 @@ class Sources:
         """Return a check that `actual / expected` lies between `1 / factor` and `factor`."""
         return self.between(name, expected, actual, expected / factor, expected * factor)
 
-    def near(
-        self, name: str, distance: float, tolerance: float, where: str = "", least: float = 0.0
-    ) -> Check:
-        """Return a check that a relative distance lies between `least` and `tolerance`."""
-        return self.between(name, 0.0, distance, least, tolerance, where)
-
     def none(self, name: str, wrong: Iterable[str]) -> Check:
         """Return a check that `wrong` is empty. Its `where` lists the first three entries."""
         names = list(wrong)
@@ -98,16 +92,16 @@ class Sources:
     def all_near(
         self, name: str, distances: Distances, tolerance: float, least: float = 0.0
     ) -> Check:
-        """Return `near` for the pair (distance, where) with the largest distance.
+        """Return a check that the largest distance lies between `least` and `tolerance`.
 
-        NaN counts as the largest. The check fails if there are no pairs.
+        NaN counts as the largest. The check fails if there are no distances.
         """
 
         def sort_key(pair: tuple[float, str]) -> float:
             return math.inf if math.isnan(pair[0]) else pair[0]
 
         distance, where = max(distances, key=sort_key, default=(math.nan, "nothing recorded"))
-        return self.near(name, distance, tolerance, where, least)
+        return self.between(name, 0.0, distance, least, tolerance, where)
 
     def all_equal(
         self, name: str, triples: Iterable[tuple[float, float, str]], tolerance: float = 0.0

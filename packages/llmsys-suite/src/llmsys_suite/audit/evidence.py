@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite.audit import peers, reference
-from llmsys_suite.audit.inputs import num_heads
+from llmsys_suite.audit.inputs import global_batch, num_heads
 from llmsys_suite.audit.probe import probe, replay
-from llmsys_suite.audit.text import read_parts, row_evidence, split_evidence
+from llmsys_suite.audit.text import read_parts, split_evidence
 from llmsys_suite.audit.training_checks.data import plain_values
 from llmsys_suite.measure import network
 from llmsys_suite.measure.samples import needed_seconds
@@ -54,15 +54,17 @@ def measure(run: Run) -> dict[str, Any]:
 def recompute(run: Run) -> dict[str, Any]:
     """Return the evidence that this rank computes alone.
 
-    The last rank repeats training steps. Rank 0 draws batches, and counts parameters, FLOPs and
-    saved bytes. Other ranks return {}.
+    The last rank repeats training steps. Rank 0 draws batches, and counts FLOPs and bytes.
     """
     evidence: dict[str, Any] = {}
     with run.in_float32():
         if run.rank == 0:
             train, _ = read_parts(run.config)
             evidence |= {
-                "row_digests": row_evidence(run.config, train),
+                "row_digests": [
+                    reference.row_digests(global_batch(train, run.config, step))
+                    for step in range(run.config.warmup + run.config.steps)
+                ],
                 "initial_scales": initial_scales(run),
                 "model_counts": count_model(run),
             }
@@ -76,10 +78,7 @@ def recompute(run: Run) -> dict[str, Any]:
 
 
 def count_model(run: Run) -> dict[str, int]:
-    """Return numbers of parameters and tensors, and the FLOPs of a training step.
-
-    They are counted on the weights of the reference, not on the run's model.
-    """
+    """Return the numbers of parameters, tensors and FLOPs per training step of the reference."""
     weights = initial_weights(run)
     config = run.config
     full, causal = count_flops(weights, config.rows, config.context, num_heads(config))

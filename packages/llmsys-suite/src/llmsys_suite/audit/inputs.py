@@ -25,24 +25,13 @@ def num_heads(config: RunConfig) -> int:
 
 
 def global_batch(text: reference.Tokens, config: RunConfig, step: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets that all ranks together read in a step of `train`.
-
-    The independent sampler draws them.
-    """
+    """Return the rows of all ranks in a step of `train`, from the independent sampler."""
     return reference.batch(text, config.rows, config.context, config.seed, step)
 
 
 def float64_parameters(model: Decoder) -> dict[str, Tensor]:
     """Return the parameters by name, in float64."""
     return {name: p.detach().double() for name, p in model.named_parameters()}
-
-
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats per token, computed in float64."""
-    z = logits.double()
-    target_logits = z.gather(-1, targets[..., None])[..., 0]
-    mean: Tensor = (torch.logsumexp(z, -1) - target_logits).mean()
-    return mean
 
 
 def compare_with_file(run: Run, model: Decoder) -> Check:

@@ -7,10 +7,9 @@ Other programs lengthen the wall time of a step. Two other measures hardly depen
 the needed time of a step, which is its wall time without waiting for a core, and its processor
 time. A peer that sleeps needs more time, and a peer that does more work uses more processor time.
 
-A rank may also wait for another thread or rank that waits for a core. No counter contains this
-wait. It is about equal for two peers of the same kind, but not for a peer and another variant. The
-needed times of a peer and another variant are therefore compared in undisturbed rounds only. If
-fewer than `LEAST_ROUNDS` rounds were undisturbed, only their processor times are compared.
+A rank may also wait for another rank that waits for a core. No counter contains this time. It is
+about equal for two peers of the same kind, but not for a peer and another variant. The needed times
+of these two are compared in undisturbed rounds only, and only if there are `LEAST_ROUNDS` of them.
 """
 
 from __future__ import annotations

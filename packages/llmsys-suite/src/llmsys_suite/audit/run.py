@@ -19,11 +19,7 @@ from llmsys_suite.results import Audit
 
 
 def run(run: Run) -> Audit | None:
-    """Audit the run, and write evidence.json and checks.json.
-
-    Return the result on rank 0, and None on other ranks. With a failed check, the exit status of
-    the run is 1.
-    """
+    """Audit the run, and write evidence.json and checks.json; return the result on rank 0."""
     evidence, checks = audit_run(run)
     if run.folder is None:
         return None
@@ -35,8 +31,7 @@ def run(run: Run) -> Audit | None:
 def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
     """Return the evidence and the checks; ranks other than 0 return no checks.
 
-    Checks that need all ranks run first. Then each rank computes alone until the results are
-    gathered.
+    Checks that need all ranks run first. Then each rank computes its part of the checks alone.
     """
     finished = set(run.results)
     is_trained = {"plan", "train"} <= finished
@@ -73,10 +68,7 @@ def _distributed_checks(run: Run, results: dict[str, Any]) -> list[Check]:
 def recorded_checks(
     folder: RunFolder, results: dict[str, Any], evidence: dict[str, Any]
 ) -> list[Check]:
-    """Return the checks that need only the files of a folder.
-
-    Without evidence, the result contains no checks of `plan` and `train`.
-    """
+    """Return the checks that need only a folder's files; those of `train` also need evidence."""
     recorded: list[Check] = []
     if evidence:
         plan, train = results["plan"], results["train"]

@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from llmsys_suite.audit import reference
-from llmsys_suite.audit.inputs import global_batch
 from llmsys_suite.audit.reference import Tokens
 from llmsys_suite.config import BYTES, RunConfig
 from llmsys_suite.ranks.rank import Run
@@ -76,8 +74,7 @@ def read_bytes(path: Path | None) -> tuple[bytes, bytes]:
 def split_evidence(run: Run) -> dict[str, Any]:
     """Return the digests of the text of all ranks and of the files, and counts of held-out windows.
 
-    The entry `repeated` counts the windows that occur in the training text, and the entry `windows`
-    counts all windows.
+    `repeated` counts the windows that occur in the training text, and `windows` counts all windows.
     """
     tokens = (run.corpus.train.cpu().numpy(), run.corpus.heldout.cpu().numpy())
     digests = run.gather([hashlib.sha256(part.tobytes()).hexdigest() for part in tokens])
@@ -98,11 +95,3 @@ def held_out_windows(heldout: bytes) -> Iterator[bytes]:
     for number in range(num_windows):
         start = number * (len(heldout) // num_windows)
         yield heldout[start : start + length]
-
-
-def row_evidence(config: RunConfig, train: Tokens) -> list[list[str]]:
-    """Return, for each step, the digests of the global batch's rows by the independent sampler."""
-    return [
-        reference.row_digests(global_batch(train, config, step))
-        for step in range(config.warmup + config.steps)
-    ]

@@ -11,8 +11,7 @@ from torch import Tensor
 def distance(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """Return |actual - expected| / (|expected| + floor) in the 2-norm.
 
-    The result is infinity if the shapes differ or only the divisor is zero. It is 0 if both the
-    difference and the divisor are zero.
+    The result is infinity if the shapes differ or only the divisor is zero, and 0 for 0 / 0.
     """
     if actual.shape != expected.shape:
         return math.inf

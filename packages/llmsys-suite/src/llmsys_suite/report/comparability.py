@@ -14,17 +14,9 @@ from llmsys_suite.results import Audit, Plan, Train
 MUST_AGREE = {
     "env.json": ("processor", "cores", "threads", "gpus"),
     "config.json": (
-        "size",
-        "world",
-        "preset",
-        "backend",
-        "dtype",
-        "rows",
-        "context",
-        "tokenizer",
-        "vocabulary",
+        "size", "world", "preset", "backend", "dtype", "rows", "context", "tokenizer", "vocabulary",
     ),
-}
+}  # fmt: skip
 SHOULD_AGREE = {
     "env.json": ("cpu_flags", "python", "torch", "platform", "driver", "governor", "text"),
     "config.json": ("seed", "steps", "warmup", "learning_rate", "stages"),

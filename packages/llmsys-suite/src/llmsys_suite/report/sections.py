@@ -8,26 +8,13 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from llmsys_suite import results as stage_results
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.report import plots
 from llmsys_suite.report.sentences import compare_interleaved, describe_fastest
 from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, evidence_of, pick, planned
 from llmsys_suite.report.unaudited import unaudited
-from llmsys_suite.results import (
-    Attention,
-    Audit,
-    Compress,
-    Inspect,
-    Learn,
-    Links,
-    Memory,
-    Parallel,
-    Plan,
-    Scale,
-    Skipped,
-    Train,
-    cell,
-)
+from llmsys_suite.results import cell
 
 
 @dataclass(frozen=True)
@@ -48,14 +35,14 @@ def sections(folder: RunFolder) -> Iterator[Section]:
     """Yield the sections of the finished stages, in the order in which they ran."""
     results = folder.results
     for stage, result in results.items():
-        if isinstance(result, Skipped):
+        if isinstance(result, stage_results.Skipped):
             section = Section(stage, f"Skipped: {result.skipped}.")
         else:
             section = MAKERS[stage](result, results, folder)
         yield replace(section, unaudited=unaudited(stage) if "audit" in results else "")
 
 
-def _plan(plan: Plan, results: Results, folder: RunFolder) -> Section:
+def _plan(plan: stage_results.Plan, results: Results, folder: RunFolder) -> Section:
     rows = planned(results, evidence_of(folder))
     worst = max(rows, key=lambda row: abs(math.log(row["ratio"])))
     finding = (
@@ -69,7 +56,7 @@ def _plan(plan: Plan, results: Results, folder: RunFolder) -> Section:
     return Section("plan", finding, rows, folded=[(memory, parts), ("derivation", plan.derivation)])
 
 
-def _links(links: Links, *_: Any) -> Section:
+def _links(links: stage_results.Links, *_: Any) -> Section:
     rows = [row for row in links.rows if row["case"] == "all_reduce"]
     largest = max(row["size_bytes"] for row in rows)
     best = max((r for r in rows if r["size_bytes"] == largest), key=lambda r: r["busbw_gbps"])
@@ -83,7 +70,7 @@ def _links(links: Links, *_: Any) -> Section:
     return Section("links", finding, largest_rows, folded=[("all sizes", shown)])
 
 
-def _attention(attention: Attention, *_: Any) -> Section:
+def _attention(attention: stage_results.Attention, *_: Any) -> Section:
     rows = attention.rows
     ours = min((r for r in rows if r["kernel"] != "SDPA"), key=lambda r: r["forward_backward_ms"])
     shown = pick(rows, COLUMNS["attention"])
@@ -95,7 +82,7 @@ def _attention(attention: Attention, *_: Any) -> Section:
     )
 
 
-def _train(train: Train, _: Results, folder: RunFolder) -> Section:
+def _train(train: stage_results.Train, _: Results, folder: RunFolder) -> Section:
     shown = pick(train.rows, COLUMNS["train"])
     folded = [("tensors that a rank stores after the training, MiB", _stored(train))]
     received = [row for row in train.rows if "wire_bytes" in row]
@@ -106,7 +93,7 @@ def _train(train: Train, _: Results, folder: RunFolder) -> Section:
     return Section("train", describe_fastest(folder), shown, picture, folded)
 
 
-def _stored(train: Train) -> list[Row]:
+def _stored(train: stage_results.Train) -> list[Row]:
     """Return the maximum over ranks of the stored MiB, by variant and kind of tensor."""
     return [
         {"variant": name}
@@ -115,7 +102,7 @@ def _stored(train: Train) -> list[Row]:
     ]
 
 
-def _learn(learn: Learn, _: Results, folder: RunFolder) -> Section:
+def _learn(learn: stage_results.Learn, _: Results, folder: RunFolder) -> Section:
     first, (steps, last) = learn.heldout[0][1], learn.heldout[-1]
     unit = folder.config.loss_unit
     # The steps before a checkpoint may have used another variant and another number of ranks.
@@ -133,7 +120,7 @@ def _learn(learn: Learn, _: Results, folder: RunFolder) -> Section:
     return Section("learn", finding, shown)
 
 
-def _parallel(parallel: Parallel, *_: Any) -> Section:
+def _parallel(parallel: stage_results.Parallel, *_: Any) -> Section:
     rows = parallel.rows
     best, *slower = sorted(rows, key=lambda row: row["iteration_ms"])
     finding = f"{best['split']} takes {cell(best['iteration_ms'])} ms per iteration"
@@ -146,7 +133,7 @@ def _parallel(parallel: Parallel, *_: Any) -> Section:
     return Section("parallel", finding, pick(rows, COLUMNS["parallel"]))
 
 
-def _memory(memory: Memory, _: Results, folder: RunFolder) -> Section:
+def _memory(memory: stage_results.Memory, _: Results, folder: RunFolder) -> Section:
     longest = memory.peaks[-1]
     finding = (
         f"Training {folder.config.size} on {memory.rows} x {longest['context']} tokens peaks at "
@@ -160,7 +147,7 @@ def _memory(memory: Memory, _: Results, folder: RunFolder) -> Section:
     return Section("memory", finding, shown, picture, folded)
 
 
-def _scale(scale: Scale, *_: Any) -> Section:
+def _scale(scale: stage_results.Scale, *_: Any) -> Section:
     at = scale.extrapolated
     finding = f"No law: {'; '.join(scale.warnings)}."
     if at:
@@ -182,7 +169,7 @@ def _scale(scale: Scale, *_: Any) -> Section:
     return Section("scale", finding, best, plots.plot_isoflop(scale), folded)
 
 
-def _inspect(inspect: Inspect, *_: Any) -> Section:
+def _inspect(inspect: stage_results.Inspect, *_: Any) -> Section:
     significant = [head["kind"] for head in inspect.heads if not head["by_chance"]]
     kinds = f"heads for {', '.join(significant)}" if significant else "no head beyond chance"
     shown = pick(inspect.heads, COLUMNS["inspect"])
@@ -190,7 +177,7 @@ def _inspect(inspect: Inspect, *_: Any) -> Section:
     return Section("inspect", f"The trained model has {kinds}.", shown, "", lens)
 
 
-def _compress(compress: Compress, _: Results, folder: RunFolder) -> Section:
+def _compress(compress: stage_results.Compress, _: Results, folder: RunFolder) -> Section:
     rows = compress.rows
     shown = pick(rows, COLUMNS["compress"])
     unit = folder.config.loss_unit
@@ -206,7 +193,7 @@ def _compress(compress: Compress, _: Results, folder: RunFolder) -> Section:
     return Section("compress", finding, shown)
 
 
-def _audit(_: Audit, __: Results, folder: RunFolder) -> Section:
+def _audit(_: stage_results.Audit, __: Results, folder: RunFolder) -> Section:
     checks = folder.read_json("checks.json")
     failed = pick([check for check in checks if not check["passed"]], COLUMNS["audit"])
     finding = f"{len(checks) - len(failed)} of {len(checks)} checks passed."

@@ -105,10 +105,9 @@ def _times(
         name: partial(attention.forward_backward, kernel, *inputs)
         for name, kernel in KERNELS.items()
     }
-    timings = result.interleaved
 
-    def compare(timed: timing.Rounds) -> list[Check]:
-        shortest = timing.check_shortest(timings, timed)
-        return [*shortest, *timing.check_ratios(timings, attention.PEER, timed)]
+    def compare(timed: timing.Rounds) -> Iterator[Check]:
+        yield from timing.check_shortest(result.interleaved, timed)
+        yield from timing.check_ratios(result.interleaved, attention.PEER, timed)
 
     yield from timing.check_against_rounds(run, calls, compare)

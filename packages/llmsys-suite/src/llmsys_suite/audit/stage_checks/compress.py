@@ -11,18 +11,12 @@ from pathlib import Path
 
 import tinyml
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from llmsys_suite import results
-from llmsys_suite.audit import reference
+from llmsys_suite.audit import inputs, reference
 from llmsys_suite.audit.check import Check, Sources, compare_rows, loss_difference
-from llmsys_suite.audit.inputs import (
-    compare_with_file,
-    cross_entropy,
-    float64_parameters,
-    move_to_device,
-    num_heads,
-)
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS
@@ -69,7 +63,7 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
     """Write each compressed model to a file, read it, and check it and the row of its method."""
     if not isinstance(run.trained, Decoder):
         return
-    yield compare_with_file(run, run.trained)
+    yield inputs.compare_with_file(run, run.trained)
     tokens, targets = compress.heldout(run)
     rows = {row["method"]: row for row in result.rows}
     float64 = Sources("reported", "float64")
@@ -90,7 +84,8 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
             tinyml.save(model, path)
             sizes.append((_data_bytes(path), rows[method]["size_bytes"], method))
             loaded = tinyml.load(run.trained, path)
-            loss = float(cross_entropy(loaded(tokens), targets))
+            logits = loaded(tokens).double().flatten(0, 1)
+            loss = float(F.cross_entropy(logits, targets.flatten()))
             reported = rows[method]["heldout_loss"]
             where = f"{method}: {reported:.9g}, {loss:.9g}"
             losses.append((loss_difference(reported, loss), where))
@@ -118,10 +113,7 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
 def _times(run: Run, result: results.Compress, tokens: Tensor) -> Iterator[Check]:
     """Time every compressed model, and compare the stage's ratios with these times."""
     calls = {method: partial(model, tokens) for method, model in run.compressed.items()}
-
-    def compare(timed: timing.Rounds) -> list[Check]:
-        return [*timing.check_ratios(result.interleaved, compress.BASELINE, timed)]
-
+    compare = partial(timing.check_ratios, result.interleaved, compress.BASELINE)
     with torch.no_grad():
         checks = timing.check_against_rounds(run, calls, compare, ROUNDS)
     yield from checks
@@ -133,8 +125,10 @@ def _exact_loss(run: Run) -> float:
     heldout = reference.evenly_spaced_batch(
         read_parts(config)[1], compress.HELDOUT_ROWS, config.context
     )
-    weights = float64_parameters(run.trained)
-    return reference.mean_loss(weights, *move_to_device(run, heldout), num_heads(config))
+    weights = inputs.float64_parameters(run.trained)
+    return reference.mean_loss(
+        weights, *inputs.move_to_device(run, heldout), inputs.num_heads(config)
+    )
 
 
 def _linear_weights(model: Decoder, small: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
@@ -150,10 +144,10 @@ def layer_outputs(model: Decoder, small: nn.Module) -> Iterator[tuple[float, str
     """Yield the distance of each linear layer's output from float64 with rounded inputs."""
     generator = torch.Generator().manual_seed(0)
     for name, _, weight in _linear_weights(model, small):
-        inputs = torch.randn(INPUT_ROWS, weight.shape[1], generator=generator).to(weight.device)
-        step = inputs.abs().amax(1, keepdim=True).double() / LARGEST_INTEGER
-        expected = (inputs / step).round() * step @ weight.double().T
-        yield reference.distance(small.get_submodule(name)(inputs), expected), name
+        x = torch.randn(INPUT_ROWS, weight.shape[1], generator=generator).to(weight.device)
+        step = x.abs().amax(1, keepdim=True).double() / LARGEST_INTEGER
+        expected = (x / step).round() * step @ weight.double().T
+        yield reference.distance(small.get_submodule(name)(x), expected), name
 
 
 def _compress_weight(method: str, weight: Tensor) -> Tensor | None:

@@ -16,12 +16,6 @@ from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.inputs import float64_parameters, move_to_device, num_heads
 from llmsys_suite.audit.stage_checks import probed_step
-from llmsys_suite.audit.stage_checks.probed_step import (
-    learn_batch,
-    read_checkpoint,
-    read_state,
-    scheduled_rate,
-)
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import LOSS, REPLAYED_LOSS, loss_tolerance
 from llmsys_suite.config import restarts
@@ -108,7 +102,7 @@ def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
     if result.begun_at == 0:
         start = float64_parameters(seeded(run, run.model))
         float64 = Sources("reported", "float64")
-        exact = reference.mean_loss(start, *learn_batch(run, result, 0), heads)
+        exact = reference.mean_loss(start, *probed_step.learn_batch(run, result, 0), heads)
         yield float64.equal_loss("first loss", exact, result.losses[0], allowed)
     if config.resume is not None and not restarts():
         yield from _continued(run, result, config.resume)
@@ -116,7 +110,7 @@ def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
 
 def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]:
     """Compare the first step and the first two losses after a resume with the checkpoint."""
-    checkpoint = read_checkpoint(source)
+    checkpoint = probed_step.read_checkpoint(source)
     counts = {int(step) for step in checkpoint["step"].values()}
     optimizer = Sources("reported", "step counts in the checkpoint")
     yield optimizer.equal("first step", max(counts, default=0), result.begun_at)
@@ -130,7 +124,7 @@ def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]
     yield stored.equal_loss(name, loss, result.losses[step], allowed)
     if step + 1 < len(result.losses):
         # The second loss depends on the first step, which depends on the checkpoint's moments.
-        batch = learn_batch(run, result, step + 1)
+        batch = probed_step.learn_batch(run, result, step + 1)
         loss = reference.mean_loss(weights, *batch, num_heads(run.config))
         moments = Sources("reported", "the checkpoint's moments in float64")
         allowed = loss_tolerance(run.config, LOSS)
@@ -140,9 +134,8 @@ def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]
 
 def _by_step(folder: RunFolder, result: results.Learn) -> dict[int, dict[int, Any]]:
     """Return {step: {rank: sample}} of the steps of this run."""
-    by_step: dict[int, dict[int, Any]] = {}
-    for step in range(result.begun_at, len(result.losses)):
-        by_step[step] = {}
+    by_step: dict[int, dict[int, Any]]
+    by_step = {step: {} for step in range(result.begun_at, len(result.losses))}
     for s in folder.samples():
         if s["stage"] == "learn" and s["phase"] == "step":
             by_step[s["step"]][s["rank"]] = s
@@ -157,7 +150,7 @@ def _samples(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
     losses = []
     missing = []
     for step, ranks in _by_step(folder, result).items():
-        expected = scheduled_rate(result.learning_rate, step, total)
+        expected = probed_step.scheduled_rate(result.learning_rate, step, total)
         rates += [(expected, s["learning_rate"], f"step {step}") for s in ranks.values()]
         if set(ranks) != set(range(world)):
             missing.append(f"step {step}")
@@ -179,12 +172,12 @@ def _rows(run: Run, result: results.Learn) -> Iterator[Check]:
     foreign = []
     for step, ranks in _by_step(RunFolder(run.out), result).items():
         rows = [digest for rank in sorted(ranks) for digest in ranks[rank]["row_digests"]]
-        if rows != reference.row_digests(learn_batch(run, result, step)):
+        if rows != reference.row_digests(probed_step.learn_batch(run, result, step)):
             foreign.append(f"step {step}")
     sampler = Sources("digests of their batches", "the audit's independent sampler")
     yield sampler.none("ranks' rows", foreign)
     train, _ = read_parts(run.config)
-    text = read_state(run.out / CHECKPOINT).get("text")
+    text = probed_step.read_state(run.out / CHECKPOINT).get("text")
     files = Sources("digest in the checkpoint", "the files, read again")
     is_other = text != hashlib.sha256(train).hexdigest()[:12]
     yield files.none("text of the checkpoint", [str(text)] if is_other else [])
@@ -193,7 +186,7 @@ def _rows(run: Run, result: results.Learn) -> Iterator[Check]:
 def _last_checkpoint(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
     """Compare the last checkpoint with the results, the configuration and the model file."""
     total = len(result.losses)
-    last = read_checkpoint(folder.path / CHECKPOINT)
+    last = probed_step.read_checkpoint(folder.path / CHECKPOINT)
     stored = load_file(folder.path / MODEL)
     steps = {name: int(last["step"].get(name, 0)) for name in stored}
     counts = Sources("step counts in the checkpoint", f"{total} losses")
@@ -217,7 +210,7 @@ def _last_checkpoint(folder: RunFolder, result: results.Learn) -> Iterator[Check
         "size": config.size,
         "clip": config.clip,
     }
-    state = read_state(folder.path / CHECKPOINT)
+    state = probed_step.read_state(folder.path / CHECKPOINT)
     wrong = [name for name, value in expected.items() if state.get(name) != value]
     continued = Sources("checkpoint", "the results and the configuration")
     yield continued.none("state from which a run continues", wrong)

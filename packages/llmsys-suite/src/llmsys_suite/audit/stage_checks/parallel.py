@@ -14,18 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmsys_suite import results, splits
-from llmsys_suite.audit import events, reference
+from llmsys_suite.audit import events, reference, tolerances
 from llmsys_suite.audit.check import Check, Sources, clock_ratio, compare_rows
 from llmsys_suite.audit.inputs import float64_parameters, move_to_device, num_heads
 from llmsys_suite.audit.probe import RATE
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.tolerances import (
-    CLOCK,
-    GRADIENT,
-    LOSS,
-    REPLAYED_LOSS,
-    loss_tolerance,
-)
 from llmsys_suite.config import RunConfig, size_of
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
@@ -109,7 +102,7 @@ def _gradients(run: Run, name: str, layout: splits.Layout, exact: Exact) -> Chec
     distances = run.gather(reference.furthest(moved, exact.gradients, floor))
     ranks = [(distance, f"rank {rank} {where}") for rank, (distance, where) in enumerate(distances)]
     every_rank = Sources("every rank", "float64")
-    return every_rank.all_near(f"{name}: weight change of one SGD step", ranks, GRADIENT)
+    return every_rank.all_near(f"{name}: weight change of one SGD step", ranks, tolerances.GRADIENT)
 
 
 def _schedule(run: Run, name: str, layout: splits.Layout, passes: list[str]) -> Iterator[Check]:
@@ -130,11 +123,11 @@ def _losses(run: Run, row: results.Row, exact: Exact) -> Iterator[Check]:
     name = row["split"]
     written_out = Sources("reported", "float64 and AdamW written out")
     for key, expected, tolerance in (
-        ("loss", exact.losses[0], REPLAYED_LOSS),
-        ("single_loss", exact.losses[0], REPLAYED_LOSS),
-        ("trained_loss", exact.losses[-1], LOSS * math.sqrt(1 + parallel.TRAINED)),
+        ("loss", exact.losses[0], tolerances.REPLAYED_LOSS),
+        ("single_loss", exact.losses[0], tolerances.REPLAYED_LOSS),
+        ("trained_loss", exact.losses[-1], tolerances.LOSS * math.sqrt(1 + parallel.TRAINED)),
     ):
-        allowed = loss_tolerance(run.config, tolerance)
+        allowed = tolerances.loss_tolerance(run.config, tolerance)
         yield written_out.equal_loss(f"{name}: {key}", expected, row[key], allowed)
 
 
@@ -145,7 +138,7 @@ def _times(config: RunConfig, row: results.Row, layout: splits.Layout) -> Iterat
     yield slots.equal(f"{name}: bubble", _bubble(config, layout), row["bubble"], 1e-9)
     pairs = zip(row["seconds"], row["clocked_s"], strict=True)
     clock = Sources("iterations", "another clock around each")
-    yield clock.equal(f"{name}: time", 1, clock_ratio(a / b for a, b in pairs), CLOCK)
+    yield clock.equal(f"{name}: time", 1, clock_ratio(a / b for a, b in pairs), tolerances.CLOCK)
     median_ms = 1e3 * float(np.median(row["seconds"]))
     numpys = Sources("reported", "numpy's, of all iterations")
     yield numpys.equal(f"{name}: median iteration", median_ms, row["iteration_ms"], 1e-9)

@@ -20,18 +20,10 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 from llmsys_suite import results
-from llmsys_suite.audit import reference
+from llmsys_suite.audit import reference, tolerances
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.inputs import move_to_device, num_heads
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.tolerances import (
-    GRADIENT,
-    MOMENTS,
-    REPLAYED_LOSS,
-    WEIGHT_CHANGE,
-    loss_tolerance,
-    weight_tolerance,
-)
 from llmsys_suite.learning.state import PROBE
 from llmsys_suite.ranks.rank import Run
 
@@ -55,14 +47,16 @@ def checks(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
     config = run.config
     loss, weights, expected, optimizer = repeat_step(run, result, before, step)
     where = f"step {step}"
-    allowed = loss_tolerance(config, REPLAYED_LOSS)
+    allowed = tolerances.loss_tolerance(config, tolerances.REPLAYED_LOSS)
     yield Sources("reported", "float64").equal_loss(
         "loss of a random step", loss, result.losses[step], allowed, where
     )
     stored = Sources("checkpoint", "float64")
     # A float32 gradient of the logits has an absolute rounding error. Relative to the gradient, the
     # error grows as 1 / loss if the loss is small.
-    tolerance = max(MOMENTS[config.dtype], GRADIENT / max(loss, sys.float_info.min))
+    tolerance = max(
+        tolerances.MOMENTS[config.dtype], tolerances.GRADIENT / max(loss, sys.float_info.min)
+    )
     for key, moments in (("exp_avg", optimizer.m), ("exp_avg_sq", optimizer.v)):
         floor = reference.rounding_floor(moments)
         distances = [
@@ -71,13 +65,15 @@ def checks(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
         ]
         yield stored.all_near(f"{key} after a random step", distances, tolerance)
         if config.dtype == "bf16":
-            is_rounded = max(distances)[0] > GRADIENT
+            is_rounded = max(distances)[0] > tolerances.GRADIENT
             yield stored.none(f"{key}: rounding of bf16", [] if is_rounded else [where])
     fractions = []
     floor = reference.rounding_floor(optimizer.m)
     for name, w in expected.items():
         moved = w - weights[name]
-        change = weight_tolerance(config, WEIGHT_CHANGE) * (1 + floor / optimizer.m[name].norm())
+        change = tolerances.weight_tolerance(config, tolerances.WEIGHT_CHANGE) * (
+            1 + floor / optimizer.m[name].norm()
+        )
         room = change * moved.norm() + ROUNDING * weights[name].norm()
         distance = (after["weight"][name].to(run.device).double() - w).norm()
         fractions.append((float(distance / room), f"{where} {name}"))
@@ -108,10 +104,7 @@ def repeat_step(
 
 
 def learn_batch(run: Run, result: results.Learn, step: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets that all ranks together read in a step of `learn`.
-
-    The independent sampler draws them.
-    """
+    """Return the rows of all ranks in a step of `learn`, from the independent sampler."""
     train, _ = read_parts(run.config)
     context, seed = run.config.context, run.config.seed + 1
     return move_to_device(run, reference.batch(train, result.rows, context, seed, step))

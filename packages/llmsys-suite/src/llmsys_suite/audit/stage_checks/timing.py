@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def check_speedups(interleaved: Interleaved, peer: str, reported: dict[str, floa
 def check_against_rounds(
     run: Run,
     calls: Mapping[str, Callable[[], object]],
-    compare: Callable[[Rounds], list[Check]],
+    compare: Callable[[Rounds], Iterable[Check]],
     rounds: int = ROUNDS,
 ) -> list[Check]:
     """Time the calls in interleaved rounds, and return the checks of these times by `compare`.
@@ -62,11 +62,11 @@ def check_against_rounds(
     """
     stop_time = time.monotonic() + MAX_RETIMING_S
     timed = time_rounds(run, calls, rounds)
-    checks = compare(timed)
+    checks = list(compare(timed))
     while not all(check.passed for check in checks) and time.monotonic() < stop_time:
         for name, seconds in time_rounds(run, calls, rounds).items():
             timed[name] += seconds
-        checks = compare(timed)
+        checks = list(compare(timed))
     return checks
 
 

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from llmsys_suite.config import RunConfig
@@ -47,11 +48,8 @@ class Record:
 
     def steps_of(self, name: str) -> list[Sample]:
         """Return the samples of a variant's whole steps on all ranks."""
-        of_all_ranks = []
-        for (variant, _), steps in self.steps.items():
-            if variant == name:
-                of_all_ranks += steps
-        return of_all_ranks
+        steps_of_ranks = (steps for (variant, _), steps in self.steps.items() if variant == name)
+        return list(chain(*steps_of_ranks))
 
     @cached_property
     def losses(self) -> dict[str, list[float]]:

@@ -6,15 +6,8 @@ import math
 import sys
 from collections.abc import Iterator
 
+from llmsys_suite.audit import tolerances
 from llmsys_suite.audit.check import Check, Sources, loss_difference
-from llmsys_suite.audit.tolerances import (
-    GRADIENT,
-    LOSS,
-    REPLAYED_LOSS,
-    WEIGHT_CHANGE,
-    loss_tolerance,
-    weight_tolerance,
-)
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.measure.samples import SERVER, SINGLE, ranks_of
 
@@ -49,7 +42,9 @@ def check_probed_step(record: Record) -> Iterator[Check]:
             (distance, f"rank {rank} {where}")
             for rank, (distance, where) in enumerate(probe["weights"])
         ]
-        yield every_rank.all_near(f"{name}: weight change of one SGD step", distances, GRADIENT)
+        yield every_rank.all_near(
+            f"{name}: weight change of one SGD step", distances, tolerances.GRADIENT
+        )
         if name != SINGLE:
             digests = probe["digest"]
             differ = [f"rank {rank}" for rank, d in enumerate(digests) if d != digests[0]]
@@ -63,7 +58,9 @@ def check_final_weights(record: Record) -> Iterator[Check]:
 
     The distance of a weight's change is divided by its rounding factor, see `probe.replay`.
     """
-    tolerance = weight_tolerance(record.config, WEIGHT_CHANGE * math.sqrt(record.num_steps))
+    tolerance = tolerances.weight_tolerance(
+        record.config, tolerances.WEIGHT_CHANGE * math.sqrt(record.num_steps)
+    )
     # Sums over the rows of several ranks round differently from a sum over all rows. Distances of 0
     # therefore fail, because they show that the weights were compared with themselves.
     do_sums_differ = record.config.world > 1 and record.config.parts == 1
@@ -138,7 +135,9 @@ def check_losses(record: Record) -> Iterator[Check]:
     curves = record.losses
     one_process = curves[SINGLE]
     repeated = record.evidence["trajectory"]
-    tolerance = loss_tolerance(record.config, LOSS * math.sqrt(len(one_process)))
+    tolerance = tolerances.loss_tolerance(
+        record.config, tolerances.LOSS * math.sqrt(len(one_process))
+    )
     written_out = Sources("samples", "AdamW written out in float32")
     differences = _differences(curves, repeated)
     yield written_out.all_near("losses, trained again", differences, tolerance)
@@ -147,7 +146,7 @@ def check_losses(record: Record) -> Iterator[Check]:
     if record.config.dtype == "bf16" and len(one_process) >= LEAST_STEPS:
         unrounded = []
         for variant, curve in curves.items():
-            if max(_differences({variant: curve}, repeated))[0] <= REPLAYED_LOSS:
+            if max(_differences({variant: curve}, repeated))[0] <= tolerances.REPLAYED_LOSS:
                 unrounded.append(variant)
         yield written_out.none("rounding of bf16 in the losses", unrounded)
     reported = []
