@@ -867,7 +867,7 @@ FAULTS: list[Fault] = [
     Fault("train", "trained weights are compared with themselves", lambda run:
         around(final_weights, "distances", lambda original, ours, _: original(ours, ours))),
     Fault("train", "a rank's last bit differs, and digests do not show it", lambda run:
-        [mock.patch.object(final_weights, "_bits", return_value=""), last_bit(run)]),
+        [mock.patch.object(final_weights, "_digest", return_value=""), last_bit(run)]),
     Fault("plan", "half of the moments are reported as activations", lambda run: after(plan, "predict", optimizer_in_activations)),
     Fault("plan", "the planned and the measured peak are halved", half_of_both_peaks),
     Fault("plan", "the clock of the thread is four times too slow, in the audit too", lambda run:

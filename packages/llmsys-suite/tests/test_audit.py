@@ -108,7 +108,7 @@ def honest_samples():
 
 def probed(ranks):
     return {
-        "weights": [[6e-7, "q: norm 1 beside 1"]] * ranks,
+        "weights": [[6e-7, "q: norm 1, expected 1"]] * ranks,
         "shared": [400] * ranks,
         "digest": ["a"] * ranks,
     }
@@ -399,7 +399,7 @@ def tampered(change):
 
 def test_a_gradient_that_is_off_names_variant_rank_parameter_and_both_numbers():
     plan, train, samples, evidence = honest()
-    where = "blocks.0.attention.q.weight: norm 0.25 beside 0.125"
+    where = "blocks.0.attention.q.weight: norm 0.25, expected 0.125"
     evidence["probe"]["ddp flat"]["weights"][1] = [1.0, where]
     (check,) = (
         c for c in training_checks.checks(CONFIG, plan, train, samples, evidence) if not c.passed

@@ -16,11 +16,11 @@ def distance(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     if actual.shape != expected.shape:
         return math.inf
     expected = expected.double()
-    difference = (actual.detach().to(expected) - expected).norm()
+    error_norm = (actual.detach().to(expected) - expected).norm()
     divisor = expected.norm() + floor
     if divisor > 0:
-        return float(difference / divisor)
-    return 0.0 if difference == 0 else math.inf
+        return float(error_norm / divisor)
+    return 0.0 if error_norm == 0 else math.inf
 
 
 def distances(
@@ -28,15 +28,16 @@ def distances(
 ) -> dict[str, tuple[float, str]]:
     """Return, by name, the distance of two tensors and a text with the name and both norms.
 
-    The distance is infinity for a name that only one of the two mappings has.
+    The distance is infinity for a name that is in only one of the two sets.
     """
     by_name = {}
     for name in dict.fromkeys([*expected, *actual]):
         if name not in actual or name not in expected:
-            by_name[name] = math.inf, f"{name}: on one side only"
+            by_name[name] = math.inf, f"{name}: in only one of the two sets"
             continue
-        norms = [float(side[name].detach().double().norm()) for side in (actual, expected)]
-        text = f"{name}: norm {norms[0]:.9g} beside {norms[1]:.9g}"
+        actual_norm = float(actual[name].detach().double().norm())
+        expected_norm = float(expected[name].detach().double().norm())
+        text = f"{name}: norm {actual_norm:.9g}, expected {expected_norm:.9g}"
         by_name[name] = distance(actual[name], expected[name], floor), text
     return by_name
 

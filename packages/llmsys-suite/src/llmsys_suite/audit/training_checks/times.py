@@ -189,7 +189,7 @@ def check_phases(record: Record) -> Iterator[Check]:
         missing += [f"{where}: {phase}" for phase in _required_phases(name) - recorded]
         sums.append((sum(s["seconds"] for s in inside) / seconds, where))
     yield Sources("samples", "the phases of a step").none("phases of every step", missing)
-    total = Sources("their sum over the step", "one")
+    total = Sources("the sum of the phases over the step", "the step")
     yield total.all_near("time in the phases of a step", sums, 1.001)
     fractions = []
     for row in record.train.rows:
