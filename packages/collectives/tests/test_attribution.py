@@ -158,7 +158,7 @@ def test_cause_and_blamed_ranks_follow_from_reports(case):
             {r.rank: r for r in waits[::order]},
             call_number=CALL_NUMBER,
             participants=range(WORLD),
-            world=WORLD,
+            world_size=WORLD,
         )
         assert (attribution.cause, list(attribution.ranks)) == (cause, ranks)
         assert bool(attribution.difference) == (cause in (Cause.MISMATCH, Cause.REPORTED_MISMATCH))

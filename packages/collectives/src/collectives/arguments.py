@@ -230,17 +230,19 @@ def copy_back(tensor: Tensor, flat: Tensor) -> None:
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
-def check_pair(long_name: str, long: Tensor, short_name: str, short: Tensor, world: int) -> None:
-    """Raise an error unless `long` has the dtype of `short` and `world` times its elements."""
+def check_pair(
+    long_name: str, long: Tensor, short_name: str, short: Tensor, world_size: int
+) -> None:
+    """Raise an error unless `long` has the dtype of `short` and `world_size` times its elements."""
     if long.dtype != short.dtype:
         raise TypeError(
             f"expected one dtype for {long_name} and {short_name}, got {long.dtype} and "
             f"{short.dtype}; cast one of them"
         )
-    if long.numel() != short.numel() * world:
+    if long.numel() != short.numel() * world_size:
         raise ValueError(
-            f"{long_name} has {long.numel()} elements; {world} ranks with {short.numel()} each in "
-            f"{short_name} need {short.numel() * world}"
+            f"{long_name} has {long.numel()} elements; {world_size} ranks with {short.numel()} "
+            f"each in {short_name} need {short.numel() * world_size}"
         )
 
 
@@ -254,9 +256,10 @@ def root_rank(comm: Communicator, src: int | None, group: Any, group_src: int | 
     if group_src is None:
         group_src = src if group is None else dist.get_group_rank(group, src)  # type: ignore[arg-type]
     assert group_src is not None
-    if not 0 <= group_src < comm.world:
+    if not 0 <= group_src < comm.world_size:
         raise ValueError(
-            f"expected a root between 0 and {comm.world - 1}, a rank of the group, got {group_src}"
+            f"expected a root between 0 and {comm.world_size - 1}, a rank of the group, "
+            f"got {group_src}"
         )
     return group_src
 
@@ -266,21 +269,22 @@ def split_sizes(sizes: Iterable[SupportsIndex] | None) -> list[int]:
     return [] if sizes is None else [index(size) for size in sizes]
 
 
-def split_lengths(name: str, tensor: Tensor, sizes: list[int], world: int) -> list[int]:
+def split_lengths(name: str, tensor: Tensor, sizes: list[int], world_size: int) -> list[int]:
     """Return the number of elements per rank, from the number of rows per rank.
 
     If `sizes` is empty, every rank gets the same number of rows.
     """
     rows = tensor.shape[0] if tensor.dim() else 1
     if not sizes:
-        if rows % world:
+        if rows % world_size:
             raise ValueError(
-                f"{name} has {rows} rows, not a multiple of {world} ranks; pass {name}_split_sizes"
+                f"{name} has {rows} rows, not a multiple of {world_size} ranks; "
+                f"pass {name}_split_sizes"
             )
-        sizes = [rows // world] * world
-    if len(sizes) != world or sum(sizes) != rows or min(sizes) < 0:
+        sizes = [rows // world_size] * world_size
+    if len(sizes) != world_size or sum(sizes) != rows or min(sizes) < 0:
         raise ValueError(
-            f"{name}_split_sizes {sizes} must be {world} numbers, none negative, that sum to "
+            f"{name}_split_sizes {sizes} must be {world_size} numbers, none negative, that sum to "
             f"{rows} rows"
         )
     elements_per_row = tensor.numel() // rows if rows else 0

@@ -127,7 +127,7 @@ def attribute(
     *,
     call_number: int,
     participants: Collection[int],
-    world: int,
+    world_size: int,
 ) -> Attribution:
     """Return the cause of a failed call: see Note [Attribution of a failure].
 
@@ -136,7 +136,7 @@ def attribute(
         waiting: the reports of ranks that wait and have not failed yet, by rank.
         call_number: the number of the failed call.
         participants: the ranks that take part in the call.
-        world: the number of ranks in the group.
+        world_size: the number of ranks in the group.
     """
     # Ties are decided by the order of reports, but ranks read the reports in different orders.
     reports = dict(sorted(reports.items()))
@@ -149,7 +149,7 @@ def attribute(
     disconnected = disconnected_ranks(reports)
     if silent and any(report.status is Status.TIMED_OUT for report in reports.values()):
         disconnected = [rank for rank in disconnected if rank not in waiting]
-    difference = _find_difference(reports if disconnected else alive, world)
+    difference = _find_difference(reports if disconnected else alive, world_size)
     if difference is not None:
         return Attribution(Cause.MISMATCH, difference.ranks, difference=str(difference))
     if disconnected:
@@ -197,7 +197,7 @@ def _reported_cause(reports: Mapping[int, Report], call_number: int) -> Attribut
     return Attribution(Cause.LEFT, left) if left else None
 
 
-def _find_difference(reports: Mapping[int, Report], world: int) -> Mismatch | None:
+def _find_difference(reports: Mapping[int, Report], world_size: int) -> Mismatch | None:
     """Return the difference between the ranks' calls, or None if they made the same call.
 
     A rank that completed a call may already be in a later one. The ranks are therefore compared at
@@ -211,7 +211,7 @@ def _find_difference(reports: Mapping[int, Report], world: int) -> Mismatch | No
     }
     try:
         _compare_calls(reports, number)
-        compare_lengths(lengths, range(world))
+        compare_lengths(lengths, range(world_size))
     except Mismatch as difference:
         return difference
     return None

@@ -58,12 +58,12 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 "init_process_group"
             )
         rank = options.group_rank
-        world = options.group_size
+        world_size = options.group_size
         timeout = options.timeout
         check_timeout(timeout)
         deadline = time.monotonic() + timeout.total_seconds()
         # Up to torch 2.11, the constructor with a store cannot create a Python subclass.
-        super().__init__(rank, world)
+        super().__init__(rank, world_size)
         self._backend_options = backend_options
         self._others: dict[str, Any] = {}
         self._creating = threading.Lock()
@@ -72,10 +72,10 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         bound = getattr(getattr(options, "process_group", None), "bound_device_id", None)
         if bound is not None:
             self.bound_device_id = bound
-        store = fresh_store(options.store, rank, world, deadline)
+        store = fresh_store(options.store, rank, world_size, deadline)
         # These options create backends of other devices, and groups of some of the ranks.
         self._options = copy_options(options, store=store)
-        self._gloo: Any = connect_gloo(store, rank, world, deadline)
+        self._gloo: Any = connect_gloo(store, rank, world_size, deadline)
         self._gloo._set_default_timeout(timeout)
         # torch's C++ code reads the backend of a device from the base class.
         kind = dist.ProcessGroup.BackendType.GLOO

@@ -82,7 +82,7 @@ def _run_packed(
     comm: Communicator, call: Call, packed: bytes, outputs: Sequence[Tensors], inputs: Tensors
 ) -> None:
     """Run a coalesced call on inputs of one dtype; `packed` is the packed call."""
-    rows_in, rows_out = _num_rows(call.kind, comm.world)
+    rows_in, rows_out = _num_rows(call.kind, comm.world_size)
     widths = [tensor.numel() // rows_in for tensor in inputs]
     rows = [flatten(tensor).view(rows_in, -1) for tensor in inputs]
     local = torch.cat(rows, dim=1).view(-1)
@@ -98,10 +98,10 @@ def _run_packed(
             target.detach().copy_(part.reshape(target.shape))
 
 
-def _num_rows(kind: str, world: int) -> tuple[int, int]:
+def _num_rows(kind: str, world_size: int) -> tuple[int, int]:
     """Return the number of rows of a packed tensor and of its result: see the module docstring."""
-    rows_in = world if kind == "reduce_scatter" else 1
-    rows_out = world if kind == "all_gather" else 1
+    rows_in = world_size if kind == "reduce_scatter" else 1
+    rows_out = world_size if kind == "all_gather" else 1
     return rows_in, rows_out
 
 
@@ -114,7 +114,7 @@ def _check_tensors(
             f"a coalesced {kind} expected lists of one length that is not zero, got "
             f"{len(outputs)} outputs and {len(inputs)} inputs"
         )
-    rows_in, rows_out = _num_rows(kind, comm.world)
+    rows_in, rows_out = _num_rows(kind, comm.world_size)
     for i, (targets, tensor) in enumerate(zip(outputs, inputs, strict=True)):
         check_tensors(kind, tensor, targets)
         if op:

@@ -89,7 +89,7 @@ def reduce_scatter_tensor(
     comm = communicator(group)
     name = op_name(op)
     check_dtype(name, input.dtype)
-    check_pair("input", input, "output", output, comm.world)
+    check_pair("input", input, "output", output, comm.world_size)
     call = describe_call(comm, "reduce_scatter", input, algorithm, op=name, outputs=[output])
     return run(comm, call, async_op, output, input)
 
@@ -110,7 +110,7 @@ def all_gather_into_tensor(
     if is_forwarded("all_gather_into_tensor", output_tensor, algorithm):
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
     comm = communicator(group)
-    check_pair("output_tensor", output_tensor, "input_tensor", input_tensor, comm.world)
+    check_pair("output_tensor", output_tensor, "input_tensor", input_tensor, comm.world_size)
     call = describe_call(comm, "all_gather", input_tensor, algorithm, outputs=[output_tensor])
     return run(comm, call, async_op, output_tensor, input_tensor)
 
@@ -170,8 +170,8 @@ def all_to_all_single(
         shape = (input.numel(),)
         call = describe_call(comm, "all_to_all", input, "auto", outputs=[output], shape=shape)
         return run(comm, call, async_op, output, input)
-    lengths_out = split_lengths("output", output, output_sizes, comm.world)
-    lengths_in = split_lengths("input", input, input_sizes, comm.world)
+    lengths_out = split_lengths("output", output, output_sizes, comm.world_size)
+    lengths_in = split_lengths("input", input, input_sizes, comm.world_size)
     # Shapes may differ between ranks. The lengths are compared when the call runs.
     call = describe_call(comm, "all_to_all", input, algorithm, outputs=[output], shape=())
 
@@ -190,7 +190,7 @@ def _should_use_gloo(comm: Communicator, output: Tensor, input: Tensor) -> bool:
     if comm.topology.is_single_host or not 0 < input.numel() == output.numel():
         return False
     for tensor in (input, output):
-        if not tensor.dim() or tensor.shape[0] % comm.world:
+        if not tensor.dim() or tensor.shape[0] % comm.world_size:
             return False
     return comm.gloo.can_run("all_to_all", input.dtype, "")
 

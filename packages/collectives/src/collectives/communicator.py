@@ -74,18 +74,18 @@ class Communicator:
 
     def __init__(self, group: Any, *, store: Store, timeout: timedelta, deadline: float) -> None:
         self.rank = group.rank()
-        self.world = group.size()
+        self.world_size = group.size()
         self._process_id = os.getpid()
         self._initial_timeout = timeout.total_seconds()
         #: The timeout of the current call in seconds.
         self.timeout = self._initial_timeout
         self.store = store
         self.gloo = GlooGroups(group, store)
-        self.point_to_point = PointToPoint(group, range(self.world), self.rank, self.gloo.base)
+        self.point_to_point = PointToPoint(group, range(self.world_size), self.rank, self.gloo.base)
         self.topology = Topology(
             store,
             self.rank,
-            self.world,
+            self.world_size,
             timeout=self.timeout,
             deadline=deadline,
             find_ended=self.point_to_point.disconnected_peers,
@@ -93,7 +93,7 @@ class Communicator:
         self.failures = FailureDetector(
             store,
             self.rank,
-            self.world,
+            self.world_size,
             self.topology,
             self.point_to_point,
             self.gloo,
@@ -244,7 +244,9 @@ class Communicator:
             self.topology.arena.timeout = self.timeout
         self._recent_calls.append(packed)
         number = self.operation.number + 1
-        self.operation = Operation(number, self._recent_calls, range(self.world), compare_calls)
+        self.operation = Operation(
+            number, self._recent_calls, range(self.world_size), compare_calls
+        )
         self.point_to_point.finish_within(self.timeout)
         self.point_to_point.tag_by(b"")
 

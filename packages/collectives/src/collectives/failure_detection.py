@@ -82,7 +82,7 @@ class FailureDetector:
     Args:
         store: the group's store.
         rank: this rank.
-        world: the number of ranks in the group.
+        world_size: the number of ranks in the group.
         topology: the hosts of the group, and the memory that this rank shares with other ranks.
         point_to_point: the connections for messages between ranks.
         gloo: the connections of gloo's own collectives.
@@ -93,7 +93,7 @@ class FailureDetector:
         self,
         store: Store,
         rank: int,
-        world: int,
+        world_size: int,
         topology: Topology,
         point_to_point: PointToPoint,
         gloo: GlooGroups,
@@ -106,7 +106,7 @@ class FailureDetector:
         seconds = max(0.0, deadline - time.monotonic()) + STORE_SECONDS
         self._store = query_store(seconds, lambda: clone_store(store))
         self._rank = rank
-        self._world = world
+        self._world_size = world_size
         # The time of the store's last answer, a value of time.monotonic.
         self._last_answer = 0.0
         self._arena = topology.arena
@@ -220,7 +220,7 @@ class FailureDetector:
     def _read_missing(self, key: str, reports: dict[int, Report]) -> dict[int, Report]:
         """Return the reports under `key/rank` of the ranks that are not in `reports`."""
         missing = {}
-        for rank in set(range(self._world)) - reports.keys():
+        for rank in set(range(self._world_size)) - reports.keys():
             report = self._read_report(f"{key}/{rank}")
             if report is not None:
                 missing[rank] = report
@@ -303,7 +303,7 @@ class FailureDetector:
             call_number=number,
             # The peer differs between ranks, but all ranks must blame the same ranks.
             participants=operation.participants,
-            world=self._world,
+            world_size=self._world_size,
         )
         return _error_for(attribution, context, timeout)
 

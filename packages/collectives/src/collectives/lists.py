@@ -84,7 +84,7 @@ def gather(
     root = root_rank(comm, 0 if dst is None and group_dst is None else dst, group, group_dst)
     outputs = _check_root_list("gather_list", comm, root, gather_list, tensor)
     call = describe_call(comm, "gather", tensor, "auto", root=root, outputs=outputs)
-    inputs = [tensor if rank == root else tensor.new_empty(0) for rank in range(comm.world)]
+    inputs = [tensor if rank == root else tensor.new_empty(0) for rank in range(comm.world_size)]
     return _exchange(comm, call, outputs, inputs, async_op)
 
 
@@ -105,7 +105,7 @@ def scatter(
     root = root_rank(comm, 0 if src is None and group_src is None else src, group, group_src)
     inputs = _check_root_list("scatter_list", comm, root, scatter_list, tensor)
     call = describe_call(comm, "scatter", tensor, "auto", root=root, outputs=[tensor])
-    outputs = [tensor if rank == root else tensor.new_empty(0) for rank in range(comm.world)]
+    outputs = [tensor if rank == root else tensor.new_empty(0) for rank in range(comm.world_size)]
     return _exchange(comm, call, outputs, inputs, async_op, [tensor])
 
 
@@ -124,9 +124,9 @@ def all_gather(
 
     def body(packed: bytes) -> None:
         local = _pad(flatten(tensor), max(sizes))
-        gathered = local.new_empty(comm.world * max(sizes))
+        gathered = local.new_empty(comm.world_size * max(sizes))
         dispatch.run(comm, call, packed, gathered, local)
-        for output, part in zip(outputs, gathered.tensor_split(comm.world), strict=True):
+        for output, part in zip(outputs, gathered.tensor_split(comm.world_size), strict=True):
             copy_back(output, part[: output.numel()])
 
     return comm.run(call, tensor, body, async_op=async_op, result=outputs)
@@ -241,9 +241,11 @@ def _check_list(
     Every tensor must have the dtype of `like`, and its number of elements. With `position`, only
     the tensor at that position must have that number.
     """
-    if not tensors or len(tensors) != comm.world:
+    if not tensors or len(tensors) != comm.world_size:
         count = len(tensors) if tensors else "none"
-        raise ValueError(f"{name} needs a tensor for each of {comm.world} ranks, but has {count}")
+        raise ValueError(
+            f"{name} needs a tensor for each of {comm.world_size} ranks, but has {count}"
+        )
     if like is None:
         return list(tensors)
     for i, tensor in enumerate(tensors):
@@ -272,4 +274,4 @@ def _check_root_list(
             f"{name} must be passed on the root only: it is passed on rank {comm.rank}, but rank "
             f"{root} is the root"
         )
-    return [like.new_empty(0) for _ in range(comm.world)]
+    return [like.new_empty(0) for _ in range(comm.world_size)]

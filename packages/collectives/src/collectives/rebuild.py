@@ -45,7 +45,7 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
     # `new_group` numbers its ranks in the order of their global ranks. The ranks of a group from
     # `split_group` can have another order.
     survivors = sorted(
-        (rank for rank in range(comm.world) if rank not in group_error.ranks),
+        (rank for rank in range(comm.world_size) if rank not in group_error.ranks),
         key=lambda rank: members[rank],
     )
     try:

@@ -62,7 +62,7 @@ def clone_store(store: Store) -> Store:
 def fresh_store(
     store: Store,
     rank: int,
-    world: int,
+    world_size: int,
     deadline: float,
     find_ended: Callable[[], Sequence[int]] = lambda: (),
 ) -> Store:
@@ -76,12 +76,12 @@ def fresh_store(
     prefix = number
     poll = None
     if rank == 0:
-        poll = partial(_answer_requests, store, range(1, world), prefix)
+        poll = partial(_answer_requests, store, range(1, world_size), prefix)
     else:
         request = {f"request/{rank}": number}
         prefix = fetch(store, {0: f"answer/{number}"}, deadline, request, find_ended)[0].decode()
     fresh = PrefixStore(prefix, store)
-    joined = {r: f"joined/{r}" for r in range(world)}
+    joined = {r: f"joined/{r}" for r in range(world_size)}
     fetch(fresh, joined, deadline, {joined[rank]: ""}, find_ended, poll)
     return fresh
 

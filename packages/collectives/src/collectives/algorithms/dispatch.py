@@ -98,7 +98,7 @@ def all_to_all(
     lengths = {comm.rank: local}
     if comm.operation.compares_calls or comm.topology.is_single_host:
         lengths = _gather_lengths(comm, local)
-    fingerprint.compare_lengths(lengths, range(comm.world))
+    fingerprint.compare_lengths(lengths, range(comm.world_size))
     ring.all_to_all(comm.point_to_point, outputs, inputs)
 
 
@@ -108,7 +108,7 @@ def _gather_lengths(comm: Communicator, local: Lengths) -> dict[int, Lengths]:
     lengths = {}
     for rank, raw in enumerate(gather_by_messages(comm.point_to_point, numbers.numpy().tobytes())):
         values = torch.frombuffer(bytearray(raw), dtype=torch.int64).tolist()
-        lengths[rank] = Lengths(values[: comm.world], values[comm.world :])
+        lengths[rank] = Lengths(values[: comm.world_size], values[comm.world_size :])
     return lengths
 
 
@@ -140,7 +140,7 @@ def _prepare(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
     compare_calls(comm, packed)
     if call.algorithm != "auto":
         return call.algorithm
-    if comm.world == 1:
+    if comm.world_size == 1:
         return "ring"  # No algorithm sends a message.
     if call.kind == "all_to_all":
         # This is an all-to-all of equal parts that gloo can run. The number of gloo groups is
@@ -161,7 +161,7 @@ def compare_calls(comm: Communicator, packed: bytes) -> None:
     if comm.topology.is_single_host:
         protocol.barrier(comm.topology.require_arena(), packed)
     elif comm.operation.compares_calls:
-        fingerprint.compare(gather_by_messages(comm.point_to_point, packed), range(comm.world))
+        fingerprint.compare(gather_by_messages(comm.point_to_point, packed), range(comm.world_size))
     comm.point_to_point.tag_by(packed)
 
 
@@ -203,7 +203,7 @@ def _measure(comm: Communicator, kind: str) -> CostModel:
         native=comm.gloo.can_run(kind, torch.float32, ""),
     )
     operation.compares_calls = compares_calls
-    operation.participants = range(comm.world)
+    operation.participants = range(comm.world_size)
     _models[key] = model
     return model
 
@@ -223,8 +223,8 @@ def _run_probe(comm: Communicator, kind: str, algorithm: str, size: int) -> None
     """Run the collective `kind` on `size` bytes of zeros."""
     op = "SUM" if kind in ("all_reduce", "reduce_scatter") else ""
     call = Call(kind, (), torch.float32, op, algorithm=algorithm)
-    count = size // call.dtype.itemsize // comm.world
-    whole = torch.zeros(count * comm.world, dtype=call.dtype, device="cpu")
+    count = size // call.dtype.itemsize // comm.world_size
+    whole = torch.zeros(count * comm.world_size, dtype=call.dtype, device="cpu")
     part = torch.zeros(count, dtype=call.dtype, device="cpu")
     pairs = {"reduce_scatter": (part, whole), "all_gather": (whole, part)}
     run(comm, call, call.packed, *pairs.get(kind, (whole,)))

@@ -44,7 +44,7 @@ def all_reduce(
             protocol.all_reduce(arena, block, partial, packed)
         if point_to_point.rank in leaders:
             ring.all_reduce(point_to_point.subgroup(leaders), block, partial)
-            average(op, block, point_to_point.world)
+            average(op, block, point_to_point.world_size)
         if arena is not None:
             # The other ranks wait for their leader, and thereby for the other hosts.
             with remaining_timeout(start_time, arena):

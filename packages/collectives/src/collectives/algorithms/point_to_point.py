@@ -55,7 +55,7 @@ class PointToPoint:
         #: This rank's position in `ranks`.
         self.rank = rank
         #: The number of ranks.
-        self.world = len(ranks)
+        self.world_size = len(ranks)
         self._group = group
         self._backend = backend or group
         self._ranks = ranks

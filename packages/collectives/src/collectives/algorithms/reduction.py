@@ -79,18 +79,18 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float32 if dtype.is_floating_point and dtype.itemsize < 4 else dtype
 
 
-def average(op: str, tensor: Tensor, world: int) -> None:
-    """Divide a finished sum by `world` if the op is AVG."""
+def average(op: str, tensor: Tensor, world_size: int) -> None:
+    """Divide a finished sum by `world_size` if the op is AVG."""
     if op != "AVG":
         return
     if tensor.is_complex():
         # Complex division is not correctly rounded, but dividing the two parts separately is.
         tensor = torch.view_as_real(tensor)
-    if world & (world - 1) == 0:
+    if world_size & (world_size - 1) == 0:
         # Multiplying by the inverse of a power of two gives the same result three times as fast.
-        tensor.mul_(1 / world)
+        tensor.mul_(1 / world_size)
     else:
-        tensor.div_(world)
+        tensor.div_(world_size)
 
 
 def reduce_into(op: str, parts: Sequence[Tensor], out: Tensor, scratch: Tensor | None) -> None:

@@ -26,7 +26,7 @@ from collectives.algorithms.reduction import accumulation_dtype, average, in_pie
 
 def all_reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
     """Reduce the flat tensor over all ranks, in place."""
-    slices = flat.tensor_split(point_to_point.world)
+    slices = flat.tensor_split(point_to_point.world_size)
     _reduce(point_to_point, slices, None, op)
     _gather(point_to_point, slices)
 
@@ -36,7 +36,7 @@ def reduce_scatter(point_to_point: PointToPoint, out: Tensor, flat: Tensor, op: 
 
     The other slices of `flat` do not change.
     """
-    slices = list(flat.tensor_split(point_to_point.world))
+    slices = list(flat.tensor_split(point_to_point.world_size))
     if out.data_ptr() == slices[point_to_point.rank].data_ptr():
         # `out` holds sums of other slices before this rank's slice is added in the last step.
         slices[point_to_point.rank] = out.clone()
@@ -45,7 +45,7 @@ def reduce_scatter(point_to_point: PointToPoint, out: Tensor, flat: Tensor, op: 
 
 def all_gather(point_to_point: PointToPoint, out: Tensor, local: Tensor) -> None:
     """Write every rank's `local` to `out`, in rank order."""
-    slices = out.tensor_split(point_to_point.world)
+    slices = out.tensor_split(point_to_point.world_size)
     slices[point_to_point.rank].copy_(local)
     _gather(point_to_point, slices)
 
@@ -54,44 +54,46 @@ def _reduce(
     point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor | None, op: str
 ) -> None:
     """Reduce slices[rank] into `out`, or in place, which overwrites the other slices."""
-    rank, world = point_to_point.rank, point_to_point.world
+    rank, world_size = point_to_point.rank, point_to_point.world_size
     result = slices[rank] if out is None else out
     if accumulation_dtype(result.dtype) != result.dtype:
         direct(point_to_point, slices, result, op)
         return
-    if world == 1 and out is not None:
+    if world_size == 1 and out is not None:
         out.copy_(slices[0])
-    right, left = (rank + 1) % world, (rank - 1) % world
-    for step in range(1, world):
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    for step in range(1, world_size):
         # The sum that rank r completes starts at rank r+1 and visits all other ranks.
-        leaving, arriving = slices[(rank - step) % world], slices[(rank - step - 1) % world]
+        leaving = slices[(rank - step) % world_size]
+        arriving = slices[(rank - step - 1) % world_size]
         if out is not None and step > 1:
             leaving = out
         target = arriving if out is None else out
         point_to_point.exchange_reduce((right, leaving), (left, arriving, target), op)
-    average(op, result, world)
+    average(op, result, world_size)
 
 
 def _gather(point_to_point: PointToPoint, slices: Sequence[Tensor]) -> None:
-    rank, world = point_to_point.rank, point_to_point.world
-    right, left = (rank + 1) % world, (rank - 1) % world
-    for step in range(world - 1):
-        leaving, arriving = slices[(rank - step) % world], slices[(rank - step - 1) % world]
+    rank, world_size = point_to_point.rank, point_to_point.world_size
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
+    for step in range(world_size - 1):
+        leaving = slices[(rank - step) % world_size]
+        arriving = slices[(rank - step - 1) % world_size]
         point_to_point.exchange([(right, leaving)], [(left, arriving)])
 
 
 def direct(point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor, op: str) -> None:
     """Run a reduce-scatter: send each slice to its owner, which reduces the received slices."""
-    rank, world = point_to_point.rank, point_to_point.world
+    rank, world_size = point_to_point.rank, point_to_point.world_size
     wide = accumulation_dtype(out.dtype)
-    length = max(1, PIECE_BYTES // world // wide.itemsize)
+    length = max(1, PIECE_BYTES // world_size // wide.itemsize)
     for start in range(0, max(s.numel() for s in slices), length):
         pieces = [s[start : start + length] for s in slices]
         local = pieces[rank]
-        parts = [local if r == rank else torch.empty_like(local) for r in range(world)]
+        parts = [local if r == rank else torch.empty_like(local) for r in range(world_size)]
         point_to_point.exchange(
-            [(r, pieces[r]) for r in range(world) if r != rank],
-            [(r, parts[r]) for r in range(world) if r != rank],
+            [(r, pieces[r]) for r in range(world_size) if r != rank],
+            [(r, parts[r]) for r in range(world_size) if r != rank],
         )
         scratch = torch.empty(local.numel(), dtype=wide, device="cpu")
         reduce_into(op, parts, out[start : start + length], scratch)
@@ -99,8 +101,8 @@ def direct(point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor, 
 
 def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:
     """Broadcast in a pipeline: a rank forwards a piece while it receives the next one."""
-    rank, world = point_to_point.rank, point_to_point.world
-    right, left = (rank + 1) % world, (rank - 1) % world
+    rank, world_size = point_to_point.rank, point_to_point.world_size
+    right, left = (rank + 1) % world_size, (rank - 1) % world_size
     first, last = rank == source, right == source
     pieces = in_pieces(flat, PIECE_BYTES // flat.element_size())
     for i in range(len(pieces) + 1):
@@ -111,16 +113,16 @@ def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:
 
 def all_to_all_single(point_to_point: PointToPoint, out: Tensor, flat: Tensor) -> None:
     """Send the i-th of equal parts of `flat` to rank i; write the received parts to `out`."""
-    world = point_to_point.world
-    all_to_all(point_to_point, out.tensor_split(world), flat.tensor_split(world))
+    world_size = point_to_point.world_size
+    all_to_all(point_to_point, out.tensor_split(world_size), flat.tensor_split(world_size))
 
 
 def all_to_all(
     point_to_point: PointToPoint, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
 ) -> None:
     """Copy inputs[j] of rank i to outputs[i] of rank j, for all i and j."""
-    rank, world = point_to_point.rank, point_to_point.world
+    rank, world_size = point_to_point.rank, point_to_point.world_size
     outputs[rank].copy_(inputs[rank])
-    for step in range(1, world):
-        to, source = (rank + step) % world, (rank - step) % world
+    for step in range(1, world_size):
+        to, source = (rank + step) % world_size, (rank - step) % world_size
         point_to_point.exchange([(to, inputs[to])], [(source, outputs[source])])

@@ -18,12 +18,12 @@ from collectives.algorithms.point_to_point import PIECE_BYTES, PointToPoint
 from collectives.algorithms.reduction import accumulation_dtype, average, in_pieces
 
 
-def levels(rank: int, world: int) -> list[tuple[int, int, int]]:
+def levels(rank: int, world_size: int) -> list[tuple[int, int, int]]:
     """Return the ranges (low, middle, high) that contain `rank`, from the largest to the smallest.
 
     A range is [low, high) and is halved at `middle`; the first half may be one rank longer.
     """
-    low, high = 0, world
+    low, high = 0, world_size
     ranges = []
     while high - low > 1:
         middle = (low + high + 1) // 2
@@ -39,20 +39,20 @@ def all_reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
 
 def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:
     """Copy the tensor of rank `source` to every rank."""
-    world = point_to_point.world
+    world_size = point_to_point.world_size
     # Ranks are numbered from the source.
-    position = (point_to_point.rank - source) % world
-    for low, middle, _ in levels(position, world):
+    position = (point_to_point.rank - source) % world_size
+    for low, middle, _ in levels(position, world_size):
         if position == low:
-            point_to_point.exchange([((middle + source) % world, flat)], [])
+            point_to_point.exchange([((middle + source) % world_size, flat)], [])
         elif position == middle:
-            point_to_point.exchange([], [((low + source) % world, flat)])
+            point_to_point.exchange([], [((low + source) % world_size, flat)])
 
 
 def reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
     """Reduce to rank 0, in place; the tensors of other ranks are overwritten by partial results."""
     empty = flat[:0]
-    for low, middle, _ in reversed(levels(point_to_point.rank, point_to_point.world)):
+    for low, middle, _ in reversed(levels(point_to_point.rank, point_to_point.world_size)):
         if point_to_point.rank == low:
             point_to_point.exchange_reduce((middle, empty), (middle, flat, flat), op)
         elif point_to_point.rank == middle:
@@ -74,5 +74,5 @@ def in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
 def _all_reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
     reduce(point_to_point, flat, op)
     if point_to_point.rank == 0:
-        average(op, flat, point_to_point.world)
+        average(op, flat, point_to_point.world_size)
     broadcast(point_to_point, flat, 0)

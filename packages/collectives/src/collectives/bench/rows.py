@@ -218,7 +218,7 @@ def _description(kind: str, name: str, size: int, device: str) -> Row:
     """Return the columns that identify a row."""
     comm = communicator()
     # The array is a multiple of one float32, and of one per rank if it is scattered or gathered.
-    multiple = 4 if kind == "all_reduce" else 4 * comm.world
+    multiple = 4 if kind == "all_reduce" else 4 * comm.world_size
     whole = size // multiple * multiple
     runs = "shared_memory" if name == "auto" else name
     if name == "auto" and device != "cpu":

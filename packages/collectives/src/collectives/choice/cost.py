@@ -226,8 +226,8 @@ def terms(collective: str, algorithm: str, size: int, ranks_per_host: tuple[int,
             f"there is no {collective} by {algorithm!r} with {ranks_per_host} ranks per host; "
             f"use one of {', '.join(supported)}"
         )
-    world = sum(ranks_per_host)
-    if world == 1:
+    world_size = sum(ranks_per_host)
+    if world_size == 1:
         return Terms()
     if algorithm == "shared_memory":
         return Terms(reduced_bytes=size)
@@ -235,20 +235,20 @@ def terms(collective: str, algorithm: str, size: int, ranks_per_host: tuple[int,
         return _message_terms(collective, "ring", size, len(ranks_per_host), 1)
     # The ranks of one host send to another host over the same link.
     ranks_per_link = max(ranks_per_host) if len(ranks_per_host) > 1 else 1
-    return _message_terms(collective, algorithm, size, world, ranks_per_link)
+    return _message_terms(collective, algorithm, size, world_size, ranks_per_link)
 
 
 def _message_terms(
-    collective: str, algorithm: str, size: int, world: int, ranks_per_link: int
+    collective: str, algorithm: str, size: int, world_size: int, ranks_per_link: int
 ) -> Terms:
-    others = world - 1
-    steps = math.ceil(math.log2(world))
-    part = others / world * size
+    others = world_size - 1
+    steps = math.ceil(math.log2(world_size))
+    part = others / world_size * size
     link_part = part * ranks_per_link
     pieces = max(1, math.ceil(size / PIECE_BYTES))
     chain = pieces + others - 1
     # In the middle of the chain a rank forwards one piece while it receives the next.
-    chain_operations = chain + (pieces - 1 if world > 2 else 0)
+    chain_operations = chain + (pieces - 1 if world_size > 2 else 0)
     table = {
         # In each step of a ring, a rank sends and receives a message: two operations.
         ("all_reduce", "ring"): Terms(2 * others, 2 * part, part, 4 * others),

@@ -47,9 +47,9 @@ class Description:
         return {size: model.choose(collective, size, ranks_per_host) for size in SIZES}
 
     def __str__(self) -> str:
-        world = sum(len(host) for host in self.hosts)
+        world_size = sum(len(host) for host in self.hosts)
         ranks = ", ".join(f"{list(host)}" for host in self.hosts)
-        lines = [f"{world} ranks on {len(self.hosts)} hosts: {ranks}"]
+        lines = [f"{world_size} ranks on {len(self.hosts)} hosts: {ranks}"]
         if self.shared_memory:
             lines.append("shared memory between all ranks")
         for rank, reason in self.why_not_shared.items():

@@ -35,7 +35,7 @@ class Topology:
         self,
         store: Store,
         rank: int,
-        world: int,
+        world_size: int,
         *,
         timeout: float,
         deadline: float,
@@ -46,9 +46,9 @@ class Topology:
         self._rank = rank
         # All rounds of messages through the store share one deadline.
         self._deadline = deadline
-        mappings, addresses = self._exchange_segments("arena", ARENA_BYTES, range(world))
-        reachable = [rank for rank in range(world) if mappings[rank] is not None]
-        texts = self._gather_texts("reach", json.dumps(reachable), range(world))
+        mappings, addresses = self._exchange_segments("arena", ARENA_BYTES, range(world_size))
+        reachable = [rank for rank in range(world_size) if mappings[rank] is not None]
+        texts = self._gather_texts("reach", json.dumps(reachable), range(world_size))
         #: The ranks of the group by host.
         self.hosts = group_by_host([json.loads(text) for text in texts])
         #: The ranks on this rank's host.
@@ -66,7 +66,7 @@ class Topology:
         #: For each rank that does not share memory with this rank, the reason.
         self.why_not = {
             other: _why_not(addresses[rank], addresses[other])
-            for other in range(world)
+            for other in range(world_size)
             if other not in self.local_ranks
         }
         #: An identifier of each rank's host. A measurement is valid for these hosts only.

@@ -28,7 +28,7 @@ _OPTIONS = (
 )
 
 
-def connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
+def connect_gloo(store: Store, rank: int, world_size: int, deadline: float) -> Any:
     """Return a gloo group of all ranks when gloo has connected them.
 
     If a rank ends or hangs meanwhile, raise RankLost with that rank soon after `deadline`, a value
@@ -36,13 +36,13 @@ def connect_gloo(store: Store, rank: int, world: int, deadline: float) -> Any:
     """
     try:
         return connect_in_time(
-            lambda: ProcessGroupGloo(separate_store(store), rank, world, NO_TIMEOUT),
+            lambda: ProcessGroupGloo(separate_store(store), rank, world_size, NO_TIMEOUT),
             deadline - time.monotonic(),
         )
     except (RuntimeError, TimeoutError):
         # gloo's error does not name a rank. The ranks that still run therefore write to the store,
         # and `fetch` raises an error with the ranks that do not.
-        running = {r: f"still running/{r}" for r in range(world)}
+        running = {r: f"still running/{r}" for r in range(world_size)}
         fetch(store, running, time.monotonic() + REPORT_SECONDS, {running[rank]: ""})
         raise
 
@@ -92,7 +92,7 @@ def _backend_by_name(name: str, device: torch.device, options: Any, backend_opti
     """Create one of torch's backends for the ranks of the group, as init_process_group does."""
     store: Store = PrefixStore(f"beside/{device.type}", options.store)
     rank = options.group_rank
-    world = options.group_size
+    world_size = options.group_size
     timeout = options.timeout
     plugin = dist.Backend._plugins.get(name.upper())
     if plugin is None:
@@ -104,7 +104,7 @@ def _backend_by_name(name: str, device: torch.device, options: Any, backend_opti
             )
         settings = backend_options or dist.ProcessGroupNCCL.Options()
         settings._timeout = timeout
-        return dist.ProcessGroupNCCL(store, rank, world, settings)
+        return dist.ProcessGroupNCCL(store, rank, world_size, settings)
     if not plugin.extended_api:
-        return plugin.creator_fn(store, rank, world, timeout)
+        return plugin.creator_fn(store, rank, world_size, timeout)
     return plugin.creator_fn(copy_options(options, store=store), backend_options)

@@ -95,7 +95,7 @@ class Arena:
         timeout: float,
     ) -> None:
         self.rank = rank
-        self.world = len(mappings)
+        self.world_size = len(mappings)
         self.timeout = timeout
         self.group_ranks = group_ranks
         #: False if the group has ranks on other hosts, whose reports may name another cause.
@@ -107,7 +107,7 @@ class Arena:
         self._left = [memory[_LEFT : _LEFT + 1] for memory in self._memory]
         # One number per rank: 1 + the blamed rank if the rank has left after an error, otherwise 0.
         self._failures = [memory[_FAILURE : _FAILURE + 8].cast("q") for memory in self._memory]
-        self._others = [i for i in range(self.world) if i != rank]
+        self._others = [i for i in range(self.world_size) if i != rank]
         # Calls outside of inference mode write to these tensors, even if the first call is inside.
         with torch.inference_mode(False):
             self._bytes = [
@@ -128,7 +128,7 @@ class Arena:
         )
         self._shared = engine.Memory(
             rank=rank,
-            world=self.world,
+            world_size=self.world_size,
             tick=0,
             slot_bytes=SLOT_BYTES,
             one_shot_bytes=ONE_SHOT_BYTES,
@@ -145,7 +145,9 @@ class Arena:
             memory=self._addresses,
         )
         #: Bytes at the start of a slot that contain a rank's lengths in an all-to-all.
-        self.lengths_room = -(-2 * self.world * torch.int64.itemsize // _ALIGNMENT) * _ALIGNMENT
+        self.lengths_room = (
+            -(-2 * self.world_size * torch.int64.itemsize // _ALIGNMENT) * _ALIGNMENT
+        )
         # The call and the note that the next job writes before its first tick.
         self._announced: tuple[bytes | None, bytes | None] = None, None
         self._queue = engine.Queue()
@@ -337,8 +339,8 @@ class Arena:
     def read_lengths(self) -> list[Lengths]:
         """Return all ranks' lengths in an all-to-all; raise Mismatch if they do not match."""
         heads = [slot[: self.lengths_room].view(torch.int64) for slot in self.slots(torch.uint8)]
-        values = [head[: 2 * self.world].tolist() for head in heads]
-        lengths = [Lengths(row[: self.world], row[self.world :]) for row in values]
+        values = [head[: 2 * self.world_size].tolist() for head in heads]
+        lengths = [Lengths(row[: self.world_size], row[self.world_size :]) for row in values]
         compare_lengths(dict(enumerate(lengths)), self.group_ranks)
         return lengths
 

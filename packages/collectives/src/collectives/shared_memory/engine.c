@@ -37,7 +37,7 @@ enum { LONG_YIELD_NANOSECONDS = 100000, CROWDED_NANOSECONDS = 50000000 };
 enum { NAPS = 40, NAP_NANOSECONDS = 1000000, NOTE_BYTES = 16 };
 
 typedef struct {
-    int64_t rank, world, tick, slot_bytes, one_shot_bytes, piece_bytes;
+    int64_t rank, world_size, tick, slot_bytes, one_shot_bytes, piece_bytes;
     /* Offsets in a rank's memory: see arena.py. */
     int64_t sleepers, failure, calls, call_room, call_bytes, nan_at, notes, note_room, data;
     int64_t crowded_until; /* other programs use this core: a value of nanoseconds() */
@@ -151,7 +151,7 @@ static int wait_for(Arena *a, int64_t rank) {
 }
 
 static int all_have_reached(Arena *a) {
-    for (int64_t rank = 0; rank < a->world; rank++)
+    for (int64_t rank = 0; rank < a->world_size; rank++)
         if (rank != a->rank && !has_reached(a, rank) && !wait_for(a, rank)) return 0;
     /* Another thread of this process may have left the group. */
     if (has_failed(a, a->rank)) return 0;
@@ -183,7 +183,7 @@ static char *note(const Arena *a, int64_t rank) {
 static int calls_agree(const Arena *a) {
     const int64_t cell = a->calls + (a->tick & 1) * a->call_room;
     const char *first = a->memory[0] + cell;
-    for (int64_t rank = 1; rank < a->world; rank++)
+    for (int64_t rank = 1; rank < a->world_size; rank++)
         if (memcmp(first, a->memory[rank] + cell, a->call_bytes)) return 0;
     return first[a->nan_at] == 0;
 }
@@ -199,7 +199,7 @@ static void announce(const Arena *a, Job *job) {
 
 /* Return the length of a rank's slice of `count` elements, as torch.tensor_split does. */
 static int64_t split(const Arena *a, int64_t count, int64_t rank, int64_t *start) {
-    int64_t width = count / a->world, longer = count % a->world;
+    int64_t width = count / a->world_size, longer = count % a->world_size;
     *start = rank * width + (rank < longer ? rank : longer);
     return width + (rank < longer);
 }
@@ -237,19 +237,19 @@ static uint16_t narrow_bfloat16(float x) {
 /* Compute parts[0] op parts[1] op ... in this order, in WIDE, and write it to all `outs` after one
  * rounding. `outs` may be among the parts: a block is read from all parts before it is written. */
 #define REDUCE(NAME, NARROW, WIDE, LOAD, STORE, DIVIDE)                                     \
-    static void NAME(char **outs, int64_t copies, char **parts, int64_t world, int64_t count, \
-                     int64_t op) {                                                          \
+    static void NAME(char **outs, int64_t copies, char **parts, int64_t world_size,         \
+                     int64_t count, int64_t op) {                                           \
         WIDE sum[BLOCK];                                                                    \
         for (int64_t start = 0; start < count; start += BLOCK) {                            \
             int64_t n = count - start < BLOCK ? count - start : BLOCK;                      \
             const NARROW *first = (const NARROW *)parts[0] + start;                         \
-            if (world == 1) {                                                               \
+            if (world_size == 1) {                                                          \
                 for (int64_t i = 0; i < n; i++) sum[i] = LOAD(first[i]);                    \
             } else {                                                                        \
                 const NARROW *part = (const NARROW *)parts[1] + start;                      \
                 CHOOSE(LOAD(part[i]), LOAD(first[i]))                                       \
             }                                                                               \
-            for (int64_t rank = 2; rank < world; rank++) {                                  \
+            for (int64_t rank = 2; rank < world_size; rank++) {                             \
                 const NARROW *part = (const NARROW *)parts[rank] + start;                   \
                 CHOOSE(LOAD(part[i]), sum[i])                                               \
             }                                                                               \
@@ -261,12 +261,12 @@ static uint16_t narrow_bfloat16(float x) {
         }                                                                                   \
     }
 
-#define QUOTIENT(WIDE)                                                             \
-    do {                                                                           \
-        if (world & (world - 1))                                                   \
-            for (int64_t i = 0; i < n; i++) sum[i] /= (WIDE)world;                 \
-        else                                                                       \
-            for (int64_t i = 0; i < n; i++) sum[i] *= (WIDE)(1.0 / (double)world); \
+#define QUOTIENT(WIDE)                                                                  \
+    do {                                                                                \
+        if (world_size & (world_size - 1))                                              \
+            for (int64_t i = 0; i < n; i++) sum[i] /= (WIDE)world_size;                 \
+        else                                                                            \
+            for (int64_t i = 0; i < n; i++) sum[i] *= (WIDE)(1.0 / (double)world_size); \
     } while (0)
 
 REDUCE(reduce_float32, float, float, SAME, SAME, QUOTIENT(float))
@@ -290,14 +290,14 @@ int can_reduce(int64_t dtype) {
 static void reduce(const Arena *a, const Job *job, char **outs, int64_t copies, char **parts,
                    int64_t count) {
     switch (job->dtype) {
-    case FLOAT32: reduce_float32(outs, copies, parts, a->world, count, job->op); break;
-    case FLOAT64: reduce_float64(outs, copies, parts, a->world, count, job->op); break;
-    case BFLOAT16: reduce_bfloat16(outs, copies, parts, a->world, count, job->op); break;
-    case INT32: reduce_int32(outs, copies, parts, a->world, count, job->op); break;
-    case INT64: reduce_int64(outs, copies, parts, a->world, count, job->op); break;
-    case UINT8: reduce_uint8(outs, copies, parts, a->world, count, job->op); break;
+    case FLOAT32: reduce_float32(outs, copies, parts, a->world_size, count, job->op); break;
+    case FLOAT64: reduce_float64(outs, copies, parts, a->world_size, count, job->op); break;
+    case BFLOAT16: reduce_bfloat16(outs, copies, parts, a->world_size, count, job->op); break;
+    case INT32: reduce_int32(outs, copies, parts, a->world_size, count, job->op); break;
+    case INT64: reduce_int64(outs, copies, parts, a->world_size, count, job->op); break;
+    case UINT8: reduce_uint8(outs, copies, parts, a->world_size, count, job->op); break;
 #ifdef __FLT16_MAX__
-    case FLOAT16: reduce_float16(outs, copies, parts, a->world, count, job->op); break;
+    case FLOAT16: reduce_float16(outs, copies, parts, a->world_size, count, job->op); break;
 #endif
     }
 }
@@ -308,9 +308,9 @@ static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
 /* Reduce `in` over all ranks into `out`; protocol.py describes the three protocols. */
 int all_reduce(Arena *a, Job *job) {
-    const int64_t size = job->itemsize, width = a->slot_bytes / size, world = a->world;
+    const int64_t size = job->itemsize, width = a->slot_bytes / size, world_size = a->world_size;
     const int small = job->count * size <= a->one_shot_bytes;
-    char *parts[world], *outs[world];
+    char *parts[world_size], *outs[world_size];
     for (;;) {
         const int64_t start = job->piece * width, n = least(width, job->count - start);
         int64_t at, mine = split(a, n, a->rank, &at);
@@ -325,7 +325,7 @@ int all_reduce(Arena *a, Job *job) {
             /* A note contains an allocation and an offset, or zeros if the tensor is not shared. */
             int same = 1, none_shared = 1;
             static const char nothing[NOTE_BYTES];
-            for (int64_t rank = 0; rank < world; rank++) {
+            for (int64_t rank = 0; rank < world_size; rank++) {
                 same &= !memcmp(note(a, rank), note(a, a->rank), NOTE_BYTES);
                 none_shared &= !memcmp(note(a, rank), nothing, NOTE_BYTES);
             }
@@ -342,21 +342,22 @@ int all_reduce(Arena *a, Job *job) {
             break;
         case SUM_SLOTS:
             WAIT();
-            if (small || world <= 2) {
-                for (int64_t rank = 0; rank < world; rank++) parts[rank] = slot(a, rank, 0);
+            if (small || world_size <= 2) {
+                for (int64_t rank = 0; rank < world_size; rank++) parts[rank] = slot(a, rank, 0);
                 outs[0] = job->out + start * size;
                 reduce(a, job, outs, 1, parts, n);
                 job->phase = NEXT_PIECE;
                 break;
             }
-            for (int64_t rank = 0; rank < world; rank++) parts[rank] = slot(a, rank, 0) + at * size;
+            for (int64_t rank = 0; rank < world_size; rank++)
+                parts[rank] = slot(a, rank, 0) + at * size;
             outs[0] = slot(a, a->rank, 1) + at * size;
             reduce(a, job, outs, 1, parts, mine);
             TICK(COPY_OUT);
             break;
         case COPY_OUT:
             WAIT();
-            for (int64_t rank = 0; rank < world; rank++) {
+            for (int64_t rank = 0; rank < world_size; rank++) {
                 int64_t theirs = split(a, n, rank, &at);
                 memcpy(job->out + (start + at) * size, slot(a, rank, 0) + at * size, theirs * size);
             }
@@ -365,9 +366,9 @@ int all_reduce(Arena *a, Job *job) {
         case SUM_IN_PLACE: /* only this rank writes its slice, in all copies */
             mine = split(a, job->count, a->rank, &at);
             for (int64_t done = 0, step = a->piece_bytes / size; done < mine; done += step) {
-                for (int64_t rank = 0; rank < world; rank++)
+                for (int64_t rank = 0; rank < world_size; rank++)
                     outs[rank] = parts[rank] = job->copies[rank] + (at + done) * size;
-                reduce(a, job, outs, world, parts, least(step, mine - done));
+                reduce(a, job, outs, world_size, parts, least(step, mine - done));
             }
             TICK(LAST_WAIT);
             break;
@@ -383,19 +384,19 @@ int all_reduce(Arena *a, Job *job) {
 
 /* Reduce this rank's slice of `in` over all ranks into `out`, which has `count` elements. */
 int reduce_scatter(Arena *a, Job *job) {
-    const int64_t size = job->itemsize, width = a->slot_bytes / a->world / size;
-    char *parts[a->world];
+    const int64_t size = job->itemsize, width = a->slot_bytes / a->world_size / size;
+    char *parts[a->world_size];
     for (;;) {
         const int64_t start = job->piece * width, n = least(width, job->count - start);
         if (job->phase == 0) {
-            for (int64_t rank = 0; rank < a->world; rank++)
+            for (int64_t rank = 0; rank < a->world_size; rank++)
                 memcpy(slot(a, a->rank, 1) + rank * width * size,
                        job->in + (rank * job->count + start) * size, n * size);
             TICK(1);
         }
         WAIT();
         if (job->piece == 0 && !calls_agree(a)) return MISMATCH;
-        for (int64_t rank = 0; rank < a->world; rank++)
+        for (int64_t rank = 0; rank < a->world_size; rank++)
             parts[rank] = slot(a, rank, 0) + a->rank * width * size;
         char *out = job->out + start * size;
         reduce(a, job, &out, 1, parts, n);
@@ -415,7 +416,7 @@ int all_gather(Arena *a, Job *job) {
         }
         WAIT();
         if (job->piece == 0 && !calls_agree(a)) return MISMATCH;
-        for (int64_t rank = 0; rank < a->world; rank++)
+        for (int64_t rank = 0; rank < a->world_size; rank++)
             memcpy(job->out + rank * job->count + start, slot(a, rank, 0), n);
         job->phase = 0;
         if (++job->piece * width >= job->count) return DONE;
@@ -447,16 +448,16 @@ static int64_t within(int64_t length, int64_t start, int64_t width) {
 /* Copy ins[j] of rank i to outs[i] of rank j; lengths may differ. A slot contains the lengths that
  * its rank sends and expects, then a part for each other rank. A rank copies its own part directly. */
 int all_to_all(Arena *a, Job *job) {
-    const int64_t size = job->itemsize, world = a->world, rank = a->rank;
-    const int64_t head = (2 * world * 8 + 63) / 64 * 64;
-    const int64_t width = (a->slot_bytes - head) / (world > 1 ? world - 1 : 1) / size;
-    const int64_t *sends = job->lengths, *expects = job->lengths + world;
+    const int64_t size = job->itemsize, world_size = a->world_size, rank = a->rank;
+    const int64_t head = (2 * world_size * 8 + 63) / 64 * 64;
+    const int64_t width = (a->slot_bytes - head) / (world_size > 1 ? world_size - 1 : 1) / size;
+    const int64_t *sends = job->lengths, *expects = job->lengths + world_size;
     for (;;) {
         const int64_t start = job->piece * width;
         if (job->phase == 0) {
             char *local = slot(a, rank, 1);
-            if (job->piece == 0) memcpy(local, job->lengths, 2 * world * 8);
-            for (int64_t to = 0; to < world; to++)
+            if (job->piece == 0) memcpy(local, job->lengths, 2 * world_size * 8);
+            for (int64_t to = 0; to < world_size; to++)
                 if (to != rank)
                     memcpy(local + head + (to - (to > rank)) * width * size,
                            job->ins[to] + start * size, within(sends[to], start, width) * size);
@@ -466,16 +467,16 @@ int all_to_all(Arena *a, Job *job) {
         if (job->piece == 0) {
             if (!calls_agree(a)) return MISMATCH;
             job->count = 0;
-            for (int64_t from = 0; from < world; from++) {
+            for (int64_t from = 0; from < world_size; from++) {
                 const int64_t *theirs = (const int64_t *)slot(a, from, 0);
-                for (int64_t to = 0; to < world; to++) {
-                    if (theirs[to] != ((const int64_t *)slot(a, to, 0))[world + from])
+                for (int64_t to = 0; to < world_size; to++) {
+                    if (theirs[to] != ((const int64_t *)slot(a, to, 0))[world_size + from])
                         return MISMATCH;
                     if (theirs[to] > job->count) job->count = theirs[to];
                 }
             }
         }
-        for (int64_t from = 0; from < world; from++) {
+        for (int64_t from = 0; from < world_size; from++) {
             const char *part = slot(a, from, 0) + head + (rank - (rank > from)) * width * size;
             if (from == rank) part = job->ins[rank] + start * size;
             memcpy(job->outs[from] + start * size, part,

@@ -188,16 +188,16 @@ def gather_by_messages(point_to_point: PointToPoint, local: bytes) -> list[bytes
 
     Step k sends everything that this rank has received so far to rank - 2^k.
     """
-    rank, world = point_to_point.rank, point_to_point.world
+    rank, world_size = point_to_point.rank, point_to_point.world_size
     # Row i belongs to rank + i.
-    rows = torch.zeros(world, len(local), dtype=torch.uint8, device="cpu")
+    rows = torch.zeros(world_size, len(local), dtype=torch.uint8, device="cpu")
     rows[0] = torch.frombuffer(bytearray(local), dtype=torch.uint8)
     count = 1
-    while count < world:
-        new = min(count, world - count)
+    while count < world_size:
+        new = min(count, world_size - count)
         point_to_point.exchange(
-            [((rank - count) % world, rows[:new].view(-1))],
-            [((rank + count) % world, rows[count : count + new].view(-1))],
+            [((rank - count) % world_size, rows[:new].view(-1))],
+            [((rank + count) % world_size, rows[count : count + new].view(-1))],
         )
         count += new
     return [row.numpy().tobytes() for row in rows.roll(rank, dims=0)]

@@ -62,7 +62,7 @@ def all_reduce(
         if i or must_repeat:
             _copy_in(arena, piece)
             arena.sync()
-        if small or arena.world <= 2:
+        if small or arena.world_size <= 2:
             parts = [slot[: piece.numel()] for slot in arena.slots(piece.dtype)]
             reduce_into(op, parts, piece, scratch)
         else:
@@ -74,8 +74,8 @@ def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, op: str, packed: byt
     if _run_in_engine(arena, "reduce_scatter", packed, out, flat, op):
         return
     arena.announce(packed)
-    slices = flat.tensor_split(arena.world)
-    width = SLOT_BYTES // arena.world // flat.element_size()
+    slices = flat.tensor_split(arena.world_size)
+    width = SLOT_BYTES // arena.world_size // flat.element_size()
     scratch = _scratch(flat)
     for start in range(0, max(1, out.numel()), width):
         slots = arena.slots(flat.dtype, ahead=1)
@@ -95,7 +95,7 @@ def all_gather(arena: Arena, out: Tensor, local: Tensor, packed: bytes) -> None:
     if _run_in_engine(arena, "all_gather", packed, out, local):
         return
     arena.announce(packed)
-    slices = out.tensor_split(arena.world)
+    slices = out.tensor_split(arena.world_size)
     width = SLOT_BYTES // local.element_size()
     for start in range(0, max(1, local.numel()), width):
         piece = local[start : start + width]
@@ -147,18 +147,18 @@ def _all_to_all_in_python(
 ) -> None:
     """Run an all-to-all whose call has been announced.
 
-    A slot contains the 2 * world lengths that its rank sends and expects, and then a part for each
-    other rank.
+    A slot contains the 2 * world_size lengths that its rank sends and expects, and then a part for
+    each other rank.
     """
     dtype = inputs[0].dtype
     rank = arena.rank
-    world = arena.world
+    world_size = arena.world_size
     head = arena.lengths_room
-    width = (SLOT_BYTES - head) // max(1, world - 1) // dtype.itemsize
+    width = (SLOT_BYTES - head) // max(1, world_size - 1) // dtype.itemsize
     raw = arena.slots(torch.uint8, ahead=1)
-    raw[rank][:head].view(torch.int64)[: 2 * world] = torch.tensor(lengths, device="cpu")
+    raw[rank][:head].view(torch.int64)[: 2 * world_size] = torch.tensor(lengths, device="cpu")
     start = 0
-    longest = max(lengths[:world])
+    longest = max(lengths[:world_size])
     while start == 0 or start < longest:
         slots = [slot[head:].view(dtype) for slot in raw]
         for target, part in enumerate(inputs):
@@ -248,13 +248,15 @@ def _copy_in(arena: Arena, piece: Tensor) -> None:
 
 def _sum_slices(arena: Arena, piece: Tensor, op: str, scratch: Tensor | None) -> None:
     """Reduce this rank's slice of a piece; collect the other slices after the next tick."""
-    rank, world = arena.rank, arena.world
-    parts = [slot[: piece.numel()].tensor_split(world)[rank] for slot in arena.slots(piece.dtype)]
-    result = arena.slots(piece.dtype, ahead=1)[rank][: piece.numel()].tensor_split(world)[rank]
+    rank, world_size = arena.rank, arena.world_size
+    parts = [
+        slot[: piece.numel()].tensor_split(world_size)[rank] for slot in arena.slots(piece.dtype)
+    ]
+    result = arena.slots(piece.dtype, ahead=1)[rank][: piece.numel()].tensor_split(world_size)[rank]
     reduce_into(op, parts, result, scratch)
     arena.sync()
-    results = [slot[: piece.numel()].tensor_split(world) for slot in arena.slots(piece.dtype)]
-    for i, part in enumerate(piece.tensor_split(world)):
+    results = [slot[: piece.numel()].tensor_split(world_size) for slot in arena.slots(piece.dtype)]
+    for i, part in enumerate(piece.tensor_split(world_size)):
         part.copy_(results[i][i])
 
 
