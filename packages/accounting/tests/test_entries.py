@@ -273,6 +273,23 @@ def test_every_word_of_the_command_line_is_checked(
 
 
 @pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        ("serve MODEL --seq 128k", "--seq: .* got '128k', .* write 131072 or 128000"),
+        ("plan MODEL --gpus 8 --batch 1M", "--batch: .* write 1048576 or 1000000"),
+        ("plan MODEL --gpus 8 --tp two", "--tp: expected an integer, got 'two'"),
+    ],
+)
+def test_counts_with_ambiguous_suffix_are_refused_with_both_readings(
+    words: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = "layers=4,d_model=64,heads=8,vocab_size=100"
+    with pytest.raises(SystemExit):
+        main(words.replace("MODEL", model).split())
+    assert re.search(message, capsys.readouterr().err)
+
+
+@pytest.mark.parametrize(
     ("call", "message"),
     [
         (

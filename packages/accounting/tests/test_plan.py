@@ -602,7 +602,7 @@ def test_refusal_says_which_numbers_do_not_divide_and_by_how_much() -> None:
     # A pipeline of 7 stages needs no data-parallel ranks.
     assert plan_for(SMALL, gpus=7, batch=9, seq=64).plan.pipeline == 7
     # At most 8 tensor ranks and 8 stages divide 4096 devices.
-    with pytest.raises(ValueError, match="ranks are 64, and batch=1 is 63 less; pass batch=64"):
+    with pytest.raises(ValueError, match="ranks are 64, and batch=1 is 63 fewer; pass batch=64"):
         plan_for(SMALL, gpus=4096, batch=1, seq=64)
     with pytest.raises(ValueError, match=r"not memory\. No degrees divide 4 devices, batch=4, 8 l"):
         plan_for(SMALL, gpus=4, batch=4, seq=64, microbatches=3)

@@ -190,7 +190,7 @@ def test_errors_name_every_rank_that_left_or_died():
     left = _error_for(Attribution(Cause.LEFT, [1, 2]), "context", 1.0)
     assert "ranks 1, 2 called destroy_process_group and left the group: context" in str(left)
     detector = FailureDetector.__new__(FailureDetector)
-    detector._arena = SimpleNamespace(dead_positions=lambda: [0, 1], group_ranks=[4, 5])
+    detector._arena = SimpleNamespace(dead_ranks=lambda: [4, 5])
     lost = detector._find_cause(PeerError(4, "closed"), Operation(), 1.0)
     assert lost.ranks == (4, 5)
     assert "ranks 4, 5 died" in str(lost)

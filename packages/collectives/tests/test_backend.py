@@ -299,7 +299,7 @@ def test_compiled_functions_can_call_collectives(world, with_torchs_function):
 
 def no_backend_there():
     begin()
-    with pytest.raises(ValueError, match="no backend for tensors on meta"):
+    with pytest.raises(ValueError, match="no backend for meta tensors"):
         dist.all_reduce(torch.empty(2, device="meta"))
 
 

@@ -185,14 +185,14 @@ def connect_late(seconds_late):
     rank, tensor = dist.get_rank(), torch.ones(1000)
     collectives.all_reduce(tensor, algorithm="ring")
     dist.distributed_c10d._set_pg_timeout(timedelta(seconds=LATE_TIMEOUT), dist.group.WORLD)
-    make = GlooGroups._make
+    create_group = GlooGroups._create_group
 
     def late(self, call, limit):
         time.sleep(seconds_late)
-        return make(self, call, limit)
+        return create_group(self, call, limit)
 
     if rank == 1:
-        GlooGroups._make = late
+        GlooGroups._create_group = late
     begun, ranks = time.monotonic(), ()
     try:
         collectives.all_reduce(tensor, algorithm="gloo")
@@ -604,7 +604,7 @@ def pass_bad_arguments():
     for call in (collectives.all_reduce, collectives.broadcast):
         with raises(TypeError, match=rf"{call.__name__} expected a tensor, got list"):
             call([t])
-    with raises(ValueError, match="input has 4 elements; 2 ranks with 3 each in output need 6"):
+    with raises(ValueError, match="6 elements in input, 3 as in output for each of 2 .* got 4"):
         collectives.reduce_scatter_tensor(torch.ones(3), t)
     with raises(TypeError, match="expected one dtype for .*cast one of them"):
         collectives.all_gather_into_tensor(torch.ones(8), t.double())
@@ -612,11 +612,11 @@ def pass_bad_arguments():
         collectives.broadcast(t)
     with raises(ValueError, match="expected a root between 0 and 1.*got 7"):
         collectives.broadcast(t, 7)
-    with raises(ValueError, match="input has 3 rows, not a multiple of 2 ranks"):
+    with raises(ValueError, match="rows of input to be a multiple of 2 ranks, got 3"):
         collectives.all_to_all_single(t, torch.ones(3))
     with raises(
         ValueError,
-        match=r"input_split_sizes \[1, 2\] must be 2 numbers, none negative, that sum to 4",
+        match=r"input_split_sizes of 2 nonnegative numbers that sum to 4 rows, got \[1, 2\]",
     ):
         collectives.all_to_all_single(t, t, None, [1, 2])
     destroyed = dist.new_group()

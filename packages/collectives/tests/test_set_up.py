@@ -132,10 +132,11 @@ def test_rank_that_leaves_during_a_check_of_the_peers_is_not_blamed(compiled, mo
 
     class LateProcess:
         def has_ended(self):
-            leaving.leave(6)
+            leaving.leave([3, 6])
             return False
 
     waiting._processes[2] = LateProcess()
-    with pytest.raises(collectives.RankLost, match="rank 6 is lost, as rank 5 reported") as caught:
+    # Several ranks may be lost at once; this group also has ranks on another host.
+    with pytest.raises(collectives.RankLost, match="3, 6 lost, as rank 5 reported") as caught:
         waiting.sync()
-    assert caught.value.ranks == (6,)
+    assert caught.value.ranks == (3, 6)

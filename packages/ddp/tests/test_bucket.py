@@ -7,9 +7,10 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+from ddp.aliased_gradients import preserve_aliased_grads
 from ddp.assignment import assign_buckets
 from ddp.bucket import RANK_FLAGS, make_bucket
-from ddp.consistency import gradient_memory
+from ddp.consistency import shared_gradients
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
@@ -84,6 +85,7 @@ def test_alias_of_a_gradient_keeps_its_value_while_another_gradient_accumulates(
         bucket.move_in(slot)
     alias = parameters[0].grad.view(-1)
     parameters[0].grad = torch.full((2,), 5.0)
+    preserve_aliased_grads(bucket, [0])
     bucket.move_in(0)
     assert alias.tolist() == [1.0, 1.0]
     assert bucket.gradients.tolist() == [5.0, 5.0, 1.0, 1.0]
@@ -117,9 +119,9 @@ def test_former_gradients_are_preserved_in_the_listed_slots_only() -> None:
     for parameter in parameters:
         parameter.grad = None
     addresses = [gradient.data_ptr() for gradient in former]
-    bucket.preserve_aliased_grads([])
+    preserve_aliased_grads(bucket, [])
     assert [gradient.data_ptr() for gradient in former] == addresses
-    bucket.preserve_aliased_grads()
+    preserve_aliased_grads(bucket)
     bucket.views[0].fill_(5)
     assert former[0].tolist() == [0, 0]
 
@@ -155,9 +157,9 @@ def test_gradients_with_a_common_byte_are_refused(layouts) -> None:
     failures = Mock()
     if has_common:
         with pytest.raises(RuntimeError, match="share memory"):
-            gradient_memory.refuse_shared_gradients(parameters, 0, failures)
+            shared_gradients.refuse_shared_gradients(parameters, 0, failures)
     else:
-        gradient_memory.refuse_shared_gradients(parameters, 0, failures)
+        shared_gradients.refuse_shared_gradients(parameters, 0, failures)
         failures.report_failure.assert_not_called()
 
 
@@ -165,7 +167,7 @@ def test_interleaved_gradients_are_compared_once() -> None:
     parameters = {str(i): nn.Parameter(torch.zeros(50_000)) for i in range(10)}
     for parameter, column in zip(parameters.values(), torch.zeros(50_000, 10).T, strict=True):
         parameter.grad = column
-    gradient_memory._find_repeated_element.cache_clear()
+    shared_gradients._find_repeated_element.cache_clear()
     for _ in range(3):
-        gradient_memory.refuse_shared_gradients(parameters, 0, Mock())
-    assert gradient_memory._find_repeated_element.cache_info().misses == 1
+        shared_gradients.refuse_shared_gradients(parameters, 0, Mock())
+    assert shared_gradients._find_repeated_element.cache_info().misses == 1

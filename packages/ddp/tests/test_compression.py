@@ -79,7 +79,7 @@ def test_custom_all_reduce_receives_the_rounded_buffer() -> None:
 
 
 def sum_in_wider_dtype(dtype: torch.dtype, gradient_dtype: torch.dtype) -> tuple:
-    """Sum 1 on rank 0 and a small number, which rounding at every rank would lose, on others."""
+    """Sum 1 on rank 0 and small numbers on the other ranks, which a sum in `dtype` would lose."""
     module = nn.Linear(1, 1, bias=False, dtype=dtype)
     model = DDP(module, gradient_dtype=gradient_dtype)
     # Half a unit in the last place of 1.

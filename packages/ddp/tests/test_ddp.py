@@ -62,7 +62,7 @@ def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def rank_order_all_reduce(tensor, op=None, group=None, async_op=False):
-    """Add in the order of ranks at every element, unlike gloo's ring above two ranks."""
+    """Add all elements in rank order. gloo does so with two ranks only."""
     parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, tensor, group=group)
     tensor.copy_(sum(parts[1:], parts[0]))

@@ -21,7 +21,7 @@ SMALL = 100 / 2**20  # MiB: one or two buckets per layer
 
 
 def slow(*values):
-    """Return the parameters of a test that `make test` leaves out."""
+    """Return test parameters that only `make test-exhaustive` runs."""
     return pytest.param(*values, marks=pytest.mark.exhaustive)
 
 

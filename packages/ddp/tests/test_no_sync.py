@@ -170,7 +170,7 @@ def count_accumulation_calls() -> list[int]:
     """
     model = DDP(nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)]))
     num_references = num_checks = num_copies = 0
-    count_references = ddp.bucket.count_references
+    count_references = ddp.aliased_gradients._count_references
     holds_grad = ddp.bucket.Bucket.holds_grad
     clone = torch.Tensor.clone
 
@@ -190,7 +190,7 @@ def count_accumulation_calls() -> list[int]:
         return clone(tensor)
 
     with pytest.MonkeyPatch.context() as patch, model.no_sync():
-        patch.setattr(ddp.bucket, "count_references", count_tensors)
+        patch.setattr(ddp.aliased_gradients, "_count_references", count_tensors)
         patch.setattr(ddp.bucket.Bucket, "holds_grad", count_check)
         patch.setattr(torch.Tensor, "clone", count_copy)
         model(torch.ones(1, 2)).sum().backward()

@@ -133,7 +133,7 @@ class Net(nn.Module):
 
 
 class Run:
-    """One program on this rank."""
+    """The run of one training program on this rank, and its twin in one process."""
 
     def __init__(self, seed: int, drawn: dict, chosen: dict) -> None:
         self.rank = dist.get_rank()

@@ -109,6 +109,31 @@ def step_in_gradient_hooks(wrap: Callable, *, num_layers: int = 3) -> nn.Module:
     return module
 
 
+def run_two_backward_passes(wrap: Callable, *, has_two_losses: bool = False) -> nn.Module:
+    module = net()
+    model = wrap(module)
+    output = model(torch.randn(3, 5, generator=torch.Generator().manual_seed(dist.get_rank())))
+    losses = output.square().mean(0) if has_two_losses else [output.square().mean()] * 2
+    losses[0].backward(retain_graph=True)
+    losses[1].backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    return module
+
+
+def convert_after_wrapping(wrap: Callable) -> nn.Module:
+    module = net()
+    model = wrap(module).double()
+    model(torch.eye(3, 5).double() * (1 + dist.get_rank())).square().mean().backward()
+    torch.optim.SGD(module.parameters(), lr=0.1).step()
+    return module
+
+
+def call_wrapped_module(wrap: Callable) -> nn.Module:
+    model = wrap(net())
+    train(model.module)
+    return model.module
+
+
 def step_alone(optimizer: torch.optim.Optimizer, _: torch.Tensor) -> None:
     optimizer.step()
     optimizer.zero_grad(set_to_none=False)
@@ -125,22 +150,29 @@ SITUATIONS = {
     "limit norms": limit_norms_in_forward,
     "step in hooks": step_in_gradient_hooks,
     "step in hooks of one layer": partial(step_in_gradient_hooks, num_layers=1),
+    "retained graph": run_two_backward_passes,
+    "two losses": partial(run_two_backward_passes, has_two_losses=True),
+    "convert": convert_after_wrapping,
+    "call module": call_wrapped_module,
 }
 
 
 def compare_ranks(situation: str, *, use_torch: bool) -> str:
+    """Return whether the weights or buffers of two ranks are equal, or the error."""
     wrap = nn.parallel.DistributedDataParallel if use_torch else DDP
     try:
         module = SITUATIONS[situation](wrap)
     except (RuntimeError, ValueError) as error:
         return f"refused: {error}"
     states: list = [None, None]
-    dist.all_gather_object(states, [value.tolist() for value in module.state_dict().values()])
+    # The buffers of torch's DDP differ after any step, so they do not show whether weights do.
+    tensors = module.buffers() if situation == "read buffers" else module.parameters()
+    dist.all_gather_object(states, [tensor.tolist() for tensor in tensors])
     return "equal" if states[0] == states[1] else "different"
 
 
 def compare_with_torch_ddp(situation: str) -> tuple[str, str]:
-    """Return the outcome with torch's DDP and with ours."""
+    """Return the outcomes with torch's DDP and with `DDP`."""
     return compare_ranks(situation, use_torch=True), compare_ranks(situation, use_torch=False)
 
 
@@ -157,6 +189,10 @@ def compare_with_torch_ddp(situation: str) -> tuple[str, str]:
         ("limit norms", "refused: the weights differ across ranks"),
         ("step in hooks", "refused: the weights differ across ranks"),
         ("step in hooks of one layer", "refused: the weights differ across ranks"),
+        ("retained graph", "equal"),
+        ("two losses", "equal"),
+        ("convert", "equal"),
+        ("call module", "equal"),
     ],
 )
 def test_ranks_of_torch_ddp_diverge_and_ours_do_not(situation: str, expected: str) -> None:
@@ -367,7 +403,7 @@ def average_into_all_memory_of_the_caller() -> list[tuple]:
 
 
 def move_gradients() -> list[str]:
-    """Move `.grad` to other memory, which nobody else references; return the warnings."""
+    """Move `.grad` to memory without other references, and return the warnings."""
     model = DDP(net())
     x = torch.ones(3, 5)
     with warnings.catch_warnings(record=True) as caught:

@@ -51,7 +51,7 @@ def test_find_unused_parameters_counts_missing_gradients_as_zero() -> None:
 
 
 def train_experts_on_many_ranks() -> int:
-    """Train on three ranks as if two were the most; return how often names were compared."""
+    """Train on three ranks with `MAX_EXACT_RANKS` = 2; return how often names were compared."""
     compare = gradient_agreement.check_same_gradients
     calls = []
 
@@ -112,7 +112,7 @@ def train_with_uneven_inputs(by_initial: bool, accumulate: bool) -> dict:
 
 
 def train_without_reports(by_initial: bool, accumulate: bool) -> dict:
-    """Train as above; the sums of the flags suffice, so no reports are exchanged."""
+    """Train with uneven inputs, where an exchange of reports would be an error."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(gradient_agreement, "check_same_gradients", None)
         return train_with_uneven_inputs(by_initial, accumulate)

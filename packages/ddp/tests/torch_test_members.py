@@ -8,14 +8,34 @@ import torch
 import torch.distributed as dist
 from ddp import DDP
 from ddp.compat import ReducerFacade
+from ddp.consistency.buffers import gather_participating_ranks
 from ddp.consistency.model_agreement import BROADCAST_BYTES, broadcast_tensors
 from ddp.consistency.unused_parameters import UnusedParameters
+from ddp.reducer import Reducer
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch_logging_data import logging_data
 
 TORCH_SET_IGNORED = staticmethod(
     torch.nn.parallel.distributed.DistributedDataParallel._set_params_and_buffers_to_ignore_for_model
 )
+
+
+FILL = Reducer._fill
+# A rank without inputs fills no bucket.
+Reducer.unreported = ()
+
+
+def record_and_fill(reducer, bucket):
+    """Record which parameters no hook reported in this step, before they are filled in."""
+    if bucket is reducer.buckets[0]:
+        reducer.unreported = []
+    for slot, index in enumerate(bucket.indices):
+        if slot not in bucket.ready:
+            reducer.unreported.append(index)
+    FILL(reducer, bucket)
+
+
+Reducer._fill = record_and_fill
 
 
 class RecordedUnusedParameters(UnusedParameters):
@@ -65,7 +85,7 @@ class TestedDDP(DDP):
         synchronize = hook.post_hook
 
         def post_hook(is_last_joiner):
-            candidates = self._replica.gather_participating_ranks(is_participating=is_last_joiner)
+            candidates = gather_participating_ranks(self._replica, is_participating=is_last_joiner)
             self._authoritative_rank = candidates[-1]
             synchronize(is_last_joiner)
 

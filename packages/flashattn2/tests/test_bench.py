@@ -29,7 +29,7 @@ def test_every_case_reports_its_rows(rows):
             assert row["time_ms"] > 0
             if row["impl"] == "ours":
                 assert row["ratio_p50"] == 1.0
-    assert report.table(rows).count("\n\n") == 2
+    assert report.format_table(rows).count("\n\n") == 2
 
 
 def test_device_without_a_clock_is_refused():
@@ -38,8 +38,8 @@ def test_device_without_a_clock_is_refused():
 
 
 def test_work_is_counted_by_the_stated_formula():
-    assert cases.flops((2, 3, 100, 16), "forward", is_causal=False) == 4 * 6 * 100**2 * 16
-    assert cases.flops((2, 3, 100, 16), "both") == 3.5 * 2 * 6 * 100**2 * 16
+    assert cases.count_flops((2, 3, 100, 16), "forward", is_causal=False) == 4 * 6 * 100**2 * 16
+    assert cases.count_flops((2, 3, 100, 16), "both") == 3.5 * 2 * 6 * 100**2 * 16
 
 
 @pytest.mark.parametrize(

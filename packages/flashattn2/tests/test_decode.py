@@ -546,7 +546,7 @@ def test_opcheck_of_both_operators(interpreter, backend):
 @pytest.mark.parametrize("seq_q", [1, 2])
 def test_other_devices_without_triton_do_not_run_the_cpu_kernel(monkeypatch, seq_q):
     """Float64, other head dims and GPUs without Triton run tiled PyTorch on their device."""
-    monkeypatch.setattr(aten, "kernel", None)
+    monkeypatch.setattr(aten, "run_kernel", None)
     with FakeTensorMode():
         q, k, v = (torch.empty(2, 2, n, 20, device="cuda") for n in (seq_q, 4, 4))
         for spec in (AttentionSpec(1.0), AttentionSpec(1.0, 2, 0), AttentionSpec(1.0, softcap=2.0)):

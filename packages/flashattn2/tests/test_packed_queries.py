@@ -147,8 +147,8 @@ def test_the_kernel_skips_keys_after_a_causal_tile(interpreter):
 @pytest.mark.parametrize("backend", ["auto", "torch"])
 def test_a_long_prefill_skips_half_of_its_tiles(monkeypatch, backend):
     seen = []
-    scores = tiled.scores
-    monkeypatch.setattr(tiled, "scores", lambda *a: seen.append(1) or scores(*a))
+    scores = tiled.compute_scores
+    monkeypatch.setattr(tiled, "compute_scores", lambda *a: seen.append(1) or scores(*a))
     monkeypatch.setattr(tiled, "TILE", 16)
     q, k = torch.randn(145, 1, 8), torch.randn(1, 1, 150, 8)
     flash_attention_with_kvcache(

@@ -481,7 +481,7 @@ def test_record_discarded_on_one_server_is_discarded_on_all(tmp_path):
 
 @pytest.mark.parametrize("holder_state", ["starts", "continues", "serves"])
 def test_a_journal_that_another_process_uses_is_refused(tmp_path, monkeypatch, holder_state):
-    """Also while that process still reads the journal, as if both had started together."""
+    """The error is also raised while the first process still reads the journal."""
     if holder_state == "continues":
         opened(tmp_path / "job")[1].close()
     is_open, opens = os.pipe()

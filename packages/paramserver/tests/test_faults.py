@@ -1,6 +1,7 @@
 """All remaining workers receive an error that names a dead, failed or hanging process."""
 
 import os
+import re
 import sys
 import threading
 import time
@@ -18,12 +19,15 @@ sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts im
 from paramserver import (
     Asynchronous,
     BulkSynchronous,
+    Job,
     LocalSteps,
+    OptimizerSpec,
     PeerLost,
     Server,
     StaleSynchronous,
     Worker,
     join,
+    partition,
     run,
 )
 from paramserver.parameters import trainable_parameters
@@ -392,3 +396,45 @@ def test_invalid_arguments_are_refused_with_the_remedy():
         run(train, model(), SGD, transport="pigeon")
     with pytest.raises(ValueError, match="expected parameters that require a gradient, got none"):
         run(train, nn.ReLU(), SGD)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value", "expected"),
+    [
+        ("timeout", None, "timeout in seconds to be a number, got None"),
+        ("timeout", "60", "timeout in seconds to be a number, got '60'"),
+        ("workers", None, "workers to be an integer >= 0, got None"),
+        ("workers", 1.5, "workers to be an integer >= 0, got 1.5"),
+        ("servers", "2", "servers to be an integer >= 1, got '2'"),
+        ("restarts", None, "restarts to be an integer >= 0, got None"),
+        ("args", None, "args to be a sequence of arguments of train, got None"),
+        ("journal", 7, "journal to be the path of a folder, or None, got 7"),
+        ("module", None, "module to be an nn.Module, got None"),
+        ("optimizer", None, "optimizer to be a function of the parameters"),
+        ("consistency", "bulk", "a policy, such as BulkSynchronous(), got 'bulk'"),
+        ("train", None, "train to be a function of a worker, got None"),
+    ],
+)
+def test_argument_of_a_wrong_type_is_named_before_a_process_starts(argument, value, expected):
+    arguments = {"train": train, "module": model(), "optimizer": SGD, argument: value}
+    with pytest.raises(TypeError, match=re.escape(f"expected {expected}")):
+        run(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda p: Server(p, SGD, workers=None), "workers to be an integer >= 1, got None"),
+        (lambda p: Server(p, SGD, workers=1, timeout=None), "timeout in seconds to be a number"),
+        (lambda p: Server(p, None, workers=1), "optimizer to be a function of the parameters"),
+        (lambda p: Worker(model(), Server(p, SGD, workers=1), rank=None), "rank to be an integer"),
+        (lambda p: Worker(None, Server(p, SGD, workers=1)), "module to be an nn.Module, got None"),
+        (lambda p: partition(p, None), "servers to be an integer >= 1, got None"),
+        (lambda _: LocalSteps(2, alpha=None), "alpha to be a number, got None"),
+        (lambda _: OptimizerSpec(SGD, max_norm="1"), "max_norm to be a number, got '1'"),
+        (lambda _: Job(train, model(), SGD, timeout=None), "timeout in seconds to be a number"),
+    ],
+)
+def test_constructors_name_an_argument_of_a_wrong_type(call, expected):
+    with pytest.raises(TypeError, match=f"expected {expected}"):
+        call(trainable_parameters(model()))

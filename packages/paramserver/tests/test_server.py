@@ -547,7 +547,7 @@ def test_servers_of_one_job_with_different_optimizers_or_policies_are_refused(
 def test_wrong_ranks_and_orders_of_servers_are_named():
     parameters = trainable_parameters(model())
     hosts = [Server(parameters, SGD, workers=1, shard=shard) for shard in partition(parameters, 2)]
-    with pytest.raises(ValueError, match="expected a rank >= 0, got -1"):
+    with pytest.raises(ValueError, match="expected rank >= 0, got -1"):
         Worker(model(), hosts, rank=-1)
     with pytest.raises(ValueError, match="pass the servers in the order of their shards"):
         Worker(model(), hosts[::-1])

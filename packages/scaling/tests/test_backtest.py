@@ -69,7 +69,7 @@ def test_drift_widens_intervals_continuously_beyond_the_largest_run(fit):
 @pytest.mark.filterwarnings("ignore:.* is far from any run:scaling.ScalingWarning")
 @pytest.mark.filterwarnings("ignore:.*the best size lies between:scaling.ScalingWarning")
 def test_models_outside_the_runs_have_drift_in_every_direction(fit):
-    """Also smaller models, fewer tokens and less compute than the runs have are extrapolations."""
+    """Smaller models, fewer tokens and less compute than in the runs are extrapolations, too."""
     runs = fit.runs
     inside = fit.predict(1e9, 1e10)
     narrow = inside.interval.high / inside.interval.low

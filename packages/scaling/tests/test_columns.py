@@ -1,6 +1,7 @@
 """Columns with two possible readings are read correctly, or refused with both readings."""
 
 import itertools
+import re
 import warnings
 
 import numpy as np
@@ -89,6 +90,22 @@ def test_active_parameters_of_a_mixture_of_experts_are_read(active, all_of_them)
     assert f"chosen: parameters by {active!r}, not {all_of_them!r}" in runs.explanation
     with pytest.raises(ValueError, match=r"each be the parameters; .*wrong order"):
         load_runs({all_of_them: N, active: 8 * N, **REST})
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("log10_compute", "by a column 'compute' of 10 ** 'log10_compute'"),
+        ("train/log2_flops", "by a column 'compute' of 2 ** 'train/log2_flops'"),
+        ("ln(params)", "by a column 'parameters' of e ** 'ln(params)'"),
+        ("logD", "by a column 'tokens' of base ** 'logD'"),
+        ("log_loss", "confirm a loss in nats with columns={'loss': 'log_loss'}"),
+    ],
+)
+def test_refused_logarithms_are_named_with_their_conversion(name, remedy):
+    known = {"N": N, "D": D} if name == "log_loss" else {"loss": LOSS}
+    with pytest.raises(ValueError, match=f"replace the logarithms .*{re.escape(remedy)}"):
+        load_runs({**known, name: np.log10(C)})
 
 
 @pytest.mark.parametrize(

@@ -198,8 +198,8 @@ def test_command_line_puts_bad_input_on_one_line_of_stderr(tmp_path, capsys):
     assert "absent.csv" in capsys.readouterr().err
     path.write_text("N,D,loss\n1e6,1e7,4\n")
     for option, message in (
-        (["--column", "loss"], "'loss' is not NAME=VALUE"),
-        (["--unit", "loss"], "'loss' is not NAME=VALUE"),
+        (["--column", "loss"], "expected NAME=VALUE, got 'loss'"),
+        (["--unit", "loss"], "expected NAME=VALUE, got 'loss'"),
         (["--where", "set=c4"], "there is no such column"),
         (["--where", "set=c4", "--where", "set=web"], "'set' has two values, 'c4' and 'web'"),
         (["--unit", "loss=nat"], "expected a number in 'loss=nat'"),

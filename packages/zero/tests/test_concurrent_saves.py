@@ -186,7 +186,7 @@ def save_and_die(path, moment):
 
         def rename_and_die(file, target):
             rename(file, target)
-            if target == draft.previous(Path(path)) and moment == KILLED_AT[2]:
+            if target == draft.previous_path(Path(path)) and moment == KILLED_AT[2]:
                 os._exit(3)
             if target == Path(path) and moment == KILLED_AT[3]:
                 os._exit(3)

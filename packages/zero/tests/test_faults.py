@@ -227,7 +227,7 @@ def refuse_bad_groups():
         ShardedOptimizer([("bias", model.bias), ("bias", model.bias)], torch.optim.SGD)
     embedding = nn.Embedding(4, 2, sparse=True)
     optimizer = ShardedOptimizer(embedding.parameters(), torch.optim.SGD)
-    with pytest.raises(TypeError, match=r"got one with layout .* of shape \(4, 2\)"):
+    with pytest.raises(TypeError, match=r"got a gradient with layout .* of shape \(4, 2\)"):
         embedding(torch.tensor([1])).sum().backward()
     optimizer.zero_grad()
     with pytest.raises(ValueError, match=r"got .*Conv2d.*, which a model of Linear"):

@@ -234,7 +234,7 @@ def test_compiled_blocks_train_equally_under_the_original_names(has_inner_units)
 
 
 def compile_with_buffers():
-    """Return the buffers that forwards of a compiled module use if each rank changes them."""
+    """Return the buffers that forward passes of a compiled module use if each rank changes them."""
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, affine=False).eval())
     optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, module=model, lr=0.1)
@@ -292,7 +292,7 @@ def test_modules_on_the_meta_device_are_initialized_as_if_unsharded():
 
 
 def evaluate_between_steps():
-    """Run a forward without a backward between steps, which must not leave stale weights."""
+    """Run a forward pass alone between steps, which must not leave stale weights."""
     model, twin = FSDP(build(Stack, False)), build(Stack, False)
     ours, theirs = (torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin))
     for step in range(3):
@@ -337,6 +337,6 @@ def gathers_in_flight():
 
 def test_the_next_layer_is_gathered_while_one_runs():
     for seen, _ in run_on_shared_ranks(gathers_in_flight, 2):
-        # No layer follows the last of five layers in forward, or the first one in backward.
+        # Layer 4 of 0 to 4 has no next layer in the forward pass, and layer 0 none in the backward.
         assert seen["forward"] == [True] * 4 + [False]
         assert seen["backward"].count(True) == 2 * 4

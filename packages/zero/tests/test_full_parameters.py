@@ -92,7 +92,7 @@ def keep_dimensions():
         assert ours.numel() == ours.nelement() == theirs.numel()
         assert torch.zeros_like(ours).numel() == theirs.numel()
     embedding = FSDP(nn.Embedding(4, 2, sparse=True))
-    with pytest.raises(TypeError, match=r"got one with layout .* of shape \(4, 2\)"):
+    with pytest.raises(TypeError, match=r"got a gradient with layout .* of shape \(4, 2\)"):
         embedding(torch.tensor([1])).sum().backward()
     return True
 
@@ -102,7 +102,7 @@ def test_shards_keep_dimensions_and_sparse_gradients_are_refused():
 
 
 def change_between_state_dicts():
-    """Make several state dicts of one unit without a forward in between."""
+    """Make several state dicts of one unit without a forward pass in between."""
     model, twin = FSDP(make(), shard=lambda name, module: not name), make()
     ours, theirs = (torch.optim.SGD(module.parameters(), lr=0.1) for module in (model, twin))
     for module in (model, twin):
@@ -269,7 +269,7 @@ def test_indices_matrix_norms_and_second_derivatives_of_shards_are_refused():
 
 
 def penalty(model, inputs):
-    """Return a gradient penalty, which needs a backward through a backward."""
+    """Return a gradient penalty, which needs a backward pass through a backward pass."""
     inputs = inputs.clone().requires_grad_()
     outputs = model(inputs)
     (slope,) = torch.autograd.grad(outputs.sum(), inputs, create_graph=True)
@@ -278,7 +278,7 @@ def penalty(model, inputs):
 
 def beside_backward():
     assert train(*pair(), penalty)
-    # torch.autograd.grad between two backwards of a step must not reduce gradients.
+    # torch.autograd.grad between two backward passes of a step must not reduce gradients.
     model, ours, twin, theirs = pair()
     rank, world = dist.get_rank(), dist.get_world_size()
     for number in range(2):
@@ -307,7 +307,7 @@ def test_gradients_of_gradients_and_of_inputs_are_as_in_one_process():
 
 
 def called_inside():
-    """Call the wrapped module or its children directly, so that FSDP's own forward never runs."""
+    """Call the wrapped module or its children directly, so that `FSDP.forward` never runs."""
     for call in (
         lambda model, x: getattr(model, "module", model)(x).square().mean(),
         lambda model, x: by_hand(getattr(model, "module", model), x).square().mean(),
@@ -539,7 +539,7 @@ class Collector(nn.Module):
         for block in self.blocks:
             arguments = block(arguments, terms, cache, log)
             if not self.has_output:
-                # The backward reaches a block only through its term.
+                # The backward pass reaches a block only through its term.
                 arguments = Arguments(arguments.x.detach())
         assert cache["count"] == len(terms) == 3
         assert [*cache] == ["inputs", "last", "count"]
@@ -586,7 +586,7 @@ def test_an_output_in_which_no_tensor_is_found_is_refused():
 
 
 class Storing(nn.Module):
-    """A layer that stores a tensor whose backward reads its weight, and returns another."""
+    """A layer that stores a tensor whose backward pass reads its weight, and returns another."""
 
     def __init__(self):
         super().__init__()

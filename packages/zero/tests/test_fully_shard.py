@@ -24,7 +24,7 @@ from zero_training import batch
 
 
 class Block(nn.Sequential):
-    """Layers that may be recomputed in backward, or skipped."""
+    """Layers that may be recomputed in the backward pass, or skipped."""
 
     recompute = skip = False
 
@@ -161,7 +161,7 @@ def test_gradients_are_reduced_in_the_dtype_of_the_parameters_by_default():
 
 
 def synchronize_some():
-    """Hold back the gradients of one block only, and sum them in a later backward."""
+    """Hold back the gradients of one block only, and sum them in a later backward pass."""
     results = []
     for shard in (torchs_fully_shard, fully_shard):
         model = build()
@@ -204,7 +204,7 @@ def use_methods():
         if async_op:
             model[1].reshard()
         else:
-            # A forward frees the parameters too.
+            # A forward pass frees the parameters too.
             with torch.no_grad():
                 model(batch(0, 0))
         assert model[1][0].weight.shape.numel() < 25
@@ -273,7 +273,7 @@ def refuse():
         (lambda: zero.FSDP(nn.Sequential(part)), r"parameter 0\.weight is sharded already"),
         (
             lambda: zero.FSDP(nn.Linear(2, 2), group=groups_of_one[1 - dist.get_rank()]),
-            "expected a group that contains this rank, got one without global rank",
+            "expected a group that contains this rank, got a group without global rank",
         ),
     ]
     for call, message in cases:

@@ -353,7 +353,7 @@ class Program:
             clear_gradients(module, optimizer, zero)
 
     def abandon_backward(self, step, cleared):
-        """Run a backward without synchronization, and clear its gradients."""
+        """Run a backward pass without synchronization, and clear its gradients."""
         self.log.append(("abandoned", cleared))
         for module, optimizer in self.both():
             context = nullcontext()
@@ -364,7 +364,7 @@ class Program:
             (optimizer if cleared == "optimizer" else module).zero_grad()
 
     def run_sharded_backwards(self, step, synced, spares, together):
-        """Run this rank's backwards of a step; `together` adds the losses of several."""
+        """Run this rank's backward passes of a step; `together` adds the losses of several."""
         holder = self.model if self.stage == 3 else self.ours
         rank, scale = dist.get_rank(), self.scale_of(self.scalers[0])
         pending = 0.0

@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
 from zero.fsdp.shard import plain_shard
-from zero.gradients.shard import plain
+from zero.gradients.shard import as_plain
 from zero_training import assert_alike
 
 OTHER_SIZES = [(2, 1), (3, 1), (3, 2), (3, 3)]
@@ -322,7 +322,7 @@ def norms(stage):
         torch.testing.assert_close(changed.full_tensor(), 2 * whole)
         for function in (torch.neg, torch.amax, torch.linalg.vector_norm):
             # A plain tensor would receive this rank's elements only.
-            output = torch.zeros_like(plain(parameter.detach()))
+            output = torch.zeros_like(as_plain(parameter.detach()))
             output = output if function is torch.neg else output.new_zeros(())
             with pytest.raises(RuntimeError, match=r"full_tensor|plain tensor of their shape"):
                 function(parameter.grad, out=output)
@@ -456,7 +456,7 @@ def test_loss_scalers_of_torch_step_and_skip_as_in_one_process(stage, name):
 
 
 def give_up(stage):
-    """Clear the gradients of a backward under no_sync(), and keep those of another."""
+    """Clear the gradients of a backward pass under no_sync(), and keep those of another pass."""
     model, ours, twin, theirs = pair(stage, torch.optim.SGD)
     holder = model if stage == 3 else ours
     for step in range(4):
@@ -516,7 +516,7 @@ def test_cleared_gradients_are_discarded_and_others_accumulate(stage):
 
 
 def accumulate(stage):
-    """Run backwards with and without no_sync in every order, and edit the last gradients."""
+    """Run backward passes with and without no_sync in every order, and edit the last gradients."""
     for synced in ((True, True), (False, True), (True, False, True), (False, False)):
         model, ours, twin, theirs = pair(stage, torch.optim.SGD)
         for step in range(2):
@@ -524,7 +524,7 @@ def accumulate(stage):
                 holder = model if stage == 3 else ours
                 with nullcontext() if sync else holder.no_sync():
                     loss = loss_of(model, 10 * step + number, dist.get_rank())
-                    # With a graph of the backward, gradients are enabled in its hooks.
+                    # With a graph of the backward pass, gradients are enabled in its hooks.
                     loss.backward(create_graph=number == 0)
                 for rank in range(dist.get_world_size()):
                     loss = loss_of(twin, 10 * step + number, rank)
@@ -576,7 +576,7 @@ def hook_shards():
 
 
 def backward_once(model, twin, step):
-    """Run a single backward of all parts of a batch, so that hooks run as often as on one rank."""
+    """Run one backward pass of all parts of a batch, so that hooks run as often as on one rank."""
     loss_of(model, step, dist.get_rank()).backward()
     world = dist.get_world_size()
     sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()
@@ -623,7 +623,7 @@ def give_other_memory(stage):
         for optimizer in (ours, theirs):
             optimizer.step()
             optimizer.zero_grad()
-        # A change between forwards that version counters do not show.
+        # A change between forward passes that version counters do not show.
         loss_of(model, step, 0)
         for module in (model, twin):
             for parameter in module.parameters():
@@ -901,7 +901,7 @@ def test_averages_of_other_parameters_are_copied_or_refused():
 
 
 def change_gradients_in_hooks():
-    """Change `.grad` in hooks of a second backward, which adds to averages."""
+    """Change `.grad` in hooks of a second backward pass, which adds to averages."""
     for value, options in ((None, {"alpha": 0.5}), (1.0, {}), (torch.tensor(2.0), {"alpha": 3})):
         model, twin = make_model(), make_model()
         for module in (model, twin):
@@ -915,7 +915,7 @@ def change_gradients_in_hooks():
         theirs = torch.optim.SGD(twin.parameters(), lr=0.1)
         for step in range(2):
             loss_of(model, step, dist.get_rank()).backward()
-            # A single backward, so that the hooks run as often as on one rank.
+            # A single backward pass, so that the hooks run as often as on one rank.
             (sum(loss_of(twin, step, rank) for rank in range(2)) / 2).backward()
         ours.step()
         theirs.step()
@@ -955,7 +955,7 @@ def test_averages_are_combined_by_torchs_rules_for_shapes_and_dtypes():
 
 
 def misuse_all():
-    """Misuse the sharded parameters after a backward; return the message of each error."""
+    """Misuse the sharded parameters after a backward pass; return the message of each error."""
     messages = {}
     model, ours, twin, _ = pair(3)
     backward(model, twin, 0)
@@ -1082,14 +1082,14 @@ def test_hooks_of_a_step_see_whole_tensors_at_stage_3(name):
 
 
 def hook_tensors():
-    """Register hooks on shards, which get and may replace the average of each backward."""
+    """Register hooks on shards, which get and may replace the average of each backward pass."""
     model, ours, twin, theirs = pair(3, torch.optim.SGD)
     for layers in (model.module, twin):
         for parameter in (*layers[0].parameters(), *layers[3].parameters()):
             parameter.register_hook(lambda gradient: gradient * 0.5)
             parameter.register_hook(lambda gradient: gradient.clamp(-0.01, 0.01))
     for step in range(2):
-        # A single backward, so that the hooks run as often as on one rank.
+        # A single backward pass, so that the hooks run as often as on one rank.
         loss_of(model, step, dist.get_rank()).backward()
         world = dist.get_world_size()
         sum(loss_of(twin, step, rank) / world for rank in range(world)).backward()

@@ -74,7 +74,7 @@ def embed(kind):
 
 
 def train_embeddings():
-    """Train embeddings whose backward reads, or might read, the weight; compare one process."""
+    """Train embeddings whose backward pass may read the weight; compare with one process."""
     rank, world = dist.get_rank(), dist.get_world_size()
     for kind in EMBEDDINGS:
         for late in (False, True) if kind in ("assigned", "hooked") else (False,):
@@ -108,7 +108,7 @@ def test_embeddings_that_read_their_weight_in_backward_train_as_in_one_process(w
 
 
 class Clamped(nn.Linear):
-    """A layer that writes to its weight in forward."""
+    """A layer that writes to its weight in the forward pass."""
 
     def __init__(self, write):
         super().__init__(4, 4)
@@ -121,7 +121,7 @@ class Clamped(nn.Linear):
 
 
 class Parent(nn.Module):
-    """A module that writes to another module's weight in forward."""
+    """A module that writes to another module's weight in the forward pass."""
 
     def __init__(self, write):
         super().__init__()
@@ -165,7 +165,7 @@ def test_a_forward_that_writes_to_its_parameters_is_refused(name):
 
 
 def write_data_in_one_forward():
-    """Write through `.data` in one of the first forwards; return the forwards that raise."""
+    """Write through `.data` in one of the first forward passes; return the passes that raise."""
     detected = []
     for number in range(1, 6):
         layer = Clamped(lambda weight: None)
@@ -224,7 +224,7 @@ def test_a_module_that_returns_none_is_checked_and_can_run_after_an_error():
 
 
 def export_weight():
-    """Read a full weight in forward as a NumPy array, first from a copy, then without a copy."""
+    """Read a full weight as a NumPy array in the forward pass, first from a copy, then directly."""
     model = FSDP(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)))
     first = model.module[0]
     arrays = []
@@ -282,7 +282,7 @@ def normalized(stage):
 
 
 class WithBuffers(nn.Module):
-    """Layers with buffers of several dtypes, which every forward changes according to its batch."""
+    """Layers with buffers of several dtypes that every forward pass changes by its batch."""
 
     def __init__(self):
         super().__init__()
@@ -297,7 +297,7 @@ class WithBuffers(nn.Module):
 
 
 def synchronize_buffers():
-    """Compare buffers with those of torch's DDP after every forward of a training program."""
+    """Compare buffers with those of torch's DDP after every forward pass of a training program."""
     rank = dist.get_rank()
     theirs = nn.parallel.DistributedDataParallel(WithBuffers())
     sharded = FSDP(WithBuffers())
@@ -318,7 +318,7 @@ def synchronize_buffers():
                     with torch.no_grad():
                         model(x)
                 else:
-                    # A graph stays valid if a later forward synchronizes buffers.
+                    # A graph stays valid if a later forward pass synchronizes buffers.
                     outputs = [model(x) for _ in range(2 if mode == "twice" else 1)]
                     if model is theirs:
                         # In torch 2.11 only the graph of the latest forward is valid.

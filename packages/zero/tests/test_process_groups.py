@@ -24,7 +24,7 @@ from zero import (
 )
 from zero.gloo_collectives import DIRECT_ALL_REDUCE_BYTES, direct_all_reduce
 from zero.optimizer.option_checks import CHECKSUM_BITS
-from zero.partition import by_element, by_parameter
+from zero.partition import partition_by_element, partition_by_parameter
 
 DEADLINE = 300.0
 CLONE_NEWNET = 0x40000000  # of Linux's sched.h
@@ -178,17 +178,17 @@ def test_direct_collectives_are_exact_and_sum_in_rank_order(world):
 @settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 40), min_size=1, max_size=9), st.integers(1, 9), st.integers(1, 50))
 def test_every_element_has_one_owner_and_shards_are_even(numels, world, bucket):
-    for cut in (by_element, by_parameter):
+    for cut in (partition_by_element, partition_by_parameter):
         partition = cut(numels, world, bucket)
         owned = [0] * sum(numels)
         starts = [sum(numels[:i]) for i in range(len(numels))]
         for rank in range(world):
             for piece in partition.shard_pieces(rank):
-                assert cut is by_element or piece.numel == numels[piece.index]
+                assert cut is partition_by_element or piece.numel == numels[piece.index]
                 for element in range(piece.start, piece.stop):
                     owned[starts[piece.index] + element] += 1
         assert all(count == 1 for count in owned)
-    partition = by_element(numels, world, bucket)
+    partition = partition_by_element(numels, world, bucket)
     for rank in range(world):
         numel = sum(high - low for low, high in (s.shard(rank, world) for s in partition.spans))
         assert numel == -(-sum(numels) // world)
@@ -214,9 +214,9 @@ def test_shards_of_gpt2_are_even_where_whole_parameters_are_not():
         return max(sizes) * world / sum(numels)
 
     for world in range(2, 17):
-        assert largest_over_mean(by_element, world) <= 1.01
+        assert largest_over_mean(partition_by_element, world) <= 1.01
     # The embedding has 31 % of the elements.
-    assert largest_over_mean(by_parameter, 16) > 4.9
+    assert largest_over_mean(partition_by_parameter, 16) > 4.9
 
 
 def test_a_dry_run_predicts_the_traffic_of_any_number_of_ranks():

@@ -34,6 +34,49 @@ def test_the_readmes_example_runs(tmp_path):
     assert run_ranks(run_example, 2, str(tmp_path)) == [(output, 2), ("", 2)]
 
 
+def average_weights(stage):
+    import torch
+    from torch import nn
+    from torch.optim.swa_utils import get_ema_multi_avg_fn
+    from zero import FSDP, ShardedOptimizer
+
+    code = re.search(r"```python\n(average.*?)```", README.read_text(), re.S)[1]
+    torch.manual_seed(0)
+    model, twin = (nn.Sequential(nn.Linear(5, 7), nn.Tanh(), nn.Linear(7, 3)) for _ in range(2))
+    twin.load_state_dict(model.state_dict())
+    if stage == 3:
+        model = FSDP(model, shard=nn.Linear)
+        optimizer = torch.optim.AdamW(model.parameters())
+    else:
+        optimizer = ShardedOptimizer(model.parameters(), torch.optim.AdamW, shard_gradients=True)
+    twin_optimizer = torch.optim.AdamW(twin.parameters())
+    names = {"torch": torch, "model": model}
+    exec(code, names)
+    expected = [p.detach().clone() for p in twin.parameters()]
+    for step in range(3):
+        for trained, used in ((model, optimizer), (twin, twin_optimizer)):
+            trained(torch.full((2, 5), step + 1.0)).square().mean().backward()
+            used.step()
+            used.zero_grad()
+        names["update_average"](decay=0.9)
+        get_ema_multi_avg_fn(0.9)(expected, [p.detach() for p in twin.parameters()], step)
+    averages = names["average"].values()
+    whole = [a.full_tensor() for a in averages] if stage == 3 else list(averages)
+    torch.testing.assert_close(whole, expected)
+    with torch.no_grad():
+        for name, p in model.named_parameters():
+            p.copy_(names["average"][name])
+        for p, value in zip(twin.parameters(), expected, strict=True):
+            p.copy_(value)
+        torch.testing.assert_close(model(torch.ones(2, 5)), twin(torch.ones(2, 5)))
+    return True
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_the_readmes_average_of_the_weights_equals_torchs(stage):
+    assert all(run_ranks(average_weights, 2, stage))
+
+
 def newest_rows(run, case, key):
     """Return the rows of a case of the newest run, by the value of `key`."""
     results = README.parents[2] / "docs" / "results"

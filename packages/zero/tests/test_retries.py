@@ -271,7 +271,7 @@ def test_a_backward_that_raised_can_be_repeated_without_a_forward(stage):
 
 
 def lose_accumulated_gradients():
-    """Accumulate gradients, raise in the next backward, and go on without clearing them."""
+    """Accumulate gradients, raise in the next backward pass, and go on without clearing them."""
     model, optimizer = build(3, Failing(in_wait=False))
     with model.no_sync():
         mean_square(model, batch(0, dist.get_rank())).backward()

@@ -26,8 +26,8 @@ from zero import (
     load_checkpoint,
     save_checkpoint,
 )
-from zero.checkpoint.ownership import unwrapped
-from zero.checkpoint.storage import find
+from zero.checkpoint.ownership import unwrap
+from zero.checkpoint.storage import open_folder
 
 save_file = pytest.importorskip("safetensors.torch", reason="the format's own writer").save_file
 
@@ -193,7 +193,7 @@ def read_numbers():
     model_state, optimizer_state = get_state_dict(model, optimizer)
     dcp.save({"model": model_state, "optim": optimizer_state}, checkpoint_id=f"{folder}/names")
     # A list that is rebuilt for each entry would make a load quadratic in their number.
-    opened = find(Path(folder, "names"))
+    opened = open_folder(Path(folder, "names"))
     assert opened.tensors is opened.tensors
     assert opened.objects is opened.objects
     plain = {"model": model.state_dict(), "optim": optimizer.state_dict()}
@@ -709,7 +709,7 @@ def exchange_module_states():
     for source in ("own", "torch"):
         other = FSDP(counters(torch.zeros(2), {}, 0)) if source == "own" else counters(0, 0, 0)
         extra = load_checkpoint(f"{path}/{source}", other)
-        states = [module.state for module in unwrapped(other)]
+        states = [module.state for module in unwrap(other)]
         assert repr(states) == repr(saved)
         assert not extra
         with pytest.raises(RuntimeError, match=r"0\._extra_state and . more is in the checkpoint"):

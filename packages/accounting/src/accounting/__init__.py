@@ -35,9 +35,10 @@ _LAZY = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import the names of `_LAZY`, which need torch or most of the package, on first access.
+    """Return an object of `_LAZY`, whose module is imported on first access.
 
-    Raises `ModuleNotFoundError` with the install command if torch is missing.
+    These modules need torch or most of the package. Raises `ModuleNotFoundError` with the install
+    command if torch is missing.
     """
     if name in _LAZY:
         from importlib import import_module

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the rows as a table; also write them as JSON if `--json` is passed."""
     parser = argparse.ArgumentParser(prog="python -m accounting.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
+    parser.add_argument("--quick", action="store_true", help="time 5 instead of 50 calls each")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     rows = bench(device=arguments.device, quick=arguments.quick)

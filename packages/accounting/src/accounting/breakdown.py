@@ -28,7 +28,7 @@ class Breakdown:
 
     @cached_property
     def total(self) -> int | float:
-        """Return the total, as an `int` if it is an integer and no factor is a float."""
+        """The total; an `int` if each leaf is an integer without float factors."""
         if self.factors:
             return plain(math.prod(value for _, value in self.factors))
         return sum(part.total for part in self.parts)
@@ -126,9 +126,9 @@ def plain(value: Number) -> int | float:
 
 
 def readable(value: Number) -> str:
-    """Format a whole number as 12,345, another `Fraction` as 7/8, and another float as 1.23457.
+    """Format integers as 12,345, fractions as 7/8 and floats as 1.23457, with six digits.
 
-    Such floats have six significant digits, and so have whole floats of 1e15 or more.
+    A fraction with denominator 1, or a whole float below 1e15, is formatted as an integer.
     """
     if isinstance(value, Fraction) and value.denominator != 1:
         return str(value)
@@ -144,9 +144,9 @@ def counted(number: float, noun: str) -> str:
     return f"{text} {noun}{'' if text == '1' else plural}"
 
 
-def binary_size(count: float) -> str:
+def binary_size(num_bytes: float) -> str:
     """Format a number of bytes with a binary unit, such as `13.3 GiB`."""
-    size = float(count)
+    size = float(num_bytes)
     units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]
     while abs(size) >= 1024 and len(units) > 1:
         size /= 1024

@@ -29,12 +29,12 @@ class Rule(NamedTuple):
 def entry(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that checks the arguments of each call against the declared types.
 
-    An integer must be at least 1, or at least 0 if its default is 0. A float must be greater than
-    0, or at least 0 if its default or its limit is 0. A bool must be True or False, and a `Literal`
-    must be one of its values. `limits` maps an argument to its smallest value (for a float, only 0)
-    or to a tuple of its allowed values. Integers of other libraries become Python integers.
-    `forwarded` lists the keywords that `**kwargs` accepts. Any other keyword raises a `TypeError`
-    that lists the known names.
+    `limits` maps an argument to its smallest value (for a float, only 0) or to a tuple of its
+    allowed values. Without a limit, an integer must be at least 1, or at least 0 if its default is
+    0. A float must be finite and greater than 0, or at least 0 if its default is 0. A bool must be
+    True or False, and a `Literal` must be one of its values. Integers of other libraries become
+    Python integers. `forwarded` lists the keywords that `**kwargs` accepts. Any other keyword
+    raises a `TypeError` that lists the known names.
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
@@ -83,10 +83,10 @@ def _refuse_unknown(what: str, names: Iterable[str], known: Iterable[str]) -> No
 
 
 def named(kind: type[R]) -> type[R]:
-    """Make a dataclass refuse unknown fields with a message that lists the known names.
+    """Decorate a dataclass so that unknown fields raise `TypeError` with the known names.
 
     The class may list `derived_sizes`, which it computes if they are not passed. An explicit 0 for
-    such a size is refused, except for a model with `heads=0`.
+    such a size raises `ValueError`, except in a model with `heads=0`.
     """
     original: Any = kind.__init__
 
@@ -125,9 +125,9 @@ def whole(name: str, value: object, *, least: float = 1, most: float = math.inf)
 def number(
     name: str, value: object, *, least: float = 0.0, most: float = math.inf, open: bool = True
 ) -> float:
-    """Return `value` as a finite float above `least`, or equal to it if not `open`, up to `most`.
+    """Return `value` as a finite float from `least` to `most`; `open` excludes `least` itself.
 
-    Raises `TypeError` if it is not a number, and `ValueError` if it is not finite or out of range.
+    Raises `TypeError` if `value` is not a number, and `ValueError` if it is out of range.
     """
     if isinstance(value, bool | str | None) or not hasattr(value, "__float__"):
         raise TypeError(f"expected {name} to be a number, got {value!r}")
@@ -146,9 +146,10 @@ def number(
 def fields(
     kind: Any, values: Mapping[str, object], prefix: str = "", /, **limits: Any
 ) -> dict[str, int]:
-    """Check fields of a dataclass as `entry` checks arguments, and return the integer fields.
+    """Check `values` of a dataclass as `entry` checks arguments, and return the integer fields.
 
-    Integers of numpy and torch are returned as Python integers.
+    Integers of numpy and torch are returned as Python integers. `prefix` precedes the names of
+    fields in messages.
     """
     integers = {}
     for field in dataclasses.fields(kind):
@@ -169,7 +170,10 @@ def convert_fields(record: Any, prefix: str = "", /, **limits: Any) -> None:
 
 
 def layers(name: str, indices: object, most: int = MOST_LAYERS) -> tuple[int, ...]:
-    """Return sorted distinct layer indices; raise `ValueError` unless all are in range(`most`)."""
+    """Return sorted distinct layer indices.
+
+    Raises `TypeError` unless `indices` are integers, and `ValueError` unless 0 <= index < `most`.
+    """
     if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise TypeError(f"expected {name} to list layers, counted from 0, got {indices!r}")
     ordered = tuple(sorted({whole(name, layer, least=0) for layer in indices}))

@@ -1,7 +1,7 @@
 """Order-of-magnitude estimates of compute, memory, time, money and energy for large models.
 
-An estimate is a function, or a product of the constants of this module. Measured constants are
-listed with their sources. Ratios of tokens, words and pages are conventions, not measurements.
+An estimate is a function, or a product of the constants of this module. Constants without a source
+are conventions, such as words per page, or rounded orders of magnitude.
 """
 
 import math
@@ -42,13 +42,16 @@ def training_flops(parameters: float, tokens: float) -> float:
 
 @checks.entry()
 def flops_for_scale(parameters: float, *, parameters_per_root_flop: float = 0.1) -> float:
-    """Return the compute for which a model size is optimal if N = c sqrt(C): C = (N / c)^2."""
+    """Return the compute in FLOPs at which N `parameters` are optimal: C = (N / c)^2.
+
+    The assumed law is N = c sqrt(C), where c is `parameters_per_root_flop`.
+    """
     return (parameters / parameters_per_root_flop) ** 2
 
 
 @checks.entry()
 def tokens_for_flops(flops: float, *, tokens_per_root_flop: float = 1.7) -> float:
-    """Return the optimal tokens for a compute budget if D = c sqrt(C)."""
+    """Return the optimal number of tokens D = c sqrt(C); c is `tokens_per_root_flop`."""
     return tokens_per_root_flop * flops**0.5
 
 
@@ -70,7 +73,7 @@ def seconds_per_token(
     *,
     bandwidth_bytes_per_second: float = H200_BANDWIDTH_BYTES_PER_SECOND,
 ) -> float:
-    """Return the minimum time to decode one token at batch size 1: each weight is read once."""
+    """Return the minimum seconds to decode one token at batch size 1: each weight is read once."""
     return weights_bytes / bandwidth_bytes_per_second
 
 
@@ -78,7 +81,7 @@ def seconds_per_token(
 def activation_bytes_per_token(
     layers: int, heads: int, head_dim: int, *, bytes_per_value: int = 2, tensors: int = 1
 ) -> int:
-    """Return the bytes per token over all layers, with `tensors` vectors per layer.
+    """Return the bytes per token of `tensors` vectors of all heads in each layer.
 
     A KV cache has two vectors per layer, a key and a value.
     """
@@ -89,26 +92,26 @@ def activation_bytes_per_token(
 def gpu_hours(
     flops: float, *, flops_per_second: float = H200_FP8_FLOPS, utilization: float = 1.0
 ) -> float:
-    """Return the device-hours for a compute budget at a fraction of the peak."""
+    """Return the device-hours for `flops` operations at a fraction `utilization` of the peak."""
     checks.number("utilization", utilization, most=1)
     return flops / (flops_per_second * utilization) / 3600.0
 
 
 @checks.entry("flops_per_second", "utilization")
 def training_usd(flops: float, *, usd_per_hour: float = GPU_HOUR_USD, **speed: float) -> float:
-    """Return the rental cost of a compute budget; `speed` accepts the options of `gpu_hours`."""
+    """Return the rental cost in USD of `flops` operations; `speed` has options of `gpu_hours`."""
     return gpu_hours(flops, **speed) * usd_per_hour
 
 
 @checks.entry()
 def inference_flops(parameters: float, tokens: float) -> float:
-    """Return 2ND: one multiply and one add per parameter and token."""
+    """Return the FLOPs 2ND of a forward pass: one multiply and add per parameter and token."""
     return 2.0 * parameters * tokens
 
 
 @checks.entry()
 def landauer_joule_per_flop(*, bits: int = 32, kelvin: float = 300.0) -> float:
-    """Return the minimum joules to erase `bits` in one FLOP: kT ln 2 per bit (Landauer 1961)."""
+    """Return the minimum joules of a FLOP that erases `bits` bits: kT ln 2 each (Landauer 1961)."""
     return bits * BOLTZMANN_JOULE_PER_KELVIN * kelvin * math.log(2)
 
 
@@ -116,5 +119,5 @@ def landauer_joule_per_flop(*, bits: int = 32, kelvin: float = 300.0) -> float:
 def landauer_watts(
     *, flops_per_second: float = H200_FP8_FLOPS, bits: int = 32, kelvin: float = 300.0
 ) -> float:
-    """Return the minimum power (Landauer limit) of a device that erases `bits` per operation."""
+    """Return the minimum power in watts of a device that erases `bits` bits per operation."""
     return flops_per_second * landauer_joule_per_flop(bits=bits, kelvin=kelvin)

@@ -1,11 +1,11 @@
 """Floating-point operations (FLOPs) of matrix products: one multiply and one add count as two.
 
 An `m` by `n` matrix costs `2mn` per token in the forward pass and `4mn` in the backward pass.
-Attention costs `2(qk + v)` per head and unmasked pair of query and key. The width of a query is
-`qk`, and `v` is that of a value. A sequence of S tokens has S² pairs for full attention, S(S+1)/2
-for causal attention, and w(w+1)/2 + (S-w)w for a window of w keys. The operations that write and
-read the state of recurrent layers also count. As in `torch.utils.flop_counter`, norms, activation
-functions and softmax are not counted.
+Attention costs `2(qk + v)` per head and unmasked pair of query and key, where a query has the width
+`qk` and a value the width `v`. A sequence of S tokens has S² pairs for full attention, S(S+1)/2 for
+causal attention, and w(w+1)/2 + (S-w)w for a sliding window of w keys. The operations that write
+and read the state of recurrent layers also count. As in `torch.utils.flop_counter`, norms,
+activation functions and softmax are not counted.
 """
 
 import math
@@ -45,7 +45,7 @@ def flops(
       its own. Latent attention (MLA) attends to the cached latent vectors themselves. The matrices
       that expand latents to keys and values multiply the queries and the outputs instead.
     - `attention="full"` counts every pair, as torch's counter does. `"causal"` counts only the
-      pairs that the model's causal mask and windows admit.
+      pairs that the model's mask, windows and sparse-attention index admit.
     - `recompute` and `flash` add the recomputed operations of training, so the total includes all
       operations that the hardware executes. `recompute="selective"` repeats the attention, `"full"`
       repeats the forward of the blocks, and `flash` repeats the scores in the backward.
@@ -65,7 +65,7 @@ def flops(
             f"expected phase 'forward' or 'training' for the encoder {model.name}, got {phase!r}"
         )
     model.check_positions(seq)
-    # The number of inputs of a matrix, by `Matrix.applies_to`.
+    # The number of vectors that a matrix multiplies, keyed by `Matrix.applies_to`.
     inputs = {
         "tokens": tokens,
         "last": batch if phase == "prefill" else tokens,
@@ -100,8 +100,8 @@ def flops(
 def pairs(model: Transformer, seq: int, attention: Attention = "causal") -> tuple[int, int]:
     """Return the numbers of (query, key) pairs per sequence in a full and in a windowed layer.
 
-    With causal attention, a full layer with a sparse-attention index has only the pairs with
-    selected keys.
+    With causal attention, a sparse-attention index leaves only the pairs with selected keys in a
+    full layer. Without windows, the second number ignores the index.
     """
     if attention == "full" or not model.causal:
         # An encoder's windows extend to both sides; its other layers have all pairs.
@@ -136,13 +136,13 @@ def mfu(
     include_attention: bool = True,
     **peak: Any,
 ) -> float:
-    """Return the model FLOPs utilization: useful operations as a fraction of the peak.
+    """Return the model FLOPs utilization of training: useful operations divided by the peak.
 
     Pass the peak per device as `hardware` with a `dtype` (default bf16), or as `peak_flops` in
     FLOP/s. `tokens_per_second` is the rate of all `devices`. Conventions differ: PaLM counts full
     attention and reports one value with and one without attention (Chowdhery et al. 2022, appendix
-    B). For the hardware FLOPs utilization, call `utilization` with the FLOP/s that follow from
-    `flops` with `recompute` and `flash`.
+    B). For the hardware FLOPs utilization, call `utilization` with the FLOP/s per device that
+    follow from `flops` with `recompute` and `flash`.
     """
     work = flops(model, seq=seq, attention=attention)
     useful = work.total if include_attention else work.total - attention_operations(work)
@@ -200,7 +200,7 @@ def _parts(model: Transformer, inputs: Mapping[str, int], passes: int) -> Iterat
 
 
 def _multiplicities(matrix: Matrix, inputs: Mapping[str, int]) -> dict[str, int]:
-    """Return the factors of a matrix's operations: its tokens, layers, and experts per token."""
+    """Return the factors that multiply a matrix's operations: tokens, layers, experts per token."""
     factors = {"tokens": inputs[matrix.applies_to] - matrix.skips * inputs["sequence"]}
     if matrix.layers is not None:
         factors["layers"] = len(matrix.layers)
@@ -256,10 +256,10 @@ def _recomputed(
     flash: bool,
     inputs: Mapping[str, int],
 ) -> Iterator[Breakdown]:
-    """Yield the operations that the backward pass recomputes.
+    """Yield the operations that the backward pass recomputes, by part.
 
-    `cores` are the parts "attention" and "index" of one forward pass. A flash kernel recomputes the
-    scores even without activation checkpointing.
+    `cores` are the parts "attention" and "index" of one forward pass. A `flash` kernel recomputes
+    the scores even without activation checkpointing.
     """
     if recompute == "full":
         forward = sum(int(core.total) for core in cores) + sum(

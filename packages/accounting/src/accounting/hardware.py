@@ -15,8 +15,8 @@ from typing import Any
 from accounting import checks
 from accounting.precision import BYTES
 
-#: Smallest accepted bytes of memory, and bytes or operations per second. Smaller numbers are in
-#: another unit, such as GB or TFLOP/s.
+#: Smallest accepted bytes of memory, and bytes or operations per second. Smaller numbers are
+#: probably in another unit, such as GB or TFLOP/s.
 LEAST_RATE = 1_000_000
 
 
@@ -79,7 +79,8 @@ class Hardware:
             )
         if bool(self.pod) != bool(self.torus_axes):
             raise ValueError(
-                f"expected pod and torus_axes together, got {self.pod} and {self.torus_axes}"
+                f"expected pod and torus_axes together, got pod={self.pod} and "
+                f"torus_axes={self.torus_axes}; set both, or omit both without a torus"
             )
         checks.number("power_factor", self.power_factor, most=1)
         checks.number("attention_fraction", self.attention_fraction, most=1)
@@ -148,14 +149,15 @@ def _hardware(name: str, entry: Mapping[str, Any]) -> Hardware:
         fields[key] = Link(name=label, bandwidth=bandwidth, latency=latency)
     if "like" not in entry:
         return Hardware(name=name, peaks=_peaks(entry), **fields)
-    known, peaks = HARDWARE[entry["like"]], _peaks(entry)
+    known = HARDWARE[entry["like"]]
+    peaks = _peaks(entry)
     chip = "" if peaks else known.chip
-    about = {"name": name, "chip": chip, "peaks": {**known.peaks, **peaks}}
-    return replace(known, **about | fields)
+    own_fields = {"name": name, "chip": chip, "peaks": {**known.peaks, **peaks}}
+    return replace(known, **own_fields | fields)
 
 
 def _peaks(entry: Mapping[str, Any]) -> dict[str, float]:
-    """Return the peaks of an entry: published figures, and for other dtypes those of its cores."""
+    """Return the peaks by dtype: published figures, and otherwise figures derived from `cores`."""
     peaks = {}
     for cores in entry.get("cores", ()):
         for dtype, fma_per_clock in cores["fma"].items():

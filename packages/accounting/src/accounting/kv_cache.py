@@ -18,17 +18,18 @@ def kv_cache(
 ) -> Breakdown:
     """Return the cache bytes of `batch` sequences of `seq` tokens on each of `tensor` devices.
 
-    A layer with a window stores at most one window. (Between two tokens, transformers stores one
-    key less.) MLA stores per token the latent, the rotary key that all heads share and, with sparse
-    attention, the index key. A recurrent layer stores its state, also in `dtype`. An encoder has no
-    cache. Scales of quantized caches are not counted. Key and value heads are split over `tensor`
-    devices until each device has one head; additional devices store copies. Each device stores the
-    whole cache of MLA. Raises `ValueError` if `tensor` is neither a divisor nor a multiple of the
-    number of key heads, or if `seq` exceeds the learned positions.
+    A layer with a window stores at most the keys of one window; between two tokens, transformers
+    stores one key fewer. MLA stores per token the latent, the rotary key that all heads share and,
+    with sparse attention, the index key. A recurrent layer stores its state, which is split over
+    the devices. All of them are in `dtype`, and scales of quantized caches are not counted. An
+    encoder has no cache. Key and value heads are split over `tensor` devices until each device has
+    one head; additional devices store copies. Each device stores the whole cache of MLA. Raises
+    `ValueError` if `tensor` is neither a divisor nor a multiple of the number of key heads, or if
+    `seq` exceeds the learned positions.
     """
     check_key_heads(model, tensor)
     model.check_positions(seq)
-    entry = bytes_of(dtype)
+    value_bytes = bytes_of(dtype)
     parts = []
     for group in model.attention_groups if model.causal else ():
         layers = len(set(group.layers) & set(model.key_layers))
@@ -43,12 +44,12 @@ def kv_cache(
             sizes["heads"] = max(1, group.kv_heads // tensor)
         for kind, width in kinds.items():
             name = kind + group.suffix
-            parts.append(product(name, "B", **sizes, width=width, bytes=entry))
+            parts.append(product(name, "B", **sizes, width=width, bytes=value_bytes))
     for mixer in model.mixers if model.causal else ():
         if not mixer.state:
             continue
         # The size of a recurrent state does not depend on the length of the sequence.
         sizes = {"layers": len(mixer.layers), "sequences": batch}
         width, name = split(mixer.state, tensor), f"state of {mixer.name}"
-        parts.append(product(name, "B", **sizes, width=width, bytes=entry))
+        parts.append(product(name, "B", **sizes, width=width, bytes=value_bytes))
     return total(f"KV cache of {model.name}", "B", *parts)

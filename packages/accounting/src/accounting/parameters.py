@@ -12,10 +12,10 @@ UNIT = "parameters"
 
 @checks.entry()
 def parameters(model: Transformer, *, active: bool = False) -> Breakdown:
-    """Return the number of parameters by part, or with `active` of those that one token uses.
+    """Return the number of parameters by part; with `active`, of the parameters that a token uses.
 
     A token uses all parameters except the experts that its router did not choose. A tied head
-    counts once, as in torch.
+    and embedding count once, as in torch.
     """
 
     def leaf(matrix: Matrix) -> Breakdown:
@@ -37,7 +37,7 @@ def parameters(model: Transformer, *, active: bool = False) -> Breakdown:
 
 
 def by_part(model: Transformer) -> list[tuple[str, list[Matrix]]]:
-    """Return pairs of a part of a model, such as `attention`, and its matrices."""
+    """Return pairs of the name of a part, such as `attention`, and the matrices of this part."""
     order = list(dict.fromkeys(matrix.part for matrix in matrices(model)))
     listed = sorted(matrices(model), key=lambda matrix: order.index(matrix.part))
     return [(part, list(group)) for part, group in groupby(listed, lambda matrix: matrix.part)]

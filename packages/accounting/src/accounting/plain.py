@@ -10,8 +10,8 @@ from math import ceil
 def parameters(layers: int, d: int, heads: int, kv_heads: int, d_ff: int, vocab: int) -> int:
     """Return the number of parameters.
 
-    Query and output projections are (d, d). Key and value projections are narrower by a factor of
-    kv_heads / heads. A gated MLP has three matrices.
+    Query and output projections are (d, d). Key and value projections are (d, d kv_heads / heads).
+    A gated MLP has three (d, d_ff) matrices. Each block has two norms, and the model a final norm.
     """
     attention = 2 * d * d + 2 * d * (d // heads * kv_heads)
     mlp = 3 * d * d_ff
@@ -38,8 +38,9 @@ def flops(
 def state_bytes(num_parameters: int, ranks: int, zero: int) -> int:
     """Return the bytes per rank of weights, gradients and Adam states in mixed precision.
 
-    Without sharding, these are 2, 2 and 12 bytes per parameter. ZeRO shards the optimizer from
-    stage 1, gradients from stage 2 and weights from stage 3 (Rajbhandari et al. 2020, section 5).
+    Without sharding, these are 2, 2 and 12 bytes per parameter: Adam has an fp32 copy of the
+    weights and two moments. ZeRO shards the optimizer from stage 1, gradients from stage 2 and
+    weights from stage 3 (Rajbhandari et al. 2020, section 5).
     """
     shard = ceil(num_parameters / ranks)
     weights = 2 * (shard if zero >= 3 else num_parameters)
@@ -92,8 +93,5 @@ def data_parallel_bytes(num_parameters: int, ranks: int, zero: int, ends: int = 
 
 
 def bubble_fraction(stages: int, microbatches: int) -> float:
-    """Return the idle time of a pipeline as a fraction of its work.
-
-    See Narayanan et al. 2021, section 2.2.
-    """
+    """Return the idle time of a pipeline divided by its compute time (Narayanan et al. 2021)."""
     return (stages - 1) / microbatches

@@ -103,16 +103,16 @@ class Plan:
 
     @property
     def replicas(self) -> int:
-        """Return the number of ranks that store the same dense weights (data times context)."""
+        """The number of ranks that store the same dense weights (data times context)."""
         return self.data * self.context
 
     @property
     def expert_replicas(self) -> int:
-        """Return the number of ranks that store the same experts."""
+        """The number of ranks that store the same experts."""
         return self.replicas // self.expert
 
     def has_unsharded_gradients(self) -> bool:
-        """Return True if `accumulate_unsharded` has an effect: it needs several micro-batches."""
+        """Return True if `accumulate_unsharded` is set and a step has several micro-batches."""
         return self.accumulate_unsharded and self.microbatches > 1
 
     def keeps_weights_unsharded(self) -> bool:
@@ -173,10 +173,10 @@ class Plan:
             if size % self.tensor:
                 raise ValueError(f"expected tensor to divide {name}={size}, got {self.tensor}")
         check_key_heads(model, self.tensor)
-        count = model.experts.count if model.experts else 0
-        if self.expert > 1 and (not count or count % self.expert):
+        num_experts = model.experts.count if model.experts else 0
+        if self.expert > 1 and (not num_experts or num_experts % self.expert):
             raise ValueError(
-                f"expected expert to divide the {counted(count, 'expert')} of the model, got "
+                f"expected expert to divide the {counted(num_experts, 'expert')} of the model, got "
                 f"{self.expert}"
             )
 
@@ -185,7 +185,7 @@ class Plan:
 
         If the division is uneven, the first chunks have one more layer. The exception is a division
         that is even if embedding and head count as one layer each. In this case, the first and the
-        last chunk have one layer less than the other chunks. Raises `ValueError` for a stage
+        last chunk have one layer fewer than the other chunks. Raises `ValueError` for a stage
         outside the pipeline.
         """
         if not 0 <= checks.whole("stage", stage, least=-math.inf) < self.pipeline:
@@ -213,7 +213,7 @@ class Plan:
 
     @property
     def layout(self) -> str:
-        """Return the plan as one line of text."""
+        """The plan as one line of text."""
         chunks = f" in {counted(self.virtual_stages, 'chunk')}" if self.virtual_stages > 1 else ""
         return (
             f"data {self.data}, tensor {self.tensor}, pipeline {self.pipeline} ({self.schedule}"
@@ -344,5 +344,5 @@ def check_key_heads(model: Transformer, tensor: int) -> None:
 
 
 def split(count: int, ranks: int) -> int:
-    """Return the size of the largest part if `count` items are split over `ranks`."""
+    """Return the size of the largest part if `count` items are split over `ranks` ranks."""
     return -(-count // ranks)

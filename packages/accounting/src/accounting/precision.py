@@ -59,12 +59,12 @@ class Precision:
 
     @property
     def compute(self) -> str:
-        """Return the dtype in which linear layers multiply; attention uses `activations`."""
+        """The dtype in which linear layers multiply; attention uses `activations`."""
         return self.matmuls or self.activations
 
     @property
     def bytes_per_parameter(self) -> Fraction:
-        """Return the bytes of weights, gradients, master copy and moments per parameter.
+        """The bytes of weights, gradients, master copy and moments per parameter.
 
         The temporary copies in `cast_weights` are not included.
         """
@@ -77,7 +77,7 @@ class Precision:
 
     @property
     def moment_bytes(self) -> Fraction:
-        """Return the bytes of all moments per parameter, with their scales."""
+        """The bytes of all moments per parameter, with their scales."""
         scale = Fraction(4, self.moment_block) if self.moment_block else Fraction(0)
         return sum((bytes_of(moment) + scale for moment in self.moments), Fraction(0))
 

@@ -30,13 +30,13 @@ class Workload:
     fused_norm: bool = True
     #: True if one kernel computes the gated product and saves gate, up and the product.
     fused_gate: bool = False
-    #: True for `torch.compile`. Its partitioner saves the same tensors as fused norms and gates do.
-    #: Compiled matrices with the same input share one copy of it under autocast.
+    #: True for `torch.compile`, which saves the same tensors as fused norms and gates do. Under
+    #: autocast, compiled matrices with the same input share one cast copy of the input.
     compiled: bool = False
-    #: True for the eager modules of Hugging Face transformers with sdpa, which save more tensors:
-    #: an RMSNorm and activations such as `gelu_new` are several operators. A layer with a window of
-    #: at most `seq` keys also saves a mask, and keys and values repeated for each query head. MLA
-    #: saves copies of its keys and its output.
+    #: True for the eager modules of Hugging Face transformers with sdpa, which save more tensors.
+    #: For example, an RMSNorm and activations such as `gelu_new` are several operators. A layer
+    #: with a window of at most `seq` keys also saves a mask, and keys and values repeated for each
+    #: query head. MLA saves copies of its keys and its output.
     transformers: bool = False
 
     def __post_init__(self) -> None:
@@ -49,13 +49,13 @@ class Workload:
         recipe(self.precision)
         if self.compiled and self.transformers:
             raise ValueError(
-                "expected transformers=False with compiled=True, got True; torch.compile fuses the "
-                "operators of its modules"
+                "expected transformers=False with compiled=True, got True; torch.compile fuses "
+                "these operators, so pass compiled=True alone"
             )
 
     @property
     def kind(self) -> Precision:
-        """Return the recipe that `precision` names."""
+        """The recipe that `precision` names."""
         return recipe(self.precision)
 
     def tokens(self, plan: Plan) -> int:

@@ -25,7 +25,7 @@ _cached_call = lru_cache(maxsize=1024)(Call)
 
 
 def skip_non_members(function: Collective[P]) -> Collective[P]:
-    """Let a collective warn and return None on ranks outside the group, as torch's functions do.
+    """Return a wrapper that warns and returns None on ranks outside the group, as torch does.
 
     torch.compile cannot trace a collective, so the wrapper breaks the graph.
     """
@@ -49,7 +49,7 @@ def skip_non_members(function: Collective[P]) -> Collective[P]:
 
 
 def is_forwarded(name: str, tensor: Tensor, algorithm: str) -> bool:
-    """Return True if torch's function runs the call, because the tensor is not on the CPU.
+    """Return True if torch's function runs the call: with "auto", for tensors on another device.
 
     Raise TypeError if `tensor` is not a tensor; `name` is the name of the called function.
     """
@@ -106,7 +106,7 @@ def _writes_outputs(kind: str, *, is_root: bool) -> bool:
     """Return True if a call writes to the output tensors of this rank."""
     if kind == "broadcast":
         return not is_root
-    return is_root if kind == "reduce" else True
+    return is_root or kind != "reduce"
 
 
 def compared_shape(comm: Communicator, tensor: Tensor) -> tuple[int, ...]:
@@ -140,13 +140,13 @@ def check_tensors(kind: str, tensor: Tensor, outputs: Sequence[Tensor]) -> None:
 
 
 def _may_share_elements(tensor: Tensor) -> bool:
-    """Return False if the strides show that every element has a different address."""
-    reach = 0
+    """Return True unless the strides show that every element has a different address."""
+    last_offset = 0
     for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
         if size > 1:
-            if stride <= reach:
+            if stride <= last_offset:
                 return True
-            reach += (size - 1) * stride
+            last_offset += (size - 1) * stride
     return False
 
 
@@ -178,7 +178,7 @@ def check_memory(kind: str, tensor: Tensor, like: Tensor) -> None:
 
 
 def flatten(tensor: Tensor) -> Tensor:
-    """Return the tensor in one dimension, as a view if possible and otherwise as a copy.
+    """Return the tensor in one dimension and detached, as a view if possible, otherwise as a copy.
 
     Tensors that are not contiguous are copied, and so are lazy conjugates and negatives.
     """
@@ -220,12 +220,13 @@ def _byte_range(tensor: Tensor) -> tuple[int, int]:
     start = tensor.data_ptr()
     if not tensor.numel():
         return start, start
-    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return start, start + (last + 1) * tensor.element_size()
+    strides = zip(tensor.shape, tensor.stride(), strict=True)
+    last_offset = sum((size - 1) * stride for size, stride in strides)
+    return start, start + (last_offset + 1) * tensor.element_size()
 
 
 def copy_back(tensor: Tensor, flat: Tensor) -> None:
-    """Copy `flat` to the tensor in its shape, unless `flat` is a view of that tensor."""
+    """Copy `flat` to the tensor that `flatten` received, unless it is a view of that tensor."""
     if flat is not tensor and flat.data_ptr() != tensor.data_ptr():
         tensor.detach().copy_(flat.view(tensor.shape))
 
@@ -234,20 +235,25 @@ def check_pair(
     long_name: str, long: Tensor, short_name: str, short: Tensor, world_size: int
 ) -> None:
     """Raise an error unless `long` has the dtype of `short` and `world_size` times its elements."""
-    if long.dtype != short.dtype:
-        raise TypeError(
-            f"expected one dtype for {long_name} and {short_name}, got {long.dtype} and "
-            f"{short.dtype}; cast one of them"
-        )
+    check_same_dtype(long_name, long, short_name, short)
     if long.numel() != short.numel() * world_size:
         raise ValueError(
-            f"{long_name} has {long.numel()} elements; {world_size} ranks with {short.numel()} "
-            f"each in {short_name} need {short.numel() * world_size}"
+            f"expected {short.numel() * world_size} elements in {long_name}, {short.numel()} as in "
+            f"{short_name} for each of {world_size} ranks, got {long.numel()}; resize one of them"
+        )
+
+
+def check_same_dtype(name: str, tensor: Tensor, other_name: str, other: Tensor) -> None:
+    """Raise TypeError unless two tensors have the same dtype."""
+    if tensor.dtype != other.dtype:
+        raise TypeError(
+            f"expected one dtype for {name} and {other_name}, got {tensor.dtype} and "
+            f"{other.dtype}; cast one of them"
         )
 
 
 def root_rank(comm: Communicator, src: int | None, group: Any, group_src: int | None) -> int:
-    """Return the root's rank in the group, from its global rank `src` or from `group_src`."""
+    """Return the root's rank in the group, from `src`, its global rank, or from `group_src`."""
     if (src is None) == (group_src is None):
         raise ValueError(
             "expected the root as either src (global rank) or group_src (rank in the group), got "
@@ -265,7 +271,7 @@ def root_rank(comm: Communicator, src: int | None, group: Any, group_src: int | 
 
 
 def split_sizes(sizes: Iterable[SupportsIndex] | None) -> list[int]:
-    """Return split sizes, which may be a tensor or an array, as a list of integers."""
+    """Return split sizes, which may be a tensor or an array, as a list of integers; [] if None."""
     return [] if sizes is None else [index(size) for size in sizes]
 
 
@@ -278,14 +284,14 @@ def split_lengths(name: str, tensor: Tensor, sizes: list[int], world_size: int) 
     if not sizes:
         if rows % world_size:
             raise ValueError(
-                f"{name} has {rows} rows, not a multiple of {world_size} ranks; "
-                f"pass {name}_split_sizes"
+                f"expected the number of rows of {name} to be a multiple of {world_size} ranks, "
+                f"got {rows}; pass {name}_split_sizes"
             )
         sizes = [rows // world_size] * world_size
     if len(sizes) != world_size or sum(sizes) != rows or min(sizes) < 0:
         raise ValueError(
-            f"{name}_split_sizes {sizes} must be {world_size} numbers, none negative, that sum to "
-            f"{rows} rows"
+            f"expected {name}_split_sizes of {world_size} nonnegative numbers that sum to {rows} "
+            f"rows, got {sizes}"
         )
     elements_per_row = tensor.numel() // rows if rows else 0
     return [size * elements_per_row for size in sizes]

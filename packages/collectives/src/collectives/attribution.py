@@ -1,4 +1,4 @@
-"""A pure function that decides from the ranks' reports which ranks caused a failed call."""
+"""The rules that decide from the ranks' reports which ranks caused a failed call."""
 
 import json
 from collections.abc import Collection, Mapping, Sequence
@@ -10,11 +10,10 @@ from collectives.shared_memory.fingerprint import Lengths, compare, compare_leng
 
 # Note [Attribution of a failure]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~~
-# A broken connection shows that a rank has ended, but not which one: ranks that fail close their
-# connections, so that the messages of the other ranks fail too. Each rank that still runs therefore
-# publishes a report when its call fails. A rank that has waited for long publishes a WAITING report
-# before that. Every rank applies the rules below to the same reports, and the first rule that
-# matches decides. "Reported" means a report of a failed call; "silent" means no report at all.
+# Each rank that still runs publishes a report when its call fails (see `failure_detection.py`). A
+# rank that has waited for long publishes a WAITING report before that. Every rank applies the rules
+# below to the same reports, and the first rule that matches decides. "Reported" means a report of a
+# failed call; "silent" means no report at all.
 #
 #   what the reports show                                          cause                ranks
 #   1. a rank knows that calls differ (MISMATCH)                   REPORTED_MISMATCH    as reported
@@ -129,14 +128,12 @@ def attribute(
     participants: Collection[int],
     world_size: int,
 ) -> Attribution:
-    """Return the cause of a failed call: see Note [Attribution of a failure].
+    """Return the cause of a failed call and the blamed ranks: see Note [Attribution of a failure].
 
     Args:
         reports: the reports of ranks whose call has failed, by rank.
         waiting: the reports of ranks that wait and have not failed yet, by rank.
         call_number: the number of the failed call.
-        participants: the ranks that take part in the call.
-        world_size: the number of ranks in the group.
     """
     # Ties are decided by the order of reports, but ranks read the reports in different orders.
     reports = dict(sorted(reports.items()))
@@ -219,9 +216,9 @@ def _find_difference(reports: Mapping[int, Report], world_size: int) -> Mismatch
 
 def _find_earlier_difference(reports: Mapping[int, Report]) -> Mismatch | None:
     """Return the first difference between calls before the last one that all ranks have made."""
-    last = _last_common_number(reports)
-    first = max((r.call_number - len(r.calls) + 1 for r in reports.values()), default=last)
-    for number in range(first, last):
+    newest = _last_common_number(reports)
+    oldest = max((r.call_number - len(r.calls) + 1 for r in reports.values()), default=newest)
+    for number in range(oldest, newest):
         try:
             _compare_calls(reports, number)
         except Mismatch as difference:
@@ -230,11 +227,13 @@ def _find_earlier_difference(reports: Mapping[int, Report]) -> Mismatch | None:
 
 
 def _last_common_number(reports: Mapping[int, Report]) -> int:
+    """Return the number of the last call that all of these ranks have made."""
     return min((report.call_number for report in reports.values()), default=0)
 
 
 def _compare_calls(reports: Mapping[int, Report], number: int) -> None:
     """Raise Mismatch if the ranks that remember the call with this number made different calls."""
-    calls = {rank: call for rank, report in reports.items() if (call := report.call(number))}
-    if calls:
-        compare(list(calls.values()), list(calls))
+    calls = {rank: report.call(number) for rank, report in reports.items()}
+    remembered = {rank: call for rank, call in calls.items() if call}
+    if remembered:
+        compare(list(remembered.values()), list(remembered))

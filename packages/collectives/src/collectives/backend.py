@@ -5,7 +5,7 @@
 
 `CollectivesProcessGroup` covers every method of torch's `ProcessGroup`. Most methods are
 implemented below by this package. Methods in `GLOO` are forwarded to gloo, and methods in `REFUSED`
-raise an error. torch's base class implements the methods for names and ranks.
+raise an error. torch's base class implements the remaining methods, such as those for names.
 
 Tensors of another device go to the backend that torch uses for that device (NCCL for CUDA). That
 backend is created when it is first needed, because torch never adds a second backend to a group
@@ -49,13 +49,13 @@ _GlooOptions: Any = ProcessGroupGloo._Options  # type: ignore[attr-defined]
 
 
 class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
-    """A process group that runs collectives on CPU tensors with this package."""
+    """A process group of this package for CPU tensors; its collective methods return handles."""
 
     def __init__(self, options: Any, backend_options: Any = None) -> None:
         if isinstance(backend_options, _GlooOptions):
             raise TypeError(
-                f"expected no options of gloo: {NAME} accepts only a timeout; pass timeout= to "
-                "init_process_group"
+                f"expected no pg_options, because the {NAME} backend accepts only a timeout, got "
+                f"{type(backend_options).__name__}; pass timeout= to init_process_group"
             )
         rank = options.group_rank
         world_size = options.group_size
@@ -73,7 +73,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         if bound is not None:
             self.bound_device_id = bound
         store = fresh_store(options.store, rank, world_size, deadline)
-        # These options create backends of other devices, and groups of some of the ranks.
+        # The options for backends of other devices, and for groups of some of the ranks.
         self._options = copy_options(options, store=store)
         self._gloo: Any = connect_gloo(store, rank, world_size, deadline)
         self._gloo._set_default_timeout(timeout)
@@ -158,13 +158,13 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
 
     @collective_method()
     def allgather(self, output_tensors: Any, input_tensors: Any, options: Options) -> OptionalWork:
-        """Fill every rank's list with every rank's tensor."""
+        """Copy the tensors of all ranks to the output list."""
         outputs = single_list(output_tensors)
         return lists.all_gather(outputs, single(input_tensors), self, options.async_op)
 
     @collective_method("root")
     def gather(self, output_tensors: Any, input_tensors: Any, options: Options) -> OptionalWork:
-        """Fill the root's list with every rank's tensor."""
+        """Copy the tensors of all ranks to the root's list."""
         return lists.gather(
             single(input_tensors),
             single_list(output_tensors),
@@ -262,7 +262,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return coalesced("all_gather", outputs, input_list, None, self, options.async_op)
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Collect the handles of the following calls."""
+        """Collect the handles of the following calls, until `_end_coalescing` is called."""
         self.get_backend(device)
         if torch.device(device).type == CPU.type:
             self._coalescing = []
@@ -289,7 +289,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     # ----- this package: life cycle -----
 
     def shutdown(self) -> None:
-        """Announce that this rank leaves; stop the threads and the backends of other devices."""
+        """Leave the group after the queued calls; shut down the backends of other devices."""
         self.communicator.close()
         for backend in self._others.values():
             backend.shutdown()
@@ -301,7 +301,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             backend.abort()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Set the timeout of the following calls, and of backends and groups created later."""
+        """Set the timeout of the following calls on all devices, and of groups split off later."""
         check_timeout(timeout)
         self._gloo._set_default_timeout(timeout)
         for backend in self._others.values():
@@ -312,7 +312,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self.communicator.progress.wait_for_last()
 
     def _get_sequence_number_for_group(self) -> int:
-        """Return the number of calls so far."""
+        """Return the number of calls so far on CPU tensors."""
         return self.communicator.operation.number
 
     def get_group_store(self) -> Store:
@@ -325,7 +325,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         return NAME
 
     def get_backend(self, device: Any) -> Any:
-        """Return the backend of a device: gloo for the CPU, otherwise torch's default for it."""
+        """Return gloo for the CPU; otherwise create or return torch's default for the device."""
         device = torch.device(device)
         if device.type == CPU.type:
             return self._gloo
@@ -349,9 +349,9 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         group_desc: str | None = None,
         device_types: list[torch.device] | None = None,
     ) -> "CollectivesProcessGroup | None":
-        """Create a group of some of this group's ranks; return None on the other ranks.
+        """Return a new group of some of this group's ranks, or None on the other ranks.
 
-        Every rank in `ranks` must call this method. `torch.distributed.split_group` calls it there.
+        Every rank in `ranks` must call this method; the other ranks may call it too.
         """
         if device_types and not any(device.type == CPU.type for device in device_types):
             raise ValueError(
@@ -360,11 +360,12 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             )
         if len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.size())):
             raise ValueError(
-                f"expected distinct ranks of a group of {self.size()} ranks, got {ranks}"
+                f"expected distinct ranks between 0 and {self.size() - 1}, got {ranks}; pass the "
+                "ranks in this group, not the global ranks"
             )
         if self.rank() not in ranks:
             return None
-        name = group_name or f"{self.group_name}:split:{'.'.join(map(str, ranks))}"
+        name = group_name or f"{self.group_name}:split:{'.'.join(str(rank) for rank in ranks)}"
         if timeout is None:
             timeout = self._gloo.options._timeout
         options = split_options(self._options, ranks, name, timeout)

@@ -33,7 +33,7 @@ def coalesced(
     group: Any = None,
     async_op: bool = False,
 ) -> dist.Work | None:
-    """Run one collective on several inputs as one call.
+    """Run one collective on several inputs as one call; return None, or a handle if `async_op`.
 
     Args:
         kind: "all_reduce", "all_gather" or "reduce_scatter".
@@ -81,7 +81,7 @@ def coalesced(
 def _run_packed(
     comm: Communicator, call: Call, packed: bytes, outputs: Sequence[Tensors], inputs: Tensors
 ) -> None:
-    """Run a coalesced call on inputs of one dtype; `packed` is the packed call."""
+    """Run a coalesced call on inputs of one dtype; `packed` is the fingerprint to compare."""
     rows_in, rows_out = _num_rows(call.kind, comm.world_size)
     widths = [tensor.numel() // rows_in for tensor in inputs]
     rows = [flatten(tensor).view(rows_in, -1) for tensor in inputs]
@@ -99,7 +99,7 @@ def _run_packed(
 
 
 def _num_rows(kind: str, world_size: int) -> tuple[int, int]:
-    """Return the number of rows of a packed tensor and of its result: see the module docstring."""
+    """Return how many rows the packed input and its result have: see the module docstring."""
     rows_in = world_size if kind == "reduce_scatter" else 1
     rows_out = world_size if kind == "all_gather" else 1
     return rows_in, rows_out
@@ -111,8 +111,8 @@ def _check_tensors(
     """Raise an error unless every input can be used and its outputs have its dtype and size."""
     if not inputs or len(outputs) != len(inputs):
         raise ValueError(
-            f"a coalesced {kind} expected lists of one length that is not zero, got "
-            f"{len(outputs)} outputs and {len(inputs)} inputs"
+            f"a coalesced {kind} expected at least one input, and one output per input, got "
+            f"{len(inputs)} inputs and {len(outputs)} outputs"
         )
     rows_in, rows_out = _num_rows(kind, comm.world_size)
     for i, (targets, tensor) in enumerate(zip(outputs, inputs, strict=True)):

@@ -7,11 +7,13 @@ algorithm (`choice/cost.py`). Another name, such as "ring", selects that algorit
 
 Every function must be called on all ranks of the group, with equal dtypes and shapes unless its
 docstring says otherwise. A collective returns None when the call has finished, or a handle at once
-if `async_op` is True. It raises
+if `async_op` is True; the handle's `wait` then raises the last two errors. A collective raises
 
     ValueError, TypeError   if an argument is not valid or the group cannot run the algorithm
-    Mismatch                if the ranks have made different calls
-    RankLost                if a rank has died, left, or not made the call within the timeout
+    RuntimeError            if no process group exists, or inside FakeTensorMode
+    Mismatch                if the ranks' calls were compared and differ
+    RankLost                if a rank has died, left, or not made the call within the timeout, or if
+                            an earlier call has made the group unusable
 """
 
 from collections.abc import Sequence
@@ -27,6 +29,7 @@ from collectives.algorithms import dispatch
 from collectives.algorithms.reduction import check_dtype, op_name
 from collectives.arguments import (
     check_pair,
+    check_same_dtype,
     copy_back,
     describe_call,
     flatten,
@@ -158,11 +161,7 @@ def all_to_all_single(
             output, input, output_split_sizes, input_split_sizes, group, async_op
         )
     comm = communicator(group)
-    if output.dtype != input.dtype:
-        raise TypeError(
-            f"expected one dtype for output and input, got {output.dtype} and "
-            f"{input.dtype}; cast one of them"
-        )
+    check_same_dtype("output", output, "input", input)
     output_sizes = split_sizes(output_split_sizes)
     input_sizes = split_sizes(input_split_sizes)
     is_even = not (output_sizes or input_sizes)
@@ -235,10 +234,10 @@ def run(
 
 
 def _overwrites_input(comm: Communicator, output: Tensor, input: Tensor) -> bool:
-    """Return True if writing the output could overwrite input that is still needed.
+    """Return True if writing the output could overwrite elements of the input before they are read.
 
-    The tensors may overlap if the shorter one is this rank's slice of the longer one. The
-    algorithms of reduce-scatter and all-gather support this.
+    If the shorter tensor is this rank's slice of the longer one, return False: the algorithms of
+    reduce-scatter and all-gather support this overlap.
     """
     longer, shorter = (output, input) if output.numel() > input.numel() else (input, output)
     slice_address = longer.data_ptr() + comm.rank * shorter.nbytes
@@ -258,7 +257,7 @@ def barrier(
     """Wait until every rank of the group has called this function.
 
     `device_ids` has no effect, as on gloo: no device takes part in the call. `timeout` applies to
-    this call only. The default is the group's timeout.
+    this call only; the default is the group's timeout.
     """
     comm = communicator(group)
     call = Call("barrier", (), torch.uint8)
@@ -272,11 +271,12 @@ def shared_empty(
 ) -> Tensor:
     """Return a tensor of zeros in memory that all ranks of the host share.
 
-    If the C++ engine was compiled (`shared_memory/engine.py`), `all_reduce` of more than 32 KiB in
-    this memory needs no copies.
+    On one host, an `all_reduce` of more than 32 KiB in this memory needs no copies. The conditions
+    are that the engine was compiled (`shared_memory/engine.py`), that it supports the op and the
+    dtype, and that all ranks pass the same part of the tensor.
 
-    Every rank of the group must call this function with the same size and dtype. If ranks cannot
-    share memory, the result is an ordinary tensor, with which collectives are slower.
+    Every rank of the group must call this function with the same size and dtype. If the ranks of a
+    host cannot share memory, the result is an ordinary tensor, whose collectives are slower.
     """
     comm = communicator(group)
     # torch validates the size and the dtype, and chooses the default dtype.

@@ -7,13 +7,11 @@
     Communicator.fail             turns an error into one that names the ranks that caused it
 
 A process group has one communicator per rank. On the registered backend, the group creates it. On
-other backends, the first collective creates it (see `groups.py`).
+other backends, the first collective creates it (see `groups.py`). The calls of a group run one at a
+time, in the order in which they are made: see Note [Engine hand-over].
 
-The calls of a group run one at a time, in the order in which they are made. Synchronous calls run
-on the caller's thread, asynchronous calls on the progress thread (see `execution/progress.py`).
-
-A call that fails makes the group unusable. The exception is a mismatch that is found before data
-moves: the group can still be used.
+A call that fails makes the group unusable. The exception is a mismatch that all ranks find before
+data moves: the group can still be used.
 """
 
 import os
@@ -67,7 +65,6 @@ class Communicator:
     Args:
         group: torch's process group, or its gloo backend.
         store: a store that only this group uses: see `fresh_store`.
-        timeout: the timeout of the group.
         deadline: the time by which all ranks must have set up the group, a value of
             time.monotonic.
     """
@@ -100,7 +97,6 @@ class Communicator:
             deadline=deadline,
         )
         self.progress = ProgressQueue(self.topology.arena, on_end=self._on_progress_ended)
-        #: The measured costs of each collective.
         self.cost_models: dict[str, CostModel] = {}
         #: The algorithm that "auto" has chosen, by collective, size in bytes and whether gloo can
         #: run the call.
@@ -137,7 +133,8 @@ class Communicator:
     ) -> Work | None:
         """Run a call after all earlier calls of the group.
 
-        Return None when the call has finished. With `async_op`, return its handle at once.
+        Return None when the call has finished, or raise the error that `fail` chooses. With
+        `async_op`, return the call's handle at once; its `wait` raises that error.
 
         Args:
             call: the call that the ranks compare.
@@ -229,10 +226,8 @@ class Communicator:
     ) -> None:
         """Register a call as the group's current call; raise RankLost if the group has failed.
 
-        Args:
-            packed: the serialized call.
-            compare_calls: the ranks compare this call before data moves.
-            timeout: the timeout of this call in seconds; None means the group's timeout.
+        `compare_calls` is True if the ranks compare the call before data moves. `timeout` is the
+        timeout of the call in seconds; None means the group's timeout.
         """
         if is_exiting.is_set() and is_daemon_of_user():
             raise SystemExit  # ends the thread silently: see Note [Threads at exit]
@@ -251,7 +246,7 @@ class Communicator:
         self.point_to_point.tag_by(b"")
 
     def abort(self, event: str = "called abort") -> None:
-        """Leave the group at once; the current call fails on all ranks with the reason `event`."""
+        """Leave the group at once; calls then fail on all ranks, here with the reason `event`."""
         if not self.is_inherited:
             reason = RankLost([self.rank], f"rank {self.rank} {event}; {UNUSABLE}")
             self.failures.leave_group_with_reason(reason, self.operation)
@@ -334,7 +329,7 @@ class _Execution:
 
 
 def _publish_long_waits(ref: weakref.ref[Communicator], stop: threading.Event) -> None:
-    """Publish that this rank waits, whenever two successive polls find it in the same call.
+    """Publish that this rank waits while two successive polls find it in the same call.
 
     The other ranks then do not mistake it for a late rank: see Note [Attribution of a failure].
     """

@@ -1,4 +1,4 @@
-"""Errors of a process group. Each error carries the group ranks that caused it."""
+"""Errors of a process group, which contain the ranks that caused them."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,9 +8,10 @@ LEFT_GROUP = "called destroy_process_group and left the group"
 
 
 class RankLost(RuntimeError):
-    """A rank died, did not respond within the timeout, or left the group.
+    """A rank died, failed, did not respond within the timeout, or left the group.
 
-    The lost ranks are in `ranks`, as ranks of the group.
+    The lost ranks are in `ranks`, as ranks of the group. `ranks` is empty if the group's store does
+    not answer, or if a connection failed although every rank still responds.
     """
 
     def __init__(self, ranks: Sequence[int], message: str) -> None:
@@ -23,10 +24,10 @@ class RankLost(RuntimeError):
 
 
 class Mismatch(RuntimeError):
-    """Ranks made different calls, or passed a NaN. The deviating ranks are in `ranks`.
+    """Ranks made different calls, or passed a NaN inside `checked(nan=True)`.
 
-    If calls are compared first (on one host or inside `checked`), no data has moved and the group
-    can still be used.
+    The deviating ranks are in `ranks`, as ranks of the group. If calls are compared first (on one
+    host or inside `checked`), no data has moved and the group can still be used.
     """
 
     def __init__(self, message: str, ranks: Sequence[int] = ()) -> None:

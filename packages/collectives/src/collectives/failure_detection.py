@@ -8,7 +8,7 @@ therefore takes these steps (`FailureDetector._find_cause`):
     3. It collects the other ranks' reports.
     4. It applies the rules of `attribution.py`, which blame the same ranks everywhere.
 
-If all ranks share memory, they need no reports: they see each other's clocks and processes (see
+If all ranks share memory, they need no reports: they check each other's clocks and processes (see
 `shared_memory/arena.py`).
 
 The error is raised within the timeout plus two seconds. Ranks wait for each other up to the
@@ -43,8 +43,8 @@ from collectives.store import STORE_SECONDS, clone_store, query_store, run_withi
 REPORT_SECONDS = 1.0
 # Time in which gloo notices that all connections to a dead rank have ended.
 DISCONNECT_SECONDS = 0.25
-# A rank checks whether it is waiting every MIN_POLL_SECONDS. If POLL_FRACTION of the timeout is
-# longer, that is the interval.
+# Interval at which a rank checks whether it waits in a call: MIN_POLL_SECONDS, or POLL_FRACTION of
+# the timeout if that is longer.
 MIN_POLL_SECONDS = 0.1
 POLL_FRACTION = 0.1
 # A rank whose message fails after this fraction of the timeout counts as timed out: the timeouts of
@@ -77,12 +77,9 @@ class Operation:
 class FailureDetector:
     """The part of failure detection that runs on one rank of a group.
 
-    It explains a failed call, and leaves the group so that the other ranks notice.
+    It finds the cause of a failed call, and leaves the group so that the other ranks notice.
 
     Args:
-        store: the group's store.
-        rank: this rank.
-        world_size: the number of ranks in the group.
         topology: the hosts of the group, and the memory that this rank shares with other ranks.
         point_to_point: the connections for messages between ranks.
         gloo: the connections of gloo's own collectives.
@@ -115,14 +112,10 @@ class FailureDetector:
         self._gloo = gloo
 
     def explain(self, error: BaseException, operation: Operation, timeout: float) -> BaseException:
-        """Return the error to raise for a failed call.
+        """Return the error to raise for a call that failed with `error` on this rank.
 
         Leave the group unless it can still be used, which is the case after some mismatches.
-
-        Args:
-            error: the error that the call raised on this rank.
-            operation: the failed call.
-            timeout: the timeout of the call in seconds.
+        `timeout` is the timeout of the call in seconds.
         """
         if isinstance(error, Mismatch):
             # If only the ranks of this host have compared the call, the other hosts still wait.
@@ -142,7 +135,7 @@ class FailureDetector:
         return error
 
     def leave_group_with_reason(self, reason: RankLost | Mismatch, operation: Operation) -> None:
-        """Leave the group and publish the reason to every rank."""
+        """Leave the group and publish the reason to the other ranks."""
         self.group_error = RankLost(reason.ranks, str(reason))
         if not self._one_host:
             if isinstance(reason, Mismatch):
@@ -155,10 +148,10 @@ class FailureDetector:
         self._close_connections()
         # Leave the arena last: a rank that notices this reads the reason from the report.
         if self._arena is not None:
-            self._arena.leave(reason.ranks[0] if reason.ranks else None)
+            self._arena.leave(reason.ranks)
 
     def announce_end(self, operation: Operation) -> None:
-        """Publish that this operation was the rank's last call."""
+        """Publish that `operation` was this rank's last call, and close its connections."""
         if self._arena is not None:
             self._arena.announce_end()
         if not self._one_host:
@@ -273,11 +266,11 @@ class FailureDetector:
     def _find_cause(
         self, error: PeerError, operation: Operation, timeout: float
     ) -> RankLost | Mismatch:
-        """Return the error that names the cause of failed messages, from all ranks' reports."""
+        """Return the error that names the dead ranks of this host, or ranks that reports blame."""
         number = operation.number
-        if self._arena is not None and (dead := self._arena.dead_positions()):
-            ranks = [self._arena.group_ranks[i] for i in dead]
-            return RankLost(ranks, f"{format_ranks(ranks)} died (call {number}); {UNUSABLE}")
+        dead = [] if self._arena is None else self._arena.dead_ranks()
+        if dead:
+            return RankLost(dead, f"{format_ranks(dead)} died (call {number}); {UNUSABLE}")
         # A rank may also wait for a peer of its host that takes no part in the messages.
         participants = set(operation.participants)
         if error.peer is not None:

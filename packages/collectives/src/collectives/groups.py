@@ -1,7 +1,7 @@
 """The communicator of each group, from the first call on it until the group is destroyed.
 
 torch does not report that it destroys a gloo group, so a thread checks for destroyed groups. A
-handler ends all threads when the process exits.
+function that runs when the process exits ends all threads.
 """
 
 import atexit
@@ -33,26 +33,38 @@ _watcher: threading.Thread | None = None
 
 
 def communicator(group: Any = None) -> Communicator:
-    """Return the communicator of `group`, or of the default group if it is None."""
+    """Return the communicator of `group`, or of the default group if it is None.
+
+    The first call on a gloo group creates the communicator, so every rank of the group must make
+    it. Raise RuntimeError or ValueError if there is no such group, or if it was destroyed.
+    """
     pg: Any = dist.group.WORLD if group is None else group
     if pg is None:
-        raise RuntimeError("no process group: call torch.distributed.init_process_group first")
+        raise RuntimeError("no process group; call torch.distributed.init_process_group first")
     if not isinstance(pg, dist.ProcessGroup):
         raise ValueError(
             f"expected a group that this rank is a member of, got {pg!r}; "
             "call collectives on the group's members only"
         )
-    registered = getattr(pg, "communicator", None)
-    known = registered if isinstance(registered, Communicator) else _communicators.get(pg)
-    if known is not None:
-        if known.is_inherited:
-            raise RuntimeError(
-                "expected the process that has set up the group, got a process that was forked "
-                "from it; create a process group in the forked process"
-            )
-        if known.is_closed:
-            raise ValueError(f"expected a group that exists, got {pg!r}, which has been destroyed")
-        return known
+    existing = getattr(pg, "communicator", None)
+    if not isinstance(existing, Communicator):
+        existing = _communicators.get(pg)
+    if existing is not None and existing.is_inherited:
+        raise RuntimeError(
+            "expected the process that has set up the group, got a process that was forked from "
+            "it; create a process group in the forked process"
+        )
+    if existing is None and pg in dist.distributed_c10d._world.pg_map:
+        return _create(pg)
+    if existing is None or existing.is_closed:
+        raise ValueError(
+            f"expected a group that exists, got {pg!r}, which has been destroyed; create a new one"
+        )
+    return existing
+
+
+def _create(pg: Any) -> Communicator:
+    """Return the communicator of a gloo group, which this or another thread creates."""
     with _creating.setdefault(pg, threading.Lock()):
         if pg not in _communicators:
             _close_destroyed_groups()
@@ -62,9 +74,7 @@ def communicator(group: Any = None) -> Communicator:
 
 
 def _set_up(pg: Any) -> Communicator:
-    """Create the communicator of a group of torch; every rank must call this function."""
-    if pg not in dist.distributed_c10d._world.pg_map:
-        raise ValueError(f"expected a group that exists, got {pg!r}, which has been destroyed")
+    """Create and return the communicator of a gloo group; every rank must call this function."""
     timeout = pg._get_backend(pg._device_types[0]).options._timeout
     # One deadline bounds all waits of the set-up.
     deadline = time.monotonic() + timeout.total_seconds()
@@ -83,28 +93,29 @@ def _set_up(pg: Any) -> Communicator:
 def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Iterator[None]:
     """Compare every call across ranks before data moves.
 
-    Every rank must enter the context. A difference raises `Mismatch` on all ranks. The error
-    contains the deviating ranks. The context changes the calls of all threads on the group, so only
-    one thread may enter it at a time.
+    Every rank must enter the context. A difference raises `Mismatch` on all ranks, with the
+    deviating ranks in `Mismatch.ranks`. The context changes the calls of all threads on the group,
+    so only one thread may enter it at a time.
 
     Args:
-        group: the group; the default group if None.
         nan: search the inputs for NaNs. A NaN raises `Mismatch` before it reaches other ranks.
             False does not end the search of an outer context.
         shapes: compare the tensors' shapes. False compares their numbers of elements, as gloo does,
             so that ranks can pass tensors of different shapes.
     """
     comm = communicator(group)
-    before = comm.compare_calls, comm.find_nan, comm.compare_shapes
+    outer_compare_calls = comm.compare_calls
+    outer_find_nan = comm.find_nan
+    outer_compare_shapes = comm.compare_shapes
     comm.compare_calls = True
     comm.find_nan = comm.find_nan or nan
     comm.compare_shapes = shapes
     try:
         yield
     finally:
-        comm.compare_calls = before[0]
-        comm.find_nan = before[1]
-        comm.compare_shapes = before[2]
+        comm.compare_calls = outer_compare_calls
+        comm.find_nan = outer_find_nan
+        comm.compare_shapes = outer_compare_shapes
 
 
 def _close_destroyed_groups() -> None:

@@ -78,7 +78,8 @@ def gather(
 ) -> dist.Work | None:
     """Copy the tensors of all ranks to `gather_list`, which only rank `dst` passes.
 
-    All tensors have the same dtype and number of elements. The default of `dst` is rank 0.
+    All tensors have the same dtype and number of elements. `dst` is a global rank, by default 0;
+    `group_dst` is the rank in the group and can be passed instead.
     """
     comm = communicator(group)
     root = root_rank(comm, 0 if dst is None and group_dst is None else dst, group, group_dst)
@@ -99,7 +100,8 @@ def scatter(
 ) -> dist.Work | None:
     """Copy the i-th tensor of `scatter_list`, which only rank `src` passes, to rank i's `tensor`.
 
-    All tensors have the same dtype and number of elements. The default of `src` is rank 0.
+    All tensors have the same dtype and number of elements. `src` is a global rank, by default 0;
+    `group_src` is the rank in the group and can be passed instead.
     """
     comm = communicator(group)
     root = root_rank(comm, 0 if src is None and group_src is None else src, group, group_src)
@@ -221,7 +223,7 @@ def _describe_list(
 
 
 def _pad(flat: Tensor, length: int) -> Tensor:
-    """Return the tensor, or a copy with zeros at the end if it is shorter than `length`."""
+    """Return the tensor, or a copy of `length` elements with zeros at the end if it is shorter."""
     if flat.numel() == length:
         return flat
     padded = flat.new_zeros(length)
@@ -236,15 +238,16 @@ def _check_list(
     like: Tensor | None = None,
     position: int | None = None,
 ) -> list[Tensor]:
-    """Return the list; raise ValueError unless it has one tensor per rank and they match `like`.
+    """Return the list; raise an error unless it has one tensor per rank and they match `like`.
 
     Every tensor must have the dtype of `like`, and its number of elements. With `position`, only
     the tensor at that position must have that number.
     """
-    if not tensors or len(tensors) != comm.world_size:
-        count = len(tensors) if tensors else "none"
+    length = 0 if tensors is None else len(tensors)
+    if tensors is None or length != comm.world_size:
         raise ValueError(
-            f"{name} needs a tensor for each of {comm.world_size} ranks, but has {count}"
+            f"expected {name} to have one tensor for each of {comm.world_size} ranks, got {length} "
+            f"tensors on rank {comm.rank}"
         )
     if like is None:
         return list(tensors)
@@ -257,8 +260,8 @@ def _check_list(
             )
         if tensor.numel() != like.numel() and position in (None, i):
             raise ValueError(
-                f"{name}[{i}] has {tensor.numel()} elements; expected as many as this rank's "
-                f"tensor has, {like.numel()}"
+                f"expected {name}[{i}] to have {like.numel()} elements, as this rank's tensor has, "
+                f"got {tensor.numel()}; pass a tensor of that size"
             )
     return list(tensors)
 
@@ -271,7 +274,7 @@ def _check_root_list(
         return _check_list(name, comm, tensors, like)
     if tensors:
         raise ValueError(
-            f"{name} must be passed on the root only: it is passed on rank {comm.rank}, but rank "
-            f"{root} is the root"
+            f"expected {name} on the root, rank {root}, only, got a list on rank {comm.rank}; pass "
+            "None on this rank"
         )
     return [like.new_empty(0) for _ in range(comm.world_size)]

@@ -4,13 +4,13 @@ Each of n ranks has a tensor x of S bytes. An all-reduce stores the sum of these
 every rank. Two algorithms compute it:
 
     ring   2(n-1) messages in sequence, 2(n-1)/n S bytes sent per rank     long tensors
-    tree   2 log n messages in sequence, at most log n S bytes per rank    short tensors
+    tree   2L messages in sequence, at most L S bytes sent per rank        short tensors
 
-The ring is a reduce-scatter followed by an all-gather. After the reduce-scatter, each rank owns one
-slice of the sum. The all-gather sends the slices around the same ring and copies instead of adding.
-Slices may differ by one element: the number of ranks need not divide the length of the tensor. The
-tree is a reduce to rank 0 followed by a broadcast. The remainder of this package makes these loops
-fast, validates calls and handles failures.
+Here L is log2 n, rounded up. The ring is a reduce-scatter followed by an all-gather. After the
+reduce-scatter, each rank owns one slice of the sum. The all-gather sends the slices around the same
+ring and copies instead of adding. Slices may differ by one element: the number of ranks need not
+divide the length of the tensor. The tree is a reduce to rank 0 followed by a broadcast. The other
+files of this package make these loops fast, validate calls and handle failures.
 
 Thakur, Rabenseifner and Gropp, Optimization of Collective Communication Operations in MPICH, 2005.
 Patarasuk and Yuan, Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations, 2009.
@@ -23,18 +23,19 @@ from torch import Tensor
 Group = dist.ProcessGroup | None
 
 
-def exchange(send: Tensor, to: int, receive: Tensor, source: int, group: Group = None) -> None:
-    """Send one tensor and receive another at the same time, so that ranks do not deadlock."""
-    sent = dist.isend(send, group=group, group_dst=to) if send.numel() else None
-    received = dist.irecv(receive, group=group, group_src=source) if receive.numel() else None
-    for work in (sent, received):
+def exchange(send: Tensor, target: int, receive: Tensor, source: int, group: Group = None) -> None:
+    """Send and receive at the same time, so that ranks do not deadlock; skip empty tensors."""
+    sending = dist.isend(send, group=group, group_dst=target) if send.numel() else None
+    receiving = dist.irecv(receive, group=group, group_src=source) if receive.numel() else None
+    for work in (sending, receiving):
         if work is not None:
             work.wait()
 
 
 def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
-    """Replace slice r of x on rank r with its sum over the ranks; overwrite the other slices."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    """Return this rank's slice of x, which now contains the sum; overwrite the other slices."""
+    rank = dist.get_rank(group)
+    n = dist.get_world_size(group)
     slices = x.tensor_split(n)
     right, left = (rank + 1) % n, (rank - 1) % n
     for step in range(1, n):
@@ -48,8 +49,9 @@ def ring_reduce_scatter(x: Tensor, group: Group = None) -> Tensor:
 
 
 def ring_all_gather(x: Tensor, group: Group = None) -> None:
-    """Fill every slice of x from its owner: each step forwards the slice of the previous step."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    """Copy each slice of x from its owner: a step forwards the slice of the previous step."""
+    rank = dist.get_rank(group)
+    n = dist.get_world_size(group)
     slices = x.tensor_split(n)
     right, left = (rank + 1) % n, (rank - 1) % n
     for step in range(n - 1):
@@ -63,8 +65,9 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
 
 
 def tree_reduce(x: Tensor, group: Group = None) -> None:
-    """Store the sum on rank 0: at distance d = 1, 2, 4, ..., rank r + d sends its sum to rank r."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    """Store the sum on rank 0 and partial sums elsewhere: rank r+d sends to r, d = 1, 2, 4, ..."""
+    rank = dist.get_rank(group)
+    n = dist.get_world_size(group)
     empty = x[:0]  # The message in the other direction, which `exchange` omits.
     distance = 1
     while distance < n:
@@ -79,7 +82,8 @@ def tree_reduce(x: Tensor, group: Group = None) -> None:
 
 def tree_broadcast(x: Tensor, group: Group = None) -> None:
     """Copy rank 0's x to every rank: each step doubles the number of ranks that have it."""
-    rank, n = dist.get_rank(group), dist.get_world_size(group)
+    rank = dist.get_rank(group)
+    n = dist.get_world_size(group)
     empty = x[:0]
     distance = 1
     while distance < n:
@@ -91,6 +95,6 @@ def tree_broadcast(x: Tensor, group: Group = None) -> None:
 
 
 def tree_all_reduce(x: Tensor, group: Group = None) -> None:
-    """Replace x with the sum in 2 log n messages, whose number dominates for short tensors."""
+    """Replace x with the sum over all ranks; for short tensors, the number of messages matters."""
     tree_reduce(x, group)
     tree_broadcast(x, group)

@@ -12,14 +12,15 @@ from collectives.shared_memory.fingerprint import format_ranks
 
 
 def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.ProcessGroup:
-    """Return a new group of the ranks that were not reported as lost when `group` failed.
+    """Return a new group of the ranks that were not blamed when `group` failed.
 
-    Every surviving rank must call this function after its `RankLost`, as with
-    `torch.distributed.new_group`. Ranks keep their global ranks, and the new group numbers them in
-    the order of their global ranks. The failed group remains unusable, even if it is the default
-    group. The ranks rendezvous in the store of the default group, so no lost rank may serve it.
+    Every surviving rank must call this function after its error. Ranks keep their global ranks, and
+    the new group numbers them in the order of their global ranks. The failed group remains
+    unusable, even if it is the default group. The ranks rendezvous in the store of the default
+    group, so no lost rank may serve it. Raise RuntimeError if `group` has not failed, or if this
+    rank was blamed.
 
-    If further ranks are lost meanwhile, every survivor of a group of the registered backend gets
+    If further ranks are lost, every survivor of a group of the registered backend gets
     `RankLost` after the timeout. The error's `ranks` are all lost ranks of `group`. The next call
     excludes all of them. On other backends, torch's own error is raised.
 

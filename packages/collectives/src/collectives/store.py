@@ -3,6 +3,9 @@
 Unless it is a file, the store is served by rank 0's process or by the launcher. It may therefore
 have ended together with the lost rank. Every query runs on a separate thread, which is abandoned if
 the store does not answer.
+
+If a rank is killed in the middle of a write, a store file may never answer. torch's reader then
+polls the end of the file in an endless loop, while it holds the lock of the file.
 """
 
 import secrets
@@ -28,7 +31,7 @@ CHECK_SECONDS = 0.5
 NUMBER_BYTES = 8
 STORE_LOST = (
     "the group's store does not answer: the process that serves it (a launcher, or rank 0 of the "
-    "default group) has ended or hangs, or a rank was stopped while it used a file store"
+    "default group) has ended or hangs, or a rank was stopped or killed while it used a file store"
 )
 T = TypeVar("T")
 
@@ -99,8 +102,9 @@ def run_within(
 ) -> T:
     """Return the result of `function`, or raise its error; raise TimeoutError after `seconds`.
 
-    The time limit restarts at `last_answer()`, a value of time.monotonic. After a timeout the
-    thread that runs `function` is abandoned.
+    The time limit restarts at each answer that `function` gets: `last_answer` returns the time of
+    the last answer, a value of time.monotonic. After a timeout, the thread that runs `function` is
+    abandoned.
     """
     future = Future[T]()
     start_time = time.monotonic()
@@ -144,8 +148,8 @@ def fetch(
     """Write `publish` to the store, then return the value of `keys[rank]` for every rank.
 
     Raise RankLost with the ranks that have not written their value by `deadline`, a value of
-    time.monotonic, or that are known to have ended (`find_ended`). `poll` is called repeatedly
-    during the wait.
+    time.monotonic, or that are known to have ended (`find_ended`). If the store does not answer,
+    the error names no rank. `poll` is called repeatedly during the wait.
     """
     values: dict[int, bytes] = {}
     ended: list[int] = []

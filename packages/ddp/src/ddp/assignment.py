@@ -1,4 +1,4 @@
-"""The assignment of parameters to buckets, which is improved once after the first step."""
+"""The assignment of parameters to buckets, which changes once after the first step."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from ddp.process_group import ReduceGroup
 class BucketAssignment:
     """The buckets of a model, and the bucket and slot of each parameter.
 
-    Before the first step, the expected order of gradients is the reverse order of registration. The
-    first step records the real order. `rebuild` then assigns the parameters again, so that buckets
-    become full in the order of launches.
+    Before the first step, gradients are expected in the reverse order of registration. The first
+    step records the order in which they become ready. `rebuild` then reassigns the parameters, so
+    that buckets become full in the order of launches.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class BucketAssignment:
     ) -> None:
         #: The buckets in the order of launches.
         self.buckets: list[Bucket] = []
-        #: Bucket and slot of each parameter.
+        #: Bucket and slot of each parameter, by the index of the parameter.
         self.slots: dict[int, tuple[Bucket, int]] = {}
         #: Indices of the parameters in the expected order of gradients.
         self.order = list(reversed(range(len(parameters))))
@@ -48,20 +48,20 @@ class BucketAssignment:
         self._allocate(assign_buckets(parameters, self.order, self._bucket_bytes))
 
     def record_ready(self, index: int) -> None:
-        """Record that the gradient of parameter `index` became ready; later calls do nothing."""
+        """Record the first time that the gradient of parameter `index` becomes ready."""
         self._ready_order.setdefault(index)
 
     def rebuild(self) -> None:
-        """Assign the parameters in the order in which gradients became ready on rank 0, once.
+        """Reassign the parameters in the order in which gradients became ready on rank 0.
 
         The first call is a collective, and later calls do nothing. Old buckets are freed before new
-        ones are allocated. Only accumulated gradients are in memory twice for a short time.
+        buckets are allocated. Only accumulated gradients are in memory twice for a short time.
         """
         if self._has_rebuilt or not self._parameters:
             return
         self._has_rebuilt = True
-        others = [index for index in self.order if index not in self._ready_order]
-        self.order = self._broadcast_order([*self._ready_order, *others])
+        not_ready = [index for index in self.order if index not in self._ready_order]
+        self.order = self._broadcast_order([*self._ready_order, *not_ready])
         assignment = assign_buckets(self._parameters, self.order, self._bucket_bytes)
         if assignment == [bucket.indices for bucket in self.buckets]:
             return
@@ -72,7 +72,8 @@ class BucketAssignment:
         self._allocate(assignment)
         for index in accumulated:
             bucket, slot = self.slots[index]
-            bucket.move_in(slot)
+            if bucket.should_move_in(slot):
+                bucket.move_in(slot)
 
     def _allocate(self, assignment: Sequence[Sequence[int]]) -> None:
         for number, indices in enumerate(assignment):
@@ -93,13 +94,13 @@ class BucketAssignment:
             check_separate_memory(self.buckets)
 
     def _broadcast_order(self, order: Sequence[int]) -> list[int]:
-        """Return the `order` of rank 0. This is a collective."""
+        """Return the `order` that rank 0 passes. This is a collective."""
         indices = torch.tensor(order, device=self._parameters[0].device)
         broadcast = partial(dist.broadcast, group=self._group.process_group, group_src=0)
         description = "the agreement on the order of buckets"
         run_collective(broadcast, indices, description, self._attribute_errors)
-        agreed: list[int] = indices.tolist()
-        return agreed
+        order_of_rank0: list[int] = indices.tolist()
+        return order_of_rank0
 
 
 def assign_buckets(
@@ -107,11 +108,12 @@ def assign_buckets(
     order: Sequence[int],
     bucket_bytes: float | Sequence[float],
 ) -> list[tuple[int, ...]]:
-    """Split `order` into buckets of one dtype and device with at most `bucket_bytes` each.
+    """Split `order`, the indices of parameters, into buckets of one dtype and device.
 
-    A parameter larger than the limit gets a separate bucket; with a limit of 0 every parameter
-    does. If `bucket_bytes` is a sequence, bucket i has limit i, and later buckets have the last
-    limit. Buckets are sorted by the position of their last parameter in `order`.
+    Each bucket has at most `bucket_bytes`. A parameter larger than the limit gets a separate
+    bucket. With a limit of 0, every parameter gets one. If `bucket_bytes` is a sequence, bucket i
+    has limit i, and later buckets have the last limit. Returns the buckets as tuples of indices,
+    sorted by the position of their last parameter in `order`.
     """
     limits = list(bucket_bytes) if isinstance(bucket_bytes, Sequence) else [bucket_bytes]
     position = {index: number for number, index in enumerate(order)}

@@ -1,16 +1,17 @@
-"""Buckets: flat buffers that hold gradients next to each other, so that one call reduces many."""
+"""Buckets: flat buffers of several gradients, so that one call reduces all of them."""
 
 # Note [Bucket layout]
 # ~~~~~~~~~~~~~~~~~~~~
 #     [ gradients | participating | stepped | suspect | one flag per parameter: 1 if missing ]
 #
-# The flags are summed together with the gradients. From the sums every rank knows, without another
+# The flags are summed together with the gradients. The sums show every rank, without another
 # collective, whether all ranks participated, took an optimizer step and had gradients of the same
-# parameters. A rank is suspect if `check_nan=True` found NaN, or if its weights changed after the
-# last forward pass started. The ranks exchange reports only if the sums are not the expected ones.
+# parameters. A rank is suspect if `check_nan=True` found NaN, or if its weights changed between the
+# start of the last forward pass and the launch of the last bucket. The ranks exchange reports only
+# if the sums are not the expected ones.
 #
-# `parameter.grad` is a view of the buffer, so the all-reduce works on the gradient itself. Complex
-# gradients are stored as pairs of real numbers.
+# By default, `parameter.grad` is a view of the buffer, so the all-reduce changes `.grad` itself.
+# Complex gradients are stored as pairs of real numbers.
 
 from __future__ import annotations
 
@@ -24,13 +25,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ddp.reference_counts import (
-    UNSHARED_REFERENCES,
-    count_memory_references,
-    count_references,
-    is_aliased,
-)
-
 #: Number of flags per rank, before the flags of the parameters. See Note [Bucket layout].
 RANK_FLAGS = 3
 
@@ -43,14 +37,13 @@ Allocate = Callable[..., Tensor]
 class Bucket:
     """Parameters whose gradients are reduced together. See Note [Bucket layout]."""
 
-    #: Index of each parameter in the model. A position in this tuple is called a slot.
+    #: Index of each parameter in the reducer. A position in this tuple is called a slot.
     indices: tuple[int, ...]
     parameters: tuple[nn.Parameter, ...]
-    #: Gradients followed by flags.
     buffer: Tensor
     #: View of each gradient, in the shape and memory order of its parameter.
     views: tuple[Tensor, ...]
-    #: Name of each parameter, used in messages.
+    #: Names of the parameters, used in messages.
     names: tuple[str, ...] = ()
     #: Position in the order of launches.
     index: int = 0
@@ -60,13 +53,13 @@ class Bucket:
     gradient_as_view: bool = True
     #: True if the caller's `allocate` provided the memory.
     has_custom_memory: bool = False
-    #: Slots whose gradient is final in this step.
+    #: Slots whose gradient is final in this step, or missing.
     ready: set[int] = field(default_factory=set)
-    #: Slots without a gradient on this rank.
+    #: Slots without a gradient on this rank, which contribute zeros.
     missing: set[int] = field(default_factory=set)
     #: Slots whose gradient contains NaN on this rank.
     nan_slots: set[int] = field(default_factory=set)
-    #: Slots of small gradients that are final but not copied into the buffer yet.
+    #: Slots of final gradients that are not copied into the buffer yet.
     deferred: list[int] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -74,49 +67,26 @@ class Bucket:
         self._expected_flags: dict[int, tuple[Tensor, Tensor]] = {}
 
     def _index_views(self) -> None:
-        # `.grad` becomes an alias of a view, not the view: `module.float()` replaces the memory of
-        # `.grad`, and `views` must keep the memory of the buffer.
-        self._grad_views = [view.detach() for view in self.views]
+        #: The tensor that `.grad` becomes in each slot. It is an alias of the view, not the view:
+        #: `module.float()` replaces the memory of `.grad`, and `views` must stay in the buffer.
+        self.grad_views = [view.detach() for view in self.views]
         self.slot_bytes = tuple(view.nbytes for view in self.views)
         self._shapes = tuple(view.shape for view in self.views)
         self._strides = tuple(view.stride() for view in self.views)
         self._addresses = tuple(view.data_ptr() for view in self.views)
         num_flags = RANK_FLAGS + len(self.views)
         self.gradients, self.flags = self.buffer.split([len(self.buffer) - num_flags, num_flags])
-        self._num_memory_references = count_memory_references(self.buffer)
+        #: Number of references to the memory of the buffer if the caller has none.
+        self.num_memory_references = count_memory_references(self.buffer)
 
     @property
     def description(self) -> str:
         """The names of the parameters, shortened for messages."""
         return _describe(self.names)
 
-    def preserve_aliased_grads(self, slots: Sequence[int] | None = None) -> None:
-        """Keep the values of old gradients that the caller still references.
-
-        Call this before `slots` of the buffer are overwritten, by default all. A gradient that is
-        still the `.grad` of its parameter is not preserved. In memory from `allocate`, only former
-        `.grad` tensors are preserved, not other aliases.
-        """
-        if slots is None:
-            slots = range(len(self.views))
-        all_references = count_references([self._grad_views[slot] for slot in slots])
-        for slot, references in zip(slots, all_references, strict=True):
-            grad_view = self._grad_views[slot]
-            if self.parameters[slot].grad is grad_view:
-                continue
-            if references > UNSHARED_REFERENCES:
-                grad_view.data = grad_view.clone()
-                self._grad_views[slot] = self.views[slot].detach()
-        if self.has_custom_memory:
-            return
-        if count_memory_references(self.buffer) <= self._num_memory_references:
-            return
-        # Other aliases of the buffer exist but cannot be enumerated: they keep the old memory, and
-        # the bucket moves to new memory.
+    def move_to_new_memory(self) -> None:
+        """Copy the buffer to new memory; each `.grad` that was a view of the buffer stays one."""
         holding = [slot for slot in range(len(self.views)) if self.holds_grad(slot)]
-        # Aliases of accumulating gradients receive the new values, as without a wrapper.
-        if len(holding) == len(self.views):
-            return
         self.buffer = self.buffer.clone()
         storage = self.buffer.untyped_storage()
         self.views = tuple(
@@ -134,7 +104,7 @@ class Bucket:
             self.set_grad_view(slot)
 
     def copy_in_deferred(self, scale: float) -> None:
-        """Copy in all deferred gradients, with one call for the copies and one for the scaling."""
+        """Copy and scale all deferred gradients, with one call for each of the two operations."""
         slots: Sequence[int] = self.deferred
         self.deferred = []
         if not slots:
@@ -161,8 +131,8 @@ class Bucket:
     def is_undefined(self, slot: int) -> bool:
         """Return True if a `.grad` of None means that autograd computed None as the gradient.
 
-        A custom function may return None. As in torch's DDP, such a gradient counts as zero. Return
-        False if the parameter has other hooks: one of them may have removed the gradient, which is
+        A custom function may return None. As in torch's DDP, such a gradient counts as zero.
+        Returns False if the parameter has other hooks, which may have removed the gradient. This is
         an error.
         """
         hooks: Any = self.parameters[slot]._post_accumulate_grad_hooks
@@ -175,32 +145,32 @@ class Bucket:
         self.ready.add(slot)
 
     def fill_with_zeros(self) -> None:
-        """Contribute zeros for all parameters; `.grad` keeps its value."""
-        self.release()
-        self.preserve_aliased_grads()
+        """Contribute zeros for all parameters. To keep each `.grad`, call `release` first."""
         self.gradients.zero_()
         self.ready.update(range(len(self.indices)))
 
-    def move_in(self, slot: int) -> None:
-        """Move an unscaled gradient into the buffer, where later backward passes add to it.
-
-        Do nothing if there is no gradient, or if `.grad` is a view already or must not become one.
-        """
+    def should_move_in(self, slot: int) -> bool:
+        """Return True if `.grad` should be a view of the buffer, but is a separate tensor."""
         has_gradient = self.parameters[slot].grad is not None
-        if self.gradient_as_view and has_gradient and not self.holds_grad(slot):
-            self.preserve_aliased_grads([slot])
-            self.views[slot].copy_(self._checked_gradients([slot])[0])
-            self.set_grad_view(slot)
+        return self.gradient_as_view and has_gradient and not self.holds_grad(slot)
+
+    def move_in(self, slot: int) -> None:
+        """Move an unscaled gradient into the buffer, where later backward passes add to it."""
+        self.views[slot].copy_(self._checked_gradients([slot])[0])
+        self.set_grad_view(slot)
 
     def set_grad_view(self, slot: int) -> None:
         """Make `.grad` of the parameter a view of the buffer."""
-        grad_view = self._grad_views[slot]
-        if grad_view.data_ptr() != self._addresses[slot]:
-            grad_view = self._grad_views[slot] = self.views[slot].detach()
-        self.parameters[slot].grad = grad_view
+        if self.grad_views[slot].data_ptr() != self._addresses[slot]:
+            self.renew_grad_view(slot)
+        self.parameters[slot].grad = self.grad_views[slot]
+
+    def renew_grad_view(self, slot: int) -> None:
+        """Use a new tensor in `grad_views`: the caller has the current one, or moved its memory."""
+        self.grad_views[slot] = self.views[slot].detach()
 
     def set_final_grads(self, unused: Collection[int]) -> None:
-        """Store the mean in each `.grad` that is not a view yet, except for indices in `unused`."""
+        """Store the mean in each `.grad` that is not a view, except at the indices in `unused`."""
         for slot in self.missing if self.gradient_as_view else range(len(self.views)):
             parameter = self.parameters[slot]
             if self.indices[slot] in unused:
@@ -213,18 +183,23 @@ class Bucket:
                 parameter.grad.copy_(self.views[slot])
 
     def release(self) -> list[int]:
-        """Replace each `.grad` that is a view of the buffer by a copy; return their indices."""
+        """Copy each `.grad` that is a view of the buffer; return the indices of the parameters."""
         released = []
         for slot, parameter in enumerate(self.parameters):
             if self.holds_grad(slot):
                 parameter.grad = self.views[slot].clone()
                 released.append(self.indices[slot])
             else:
-                self._forget_replaced_grad(slot)
+                self.forget_moved_grad(slot)
         return released
 
+    def forget_moved_grad(self, slot: int) -> None:
+        """Renew the view of a slot if `module.double()` or `.grad.data = ...` moved `.grad`."""
+        if self.parameters[slot].grad is self.grad_views[slot]:
+            self.renew_grad_view(slot)
+
     def holds_grad(self, slot: int) -> bool:
-        """Return True if `.grad` of the parameter is a view of its slot."""
+        """Return True if `.grad` of the parameter is a view of its slot in the buffer."""
         gradient = self.parameters[slot].grad
         if gradient is None or gradient.layout is not torch.strided:
             return False
@@ -236,34 +211,6 @@ class Bucket:
             and not gradient.is_neg()
         )
 
-    def copy_misplaced_grads(self, storages: Collection[int]) -> None:
-        """Copy each `.grad` that is in one of these storages, but is not a view of its slot."""
-        for slot, parameter in enumerate(self.parameters):
-            gradient = parameter.grad
-            if gradient is None or self.holds_grad(slot):
-                continue
-            self._forget_replaced_grad(slot)
-            is_dense = gradient.layout is torch.strided
-            if is_dense and gradient.untyped_storage().data_ptr() in storages:
-                parameter.grad = gradient.clone()
-
-    def _forget_replaced_grad(self, slot: int) -> None:
-        """Forget a `.grad` outside its slot: `module.double()` or `.grad.data = ...` moved it."""
-        if self.parameters[slot].grad is self._grad_views[slot]:
-            self._grad_views[slot] = self.views[slot].detach()
-
-    def find_aliased_grad(self) -> str | None:
-        """Return the name of a parameter whose `.grad` has memory that the caller also references.
-
-        Views of the buffer do not count. Returns None if there is no such parameter.
-        """
-        for slot, parameter in enumerate(self.parameters):
-            if parameter.grad is None or parameter.grad.layout is not torch.strided:
-                continue
-            if not self.holds_grad(slot) and is_aliased(parameter):
-                return self.names[slot]
-        return None
-
     def clear(self) -> None:
         """Reset the state of the step."""
         self.ready.clear()
@@ -272,8 +219,8 @@ class Bucket:
         self.deferred.clear()
 
     def record_nan_slots(self) -> None:
-        """Record the slots whose gradient contains NaN."""
-        # The sum is NaN if any element is NaN, or if infinities cancel. Only then check each view.
+        """Record the slots whose gradient contains NaN in `nan_slots`."""
+        # The sum is NaN if an element is NaN, or if infinities cancel. Only then check each view.
         if bool(self.gradients.sum().isnan()):
             for slot, view in enumerate(self.views):
                 if bool(view.isnan().any()):
@@ -288,10 +235,7 @@ class Bucket:
             self.flags.copy_(torch.tensor([float(flag) for flag in (*rank_flags, *missing)]))
 
     def has_usual_flags(self, world_size: int, *, has_stepped: bool) -> bool:
-        """Return True if every rank has all gradients and no rank is suspect.
-
-        Return False if `has_stepped` differs between ranks.
-        """
+        """Return True if all ranks have every gradient and this `has_stepped`, without suspects."""
         if world_size not in self._expected_flags:
             usual, stepped = self._usual_flags
             self._expected_flags[world_size] = (usual * world_size, stepped * world_size)
@@ -299,7 +243,7 @@ class Bucket:
 
     @cached_property
     def _usual_flags(self) -> tuple[Tensor, Tensor]:
-        """The flags of a participating rank with all gradients: without and with a step."""
+        """The flags of a participating rank with all gradients, without and with a step."""
         usual = torch.zeros_like(self.flags)
         stepped = torch.zeros_like(self.flags)
         usual[0] = 1.0
@@ -307,7 +251,7 @@ class Bucket:
         return usual, stepped
 
     def _checked_gradients(self, slots: Sequence[int]) -> list[Tensor]:
-        """Return the gradients of `slots` without a graph; raise an error if one does not fit."""
+        """Return the gradients of `slots` without graphs; raise an error if one does not fit."""
         gradients: list[Tensor] = []
         for slot in slots:
             gradient = self.parameters[slot].grad
@@ -318,11 +262,11 @@ class Bucket:
             ):
                 raise self._gradient_error(slot)
             if (
-                gradient is not self._grad_views[slot]
+                gradient is not self.grad_views[slot]
                 and gradient.data_ptr() == self._addresses[slot]
                 and not self.holds_grad(slot)
             ):
-                gradient = gradient.clone()  # A hook has replaced `.grad` by its conjugate.
+                gradient = gradient.clone()  # `.grad` is another view of its slot: its conjugate.
             # With create_graph=True, autograd would record the copy into the bucket.
             gradients.append(without_graph(gradient))
         return gradients
@@ -333,19 +277,27 @@ class Bucket:
         name = self.names[slot]
         if gradient is None:
             return RuntimeError(
-                f"expected a gradient of {name!r}, got None: a hook on the parameter removed it "
-                "before it was averaged; set .grad to None after backward() instead"
+                f"expected a gradient of {name!r}, got None: a hook on the parameter removed the "
+                "gradient before it was averaged; set .grad to None after backward() instead"
             )
         if gradient.layout is not torch.strided:
             return TypeError(
                 f"expected a dense gradient of {name!r}, got {gradient.layout}; construct that "
-                "layer with sparse=False, or use nn.Embedding(sparse=True)"
+                "layer with sparse=False, or use nn.Embedding or nn.EmbeddingBag instead"
             )
         return RuntimeError(
             f"expected the gradient of {name!r} to have the shape {tuple(self._shapes[slot])} "
-            f"that it had when it was wrapped, got {tuple(gradient.shape)}; wrap the changed "
-            "model in a new DDP"
+            f"of the wrapped parameter, got {tuple(gradient.shape)}; wrap the changed model in a "
+            "new DDP"
         )
+
+
+def count_memory_references(tensor: Tensor) -> int:
+    """Return the number of references to the storage of a tensor.
+
+    Each tensor that uses the storage counts as one. The count includes one of this function.
+    """
+    return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
 def without_graph(gradient: Tensor) -> Tensor:
@@ -371,8 +323,8 @@ def make_bucket(
 ) -> Bucket:
     """Allocate the bucket of the parameters with these indices.
 
-    Raises `RuntimeError` if the memory cannot be allocated, and `ValueError` if `allocate` returns
-    a tensor of another shape, dtype or device.
+    Raises `RuntimeError` if the memory cannot be allocated, and `ValueError` if `allocate` does not
+    return a contiguous tensor of the requested shape and dtype on the device of the parameters.
     """
     members = tuple(parameters[index] for index in indices)
     member_names = tuple(names[index] if names else str(index) for index in indices)
@@ -383,7 +335,7 @@ def make_bucket(
     )
     pieces = torch.split(buffer[: sum(sizes)], sizes)
     views = tuple(_view_as(piece, member) for piece, member in zip(pieces, members, strict=True))
-    del pieces  # otherwise they would count as references to the memory
+    del pieces  # `Bucket` counts the references to the memory.
     return Bucket(
         tuple(indices),
         members,
@@ -413,8 +365,8 @@ def _allocate_buffer(
             f"the bucket of {_describe(names)} takes {numel * dtype.itemsize} bytes, which could "
             f"not be allocated ({error}); pass a smaller bucket_size_mb, or use a smaller model"
         ) from error
-    is_fitting = (buffer.shape, buffer.dtype, buffer.device) == ((numel,), dtype, device)
-    if not is_fitting or not buffer.is_contiguous():
+    has_properties = (buffer.shape, buffer.dtype, buffer.device) == ((numel,), dtype, device)
+    if not has_properties or not buffer.is_contiguous():
         raise ValueError(
             f"expected allocate to return a contiguous tensor of shape ({numel},), {dtype}, on "
             f"{device}, got {tuple(buffer.shape)} with strides {buffer.stride()}, {buffer.dtype}, "
@@ -425,8 +377,8 @@ def _allocate_buffer(
 
 def check_separate_memory(buckets: Iterable[Bucket]) -> None:
     """Raise `ValueError` if `allocate` returned overlapping memory for two buckets."""
-    in_memory = sorted(buckets, key=lambda bucket: bucket.buffer.data_ptr())
-    for bucket, following in pairwise(in_memory):
+    by_address = sorted(buckets, key=lambda bucket: bucket.buffer.data_ptr())
+    for bucket, following in pairwise(by_address):
         if bucket.buffer.data_ptr() + bucket.buffer.nbytes > following.buffer.data_ptr():
             raise ValueError(
                 "expected allocate to return separate memory in each call, got overlapping memory "

@@ -14,7 +14,7 @@ from torch import Tensor
 from ddp.bucket import Bucket
 from ddp.process_group import ReduceGroup
 
-#: Returns a context for the collective that a description names: see `Extension.attribute_errors`.
+#: A function like `Extension.attribute_errors`, which returns a context for a collective.
 AttributeErrors = Callable[[str, dist.Work | None], AbstractContextManager[None]]
 
 #: The second collective of a bucket is launched once this many further buckets have been launched.
@@ -45,10 +45,10 @@ class Collective:
 def wait_for_work(
     work: Any, description: str, attribute_errors: AttributeErrors, *, is_on_cpu: bool
 ) -> None:
-    """Wait for a launched collective, unless it has completed and `work` is None."""
+    """Wait for a launched collective. A `work` of None means that it has completed already."""
     if work is None:
         return
-    # NCCL's wait with a timeout would block the host, and its watchdog aborts hanging calls.
+    # NCCL's `wait` would block the host if it had a timeout. NCCL's watchdog aborts hanging calls.
     can_poll = is_on_cpu and isinstance(work, dist.Work)
     with attribute_errors(description, work if can_poll else None):
         work.wait()
@@ -78,7 +78,7 @@ class BucketReduction:
     def __init__(
         self,
         bucket: Bucket,
-        launch: Callable[[Bucket], Collective],
+        launch_collective: Callable[[Bucket], Collective],
         attribute_errors: AttributeErrors,
     ) -> None:
         self.bucket = bucket
@@ -93,16 +93,16 @@ class BucketReduction:
         self._is_on_cpu = bucket.buffer.device.type == "cpu"
         self.launch_time = time.perf_counter()
         with self._attribute_errors(self._description, None):
-            self._track(launch(bucket))
+            self._track(launch_collective(bucket))
 
     @property
     def has_next(self) -> bool:
-        """True if another collective follows the one that is running."""
+        """True if another collective follows the current one."""
         return not self.is_done and self.collectives[-1].has_next
 
     @property
     def blocks_next_bucket(self) -> bool:
-        """True if no other bucket may be launched before this one is done."""
+        """True if no other bucket may be launched before this reduction is done."""
         launches_in_callbacks = self.collectives[-1].launches_in_callbacks
         return launches_in_callbacks and self._is_on_cpu and not self.is_done
 
@@ -112,7 +112,7 @@ class BucketReduction:
         return bool(self.collectives[-1].work.done())
 
     def advance(self) -> None:
-        """Wait for the running collective, then launch the next one if there is one."""
+        """Wait for the current collective, then launch the next one if there is one."""
         collective = self.collectives[-1]
         wait_start = time.perf_counter()
         wait_for_work(
@@ -131,13 +131,12 @@ class BucketReduction:
             self._track(following)
 
     def poll(self) -> bool:
-        """Record the time if the running collective has completed, without waiting for it.
+        """Record the time if the current collective has completed, without waiting for it.
 
         Returns True if the collective need not be polled again.
-
-        A callback would be more precise. But gloo runs it on its own thread, which aborts a process
-        whose interpreter exits meanwhile, as after an exception in a backward pass.
         """
+        # A callback would be more precise. But gloo calls it on a separate thread, which aborts a
+        # process whose interpreter exits meanwhile, as after an exception in a backward pass.
         work = self.collectives[-1].work
         if not self._is_on_cpu or type(work) is not dist.Work:
             return True
@@ -173,7 +172,7 @@ class RunningReductions:
         """Return True if another bucket can be launched now.
 
         With a communication hook on CPUs, a bucket is launched only after the previous bucket has
-        been reduced. With `wait=True` this method waits for that, otherwise it returns False.
+        been reduced. If it has not, the method waits with `wait=True`, and returns False otherwise.
         """
         if not self.launched or not self.launched[-1].blocks_next_bucket:
             return True
@@ -182,14 +181,14 @@ class RunningReductions:
         self.launched[-1].advance()
         return True
 
-    def launch(self, bucket: Bucket, launch: Callable[[Bucket], Collective]) -> None:
-        """Launch the first collective of a bucket.
+    def launch(self, bucket: Bucket, launch_collective: Callable[[Bucket], Collective]) -> None:
+        """Launch the first collective of a bucket with `launch_collective`.
 
-        Then launch the second collective of the bucket that was launched SECOND_COLLECTIVE_LAG
-        buckets earlier, if it has one.
+        Then launch the second collective, if any, of the bucket that was launched
+        SECOND_COLLECTIVE_LAG buckets before.
         """
-        self._polled = [other for other in self._polled if not other.poll()]
-        reduction = BucketReduction(bucket, launch, self._attribute_errors)
+        self._polled = [earlier for earlier in self._polled if not earlier.poll()]
+        reduction = BucketReduction(bucket, launch_collective, self._attribute_errors)
         self.launched.append(reduction)
         self._polled.append(reduction)
         if len(self.launched) > SECOND_COLLECTIVE_LAG:
@@ -205,9 +204,10 @@ class RunningReductions:
         self._polled = []
         # Each round waits for the current collective of every bucket and launches the bucket's next
         # one, so that the next collectives of all buckets overlap.
-        while running := [reduction for reduction in self.launched if not reduction.is_done]:
-            for reduction in running:
-                reduction.advance()
-        done = self.launched
+        while not all(reduction.is_done for reduction in self.launched):
+            for reduction in self.launched:
+                if not reduction.is_done:
+                    reduction.advance()
+        reductions = self.launched
         self.launched = []
-        return done
+        return reductions

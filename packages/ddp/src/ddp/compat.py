@@ -1,4 +1,4 @@
-"""Members of torch's DDP, beyond its documented methods, that other libraries read.
+"""Attributes and private members of torch's DDP that other libraries read.
 
 A comment above each private member names its reader.
 """
@@ -24,8 +24,6 @@ class TorchCompatibility:
     module: nn.Module
     _replica: Replica
     _options: Options
-
-    # ----- public attributes of torch's DDP that mirror its arguments -----
 
     @property
     def process_group(self) -> dist.ProcessGroup:
@@ -56,16 +54,14 @@ class TorchCompatibility:
 
     @property
     def device(self) -> torch.device:
-        """The device of the parameters."""
+        """The device of the first parameter."""
         return self._replica.device
 
     @property
     def device_ids(self) -> list[int] | None:
-        """A list with the index of the GPU that inputs are moved to, or None."""
+        """A list with the index of the device that inputs are moved to; None if they stay."""
         device = self._options.device
         return None if device is None else [device.index]
-
-    # ----- private members -----
 
     # Readers: see the methods of `ReducerFacade`.
     @property
@@ -104,14 +100,16 @@ class ReducerFacade:
 
 
 def graph_nodes(output: Any) -> set[Any]:
-    """Return the autograd nodes that computed the tensors in `output`."""
+    """Return the autograd nodes that computed the tensors in `output`.
+
+    Tensors in mappings, lists, tuples and dataclasses are included.
+    """
     if isinstance(output, Tensor):
         return {output.grad_fn} if output.grad_fn is not None else set()
     if isinstance(output, Mapping):
-        return set().union(*(graph_nodes(value) for value in output.values()))
+        output = list(output.values())
+    elif is_dataclass(output) and not isinstance(output, type):
+        output = [getattr(output, field.name) for field in fields(output)]
     if isinstance(output, list | tuple):
         return set().union(*(graph_nodes(value) for value in output))
-    if is_dataclass(output) and not isinstance(output, type):
-        values = [getattr(output, field.name) for field in fields(output)]
-        return set().union(*(graph_nodes(value) for value in values))
     return set()

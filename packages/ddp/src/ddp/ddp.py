@@ -18,9 +18,11 @@ from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join, Joinable, JoinHook
 from torch.utils._pytree import tree_map_only
 
+from ddp.aliased_gradients import copy_misplaced_grads
 from ddp.bucket import Allocate
 from ddp.compat import TorchCompatibility, graph_nodes
 from ddp.compression.comm_hook import CommHook, Hook, check_hook
+from ddp.consistency.buffers import copy_buffers_before_forward, should_copy_buffers
 from ddp.consistency.gradient_agreement import MAX_EXACT_RANKS
 from ddp.consistency.model_agreement import named_state
 from ddp.consistency.uneven_inputs import ZeroContribution
@@ -38,8 +40,8 @@ from ddp.options import (
 from ddp.process_group import AllReduce
 from ddp.replica import Replica
 
-#: Attributes of one process, which are rebuilt in a copy. As in torch, a copy of a compiled
-#: module is not compiled: the compiled function would call the original.
+#: Attributes that a copy does not receive. It creates a new replica and a new meter. As in torch,
+#: a copy of a compiled module is not compiled: the compiled function would call the original.
 _PROCESS_STATE = ("_replica", "meter", "_compiled_call_impl")
 
 
@@ -50,40 +52,40 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         loss(model(batch)).backward()
         optimizer.step()
 
-    The constructor copies weights and buffers from rank 0 to every rank. By default, the buffers
-    of rank 0 are copied again before a forward pass, as in torch's DDP, and after each synchronized
-    backward pass. Gradients of parameters that are unfrozen, replaced or added later are averaged
-    from the next forward pass on.
+    By default, the constructor copies weights and buffers from rank 0 to every rank. Buffers are
+    copied again before forward passes, as in torch's DDP, and after each synchronized backward
+    pass. If parameters are unfrozen, replaced or added later, their gradients are averaged from the
+    next forward pass on.
 
     Args:
         module: module to replicate.
         bucket_size_mb: largest size of a bucket, in units of 2**20 bytes. None reduces each
-            gradient separately. With the default of 25, the first bucket of a larger model is
-            limited to 1. torch's names `bucket_cap_mb` and `bucket_cap_mb_list` are accepted too.
-        group: ranks to average over; all ranks by default. torch's names `process_group` and
-            `device_mesh` are accepted too.
+            gradient separately. With 25, the default, the first bucket of a model that is larger
+            than 25 is limited to 1. torch's `bucket_cap_mb` and `bucket_cap_mb_list` also work.
+        group: ranks to average over; all ranks by default. torch's `process_group` and
+            `device_mesh` also work.
         all_reduce: function with the signature of `torch.distributed.all_reduce`.
         allocate: function that returns the memory of a bucket, called as
             `allocate(numel, dtype=..., group=...)`.
-        gradient_dtype: dtype in which gradients are sent, such as bfloat16. They are added in
-            their own dtype, or in `gradient_dtype` if that is wider. If `all_reduce` is passed, it
+        gradient_dtype: dtype in which gradients are sent, such as bfloat16. They are added in the
+            dtype of the parameters, or in `gradient_dtype` if this is wider. A custom `all_reduce`
             receives gradients in `gradient_dtype` and chooses the precision of the sum.
-        find_unused_parameters: treat a gradient that is missing on some ranks as zero. By default
-            it is an error.
-        check_nan: check each bucket for NaN before it is reduced.
+        find_unused_parameters: count a gradient that is missing on some ranks as zero, and allow
+            parameters that no rank uses. By default, both are errors.
+        check_nan: check each bucket for NaN before it is reduced. NaN is an error on every rank.
         sync_buffers: copy the buffers of rank 0 to every rank in each step, which is the default.
-            torch's names `forward_sync_buffers` and `broadcast_buffers` are accepted too. As in
-            torch, the constructor does not copy buffers if only `broadcast_buffers=False` is
-            passed.
+            torch's `forward_sync_buffers` and `broadcast_buffers` also work. As in torch, the
+            constructor does not copy buffers if `broadcast_buffers=False` is passed without
+            `forward_sync_buffers`.
         init_sync: compare the models, and copy weights and buffers from rank 0.
-        static_graph: every step computes the same graph. Then a gradient may be computed in several
-            parts, as with reentrant checkpoints of a shared layer.
-        gradient_as_bucket_view: make `.grad` a view of its bucket, and drop the memory that it had
-            before. A warning is issued if the caller still references that memory. False, which is
-            torch's default, writes the mean into that memory instead, and needs memory for a second
-            set of gradients.
+        static_graph: declare that every step computes the same graph. A backward pass may then
+            compute a gradient in several parts, as with reentrant checkpoints of a shared layer.
+        gradient_as_bucket_view: make each `.grad` a view of its bucket. A warning is issued if the
+            caller references the earlier memory of `.grad`, which then does not receive the mean.
+            False, torch's default, writes the mean into the earlier memory. It needs memory for a
+            second set of gradients.
         restricted_arguments: other arguments of torch's DDP. Only values that change nothing are
-            accepted; others raise `ValueError`.
+            accepted.
 
     Raises `ValueError` or `RuntimeError` if the module cannot be replicated or the value of an
     argument is not supported, and `TypeError` for an unknown argument. Raises `ValueError` on every
@@ -156,7 +158,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         self._replica.connect(check_model=init_sync, broadcast_from_rank0=list(copied.values()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the module."""
+        """Call the module. Outside of `no_sync()`, the backward pass averages the gradients."""
         if self._options.device is not None:
             move = partial(Tensor.to, device=self._options.device)
             args, kwargs = tree_map_only(Tensor, move, (args, kwargs))
@@ -165,13 +167,13 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         if has_gradients:
             replica.prepare_forward()
         with self.meter.forward() if has_gradients else nullcontext():
-            if replica.should_copy_buffers():
-                prepare_buffers = replica.prepare_buffers
+            if should_copy_buffers(replica):
+                copy_buffers = copy_buffers_before_forward
                 # The broadcast would break the graph if Dynamo traced it. Importing Dynamo takes
                 # seconds, so tracing is disabled only if Dynamo has been imported already.
                 if "torch._dynamo" in sys.modules:
-                    prepare_buffers = torch.compiler.disable(prepare_buffers)
-                prepare_buffers()
+                    copy_buffers = torch.compiler.disable(copy_buffers)
+                copy_buffers(replica)
             output = self._call_module(args, kwargs)
         if not has_gradients:
             self.require_forward_param_sync = False
@@ -221,21 +223,22 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         replica.connect_copy()
         replica.failures.check_not_failed()
         if not replica.has_synchronized:
-            replica.reducer.copy_misplaced_grads()
+            copy_misplaced_grads(replica.reducer.buckets)
             replica.start_step()
             replica.finish_step()
         replica.has_synchronized = False
 
     def register_comm_hook(self, state: object, hook: Hook) -> None:
-        """Reduce buckets with `hook(state, bucket)`. Call it once, before a backward pass.
+        """Reduce buckets with `hook(state, bucket)` in all later steps.
 
-        The hook must not resize `bucket.buffer()`, because flags follow it in memory.
+        The hook must not resize `bucket.buffer()`, because flags follow it in memory. Raises
+        `RuntimeError` on a second call, and `TypeError` or `ValueError` if the hook cannot be used.
         """
         check_hook(hook)
         if self._options.gradient_dtype or self._options.all_reduce:
             raise ValueError(
-                "expected a communication hook without gradient_dtype and all_reduce, which also "
-                "decide how a bucket is reduced; pass one of them"
+                "expected one method to reduce buckets, got a communication hook in addition to "
+                "gradient_dtype or all_reduce; pass one of them"
             )
         if self._comm_hook is not None:
             raise RuntimeError(
@@ -278,7 +281,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
                 "pass divide_by_initial_world_size=True"
             )
         replica.agreement.divide_by_initial_world_size = divide_by_initial_world_size
-        return ZeroContribution(self, replica)
+        return ZeroContribution(replica)
 
     @property
     def join_device(self) -> torch.device:
@@ -289,8 +292,6 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
     def join_process_group(self) -> dist.ProcessGroup:
         """The process group that `torch.distributed.algorithms.Join` uses."""
         return self._replica.group.process_group
-
-    # ----- copies -----
 
     def _create_process_state(self) -> None:
         self.meter = Meter()

@@ -40,7 +40,7 @@ class Step:
 
 
 class Extension:
-    """An optional extension of the reducer. By default every method does nothing."""
+    """An optional extension of the reducer. By default, its methods change nothing."""
 
     def on_step_start(self, step: Step) -> None:
         """Handle the start of a step, before the first gradient is copied in."""
@@ -51,7 +51,7 @@ class Extension:
     def launch(self, bucket: Bucket, group: ReduceGroup) -> Collective | None:
         """Launch the first collective of a reduction that stores its result in `bucket.buffer`.
 
-        Return None to leave the bucket to the next extension. If every extension does so, the
+        Returns None to leave the bucket to the next extension. If every extension returns None, the
         reducer launches one all-reduce of the buffer.
         """
         return None
@@ -61,7 +61,7 @@ class Extension:
     ) -> AbstractContextManager[None]:
         """Return a context for launching or awaiting the collective that `description` names.
 
-        The context may replace the error of a collective, for example by one that names the failed
+        The context may replace the error of a collective, for example by an error with the failed
         rank. If the block waits for a collective that can be polled, `work` is this collective.
         """
         return nullcontext()
@@ -69,7 +69,6 @@ class Extension:
     def on_step_end(self, step: Step, reductions: Sequence[BucketReduction]) -> None:
         """Handle the end of a step, before the mean is stored in each `.grad` that is not a view.
 
-        May raise an error on every rank.
-
-        `reductions` has the reduction of each bucket in the order of launches.
+        `reductions` has the reduction of each bucket in the order of launches. The method may raise
+        an error if it does so on every rank.
         """

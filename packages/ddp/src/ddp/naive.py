@@ -32,9 +32,8 @@ def all_reduce_gradients(
     Args:
         module: module whose gradients are averaged in place, after `backward()`.
         group: ranks to average over; all ranks by default.
-        all_reduce: function with the signature of `torch.distributed.all_reduce`, which is the
-            default.
-        meter: records the bytes and times of the call.
+        all_reduce: function to use instead of `torch.distributed.all_reduce`.
+        meter: meter that records the bytes and times of this call.
 
     Raises `RuntimeError` on every rank if a parameter has a gradient on some ranks only.
     """
@@ -56,8 +55,8 @@ def all_reduce_gradients_flat(
 ) -> None:
     """Average all gradients over the ranks with one blocking all-reduce per dtype and device.
 
-    The arguments and the error are those of `all_reduce_gradients`. Sparse gradients also raise
-    `TypeError`. The function needs memory for a second set of gradients.
+    The arguments and errors are those of `all_reduce_gradients`. Also raises `TypeError` if a
+    gradient is sparse. The function needs memory for a second set of gradients.
     """
     reduce_group = resolve_group(group, all_reduce)
     start_time = time.perf_counter()
@@ -83,8 +82,8 @@ def all_reduce_gradients_flat(
 def _average(tensor: Tensor, group: ReduceGroup, names: tuple[str, ...]) -> BucketRecord:
     """Average a tensor over the ranks in place, and return the record of its all-reduce."""
     tensor.mul_(1 / group.world_size)
-    # A backend sums elements in memory order, which may differ across ranks; use logical order. The
-    # memory of a lazy conjugate does not contain its values.
+    # A backend sums elements in memory order, which may differ across ranks, so a contiguous tensor
+    # is summed. The memory of a lazy conjugate does not contain its values.
     is_dense = tensor.layout is torch.strided
     summed = tensor.resolve_conj().resolve_neg().contiguous() if is_dense else tensor
     gradient_bytes = summed.nbytes if is_dense else summed._values().nbytes
@@ -105,15 +104,15 @@ def _average(tensor: Tensor, group: ReduceGroup, names: tuple[str, ...]) -> Buck
 
 
 def _common_gradients(module: nn.Module, group: ReduceGroup) -> dict[str, Tensor]:
-    """Return the gradients; raise `RuntimeError` if one exists on some ranks only."""
+    """Return the gradients by name; raise `RuntimeError` if one exists on some ranks only."""
     gradients = {}
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             if parameter.grad.requires_grad:
-                # The mean of the ranks has another graph than the gradient of this rank.
+                # The graph of this rank's gradient is not that of the mean.
                 parameter.grad = without_graph(parameter.grad)
             gradients[name] = parameter.grad
-    # Ranks may have frozen different parameters, so the flags include those that are not trained.
+    # Ranks may have frozen different parameters, so frozen parameters also have flags.
     names = [name for name, _ in module.named_parameters()]
     if not names:
         return {}

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ddp.bucket import Allocate
 from ddp.process_group import AllReduce
 
-#: Arguments of torch's DDP that have no effect here: the accepted values, and the reason why other
-#: values are refused.
+#: Arguments of torch's DDP that have no effect here: the accepted values, and the reason for
+#: refusing other values.
 RESTRICTED_ARGUMENTS: dict[str, tuple[tuple[Any, ...], str]] = {
     "mixed_precision": ((None,), "torch.autocast and gradient_dtype replace it"),
     "dim": ((0,), "inputs are not scattered, because each process has one device"),
@@ -58,14 +58,14 @@ class Options:
     def __post_init__(self) -> None:
         if not all(size > 0 for size in self._sizes_mb):
             raise ValueError(
-                f"expected bucket_size_mb > 0, got {self.bucket_size_mb}; pass None to send each "
-                "parameter separately"
+                f"expected bucket_size_mb > 0, got {self.bucket_size_mb}; pass None to reduce each "
+                "gradient separately"
             )
         dtype = self.gradient_dtype
         is_float = isinstance(dtype, torch.dtype) and dtype.is_floating_point
         if dtype is not None and not (is_float and dtype.itemsize > 1):
             raise ValueError(
-                f"expected gradients to be sent in a floating-point dtype of at least 16 bits, got "
+                f"expected gradient_dtype to be a floating-point dtype of at least 16 bits, got "
                 f"{dtype!r}; pass torch.bfloat16"
             )
 
@@ -75,11 +75,11 @@ class Options:
         return tuple(size * 2**20 for size in self._sizes_mb) or (0.0,)
 
     def bucket_bytes_for(self, parameters: Iterable[nn.Parameter]) -> tuple[float, ...]:
-        """Return the bucket size limits for a model.
+        """Return the bucket size limits for a model, in bytes.
 
         With the default size, the first bucket of a model that is larger than one bucket is small,
-        as in torch's DDP: its reduction then starts early in the backward pass. A small first
-        bucket of a smaller model would cost more than it hides.
+        as in torch's DDP, so that its reduction starts early in the backward pass. For a smaller
+        model, the additional reduction would cost more time than it hides.
         """
         total_bytes = sum(parameter.nbytes for parameter in parameters)
         if total_bytes > DEFAULT_SIZE_MB * 2**20 and self._sizes_mb == (DEFAULT_SIZE_MB,):
@@ -96,15 +96,9 @@ class Options:
 
     @property
     def shared(self) -> dict[str, object]:
-        """The options that must be the same on every rank."""
-        return {
-            "bucket_size_mb": self.bucket_size_mb,
-            "gradient_dtype": self.gradient_dtype,
-            "find_unused_parameters": self.find_unused_parameters,
-            "check_nan": self.check_nan,
-            "sync_buffers": self.sync_buffers,
-            "static_graph": self.static_graph,
-        }
+        """The options that must be the same on every rank, by name."""
+        local = ("all_reduce", "allocate", "gradient_as_bucket_view", "device")
+        return {name: value for name, value in vars(self).items() if name not in local}
 
 
 def check_restricted_arguments(arguments: dict[str, Any]) -> None:
@@ -124,8 +118,8 @@ def select_bucket_size(
 ) -> float | tuple[float, ...] | None:
     """Return the size of all buckets in units of 2**20 bytes, or a tuple with the size of each.
 
-    As in torch, `caps` overrides `cap`. Raises `ValueError` if `bucket_size_mb` and one of these
-    are passed and differ.
+    None stands for separate gradients. As in torch, `caps` overrides `cap`. Raises `ValueError` if
+    `bucket_size_mb` is passed too and differs.
     """
     selected = tuple(caps) if caps else cap
     if isinstance(bucket_size_mb, BucketSize):
@@ -134,7 +128,7 @@ def select_bucket_size(
         return bucket_size_mb
     name = "bucket_cap_mb_list" if caps else "bucket_cap_mb"
     raise ValueError(
-        f"expected one size of buckets, got bucket_size_mb={bucket_size_mb} and "
+        f"expected one bucket size, got bucket_size_mb={bucket_size_mb} and "
         f"{name}={selected}; pass one of them"
     )
 
@@ -142,11 +136,14 @@ def select_bucket_size(
 def select_group(
     group: dist.ProcessGroup | None, process_group: dist.ProcessGroup | None, device_mesh: Any
 ) -> dist.ProcessGroup | None:
-    """Return the group that one of three arguments specifies; raise `RuntimeError` if two do."""
+    """Return the group that one of the arguments specifies, or None if all of them are None.
+
+    Raises `RuntimeError` if two arguments are passed, or if the mesh has several dimensions.
+    """
     if device_mesh is not None and (group or process_group) is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
     if group is not None and process_group is not None:
-        raise RuntimeError("group and process_group are two names of one argument; pass one")
+        raise RuntimeError("group and process_group are two names of one argument; pass only one")
     if device_mesh is None:
         return group or process_group
     if device_mesh.ndim != 1:
@@ -161,15 +158,16 @@ def select_group(
 def select_buffer_synchronization(
     sync_buffers: bool | None, forward_sync_buffers: bool | None, broadcast_buffers: bool | None
 ) -> tuple[bool, bool]:
-    """Return whether rank 0's buffers are copied in each step, and whether in the constructor.
+    """Return whether each step copies the buffers of rank 0, and whether the constructor does.
 
     The last two arguments are torch's names of the first. As in torch, `forward_sync_buffers` takes
-    precedence over `broadcast_buffers`. Raises `ValueError` if they contradict `sync_buffers`.
+    precedence over `broadcast_buffers`. Raises `ValueError` if the argument that takes precedence
+    contradicts `sync_buffers`.
     """
     if broadcast_buffers is not None:
         warnings.warn(
-            "broadcast_buffers is called forward_sync_buffers since torch 2.13, which takes "
-            "precedence if both are passed; pass sync_buffers instead",
+            "since torch 2.13, broadcast_buffers is called forward_sync_buffers, and this name "
+            "takes precedence if both are passed; pass sync_buffers instead",
             FutureWarning,
             stacklevel=3,
         )
@@ -180,12 +178,13 @@ def select_buffer_synchronization(
             f"expected one value for the synchronization of buffers, got sync_buffers="
             f"{sync_buffers} and {name}={synonym}; pass one of them"
         )
-    is_copied_in_constructor = broadcast_buffers is not False or forward_sync_buffers is not None
-    return False not in (sync_buffers, synonym), is_copied_in_constructor
+    copies_in_steps = False not in (sync_buffers, synonym)
+    copies_in_constructor = broadcast_buffers is not False or forward_sync_buffers is not None
+    return copies_in_steps, copies_in_constructor
 
 
 def check_module(module: nn.Module, ignored: set[str], *, copies_buffers: bool) -> None:
-    """Raise `ValueError` or `RuntimeError` for a module that cannot be replicated."""
+    """Raise `ValueError` or `RuntimeError` if a module cannot be replicated."""
     for name, child in module.named_modules():
         if isinstance(child, nn.parallel.DistributedDataParallel):
             raise ValueError(
@@ -212,7 +211,7 @@ def check_module(module: nn.Module, ignored: set[str], *, copies_buffers: bool) 
 
 
 def _check_parameter(name: str, parameter: nn.Parameter) -> None:
-    """Raise `RuntimeError` or `ValueError` for a parameter that cannot be replicated."""
+    """Raise `RuntimeError` or `ValueError` if a parameter cannot be replicated."""
     if isinstance(parameter, nn.parameter.UninitializedParameter):
         raise RuntimeError(
             f"parameter {name!r} is uninitialized; run a forward pass before wrapping the "
@@ -251,14 +250,15 @@ def _check_can_be_copied(named: Iterable[tuple[str, Tensor]]) -> None:
 def select_device(
     device_ids: Sequence[Any] | None, output_device: Any, module: nn.Module
 ) -> torch.device | None:
-    """Return the device that inputs are moved to, or None if none was passed.
+    """Return the device that inputs are moved to, or None if no device was passed.
 
-    Raises `ValueError` if several devices were passed, or if the module is not on one GPU.
+    Raises `ValueError` if several devices were passed, or if a device was passed for a module that
+    is not on one GPU.
     """
     if device_ids is not None and len(device_ids) > 1:
         raise ValueError(
-            f"expected at most one entry in device_ids, got {device_ids}; pass the one "
-            "device of this process"
+            f"expected at most one entry in device_ids, got {device_ids}; pass the device of this "
+            "process"
         )
     devices = {parameter.device for parameter in module.parameters()}
     if not device_ids and output_device is None:

@@ -1,9 +1,10 @@
 """The minimal implementation of bucketed data parallelism. `DDP` computes the same gradients.
 
-1. Replicate: every rank starts with the weights of rank 0 and reads its own part of the batch.
+1. Replicate: every rank starts with the weights of rank 0. The caller passes a different part of
+   the batch to each rank.
 2. Mark ready: autograd calls a hook when the gradient of a parameter is final.
-3. Copy in: gradients are copied next to each other into buckets, because one large all-reduce is
-   cheaper than many small ones.
+3. Copy in: the hook copies the gradient into a bucket, next to other gradients. One large
+   all-reduce is cheaper than many small ones.
 4. Launch: a full bucket is summed over the ranks while autograd computes the remaining gradients.
 5. Finish: after the backward pass, wait for the all-reduces that are still running.
 
@@ -21,9 +22,8 @@ class Bucket:
     def __init__(self, parameters: list[nn.Parameter]) -> None:
         self.parameters = parameters
         sizes = [parameter.numel() for parameter in parameters]
-        first = parameters[0]
-        self.buffer = torch.zeros(sum(sizes), dtype=first.dtype, device=first.device)
-        # Each view has the shape of its parameter, so reducing the buffer reduces every gradient.
+        self.buffer = parameters[0].new_zeros(sum(sizes))
+        #: One view per gradient, in the shape of its parameter.
         self.views = []
         for parameter, piece in zip(parameters, self.buffer.split(sizes), strict=True):
             self.views.append(piece.view_as(parameter))
@@ -40,7 +40,7 @@ class Bucket:
 
 
 class PlainDDP(nn.Module):
-    """A replicated module; call `finish_gradient_synchronization()` after `backward()`."""
+    """A replica of a module. Call `finish_gradient_synchronization()` after each `backward()`."""
 
     def __init__(self, module: nn.Module, bucket_bytes: int = 25 * 2**20) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class PlainDDP(nn.Module):
                 )
 
     def assign_buckets(self, bucket_bytes: int) -> list[Bucket]:
-        """Fill buckets in the order in which gradients become ready: the last layer's first."""
+        """Fill buckets in reverse order of registration, the usual order of gradients."""
         groups: list[list[nn.Parameter]] = []
         free_bytes = 0
         for parameter in reversed([p for p in self.module.parameters() if p.requires_grad]):
@@ -70,13 +70,13 @@ class PlainDDP(nn.Module):
         return [Bucket(group) for group in groups]
 
     def mark_ready(self, bucket: Bucket, slot: int) -> None:
-        """Handle the final gradient of a parameter."""
+        """Copy in the final gradient of a parameter, and launch the buckets that are now full."""
         # The sum over ranks of grad / world_size is the mean.
         bucket.copy_in(slot, 1 / dist.get_world_size())
         self.launch_ready_buckets()
 
     def launch_ready_buckets(self) -> None:
-        """Launch full buckets in index order, because ranks must launch in the same order."""
+        """Launch full buckets in index order, so that ranks sum the same buckets."""
         while self.num_launched < len(self.buckets):
             bucket = self.buckets[self.num_launched]
             if bucket.num_ready < len(bucket.parameters):
@@ -89,9 +89,9 @@ class PlainDDP(nn.Module):
         bucket.work = dist.all_reduce(bucket.buffer, async_op=True)
 
     def finish_gradient_synchronization(self) -> None:
-        """Wait for every all-reduce; most have completed during the backward pass."""
+        """Wait for every all-reduce; afterwards each `.grad` is the mean over the ranks."""
         for bucket in self.buckets:
-            assert bucket.work is not None, "every parameter needs a gradient"
+            assert bucket.work is not None, "expected a gradient of every parameter"
             bucket.work.wait()
             bucket.work = None
             bucket.num_ready = 0

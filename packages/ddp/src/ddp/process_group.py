@@ -18,7 +18,6 @@ AllReduce = Callable[..., Any]
 class ReduceGroup:
     """A process group and the all-reduce that averages gradients over it."""
 
-    #: Ranks that average their gradients.
     process_group: dist.ProcessGroup
     #: Rank of this process in the group.
     rank: int
@@ -41,7 +40,7 @@ def resolve_group(group: dist.ProcessGroup | None, all_reduce: AllReduce | None)
     if not dist.is_initialized():
         raise RuntimeError(
             "expected an initialized process group, got none; call "
-            "torch.distributed.init_process_group first (torchrun sets the variables it reads)"
+            "torch.distributed.init_process_group first, and start the processes with torchrun"
         )
     group = group or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):

@@ -6,18 +6,18 @@
 #    first gradient of a synchronized backward pass opens a step.
 # 2. `_add_to_bucket`: the gradient is multiplied by the scale (1 / world_size for a mean) and
 #    copied into its bucket. `.grad` becomes a view of the bucket, unless the caller passed
-#    `gradient_as_bucket_view=False`. Small gradients wait until the bucket is full and are copied
-#    together.
+#    `gradient_as_bucket_view=False`. Small gradients are copied together when the bucket is full.
 # 3. `launch_ready_buckets`: buckets are launched in index order, which is the same on every rank.
 #    Otherwise ranks would sum buckets that do not match.
 # 4. `launch_all_reduce`: the bucket is reduced while autograd computes the remaining gradients.
 #    Compression and communication hooks replace this all-reduce by other collectives.
 # 5. `finish`: at the end of the backward pass, copy in gradients of earlier passes, launch the
-#    remaining buckets and wait for all of them. Then set each `.grad` that is missing on this rank.
+#    remaining buckets and wait for all of them. Then store the mean in each `.grad` that is not a
+#    view of its bucket.
 # After the first step, buckets are assigned in the order in which gradients became ready on rank 0
 # (assignment.py).
 #
-# `.grad` may already be the mean of an earlier step. That mean is equal on all ranks, so averaging
+# `.grad` may already be the mean of an earlier step. This mean is equal on all ranks, so averaging
 # (old mean + new gradient) leaves the old mean unchanged if all ranks participate.
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ddp.aliased_gradients import preserve_aliased_grads
 from ddp.assignment import BucketAssignment
 from ddp.bucket import Bucket
 from ddp.communication import Collective, RunningReductions, all_reduce_buffer
@@ -49,12 +50,10 @@ class Reducer:
 
     Args:
         parameters: trained parameters by name.
-        options: bucket sizes and flags of the model.
-        group: ranks to average over.
-        extensions: failure attribution, metering, checks across ranks and compression, called in
-            this order. They are optional.
+        extensions: optional failure attribution, metering, checks across ranks and compression,
+            called in this order.
         try_open_step: called for a gradient outside a step; returns True if it opened a step.
-        on_failure: called with the reason before this rank raises an error in the middle of a step.
+        on_failure: called with the reason before this rank raises an error within a step.
     """
 
     def __init__(
@@ -73,13 +72,11 @@ class Reducer:
         self.assignment = BucketAssignment(
             self.parameters, self.names, options, group, self._attribute_errors
         )
-        #: True from the first gradient of a step until `finish`.
+        #: True from `start` until `finish` has waited for all buckets.
         self.is_open = False
         self.num_steps = 0
         #: The current step, or the last one.
         self.step = Step(self.parameters, self.buckets)
-        #: Indices of parameters whose gradient no hook of this rank marked as final in this step.
-        self.unreported: list[int] = []
         self._group = group
         self._try_open_step = try_open_step
         self._on_failure = on_failure
@@ -94,7 +91,7 @@ class Reducer:
         return self.assignment.buckets
 
     def mark_ready(self, index: int, parameter: Tensor) -> None:
-        """Reduce a gradient if it is final; this is the hook on each parameter."""
+        """Add a gradient to its bucket if it is final. This is the hook on each parameter."""
         if self.is_open or self._try_open_step():
             if self.num_steps == 0:
                 self.assignment.record_ready(index)
@@ -107,20 +104,21 @@ class Reducer:
                 self._add_to_bucket(bucket, slot)
                 self.launch_ready_buckets()
                 return
-        # The gradient is outside a step, or another part of it follows: accumulate it unscaled.
+        # The gradient is not part of a step, or another part of it follows: accumulate it unscaled.
         bucket, slot = self.assignment.slots[index]
         if slot in bucket.ready:
             self._raise_gradient_in_parts(bucket, slot)
-        bucket.move_in(slot)
+        if bucket.should_move_in(slot):
+            preserve_aliased_grads(bucket, [slot])
+            bucket.move_in(slot)
 
     def start(self) -> None:
         """Open a step: gradients that become ready from now on are final."""
         self.is_open = True
         self._num_launched = 0
-        self.unreported = []
         self.rebuild_buckets()
         for bucket in self.buckets:
-            bucket.preserve_aliased_grads()
+            preserve_aliased_grads(bucket)
         # The sum over the ranks of grad / world_size is the mean.
         self.step = Step(self.parameters, self.buckets, scale=1 / self._group.world_size)
         # The checks detect whether an optimizer has changed the weights since the last step. A
@@ -130,20 +128,8 @@ class Reducer:
         if self._parts is not None:
             self._parts.start_step()
 
-    def copy_misplaced_grads(self) -> None:
-        """Copy each `.grad` that is in a bucket's memory, but is not a view of its slot.
-
-        The caller may have swapped gradients. Copying into the buckets would overwrite them.
-        """
-        storages = {bucket.buffer.untyped_storage().data_ptr() for bucket in self.buckets}
-        for bucket in self.buckets:
-            bucket.copy_misplaced_grads(storages)
-
     def rebuild_buckets(self) -> None:
-        """After the first step, assign the parameters to new buckets; otherwise do nothing.
-
-        The assignment is a collective: every rank must call it.
-        """
+        """Assign the parameters to new buckets after the first step. Every rank must do so."""
         if self.num_steps != 1:
             return
         try:
@@ -155,7 +141,10 @@ class Reducer:
             raise
 
     def launch_ready_buckets(self, *, is_finishing: bool = False) -> None:
-        """Launch full buckets in index order, because ranks must launch in the same order."""
+        """Launch full buckets in index order, so that ranks sum the same buckets.
+
+        A communication hook may delay launches. With `is_finishing`, wait for the hook instead.
+        """
         while self._num_launched < len(self.buckets):
             bucket = self.buckets[self._num_launched]
             if len(bucket.ready) < len(bucket.indices):
@@ -183,7 +172,7 @@ class Reducer:
 
     @contextmanager
     def _attribute_errors(self, description: str, work: dist.Work | None = None) -> Iterator[None]:
-        # Failure attribution replaces the error of a lost connection by one that names the rank.
+        # Failure attribution replaces the error of a lost connection by an error with the rank.
         with ExitStack() as stack:
             for extension in self.extensions:
                 stack.enter_context(extension.attribute_errors(description, work))
@@ -192,7 +181,7 @@ class Reducer:
     def finish(self, *, is_participating: bool = True) -> set[int]:
         """Launch the remaining buckets, wait for all, and close the step.
 
-        Return the indices of parameters for which no rank has a gradient. With
+        Returns the indices of parameters for which no rank has a gradient. With
         `is_participating=False` this rank contributes zeros, so that the other ranks can complete
         their step.
         """
@@ -205,14 +194,16 @@ class Reducer:
                 # The reduction of this bucket overlaps with filling the next one.
                 self.launch_ready_buckets(is_finishing=True)
             else:
+                bucket.release()
+                preserve_aliased_grads(bucket)
                 bucket.fill_with_zeros()
         self.launch_ready_buckets(is_finishing=True)
         reductions = self.reductions.wait()
         self.num_steps += 1
         self.is_open = False
         try:
-            # The meter records the step. The checks compare the summed flags with those expected,
-            # and raise an error on every rank if ranks differ.
+            # The meter records the step. The agreement check evaluates the summed flags, and raises
+            # an error on every rank if ranks differ.
             for extension in self.extensions:
                 extension.on_step_end(step, reductions)
             if is_participating:
@@ -234,14 +225,13 @@ class Reducer:
             bucket.deferred.append(slot)
 
     def _fill(self, bucket: Bucket) -> None:
-        """Copy in gradients that no hook reported in this step, and mark the missing ones."""
+        """Copy in gradients that `mark_ready` did not add, and mark missing gradients."""
         if len(bucket.ready) == len(bucket.indices):
             return
-        for slot, index in enumerate(bucket.indices):
+        for slot, parameter in enumerate(bucket.parameters):
             if slot in bucket.ready:
                 continue
-            self.unreported.append(index)
-            if bucket.parameters[slot].grad is None:
+            if parameter.grad is None:
                 bucket.mark_missing(slot)
             else:
                 self._add_to_bucket(bucket, slot)

@@ -1,11 +1,10 @@
-"""One rank's replica: its connection to the other ranks, and the start and end of each step."""
+"""The replica of one rank: its connection to other ranks, and the start and end of each step."""
 
 from __future__ import annotations
 
 import sys
 import weakref
 from collections.abc import Collection, Sequence
-from functools import partial
 from typing import Any, NoReturn, Protocol, cast
 
 import torch
@@ -13,22 +12,24 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms.join import Join
 
+from ddp.aliased_gradients import copy_misplaced_grads, warn_of_aliased_grad
 from ddp.autograd.backward_pass import BackwardPass
 from ddp.autograd.parameter_hooks import ParameterHooks
-from ddp.communication import run_collective
 from ddp.compression.cast import Cast
 from ddp.compression.comm_hook import CommHook
 from ddp.compression.sparse import average_sparse
+from ddp.consistency.buffers import copy_buffers
 from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.consistency.gradient_agreement import GradientAgreement
-from ddp.consistency.gradient_memory import refuse_shared_gradients, warn_of_aliased_gradient
 from ddp.consistency.model_agreement import (
     broadcast_tensors,
     check_same_model,
     check_same_weights,
     named_state,
 )
+from ddp.consistency.shared_gradients import refuse_shared_gradients
 from ddp.consistency.tracked_parameters import TrackedParameters
+from ddp.consistency.uneven_inputs import compute_join_scale
 from ddp.consistency.unused_parameters import UnusedParameters
 from ddp.extensions import Extension
 from ddp.metering.meter import Meter
@@ -38,7 +39,7 @@ from ddp.reducer import Reducer
 
 
 class Wrapper(Protocol):
-    """Attributes of `DDP` that its replica uses. The replica references the wrapper weakly."""
+    """The attributes of `DDP` that its replica uses."""
 
     module: nn.Module
     meter: Meter
@@ -49,12 +50,11 @@ class Wrapper(Protocol):
 
 
 class Replica:
-    """Per-rank state that coordinates one `DDP` with the other ranks.
+    """The state that coordinates one `DDP` with the other ranks.
 
     A step starts with the first gradient of a synchronized backward pass, and ends together with
-    that pass. `finish_gradient_synchronization` starts and ends a step without a backward pass. The
-    replica of a copied wrapper is not connected: it connects to the other ranks when its first
-    gradient is ready.
+    this pass. `finish_gradient_synchronization` starts and ends a step without a backward pass. The
+    replica of a copied wrapper connects to the other ranks when its first gradient is ready.
     """
 
     group: ReduceGroup
@@ -82,17 +82,15 @@ class Replica:
         self.has_synchronized = False
         self._wrapper = weakref.ref(wrapper)
         self._process_group = process_group
-        #: True until a warning is issued that memory of `.grad` does not receive the mean. False if
-        #: no warning is needed, because `.grad` does not become a view.
+        #: True until `warn_of_aliased_grad` has issued a warning. Always False if `.grad` does not
+        #: become a view.
         self._should_warn_of_alias = options.gradient_as_bucket_view
-        #: True if a forward pass checked the parameters since the last step.
+        #: True if a forward pass has checked the parameters since the last step started.
         self._has_checked_parameters = False
         #: True if the ranks without inputs were notified of the current step of `join()`.
         self._has_notified_join = False
         #: Parameters with hooks that connect this replica.
         self._connecting_parameters: list[nn.Parameter] = []
-
-    # ----- connection -----
 
     def connect(
         self,
@@ -101,10 +99,10 @@ class Replica:
         check_weights: bool = False,
         broadcast_from_rank0: Sequence[Tensor] = (),
     ) -> None:
-        """Compare the model with those of the other ranks, and create the reducer.
+        """Compare the model with the models of the other ranks, and create the reducer.
 
         The tensors in `broadcast_from_rank0` receive the values of rank 0. An error leaves the
-        hooks and `is_connected` unchanged, so a copied wrapper retries at its next first gradient.
+        hooks and `is_connected` unchanged, so a copied wrapper retries at the next gradient.
         """
         self.group = resolve_group(self._process_group, self.options.all_reduce)
         process_group = self.group.process_group
@@ -118,7 +116,7 @@ class Replica:
         broadcast_tensors(
             broadcast_from_rank0, process_group, self.failures, "the broadcast of the weights"
         )
-        self.tracked = TrackedParameters(self._ddp._modules, self.ignored)
+        self.tracked = TrackedParameters(self.ddp._modules, self.ignored)
         refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
         self.agreement = GradientAgreement(
             self.group,
@@ -145,14 +143,14 @@ class Replica:
         known = [id(parameter) for parameter in self._connecting_parameters]
         if [id(parameter) for parameter in trained] == known:
             return
-        # This is the first call, or parameters were unfrozen or replaced before the first gradient.
+        # This is the first call, or the trained parameters have changed since the last one.
         self.hooks.remove()
         self._connecting_parameters = trained
         for parameter in trained:
             self.hooks.register(parameter, self._mark_first_ready)
 
     def use_comm_hook(self, comm_hook: CommHook) -> None:
-        """Reduce buckets with a communication hook from now on."""
+        """Reduce buckets with a communication hook in all later steps."""
         self.comm_hook = comm_hook
         if self.is_connected:
             self.reducer.extensions = self._make_extensions()
@@ -160,8 +158,8 @@ class Replica:
     def make_reducer(self) -> None:
         """Allocate the buckets and replace the hooks.
 
-        If the allocation fails, this replica and the other ranks refuse further steps: the hooks
-        that remain belong to the earlier parameters.
+        If the allocation fails, all ranks refuse further steps, because the remaining hooks belong
+        to the earlier parameters.
         """
         try:
             self.reducer = Reducer(
@@ -184,8 +182,8 @@ class Replica:
             self.hooks.register(parameter, self._mark_sparse_ready)
 
     def _make_extensions(self) -> list[Extension]:
-        # The meter precedes the check, so that it records steps in which the check raises an error.
-        extensions: list[Extension] = [self.failures, self._ddp.meter, self.agreement]
+        # The meter precedes the agreement check, so that it records steps that fail the check too.
+        extensions: list[Extension] = [self.failures, self.ddp.meter, self.agreement]
         if self.options.gradient_dtype is not None:
             extensions.append(Cast(self.options.gradient_dtype))
         if self.comm_hook is not None:
@@ -195,20 +193,24 @@ class Replica:
     @property
     def module(self) -> nn.Module:
         """The wrapped module, which the caller may replace."""
-        return self._ddp.module
+        return self.ddp.module
 
     @property
     def device(self) -> torch.device:
-        """The device of the first parameter, used for small collectives."""
+        """The device of the first parameter, which small collectives use."""
         return next((p.device for p in self.module.parameters()), torch.device("cpu"))
 
     @property
-    def _ddp(self) -> Wrapper:
+    def ddp(self) -> Wrapper:
+        """The wrapper."""
         ddp = self._wrapper()
         assert ddp is not None, "the hooks are removed together with the wrapper"
         return ddp
 
-    # ----- forward pass -----
+    @property
+    def is_joining(self) -> bool:
+        """True inside `join()`, where ranks may have different numbers of inputs."""
+        return bool(self.ddp._join_config.enable)
 
     def prepare_forward(self) -> None:
         """Check before a forward pass that the last step ended, and adopt changed parameters."""
@@ -223,12 +225,11 @@ class Replica:
             self._fail_open_step()
         if self.tracked.detect_changes():
             adopt = self._adopt_changed_parameters
-            # While Dynamo traces the allocation of buckets, it may raise an error. Importing Dynamo
-            # takes seconds, so tracing is disabled only if Dynamo has been imported already.
+            # Dynamo may fail to trace the allocation. `DDP.forward` explains the condition.
             if "torch._dynamo" in sys.modules:
                 adopt = torch.compiler.disable(adopt)
             adopt()
-        if self._ddp.require_backward_grad_sync:
+        if self.ddp.require_backward_grad_sync:
             self.unused.check_unused(list(self.tracked.trained), self.group.rank)
         self._has_checked_parameters = True
         # Dynamo cannot trace the version counters.
@@ -236,36 +237,15 @@ class Replica:
             [] if torch.compiler.is_compiling() else self.tracked.parameters
         )
 
-    def should_copy_buffers(self) -> bool:
-        """Return True if the next forward pass starts by copying buffers, as with torch's DDP.
-
-        Inside `join()`, the first synchronized forward pass of each step copies them.
-        """
-        if not (self.is_connected and self.options.sync_buffers and self.tracked.have_buffers()):
-            return False
-        if self._ddp._join_config.enable:
-            return torch.is_grad_enabled() and self._ddp.require_backward_grad_sync
-        return self._ddp.require_forward_param_sync
-
-    def prepare_buffers(self) -> None:
-        """Copy buffers before a forward pass."""
-        self.failures.check_not_failed()
-        if self._ddp._join_config.enable:
-            self.notify_join()
-        # A checkpoint may repeat the forward pass within the backward pass, where ranks may have
-        # launched different numbers of buckets.
-        elif torch._C._current_graph_task_id() == -1:
-            self.copy_buffers()
-
     def notify_join(self) -> None:
         """Let the ranks without inputs take part in the current step of `join()`."""
         if not self._has_notified_join:
             self._has_notified_join = True
-            Join.notify_join_context(self._ddp)  # type: ignore[arg-type]
-            self.copy_buffers()
+            Join.notify_join_context(self.ddp)  # type: ignore[arg-type]
+            copy_buffers(self)
 
     def _fail_open_step(self) -> NoReturn:
-        """Raise an error, because an earlier backward pass failed after it had opened a step."""
+        """Raise `RuntimeError`, because an earlier backward pass failed after it opened a step."""
         reason = "the last backward pass raised an error before its gradients were averaged"
         self.failures.report_failure(reason)
         raise RuntimeError(
@@ -274,8 +254,8 @@ class Replica:
         )
 
     def _adopt_changed_parameters(self) -> None:
-        if self._ddp._join_config.enable:
-            raise RuntimeError("parameters changed inside join(); change them outside of it")
+        if self.is_joining:
+            raise RuntimeError("parameters changed inside join(); change them outside of join()")
         self.tracked.adopt_changes(self.group, self.failures)
         for bucket in self.reducer.buckets:
             bucket.release()
@@ -283,20 +263,18 @@ class Replica:
         self.make_reducer()
 
     def end_forward(self) -> bool:
-        """Return True if the backward pass of this forward pass synchronizes gradients."""
-        is_synchronized = self._ddp.require_backward_grad_sync
+        """Return True if the backward pass of the forward pass that ended is synchronized."""
+        is_synchronized = self.ddp.require_backward_grad_sync
         self.backward_pass.end_forward(is_synchronized=is_synchronized)
-        self._ddp.require_forward_param_sync = is_synchronized
+        self.ddp.require_forward_param_sync = is_synchronized
         return is_synchronized
 
-    # ----- backward pass -----
-
     def enter_backward(self, is_synchronized: bool, _: Any = None) -> None:
-        """Handle the start of a backward pass; this is a hook on the outputs of the module.
+        """Check the gradients at the start of a backward pass, and queue the end of the step.
 
-        The end of the step is queued here and not at the first gradient, which a reentrant
-        checkpoint may compute in an inner pass. The step would then end together with the inner
-        pass, before most gradients are ready.
+        This is the hook on the outputs of the module. It queues the end because a reentrant
+        checkpoint may compute the first gradient in an inner backward pass. If that gradient queued
+        the end, the step would end with the inner pass, before other gradients are ready.
         """
         if self._wrapper() is None or self.hooks.are_replaced:
             return
@@ -306,9 +284,9 @@ class Replica:
                 if self.reducer.is_open:
                     self._fail_open_step()
                 refuse_shared_gradients(self.tracked.dense, self.group.rank, self.failures)
-                self.reducer.copy_misplaced_grads()
+                copy_misplaced_grads(self.reducer.buckets)
                 if self._should_warn_of_alias:
-                    self._should_warn_of_alias = not warn_of_aliased_gradient(
+                    self._should_warn_of_alias = not warn_of_aliased_grad(
                         self.reducer.buckets, self.group.rank
                     )
             self.hooks.move_to_end()
@@ -318,8 +296,8 @@ class Replica:
     def _end_backward(self, is_synchronized: bool | None) -> None:
         if not self.is_connected:
             return
-        if is_synchronized is None and self._ddp.require_backward_grad_sync:
-            # The pass reached no output since the last step: the module was called directly.
+        if is_synchronized is None and self.ddp.require_backward_grad_sync:
+            # No forward pass of the wrapper ran since the last step, only one of its `.module`.
             self.start_step()
         if self.reducer.is_open:
             self.finish_step()
@@ -340,13 +318,11 @@ class Replica:
         if not self.reducer.is_open:
             self.try_open_step()
 
-    # ----- step -----
-
     def try_open_step(self) -> bool:
-        """Open a step for the gradient that is ready; return False if it is not synchronized."""
+        """Open a step for a gradient. Return False if the backward pass is not synchronized."""
         self.backward_pass.discard_interrupted()
         if not self.backward_pass.is_running:
-            self.reducer.copy_misplaced_grads()
+            copy_misplaced_grads(self.reducer.buckets)
             if self.hooks.move_to_end():
                 raise RuntimeError(
                     "a parameter hook was registered after wrapping, and this backward pass did "
@@ -356,14 +332,17 @@ class Replica:
         if not self.backward_pass.is_synchronized:
             # Rebuilding is a collective. With uneven inputs, ranks call collectives only at the
             # start of a synchronized step.
-            if not self._ddp._join_config.enable:
+            if not self.is_joining:
                 self.reducer.rebuild_buckets()
             return False
         self.start_step()
         return True
 
     def start_step(self) -> None:
-        """Check the state of this rank, then open a step in which it participates."""
+        """Open a step in which this rank participates.
+
+        Raises `RuntimeError` if this rank cannot complete the step.
+        """
         self.failures.check_not_failed()
         has_checked = self._has_checked_parameters
         self._has_checked_parameters = False
@@ -378,21 +357,21 @@ class Replica:
                         "an optimizer that steps within the backward pass uses gradients before "
                         "they are averaged; call step() after backward()"
                     )
-        if self._ddp._join_config.enable:
+        if self.is_joining:
             self.notify_join()
         self.reducer.start()
 
     @torch.no_grad()
     def finish_step(self, *, is_participating: bool = True) -> None:
-        """Wait for all gradients, then synchronize sparse gradients and buffers."""
+        """Wait for the gradients in buckets, then average sparse gradients and copy buffers."""
         self.backward_pass.end_step()
         self._has_notified_join = False
         unused = self.reducer.finish(is_participating=is_participating)
         self.unused.record(self.reducer, unused, self.options)
         sparse = self.tracked.sparse
         scale = self.reducer.step.scale
-        if sparse and self._ddp._join_config.enable:
-            scale *= self._participation_scale(is_participating=is_participating)
+        if sparse and self.is_joining:
+            scale *= compute_join_scale(self, is_participating=is_participating)
         average_sparse(
             sparse,
             self.group,
@@ -401,43 +380,4 @@ class Replica:
             self.comm_hook,
             is_participating=is_participating,
         )
-        self.copy_buffers(is_participating=is_participating)
-
-    def gather_participating_ranks(self, *, is_participating: bool) -> list[int]:
-        """Return the ranks with `is_participating=True`. This is a collective."""
-        flags = torch.zeros(self.group.world_size, dtype=torch.int32, device=self.device)
-        flags[self.group.rank] = is_participating
-        run_collective(
-            partial(dist.all_reduce, group=self.group.process_group),
-            flags,
-            "the exchange of which ranks take part in join()",
-            self.failures.attribute_errors,
-        )
-        return [rank for rank, flag in enumerate(flags.tolist()) if flag]
-
-    def _participation_scale(self, *, is_participating: bool) -> float:
-        """Return the factor that turns a mean over all ranks into the mean that `join()` needs."""
-        if self.agreement.divide_by_initial_world_size:
-            return 1.0
-        active = self.gather_participating_ranks(is_participating=is_participating)
-        return self.group.world_size / len(active)
-
-    def copy_buffers(self, *, is_participating: bool = True) -> None:
-        """Copy buffers to every rank from rank 0, or in `join()` from the last rank with inputs.
-
-        torch's DDP copies them before a forward pass only. A copy at the end of each step keeps
-        them equal for a checkpoint that follows.
-        """
-        buffers = list(self.tracked.named_buffers().values())
-        if not buffers or not self.options.sync_buffers:
-            return
-        source = 0
-        if self._ddp._join_config.enable:
-            source = self.gather_participating_ranks(is_participating=is_participating)[-1]
-        broadcast_tensors(
-            buffers,
-            self.group.process_group,
-            self.failures,
-            "the broadcast of the buffers",
-            source=source,
-        )
+        copy_buffers(self, is_participating=is_participating)

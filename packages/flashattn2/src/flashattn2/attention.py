@@ -64,23 +64,25 @@ def flash_attention(
         v: Values `(batch, kv_heads, seq_k, dim_v)` or `(batch, seq_k, dim_v)`.
         is_causal: If True, query `i` sees keys up to `i + seq_k - seq_q` (bottom-right alignment).
         scale: Factor that multiplies the scores; `dim ** -0.5` by default.
-        window: `(left, right)`, the number of keys that a query sees on each side of its
-            position.  None removes a bound, and one int applies to both sides.
+        window: `(left, right)`, the numbers of keys that a query sees before and after its own
+            position.  None removes a bound, and one int applies to both sides.  If `is_causal` is
+            True, the right bound is 0.
         softcap: If given, scores become `softcap * tanh(score / softcap)`.
         sinks: One learned score per query head, `(heads,)`, as in gpt-oss.  A sink is the score of
             an additional key that every row sees and whose value is zero.  The log-sum-exp includes
             the sink.
         return_lse: If True, also return the log-sum-exp of each row.
         deterministic: If False, the backward pass of the backend "gluon" accumulates dQ by atomic
-            additions, whose order varies.
+            additions, whose order varies.  Other backends ignore the option.
         backend: "triton", "gluon" (kernels for Hopper), "aten" (torch's CPU kernel), "torch"
             (tiled PyTorch), or "auto".
 
     Returns:
-        The output `(batch, heads, seq_q, dim_v)` and, with `return_lse`, the log-sum-exp
-        `(batch, heads, seq_q)`; without `heads` if the inputs have no head dimension.  The
-        log-sum-exp is differentiable and has dtype float32, or float64 for float64 inputs.  A row
-        that sees no key has a zero output and no gradient, and its log-sum-exp is -inf or the sink.
+        The output `(batch, heads, seq_q, dim_v)`, in the dtype of the inputs or of autocast, and,
+        with `return_lse`, the log-sum-exp `(batch, heads, seq_q)`; without `heads` if the inputs
+        have no head dimension.  The log-sum-exp is differentiable and has dtype float32, or float64
+        for float64 inputs.  A row that sees no key has a zero output and no gradient, and its
+        log-sum-exp is -inf or the sink.
 
     Raises:
         ValueError, TypeError: If an argument is invalid, or the named backend does not support it.
@@ -126,7 +128,7 @@ def flash_attention(
 def _call_cpu_kernel(
     q: Tensor, k: Tensor, v: Tensor, plan: Plan, return_lse: bool
 ) -> Tensor | tuple[Tensor, Tensor] | None:
-    """Call torch's CPU kernel directly; return None if the call needs the general path."""
+    """Return the result of torch's CPU kernel, or None if the call needs the general path."""
     if not is_untransformed():
         return None
     if is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad):
@@ -215,7 +217,6 @@ def flash_attention_varlen(
 
     # Format.
     out, lse = out.squeeze(0).transpose(0, 1), lse.squeeze(0)
-    # torch's CPU kernel returns the log-sum-exp as a view with another order of dimensions.
     return (out, lse.contiguous()) if return_lse else out
 
 

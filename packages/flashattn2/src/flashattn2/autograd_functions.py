@@ -51,13 +51,13 @@ def run_attention(
 
 
 def apply_sinks(out: Tensor, lse: Tensor, sinks: Tensor) -> tuple[Tensor, Tensor]:
-    """Add one sink per head to `out` `(batch, heads, seq, dim)` and `lse` `(batch, heads, seq)`.
+    """Return `out` `(batch, heads, seq, dim)` and `lse` `(batch, heads, seq)` with sinks.
 
-    A sink s adds e^s to the sum e^L of each row, and its value is zero:
+    A sink s adds e^s to the sum e^L of each row of its head, and its value is zero:
 
         O' = O · σ(L - s)        L' = log(e^L + e^s),
 
-    so no kernel is needed, and gradients of every order follow from those of O and L.
+    so no kernel is needed, and gradients of every order follow from the gradients of O and L.
     """
     sink = sinks.to(lse.dtype)[None, :, None]
     excess = lse - sink
@@ -80,7 +80,7 @@ def _run(
     spec: AttentionSpec,
     choice: BackendChoice,
 ) -> tuple[Tensor, Tensor]:
-    """Run the forward pass of the selected backend."""
+    """Return the output and log-sum-exp of the selected backend."""
     if _can_call_kernel_directly(choice, cu_q):
         return aten.forward(q, k, v, spec.scale, spec.has_right_bound())
     run: Callable[..., Any] = forward_op if needs_operator(q, k, v) else forward
@@ -268,7 +268,7 @@ def _gradients(
     spec: AttentionSpec,
     choice: BackendChoice,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Run the backward pass of the selected backend."""
+    """Return the gradients of q, k and v from the selected backend."""
     if grad_lse is None and _can_call_kernel_directly(choice, cu_q):
         return aten.gradients(q, k, v, out, lse, grad_out, spec)
     run: Callable[..., Any] = backward_op
@@ -303,7 +303,7 @@ class _PaperFunction(torch.autograd.Function):
     def run(
         ctx: Any, backend: str, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False
     ) -> Tensor:
-        """Validate the arguments, run the forward pass and save tensors for the backward pass."""
+        """Return the output of valid arguments, and save the tensors for the backward pass."""
         check_dense(Q, K, V)
         if Q.dim() != 3:
             raise ValueError(f"expected Q to be (batch, seq, dim), got shape {tuple(Q.shape)}")
@@ -340,7 +340,8 @@ class FlashAttentionTorch(_PaperFunction):
 class FlashAttentionTriton(_PaperFunction):
     """Algorithms 1 and 2 of FlashAttention-2 in Triton kernels, on `(batch, seq, dim)`.
 
-    On a CPU the kernels need Triton's interpreter (`TRITON_INTERPRET=1`).
+    Call it like `FlashAttentionTorch`; it saves the same tensors.  On a CPU the kernels need
+    Triton's interpreter (`TRITON_INTERPRET=1`).
     """
 
     @staticmethod

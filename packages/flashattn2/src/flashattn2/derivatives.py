@@ -18,7 +18,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashattn2.backends.tiled import Tiles, flatten_heads, group_queries, row_lse, scores
+from flashattn2.backends.tiled import Tiles, compute_scores, flatten_heads, group_queries, row_lse
 from flashattn2.spec import AttentionSpec
 
 
@@ -107,7 +107,7 @@ def _probabilities(
 
     The queries must already be scaled.
     """
-    s = scores(q_i, k_j, replace(spec, scale=1.0), None)
+    s = compute_scores(q_i, k_j, replace(spec, scale=1.0), None)
     p = torch.exp(s - l_i[..., None])
     if hidden is not None:
         p.view(len(p), p.shape[1] // len(hidden), *hidden.shape).masked_fill_(hidden, 0.0)

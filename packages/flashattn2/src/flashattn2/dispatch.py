@@ -24,7 +24,7 @@ LEAST_GLUON_LENGTH = 2048
 
 
 class BackendChoice(NamedTuple):
-    """The selected backend and its options, which are the last arguments of both operators."""
+    """The selected backend and its options: the last arguments of `forward` and `backward`."""
 
     backend: str
     precision: str
@@ -73,9 +73,9 @@ def select_backend(
 
 
 def _is_gluon_faster(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packed: bool) -> bool:
-    """Return True if the Gluon kernels support the input and are faster than the Triton kernels.
+    """Return True if the Gluon kernels support the input and should be faster than Triton's.
 
-    With few tiles the Triton kernels are faster, because they split long sequences among all SMs.
+    With few tiles the Triton kernels are faster, because they split the loop of a tile among SMs.
     """
     if _find_gluon_obstacle(q, v, spec, packed) is not None:
         return False

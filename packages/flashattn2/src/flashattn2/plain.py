@@ -1,9 +1,9 @@
 """Minimal implementation of FlashAttention-2 in PyTorch.
 
-`attention` is the definition. `forward_pass` and `backward_pass` are Algorithms 1 and 2 of Dao,
-"FlashAttention-2" (2023, arXiv 2307.08691), with the paper's names. They never store the score
-matrix. `PlainAttention.apply(Q, K, V, is_causal)` is differentiable. Tests compare the backends
-"torch" and "auto" with this file.
+`attention` computes attention from its definition. `forward_pass` and `backward_pass` are
+Algorithms 1 and 2 of Dao, "FlashAttention-2" (2023, arXiv 2307.08691), with the paper's names. They
+never store the score matrix. `PlainAttention.apply(Q, K, V, is_causal)` is differentiable. Tests
+compare the backends "torch" and "auto" with this file.
 
 Shapes: Q is `[batch, N, d]`, K and V are `[batch, M, d]`, with N = M for causal attention. A tile
 has at most B rows of Q or of K.

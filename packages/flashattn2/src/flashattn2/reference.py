@@ -1,4 +1,4 @@
-"""The specification: attention from its definition, with every option, dtype and derivative.
+"""A reference implementation: attention from its definition, with every dtype and derivative.
 
 It stores the whole score matrix, which the backends avoid.
 """
@@ -25,7 +25,7 @@ def attention_reference(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax attention from its definition.
 
-    The arguments are those of `flash_attention`, except for `deterministic` and `backend`.
+    The arguments and results are those of `flash_attention`, without `deterministic` and `backend`.
     Products and the log-sum-exp are computed in the dtype of the inputs.  On CPUs with AMX, torch's
     product in bfloat16 may spread a NaN to the previous row; float32 inputs avoid this.
 
@@ -48,7 +48,7 @@ def attention_reference(
     seq_q, seq_k = s.shape[-2:]
     queries = torch.arange(seq_q, device=q.device)
     keys = torch.arange(seq_k, device=q.device)
-    hidden = spec.hidden(queries, keys, seq_k - seq_q)
+    hidden = spec.hidden_mask(queries, keys, seq_k - seq_q)
     if sinks is not None:
         # A sink is the score of an additional key whose value is zero.
         column = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)

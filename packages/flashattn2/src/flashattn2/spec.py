@@ -53,16 +53,16 @@ class AttentionSpec:
         return self.scale, self.left, self.right, self.softcap
 
     def key_ranges(
-        self, first: int, last: int, shift: int, seq_k: int
+        self, first_query: int, stop_query: int, shift: int, seq_k: int
     ) -> tuple[int, int, int, int]:
-        """Return the bounds of the keys that the queries `first` to `last - 1` see.
+        """Return the bounds of the keys that the queries `first_query` to `stop_query - 1` see.
 
         In the result `(start, all_start, all_stop, stop)`, no query sees a key outside
         `[start, stop)`, and every query sees all keys in `[all_start, all_stop)`.  Both ranges may
         be empty.  The `shift` is `seq_k - seq_q`.
         """
-        nearest = first + shift
-        furthest = last - 1 + shift
+        nearest = first_query + shift
+        furthest = stop_query - 1 + shift
         start = all_start = 0
         if self.left >= 0:
             start = max(0, nearest - self.left)
@@ -73,7 +73,7 @@ class AttentionSpec:
             all_stop = min(seq_k, nearest + self.right + 1)
         return start, all_start, all_stop, stop
 
-    def hidden(self, queries: Tensor, keys: Tensor, shift: int) -> Tensor:
+    def hidden_mask(self, queries: Tensor, keys: Tensor, shift: int) -> Tensor:
         """Return a boolean mask `(queries, keys)` that is True for hidden keys."""
         distance = keys[None, :] - queries[:, None] - shift
         hidden = torch.zeros_like(distance, dtype=torch.bool)

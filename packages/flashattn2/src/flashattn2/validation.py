@@ -9,10 +9,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise an error unless the tensors are matching `(batch, heads, seq, dim)` inputs.
-
-    Tensors `(batch, seq, dim)`, without a head dimension, are also accepted.
-    """
+    """Raise an error unless q, k, v match as `(batch, heads, seq, dim)` or `(batch, seq, dim)`."""
     check_tensors(q=q, k=k, v=v)
     if q.dim() not in (3, 4):
         raise ValueError(

@@ -35,7 +35,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
     Args:
         device: "cpu"; servers and transports run on the CPU only.
-        quick: measure for seconds instead of minutes.
+        quick: exchange 8 MiB in 5 rounds instead of 80 MiB in 15 rounds, each in two runs.
     """
     if device != "cpu":
         raise ValueError(
@@ -182,7 +182,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Print the rows as a table; also write them as JSON if `--json` is passed."""
     parser = argparse.ArgumentParser(prog="python -m paramserver.bench", description=__doc__)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
+    parser.add_argument("--quick", action="store_true", help="exchange less, in fewer rounds")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     rows = bench(device=arguments.device, quick=arguments.quick)

@@ -67,7 +67,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
 
 
 def file_version(path: Path) -> tuple[int, int] | None:
-    """Return a value that changes when `path` is written, or None if there is no file."""
+    """Return the inode and the time of the last write of a file, or None if there is no file."""
     try:
         status = path.stat()
     except FileNotFoundError:

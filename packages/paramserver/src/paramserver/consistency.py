@@ -23,6 +23,7 @@ import torch
 
 from paramserver.compression import Integers
 from paramserver.optimizers import OptimizerFactory
+from paramserver.running.arguments import require_number
 
 
 @dataclass(frozen=True)
@@ -109,6 +110,7 @@ class LocalSteps:
                 f"expected overlap < {self.interval}, the steps between two exchanges, "
                 f"got {self.overlap}: an exchange must end before the next one starts"
             )
+        require_number("alpha", self.alpha)
         if not 0 <= self.alpha <= 1:
             raise ValueError(f"expected 0 <= alpha <= 1, got {self.alpha}")
 
@@ -119,6 +121,14 @@ class LocalSteps:
 
 
 Consistency = BulkSynchronous | StaleSynchronous | Asynchronous | LocalSteps
+
+
+def require_policy(consistency: Consistency | None) -> Consistency:
+    """Return a policy, or `BulkSynchronous()` for None; raise `TypeError` for other objects."""
+    policy = BulkSynchronous() if consistency is None else consistency
+    if not isinstance(policy, Consistency):
+        raise TypeError(f"expected a policy, such as BulkSynchronous(), got {policy!r}")
+    return policy
 
 
 def as_local_steps(consistency: Consistency | None) -> LocalSteps | None:

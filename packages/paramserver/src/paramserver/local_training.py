@@ -81,7 +81,7 @@ class LocalTraining:
             self._receive_update()
 
     def step(self) -> None:
-        """Take a step of the local optimizer; send a fragment if one is due.
+        """Take a step of the local optimizer, then send a fragment if an exchange is due.
 
         Raises:
             ValueError: a gradient is not finite.

@@ -20,6 +20,8 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
+from paramserver.running.arguments import require_number
+
 
 @dataclass(frozen=True)
 class OptimizerSpec:
@@ -48,8 +50,10 @@ class OptimizerSpec:
     master_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.max_norm is not None and not self.max_norm > 0:
-            raise ValueError(f"expected max_norm > 0, or None, got {self.max_norm!r}")
+        if self.max_norm is not None:
+            require_number("max_norm", self.max_norm)
+            if not self.max_norm > 0:
+                raise ValueError(f"expected max_norm > 0, or None, got {self.max_norm!r}")
         dtype = self.master_dtype
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"expected a floating-point master_dtype, or None, got {dtype}")
@@ -68,8 +72,15 @@ OptimizerFactory = Callable[[Iterable[Tensor]], Optimizer] | OptimizerSpec
 
 
 def as_spec(factory: OptimizerFactory) -> OptimizerSpec:
-    """Return an optimizer factory as an `OptimizerSpec`."""
-    return factory if isinstance(factory, OptimizerSpec) else OptimizerSpec(factory)
+    """Return an optimizer factory as an `OptimizerSpec`; raise `TypeError` for anything else."""
+    if isinstance(factory, OptimizerSpec):
+        return factory
+    if not callable(factory):
+        raise TypeError(
+            "expected optimizer to be a function of the parameters, such as "
+            f"partial(torch.optim.SGD, lr=0.1), or an OptimizerSpec, got {factory!r:.60}"
+        )
+    return OptimizerSpec(factory)
 
 
 class Updater:
@@ -296,7 +307,7 @@ def _require_known_options(optimizer: Optimizer) -> None:
 def _new_scheduler(
     factory: Callable[[Optimizer], LRScheduler], optimizer: Optimizer
 ) -> LRScheduler:
-    """Create the optimizer's scheduler, and check that a journal can resume it.
+    """Return the optimizer's scheduler, after a check that a journal can resume it.
 
     Raises:
         ValueError: the scheduler is of another optimizer or needs the loss, or its state cannot be

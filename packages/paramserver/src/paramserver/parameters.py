@@ -16,14 +16,17 @@ def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     Raises:
         ValueError: parameters or elements share memory, a parameter has gaps between its elements,
             or a parameter is on the meta device.
+        TypeError: `module` is not a module.
     """
+    if not isinstance(module, nn.Module):
+        raise TypeError(f"expected module to be an nn.Module, got {module!r:.60}")
     parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
     _require_separate_memory(parameters)
     return parameters
 
 
 def require_names(parameters: object) -> None:
-    """Raise `TypeError` unless `parameters` is a mapping of names to tensors."""
+    """Raise `TypeError` unless `parameters` is a mapping; its names and tensors are not checked."""
     if not isinstance(parameters, Mapping):
         raise TypeError(
             "expected parameters by name, such as dict(module.named_parameters()), got a "

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from paramserver.parameters import local_part, require_names
+from paramserver.running.arguments import require_integer
 
 Cut = tuple[str, Tensor, int, int]  # parameter name, parameter, start and stop element
 
@@ -83,7 +84,7 @@ class Shard:
             view.view(-1).copy_(flat[piece.name][piece.start : piece.stop])
 
     def fragments(self, count: int) -> list["Fragment"]:
-        """Split the shard into `count` fragments of equal size in bytes, up to alignment.
+        """Return `count` fragments of the shard, of equal size in bytes up to alignment.
 
         Raises:
             ValueError: the shard is too small for every fragment to contain an element.
@@ -133,17 +134,16 @@ class Fragment:
 
 
 def partition(parameters: Mapping[str, Tensor], servers: int) -> list["Shard"]:
-    """Partition `parameters` into one shard per server; the sizes differ by about one element.
+    """Return one shard of `parameters` per server; their sizes differ by about one element.
 
     Raises:
         ValueError: `servers` is less than 1, `parameters` is empty, a parameter is not a
             floating-point tensor of at least 16 bits, or a server would receive no element.
-        TypeError: `parameters` is not a mapping.
+        TypeError: `parameters` is not a mapping, or `servers` is not an integer.
     """
     require_names(parameters)
     parameters = {name: local_part(tensor) for name, tensor in parameters.items()}
-    if servers < 1:
-        raise ValueError(f"expected at least 1 server, got {servers}")
+    servers = require_integer("servers", servers, 1)
     if not parameters:
         raise ValueError("expected parameters that require a gradient, got none")
     for name, tensor in parameters.items():

@@ -77,7 +77,7 @@ class Gradients:
         yield len(buffer)
 
     def on_accepted(self) -> None:
-        """Update the state after all servers have accepted the payload. Gradients have no state."""
+        """Update the state after all servers have accepted the payload; gradients have no state."""
 
     def on_pulled(self, server: int, answer: Message) -> None:
         """Process the data pulled from `server`. Here, `load` reads the data instead."""
@@ -208,7 +208,7 @@ class Changes(Gradients):
         self._residuals = dict(state["residuals"])
 
     def _compress(self, server: int, change: Tensor) -> Tensor:
-        """Encode a change plus its residual; store the new residual until the push is accepted."""
+        """Return an encoded change plus its residual; store the new residual until acceptance."""
         assert self._compression is not None
         shard = self._fragments[server][self._fragment].shard
         key = (server, self._fragment)

@@ -1,8 +1,8 @@
 """Minimal implementation of training with a parameter server.
 
 Workers pull a server's parameters and push gradients. In this file they alternate in one process.
-- A worker's clock is the number of its pushes. It may pull while it is at most `bound` clocks ahead
-  of the slowest worker (Ho et al. 2013). Bound 0 means bulk-synchronous, infinity asynchronous.
+- A worker's clock is the number of its pushes. A worker may pull while it is at most `bound` clocks
+  ahead of the slowest worker (Ho et al. 2013). Bound 0 is bulk-synchronous, infinity asynchronous.
 - Bulk-synchronous training applies the mean gradient of each clock, so it equals training in one
   process. With any other bound, every gradient is applied when it arrives.
 - DiLoCo (Douillard et al. 2023) is bulk-synchronous. Its gradient is the change of local steps.
@@ -65,7 +65,7 @@ class Worker:
         self.clock = 0
 
     def step(self, server: Server) -> None:
-        """Pull, compute a gradient and push it; do nothing if other workers are too far behind."""
+        """Pull, compute a gradient and push it; do nothing if this worker may not pull yet."""
         if not server.may_pull(self.number):
             return
         self._load(server.pull())

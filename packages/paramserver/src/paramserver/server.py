@@ -14,13 +14,14 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
-from paramserver.consistency import BulkSynchronous, Consistency
+from paramserver.consistency import Consistency, require_policy
 from paramserver.optimizers import OptimizerFactory
 from paramserver.parameters import require_names
 from paramserver.partition import Shard, partition
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import Message
 from paramserver.protocol.replica import Replica
+from paramserver.running.arguments import require_integer, require_timeout
 from paramserver.transport.connection import MAX_WAIT_SECONDS, Connection, drain
 
 #: Seconds between two messages to a waiting worker, which report that the server is alive.
@@ -40,13 +41,15 @@ class Server:
             `functools.partial(torch.optim.SGD, lr=0.1)`, or an `OptimizerSpec`. With `LocalSteps`
             the server uses the policy's `outer` instead, and workers use `optimizer` locally.
         consistency: the policy; None is `BulkSynchronous()`.
-        workers: initial number of workers. A policy that waits for the slowest worker also waits
-            for initial workers that have not joined yet; they are at clock 0.
+        workers: initial number of workers, at least 1, or at least 0 if `elastic` is True. A policy
+            that waits for the slowest worker also waits for initial workers that have not joined
+            yet; they are at clock 0.
         shard: the part of the parameters that this server stores; None stores all parameters. With
             several servers, the server of the first shard orders the updates of all servers.
-        timeout: seconds after which a wait ends if the awaited worker has sent no request in that
-            time and is not itself waiting. Then the wait raises an error, or training continues
-            without the awaited worker. Heartbeats of the ZeroMQ transport count as requests.
+        timeout: seconds, possibly infinite, after which a wait ends if the awaited worker has sent
+            no request in that time and is not itself waiting. Then the wait raises an error, or
+            training continues without the awaited worker. Heartbeats of the ZeroMQ transport count
+            as requests.
         allow_missing: True to continue training without a lost worker. If False, all other workers
             receive an error that names the lost worker, unless `elastic` is True.
         elastic: True to let further workers join, with any rank, and lost workers rejoin. A policy
@@ -56,7 +59,7 @@ class Server:
 
     Raises:
         ValueError: an argument is out of range, or the optimizer cannot update this shard.
-        TypeError: `parameters` is not a mapping, or `consistency` is not a policy.
+        TypeError: an argument has another type; the message names the argument.
     """
 
     @torch.inference_mode(False)  # other threads update the server's tensors
@@ -73,16 +76,9 @@ class Server:
         elastic: bool = False,
         memory: Tensor | None = None,
     ) -> None:
-        min_workers = 0 if elastic else 1
-        if workers < min_workers:
-            raise ValueError(f"expected workers >= {min_workers}, got {workers}")
-        if not timeout >= 0:
-            raise ValueError(f"expected timeout in seconds >= 0, got {timeout!r}")
-        self.consistency: Consistency = consistency or BulkSynchronous()
-        if not isinstance(self.consistency, Consistency):
-            raise TypeError(
-                f"expected a policy, such as BulkSynchronous(), got {self.consistency!r}"
-            )
+        workers = require_integer("workers", workers, 0 if elastic else 1)
+        require_timeout(timeout)
+        self.consistency = require_policy(consistency)
         require_names(parameters)
         self.shard = shard or partition(parameters, 1)[0]
         self.core = Core(
@@ -137,7 +133,7 @@ class Server:
         *,
         is_known_finite: bool = False,
     ) -> Message:
-        """Return the answer to a request, after waiting as long as the policy requires.
+        """Return the answer to a request; wait for other workers as long as the policy requires.
 
         Args:
             worker: number of the worker that sent the request.

@@ -4,7 +4,6 @@
 decides when to exchange.
 """
 
-import operator
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -19,6 +18,7 @@ from paramserver.parameters import require_unchanged, trainable_parameters
 from paramserver.partition import partition
 from paramserver.payload import Changes, Gradients
 from paramserver.protocol.replica import layout
+from paramserver.running.arguments import require_integer
 from paramserver.server import Server
 from paramserver.transport.connection import Connection
 from paramserver.transport.exchange import Exchange
@@ -49,6 +49,7 @@ class Worker:
         ValueError: the arguments do not fit the policy, the servers store other parameters, another
             worker of this process trains `module`, or the checkpoint is damaged or does not fit
             the job.
+        TypeError: `rank` is not an integer, or `module` is not a module.
     """
 
     # The methods below leave inference mode. Otherwise servers in this process, and the local
@@ -64,9 +65,7 @@ class Worker:
         optimizer: OptimizerFactory | None = None,
         checkpoint: str | Path | None = None,
     ) -> None:
-        rank = operator.index(rank)  # an integer of any library
-        if rank < 0:
-            raise ValueError(f"expected a rank >= 0, got {rank}")
+        rank = require_integer("rank", rank, 0)
         if isinstance(servers, Server):
             servers = [servers]
         if local is None and servers and isinstance(servers[0], Server):
@@ -223,7 +222,7 @@ class Worker:
 
     @torch.inference_mode(False)
     def leave(self) -> None:
-        """Stop pushing without waiting for other workers, which continue.
+        """End this worker's part in the training; the other workers continue without it.
 
         If an exchange that overlaps local steps is in flight, the call first waits for that
         exchange. The exchange ends after the other workers' pushes of the round. If the exchange

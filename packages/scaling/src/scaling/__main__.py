@@ -103,11 +103,14 @@ def _load(arguments: argparse.Namespace) -> Runs:
 
 
 def _pairs(texts: Sequence[str]) -> dict[str, str]:
-    """Parse NAME=VALUE strings; raise `ValueError` for other strings or two values of a name."""
+    """Return the pairs of NAME=VALUE strings.
+
+    Raises `ValueError` for other strings, or two values of one name.
+    """
     pairs: dict[str, str] = {}
     for text in texts:
         if "=" not in text:
-            raise ValueError(f"{text!r} is not NAME=VALUE")
+            raise ValueError(f"expected NAME=VALUE, got {text!r}")
         name, value = text.split("=", 1)
         if pairs.setdefault(name, value) != value:
             raise ValueError(f"{name!r} has two values, {pairs[name]!r} and {value!r}: pass one")

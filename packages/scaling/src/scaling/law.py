@@ -69,7 +69,7 @@ def require_model(parameters: float, tokens: float) -> None:
 def quantiles(
     values: ArrayLike, levels: Sequence[float], weights: Array | None = None
 ) -> list[float]:
-    """Return weighted quantiles of one value per sampled law.
+    """Return the quantiles `levels` of `values`, which are one value per sampled law.
 
     `weights` must sum to 1 and are equal by default. Raises `ValueError` if a value is NaN.
     """
@@ -177,7 +177,7 @@ class Law:
 
     @property
     def exponent(self) -> float:
-        """The exponent beta / (alpha + beta) of C in N_opt; that of C in D_opt is 1 minus it."""
+        """The exponent beta / (alpha + beta) of C in N_opt; D_opt has 1 minus this exponent."""
         return self.beta / (self.alpha + self.beta)
 
     def optimal(self, compute: float) -> Optimum:

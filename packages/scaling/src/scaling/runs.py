@@ -127,7 +127,7 @@ def load_runs(
     history: str | Literal[False] | None = None,
     ignore: str | Sequence[str] = (),
 ) -> Runs:
-    """Load runs from CSV, JSON or JSONL, a data frame, a mapping of columns or records.
+    """Return the runs of a table: CSV, JSON or JSONL, a data frame, columns or records.
 
     The table needs a loss and two of parameters, tokens and compute. Cells may be 7B, 1.4T
     or 49,893,420. Data frames may be from pandas, polars or pyarrow. Exports of wandb, levanter,
@@ -136,7 +136,8 @@ def load_runs(
     not. `Runs.explanation` describes each choice that was made.
 
     Args:
-        source: The table.
+        source: The table: a path, a data frame, a mapping of names to columns, or an iterable of
+            records.
         columns: Names of columns that are not recognized, such as `{"loss": "eval/ce"}`. Names such
             as `N`, `params_B`, `train_tokens`, `Training FLOP` and `eval/loss` are recognized.
             Tokens may be a product, as in `{"tokens": "steps * batch_size * seq_len"}`.
@@ -159,6 +160,7 @@ def load_runs(
     - at each N and D, all runs except those of the best setting, such as a learning rate.
 
     Raises:
+        OSError: The file cannot be read.
         TypeError: The source is not a table.
         ValueError: A value is missing, not a number, not positive or not finite, or a column is on
             the wrong scale. Ambiguous tables also raise it: columns with the same meaning that

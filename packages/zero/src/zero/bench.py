@@ -49,24 +49,24 @@ RIVALS = {
 
 
 def bench(*, device: str = "cpu", quick: bool = False, rounds: int = 0) -> list[Row]:
-    """Return the rows of the cases `memory` and `step`, or an empty list on ranks other than 0.
+    """Return the rows of the cases `memory` and `step`.
 
-    Under torchrun, the benchmark runs on its ranks; otherwise in two processes, or one if there is
-    only one GPU. `rounds` is the number of measured steps of each implementation; 0 means 20, or 3
-    if `quick` is True.
+    Under torchrun, the benchmark runs on its ranks, and only rank 0 returns rows. Otherwise it runs
+    in two processes, or in one if there is only one GPU. `rounds` is the number of measured steps
+    of each implementation; 0 means 20, or 3 if `quick` is True.
     """
     rounds = rounds or (3 if quick else 20)
     if "RANK" in os.environ:
-        return _on_this_rank(device, quick, rounds)
+        return _measure_on_this_rank(device, quick, rounds)
     with tempfile.TemporaryDirectory() as folder:
         world = min(2, torch.cuda.device_count()) if device == "cuda" else 2
         arguments = (folder, device, quick, rounds, world)
-        torch.multiprocessing.spawn(_spawned, arguments, nprocs=world)
+        torch.multiprocessing.spawn(_run_worker, arguments, nprocs=world)
         rows: list[Row] = json.loads(Path(folder, "rows").read_text())
         return rows
 
 
-def _spawned(rank: int, folder: str, device: str, quick: bool, rounds: int, world: int) -> None:
+def _run_worker(rank: int, folder: str, device: str, quick: bool, rounds: int, world: int) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device == "cuda":
@@ -74,17 +74,17 @@ def _spawned(rank: int, folder: str, device: str, quick: bool, rounds: int, worl
     store = dist.FileStore(f"{folder}/store", world)
     backend = "nccl" if device == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=rank, world_size=world)
-    rows = _on_this_rank(device, quick, rounds)
+    rows = _measure_on_this_rank(device, quick, rounds)
     if rank == 0:
         Path(folder, "rows").write_text(json.dumps(rows))
     dist.destroy_process_group()
 
 
-def _on_this_rank(device: str, quick: bool, rounds: int) -> list[Row]:
+def _measure_on_this_rank(device: str, quick: bool, rounds: int) -> list[Row]:
     if not dist.is_initialized():
         dist.init_process_group("nccl" if device == "cuda" else "gloo")
     size = "quick" if quick else "full"
-    rows = _memory(size, device) + _steps(size, device, rounds)
+    rows = _measure_memory(size, device) + _measure_steps(size, device, rounds)
     return rows if dist.get_rank() == 0 else []
 
 
@@ -147,7 +147,7 @@ def build_stage(stage: int, model: nn.Module, group: Any) -> Trained:
     )
 
 
-def _memory(size: str, device: str) -> list[Row]:
+def _measure_memory(size: str, device: str) -> list[Row]:
     def loss_of(model: nn.Module) -> Tensor:
         ids = torch.zeros(SIZES[size][3], dtype=torch.long)
         return F.cross_entropy(model(ids), ids)
@@ -181,7 +181,7 @@ class _Samples:
     payload: dict[str, int] | None = None
 
 
-def _steps(size: str, device: str, rounds: int) -> list[Row]:
+def _measure_steps(size: str, device: str, rounds: int) -> list[Row]:
     vocabulary, _, _, tokens = SIZES[size]
     generator = torch.Generator().manual_seed(dist.get_rank())
     inputs, targets = torch.randint(vocabulary, (2, tokens), generator=generator).to(device)
@@ -202,7 +202,7 @@ def _steps(size: str, device: str, rounds: int) -> list[Row]:
                 if isinstance(part, FSDP | ShardedOptimizer):
                     sample.payload = part.communicator.pop_bytes()
     model_bytes = sum(p.numel() * p.element_size() for p in built["ddp"][0].parameters())
-    return [_step_row(name, samples, model_bytes) for name in NAMES]
+    return [_make_step_row(name, samples, model_bytes) for name in NAMES]
 
 
 def _measure_step(step: Callable[[], None], device: str, sample: _Samples) -> None:
@@ -220,7 +220,7 @@ def _measure_step(step: Callable[[], None], device: str, sample: _Samples) -> No
     sample.seconds.append(slowest.item())
 
 
-def _step_row(name: str, samples: dict[str, _Samples], model_bytes: int) -> Row:
+def _make_step_row(name: str, samples: dict[str, _Samples], model_bytes: int) -> Row:
     sample = samples[name]
     world = dist.get_world_size()
     link = "loopback" if _is_loopback() else os.environ.get("LINK", "network")
@@ -230,7 +230,7 @@ def _step_row(name: str, samples: dict[str, _Samples], model_bytes: int) -> Row:
     row["predicted_over_parameters"] = float("nan")
     if sample.payload is not None:
         row["predicted_over_parameters"] = wire_bytes(sample.payload, world) / model_bytes
-    # Each stage is compared with the faster of torch's implementations.
+    # An implementation with several rivals is compared with the fastest of them.
     candidates = RIVALS.get(name, ("ddp",))
     rival = min(candidates, key=lambda candidate: statistics.median(samples[candidate].seconds))
     pairs = zip(sample.seconds, samples[rival].seconds, strict=True)
@@ -242,10 +242,10 @@ def _step_row(name: str, samples: dict[str, _Samples], model_bytes: int) -> Row:
 
 
 def _sent_bytes() -> int:
-    """Read the kernel's counter of bytes that the group's interface has sent."""
+    """Return the bytes that the network interface has sent so far, or 0 if Linux reports none."""
     device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     path = Path(f"/sys/class/net/{device}/statistics/tx_bytes")
-    # On loopback, all ranks share one interface.
+    # On loopback, all ranks share one interface, so return the average over ranks.
     num_ranks = dist.get_world_size() if _is_loopback() else 1
     return int(path.read_text()) // num_ranks if path.exists() else 0
 
@@ -260,7 +260,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
     parser.add_argument("--rounds", type=int, default=0, help="number of measured rounds")
-    parser.add_argument("--link", default="network", help="name of the link in the rows")
+    parser.add_argument("--link", default="network", help="name of a link other than loopback")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     os.environ["LINK"] = arguments.link

@@ -12,8 +12,8 @@ from torch import nn
 class BufferHook:
     """A forward pre-hook that copies buffers to all ranks by the rule of torch's DDP.
 
-    They are copied from rank 0, unless the previous forward pass ran without gradients or in
-    `no_sync()`. Within `Join`, where rank 0 may have no inputs left, they are copied from the last
+    Rank 0's buffers are copied before a forward pass, unless the previous one ran without gradients
+    or in `no_sync()`. Within `Join`, where rank 0 may have no inputs left, the source is the last
     rank with inputs.
     """
 

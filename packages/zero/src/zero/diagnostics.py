@@ -10,24 +10,24 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: Seconds to wait for reports: all surviving ranks detect a failure within this time.
+#: Seconds to wait for the reports of other ranks, which detect the same failure.
 GRACE_SECONDS = 5.0
-#: The time at which each report was first read, to recognize the reports of earlier failures.
+#: Maps each report to the time at which this process first read it. A report that was first read
+#: longer ago than `GRACE_SECONDS` belongs to an earlier failure.
 _first_read: dict[bytes, float] = {}
-#: Time within which the store responds if its host is alive.
+#: Seconds within which the store responds if its host is alive.
 STORE_SECONDS = 5.0
 REMEDY = "build the same model and the same groups on every rank"
 
 
-def check_descriptions_match(everyone: Sequence[Sequence[Any]]) -> None:
-    """Raise ValueError if a rank's descriptions of its parameters differ from those of rank 0."""
-    first = everyone[0]
-    for rank, other in enumerate(everyone):
-        if len(other) != len(first):
-            raise ValueError(
-                f"rank {rank} has {len(other)} parameters, rank 0 has {len(first)}: {REMEDY}"
-            )
-        for index, (expected, actual) in enumerate(zip(first, other, strict=True)):
+def check_descriptions_match(descriptions: Sequence[Sequence[Any]]) -> None:
+    """Raise ValueError if a rank's list of parameter descriptions differs from that of rank 0."""
+    reference = descriptions[0]
+    for rank, described in enumerate(descriptions):
+        if len(described) != len(reference):
+            sizes = f"rank {rank} has {len(described)} parameters, rank 0 has {len(reference)}"
+            raise ValueError(f"{sizes}: {REMEDY}")
+        for index, (expected, actual) in enumerate(zip(reference, described, strict=True)):
             if expected != actual:
                 raise ValueError(
                     f"parameter {index} is {actual} on rank {rank} but {expected} on rank 0: "
@@ -41,7 +41,7 @@ def find_unresponsive_ranks(
     """Return the global ranks that do not respond, and the failed call of each responding rank.
 
     Every surviving rank of the group calls this function, because every rank detects the failure.
-    If the store does not respond, return only rank 0, which hosts it unless torchrun does.
+    If the store hangs or fails, return only rank 0, which hosts the store unless torchrun does.
     """
     answers: list[tuple[list[int], dict[int, str]]] = []
     group = group or dist.group.WORLD
@@ -53,7 +53,6 @@ def find_unresponsive_ranks(
     )
     thread.start()
     thread.join(GRACE_SECONDS + STORE_SECONDS)
-    # Rank 0 hosts the store unless torchrun does, so a store that hangs means that rank 0 hangs.
     return answers[0] if answers else ([0], {})
 
 
@@ -62,43 +61,44 @@ def _poll_store(
 ) -> tuple[list[int], dict[int, str]]:
     """Report this rank's failed call in the store, and poll for the reports of other ranks.
 
-    A rank that reported an earlier failure of the group may be dead. Its report is not accepted
-    later than `GRACE_SECONDS` after this rank first read it.
+    Return the same values as `find_unresponsive_ranks`. A rank that reported an earlier failure of
+    the group may be dead. Its report is not accepted later than `GRACE_SECONDS` after this rank
+    first read it.
     """
     store = dist.distributed_c10d._get_default_store()
-    absent = {rank: f"zero/alive/{group_name}/{rank}" for rank in ranks}
+    missing = {rank: f"zero/alive/{group_name}/{rank}" for rank in ranks}
     answers: dict[int, str] = {}
     deadline = time.monotonic() + GRACE_SECONDS
     try:
         # The number makes each report of a rank different from its earlier ones.
-        store.set(absent[dist.get_rank()], f"{secrets.token_hex(8)} {description}")
-        while absent and (now := time.monotonic()) < deadline:
-            for rank in [rank for rank, key in absent.items() if store.check([key])]:
-                report = store.get(absent[rank])
+        store.set(missing[dist.get_rank()], f"{secrets.token_hex(8)} {description}")
+        while missing and (now := time.monotonic()) < deadline:
+            for rank in [rank for rank, key in missing.items() if store.check([key])]:
+                report = store.get(missing[rank])
                 if now - _first_read.setdefault(report, now) < GRACE_SECONDS:
                     answers[rank] = report.decode().partition(" ")[2]
-                    del absent[rank]
+                    del missing[rank]
             time.sleep(0.02)
     except RuntimeError:
-        # Rank 0 hosts the store unless torchrun does, so this error means that rank 0 has died.
         return [0], {}
-    return sorted(absent), answers
+    return sorted(missing), answers
 
 
 def explain(error: Exception, group: dist.ProcessGroup | None, description: str) -> RuntimeError:
-    """Return an error that names the ranks or the calls that caused a collective to fail."""
-    absent, answers = find_unresponsive_ranks(group, description)
-    if not absent and len(set(answers.values())) > 1:
+    """Return an error that names the unresponsive ranks, or the failed calls if all respond."""
+    unresponsive, answers = find_unresponsive_ranks(group, description)
+    if not unresponsive and len(set(answers.values())) > 1:
         calls = "; ".join(f"rank {rank}: {answers[rank]}" for rank in sorted(answers))
         return RuntimeError(
             f"ranks wait for different collectives ({calls}): run the same layers in the same "
             f"order on every rank ({error})"
         )
-    if not absent:
+    if not unresponsive:
         return RuntimeError(f"{description} failed although every rank is alive: {error}")
-    noun = "rank" if len(absent) == 1 else "ranks"
+    noun = "rank" if len(unresponsive) == 1 else "ranks"
+    ranks = ", ".join(map(str, unresponsive))
     return RuntimeError(
-        f"{description} failed on rank {dist.get_rank()}: {noun} {', '.join(map(str, absent))} "
-        "died or hangs, or raised another error, which only its own output shows; restart all "
-        f"ranks from the last checkpoint ({error})"
+        f"{description} failed on rank {dist.get_rank()}: {noun} {ranks} died or hangs, or raised "
+        "another error, which only its own output shows; restart all ranks from the last "
+        f"checkpoint ({error})"
     )

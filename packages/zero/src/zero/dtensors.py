@@ -41,7 +41,8 @@ class Run:
     def select(self, whole_shape: torch.Size, key: str, value: Any) -> Any:
         """Return a copy of this run's part of a state entry of a parameter of shape `whole_shape`.
 
-        An entry of another shape, such as a step count, is copied whole for every run.
+        A tensor of another shape, such as a step count, is copied whole. A value that is not a
+        tensor is returned unchanged.
         """
         if not isinstance(value, Tensor):
             return value
@@ -60,25 +61,23 @@ def shard_rows(whole: Tensor, communicator: Communicator) -> DTensor:
     from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
     placements = [Shard(0) if whole.dim() else Replicate()]
-    # The clone does not keep `whole` alive.
+    # Without the clone, the rows could be a view that keeps the memory of `whole` alive.
     rows = distribute_tensor(whole, communicator.mesh, placements, src_data_rank=None).clone()
     assert isinstance(rows, DTensor)
     return rows
 
 
 def full_value(value: Any) -> Any:
-    """Gather a DTensor; return any other value unchanged."""
+    """Return a DTensor gathered from all ranks, and any other value unchanged."""
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
 def _whole_state(
-    local_state: Sequence[tuple[Run, dict[str, Any]]],
-    shape: torch.Size,
-    communicator: Communicator,
+    local_state: Sequence[tuple[Run, dict[str, Any]]], shape: torch.Size, communicator: Communicator
 ) -> dict[str, Any]:
-    """Return the optimizer state of one whole parameter, on the CPU; every rank must call it."""
+    """Collect the whole optimizer state of one parameter, on the CPU, from all ranks."""
     entries = []
     for run, state in local_state:
         for key, value in state.items():
@@ -100,13 +99,11 @@ def _whole_state(
 
 
 def state_rows(
-    local_state: Sequence[tuple[Run, dict[str, Any]]],
-    parameter: Tensor,
-    communicator: Communicator,
+    local_state: Sequence[tuple[Run, dict[str, Any]]], parameter: Tensor, communicator: Communicator
 ) -> dict[str, Any]:
-    """Return the state of one parameter; tensors of its shape are DTensors sharded by rows.
+    """Return the whole state of one parameter. Tensors of its shape become DTensors (`shard_rows`).
 
-    Every rank must call it.
+    Every rank must call this function with the state of its runs.
     """
     state = _whole_state(local_state, parameter.shape, communicator)
     for key, value in state.items():
@@ -116,7 +113,7 @@ def state_rows(
 
 
 def full_entries(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Yield the state of each parameter in order, with DTensors gathered."""
+    """Yield the state of each parameter in order, with DTensors gathered from all ranks."""
     for group in state_dict["param_groups"]:
         for key in group["params"]:
             entry = state_dict["state"].get(key, {})

@@ -43,7 +43,8 @@ def direct_reduce_scatter(
     added in rank order, so the result does not depend on timing. Floating-point dtypes narrower
     than 32 bits are summed in float32 and rounded once. Only SUM is supported. The sum is computed
     in `wait()`. Calls are matched between ranks by `tag`. `output` may be this rank's block of
-    `input`. Raise ValueError for any other operation, and for sizes or dtypes that do not match.
+    `input`. Return a handle if `async_op` is True, otherwise None. Raise ValueError for any other
+    operation, and for sizes or dtypes that do not match.
     """
     if op != dist.ReduceOp.SUM:
         raise ValueError(f"expected op=SUM, got {op}: sum, and scale the result instead")
@@ -55,11 +56,7 @@ def direct_reduce_scatter(
             f"{world} ranks"
         )
     blocks = list(input.contiguous().view(world, *output.shape))
-    work = _DirectSum(output, blocks, group, tag)
-    if async_op:
-        return work
-    work.wait()
-    return None
+    return _return_or_wait(_DirectSum(output, blocks, group, tag), async_op)
 
 
 def direct_all_gather(
@@ -72,8 +69,9 @@ def direct_all_gather(
     """Implement `torch.distributed.all_gather_into_tensor` with point-to-point messages.
 
     Each of n ranks sends `input` to all n-1 other ranks. Blocks are received directly into
-    `output`. `input` may be this rank's block of `output`. Raise ValueError for sizes or dtypes
-    that do not match.
+    `output`. `input` may be this rank's block of `output`. Calls are matched between ranks by
+    `tag`. Return a handle if `async_op` is True, otherwise None. Raise ValueError for sizes or
+    dtypes that do not match.
     """
     world = dist.get_world_size(group)
     rank = dist.get_rank(group)
@@ -87,32 +85,33 @@ def direct_all_gather(
     work = _WorkList(_start_exchange([input.view(-1)] * world, list(blocks), group, tag))
     if blocks[rank].data_ptr() != input.data_ptr():
         blocks[rank].copy_(input.view(-1))
-    if async_op:
-        return work
-    work.wait()
-    return None
+    return _return_or_wait(work, async_op)
 
 
 def direct_all_reduce(
     tensor: Tensor, group: dist.ProcessGroup | None = None, async_op: bool = False
 ) -> Work | None:
-    """Sum a small tensor over the ranks like `torch.distributed.all_reduce`.
+    """Sum a small tensor over the ranks in place, like `torch.distributed.all_reduce`.
 
     Each of n ranks sends the tensor to all n-1 other ranks, and adds all tensors in rank order. For
     a tensor of more than `DIRECT_ALL_REDUCE_BYTES`, or on another device than the CPU, call torch's
-    all-reduce instead.
+    all-reduce instead. Return a handle if `async_op` is True, otherwise None.
     """
     if not tensor.is_cpu or tensor.nbytes > DIRECT_ALL_REDUCE_BYTES:
         return dist.all_reduce(tensor, group=group, async_op=async_op)
-    tag = tag_of(f"all_reduce {tensor.dtype} {tensor.numel()}")
+    tag = compute_tag(f"all_reduce {tensor.dtype} {tensor.numel()}")
     work = _DirectSum(tensor, [tensor.contiguous()] * dist.get_world_size(group), group, tag)
+    return _return_or_wait(work, async_op)
+
+
+def _return_or_wait(work: Work, async_op: bool) -> Work | None:
     if async_op:
         return work
     work.wait()
     return None
 
 
-def tag_of(description: str) -> int:
+def compute_tag(description: str) -> int:
     """Return the tag for messages of calls with this description."""
     return zlib.crc32(description.encode()) >> 1
 
@@ -152,9 +151,11 @@ class _WorkList:
 
 
 class _DirectSum:
-    """The sum of one block per rank: the constructor starts the sends, and `wait()` adds.
+    """The handle of a sum of one block per rank.
 
-    outgoing: the block to send to each rank; the block for this rank is added without a copy.
+    The constructor starts the sends and receives, and `wait()` adds the received blocks.
+
+    outgoing: the block to send to each rank. This rank adds its own block without a copy.
     """
 
     def __init__(

@@ -2,13 +2,13 @@
 
 The prediction runs the same code on the meta device with collectives that do nothing, so it needs
 neither memory nor other ranks. The measurement reads the CUDA allocator, or counts the
-allocations of operators on a CPU. `zero_stage_bytes` is the paper's formula, an independent
-reference for both.
+allocations of operators on a CPU. `zero_stage_bytes` is the formula of the paper, an independent
+reference.
 
 The paper's stage 1 (Rajbhandari et al. 2020, section 5.1) has 12 bytes of state per element: a
 float32 master copy and two moments in addition to 2-byte parameters. This package steps parameters
-in their own dtype, so float32 AdamW needs 4 + 4 + 8/n bytes per element on n ranks. Per step, both
-send 2 (n-1)/n times the size of the parameters from each rank.
+in their own dtype, so float32 AdamW needs 4 + 4 + 8/n bytes per element on n ranks. In both cases,
+each rank sends 2 (n-1)/n times the size of the parameters per step.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Loss = Callable[[nn.Module], Tensor]
 class Moment:
     """Bytes by kind at one moment of a step, and the peak since the previous moment.
 
-    `activations` is only measured after the forward pass, and 0 at other moments.
+    `activations` is only determined after the forward pass, and 0 at other moments.
     """
 
     name: str
@@ -63,7 +63,7 @@ class MemoryReport:
     """Memory of one rank at four moments.
 
     The moments are after initialization, after the forward pass, and before and after the
-    optimizer's step.
+    optimizer's step. `measured` is empty if only a prediction was requested.
     """
 
     predicted: tuple[Moment, ...]
@@ -105,14 +105,15 @@ def memory_report(
     device: str | torch.device = "cpu",
     group: dist.ProcessGroup | None = None,
 ) -> MemoryReport:
-    """Predict one rank's memory over a training step, and measure it unless `world` is passed.
+    """Return a rank's memory over a training step: predicted and, without `world`, also measured.
 
     Two steps are run. The first moment precedes them, and the other moments are in the second step.
 
     build: receives a group, passes it to ShardedOptimizer or FSDP, and returns model and optimizer.
-    loss: receives the model, runs its forward pass, and returns the loss. Both functions must use
-        the default device, which is meta for the prediction and `device` for the measurement.
-    world: predict for this number of ranks, which need not exist, and do not measure.
+    loss: receives the model, runs its forward pass, and returns the loss. Both functions must
+        create tensors on the default device, which is meta for the prediction and `device` for the
+        measurement.
+    world: predict for rank 0 of this number of ranks, which need not exist, and do not measure.
     group: the process group of the measurement; by default, all ranks.
     """
     if world is not None:
@@ -122,12 +123,12 @@ def memory_report(
     else:
         ranks = DryRun(1)
     with torch.device("meta"):
-        predicted, replicated = _run(build, loss, ranks, _OperatorCounter)
+        predicted, replicated = _run_two_steps(build, loss, ranks, _OperatorCounter)
     if world is not None:
         return MemoryReport(predicted, (), replicated)
     counter_cls = _CudaCounter if torch.device(device).type == "cuda" else _OperatorCounter
     with torch.device(device):
-        measured, _ = _run(build, loss, group, counter_cls)
+        measured, _ = _run_two_steps(build, loss, group, counter_cls)
     return MemoryReport(predicted, measured, replicated)
 
 
@@ -140,7 +141,7 @@ def zero_stage_bytes(
     gradient_bytes: float = 4,
     state_bytes: float = 8,
 ) -> float:
-    """Return one rank's bytes of parameters, gradients and optimizer state by ZeRO's formula.
+    """Return the bytes of parameters, gradients and optimizer state on one rank by ZeRO's formula.
 
     The formula is `parameters * (parameter_bytes + gradient_bytes + state_bytes)`. `state_bytes` is
     divided by `world` at stages 1 to 3, `gradient_bytes` at stages 2 and 3, and `parameter_bytes`
@@ -168,28 +169,28 @@ def _find_replicated(model: nn.Module) -> dict[str, str]:
     return replicated
 
 
-def _run(
+def _run_two_steps(
     build: Build, loss: Loss, group: Group, counter_cls: type[_Counter]
 ) -> tuple[tuple[Moment, ...], dict[str, str]]:
-    """Return the moments of the second step, and the replicated parameters."""
+    """Return the four moments of two steps, and the replicated parameters with the reasons."""
     model, optimizer = build(group)
-    sizes = _sizes(model, optimizer)
+    sizes = _count_bytes_by_kind(model, optimizer)
     moments = [Moment("initialized", **sizes, activations=0, peak=sum(sizes.values()))]
     # The first step creates the state and determines the order of the layers.
     loss(model).backward()
     _step(optimizer)
     optimizer.zero_grad()
-    counter = counter_cls(sum(_sizes(model, optimizer).values()), model)
+    counter = counter_cls(sum(_count_bytes_by_kind(model, optimizer).values()), model)
     with counter.phase():
         value = loss(model)
-    moments.append(_moment("forward", model, optimizer, counter))
+    moments.append(_record_moment("forward", model, optimizer, counter))
     with counter.phase():
         value.backward()
     del value
-    moments.append(_moment("before step", model, optimizer, counter))
+    moments.append(_record_moment("before step", model, optimizer, counter))
     with counter.phase():
         _step(optimizer)
-    moments.append(_moment("after step", model, optimizer, counter))
+    moments.append(_record_moment("after step", model, optimizer, counter))
     optimizer.zero_grad()
     return tuple(moments), _find_replicated(model)
 
@@ -200,22 +201,23 @@ def _step(optimizer: torch.optim.Optimizer) -> None:
         optimizer.step()
 
 
-def _moment(
+def _record_moment(
     name: str, model: nn.Module, optimizer: torch.optim.Optimizer, counter: _Counter
 ) -> Moment:
-    sizes = _sizes(model, optimizer)
+    sizes = _count_bytes_by_kind(model, optimizer)
     activations = max(0, counter.live - sum(sizes.values())) if name == "forward" else 0
     return Moment(name, **sizes, activations=activations, peak=counter.peak)
 
 
-def _sizes(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
+def _count_bytes_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Return the bytes of each kind of tensor, counting each storage once."""
-    return {kind: _bytes(tensors) for kind, tensors in tensors_by_kind(model, optimizer).items()}
+    by_kind = tensors_by_kind(model, optimizer)
+    return {kind: _count_storage_bytes(tensors) for kind, tensors in by_kind.items()}
 
 
 def tensors_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
     """Return the tensors that a rank stores at this moment, by kind, without activations."""
-    units = _units(model)
+    units = _find_units(model)
     parameters: list[Tensor] = [*model.parameters()]
     parameters += [tensor for unit in units for tensor in (unit.shard, unit.full)]
     grads = [p.grad for p in model.parameters() if p.grad is not None]
@@ -234,26 +236,26 @@ def tensors_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     }
 
 
-def _units(model: nn.Module) -> list[Unit]:
+def _find_units(model: nn.Module) -> list[Unit]:
     return [unit for fsdp in find_fsdps(model) for unit in fsdp.units]
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
+def _count_storage_bytes(tensors: Iterable[Tensor]) -> int:
     storages = {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
     return sum(storage.nbytes() for storage in storages.values())
 
 
 class _OperatorCounter(TorchDispatchMode):
-    """A count of the bytes of storages, from allocation by an operator until deletion.
+    """A counter of the bytes of storages, from allocation by an operator until deletion.
 
-    `live` starts with `start`, and `peak` is the maximum within the latest phase.
+    `live` starts with `start`, and `peak` is the maximum of `live` within the latest phase.
     """
 
     def __init__(self, start: int, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live = start
         self.peak = start
-        self.units = _units(model)
+        self.units = _find_units(model)
         self.unsharded = 0
 
     @contextmanager
@@ -269,9 +271,9 @@ class _OperatorCounter(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        inputs = {t.untyped_storage() for t in _tensors((args, kwargs))}
+        inputs = {t.untyped_storage() for t in _find_tensors((args, kwargs))}
         # Views and in-place results have the storage of an input.
-        for storage in {t.untyped_storage() for t in _tensors(result)} - inputs:
+        for storage in {t.untyped_storage() for t in _find_tensors(result)} - inputs:
             self.add(storage.nbytes())
             weakref.finalize(storage, self.add, -storage.nbytes())
         # A unit's storage is resized without an operator.
@@ -285,7 +287,7 @@ class _OperatorCounter(TorchDispatchMode):
         return sum(unit.unsharded_bytes for unit in self.units)
 
 
-def _tensors(tree: Any) -> list[Tensor]:
+def _find_tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 

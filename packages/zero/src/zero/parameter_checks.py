@@ -24,7 +24,7 @@ def is_trainable_dtype(dtype: torch.dtype) -> bool:
 def check_shardable(
     named: Iterable[tuple[str, Tensor]], buffers: Iterable[tuple[str, Tensor]] = ()
 ) -> None:
-    """Raise ValueError if the parameters cannot be concatenated in a flat tensor and trained.
+    """Raise ValueError if parameters share memory, or cannot be flattened and trained.
 
     buffers: the named buffers of the module, which must not share memory with trained parameters.
     """
@@ -59,7 +59,7 @@ def check_shardable(
 def _check_separate_memory(
     parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]] = ()
 ) -> None:
-    """Raise ValueError if a parameter shares memory, because sharding would separate it.
+    """Raise ValueError if a parameter shares memory, because its shard would have other memory.
 
     One parameter object in several modules (a tied parameter) is not an error.
     """
@@ -85,24 +85,24 @@ def _check_separate_memory(
 def _check_cluster(
     cluster: Sequence[Tensor], name_of: Mapping[Tensor, str], parameter_set: Collection[Tensor]
 ) -> None:
-    """Raise ValueError if a parameter has bytes of another tensor; buffers may have common bytes.
+    """Raise ValueError if a parameter shares bytes with another tensor of the cluster.
 
-    The tensors are sorted by address.
+    Two buffers may share bytes. The tensors are sorted by address.
     """
     if len(cluster) < 2:
         return
     start = cluster[0].data_ptr()
     # One flag stands for the largest number of bytes that divides all offsets and sizes.
-    unit = gcd(*(size for p in cluster for size in (p.itemsize, p.data_ptr() - start)))
-    num_flags = (max(map(_memory_end, cluster)) - start) // unit
+    flag_bytes = gcd(*(size for p in cluster for size in (p.itemsize, p.data_ptr() - start)))
+    num_flags = (max(map(_memory_end, cluster)) - start) // flag_bytes
     is_used = torch.zeros(num_flags, dtype=torch.bool, device="cpu")
     ordered = sorted(cluster, key=lambda tensor: tensor not in parameter_set)
     for second in ordered:
-        flags = _flags_of(second, is_used, start, unit)
+        flags = _flags_of(second, is_used, start, flag_bytes)
         if flags.any():
             is_used.zero_()
             flags.fill_(True)
-            first = next(p for p in ordered if _flags_of(p, is_used, start, unit).any())
+            first = next(p for p in ordered if _flags_of(p, is_used, start, flag_bytes).any())
             raise ValueError(
                 f"{name_of[first]} and {name_of[second]} share memory, which sharding would "
                 "separate: assign one parameter to both modules, as in second.weight = "
@@ -117,15 +117,15 @@ def _memory_end(tensor: Tensor) -> int:
     return tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
-def _flags_of(tensor: Tensor, flags: Tensor, start: int, unit: int) -> Tensor:
-    """Return the view of `flags`, one per `unit` bytes from address `start`, of a tensor."""
+def _flags_of(tensor: Tensor, flags: Tensor, start: int, flag_bytes: int) -> Tensor:
+    """Return a view of the flags of a tensor's bytes; `flags[0]` is the flag of address `start`."""
     # Elements of a dimension with stride 0 have the same bytes.
     sizes = [size if s else 1 for size, s in zip(tensor.shape, tensor.stride(), strict=True)]
-    strides = [s * tensor.itemsize // unit for s in tensor.stride()]
+    strides = [s * tensor.itemsize // flag_bytes for s in tensor.stride()]
     return flags.as_strided(
-        (*sizes, tensor.itemsize // unit),
+        (*sizes, tensor.itemsize // flag_bytes),
         (*strides, 1),
-        storage_offset=(tensor.data_ptr() - start) // unit,
+        storage_offset=(tensor.data_ptr() - start) // flag_bytes,
     )
 
 
@@ -145,7 +145,7 @@ def check_module(module: nn.Module, adopted: set[nn.Parameter]) -> None:
         if parameter in replaced_parameters:
             raise ValueError(
                 f"{name} is tied to a parameter that an earlier FSDP or fully_shard has sharded: "
-                "pass neither of the two modules, but one that contains both"
+                "pass one module that contains both modules instead"
             )
 
 
@@ -180,7 +180,7 @@ def _has_hooks(parameter: nn.Parameter) -> bool:
 
 
 def check_equal_on_all_ranks(written: Sequence[nn.Parameter], communicator: Communicator) -> None:
-    """Raise RuntimeError if any parameter in `written` differs between ranks, by its checksum.
+    """Raise RuntimeError if the checksum of a parameter in `written` differs between ranks.
 
     Every rank must call this function.
     """
@@ -189,9 +189,9 @@ def check_equal_on_all_ranks(written: Sequence[nn.Parameter], communicator: Comm
         if len({checksums[index] for checksums in everyone}) > 1:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} was written to since the last "
-                "step and differs between ranks: make the same changes on every rank (a "
-                "forward that writes to its weight, as nn.Embedding(max_norm=...) does, writes "
-                "values that depend on the batch of its rank)"
+                "step and differs between ranks: make the same changes on every rank (a forward "
+                "pass that writes to a weight, as nn.Embedding(max_norm=...) does, writes values "
+                "that depend on the rank's batch)"
             )
 
 
@@ -214,12 +214,12 @@ def check_dense(gradient: Tensor | None) -> None:
     """Raise TypeError for a sparse gradient, because its indices differ between ranks."""
     if gradient is not None and gradient.layout != torch.strided:
         raise TypeError(
-            f"expected dense gradients, got one with layout {gradient.layout} for a parameter of "
-            f"shape {tuple(gradient.shape)}: use nn.Embedding(..., sparse=False)"
+            f"expected dense gradients, got a gradient with layout {gradient.layout} for a "
+            f"parameter of shape {tuple(gradient.shape)}: use nn.Embedding(..., sparse=False)"
         )
 
 
-def refuse_ddp(module: nn.Module) -> None:
+def hide_from_ddp(module: nn.Module) -> None:
     """Hide a sharded module's parameters from torch's DDP, so that DDP refuses to wrap it.
 
     DDP would wait for gradients that autograd never computes, and would copy rank 0's shards to the

@@ -4,7 +4,8 @@ Parameters are concatenated in one flat tensor, which is split into buckets. Eac
 into one equal shard per rank, even in the middle of a parameter. Therefore all ranks have the same
 number of elements, including padding. Optimizers that need whole tensors use another partition: one
 owner per parameter, assigned in descending order of size (Graham's greedy rule). The balance of
-this partition depends on the shapes.
+this partition depends on the shapes. The argument `bucket_numel` limits the elements of a bucket,
+which has at least one element per rank, or one whole parameter.
 """
 
 from __future__ import annotations
@@ -82,8 +83,8 @@ class Partition:
         return pieces
 
 
-def by_element(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
-    """Split every bucket into equal shards; each rank gets `ceil(sum(numels) / world)` elements."""
+def partition_by_element(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
+    """Return a partition in which each rank has an equal shard of every bucket."""
     total = sum(numels)
     padded = -(-total // world) * world
     bucket = max(world, bucket_numel // world * world)
@@ -92,8 +93,8 @@ def by_element(numels: Sequence[int], world: int, bucket_numel: int) -> Partitio
     return Partition(tuple(numels), offsets, spans, padded, world)
 
 
-def by_parameter(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
-    """Assign each parameter to one owner rank: the largest first, each to the least loaded rank."""
+def partition_by_parameter(numels: Sequence[int], world: int, bucket_numel: int) -> Partition:
+    """Return a partition that assigns each parameter, largest first, to the least loaded rank."""
     owned: list[list[int]] = [[] for _ in range(world)]
     load = [0] * world
     for index in sorted(range(len(numels)), key=lambda i: -numels[i]):

@@ -1,8 +1,8 @@
 """Replaceable collectives of one process group, with a count of their payload bytes.
 
-Any function with the signature of torch.distributed's collective may replace it. On gloo the
-defaults are the functions of `zero.gloo_collectives`. If a collective fails, its error names the
-ranks that caused the failure.
+The caller may pass functions with torch.distributed's signatures for reduce-scatter, all-gather and
+all-reduce. Their defaults on gloo are the functions of `zero.gloo_collectives`. If a collective
+fails, the error names the ranks that do not respond, or the different calls of the ranks.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from torch.distributed.device_mesh import DeviceMesh
 from zero.diagnostics import explain
 from zero.gloo_collectives import (
     Work,
+    compute_tag,
     direct_all_gather,
     direct_all_reduce,
     direct_reduce_scatter,
-    tag_of,
 )
 
 Collective = Callable[..., Any]
@@ -48,7 +48,7 @@ class DryRun:
 Group = dist.ProcessGroup | DryRun | DeviceMesh | None
 
 
-#: Dtypes that gloo and NCCL send and sum natively.
+#: Dtypes that torch's collectives accept on gloo and NCCL; tensors of others are sent as bytes.
 NATIVE_DTYPES = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool,
@@ -68,7 +68,7 @@ def check_separate_elements(description: str, tensor: Tensor) -> None:
     is_expanded = any(
         size > 1 and not stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
     )
-    # On the meta device, allocating the tensor separates its elements.
+    # A tensor on the meta device gets separate elements when memory is allocated for it.
     if is_expanded and tensor.numel() and not tensor.is_meta:
         raise ValueError(
             f"expected separate memory for each element of {description}, got shape "
@@ -83,6 +83,7 @@ class Communicator:
     `bytes[name]` counts the full array of each call since the last `pop_bytes()`, as nccl-tests
     does: the input of a reduce-scatter, the output of an all-gather, the tensor of any other
     collective. `gather_objects` is not counted. Methods that start a collective return its handle.
+    The default reduce-scatter and all-gather on gloo match only calls with equal labels.
     """
 
     def __init__(
@@ -122,17 +123,17 @@ class Communicator:
         if not dist.is_initialized():
             raise RuntimeError(
                 "expected an initialized process group: call torch.distributed.init_process_group "
-                "first (torchrun sets its environment variables; a world of one works)"
+                "first (torchrun sets its environment variables; a single rank suffices)"
             )
         self.rank = dist.get_rank(group)
         self.world = dist.get_world_size(group)
         if self.rank < 0:
             raise ValueError(
-                f"expected a group that contains this rank, got one without global rank "
+                f"expected a group that contains this rank, got a group without global rank "
                 f"{dist.get_rank()}: pass this rank's group"
             )
-        # `get_backend` does not reveal that all devices use gloo, for example with "cpu:gloo" or
-        # with the default backend on a machine without a GPU.
+        # `get_backend` may not return "gloo" although all devices use gloo, for example with the
+        # backend "cpu:gloo", or with the default backend on a machine without a GPU.
         config = dist.get_backend_config(group)
         if all(device.endswith(":gloo") for device in config.split(",")):
             self._reduce_scatter = reduce_scatter_tensor or direct_reduce_scatter
@@ -147,8 +148,8 @@ class Communicator:
         if self.is_joining:
             raise RuntimeError(
                 "within Join, ranks without inputs do not take part in reductions and changes of "
-                "single gradients: use ShardedOptimizer.clip_grad_norm_, and no norms, sums, "
-                "scalers or edits"
+                "single gradients: replace norms, sums, loss scalers and edits by "
+                "ShardedOptimizer.clip_grad_norm_"
             )
 
     @property
@@ -182,24 +183,21 @@ class Communicator:
         """The smallest power of two that is at least the number of ranks."""
         return 1 << (self.world - 1).bit_length()
 
-    def uses_same_groups(self, other: Communicator) -> bool:
+    def uses_same_group(self, other: Communicator) -> bool:
         """Return True if both communicators use the same process-group object."""
         return self._process_group is other._process_group
 
     def reduce_scatter(self, output: Tensor, input: Tensor, label: str = "") -> Work:
-        """Start `output = sum over ranks of input[block of this rank]`.
-
-        `direct_reduce_scatter`, the default on gloo, only matches calls with equal labels.
-        """
+        """Start `output = sum over ranks of input[block of this rank]`."""
         if isinstance(self.group, DryRun):
             self.bytes["reduce_scatter"] += input.nbytes
             return DryReduceScatter(input, self.world)
-        call = _tag_by_label(self._reduce_scatter, label)
+        call = _add_tag(self._reduce_scatter, label)
         return self._start("reduce_scatter", input, call, output, input, label=label)
 
     def all_gather(self, output: Tensor, input: Tensor, label: str = "") -> Work:
         """Start `output = concatenation of every rank's input`, in rank order."""
-        call = _tag_by_label(self._all_gather, label)
+        call = _add_tag(self._all_gather, label)
         if output.dtype not in NATIVE_DTYPES:
             output = as_bytes(output)
             input = as_bytes(input)
@@ -210,7 +208,7 @@ class Communicator:
         return self._start("all_reduce", tensor, self._all_reduce, tensor)
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
-        """Start the sum of `tensor` over the ranks, in place on group rank `owner`."""
+        """Start the sum of `tensor` on group rank `owner`; the tensor may change on other ranks."""
         return self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
 
     def broadcast(self, tensor: Tensor, owner: int) -> Work:
@@ -220,7 +218,7 @@ class Communicator:
 
     @torch.no_grad()
     def broadcast_buffers(self, module: nn.Module, source: int = 0) -> None:
-        """Copy one rank's buffers to all other ranks, one broadcast per dtype and device."""
+        """Copy group rank `source`'s buffers to all ranks, one broadcast per dtype and device."""
         buffers_of: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
         for name, buffer in module.named_buffers():
             check_separate_elements(f"buffer {name}", buffer)
@@ -230,16 +228,15 @@ class Communicator:
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             self.broadcast(flat, source).wait()
             parts = flat.split([buffer.numel() for buffer in buffers])
-            # As in torch's DDP, a graph that has saved a buffer stays valid. A batch norm, for
-            # example, also changes its running statistics between forward and backward pass.
+            # As in torch's DDP, a graph that has saved a buffer stays valid.
             with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view(buffer.shape))
 
-    def any_across_ranks(self, *flag_lists: Sequence[bool]) -> Callable[[], list[list[bool]]]:
-        """Launch an OR-reduction of the flags over the ranks; return a function that waits for it.
+    def launch_or_reduction(self, *flag_lists: Sequence[bool]) -> Callable[[], list[list[bool]]]:
+        """Launch an OR-reduction of the flags over the ranks.
 
-        The function returns one list per argument.
+        Return a function that waits for the result and returns one list of flags per argument.
         """
         flags = [flag for flag_list in flag_lists for flag in flag_list]
         if isinstance(self.group, DryRun):
@@ -256,7 +253,7 @@ class Communicator:
         return wait
 
     def gather_objects(self, value: Any) -> list[Any]:
-        """Return every rank's `value` in rank order."""
+        """Return every rank's `value` in rank order; every rank must call this method."""
         if isinstance(self.group, DryRun):
             return [value] * self.world
         values: list[Any] = [None] * self.world
@@ -293,7 +290,7 @@ class Communicator:
 
 
 class ExplainedWork:
-    """Work whose failure names the ranks that caused it."""
+    """The handle of a collective that names the ranks or calls at fault if the collective fails."""
 
     def __init__(self, work: Work, group: dist.ProcessGroup | None, description: str) -> None:
         self.work = work
@@ -301,7 +298,7 @@ class ExplainedWork:
         self.description = description
 
     def wait(self) -> None:
-        """Wait; if the work fails, raise a RuntimeError that names the ranks."""
+        """Wait; if the work fails, raise the RuntimeError that `explain` returns."""
         try:
             self.work.wait()
         except RuntimeError as error:
@@ -328,21 +325,22 @@ FINISHED = _FinishedWork()
 
 
 def wire_bytes(payload: dict[str, int], world: int) -> float:
-    """Return the bytes that one rank sends, on average, for these payloads.
+    """Return the bytes that one rank sends, on average, for the payloads of `pop_bytes()`.
 
     In a reduce-scatter, an all-gather, a reduce and a broadcast, each element is sent n-1 times in
-    total, so each of n ranks sends (n-1)/n of the array on average. A ring all-reduce sends twice
-    as much.
+    total, so each of n ranks sends (n-1)/n of the array on average. Every all-reduce is counted as
+    a ring, which sends twice as much.
     """
     return (sum(payload.values()) + payload.get("all_reduce", 0)) * (world - 1) / world
 
 
-def _tag_by_label(call: Collective, label: str) -> Collective:
-    """Tag a collective by layer, so that mismatched ranks time out instead of exchanging data.
+def _add_tag(call: Collective, label: str) -> Collective:
+    """Return a collective with a tag that its label determines.
 
-    gloo accepts a message that is shorter than expected, and aborts the process if it is longer.
-    Return `call` unchanged if it is not one of the direct collectives, or if `label` is empty.
+    If ranks run different layers, their calls then time out instead of exchanging data. Without
+    tags, gloo accepts a message that is shorter than expected, and aborts the process if it is
+    longer. Return `call` unchanged if it is not a direct collective, or if `label` is empty.
     """
     if not label or call not in (direct_all_gather, direct_reduce_scatter):
         return call
-    return partial(call, tag=tag_of(f"{call.__name__} {label}"))
+    return partial(call, tag=compute_tag(f"{call.__name__} {label}"))

@@ -11,7 +11,8 @@ MODEL is a config.json, its folder, or sizes such as
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from accounting import checks
 from accounting.breakdown import binary_size, counted
@@ -21,22 +22,44 @@ from accounting.hardware import HARDWARE
 from accounting.precision import PRECISIONS
 from accounting.search.answer import plan_for
 
+
+def _integer(text: str) -> int:
+    """Return the integer in a text; raise `ArgumentTypeError` with the remedy otherwise.
+
+    Suffixes are refused, because 128k means 131072 in names of models, and 128000 elsewhere.
+    """
+    exponent = {"k": 1, "m": 2}.get(text[-1:].lower())
+    if exponent and text[:-1].isdecimal():
+        binary, decimal = (int(text[:-1]) * base**exponent for base in (1024, 1000))
+        raise argparse.ArgumentTypeError(
+            f"expected an integer, got {text!r}, whose suffix is ambiguous; write {binary} or "
+            f"{decimal}"
+        )
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected an integer, got {text!r}") from None
+
+
 #: Options that fix a field of a plan, each with the field, its type and its help text.
-AXES = {
-    "tp": ("tensor", int, "tensor parallel"),
-    "pp": ("pipeline", int, "pipeline stages"),
-    "cp": ("context", int, "context parallel"),
-    "ep": ("expert", int, "expert parallel"),
-    "zero": ("zero", int, "ZeRO stage; 3 is FSDP"),
-    "microbatches": ("microbatches", int, "micro-batches per data rank"),
+AXES: dict[str, tuple[str, Callable[[str], Any], str]] = {
+    "tp": ("tensor", _integer, "tensor parallel"),
+    "pp": ("pipeline", _integer, "pipeline stages"),
+    "cp": ("context", _integer, "context parallel"),
+    "ep": ("expert", _integer, "expert parallel"),
+    "zero": ("zero", _integer, "ZeRO stage; 3 is FSDP"),
+    "microbatches": ("microbatches", _integer, "micro-batches per data rank"),
     "schedule": ("schedule", str, "gpipe, 1f1b or interleaved"),
-    "virtual-stages": ("virtual_stages", int, "chunks per interleaved stage"),
+    "virtual-stages": ("virtual_stages", _integer, "chunks per interleaved stage"),
     "recompute": ("recompute", str, "none, selective or full"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command; return 1 if `serve` finds too little memory, 2 for an error, 0 otherwise."""
+    """Run a command; return 1 if `serve` finds too little memory, 2 for an error, 0 otherwise.
+
+    argparse ends the process for `--help`, and for a value that an option cannot parse.
+    """
     words = list(sys.argv[1:] if argv is None else argv)
     commands = {"plan": _plan, "serve": _serve, "diff": _diff}
     try:
@@ -72,11 +95,11 @@ def _options(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.
 def _plan(words: Sequence[str]) -> int:
     """Search all axes for the fastest plan, and print its memory, duration and price."""
     parser = _parser("plan", _plan.__doc__)
-    parser.add_argument("--gpus", type=int, help="total number of devices")
+    parser.add_argument("--gpus", type=_integer, help="total number of devices")
     parser.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
-    parser.add_argument("--tokens", type=amount, default=1e12, help="1T, 300B or 1e12")
-    parser.add_argument("--seq", type=int, default=4096)
-    parser.add_argument("--batch", type=int, help="sequences per step")
+    parser.add_argument("--tokens", type=amount, default=1e12, help="1e12, or 1T in powers of 1000")
+    parser.add_argument("--seq", type=_integer, default=4096)
+    parser.add_argument("--batch", type=_integer, help="sequences per step")
     parser.add_argument("--memory", type=float, help="memory per device in GB")
     parser.add_argument("--price", type=float, help="USD per device-hour")
     parser.add_argument("--precision", help=", ".join(PRECISIONS))
@@ -115,15 +138,17 @@ def _show_progress(computed: int, plans: int) -> None:
 def _serve(words: Sequence[str]) -> int:
     """Print the memory and speed of inference: cache, concurrent sequences, time per token."""
     parser = _parser("serve", _serve.__doc__)
-    parser.add_argument("--gpus", type=int, default=1, help="total number of devices")
+    parser.add_argument("--gpus", type=_integer, default=1, help="total number of devices")
     parser.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
-    parser.add_argument("--seq", type=int, default=8192)
-    parser.add_argument("--batch", type=int, default=1, help="concurrent sequences, all replicas")
-    parser.add_argument("--weights", help="dtype of the weights; default: bf16, or the file's fp8")
+    parser.add_argument("--seq", type=_integer, default=8192)
+    parser.add_argument(
+        "--batch", type=_integer, default=1, help="concurrent sequences, all replicas"
+    )
+    parser.add_argument("--weights", help="dtype of the weights; default: fp8 if stated, or bf16")
     parser.add_argument("--cache", default="bf16", help="dtype of the cache")
-    parser.add_argument("--dp", dest="data", type=int, default=1, help="replicas")
-    parser.add_argument("--ep", dest="expert", type=int, default=1, help="expert parallel")
-    parser.add_argument("--pp", dest="pipeline", type=int, default=1, help="pipeline stages")
+    parser.add_argument("--dp", dest="data", type=_integer, default=1, help="replicas")
+    parser.add_argument("--ep", dest="expert", type=_integer, default=1, help="expert parallel")
+    parser.add_argument("--pp", dest="pipeline", type=_integer, default=1, help="pipeline stages")
     options = _options(parser, words)
     name = options.models[0]
     result = serving(
@@ -140,8 +165,8 @@ def _serve(words: Sequence[str]) -> int:
     )
     rows = [f"{name.replace('_', ' '):<34}{value:>22,.6g}" for name, value in result.items()]
     rows.append(
-        "times from the roofline to the widest known error of training steps; no published "
-        "inference run was compared"
+        "The times range from the roofline to the widest known error of training steps. No "
+        "published inference run was compared."
     )
     fits = result["sequences_at_once"] >= options.batch
     if not fits:
@@ -149,7 +174,7 @@ def _serve(words: Sequence[str]) -> int:
         remedy = (
             f"{counted(needed, 'device')} would have room"
             if needed
-            else "no number that divides the heads has room; pass smaller dtypes or fewer tokens"
+            else "no number of devices has room; pass smaller dtypes or fewer tokens"
         )
         rows.append(
             f"DOES NOT FIT: {binary_size(result['weights_bytes'])} of weights and "
@@ -164,7 +189,7 @@ def _serve(words: Sequence[str]) -> int:
 def _diff(words: Sequence[str]) -> int:
     """Compare two models."""
     parser = _parser("diff", _diff.__doc__, models=2)
-    parser.add_argument("--seq", type=int, default=4096)
+    parser.add_argument("--seq", type=_integer, default=4096)
     options = _options(parser, words)
     first, second = (read_model(text) for text in options.models)
     rows = [*differences(first, second, seq=options.seq)]

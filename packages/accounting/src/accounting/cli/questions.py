@@ -38,26 +38,26 @@ def differences(
     )
     for name, cost, show in costs:
         both = cost(first), cost(second)
-        per = seq if name == "FLOPs per token" else 1
-        left, right = (float(whole.total) / per for whole in both)
+        divisor = seq if name == "FLOPs per token" else 1
+        left, right = (float(whole.total) / divisor for whole in both)
         yield Difference(name=name, first=left, second=right, show=show)
         for part in dict.fromkeys(part.name for whole in both for part in whole):
-            left, right = (float(w[part].total) / per if part in w else 0.0 for w in both)
+            left, right = (float(w[part].total) / divisor if part in w else 0.0 for w in both)
             yield Difference(name=f"  {part}", first=left, second=right, show=show)
 
 
 @checks.entry()
 def amount(text: str) -> float:
-    """Parse a number with or without a suffix K, M, B or T, such as `300B`."""
+    """Return the number that a text such as `300B` states; K, M, B and T are powers of 1000."""
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 0.0)
     return float(text[:-1]) * scale if scale else float(text)
 
 
 @checks.entry()
 def read_model(text: str) -> Transformer:
-    """Read a model from the path of a config.json, or from comma-separated `name=value` sizes.
+    """Return the model of a config.json or its folder, or of comma-separated `name=value` sizes.
 
-    Raises `ValueError` for a repeated name, and `TypeError` for an unknown or a missing one.
+    Raises `ValueError` for a repeated name, and `TypeError` for an unknown or a missing name.
     """
     # Unlike `Path.exists`, this accepts text of any length.
     if "=" not in text or os.path.exists(text):
@@ -82,9 +82,10 @@ def read_model(text: str) -> Transformer:
 
 @checks.entry()
 def stored_dtype(text: str) -> str:
-    """Return fp8 if `text` is a config.json whose weights are quantized to it, and bf16 otherwise.
+    """Return "fp8" if `text` is the path of a config.json with fp8 weights, and "bf16" otherwise.
 
-    Tables, norms and scales also count as fp8. Other quantization methods raise `ValueError`.
+    Raises `ValueError` for another quantization. The tables and norms of a file with fp8 weights
+    usually have more bits, which the result ignores.
     """
     if not os.path.exists(text):
         return "bf16"
@@ -109,7 +110,7 @@ _QUANTIZATION = ("quantization_config", "compression_config")
 
 
 def _read(value: str) -> object:
-    """Parse a bool, an integer, several layers such as `1+3+5`, or a name."""
+    """Return the bool, integer, tuple of layers (from `1+3+5`) or name that a text states."""
     if value.lower() in ("true", "false"):
         return value.lower() == "true"
     try:

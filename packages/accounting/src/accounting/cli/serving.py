@@ -66,19 +66,20 @@ def serving(
     assumed to be equal. Devices are numbered by tensor-parallel rank first, then by the replicas
     that share experts, and then by stage.
 
-    Bytes are summed over all devices, except `bytes_per_device`: weights and caches of `batch`
-    sequences on the fullest device. A tenth of the memory is left free. `sequences_at_once` is the
-    number of caches of `seq` tokens that fit beside the weights. `devices_needed` is the smallest
-    number of devices with enough memory for `batch` sequences. It assumes the same `data`, `expert`
-    and `pipeline`, and is 0 if no number suffices. `bytes_per_token` is the memory traffic of a
-    decode step with one sequence.
+    `memory_bytes` is nine tenths of the memory of all devices, and `weights_bytes` the weights on
+    all of them. `cache_bytes_per_sequence` and `bytes_per_token`, the memory traffic of a decode
+    step with one sequence, are sums over the devices of one replica. `bytes_per_device` has the
+    weights and the caches of the sequences on the fullest device. `sequences_at_once` is the number
+    of caches of `seq` tokens that fit beside the weights. `devices_needed` is the smallest number
+    of devices with enough memory for `batch` sequences. It assumes the same `data`, `expert` and
+    `pipeline`, and is 0 if no number suffices.
 
     A prefill processes `batch` prompts of `seq` tokens, and a decode step adds one token to each.
     Matrix products run in the dtype of the weights if the device lists it, and otherwise in bf16,
-    fp16, or the first dtype that it lists. Attention is assumed to run in 16 bits or more. Times
-    have two bounds: `_low` is the roofline of all stages at the full peak and bandwidth, and
+    fp16, or the first dtype that it lists. Attention is assumed to run in 16 bits or more. Each
+    time has two bounds: `_low` is the roofline of all stages at the full peak and bandwidth, and
     `_high` adds the widest known error of training steps. `tokens_per_second_low` follows from the
-    `_high` time, and vice versa.
+    `_high` time of a decode step, and `tokens_per_second_high` from its `_low` time.
 
     Raises `ValueError` if the degrees do not divide the devices, the batch and the model, or if the
     model has no cache.
@@ -261,8 +262,8 @@ def _count_parameters_read(model: Transformer, ranks: int, tokens: int = 1, expe
         copies = float(matrix.copies)
         if matrix.routed:
             copies *= (1 - (1 - matrix.chosen / matrix.copies) ** (tokens * expert)) / expert
-        cut = matrix.tensor_ranks(ranks, model.kv_heads)
-        read += split(matrix.count * matrix.entries, cut) * copies
+        shards = matrix.tensor_ranks(ranks, model.kv_heads)
+        read += split(matrix.count * matrix.entries, shards) * copies
     # A lookup reads one row of a table; a tied head reads the whole table.
     tied = model.vocab_size * model.embedding_dim if model.tied and model.lm_head else 0
     return round(read) + split(tied, ranks)

@@ -1,11 +1,11 @@
 """The tensors that a forward pass in eager torch saves for the backward pass.
 
-A linear layer saves its input. A norm saves its input and one or two statistics per token. An
-activation saves its input, but ReLU saves its output. A product saves both factors, and softmax its
-output. Flash attention saves q, k, v, the output and the log-sum-exp. A tensor that two operations
-save counts once; activations.toml lists all tensors. With dropout, GELU and plain attention in 16
-bits, the sum per layer is the `sbh(34 + 5as/h)` of Korthikanti et al. 2022, "Reducing Activation
-Recomputation", equation 1.
+A linear layer saves its input. A norm saves its input and one or two statistics per token. ReLU
+saves its output, and every other activation function its input. A product saves both factors, and
+softmax its output. Flash attention saves q, k, v, the output and the log-sum-exp. A tensor that two
+operations save counts once; activations.toml lists all tensors. With dropout, GELU and attention
+without a flash kernel, in 16 bits, the sum per layer is the `sbh(34 + 5as/h)` of Korthikanti et al.
+2022, "Reducing Activation Recomputation", equation 1.
 """
 
 from collections import Counter
@@ -35,7 +35,7 @@ def activations(
     stage: int = 0,
     **run: Any,
 ) -> Breakdown:
-    """Return the bytes that one device saves per micro-batch for its stage, without the head.
+    """Return the bytes that one device of a `stage` saves per micro-batch, without the head.
 
     `run` contains fields of a `Workload`. `batch` is the whole batch in sequences; a device
     processes `batch / (data x microbatches)` of them at a time, each with `seq / context` tokens.
@@ -110,10 +110,10 @@ def gradients_in_flight(
 ) -> list[int]:
     """Return the numbers of temporary gradient values in the backward of an MLP and of attention.
 
-    In the MLP, they are the gradients of `hidden_tensors` hidden tensors. Those of a mixer are as
-    wide as its widest matrix. In attention, they are the gradients of two score matrices with
-    `keys` per row, or of q, k and v for flash attention (`keys=None`). Both include the gradient of
-    the residual stream.
+    The first number counts the gradients of `hidden_tensors` hidden tensors of the MLP, the experts
+    or a mixer, whichever is widest. The hidden tensors of a mixer are as wide as its widest matrix.
+    The second number counts the gradients of two score matrices with `keys` columns, or of q, k and
+    v for flash attention (`keys=None`). Both include the gradient of the residual stream.
     """
     widths = [model.d_ff if model.mlp_layers else 0]
     if model.experts:
@@ -177,9 +177,9 @@ def _of_layers(model: Transformer, plan: Plan, work: Workload) -> Table:
 
 
 def _masked_layers(model: Transformer, work: Workload) -> int:
-    """Return the number of layers with a mask; transformers omits masks of windows above `seq`."""
-    is_cut = model.window is not None and work.seq >= model.window.size
-    return len(model.windowed_layers) if work.transformers and is_cut else 0
+    """Return the number of layers that save a mask: in transformers, with a window <= `seq`."""
+    is_masked = model.window is not None and work.seq >= model.window.size
+    return len(model.windowed_layers) if work.transformers and is_masked else 0
 
 
 def _hidden_tensors(model: Transformer, work: Workload) -> int:

@@ -23,19 +23,19 @@ def end_of_model(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     gradients, which exist for one micro-batch at a time.
     """
     end = head_activations(model, plan, work)
-    often = plan.microbatches if plan.schedule == "gpipe" and plan.pipeline > 1 else 1
+    stored = plan.microbatches if plan.schedule == "gpipe" and plan.pipeline > 1 else 1
     parts = (
-        part if "gradient" in part.name else times(part.name, part, micro_batches=often)
+        part if "gradient" in part.name else times(part.name, part, micro_batches=stored)
         for part in end
     )
-    return end if often == 1 else total(end.name, "B", *parts)
+    return end if stored == 1 else total(end.name, "B", *parts)
 
 
 def fullest_backward(model: Transformer, plan: Plan, work: Workload, is_last: bool) -> Breakdown:
-    """Return the temporary tensors at the fullest moment of a backward.
+    """Return the temporary tensors at the fullest moment of a backward pass.
 
-    The moment is at the logits, in the final norm, or inside a block. Only the last stage contains
-    the logits and the final norm.
+    The moment is at the logits, in the final norm, or inside a block. Only the last stage of a
+    pipeline contains the logits and the final norm.
     """
     inside = temporary_gradients(model, plan, work)
     if not is_last:
@@ -87,7 +87,7 @@ def one_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
 
 
 def fullest_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
-    """Return the activations, without recomputation, of the block that saves the most."""
+    """Return the activations of the block that saves the most, as without recomputation."""
     # A dense layer has no experts to distribute.
     plan = replace(
         plan,

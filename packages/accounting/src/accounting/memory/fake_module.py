@@ -87,8 +87,8 @@ class _FakeCopies(TorchFunctionMode):
 def copy_with(fakes: FakeTensors, module: nn.Module) -> nn.Module:
     """Return a copy of `module` in which all tensors are fake.
 
-    Raises `ValueError` if the module cannot be copied, or if it has hooks that a copy would lose or
-    share with the module.
+    Raises `ValueError` if the module cannot be copied, has tensors that are not dense, or has hooks
+    that a copy would lose or share with the module.
     """
     _refuse_hooks(module)
     memo: dict[int, Any] = {}
@@ -122,7 +122,10 @@ def _refuse_hooks(module: nn.Module) -> None:
 
 
 def _shared_values(hook: Any) -> list[Any]:
-    """Return the variables and defaults of a function, which `copy.deepcopy` does not copy."""
+    """Return the global and enclosing variables and the defaults that a function uses.
+
+    `copy.deepcopy` does not copy them. The list is empty for other callables.
+    """
     function = getattr(hook, "__func__", hook)
     if not inspect.isfunction(function):
         return []

@@ -33,7 +33,7 @@ class Fit:
 
     @property
     def fits(self) -> bool:
-        """Return True if the peak is at most the memory of the device."""
+        """True if the peak is at most the memory of the device."""
         return self.peak.total <= self.memory_bytes
 
     def __bool__(self) -> bool:
@@ -64,9 +64,9 @@ def fits(
 ) -> Fit:
     """Trace two training steps on fake tensors and return their peak memory; nothing is allocated.
 
-    `sample` is the input of the module: a tensor, a tuple of arguments, or a dictionary of keyword
-    arguments. `optimizer` is an optimizer class, or a `functools.partial` of one, and trains all
-    parameters that require gradients. With `optimizer=None`, only the forward and the backward pass
+    `sample` is the input of the module: a tensor, a tuple or list of arguments, or a dictionary of
+    keyword arguments. `optimizer` is an optimizer class, or a `functools.partial` of one, and
+    trains all parameters that require gradients. With None, only the forward and the backward pass
     are traced. The peak is compared with the memory of `device`. `loss` computes a scalar from the
     output; the default is the output's `.loss`, or otherwise the sum of its first tensor. The
     output is released before the backward pass, as in `loss(module(sample)).backward()`. A loop
@@ -77,9 +77,10 @@ def fits(
 
     Raises `ValueError` if a step depends on the values of tensors, which fake tensors do not have,
     or if it runs an operator with hidden memory, such as a fused LSTM. Also raises `ValueError` for
-    a module that a fake copy cannot represent. Such a module has lazy or sharded parameters, sparse
-    tensors, `torch.compile`, or hooks on gradients. Or it has hooks that use tensors, modules or
-    containers besides their arguments, or it reads parameters of another module.
+    a module that a fake copy cannot represent: one that has lazy or sharded parameters, sparse
+    tensors, `torch.compile`, or hooks on gradients. The same holds for a module that reads
+    parameters of another module, or whose hooks use tensors, modules or containers besides their
+    arguments.
     """
     from torch._subclasses import fake_tensor
 
@@ -190,7 +191,7 @@ class _FakeLedger(Ledger):
 
 
 def _refuse_compiled(module: nn.Module) -> None:
-    """Raise `ValueError` for compiled modules: traced, they run eagerly with other memory."""
+    """Raise `ValueError` for compiled modules, which run eagerly, with other memory, in a trace."""
     for name, part in module.named_modules():
         if hasattr(part, "_orig_mod") or part._compiled_call_impl is not None:
             raise ValueError(
@@ -201,7 +202,7 @@ def _refuse_compiled(module: nn.Module) -> None:
 
 
 def _optimizer(optimizer: Any, module: nn.Module) -> optim.Optimizer | None:
-    """Build an optimizer of the trainable parameters from its class; return None for None."""
+    """Return an optimizer of the trainable parameters, built from its class; None for None."""
     if isinstance(optimizer, optim.Optimizer):
         raise TypeError(
             f"expected optimizer to be a class, a functools.partial of one, or None, got an "

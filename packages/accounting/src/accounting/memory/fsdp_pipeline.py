@@ -14,15 +14,15 @@ from accounting.workload import Workload
 
 # Note [FSDP2 under torch's pipeline schedules]
 # torch.distributed.pipelining runs every backward of an FSDP2 module with
-# set_requires_gradient_sync(False) and set_reshard_after_backward(False). It reduces once after the
-# last backward (`_PipelineStageBase.backward_maybe_with_nosync`, `perform_reduce_grad`). Therefore:
+# set_requires_gradient_sync(False) and set_reshard_after_backward(False). After the last backward,
+# it reduces all gradients once (`_PipelineStageBase.perform_reduce_grad`). Therefore:
 # - Gradients accumulate unsharded, in the reduction's dtype, from the first backward on.
 # - A backward leaves all weights of the stage unsharded. With `reshard_after_forward` the next
 #   forward reshards them block by block; without it they stay unsharded until the step ends.
-# - Therefore a stage peaks at one of three moments. At the start of a backward, all activations and
-#   two gathered blocks are alive. At the end of a backward, one block's activations, all weights,
-#   and the buffer of the last all-gather are alive. While gradients are reduced, all weights except
-#   one group, and the copy of its gradients that is reduced, are alive.
+# - A stage peaks at one of three moments. At the start of a backward, all activations and two
+#   gathered blocks are alive. At the end of a backward, one block's activations, all weights, and
+#   the buffer of the last all-gather are alive. While the gradients of a group are reduced, a copy
+#   of them and the weights of all other groups are alive.
 
 
 class FsdpStage:
@@ -66,18 +66,18 @@ class FsdpStage:
     def backward(self, alive: int, *, accumulated: bool, whole: bool) -> list[Breakdown]:
         """Return the moments of a backward in the last block, head, first block and embedding.
 
-        `alive` is the number of micro-batches whose activations are saved. `accumulated` means that
-        gradients of an earlier backward exist, and `whole` that an earlier backward left all
-        weights unsharded.
+        `alive` is the number of micro-batches whose activations are saved. `accumulated` is True if
+        gradients of an earlier backward exist, and `whole` if an earlier backward left all weights
+        unsharded.
         """
         reshards = self.plan.reshard_after_forward and not whole
         grown = self._gradients(accumulated)
         block = self._gathered(2 if reshards else self.layers)
         moments = [self._moment(alive, block, grown, self.recomputed, self.temporary)]
         if self.head:
-            # In the head no block is gathered yet. The complete gradient of the head is computed
-            # before it is added to the accumulated one. At that moment the log-softmax is freed,
-            # and the gradient of the logits, which has the same size, exists.
+            # In the head no block is gathered yet. The gradient of the head is computed before it
+            # is added to the accumulated gradient. At that moment the log-softmax is freed, and the
+            # gradient of the logits, which has the same size, exists.
             ends = self._gathered(0 if reshards else self.layers)
             fresh = self._fresh(self.head_matrix, accumulated)
             without = replace(self.head, parts=self.head.parts[:-1])

@@ -18,9 +18,9 @@ from accounting.memory.live import Allocation, LiveMemory, plain_tensors
 class Ledger(LiveMemory):
     """A context manager around a training step that lists the live tensors.
 
-    A compiled module runs eagerly inside the context, so the list describes its eager step.
-    `table()` returns the list, and an out-of-memory error receives it as a note. Tensors of all
-    devices count. Operators that another Python thread calls are not recorded. A tensor that
+    `table()` returns the list, and an out-of-memory error inside the context receives it as a note.
+    A compiled module runs eagerly inside the context, so the list describes its eager step. Tensors
+    of all devices count. Operators that another Python thread calls are not recorded. A tensor that
     existed before the context is not counted until an operator returns it or a view of it.
     Therefore pass weights and optimizer state to `hold`. `rounding` is the granularity of the
     allocator in bytes.
@@ -37,10 +37,10 @@ class Ledger(LiveMemory):
             error.add_note(f"live tensors when memory ran out, {size}:\n{self.table()}")
 
     def table(self, allocations: list[Allocation] | None = None, rows: int = 12) -> str:
-        """Return the live bytes by label, module and operator as text, the largest first.
+        """Return the bytes by label, module and operator as text, the largest first.
 
-        Pass `at_peak` as `allocations` to list those instead of the live ones. `rows` is the
-        maximum number of rows.
+        The default of `allocations` is the live ones; `at_peak` lists the allocations at the peak.
+        A last line sums up the groups beyond the first `rows`.
         """
         sizes: Counter[tuple[str, str, str]] = Counter()
         for block in self._alive.values() if allocations is None else allocations:
@@ -52,11 +52,11 @@ class Ledger(LiveMemory):
         ]
         if len(sizes) > rows:
             remainder = sum(sizes.values()) - sum(size for _, size in sizes.most_common(rows))
-            listed.append(f"{binary_size(remainder):>10}  in {len(sizes) - rows} others")
+            listed.append(f"{binary_size(remainder):>10}  in {len(sizes) - rows} other groups")
         return "\n".join(listed)
 
     def hold(self, label: str, *tensors: Tensor) -> None:
-        """Count tensors that already exist under a label: `hold("weights", *m.parameters())`."""
+        """Count existing tensors under a label, as in `hold("weights", *model.parameters())`."""
         if not isinstance(label, str) or not all(isinstance(t, Tensor) for t in tensors):
             received = ", ".join(type(argument).__name__ for argument in (label, *tensors))
             raise TypeError(f"expected a label and tensors, hold(label, *tensors), got {received}")

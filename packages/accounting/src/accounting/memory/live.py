@@ -201,8 +201,8 @@ def make_state(optimizer: torch.optim.Optimizer) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-    # In torch 2.11 Adam creates its step counter on the default device and reads its value, which
-    # a meta tensor does not have.
+    # In torch 2.11 Adam creates its step counter on the default device and reads the counter's
+    # value, which a meta tensor does not have.
     with torch.device("cpu"):
         optimizer.step()
     optimizer.zero_grad()

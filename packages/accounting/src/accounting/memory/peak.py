@@ -35,10 +35,10 @@ def peak_memory(
 ) -> Breakdown:
     """Return the peak memory of one device in a training loop after the first step.
 
-    Not all tensors are alive at once. The loop is assumed to set gradients to None, so they do not
-    exist at the start of the backward pass. The backward pass of each block frees its activations
-    and allocates its gradients, so no activations are left for the optimizer's step. The result is
-    the largest of these moments:
+    Not all tensors are alive at once. The loop is assumed to set gradients to None, so the first
+    backward pass of a step starts without them. The backward pass of each block frees its
+    activations and allocates its gradients, so no activations are left for the optimizer's step.
+    The result is the largest of these moments:
 
     - the end of the forward pass, and the start of the backward pass
     - the backward pass of the final norm, and of the first two and the last two blocks
@@ -67,12 +67,12 @@ def peak_memory(
     if plan.microbatches > 1 and plan.zero < 3 and plan.data > 1:
         raise ValueError(
             f"expected microbatches=1 with data > 1 and without ZeRO-3 in peak_memory, got "
-            f"{plan.microbatches}; use training_memory, which adds tensors of different moments"
+            f"{plan.microbatches}; use training_memory, which adds all tensors of a step"
         )
     if plan.recompute == "selective":
         raise ValueError(
             "expected recompute 'none' or 'full' in peak_memory, got 'selective'; use "
-            "training_memory for it"
+            "training_memory instead"
         )
     if work.kind.compute != work.kind.activations:
         raise ValueError(
@@ -192,8 +192,8 @@ class _Step:
 
     def _roots(self, foreach: bool) -> Breakdown:
         """Return the bytes of the square roots of second moments that exist at once."""
-        count = self.parameters if foreach else self._most_root_elements()
-        shard = split(count, self.plan.data if self.plan.zero else 1)
+        elements = self.parameters if foreach else self._most_root_elements()
+        shard = split(elements, self.plan.data if self.plan.zero else 1)
         size = bytes_of(self.kind.moments[-1]) if self.kind.moments else Fraction(0)
         return product("square roots", "B", parameters=shard, bytes=size)
 
@@ -205,16 +205,16 @@ class _Step:
         """
         # If a bias follows each matrix, the previous parameter is small.
         biased = {"attention": self.model.qkv_bias, "mlp": self.model.mlp_bias}
-        most = previous = 0
+        elements = previous = 0
         for matrix in matrices(self.model):
-            most = max(most, previous + 2 * matrix.entries)
+            elements = max(elements, previous + 2 * matrix.entries)
             previous = 0 if biased.get(matrix.part) else matrix.entries
         experts = self.model.experts
         if experts and self.work.transformers:
             # One tensor contains the gates and the up-projections of all experts.
             stacked = experts.count * (self.model.mlp_matrices - 1)
-            most = max(most, 2 * stacked * self.model.d_model * experts.width)
-        return most
+            elements = max(elements, 2 * stacked * self.model.d_model * experts.width)
+        return elements
 
     def _moment(self, when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
         if self.plan.microbatches > 1:
@@ -301,10 +301,10 @@ def _inside(
 
 
 def _gradients_inside(model: Transformer, part: str) -> int:
-    """Return the parameters of a block that have gradients at the peak in its MLP or attention.
+    """Return the number of parameters of a block with gradients at the peak in a part of it.
 
-    The backward of an MLP starts with its down-projection. The backward of attention follows the
-    MLP and the output projection.
+    `part` is "MLP", whose backward pass starts with its down-projection, or attention. The backward
+    pass of attention follows those of the MLP and the output projection.
     """
     block = [m for m in matrices(largest_single_layer(model)) if m.layers is not None]
     mlp = [m for m in block if m.part in ("mlp", "experts")]
@@ -316,7 +316,7 @@ def _gradients_inside(model: Transformer, part: str) -> int:
 
 
 def _first_block_and_table(model: Transformer) -> int:
-    """Return the parameters without gradients at the start of the first block's backward."""
+    """Return the number of parameters without gradients before the first block's backward pass."""
     layer_matrices = matrices(largest_single_layer(model))
     block = sum(m.size for m in layer_matrices if m.layers is not None and m.part != "norms")
     table = sum(m.size for m in layer_matrices if m.kind == "table" or m.part == "embedding")

@@ -91,9 +91,9 @@ def cast_weights(
 def tied_table_gradients(model: Transformer, plan: Plan, kind: Precision) -> Breakdown | None:
     """Return the temporary tensors while a tied table's two gradients are added; None if untied.
 
-    The gradient of the head, the gradient of the embedding, and their sum exist at once. If ZeRO
-    shards the gradients, or if the gradient of an earlier micro-batch is stored, the sum is
-    temporary too. Otherwise the sum becomes the stored gradient and is not included.
+    The gradient of the head, the gradient of the embedding, and their sum exist at once. The sum is
+    temporary if ZeRO shards gradients, or if a step has several micro-batches. Otherwise the sum
+    becomes the stored gradient and is not included.
     """
     if not (model.tied and model.lm_head):
         return None
@@ -110,7 +110,10 @@ def tied_table_gradients(model: Transformer, plan: Plan, kind: Precision) -> Bre
 
 
 def head_gradient(model: Transformer, plan: Plan, kind: Precision) -> Breakdown:
-    """Return the gradients of the head and the final norm, which FSDP reduces after the blocks."""
+    """Return the bytes of the unsharded gradients of the head and the final norm.
+
+    FSDP reduces them after the gradients of the blocks.
+    """
     size = bytes_of(kind.cast_weights or kind.weights)
     count = head_parameters(model, plan)
     return product("gradient of the head", "B", parameters=count, bytes=size)
@@ -126,7 +129,7 @@ def head_parameters(model: Transformer, plan: Plan) -> int:
 
 
 def stage_states(model: Transformer, plan: Plan, kind: Precision, stage: int) -> list[Breakdown]:
-    """Return the bytes of weights, gradients and optimizer state on a device of a stage."""
+    """Return the bytes of weights, of gradients and of optimizer state on a device of a stage."""
     dense, routed = device_parameters(model, plan, stage)
 
     def states(count: int, ranks: int) -> Breakdown:
@@ -171,7 +174,11 @@ def stages_by_kind(model: Transformer, plan: Plan) -> dict[StageKind, int]:
 
 @lru_cache
 def layer_kinds(model: Transformer) -> tuple[tuple[bool, ...], ...]:
-    """Return flags per layer: True for each component that it has, such as attention or window."""
+    """Return a tuple of flags per layer, one per component: True if the layer has the component.
+
+    The components are attention, MLP, experts, window, shared keys, and each mixer and extra
+    matrix.
+    """
     parts: list[Iterable[int]] = [
         model.attention_layers or (),
         model.mlp_layers or (),
@@ -187,9 +194,9 @@ def layer_kinds(model: Transformer) -> tuple[tuple[bool, ...], ...]:
 
 @lru_cache
 def single_layers(model: Transformer) -> tuple[Transformer, ...]:
-    """Return a model of one layer for each kind of layer, without a window.
+    """Return one model per kind of layer: a single layer without a window.
 
-    Each model has the embedding and the head of `model`.
+    Each of them has the embedding and the head of `model`.
     """
     kinds = layer_kinds(model)
     first = {kind: kinds.index(kind) for kind in kinds}

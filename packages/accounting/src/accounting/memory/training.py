@@ -1,5 +1,6 @@
 """Memory of training per device: all tensors at once, or the fullest moment of a pipeline stage."""
 
+from collections.abc import Iterator
 from dataclasses import replace
 from fractions import Fraction
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 from accounting import checks
 from accounting.breakdown import Breakdown, product, total
 from accounting.memory.activations import activations
-from accounting.memory.backward import fullest_backward, one_block, times
+from accounting.memory.backward import end_of_model, fullest_backward, one_block, times
 from accounting.memory.fsdp_pipeline import FsdpStage
 from accounting.memory.states import (
     cast_weights,
@@ -18,7 +19,7 @@ from accounting.memory.states import (
     tied_table_gradients,
 )
 from accounting.model.transformer import Transformer
-from accounting.plan import Plan, in_flight, validated_plan
+from accounting.plan import Plan, in_flight, split, validated_plan
 from accounting.precision import Precision, bytes_of
 from accounting.workload import WORKLOAD, Workload, workload
 
@@ -35,11 +36,12 @@ def training_memory(
     """Return the bytes of training on a device of the fullest pipeline stage.
 
     Without a pipeline, the result is the sum of all tensors of a step, as if all existed at once.
-    In a pipeline, it is the fullest moment of the stage's schedule. `stage` selects one stage.
-    `run` contains fields of a `Workload`; `batch` is the whole batch in sequences, and 0 selects
-    the model states between two steps. With ZeRO-3 the result includes the weights and gradients
-    that are gathered and reduced during a step. Raises `ValueError` if the plan is not valid for
-    the model or the batch.
+    In a pipeline, it is the fullest moment of the stage's schedule. `stage` selects one stage
+    instead of the fullest. `run` contains fields of a `Workload`; `batch` is the whole batch in
+    sequences. With a batch of 0, the result is the model states alone. With ZeRO-3 the result
+    includes the weights that are gathered and the gradients that are reduced during a step. Raises
+    `ValueError` if the plan is not valid for the model or the batch, or if the training step of
+    the model is not modeled.
 
     The optimizer is assumed to be fused. `foreach`, torch's default, needs another copy of the
     second moments after activations are freed; `peak_memory` counts it.
@@ -52,6 +54,7 @@ def training_memory(
 
 
 def _stage_memory(model: Transformer, plan: Plan, work: Workload, stage: int) -> Breakdown:
+    """Return the bytes of training on a device of one pipeline stage."""
     kind = work.kind
     states = stage_states(model, plan, kind, stage)
     where = f"stage {stage} of {plan.pipeline}, " if plan.pipeline > 1 else ""
@@ -68,28 +71,57 @@ def _stage_memory(model: Transformer, plan: Plan, work: Workload, stage: int) ->
     tables = tied_table_gradients(model, plan, kind) if plan.pipeline == 1 else None
     temporary = fullest_backward(model, plan, work, is_last=stage == plan.pipeline - 1)
 
-    def moment(stored: int, states: list[Breakdown]) -> Breakdown:
+    def moment(stored: int, states: list[Breakdown], *others: Breakdown | None) -> Breakdown:
         alive = times("activations", saved, in_flight=Fraction(stored, plan.virtual_stages))
-        return total(name, "B", *states, alive, recomputed, *unsharded, temporary, tables)
+        return total(name, "B", *states, alive, *unsharded, *others)
 
     stored = in_flight(plan, stage)
+    inside = (recomputed, temporary)
     if plan.pipeline == 1:
-        return moment(stored, states)
+        return moment(stored, states, *inside, tables)
     # The first backward pass allocates the gradients. The second one has as many micro-batches in
     # flight as the first if a forward pass runs between the two, and otherwise one fewer.
-    has_more = plan.microbatches * plan.virtual_stages > stored
-    first = moment(stored, [state for state in states if state.name != "gradients"])
-    second = moment(stored if has_more else stored - 1, states)
-    return max(first, second, key=lambda memory: memory.total)
+    later = stored if plan.microbatches * plan.virtual_stages > stored else stored - 1
+    moments = [
+        moment(stored, [state for state in states if state.name != "gradients"], *inside),
+        moment(later, states, *inside),
+    ]
+    for freed, temporary_tensors in _table_gradients(model, plan, work, stage):
+        moments.append(moment(later - freed, states, *temporary_tensors))
+    return max(moments, key=lambda memory: memory.total)
+
+
+def _table_gradients(
+    model: Transformer, plan: Plan, work: Workload, stage: int
+) -> Iterator[tuple[int, list[Breakdown]]]:
+    """Yield the moments at which a backward pass adds the gradient of a table to the stored one.
+
+    A moment is a pair of the number of micro-batches whose activations the backward pass has freed,
+    and the temporary tensors. The gradient of the head is computed before those of the blocks, and
+    the gradient of the embedding after them.
+    """
+    stage_model = plan.stage_model(model, stage)
+    if plan.microbatches == 1 or not stage_model.vocab_size:
+        return
+    entries = split(stage_model.vocab_size * stage_model.embedding_dim, plan.tensor)
+    size = bytes_of(work.kind.gradients)
+    gradient = product("gradient of the table", "B", parameters=entries, bytes=size)
+    if stage == 0:
+        yield 1, [gradient]
+    if stage_model.lm_head:
+        # The last two parts are gradients of the loss. Only the gradient of the logits is alive at
+        # this moment. The log-softmax, which is freed, has the same size and counts in its place.
+        end = end_of_model(model, plan, work)
+        yield 0, [gradient, replace(end, parts=end.parts[:-2])]
 
 
 def _gathered(model: Transformer, plan: Plan, kind: Precision, stage: int) -> Breakdown | None:
-    """Return the unsharded tensors of ZeRO-3: weights of two blocks and of the ends, and gradients.
+    """Return the unsharded tensors of ZeRO-3, or None if weights are not sharded.
 
-    FSDP2 keeps the root's weights (embedding, final norm, head) gathered and the gradient of the
-    head whole. It computes one block while it prefetches the next. It stores the gradients of one
-    block in addition to the copy that it reduces. Without `reshard_after_forward`, all blocks stay
-    gathered. The result is None if weights are not sharded.
+    FSDP2 keeps the weights of the root (embedding, final norm, head) gathered and the gradient of
+    the head unsharded. It computes one block while it prefetches the next, so the weights of two
+    blocks are gathered. Without `reshard_after_forward`, all blocks stay gathered. The gradients of
+    one block exist in addition to the copy that is reduced.
     """
     if plan.zero < 3 or plan.replicas == 1:
         return None

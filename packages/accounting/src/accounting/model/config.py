@@ -98,7 +98,7 @@ class Config:
                 f"{name} is null in this {self.family} config.json; omit it for the default of "
                 f"its class, {default!r}, or pass a value"
             )
-        # TOML has no None, so an empty string stands for it. The class then derives the value.
+        # TOML has no None, so an empty string stands for None. The class then derives the value.
         return None if default == "" else default
 
     def get(self, name: str, default: Any = None) -> Any:
@@ -118,7 +118,8 @@ class Config:
     def first_of(self, *names: str) -> Any:
         """Return the first of these fields that the file sets, or otherwise their first default.
 
-        Raises `ValueError` if no field is set and none has a default.
+        A default of 0, False or "" is used only if it is that of the last field. Raises
+        `ValueError` if no field is set and none has a default.
         """
         for name in names:
             if self.content.get(name) is not None:
@@ -139,7 +140,7 @@ class Config:
         return self.layer_types[self.layer] if self.layer_types else None
 
     def value(self, entry: Any) -> Any:
-        """Evaluate a formula; return a number or a bool unchanged.
+        """Return the value of a formula; a number or a bool is returned unchanged.
 
         Raises `ValueError` if the evaluation fails.
         """
@@ -158,7 +159,7 @@ class Config:
         return checks.whole(name, int(value) if isinstance(value, bool) else value, least=0)
 
     def where(self, entry: Any) -> tuple[int, ...]:
-        """Return the layers for which a formula is true."""
+        """Return the indices of the layers for which a formula is true."""
         indices = []
         for layer in range(self.layers):
             self.layer = layer
@@ -167,9 +168,10 @@ class Config:
         return tuple(indices)
 
     def arguments(self, table: Table) -> Table:
-        """Evaluate a family's table of formulas into keyword arguments of `Transformer`.
+        """Return the keyword arguments of `Transformer` that a family's table of formulas defines.
 
-        Raises `ValueError` if `layer_types` has the wrong length or an unknown entry.
+        Raises `ValueError` if `layer_types` has the wrong length or an unknown entry, or if a
+        formula fails.
         """
         self.layers = checks.whole("layers", self.value(table["layers"]), most=checks.MOST_LAYERS)
         if self.has_layer_types and len(self.layer_types) != self.layers:
@@ -194,7 +196,7 @@ class Config:
         return arguments | {"extra": tuple(matrix for matrix in extra if matrix.entries)}
 
     def _argument(self, key: str, entry: Any) -> Any:
-        """Evaluate the table entry of one argument of `Transformer`."""
+        """Return the value of one argument of `Transformer`."""
         if key in ("attention_layers", "mlp_layers", "shared_kv_layers"):
             return self.where(entry)
         if key in RECORDS:
@@ -218,7 +220,8 @@ class Config:
     def record(self, kind: type, entry: Table) -> Any:
         """Return an `Experts`, `Window` or `MLA` record, or None if the model does not have it.
 
-        Raises `ValueError` if a width or rank is 0, or if `layer_types` requires a missing window.
+        Raises `ValueError` if `width` or `q_rank` is 0, or if `layer_types` requires a window that
+        is missing.
         """
         if not self.value(entry.get("if", True)):
             return self._require_no_window(kind)
@@ -303,7 +306,7 @@ class Config:
 
 
 def activation(name: str) -> str:
-    """Return the kind of an activation function, a value of `Transformer.activation`.
+    """Return the value of `Transformer.activation` for a name in a config.json.
 
     Raises `ValueError` for an unknown name.
     """

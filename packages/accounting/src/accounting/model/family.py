@@ -14,8 +14,8 @@ from accounting.model.formulas import Table
 def family_arguments(content: Mapping[str, Any], family: str) -> Table:
     """Return the keyword arguments of `Transformer` for a configuration of a known family.
 
-    Raises `ValueError` if the family's table refuses the configuration, or if it does not list the
-    class in `architectures`.
+    Raises `ValueError` if the family's table refuses the configuration, if the table does not list
+    the class in `architectures`, or if a field is missing or invalid.
     """
     table = merged_table(family)
     config = Config(content, family, table)
@@ -28,7 +28,10 @@ def family_arguments(content: Mapping[str, Any], family: str) -> Table:
 
 
 def class_named(content: Mapping[str, Any]) -> str:
-    """Return the first class name in `architectures`, or an empty string."""
+    """Return the first name in `architectures`, or "" without one.
+
+    Raises `ValueError` unless the field is a list or missing.
+    """
     named = content.get("architectures")
     if not isinstance(named, list | tuple | None):
         raise ValueError(f"expected architectures to be a list of names, got {named!r}")

@@ -43,7 +43,7 @@ def mixer_tables() -> Table:
 
 @cache
 def merged_table(name: str, base: bool = False) -> Table:
-    """Return a family's table, which overrides the entries of the tables in its `like`.
+    """Return a family's table, merged with the tables in its `like`, whose entries it overrides.
 
     With `base`, `name` is a base table even if a family has the same name.
     """

@@ -42,10 +42,9 @@ def language_model(content: Mapping[str, Any], family: Any) -> Table | None:
 
 
 def has_head(content: Mapping[str, Any]) -> bool:
-    """Return True if the class in `architectures` includes the head of the language model.
+    """Return True if `architectures` names a class with a language-model head, or no class.
 
-    Also return True if `architectures` names no class. Raises `ValueError` if the class is neither
-    a known base model nor a class for generation.
+    Raises `ValueError` if the class is neither a known base model nor a class for generation.
     """
     family = content["model_type"]
     name = class_named(content)
@@ -63,10 +62,10 @@ def has_head(content: Mapping[str, Any]) -> bool:
 
 
 def tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
-    """Return a dictionary with the `tie_word_embeddings` that overrides the language model's field.
+    """Return {"tie_word_embeddings": value} if the outer field overrides the language model's.
 
     The dictionary is empty if the language model's field applies. Raises `ValueError` if it is
-    unknown which field the family uses, unless both are set and equal.
+    unknown which of the two fields the family uses, unless both are set and equal.
     """
     field = "tie_word_embeddings"
     family = content["model_type"]

@@ -43,33 +43,37 @@ class Matrix:
     #: Number of tokens per sequence that the matrix does not multiply. For example, a patch
     #: embedding skips the class token.
     skips: int = 0
-    #: Number of distinct copies that the layers reuse cyclically; 0 if each layer has its own.
+    #: Number of distinct matrices that the layers reuse cyclically; 0 if each layer has its own.
     shared: int = 0
     #: Number of key heads if `split` is `heads`; 0 for the number of the model.
     kv_heads: int = 0
 
     @property
     def count(self) -> int:
-        """Return the number of layers with this matrix, or 1 outside the blocks."""
+        """The number of layers with this matrix, or 1 outside the blocks."""
         return 1 if self.layers is None else len(self.layers)
 
     @property
     def stored_count(self) -> int:
-        """Return the number of distinct matrices that the layers store."""
+        """The number of distinct matrices that the layers store."""
         return min(self.count, self.shared or self.count)
 
     @property
     def entries(self) -> int:
-        """Return the number of entries in one copy of one layer."""
+        """The number of entries in one copy in one layer."""
         return self.rows * self.columns
 
     @property
     def size(self) -> int:
-        """Return the number of entries in all stored copies of all layers."""
+        """The number of entries in all stored copies of all layers."""
         return self.stored_count * self.copies * self.entries
 
     def tensor_ranks(self, tensor: int, kv_heads: int) -> int:
-        """Return the number of shards over `tensor` devices; the other devices store copies."""
+        """Return the number of shards if `tensor` devices store the matrix.
+
+        It is less than `tensor` if several devices store copies. `kv_heads` is the number of key
+        heads of the model.
+        """
         if self.split == "none":
             return 1
         return min(tensor, self.kv_heads or kv_heads) if self.split == "heads" else tensor
@@ -164,7 +168,7 @@ class AttentionGroup(NamedTuple):
 
     @property
     def suffix(self) -> str:
-        """Return the end of the names of this group's parts in results."""
+        """The suffix of the names of this group's parts in results."""
         return " in windows" if self.is_windowed else ""
 
 

@@ -1,7 +1,7 @@
 """The arguments of a `Transformer` for any Hugging Face configuration.
 
-A family without a table is refused, and the error names it. A multimodal configuration is treated
-as its language model plus the parameters of a known vision tower.
+A family without a table raises `ValueError` with its name. A multimodal configuration is treated as
+its language model plus the parameters of a known vision tower.
 """
 
 import json

@@ -129,8 +129,9 @@ class Transformer:
 
         `config` is a folder, a file, its content, or a config object. The class in `architectures`
         decides which parts exist, such as the head or a pooler. Without this field, a decoder has a
-        head. Raises `ValueError` if a field is missing or the family is unknown. Raises
-        `FileNotFoundError` with the download command if `config` names a model on the hub.
+        head and an encoder none. Raises `ValueError` if a field is missing or invalid, or if the
+        family is unknown. Raises `FileNotFoundError` with the download command if `config` is a
+        path that does not exist, such as the name of a model on the hub.
         """
         return cls(**transformer_arguments(content_of(config), _part_sizes))
 
@@ -225,7 +226,7 @@ class Transformer:
     def _check_sharing(self) -> None:
         """Raise `ValueError` if a layer that shares keys has no attention or no earlier keys.
 
-        Also raise `ValueError` for latent attention with fields that describe other keys.
+        Also raises `ValueError` for latent attention with fields that describe other keys.
         """
         shared, attention = self.shared_kv_layers, self.attention_layers or ()
         first_key = min(self.key_layers, default=self.layers)
@@ -263,23 +264,23 @@ class Transformer:
 
     @property
     def size(self) -> int:
-        """Return the total number of parameters."""
+        """The total number of parameters."""
         return sum(matrix.size for matrix in matrices(self))
 
     @cached_property
     def expert_layers(self) -> frozenset[int]:
-        """Return the layers whose MLP is a mixture of experts."""
+        """The layers whose MLP is a mixture of experts."""
         return frozenset(self.experts.layers or () if self.experts else ())
 
     @cached_property
     def windowed_layers(self) -> frozenset[int]:
-        """Return the attention layers with a window."""
+        """The attention layers with a window."""
         layers = self.window.layers or () if self.window else ()
         return frozenset(layers) & frozenset(self.attention_layers or ())
 
     @cached_property
     def attention_groups(self) -> tuple[AttentionGroup, ...]:
-        """Return the nonempty groups of attention layers: those without and those with a window."""
+        """The attention layers without a window and those with one; an empty group is omitted."""
         attention = full = tuple(self.attention_layers or ())
         if self.window:
             full = tuple(layer for layer in attention if layer not in self.windowed_layers)
@@ -293,7 +294,7 @@ class Transformer:
 
     @cached_property
     def key_layers(self) -> tuple[int, ...]:
-        """Return the attention layers that compute keys, and therefore have a cache."""
+        """The attention layers that compute keys, and therefore have a cache."""
         return tuple(i for i in self.attention_layers or () if i not in self.shared_kv_layers)
 
     def check_step(self) -> None:
@@ -332,17 +333,17 @@ class Transformer:
 
     @property
     def qk_dim(self) -> int:
-        """Return the width of a query or key in attention."""
+        """The width of a query or key in attention."""
         return self.head_dim + (self.mla.rope_head_dim if self.mla else 0)
 
     @property
     def mlp_matrices(self) -> int:
-        """Return 3 for a gated MLP and 2 otherwise."""
+        """Number of matrices of an MLP: 3 if it is gated, and otherwise 2."""
         return 3 if self.gated_mlp else 2
 
     @property
     def norm_vectors(self) -> int:
-        """Return the vectors per norm: 0 for `none`, 1 for a weight, 2 for a weight and a bias."""
+        """Number of vectors per norm: 0 for `none`, 1 for a weight, 2 for a weight and a bias."""
         return {"rmsnorm": 1, "layernorm": 1 + self.norm_bias, "none": 0}[self.norm]
 
 
@@ -371,7 +372,7 @@ def _part_sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
 
 @lru_cache(maxsize=4096)
 def matrices(model: Transformer) -> tuple[Matrix, ...]:
-    """Return the nonempty matrices of a model, one record per kind of matrix."""
+    """Return the matrices of a model that have entries, one record per kind of matrix."""
     mixers = (
         replace(matrix, part=mixer.name, layers=mixer.layers)
         for mixer in model.mixers

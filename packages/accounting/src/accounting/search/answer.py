@@ -29,7 +29,7 @@ from accounting.workload import Workload
 #: Default batch in tokens; it is larger if the devices need more sequences.
 TOKENS_PER_STEP = 4 * 2**20
 #: Smallest and largest ratio of published to predicted hours of the trainings of Llama 3.1. The
-#: intervals of days are those of steps, and do not include time that is lost between steps.
+#: interval of `days` follows from the interval of a step, without time lost between steps.
 TRAINING_RATIOS = (1.07, 2.85)
 
 
@@ -60,12 +60,12 @@ class Answer:
 
     @property
     def precision(self) -> str:
-        """Return the name of the recipe."""
+        """The name of the recipe."""
         return self.recipe.name
 
     @property
     def plan(self) -> Plan:
-        """Return the best plan."""
+        """The best plan."""
         return self.best.plan
 
     def to_dict(self) -> dict[str, Any]:
@@ -86,9 +86,9 @@ class Answer:
         }
 
     def explain(self) -> str:
-        """Return the answer as text that fits on one screen."""
+        """Return the answer as text of about twenty lines."""
         plan, device = self.plan, self.hardware
-        least, most = TRAINING_RATIOS
+        least_ratio, largest_ratio = TRAINING_RATIOS
         rows = [
             f"{self.model.name} on {plan.devices:,} {device.name}, {self.tokens:.4g} tokens, "
             f"{self.batch:,} x {self.seq:,} per step, {self.precision}",
@@ -101,7 +101,8 @@ class Answer:
             f"intervals  of a step, {self.seconds.basis}",
             f"days       {self.days}, with failures and checkpoints: "
             f"{counted(self.failures.failures, 'failure')}, goodput {self.failures.goodput:.1%}",
-            f"           3 published trainings took {least} to {most} times the predicted hours",
+            f"           3 published trainings took {least_ratio} to {largest_ratio} times the "
+            "predicted hours",
             f"price      {self.usd} USD" if self.usd else "price      unknown; pass usd_per_hour",
             f"energy     {self.megawatt_hours} MWh for the devices",
         ]
@@ -142,7 +143,7 @@ def plan_for(
     The default `precision` is `megatron_bf16`, or `mixed_fp16` if the device lists no bf16.
     Failures per device-hour are as frequent as in the 54-day run of Llama 3 405B. `time_limit` and
     `progress` are passed to `plans_that_fit`. Raises `ValueError` if no plan fits, and
-    `TimeoutError` if none is found within `time_limit` seconds.
+    `TimeoutError` if no fitting plan is found within `time_limit` seconds.
     """
     device = find(hardware)
     if memory_bytes is not None:
@@ -196,7 +197,7 @@ def no_room(
     work: Workload,
     fixed: Mapping[str, Any],
 ) -> str:
-    """Return the reason why no plan fits in memory, for an error message.
+    """Return the reason why a search found no plan, for an error message.
 
     There are three possible reasons. The fixed fields contradict each other or the model, no
     degrees of parallelism divide the devices and the batch, or the memory is too small.
@@ -224,7 +225,9 @@ def _indivisible(space: Space) -> str:
     fewest = degrees[0] if degrees else 1
     head = f"The fewest data-parallel ranks are {fewest}, and batch={batch} is"
     if batch < fewest:
-        return f"{head} {fewest - batch} less; pass batch={fewest}, or change the number of devices"
+        return (
+            f"{head} {fewest - batch} fewer; pass batch={fewest}, or change the number of devices"
+        )
     excess = batch % fewest
     if excess:
         return (
@@ -245,7 +248,7 @@ def _contradiction(model: Transformer, seq: int, fixed: Mapping[str, Any]) -> st
         "schedule": "interleaved" if interleaved else "1f1b",
         "microbatches": fixed.get("pipeline", 1),
     }
-    # A number of data ranks that is not fixed is one that the experts divide.
+    # If the number of data ranks is not fixed, choose one that the expert degree divides.
     data = fixed.get("data") or fixed.get("expert", 1)
     try:
         plan = Plan(**usual | dict(fixed) | {"data": data})

@@ -2,10 +2,10 @@
 
 The costs of a pipeline stage are the sum over its layers and its ends, the embedding and the head,
 so they are computed once per kind of layer. The bounds are `training_memory` and `step_time`
-without some terms. The memory bound omits the rounding of shards, cast weights, the gradients of a
-tied table and of the head, a recomputed block, and the points in an FSDP2 pipeline step at which
-memory rarely peaks. The time bound omits the activations between pipeline stages, which compute
-hides in most plans, and the tensor-parallel traffic of the ends.
+without some terms. The memory bound omits the rounding of shards, cast weights, the temporary
+gradients of tables, a recomputed block, and the points in an FSDP2 pipeline step at which memory
+rarely peaks. The time bound omits the activations between pipeline stages, which compute hides in
+most plans, and the tensor-parallel traffic of the ends.
 """
 
 from collections import Counter
@@ -30,7 +30,7 @@ from accounting.time.communication import state_calls, token_collectives
 from accounting.time.efficiency import BANDWIDTH_FRACTION, stage_rates
 from accounting.time.step import OVERLAP, attention_flops, group_link
 
-#: Bounds are reduced by this fraction, because the order of a sum of floats changes its rounding.
+#: Bounds are reduced by this fraction, because a sum of floats in another order may be smaller.
 ROUNDING = 1e-9
 
 
@@ -68,7 +68,7 @@ class Time(NamedTuple):
 
 
 class Traffic(NamedTuple):
-    """Total time of several calls of a collective, and the bytes that a device of a ring sends."""
+    """Seconds of several calls of a collective, and the bytes that a device of a ring sends."""
 
     seconds: float
     wire: float
@@ -111,7 +111,7 @@ class Bounds:
         self._stage_time = cache(self._sum_time)
 
     def least_bytes(self, layout: Layout) -> float:
-        """Return a lower bound on the memory of all plans of a layout."""
+        """Return a lower bound in bytes per device on the memory of all plans of a layout."""
         sharded = (self._weight + self._optimizer) / layout.replicas
         least = 0.0
         for stage in self._stages_of(layout):
@@ -122,7 +122,7 @@ class Bounds:
         return (1 - ROUNDING) * least
 
     def bytes(self, candidate: Candidate) -> float:
-        """Return a lower bound on the memory of a plan."""
+        """Return a lower bound in bytes per device on the memory of a plan."""
         stages = self._stages_of(candidate.layout)
         return (1 - ROUNDING) * max(self._stage_bytes(stage, candidate) for stage in stages)
 
@@ -171,8 +171,8 @@ class Bounds:
             gradients = self._gradient * (shard if zero >= 2 else whole)
             if layout.pipeline == 1:
                 return states + gradients + saved + temporary
-        # The first backward of a pipeline stage allocates the gradients. If no forward follows, it
-        # also frees the activations of a micro-batch.
+        # The first backward of a pipeline stage allocates the gradients. If no forward follows, one
+        # micro-batch fewer has activations when the second backward starts.
         later = (stored - 1) * saved + every
         if layout.microbatches * layout.virtual_stages > stored:
             later = stored * saved + few
@@ -181,10 +181,10 @@ class Bounds:
     def _gathered_bytes(
         self, stage: Stage, layout: Layout, expert: int
     ) -> tuple[float, float, float]:
-        """Return bytes of weights gathered at once, of all weights, and of a block.
+        """Return the bytes gathered at once, the bytes of all weights, and the size of a block.
 
-        The first is the weights of the ends and two blocks with `reshard_after_forward`, and
-        otherwise all weights. The size of the largest block is in parameters.
+        With `reshard_after_forward`, the weights of the ends and of two blocks are gathered at
+        once; otherwise all weights are. The size is that of the largest block, in parameters.
         """
         blocks = [
             self._memory(layout.tensor, layout.recompute, layer, False, False)
@@ -199,20 +199,23 @@ class Bounds:
         return min(few, every), every, block
 
     def _busy_seconds(self, layout: Layout, expert: int) -> tuple[float, float]:
-        """Return the seconds of the slowest stage without traffic, and the largest compute time."""
+        """Return the most seconds of a stage without collectives, and its most compute seconds.
+
+        The two maxima may be those of different stages.
+        """
         sequences = self._space.work.batch / layout.data / layout.context
         tokens = sequences * self._space.work.seq
-        slowest = most = 0.0
+        slowest = most_compute = 0.0
         for stage in self._stages_of(layout):
             time = self._stage_time(layout.tensor, layout.recompute, stage)
             compute = tokens * time.arithmetic + sequences / layout.tensor * time.attention
             moved = layout.microbatches * (time.dense_weights + time.routed_weights / expert)
             slowest = max(slowest, compute + tokens * time.traffic + moved)
-            most = max(most, compute)
-        return slowest, most
+            most_compute = max(most_compute, compute)
+        return slowest, most_compute
 
     def _exposed_seconds(self, candidate: Candidate, compute: float) -> float:
-        """Return the seconds of traffic that compute does not hide, plus its part of the bubble."""
+        """Return the exposed seconds of traffic, with the bubble that blocking traffic causes."""
         layout, expert, zero = candidate
         can_hide = (1.0 if zero == 3 else OVERLAP["data"]) * compute
         call_bytes = self._tokens(layout) * self._space.model.d_model * self._activation
@@ -233,8 +236,8 @@ class Bounds:
             wire = sum(part.wire for part in parts)
             results.append((wire, needs - min(hidden, compute) + blocking * _idle(layout)))
         # `step_time` chooses the inner stage with the most bytes on the wire.
-        most = max(wire for wire, _ in results) * (1 - ROUNDING)
-        return min(exposed for wire, exposed in results if wire >= most)
+        most_bytes = max(wire for wire, _ in results) * (1 - ROUNDING)
+        return min(exposed for wire, exposed in results if wire >= most_bytes)
 
     def _tied_seconds(self, layout: Layout) -> float:
         """Return the seconds of the all-reduce between the stages that store a tied embedding."""
@@ -248,17 +251,17 @@ class Bounds:
     def _tensor_traffic(self, stage: Stage, layout: Layout) -> Traffic:
         call_bytes = self._tokens(layout) * self._space.model.d_model * self._activation
         time = self._stage_time(layout.tensor, layout.recompute, stage)
-        count = layout.microbatches * time.num_tensor_phases
-        return self._traffic("all_gather", 1, layout.tensor, count, call_bytes)
+        num_calls = layout.microbatches * time.num_tensor_phases
+        return self._traffic("all_gather", 1, layout.tensor, num_calls, call_bytes)
 
     def _context_traffic(self, stage: Stage, layout: Layout) -> Traffic:
         time = self._stage_time(layout.tensor, layout.recompute, stage)
-        count = layout.microbatches * time.num_passes
-        if not count:
+        num_calls = layout.microbatches * time.num_passes
+        if not num_calls:
             return Traffic(0.0, 0.0)
         # A ring pass sends the blocks of all ranks.
         call_bytes = time.pass_bytes / time.num_passes * self._tokens(layout) * layout.context
-        return self._traffic("all_gather", layout.tensor, layout.context, count, call_bytes)
+        return self._traffic("all_gather", layout.tensor, layout.context, num_calls, call_bytes)
 
     def _state_traffic(self, stage: Stage, candidate: Candidate) -> list[Traffic]:
         """Return the traffic of each collective of data parallelism."""
@@ -281,13 +284,13 @@ class Bounds:
         return traffic
 
     def _traffic(
-        self, operation: str, stride: int, ranks: int, count: float, call_bytes: float
+        self, operation: str, stride: int, ranks: int, num_calls: float, call_bytes: float
     ) -> Traffic:
-        if ranks == 1 or not count or not call_bytes:
+        if ranks == 1 or not num_calls or not call_bytes:
             return Traffic(0.0, 0.0)
         link = self._link(stride=stride, ranks=ranks, operation=operation)
-        wire = phases(operation) * count * call_bytes * (ranks - 1) / ranks
-        return Traffic(seconds(operation, ranks, count, call_bytes, link), wire)
+        wire = phases(operation) * num_calls * call_bytes * (ranks - 1) / ranks
+        return Traffic(seconds(operation, ranks, num_calls, call_bytes, link), wire)
 
     def _inner(self, layout: Layout) -> list[Stage]:
         return [stage for stage in self._stages_of(layout) if stage.is_inner]
@@ -372,13 +375,14 @@ class Bounds:
 
 
 def _sum(costs_of: Callable[[int, bool, bool], Iterable[float]], stage: Stage) -> list[float]:
-    """Return the costs of the layers and the ends of a stage.
+    """Return each cost of a stage, summed over its layers and its ends.
 
-    `costs_of` returns the costs of a layer, with the embedding and the head if the flags are True.
+    `costs_of(layer, first, last)` returns the costs of a layer, with the embedding if `first` and
+    with the head if `last`.
     """
     terms = [(count, costs_of(layer, False, False)) for layer, count in stage.layers]
     if any(stage.ends):
-        # The costs of the ends are those that they add to a layer.
+        # The costs of the ends are the costs that they add to a layer.
         layer = stage.layers[0][0]
         terms += [(1, costs_of(layer, *stage.ends)), (-1, costs_of(layer, False, False))]
     counts, costs = zip(*terms, strict=True)

@@ -2,7 +2,7 @@
 
 The search is a branch and bound over the plans of `search/space.py`. It computes plans in full, in
 the order of a lower bound on their step time. It stops when the next bound exceeds the step time of
-the slowest result. Layouts and plans whose memory bound exceeds the device are skipped.
+the slowest result. Layouts and plans whose memory bound exceeds the usable memory are skipped.
 """
 
 import bisect
@@ -84,8 +84,8 @@ def plans_that_fit(
     `training_memory`. The list is empty if no plan fits. After `time_limit` seconds, the plans
     found so far are returned, or `TimeoutError` is raised if there are none. `progress` is called
     with the number of plans that were computed in full and the number of all plans. Raises
-    `ValueError` if the fixed degrees do not divide the devices, or for `expert` above 1 in a
-    model without experts.
+    `ValueError` if the training step of the model is not modeled, if the fixed degrees do not
+    divide the devices, or for `expert` above 1 in a model without experts.
     """
     start = time.monotonic()
     device, kind = find(hardware), recipe(precision)
@@ -166,7 +166,7 @@ def _ascending(
 
 
 def _computed(space: Space, candidate: Candidate, usable_bytes: float) -> FittingPlan | None:
-    """Return the plan with its memory and time, or None if it does not fit."""
+    """Return a candidate's plan with its memory and time, or None if it is invalid or too large."""
     plan = space.plan(candidate)
     if plan is None:
         return None
@@ -198,7 +198,7 @@ def least_memory(space: Space) -> float | None:
 def _check_degrees(model: Transformer, devices: int, fixed: dict[str, Any]) -> None:
     """Raise `ValueError` if the fixed degrees do not divide the devices.
 
-    Also raise `ValueError` for `expert` above 1 in a model without experts.
+    Also raises `ValueError` for `expert` above 1 in a model without experts.
     """
     product = math.prod(fixed.get(name) or 1 for name in DEGREES)
     if devices % product:

@@ -1,4 +1,4 @@
-"""The plans that a search compares: all combinations of degrees that divide devices and model."""
+"""The plans that a search compares: combinations of degrees that divide devices and model."""
 
 import math
 from collections.abc import Iterable, Iterator, Mapping
@@ -31,7 +31,7 @@ class Layout(NamedTuple):
 
     @property
     def replicas(self) -> int:
-        """Return the number of ranks that store the same dense weights."""
+        """The number of ranks that store the same dense weights."""
         return self.data * self.context
 
 
@@ -67,7 +67,7 @@ class Space:
 
     @cached_property
     def layouts(self) -> list[Layout]:
-        """Return all layouts whose degrees divide the devices, the batch and the model."""
+        """All layouts whose degrees divide the devices, the batch and the model."""
         return [
             layout
             for tensor in self._tensor_degrees()
@@ -77,11 +77,11 @@ class Space:
 
     @cached_property
     def count(self) -> int:
-        """Return the number of plans."""
+        """The number of plans."""
         return sum(len(self.options(layout)) for layout in self.layouts)
 
     def data_degrees(self) -> list[int]:
-        """Return the data-parallel degrees that are possible for some batch."""
+        """Return the sorted data-parallel degrees that are possible for some batch."""
         free = {name: value for name, value in self.fixed.items() if name != "microbatches"}
         # A batch of one sequence per device is a multiple of data x pipeline for every layout.
         work = replace(self.work, batch=self.devices)
@@ -116,7 +116,7 @@ class Space:
 
     @property
     def reshards(self) -> bool:
-        """Return True if FSDP frees gathered weights after the forward, which needs less memory."""
+        """True unless `reshard_after_forward=False` is fixed."""
         return bool(self.fixed.get("reshard_after_forward", True))
 
     def uses_sequence_parallelism(self, tensor_degree: int) -> bool:
@@ -177,7 +177,7 @@ class Space:
                             )
 
     def _chunks(self, pipeline: int) -> list[int]:
-        """Return the numbers of chunks per stage; Megatron interleaves only equal chunks."""
+        """Return the numbers of chunks per stage; only equal chunks are interleaved."""
         if pipeline == 1:
             return [1]
         several = range(2, MOST_CHUNKS + 1)
@@ -195,8 +195,8 @@ class Space:
     def _replicas(self, replicas: int) -> Iterator[tuple[int, int]]:
         """Yield the pairs of context- and data-parallel degrees whose product is `replicas`."""
         seq = self.work.seq
-        most = 1 if self.model.mixers else max(1, seq // LEAST_TOKENS_PER_RANK)
-        usual = (c for c in divisors(replicas) if c <= most)
+        max_context = 1 if self.model.mixers else max(1, seq // LEAST_TOKENS_PER_RANK)
+        usual = (c for c in divisors(replicas) if c <= max_context)
         for context in self._choices("context", usual):
             if replicas % context or seq % context:
                 continue
@@ -213,19 +213,20 @@ class Space:
 
     def _options(self, replicas: int, pipeline: int, schedule: str) -> list[tuple[int, int]]:
         """Return the pairs (expert degree, ZeRO stage) for a number of replicas."""
-        count = self.model.experts.count if self.model.experts else 1
-        experts = divisors(math.gcd(replicas, count))
+        num_experts = self.model.experts.count if self.model.experts else 1
+        experts = divisors(math.gcd(replicas, num_experts))
         zeros = CHOICES["zero"] if replicas > 1 else (0,)
         return [
             (expert, zero)
             for expert in self._choices("expert", experts)
             for zero in self._choices("zero", zeros)
             if replicas % expert == 0
-            and count % expert == 0
+            and num_experts % expert == 0
             and self._has_zero(zero, replicas, pipeline, schedule)
         ]
 
     def _has_zero(self, zero: int, replicas: int, pipeline: int, schedule: str) -> bool:
+        """Return True if the search proposes this ZeRO stage."""
         if pipeline == 1 or replicas == 1:
             return True
         # torch's schedules accumulate unsharded gradients, so ZeRO-2 would have no effect.

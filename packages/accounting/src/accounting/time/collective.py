@@ -15,7 +15,7 @@ from accounting.breakdown import Breakdown, plain, product, total
 from accounting.hardware import Link
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Collective:
     """All calls of one collective in a step, with its group, number of calls and payload."""
 
@@ -32,23 +32,23 @@ class Collective:
 
     @property
     def payload(self) -> int | float:
-        """Return the payload bytes of all calls."""
+        """The payload bytes of all calls."""
         return plain(self.count * self.call_bytes)
 
     @property
     def wire_fraction(self) -> Fraction:
-        """Return the bytes that one device of a ring sends per byte of payload."""
+        """The bytes that one device of a ring sends per byte of payload."""
         if self.operation == "send":
             return Fraction(1)
         return Fraction(phases(self.operation) * (self.ranks - 1), self.ranks)
 
     @property
     def wire(self) -> int | float:
-        """Return the bytes that one device of a ring sends in all calls."""
+        """The bytes that one device of a ring sends in all calls."""
         return plain(self.wire_fraction * self.count * self.call_bytes)
 
     def seconds(self, link: Link) -> float:
-        """Return the time of all calls; see `seconds` of this module."""
+        """Return the seconds of all calls; see `seconds` of this module."""
         return seconds(self.operation, self.ranks, self.count, float(self.call_bytes), link)
 
 
@@ -58,11 +58,11 @@ def phases(operation: str) -> int:
 
 
 def seconds(operation: str, ranks: int, count: float, call_bytes: float, link: Link) -> float:
-    """Return the time of `count` calls of a collective, each with a payload of `call_bytes`.
+    """Return the seconds of `count` calls of a collective, each with a payload of `call_bytes`.
 
     A collective uses a ring or a double binary tree, whichever is faster. An all-to-all sends to
-    each rank directly, or half of its payload in each of log n steps (Bruck et al. 1997). A `send`
-    is one message per call.
+    each rank directly, or half of its payload in each of log2 n steps (Bruck et al. 1997),
+    whichever is faster. A `send` is one message per call.
     """
     payload_seconds = count * call_bytes / link.bandwidth
     if operation == "send":
@@ -85,12 +85,12 @@ class Communication:
         for collective in self.collectives:
             if collective.name == name:
                 return collective
-        known = ", ".join(c.name for c in self.collectives) or "none: there is one device"
-        raise KeyError(f"no collective {name!r}; there are {known}")
+        known = ", ".join(c.name for c in self.collectives) or "none"
+        raise KeyError(f"expected the name of a collective ({known}), got {name!r}")
 
     @property
     def payload(self) -> Breakdown:
-        """Return the payload bytes by collective."""
+        """The payload bytes by collective."""
         return total(
             f"payload of {self.name}",
             "B",
@@ -99,7 +99,7 @@ class Communication:
 
     @property
     def wire(self) -> Breakdown:
-        """Return the bytes that one device sends, by collective."""
+        """The bytes that one device sends, by collective."""
         return total(
             f"bytes sent by a device for {self.name}",
             "B",

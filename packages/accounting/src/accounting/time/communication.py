@@ -30,8 +30,9 @@ def communication(
     """Return the collectives that one device of a pipeline `stage` runs in a training step.
 
     `batch` is the number of sequences of the whole step, each with `seq` tokens; 0 selects the
-    collectives that do not depend on the batch. `weights`, `gradients` and `activations` are the
-    dtypes of the messages. Raises `ValueError` if the plan is not valid for the model or the batch.
+    collectives of weights and gradients. `weights`, `gradients` and `activations` are the dtypes of
+    the messages. Raises `ValueError` if the plan is not valid for the model or the batch, or if the
+    training step of the model is not modeled.
     """
     plan = validated_plan(plan, model, batch=batch, seq=seq)
     tokens = batch // (plan.data * plan.microbatches) * (seq // plan.context)
@@ -48,9 +49,8 @@ def token_collectives(
 ) -> list[Collective]:
     """Return the collectives of tensor, expert, context and pipeline parallelism.
 
-    Their payload is proportional to `column_bytes`, the size of one feature of all tokens of a
-    micro-batch on a device. The number of their calls is proportional to the number of
-    micro-batches.
+    Their payload is proportional to `column_bytes`: the bytes of one feature of all tokens of a
+    micro-batch on a device. Their calls are counted per step.
     """
     stage_model = plan.stage_model(model, stage)
     stream = column_bytes * model.d_model
@@ -77,8 +77,8 @@ def state_calls(
 ) -> list[StateCalls]:
     """Return the collectives of data parallelism for a ZeRO stage.
 
-    `reshard_after_forward` must be False for the weights outside the blocks, because FSDP2 does not
-    reshard its root module.
+    FSDP2 does not reshard its root module, so pass `reshard_after_forward=False` for the weights
+    outside the blocks.
     """
     # Sharded gradients are reduced after every micro-batch; replicated ones accumulate first.
     reductions = microbatches if zero >= 2 else 1
@@ -118,10 +118,10 @@ def _states(
             if payload == "gradients" and plan.has_unsharded_gradients():
                 calls = 1
             size = weight if payload == "weights" else gradient
-            yield _collective_over("data", ranks, name + suffix, operation, calls, count * size)
+            yield Collective(name + suffix, operation, "data", ranks, calls, count * size)
     if model.tied and model.lm_head and plan.pipeline > 1 and stage in (0, plan.pipeline - 1):
         table = Fraction(model.vocab_size * model.embedding_dim, plan.tensor) * gradient
-        yield _collective_over("pipeline", 2, TIED_GRADIENTS, "all_reduce", 1, table)
+        yield Collective(TIED_GRADIENTS, "all_reduce", "pipeline", 2, 1, table)
 
 
 def _tensor(
@@ -148,9 +148,8 @@ def _tensor(
             ("sequence-parallel backward scatters", "reduce_scatter", backward),
         ]
     for name, operation, calls in rows:
-        yield _collective_over(
-            "tensor", plan.tensor, name, operation, calls * plan.microbatches, call_bytes
-        )
+        step_calls = calls * plan.microbatches
+        yield Collective(name, operation, "tensor", plan.tensor, step_calls, call_bytes)
 
 
 def reduced_blocks(model: Transformer) -> int:
@@ -170,7 +169,7 @@ def _experts(stage_model: Transformer, plan: Plan, stream: Fraction) -> Iterator
     for when, passes in (("", 2 if plan.recompute == "full" else 1), (", backward", 1)):
         for direction in ("to", "from"):
             name, calls = f"tokens {direction} experts{when}", calls_per_pass * passes
-            yield _collective_over("expert", plan.expert, name, "all_to_all", calls, call_bytes)
+            yield Collective(name, "all_to_all", "expert", plan.expert, calls, call_bytes)
 
 
 def _context(
@@ -178,7 +177,7 @@ def _context(
 ) -> Iterator[Collective]:
     """Yield the traffic of ring attention: keys and values, and their gradients.
 
-    `column_bytes` is the size of one feature of all tokens of a device.
+    `column_bytes` is that of `token_collectives`.
     """
     heads = max(1, model.kv_heads // plan.tensor) if model.heads else 0
     width = heads * (model.qk_dim + model.v_head_dim)
@@ -189,9 +188,8 @@ def _context(
     calls_per_pass = len(stage_model.attention_layers or ()) * plan.microbatches
     forward_passes = 2 if plan.recompute != "none" else 1
     for name, passes in (("keys and values", forward_passes), ("keys, values and gradients", 2)):
-        yield _collective_over(
-            "context", plan.context, name, "all_gather", calls_per_pass * passes, all_blocks
-        )
+        calls = calls_per_pass * passes
+        yield Collective(name, "all_gather", "context", plan.context, calls, all_blocks)
 
 
 def _pipeline(plan: Plan, stream: Fraction, stage: int) -> Iterator[Collective]:
@@ -203,19 +201,5 @@ def _pipeline(plan: Plan, stream: Fraction, stage: int) -> Iterator[Collective]:
         ("activations to the next stage", forward),
         ("gradients to the previous stage", backward),
     ):
-        yield _collective_over(
-            "pipeline", plan.pipeline, name, "send", calls * plan.microbatches, sent_bytes
-        )
-
-
-def _collective_over(
-    axis: str, ranks: int, name: str, operation: str, calls: int, call_bytes: int | Fraction
-) -> Collective:
-    return Collective(
-        name=name,
-        operation=operation,
-        axis=axis,
-        ranks=ranks,
-        count=calls,
-        call_bytes=call_bytes,
-    )
+        step_calls = calls * plan.microbatches
+        yield Collective(name, "send", "pipeline", plan.pipeline, step_calls, sent_bytes)

@@ -46,8 +46,9 @@ def goodput(
 ) -> Goodput:
     """Return the expected duration and failures of a run that takes `work_hours` without failures.
 
-    `interval_hours` is the work between two checkpoints; the default minimizes the duration. Raises
-    `ValueError` if failures are so frequent that the run practically never ends.
+    `interval_hours` is the work between two checkpoints, at most `work_hours`; the default
+    minimizes the duration. Raises `ValueError` if failures are so frequent that the run practically
+    never ends.
     """
     hours_between_failures = 1 / (devices * failures_per_device_hour)
     if interval_hours is None:
@@ -58,7 +59,8 @@ def goodput(
         raise ValueError(
             f"failures_per_device_hour is {failures_per_device_hour:g} on "
             f"{counted(devices, 'device')}, one every {hours_between_failures:.3g} hours; a "
-            f"segment of {segment:.3g} hours never ends"
+            f"segment of {segment:.3g} hours never ends; pass fewer failures or devices, or a "
+            "shorter interval_hours"
         )
     lost = math.exp(restart_hours / hours_between_failures)
     segment_hours = hours_between_failures * lost * math.expm1(segment / hours_between_failures)
@@ -74,8 +76,8 @@ def goodput(
 def _best_interval_hours(checkpoint_hours: float, hours_between_failures: float) -> float:
     """Return the hours of work between checkpoints that minimize the expected duration.
 
-    The derivative is zero for log(1 - x) + x = -C/M with x = tau / M. The solution is below Young's
-    interval x = sqrt(2 C/M), which it approaches for C << M.
+    With x = tau / M, the derivative is zero for log(1 - x) + x = -C/M. Bisection finds the
+    solution, which is below Young's interval x = sqrt(2 C/M) and approaches it for C << M.
     """
     ratio = checkpoint_hours / hours_between_failures
     low, high = 0.0, min(1.0, math.sqrt(2 * ratio))

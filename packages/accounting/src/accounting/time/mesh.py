@@ -37,7 +37,7 @@ class MeshBatch:
 
     @property
     def tokens(self) -> float:
-        """Return the number of tokens in the whole batch."""
+        """The number of tokens in the whole batch."""
         return self.per_device * self.fsdp * self.tensor
 
 
@@ -66,7 +66,7 @@ def compute_bound_batch(
     if tensor_fraction >= 1:
         raise ValueError(
             f"expected tensor < {d_ff * tensor_axes / alpha:.4g} (d_ff * tensor_axes / alpha), "
-            f"got {tensor:g}; no batch is compute-bound from there on"
+            f"got {tensor:g}; with so many ranks, no batch is compute-bound"
         )
     per_device = alpha / (tensor * fsdp_axes)
     if comms == "summed":

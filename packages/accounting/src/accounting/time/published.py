@@ -1,9 +1,9 @@
 """Published training runs (published.toml), and the errors of predictions for these runs.
 
-A prediction is the modeled time of a step times a factor. The factor is the geometric mean of
-measured over modeled time in a group of runs, with equal weight per source. The interval is
-measured on held-out sources: the runs of each publication are predicted with the factor of all
-other publications, and without constants that were fitted to this publication.
+A prediction is the modeled time of a step times a factor: the geometric mean of measured over
+modeled time in a group of runs, with equal weight per source. A source is one publication. The
+interval is measured on held-out sources: the runs of each source are predicted with the factor of
+all other sources, and without constants that were fitted to this source.
 """
 
 import math
@@ -54,7 +54,7 @@ class PublishedRun:
 
     @cached_property
     def group(self) -> Group:
-        """Return the properties on which the error of the prediction may depend."""
+        """The properties on which the error of the prediction may depend."""
         return group_of(self.model, self.hardware, self.precision)
 
 
@@ -172,7 +172,7 @@ LEAST_SOURCES = 3
 
 @dataclass(frozen=True, kw_only=True)
 class LogRatio:
-    """Logarithms of measured over modeled seconds of a run, with and without fitted constants."""
+    """Log ratios of measured to modeled seconds of a run, with and without fitted constants."""
 
     source: str
     group: Group
@@ -212,7 +212,7 @@ def group_of(model: Transformer, hardware: str | Hardware, precision: str | Prec
 def modeled(run: PublishedRun, *, held_out: bool = False) -> Breakdown:
     """Return the modeled seconds of a step of a run, without the factor of `learned`.
 
-    If constants were fitted to the source of the run, `held_out` replaces them. It uses the default
+    With `held_out`, constants that were fitted to the source of the run are replaced by the default
     overlap, a power factor of 1, and for fp8 the matmul fraction of bf16.
     """
     work = Workload(batch=run.batch, seq=run.seq, precision=run.precision, flash=run.flash)
@@ -234,7 +234,7 @@ def _without_fitted_constants(device: Hardware) -> Hardware:
 
 
 def mean_log_ratio(log_ratios: Iterable[LogRatio]) -> float:
-    """Return the log of the factor on modeled seconds, a mean with equal weight per source."""
+    """Return the mean log ratio with all constants, in which each source has equal weight."""
     by_source: dict[str, list[float]] = {}
     for ratio in log_ratios:
         by_source.setdefault(ratio.source, []).append(ratio.with_all_constants)
@@ -242,7 +242,7 @@ def mean_log_ratio(log_ratios: Iterable[LogRatio]) -> float:
 
 
 def errors_by_source(log_ratios: Sequence[LogRatio]) -> dict[str, list[float]]:
-    """Return each source's absolute log errors if its runs are predicted from all other sources.
+    """Return, by source, the absolute log errors of its runs predicted from all other sources.
 
     A single source is predicted with a factor of 1.
     """
@@ -300,10 +300,10 @@ def learned(
 
 @lru_cache
 def coverage(group: Group | None = None) -> tuple[int, int, int]:
-    """Return the number of covered runs, of all runs, and of sources in a group.
+    """Return the numbers of covered runs, of all runs, and of sources in a group.
 
     A run is covered if the interval that is learned for the group from all other sources contains
-    it. Without a group, the runs of all groups that have too few sources are compared with the
+    its ratio. For None, the runs of all groups that have too few sources are compared with the
     widest interval of the other sources.
     """
     log_ratios = ratios(group)
@@ -328,10 +328,11 @@ def predicted(
 ) -> Interval:
     """Return predicted seconds: modeled seconds times the factor learned from published runs.
 
-    The interval is computed from runs with this chip, dtype and kind of model (dense or MoE). If
-    one of the three arguments is missing, or too few sources have such runs, the interval is the
-    widest of any source. `basis` of the result names the runs behind the interval. It also reports
-    how many held-out runs lie in intervals that are computed the same way.
+    The factor and the interval are computed from runs with this chip, dtype and kind of model
+    (dense or MoE). If one of the three arguments is missing, or too few sources have such runs, the
+    factor is that of all runs, and the interval that of the source with the widest errors. `basis`
+    of the result names the runs behind the interval, and the number of held-out runs that lie in
+    intervals that are computed in the same way.
     """
     group = None
     if model is not None and hardware is not None and precision is not None:

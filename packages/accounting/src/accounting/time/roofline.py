@@ -52,9 +52,9 @@ def roofline(
 ) -> Roofline:
     """Return the roofline of an operation on a device.
 
-    The operation is given by its `flops` and `bytes`, or by `shape` = (m, k, n). A shape stands for
-    the product of an (m, k) and a (k, n) matrix. Raises `ValueError` unless exactly one of the two
-    is passed.
+    The operation is described by its `flops` and `bytes`, or by `shape` = (m, k, n): the product of
+    an (m, k) and a (k, n) matrix in `dtype`. `dtype` also selects the peak of the device. Raises
+    `ValueError` unless exactly one of the two descriptions is passed.
     """
     device = find(hardware)
     if shape is not None:

@@ -5,7 +5,7 @@ tensor rank, then by context, data and pipeline rank, so that small groups stay 
 group with k members per node uses k network ports at once. Its bandwidth is the smaller of the
 node's link and k ports. As in common frameworks, gradients overlap with the backward, and FSDP's
 gathers, pipeline and context traffic overlap with all compute. The traffic of tensor and expert
-parallelism is not hidden. The hidden traffic in total takes at most the compute time of a step.
+parallelism is not hidden. In total, at most the compute time of a step is hidden.
 """
 
 from collections.abc import Iterable, Mapping
@@ -47,11 +47,11 @@ def step_time(
     `run` contains fields of a `Workload`; the default precision is `mixed_bf16`. Linear layers
     multiply in the `compute` dtype of the recipe, and attention in the dtype of activations. With
     `flash=False`, attention writes its scores to memory. `overlap` maps an axis of the plan to the
-    fraction of the compute time that can hide its traffic; the default of other axes is in
-    `OVERLAP`, and 1 for the data axis with ZeRO-3. The result is the modeled time;
-    `accounting.time.published.predicted` adds the factor and interval of published runs. Raises
-    `ValueError` if the device does not list a dtype of the recipe. Also raises `ValueError` if the
-    plan is not valid for the model or the batch.
+    fraction of the compute time that can hide its traffic. The defaults are `OVERLAP`, and 1 for
+    the data axis with ZeRO-3. The result is the modeled time; `accounting.time.published.predicted`
+    adds the factor and interval of published runs. Raises `ValueError` if the device does not list
+    a dtype of the recipe. Also raises `ValueError` if the plan is not valid for the model or the
+    batch, or if the training step of the model is not modeled.
     """
     work = workload(work, run, precision="mixed_bf16")
     checks.whole("batch", work.batch)
@@ -140,7 +140,7 @@ def attention_flops(model: Transformer, plan: Plan, work: Workload, stage: int) 
 
 
 def _optimizer(model: Transformer, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
-    """Return the seconds that the optimizer takes to read and write all model states once."""
+    """Return the seconds in which the optimizer reads and writes all updated states once."""
     seconds_per_byte = 1 / (device.memory_bandwidth * BANDWIDTH_FRACTION)
     count, moved = _updated_parameters(model, plan), 2 * kind.bytes_per_parameter
     return product(
@@ -165,10 +165,10 @@ def _updated_parameters(model: Transformer, plan: Plan) -> int:
 def collectives_on(
     model: Transformer, plan: Plan, work: Workload, *, hardware: Hardware
 ) -> Iterable[tuple[Collective, Link]]:
-    """Yield each collective of the inner stage with the most traffic, and the link of its group.
+    """Yield each collective of the inner stage that sends the most bytes, and its group's link.
 
-    A pipeline of one or two stages has no inner stage, so its last stage is used. The gradients of
-    a tied embedding, which is on the first and the last stage, are included.
+    A pipeline of one or two stages has no inner stage, so its last stage is used. The all-reduce of
+    a tied embedding, which is on the first and the last stage, is included.
     """
     inner = [stage for stage in distinct_stages(model, plan) if 0 < stage < plan.pipeline - 1]
     kind = work.kind
@@ -197,7 +197,7 @@ def collectives_on(
 def group_link(
     hardware: str | Hardware, *, stride: int, ranks: int, operation: str = "all_reduce"
 ) -> Link:
-    """Return the link of a group of `ranks` devices that are `stride` devices apart.
+    """Return the slowest link of a group of `ranks` devices that are `stride` devices apart.
 
     `operation` is a value of `Collective.operation`. For a ring collective, k members in a node use
     k network ports, each for 1/k of the bytes. In an all-to-all and in a send, each device sends

@@ -1,1 +1,1 @@
-"""Algorithms that send messages, and a table that maps each collective to its function."""
+"""Algorithms that send messages, and `dispatch`, which runs each call by one of the algorithms."""

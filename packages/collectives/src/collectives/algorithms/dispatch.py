@@ -57,26 +57,26 @@ def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None
     algorithm = _prepare(comm, call, packed, max(tensor.nbytes for tensor in tensors))
     topology = comm.topology
     kind = call.steps
-    # The argument that follows the tensors.
-    argument: tuple[Any, ...] = (call.op,)
+    # The arguments that follow the tensors: the op or the root, if the collective has one.
+    arguments: tuple[Any, ...] = (call.op,)
     if kind == "broadcast":
-        argument = (call.root,)
+        arguments = (call.root,)
     elif kind in ("all_gather", "all_to_all"):
-        argument = ()
+        arguments = ()
     if algorithm == "shared_memory":
         shared = [topology.shared(tensors[0])] if kind == "all_reduce" else []
-        IN_SHARED_MEMORY[kind](topology.require_arena(), *tensors, *argument, packed, *shared)
+        IN_SHARED_MEMORY[kind](topology.require_arena(), *tensors, *arguments, packed, *shared)
     elif algorithm == "hierarchical":
         root = call.root if kind == "broadcast" else None
         # Only the leaders receive messages of other hosts.
         comm.operation.participants = hierarchical.host_leaders(topology.hosts, root)
         HIERARCHICAL[kind](
-            topology.arena, comm.point_to_point, topology.hosts, *tensors, *argument, packed
+            topology.arena, comm.point_to_point, topology.hosts, *tensors, *arguments, packed
         )
     elif algorithm == NATIVE:
         _run_gloo(comm, call, packed, *tensors)
     else:
-        BY_MESSAGES[algorithm][kind](comm.point_to_point, *tensors, *argument)
+        BY_MESSAGES[algorithm][kind](comm.point_to_point, *tensors, *arguments)
 
 
 def all_to_all(
@@ -184,15 +184,16 @@ def _choose(comm: Communicator, call: Call, packed: bytes, size: int) -> str:
 
 
 def _measure(comm: Communicator, kind: str) -> CostModel:
-    """Return the cost model of these hosts that rank 0 has measured before, or measure them now."""
+    """Return rank 0's cost model from an earlier group of these hosts, or measure a new model."""
     key = kind, comm.topology.host_identities, comm.topology.ranks_per_host
-    known = _models.get(key)
-    text = _broadcast_text(comm, f"known/{kind}", known.to_json() if known else "")
+    earlier = _models.get(key)
+    text = _broadcast_text(comm, f"known/{kind}", earlier.to_json() if earlier else "")
     if text:
         return CostModel.from_json(text)
     # All ranks measure the same calls, so comparing them would only cost time.
     operation = comm.operation
-    compares_calls, operation.compares_calls = operation.compares_calls, False
+    compares_calls = operation.compares_calls
+    operation.compares_calls = False
     model = tune(
         kind,
         partial(_run_probe, comm, kind),
@@ -209,7 +210,7 @@ def _measure(comm: Communicator, kind: str) -> CostModel:
 
 
 def _broadcast_text(comm: Communicator, key: str, text: str) -> bytes:
-    """Return rank 0's text, which is passed through the store."""
+    """Return rank 0's `text`, which passes through the store; other ranks' texts are not used."""
     publish = {key: text} if comm.rank == 0 else {}
     deadline = time.monotonic() + comm.point_to_point.seconds_left
     try:
@@ -223,9 +224,9 @@ def _run_probe(comm: Communicator, kind: str, algorithm: str, size: int) -> None
     """Run the collective `kind` on `size` bytes of zeros."""
     op = "SUM" if kind in ("all_reduce", "reduce_scatter") else ""
     call = Call(kind, (), torch.float32, op, algorithm=algorithm)
-    count = size // call.dtype.itemsize // comm.world_size
-    whole = torch.zeros(count * comm.world_size, dtype=call.dtype, device="cpu")
-    part = torch.zeros(count, dtype=call.dtype, device="cpu")
+    part_numel = size // call.dtype.itemsize // comm.world_size
+    whole = torch.zeros(part_numel * comm.world_size, dtype=call.dtype, device="cpu")
+    part = torch.zeros(part_numel, dtype=call.dtype, device="cpu")
     pairs = {"reduce_scatter": (part, whole), "all_gather": (whole, part)}
     run(comm, call, call.packed, *pairs.get(kind, (whole,)))
 
@@ -246,6 +247,7 @@ def validate(comm: Communicator, kind: str, algorithm: str, dtype: torch.dtype, 
 
 
 def _run_gloo(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None:
+    """Run a call by gloo's own collective, unless its tensors are empty."""
     # gloo rejects empty tensors. All ranks have the same sizes, so all of them return.
     if not tensors[0].numel():
         return

@@ -38,7 +38,7 @@ MAX_GROUPS = 64
 NO_TIMEOUT = timedelta(days=365)
 # Smallest timeout that is passed to gloo, which interprets zero as its default.
 MIN_SECONDS = 1e-3
-# The dtypes that gloo reduces with the same result as this package. gloo would round 16-bit floats
+# The dtypes that gloo accumulates in the same dtype as this package. gloo would round 16-bit floats
 # at every rank.
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 OPTIONS = {
@@ -89,7 +89,7 @@ class GlooGroups:
         return 0.0 if self._options is None else float(self._options._timeout.total_seconds())
 
     def can_run(self, kind: str, dtype: torch.dtype, op: str) -> bool:
-        """Return True if gloo has this collective and its result equals this package's."""
+        """Return True if gloo has this collective and rounds its result as this package does."""
         if self.base is None or kind not in OPTIONS:
             return False
         # gloo's MIN and MAX may drop a NaN, because comparisons with it are false.
@@ -114,7 +114,7 @@ class GlooGroups:
         try:
             if packed not in self.groups:
                 deadline = time.monotonic() + seconds
-                group = self._make(packed, seconds)
+                group = self._create_group(packed, seconds)
                 self.groups[packed] = group, _start_function(group, kind, op, root)
                 seconds = deadline - time.monotonic()
             timeout = timedelta(seconds=max(MIN_SECONDS, seconds))
@@ -127,12 +127,12 @@ class GlooGroups:
         average(op, tensors[0], group.size())
 
     def close_connections(self) -> None:
-        """Close all connections."""
+        """Close the connections of all groups that `run` has created."""
         for group, _ in self.groups.values():
             close_peers(group, set(range(group.size())) - {group.rank()})
 
-    def _make(self, packed: bytes, seconds: float) -> Any:
-        """Create the group for a call; raise TimeoutError if not all ranks connect in time."""
+    def _create_group(self, packed: bytes, seconds: float) -> Any:
+        """Return a new group for a call; raise TimeoutError if not all ranks connect in time."""
         # torch's type stubs contain neither the names of the options nor this constructor.
         gloo: Any = ProcessGroupGloo
         base: Any = self.base
@@ -150,7 +150,7 @@ class GlooGroups:
 
 
 def separate_store(store: Store) -> Store:
-    """Return a store without a timeout, over a separate connection if the store can open one."""
+    """Return a clone of the store without a timeout, or the store itself if it cannot be cloned."""
     separate = clone_store(store)
     if separate is not store:
         separate.set_timeout(NO_TIMEOUT)

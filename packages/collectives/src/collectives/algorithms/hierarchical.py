@@ -1,8 +1,8 @@
 """A two-level algorithm: shared memory inside each host, and a ring of one leader per host.
 
-The link between hosts carries each tensor once per host instead of once per rank: with H hosts, a
-leader sends 2(H-1)/H S bytes and all other ranks send nothing. Sums of bfloat16 are rounded once
-per level. float16 and 8-bit floats are sent as float32, because the sum of one host could overflow.
+Only the leaders send messages: with H hosts, a leader sends 2(H-1)/H S bytes in an all-reduce, and
+at most S bytes in a broadcast. Sums of bfloat16 are rounded once per level. float16 and 8-bit
+floats are sent as float32, because the sum of one host could overflow.
 """
 
 import time
@@ -64,7 +64,7 @@ def broadcast(
     source: int,
     packed: bytes,
 ) -> None:
-    """Copy the tensor of rank `source` to every rank."""
+    """Copy the tensor of rank `source` to every rank; the ranks of a host compare `packed`."""
     leaders = host_leaders(hosts, source)
     start_time = time.monotonic()
     if point_to_point.rank in leaders:

@@ -25,12 +25,12 @@ from collectives.errors import PeerError
 PIECE_BYTES = 512 * 1024
 # gloo's tags have 31 bits.
 TAG_BITS = 0x7FFFFFFF
-# The tag of receives that only test or close a connection. Users' tags are small numbers; a longer
-# message that such a receive accepted would abort the process.
+# The tag of receives that only test or close a connection. Users' tags are small numbers, so no
+# message has this tag. If such a receive accepted a longer message, the process would abort.
 UNUSED_TAG = TAG_BITS
 # An odd number close to 2^32 divided by the golden ratio, which spreads lengths over the tags.
 TAG_FACTOR = 0x9E3779B1
-# Longest wait without a deadline, in seconds.
+# The largest time limit that is passed to gloo, in seconds: a deadline may be infinite.
 MAX_SECONDS = 1e6
 
 Message = tuple[int, Tensor]
@@ -45,16 +45,13 @@ class PointToPoint:
     messages are sent as bytes, so any dtype can be sent.
 
     Args:
-        group: the process group.
         ranks: the group's ranks, in the order in which this object numbers them.
         rank: this rank's position in `ranks`.
         backend: the group's backend for CPU tensors, if known.
     """
 
     def __init__(self, group: Any, ranks: Sequence[int], rank: int, backend: Any = None) -> None:
-        #: This rank's position in `ranks`.
         self.rank = rank
-        #: The number of ranks.
         self.world_size = len(ranks)
         self._group = group
         self._backend = backend or group
@@ -73,12 +70,12 @@ class PointToPoint:
 
     @property
     def seconds_left(self) -> float:
-        """Return the time until the deadline in seconds."""
+        """The time until the deadline in seconds, at most `MAX_SECONDS`."""
         return min(self._state.deadline - time.monotonic(), MAX_SECONDS)
 
     @property
     def waits_for(self) -> int | None:
-        """Return the peer (a rank of the group) whose message a thread waits for, or None."""
+        """The peer (a rank of the group) whose message a thread waits for, or None."""
         return self._state.peer
 
     def disconnected_peers(self) -> list[int]:
@@ -120,15 +117,14 @@ class PointToPoint:
     def exchange_reduce(self, send: Message, receive: tuple[int, Tensor, Tensor], op: str) -> None:
         """Send a tensor, receive another one, and combine the received one with `local` into `out`.
 
-        A piece is combined while the next one is transferred. This needs two pieces of extra
-        memory, independent of the tensor's size. `out` may share memory with `local` and with the
-        sent tensor. The target and the source must call this method too, because both split the
+        A piece is combined while the next piece is transferred. This needs at most two pieces of
+        extra memory, independent of the tensor's size. `out` may share memory with `local` and with
+        the sent tensor. The target and the source must call this method too, because both split the
         message into the same pieces. Pass an empty tensor to send or receive nothing.
 
         Args:
             send: the target and the tensor.
             receive: the source, `local` and `out`.
-            op: the reduce op.
         """
         target, outgoing = send
         source, local, out = receive
@@ -140,7 +136,7 @@ class PointToPoint:
                 COMBINE[op](local, received, out=out)
             return
         outs = _pieces(out)
-        # Two buffers: one is combined while the other one is received.
+        # One buffer is combined while the other buffer is received.
         buffers = [torch.empty_like(outs[0]) for _ in outs[:2]]
         receiving = self._start([], [(source, buffer) for buffer in buffers[:1]])
         sending = self._start([(target, piece) for piece in _pieces(outgoing)], [])
@@ -203,7 +199,7 @@ class _State:
 
 
 def close_peers(group: Any, peers: Iterable[int]) -> None:
-    """Close a group's connections: gloo closes all of them when one of its waits times out."""
+    """Close a group's connections to `peers`, as gloo does when one of its waits times out."""
     for peer in peers:
         with suppress(RuntimeError):
             group.recv([_unused_buffer()], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
@@ -215,6 +211,7 @@ def _unused_buffer() -> Tensor:
 
 
 def _pieces(flat: Tensor) -> list[Tensor]:
+    """Return views of at most `PIECE_BYTES` each, or [] if the tensor is empty."""
     return in_pieces(flat, PIECE_BYTES // flat.element_size()) if flat.numel() else []
 
 

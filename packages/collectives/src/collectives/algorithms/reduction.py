@@ -1,8 +1,8 @@
 """Reduce ops on tensors: their functions, accumulation dtypes and unsupported dtypes.
 
 16-bit and 8-bit floats accumulate in float32, and complex32 accumulates in complex64. Both are
-rounded once, at the end. If one process sees the tensors of all ranks, it combines them in rank
-order. Therefore a result does not depend on the size of a chunk.
+rounded once, at the end. A process that has the tensors of all ranks combines them in rank order,
+so the result does not depend on the size of a chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -40,7 +40,7 @@ def _op_name(kind: object) -> str:
 
 @cache
 def check_dtype(op: str, dtype: torch.dtype) -> None:
-    """Raise TypeError if the op is not defined for `dtype`."""
+    """Raise TypeError if torch or this package does not define the op for `dtype`."""
     is_integer = not (dtype.is_floating_point or dtype.is_complex)
     if op == "AVG" and is_integer:
         raise TypeError(f"AVG of {dtype} has no exact result; use SUM and divide")
@@ -63,9 +63,9 @@ def check_dtype(op: str, dtype: torch.dtype) -> None:
 
 
 def in_pieces(flat: Tensor, length: int) -> list[Tensor]:
-    """Return views of `length` elements each; the last may be shorter.
+    """Return views of `length` elements each; the last view may be shorter.
 
-    If `flat` is empty, the only view is empty.
+    If `flat` is empty, the list contains one empty view.
     """
     if flat.numel() <= length:
         return [flat]
@@ -94,7 +94,7 @@ def average(op: str, tensor: Tensor, world_size: int) -> None:
 
 
 def reduce_into(op: str, parts: Sequence[Tensor], out: Tensor, scratch: Tensor | None) -> None:
-    """Compute out = parts[0] op parts[1] op ... in this order.
+    """Compute out = parts[0] op parts[1] op ... in this order; AVG divides the sum at the end.
 
     If the accumulation dtype differs from the dtype, `scratch` is a tensor of the accumulation
     dtype, and `scratch.numel()` elements are reduced at a time. Without `scratch`, `out` must not
@@ -103,7 +103,6 @@ def reduce_into(op: str, parts: Sequence[Tensor], out: Tensor, scratch: Tensor |
     if scratch is None:
         _reduce_into(op, parts, out)
         return
-    # `scratch` is empty if the tensor is.
     for start in range(0, out.numel(), max(1, scratch.numel())):
         block = out[start : start + scratch.numel()]
         total = scratch[: block.numel()]

@@ -8,7 +8,7 @@ For n ranks and S bytes (Patarasuk and Yuan, 2009), a rank sends
     broadcast              S     in pieces that follow each other down the chain
     all-to-all       (n-1)/n S   in n-1 steps: step k sends to rank+k and receives from rank-k
 
-No algorithm can send fewer bytes, so the ring is the choice for long messages.
+In no algorithm does the busiest rank send fewer bytes, so the ring is the choice for long messages.
 
 A ring sends partial sums, so a dtype that accumulates in a wider one would be rounded at every
 step. For such a dtype, a reduce-scatter sends each slice to its owner instead (`direct`): the same
@@ -53,7 +53,7 @@ def all_gather(point_to_point: PointToPoint, out: Tensor, local: Tensor) -> None
 def _reduce(
     point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor | None, op: str
 ) -> None:
-    """Reduce slices[rank] into `out`, or in place, which overwrites the other slices."""
+    """Reduce slices[rank] into `out`, or in place, which may overwrite the other slices too."""
     rank, world_size = point_to_point.rank, point_to_point.world_size
     result = slices[rank] if out is None else out
     if accumulation_dtype(result.dtype) != result.dtype:
@@ -83,7 +83,7 @@ def _gather(point_to_point: PointToPoint, slices: Sequence[Tensor]) -> None:
 
 
 def direct(point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor, op: str) -> None:
-    """Run a reduce-scatter: send each slice to its owner, which reduces the received slices."""
+    """Send each slice to its owner, which reduces the received slices into `out`."""
     rank, world_size = point_to_point.rank, point_to_point.world_size
     wide = accumulation_dtype(out.dtype)
     length = max(1, PIECE_BYTES // world_size // wide.itemsize)
@@ -103,11 +103,12 @@ def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:
     """Broadcast in a pipeline: a rank forwards a piece while it receives the next one."""
     rank, world_size = point_to_point.rank, point_to_point.world_size
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
-    first, last = rank == source, right == source
+    is_first = rank == source
+    is_last = right == source
     pieces = in_pieces(flat, PIECE_BYTES // flat.element_size())
     for i in range(len(pieces) + 1):
-        sends = [(right, pieces[i - 1])] if i > 0 and not last else []
-        receives = [(left, pieces[i])] if i < len(pieces) and not first else []
+        sends = [(right, pieces[i - 1])] if i > 0 and not is_last else []
+        receives = [(left, pieces[i])] if i < len(pieces) and not is_first else []
         point_to_point.exchange(sends, receives)
 
 
@@ -124,5 +125,6 @@ def all_to_all(
     rank, world_size = point_to_point.rank, point_to_point.world_size
     outputs[rank].copy_(inputs[rank])
     for step in range(1, world_size):
-        to, source = (rank + step) % world_size, (rank - step) % world_size
-        point_to_point.exchange([(to, inputs[to])], [(source, outputs[source])])
+        target = (rank + step) % world_size
+        source = (rank - step) % world_size
+        point_to_point.exchange([(target, inputs[target])], [(source, outputs[source])])

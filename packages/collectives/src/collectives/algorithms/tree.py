@@ -1,10 +1,10 @@
-"""Binomial tree: data move down from a root, or up to it, in ceil(log2 n) steps.
+"""Binomial tree: data moves down from a root, or up to it, in ceil(log2 n) steps.
 
 The root of a range of ranks is its first rank. The range is halved; its middle rank is the root of
 the second half, and so on. A broadcast sends from each root to the middle rank, starting with the
 whole range. A reduce sends in the opposite direction, starting with the smallest ranges.
 
-    broadcast, reduce   log n messages of S bytes
+    broadcast, reduce   ceil(log2 n) messages of S bytes in sequence
     all-reduce          a reduce, then a broadcast
 
 A tree sends few messages, each of full length, so it is the choice for short tensors.
@@ -60,7 +60,7 @@ def reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
 
 
 def in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
-    """Run `step` on the tensor, or on copies of its pieces in a wider accumulation dtype."""
+    """Run `step` in place on the tensor, or on pieces converted to the accumulation dtype."""
     wide = accumulation_dtype(flat.dtype)
     if wide == flat.dtype:
         step(flat)

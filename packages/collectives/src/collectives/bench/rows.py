@@ -1,4 +1,4 @@
-"""Benchmark of the collectives against the backend's own: nccl-tests' columns and wire bytes.
+"""Benchmark of this package's collectives against the backend's own, with nccl-tests' columns.
 
     python -m collectives.bench --quick
     python -m collectives.bench --world 2 4 6 --json rows.json --plot bandwidth.png
@@ -6,8 +6,9 @@
 Sizes and bandwidths are defined as in nccl-tests. The size is that of the whole array. algbw is
 size / time, and busbw is algbw times 2(n-1)/n for all-reduce, and (n-1)/n for reduce-scatter and
 all-gather. `ratio` is the backend's own time divided by ours in the same round (in place for
-all-reduce). `wire_bytes` are the bytes that a rank sends over TCP per call, the maximum over the
-ranks. `runs` is the algorithm that ran. Each rank needs memory for twice the largest size.
+all-reduce); its columns are the median and the 10th and 90th percentiles over the rounds.
+`wire_bytes` are the bytes that a rank sends over TCP per call, the maximum over the ranks. `runs`
+is the algorithm that ran. Each rank needs memory for twice the largest size.
 """
 
 import argparse
@@ -57,11 +58,12 @@ def bench(
     sizes: Sequence[int] = (),
     cases: Sequence[str] = CASES,
 ) -> list[Row]:
-    """Measure the collectives at several sizes (bytes) and return the rows on rank 0.
+    """Measure the collectives and return the rows; under torchrun, on rank 0 only.
 
     Under torchrun, the launched group is measured. Otherwise this function starts groups of new
-    processes, one group per size in `worlds`. The default is one group of two processes, or of one
-    process on a machine with one GPU.
+    processes, one group per number of ranks in `worlds`. The default is one group of two processes,
+    or of one process on a machine with one GPU. `sizes` are in bytes; `cases` are keys of
+    `FUNCTIONS`. Raise ValueError if a group has no rank or a size is too small.
     """
     sizes = tuple(sizes) or (QUICK if quick else FULL)
     backend = "nccl" if device == "cuda" else "gloo"
@@ -107,6 +109,7 @@ def _run_rank(rank: int, world: int, folder: str, backend: str, *args: Any) -> N
 
 
 def _measure(device: str, sizes: Sequence[int], quick: bool, cases: Sequence[str]) -> list[Row]:
+    """Return the rows of every case and size, measured on the current group."""
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     rows = []
@@ -172,6 +175,7 @@ class _Case:
 
 
 def _rows(kind: str, size: int, device: str, quick: bool) -> list[Row]:
+    """Return one row per contender for a collective at one size."""
     case = _Case(kind, size, device)
     expected = [_values(rank, device) for rank in range(dist.get_world_size())]
     if kind != "all_gather":
@@ -208,6 +212,7 @@ def _values(rank: int, device: str) -> Tensor:
 
 
 def _num_wrong(result: Tensor, block: Tensor) -> int:
+    """Return how many elements of `result` differ from the repeated block."""
     wrong = 0
     for piece in in_pieces(result, BLOCK):
         wrong += int((~piece.isclose(block[: piece.numel()], rtol=1e-5, atol=1e-5)).sum())
@@ -241,6 +246,7 @@ def _description(kind: str, name: str, size: int, device: str) -> Row:
 
 
 def _speed(kind: str, size: int, times: Times) -> Row:
+    """Return the columns of time and bandwidth."""
     world = dist.get_world_size()
     seconds = float(np.median(times.rounds))
     factor = (2 if kind == "all_reduce" else 1) * (world - 1) / world
@@ -253,6 +259,7 @@ def _speed(kind: str, size: int, times: Times) -> Row:
 
 
 def _ratios(times: dict[str, Times], name: str, native: str) -> Row:
+    """Return the columns that compare a contender with the backend's own collective."""
     by_round = times[native].rounds / times[name].rounds
     return {
         "wire_bytes": times[name].wire_bytes,
@@ -269,34 +276,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "--device", default="cpu", help="the device of the tensors, cpu (the default) or cuda"
-    )
-    parser.add_argument(
-        "--quick", action="store_true", help="measure fewer sizes and rounds, which takes seconds"
-    )
+    parser.add_argument("--device", default="cpu", help="cpu (the default) or cuda")
+    parser.add_argument("--quick", action="store_true", help="measure fewer sizes and rounds")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument(
-        "--world", type=int, nargs="+", default=[], help="the numbers of ranks to measure"
-    )
-    parser.add_argument(
-        "--sizes", type=int, nargs="+", default=[], help="the sizes to measure, in bytes"
-    )
-    parser.add_argument(
-        "--cases",
-        nargs="+",
-        default=CASES,
-        choices=CASES,
-        help="the cases to measure; by default all",
-    )
+    parser.add_argument("--world", type=int, nargs="+", default=[], help="numbers of ranks")
+    parser.add_argument("--sizes", type=int, nargs="+", default=[], help="sizes in bytes")
+    parser.add_argument("--cases", nargs="+", default=CASES, choices=CASES, help="default: all")
     parser.add_argument("--plot", type=Path, help="plot the bandwidth by size to this file")
     args = parser.parse_args(argv)
     rows = bench(
-        device=args.device,
-        quick=args.quick,
-        worlds=args.world,
-        sizes=args.sizes,
-        cases=args.cases,
+        device=args.device, quick=args.quick, worlds=args.world, sizes=args.sizes, cases=args.cases
     )
     # Under torchrun only rank 0 has rows.
     if not rows:

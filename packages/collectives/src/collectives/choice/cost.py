@@ -108,9 +108,10 @@ class CostModel:
     def predict(
         self, collective: str, algorithm: str, size_bytes: int, ranks_per_host: Sequence[int]
     ) -> float:
-        """Return the seconds of a call.
+        """Return the predicted seconds of a call of `size_bytes` bytes.
 
-        For example, `ranks_per_host` is (4,) for one host with four ranks.
+        For example, `ranks_per_host` is (4,) for one host with four ranks. Raise ValueError if the
+        algorithm cannot run the collective there and was not measured.
         """
         if size_bytes < 0:
             raise ValueError(f"expected size_bytes of at least 0, got {size_bytes}")
@@ -132,7 +133,7 @@ class CostModel:
         *,
         native: bool = True,
     ) -> str:
-        """Return the algorithm with the lowest predicted time.
+        """Return the name of the algorithm with the lowest predicted time.
 
         If gloo's own collective was measured and can run (`native`), only algorithms that won at
         least three quarters of the rounds compete with it.
@@ -192,9 +193,10 @@ class CostModel:
 def candidates(
     collective: str, ranks_per_host: Sequence[int], *, shared: bool | None = None
 ) -> tuple[str, ...]:
-    """Return the algorithms that can run this collective with these ranks per host.
+    """Return the names of the algorithms that can run this collective with these ranks per host.
 
-    `shared` is True if all ranks share memory; the default is True if there is only one host.
+    `shared` is True if all ranks share memory; the default is True if there is only one host. Raise
+    ValueError if the collective is unknown or a host has no rank.
     """
     if collective not in COLLECTIVES:
         raise ValueError(
@@ -216,15 +218,16 @@ def candidates(
 
 
 def terms(collective: str, algorithm: str, size: int, ranks_per_host: tuple[int, ...]) -> Terms:
-    """Return how many messages, bytes and operations are on the critical path of one call.
+    """Return the counts of messages, bytes and operations on the critical path of one call.
 
-    `size` is the number of bytes of the call. `predict` multiplies each count by its price.
+    `size` is the number of bytes of the call. `predict` multiplies each count by its price. Raise
+    ValueError if the algorithm cannot run the collective.
     """
     supported = candidates(collective, ranks_per_host, shared=True)
     if algorithm not in supported:
         raise ValueError(
-            f"there is no {collective} by {algorithm!r} with {ranks_per_host} ranks per host; "
-            f"use one of {', '.join(supported)}"
+            f"expected one of {', '.join(supported)} for {collective} with {ranks_per_host} ranks "
+            f"per host, got {algorithm!r}"
         )
     world_size = sum(ranks_per_host)
     if world_size == 1:

@@ -17,7 +17,6 @@ UNMEASURED = {"all_to_all": "gloo if it can run the call, otherwise ring"}
 class Description:
     """The properties of a group that decide how its collectives run; `str` formats them."""
 
-    #: This rank.
     rank: int
     #: The ranks of the group by host.
     hosts: Sequence[Sequence[int]]
@@ -38,9 +37,9 @@ class Description:
         Raise ValueError if there is no such collective.
         """
         ranks_per_host = tuple(len(host) for host in self.hosts)
-        first, *_ = candidates(collective, ranks_per_host)
+        algorithms = candidates(collective, ranks_per_host)
         if self.shared_memory:
-            return dict.fromkeys(SIZES, first)
+            return dict.fromkeys(SIZES, algorithms[0])
         model = self.models.get(collective)
         if model is None:
             return {}

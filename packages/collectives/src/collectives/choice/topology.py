@@ -51,13 +51,13 @@ class Topology:
         texts = self._gather_texts("reach", json.dumps(reachable), range(world_size))
         #: The ranks of the group by host.
         self.hosts = group_by_host([json.loads(text) for text in texts])
-        #: The ranks on this rank's host.
         self.local_ranks = next(host for host in self.hosts if rank in host)
         #: The memory that the ranks of this host share, or None.
         self.arena: Arena | None = None
         if mappings[rank] is not None:
+            local_mappings = [mappings[r] for r in self.local_ranks]
             self.arena = Arena(
-                [mapping for r in self.local_ranks if (mapping := mappings[r]) is not None],
+                [mapping for mapping in local_mappings if mapping is not None],
                 [addresses[r].pid for r in self.local_ranks],
                 self.local_ranks.index(rank),
                 group_ranks=self.local_ranks,
@@ -71,7 +71,6 @@ class Topology:
         }
         #: An identifier of each rank's host. A measurement is valid for these hosts only.
         self.host_identities = tuple(address.host for address in addresses)
-        #: The number of ranks per host.
         self.ranks_per_host = tuple(len(host) for host in self.hosts)
         #: True if all ranks share memory.
         self.is_single_host = len(self.hosts) == 1 and self.arena is not None
@@ -88,7 +87,7 @@ class Topology:
         return self.arena
 
     def allocate(self, numel: int, dtype: torch.dtype, seconds: float) -> Tensor:
-        """Return zeros that all ranks of the host map, or an ordinary tensor if they cannot."""
+        """Return a flat tensor of zeros; all ranks of the host map it if they can share memory."""
         self._deadline = time.monotonic() + seconds
         self._num_allocations += 1
         key = f"allocation/{self._num_allocations}"
@@ -134,7 +133,7 @@ class Topology:
     def _exchange_segments(
         self, key: str, size: int, ranks: Sequence[int]
     ) -> tuple[list[mmap.mmap | None], list[Address]]:
-        """Create a segment and map all ranks' segments, or None for one that cannot be mapped."""
+        """Create a segment; return all ranks' mappings, None if impossible, and their addresses."""
         segment = None
         # A rank without room for a segment uses messages.
         with suppress(OSError):
@@ -181,7 +180,7 @@ def _why_not(local: Address, other: Address) -> str:
 def group_by_host(reach: Sequence[Sequence[int]]) -> list[list[int]]:
     """Return the ranks by host; reach[i] are the ranks whose memory rank i has opened.
 
-    A rank joins the first host if every rank of that host and it have opened each other's memory.
+    A rank joins the first host whose ranks and this rank have all opened each other's memory.
     """
     hosts: list[list[int]] = []
     for rank, reached in enumerate(reach):

@@ -1,9 +1,9 @@
 """The short measurement behind algorithm="auto", which fits the cost model of a collective.
 
-It runs once per collective and set of hosts, in the first automatic call. Later groups of the
-process reuse it. The algorithms run in interleaved rounds. A round counts the time of the slowest
-rank, and the result is the median over the rounds. An algorithm replaces gloo's own collective only
-if it won at least `MIN_WINS` of the rounds, so close cases are measured for longer.
+It runs once per collective, set of hosts and numbers of ranks, in the first automatic call. Later
+groups of the process reuse it. The algorithms run in interleaved rounds. A round counts the time of
+the slowest rank, and the result is the median over the rounds. An algorithm replaces gloo's own
+collective only if it won at least `MIN_WINS` of the rounds, so close cases are measured for longer.
 """
 
 import time
@@ -42,10 +42,8 @@ def tune(
     """Time a collective and return a cost model fitted to the times, identical on all ranks.
 
     Args:
-        kind: the collective.
+        kind: the name of the collective.
         call: runs the collective as call(algorithm, size in bytes).
-        ranks_per_host: the number of ranks per host.
-        point_to_point: point-to-point messages among the ranks.
         broadcast: returns rank 0's text on every rank.
         native: True if gloo's own collective can run.
     """

@@ -79,7 +79,7 @@ class ProgressQueue:
 
     @property
     def state(self) -> State:
-        """Return the state that the unfinished calls determine."""
+        """The state that the unfinished calls determine."""
         if not self._executors:
             return State.IDLE
         if self._executors[0] is Executor.PYTHON:
@@ -89,7 +89,7 @@ class ProgressQueue:
         return State.ENGINE_THEN_PYTHON
 
     def wait_for_last(self) -> None:
-        """Wait until all asynchronous calls so far have finished, successfully or not."""
+        """Wait as `Work.join` does, until all asynchronous calls so far have finished."""
         last = self.last
         if last is None:
             return
@@ -145,8 +145,9 @@ class ProgressQueue:
 
     def stop(self) -> None:
         """End the progress thread, if there is one, after the queued calls."""
-        if self._thread is not None and self._thread.is_alive():
-            self._put(None, None)
+        with self.submitting:
+            if self._thread is not None and self._thread.is_alive():
+                self._put(None, None)
 
     def join(self, deadline: float) -> bool:
         """Return True if the progress thread and the call that runs end by `deadline`.
@@ -163,6 +164,7 @@ class ProgressQueue:
         return True
 
     def _put(self, work: Work | None, job: Job | None) -> None:
+        # The caller has acquired `submitting`, so that both queues have the same order.
         self._queue.put(work)
         if self._arena is not None:
             self._arena.put(job)

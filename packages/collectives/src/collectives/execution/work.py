@@ -27,13 +27,13 @@ class Work(dist.Work):
     """The handle of one operation.
 
     Args:
-        operation: runs the operation.
-        result: the tensors of the operation.
+        operation: the function that runs the operation.
+        result: the value of `result()` and of the future.
         timeout: the operation's timeout in seconds. `wait` raises an error if the operation has not
             finished `GRACE_SECONDS` after it.
         count_calls: returns the number of calls that the group has started. While it increases, a
             queued operation is not late.
-        has_moved: returns True if the data have moved, even if the thread that runs the operation
+        has_moved: returns True if all data has moved, even if the thread that runs the operation
             still waits for the GIL.
     """
 
@@ -82,7 +82,7 @@ class Work(dist.Work):
             start_thread("collectives callbacks", partial(trigger.set_result, None))
 
     def join(self) -> None:
-        """Wait until the operation has finished, successfully or not; raise if it is late."""
+        """Wait until the operation has succeeded or failed; raise RuntimeError if it is late."""
         seconds = min(self._timeout + GRACE_SECONDS, threading.TIMEOUT_MAX)
         count = self._count_calls()
         while not self._done.wait(seconds):
@@ -94,7 +94,7 @@ class Work(dist.Work):
                 )
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Return True when the operation has finished; raise its error if it failed."""
+        """Return True when the operation has finished; raise an error if it failed or is late."""
         seconds = timeout.total_seconds() if timeout else 0.0
         if not seconds:
             self.join()
@@ -135,7 +135,7 @@ class Work(dist.Work):
         return self._result
 
     def get_future(self) -> Future[Any]:
-        """Return a future that holds the result or the error."""
+        """Return a future that is completed with the result or the error."""
         if self._has_moved():
             # `is_completed` returns True already, so the future must be completed too. The wait is
             # short: the executing thread only needs the GIL.
@@ -157,7 +157,7 @@ class Work(dist.Work):
 class CoalescedWork(dist.Work):
     """The handle of several operations that were started together.
 
-    `wait` returns when all of them are done, or raises the error of the first one that failed.
+    `wait` returns when all operations are done, or raises the error of the first one that failed.
     """
 
     def __init__(self, works: Sequence[dist.Work]) -> None:

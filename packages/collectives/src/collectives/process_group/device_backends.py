@@ -32,7 +32,7 @@ def connect_gloo(store: Store, rank: int, world_size: int, deadline: float) -> A
     """Return a gloo group of all ranks when gloo has connected them.
 
     If a rank ends or hangs meanwhile, raise RankLost with that rank soon after `deadline`, a value
-    of time.monotonic.
+    of time.monotonic. If every rank still runs, raise gloo's error or TimeoutError.
     """
     try:
         return connect_in_time(
@@ -74,13 +74,14 @@ def split_options(options: Any, ranks: Sequence[int], name: str, timeout: timede
 
 
 def create_backend(group: Any, device: torch.device, options: Any, backend_options: Any) -> Any:
-    """Create torch's default backend for a device and register it with the group.
+    """Create torch's default backend for a device, register it with the group and return it.
 
-    `options` are torch's options of the group, and `backend_options` those of the new backend.
+    `options` are torch's options of the group. `backend_options` are the options of the new
+    backend, or None. Raise ValueError if torch has no backend for the device.
     """
     name = dist.Backend.default_device_backend_map.get(device.type)
     if name is None:
-        raise ValueError(f"torch has no backend for tensors on {device.type}; move them to cpu")
+        raise ValueError(f"torch has no backend for {device.type} tensors; move them to the CPU")
     backend = _backend_by_name(name, device, options, backend_options)
     kind = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
     # torch's C++ code (coalescing, functional collectives) finds the backend by its device.
@@ -99,8 +100,8 @@ def _backend_by_name(name: str, device: torch.device, options: Any, backend_opti
         # Up to torch 2.11, the list of plugins does not contain the built-in backends.
         if name != dist.Backend.NCCL:
             raise ValueError(
-                f"cannot create backend {name} for {device.type} in a collectives group; create a "
-                "separate group for this device"
+                f"expected a device whose backend is nccl or a plugin, got {device.type} with "
+                f"{name}; create a separate group for this device"
             )
         settings = backend_options or dist.ProcessGroupNCCL.Options()
         settings._timeout = timeout

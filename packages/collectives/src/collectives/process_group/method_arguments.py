@@ -21,7 +21,7 @@ class Options:
 
     @staticmethod
     def parse(names: Sequence[str], args: Sequence[Any], kwargs: dict[str, Any]) -> "Options":
-        """Return the arguments that follow the tensors.
+        """Return the arguments that follow the tensors; raise TypeError for further arguments.
 
         torch passes an options object. Users may pass the op, the root and the timeout instead, by
         keyword or in the order of `names`, with the timeout last. All of them may be omitted.
@@ -81,7 +81,7 @@ def single_list(tensor_lists: Any) -> list[Tensor]:
 
 
 def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
-    """Iterate over the tensors in nested lists, and skip other values."""
+    """Yield the tensors in `values` and in the lists and tuples that it contains."""
     for value in values:
         if isinstance(value, Tensor):
             yield value

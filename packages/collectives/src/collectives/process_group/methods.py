@@ -21,7 +21,7 @@ OptionalWork = dist.Work | None
 
 
 def by_device(method: Method) -> Method:
-    """Forward calls with tensors that are not on the CPU to the backend of their device."""
+    """Return a method that forwards tensors of another device to the backend of that device."""
     name = method.__name__
 
     @wraps(method)
@@ -30,7 +30,7 @@ def by_device(method: Method) -> Method:
         if tensor is not None and not tensor.is_cpu:
             return getattr(self.get_backend(tensor.device), name)(*args, **kwargs)
         work = method(self, *args, **kwargs)
-        if self._coalescing is not None:
+        if self._coalescing is not None:  # inside a coalesced block
             self._coalescing.append(work)
         return work
 
@@ -40,8 +40,8 @@ def by_device(method: Method) -> Method:
 def collective_method(*names: str) -> Callable[[Callable[..., OptionalWork]], Method]:
     """Return a decorator that makes a method of torch's ProcessGroup from a function.
 
-    The function receives the method's tensors, of which the first are the outputs, and `Options`.
-    It returns the handle of the call, or None if the call has finished.
+    The function receives the method's tensors and `Options`. Its first argument contains the
+    outputs. It returns the handle of the call, or None if the call has finished.
 
     Args:
         names: the options that users may pass by position, after the tensors.
@@ -52,12 +52,11 @@ def collective_method(*names: str) -> Callable[[Callable[..., OptionalWork]], Me
 
         @wraps(function)
         def method(self: Any, *args: Any, **kwargs: Any) -> dist.Work:
-            count = len(tensor_names)
             tensors = dict(zip(tensor_names, args, strict=False))
             for name in tensor_names[len(args) :]:
                 if name in kwargs:
                     tensors[name] = kwargs.pop(name)
-            options = Options.parse(names, args[count:], kwargs)
+            options = Options.parse(names, args[len(tensor_names) :], kwargs)
             with limit_calls(options.timeout):
                 work = function(self, **tensors, options=options)
             if work is None:
@@ -79,7 +78,7 @@ def on_gloo(name: str) -> Method:
     def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
         work = getattr(self._gloo, name)(*args, **kwargs)
         # `monitored_barrier` waits itself and returns None.
-        return work and MessageWork(work, self._gloo.options._timeout)
+        return None if work is None else MessageWork(work, self._gloo.options._timeout)
 
     forward.__name__ = name
     return by_device(forward)

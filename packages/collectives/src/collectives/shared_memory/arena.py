@@ -1,15 +1,16 @@
 """The arena: the memory that the ranks of one host share, and the clocks that synchronize them.
 
-Each rank owns a segment: a clock, the announcement that it has left the group, two cells for the
-fingerprint of its call, two cells for a note, and two slots of data.
+Each rank owns a segment: a clock, the number of peers that sleep until this clock changes, the
+announcements that the rank has left the group without or after an error, two cells for the
+fingerprint of its call, two cells for a note, the ranks that it blames, and two slots of data.
 
 A tick increments the rank's clock and waits until the clocks of all ranks have reached that value.
 One rule makes every protocol safe with a single tick per step:
 
     Data written before tick t go to slot t mod 2, and are read between ticks t and t+1.
 
-A writer reuses that slot for tick t+2. By then it has seen every rank at tick t+1, so all ranks
-have finished reading.
+A writer reuses that slot for tick t+2. Before that, it has waited until every rank has reached tick
+t+1, so all ranks have finished reading.
 
 A tick is also a memory fence. `engine.c` implements it if a compiler was found, even between steps
 that run in Python. Otherwise clocks are loaded and stored by Python, which is correct only where
@@ -18,7 +19,7 @@ are used.
 
 A wait polls the clock, yields the core and then sleeps, because there may be more ranks than cores.
 In the engine, a long yield shows that another program uses the core, and waits then sleep earlier.
-A wait also checks the peers' processes: a dead peer ends it at once, a late peer at the timeout.
+A wait also checks the peers' processes: it ends soon after a peer has died, or at the timeout.
 """
 
 import mmap
@@ -34,9 +35,8 @@ import torch
 from torch import Tensor
 
 from collectives.errors import LEFT_GROUP, UNUSABLE, PeerError, RankLost
-from collectives.shared_memory import engine
-from collectives.shared_memory.fingerprint import BYTES as CALL_BYTES
-from collectives.shared_memory.fingerprint import NAN_OFFSET, Lengths, compare, compare_lengths
+from collectives.shared_memory import engine, fingerprint
+from collectives.shared_memory.fingerprint import Lengths, format_ranks
 from collectives.shared_memory.process import PeerProcess, yield_core
 from collectives.shared_memory.segment import HEADER_BYTES
 
@@ -49,11 +49,13 @@ _LEFT = 64
 _FAILURE = 72
 _CALLS = 128
 _NOTES = 640
+_BLAMED = 768
 _DATA = 4096
 ARENA_BYTES = _DATA + CHUNK_BYTES
 # Bytes of a cell for a call and of a cell for a note; a segment has two of each.
 _CALL_ROOM = 256
 _NOTE_ROOM = 64
+_MAX_BLAMED = (_DATA - _BLAMED) // 4
 _ALIGNMENT = 64
 # Every rank sums a whole tensor of at most this size, instead of one slice of it.
 ONE_SHOT_BYTES = 32 * 1024
@@ -78,8 +80,6 @@ class Arena:
     Methods number the ranks by their position on this host. Errors name the ranks of the group.
 
     Args:
-        mappings: the ranks' segments.
-        pids: the ranks' processes.
         rank: the position of this rank.
         group_ranks: the ranks in the group, by position.
         timeout: the longest wait for a rank, in seconds.
@@ -105,8 +105,10 @@ class Arena:
         self._clocks = [memory[_CLOCK : _CLOCK + 8].cast("q") for memory in self._memory]
         # One byte per rank: 1 if it has left the group without an error.
         self._left = [memory[_LEFT : _LEFT + 1] for memory in self._memory]
-        # One number per rank: 1 + the blamed rank if the rank has left after an error, otherwise 0.
+        # One number per rank: the number of ranks that it blames if it has left the group after an
+        # error, otherwise 0. `_blamed` has 1 + each of these ranks.
         self._failures = [memory[_FAILURE : _FAILURE + 8].cast("q") for memory in self._memory]
+        self._blamed = [memory[_BLAMED:_DATA].cast("i") for memory in self._memory]
         self._others = [i for i in range(self.world_size) if i != rank]
         # Calls outside of inference mode write to these tensors, even if the first call is inside.
         with torch.inference_mode(False):
@@ -137,8 +139,8 @@ class Arena:
             failure=_FAILURE,
             calls=_CALLS,
             call_room=_CALL_ROOM,
-            call_bytes=CALL_BYTES,
-            nan_at=NAN_OFFSET,
+            call_bytes=fingerprint.BYTES,
+            nan_at=fingerprint.NAN_OFFSET,
             notes=_NOTES,
             note_room=_NOTE_ROOM,
             data=_DATA,
@@ -159,7 +161,7 @@ class Arena:
 
     @property
     def tick(self) -> int:
-        """Return the number of ticks so far."""
+        """The number of ticks so far."""
         return self._shared.tick
 
     def sync(self) -> None:
@@ -196,7 +198,7 @@ class Arena:
         left = [i for i in late if self._left[i][0]]
         dead = [i for i in late if self._processes[i].has_ended()]
         # In this order: a rank may end after a failure, and may fail after it has reached the tick.
-        failed = [i for i in late if self._failures[i][0]]
+        failed = [i for i in late if self._reported_ranks(i)]
         late = self._late_positions(tick)
         if self._failures[self.rank][0]:
             rank = self.group_ranks[self.rank]
@@ -260,7 +262,7 @@ class Arena:
                 self._fill_queue()
 
     def serve(self) -> None:
-        """Wait for the next job, and run it as far as possible without the GIL."""
+        """Wait for the next job and run it without the GIL; without an engine, return at once."""
         if self._library is not None:
             self._library.serve(self._shared, self._queue)
             if self._backlog:
@@ -272,33 +274,45 @@ class Arena:
         while self._backlog and put(self._queue, self._backlog[0]):
             self._backlog.popleft()
 
-    def dead_positions(self) -> list[int]:
-        """Return the positions of the ranks whose processes have ended."""
-        return [i for i, process in self._processes.items() if process.has_ended()]
+    def dead_ranks(self) -> list[int]:
+        """Return the ranks of the group whose processes on this host have ended."""
+        positions = [i for i, process in self._processes.items() if process.has_ended()]
+        return [self.group_ranks[i] for i in positions]
 
     def announce_end(self) -> None:
         """Announce that this rank makes no further calls after its last tick."""
         self._left[self.rank][0] = 1
 
-    def leave(self, blamed: int | None = None) -> None:
+    def leave(self, blamed: Sequence[int] = ()) -> None:
         """Announce that this rank has left the group after an error.
 
         The other ranks then fail at the tick that this rank has not completed. At earlier ticks,
-        slower ranks still succeed. `blamed` is the rank of the group that caused the error, by
-        default this rank.
+        slower ranks still succeed. `blamed` are the ranks of the group that caused the error, by
+        default this rank. Only the first call sets them.
         """
-        blamed = self.group_ranks[self.rank] if blamed is None else blamed
-        self._failures[self.rank][0] = 1 + blamed
+        if not self._failures[self.rank][0]:
+            ranks = blamed[:_MAX_BLAMED] or [self.group_ranks[self.rank]]
+            for i, rank in enumerate(ranks):
+                self._blamed[self.rank][i] = 1 + rank
+            # Other ranks read the blamed ranks as soon as they read this number.
+            self._failures[self.rank][0] = len(ranks)
         self._clocks[self.rank][0] = self._shared.completed
+
+    def _reported_ranks(self, position: int) -> list[int]:
+        """Return the ranks that the rank at `position` blames, or [] if it has not failed."""
+        numbers = self._blamed[position][: self._failures[position][0]].tolist()
+        # On some processors, the number of ranks may become visible before the ranks.
+        return [number - 1 for number in numbers] if all(numbers) else []
 
     def _fail_as_reported(self, position: int) -> None:
         """Leave the group for the reason that the rank at `position` has left it."""
-        blamed = self._failures[position][0] - 1
+        blamed = self._reported_ranks(position)
         reporter = self.group_ranks[position]
-        if blamed == reporter:
+        if blamed == [reporter]:
             self._leave_and_raise([position], "left after an error")
         self.leave(blamed)
-        raise RankLost([blamed], f"rank {blamed} is lost, as rank {reporter} reported; {UNUSABLE}")
+        event = f"lost, as rank {reporter} reported"
+        raise RankLost(blamed, f"{format_ranks(blamed)} {event}; {UNUSABLE}")
 
     def _raise_lost(self, positions: Sequence[int], event: str) -> None:
         """Raise RankLost, or PeerError if reports of other hosts may name another cause."""
@@ -307,9 +321,9 @@ class Arena:
         self._leave_and_raise(positions, event)
 
     def _leave_and_raise(self, positions: Sequence[int], event: str) -> None:
-        """Leave the group and raise RankLost."""
+        """Leave the group and raise RankLost with the ranks at `positions`."""
         ranks = [self.group_ranks[i] for i in positions]
-        self.leave(ranks[0])
+        self.leave(ranks)
         pids = [self._pids[i] for i in positions]
         subject = ", ".join(f"rank {r} (process {p})" for r, p in zip(ranks, pids, strict=True))
         raise RankLost(ranks, f"{subject} {event}; {UNUSABLE}")
@@ -323,7 +337,7 @@ class Arena:
             return
         memory, cell = self._memory[self.rank], (self.tick + 1) & 1
         at = _CALLS + cell * _CALL_ROOM
-        memory[at : at + CALL_BYTES] = packed
+        memory[at : at + len(packed)] = packed
         at = _NOTES + cell * _NOTE_ROOM
         memory[at : at + len(note)] = note
 
@@ -331,8 +345,8 @@ class Arena:
         """Return all ranks' notes after the tick; raise Mismatch if the calls differ."""
         cell = self.tick & 1
         at = _CALLS + cell * _CALL_ROOM
-        calls = [bytes(memory[at : at + CALL_BYTES]) for memory in self._memory]
-        compare(calls, self.group_ranks)
+        calls = [bytes(memory[at : at + fingerprint.BYTES]) for memory in self._memory]
+        fingerprint.compare(calls, self.group_ranks)
         at = _NOTES + cell * _NOTE_ROOM
         return [bytes(memory[at : at + length]) for memory in self._memory]
 
@@ -341,7 +355,7 @@ class Arena:
         heads = [slot[: self.lengths_room].view(torch.int64) for slot in self.slots(torch.uint8)]
         values = [head[: 2 * self.world_size].tolist() for head in heads]
         lengths = [Lengths(row[: self.world_size], row[self.world_size :]) for row in values]
-        compare_lengths(dict(enumerate(lengths)), self.group_ranks)
+        fingerprint.compare_lengths(dict(enumerate(lengths)), self.group_ranks)
         return lengths
 
     def slots(self, dtype: torch.dtype, *, ahead: int = 0) -> list[Tensor]:

@@ -6,12 +6,12 @@
  * continues at the job's `phase` and `piece`.
  *
  * Asynchronous calls are submitted through a queue. A Python thread waits in `serve` without the
- * interpreter, so data move before the thread acquires the interpreter. Threads that poll read
+ * interpreter, so data moves before the thread acquires the interpreter. Threads that poll read
  * `done`.
  *
- * The clock is stored with release order and loaded with acquire order, so data that were written
- * before a tick are visible after it on every machine. The same holds for the queue's counts and
- * for `done`.
+ * The clock is stored with at least release order and loaded with acquire order, so data that was
+ * written before a tick is visible after it on every machine. The same holds for the queue's counts
+ * and for `done`.
  */
 
 #define _GNU_SOURCE
@@ -30,10 +30,11 @@ enum { SUM, AVG, PRODUCT, MIN, MAX };
 enum { BLOCK = 1024, PAUSES = 16 };
 /* The phases of an all-reduce, in which a call continues after WAITING. */
 enum { FIRST_COPY, COMPARE, COPY_IN, SUM_SLOTS, COPY_OUT, SUM_IN_PLACE, LAST_WAIT, NEXT_PIECE };
-/* A wait polls for this long before it sleeps, and for the second time if the core is crowded. */
+/* Before a wait sleeps, it polls for POLL_NANOSECONDS, or for less time on a crowded core. */
 enum { POLL_NANOSECONDS = 100000, CROWDED_POLL_NANOSECONDS = 10000 };
-/* A core is crowded for the second time after a yield has lasted for more than the first. */
+/* After a yield of more than LONG_YIELD_NANOSECONDS, a core is crowded for CROWDED_NANOSECONDS. */
 enum { LONG_YIELD_NANOSECONDS = 100000, CROWDED_NANOSECONDS = 50000000 };
+/* A sleep consists of up to NAPS naps. */
 enum { NAPS = 40, NAP_NANOSECONDS = 1000000, NOTE_BYTES = 16 };
 
 typedef struct {
@@ -41,7 +42,7 @@ typedef struct {
     /* Offsets in a rank's memory: see arena.py. */
     int64_t sleepers, failure, calls, call_room, call_bytes, nan_at, notes, note_room, data;
     int64_t crowded_until; /* other programs use this core: a value of nanoseconds() */
-    int64_t completed;     /* the last tick that this rank has seen all ranks reach */
+    int64_t completed;     /* the last tick at which this rank has finished its wait */
     char **memory;
 } Arena;
 
@@ -79,10 +80,12 @@ static int has_failed(const Arena *a, int64_t rank) {
     return __atomic_load_n((int64_t *)(a->memory[rank] + a->failure), __ATOMIC_ACQUIRE) != 0;
 }
 
+/* Return 1 if a rank has reached this rank's tick. */
 static int has_reached(const Arena *a, int64_t rank) {
     return __atomic_load_n(clock_of(a, rank), __ATOMIC_ACQUIRE) >= a->tick;
 }
 
+/* Increment this rank's clock and wake the ranks that wait for it; return 0 after an error. */
 static int tick(Arena *a) {
     int64_t *clock = clock_of(a, a->rank);
     /* Another thread of this process may have left the group. */
@@ -135,14 +138,14 @@ static int poll_for(Arena *a, int64_t rank) {
 /* Return 1 if `rank` reaches this tick soon: poll its clock, then sleep for a while. */
 static int wait_for(Arena *a, int64_t rank) {
     if (poll_for(a, rank)) return 1;
-    /* The low half of the clock, which changes with every tick. */
+    /* A futex has 32 bits: the low half of the clock, which changes with every tick. */
     int32_t *word = (int32_t *)clock_of(a, rank);
     struct timespec nap = {0, NAP_NANOSECONDS};
     for (int i = 0; i < NAPS; i++) {
         __atomic_add_fetch(sleepers_of(a, rank), 1, __ATOMIC_SEQ_CST);
-        int64_t seen = __atomic_load_n(clock_of(a, rank), __ATOMIC_SEQ_CST);
-        if (seen < a->tick)
-            syscall(SYS_futex, word, FUTEX_WAIT, (int32_t)seen, &nap, NULL, 0);
+        int64_t now = __atomic_load_n(clock_of(a, rank), __ATOMIC_SEQ_CST);
+        if (now < a->tick)
+            syscall(SYS_futex, word, FUTEX_WAIT, (int32_t)now, &nap, NULL, 0);
         __atomic_sub_fetch(sleepers_of(a, rank), 1, __ATOMIC_SEQ_CST);
         if (has_reached(a, rank)) return 1;
         if (has_failed(a, rank) || has_failed(a, a->rank)) return 0;
@@ -150,6 +153,7 @@ static int wait_for(Arena *a, int64_t rank) {
     return 0;
 }
 
+/* Return 1 when all ranks have reached this tick, or 0 if a rank does not reach it soon. */
 static int all_have_reached(Arena *a) {
     for (int64_t rank = 0; rank < a->world_size; rank++)
         if (rank != a->rank && !has_reached(a, rank) && !wait_for(a, rank)) return 0;
@@ -180,6 +184,7 @@ static char *note(const Arena *a, int64_t rank) {
     return a->memory[rank] + a->notes + (a->tick & 1) * a->note_room;
 }
 
+/* Return 1 if all ranks have announced the same call without a NaN. */
 static int calls_agree(const Arena *a) {
     const int64_t cell = a->calls + (a->tick & 1) * a->call_room;
     const char *first = a->memory[0] + cell;
@@ -197,7 +202,7 @@ static void announce(const Arena *a, Job *job) {
     job->call = job->note = NULL;
 }
 
-/* Return the length of a rank's slice of `count` elements, as torch.tensor_split does. */
+/* Return the length of a rank's slice of `count` elements, and its start, as tensor_split does. */
 static int64_t split(const Arena *a, int64_t count, int64_t rank, int64_t *start) {
     int64_t width = count / a->world_size, longer = count % a->world_size;
     *start = rank * width + (rank < longer ? rank : longer);
@@ -216,7 +221,7 @@ static float widen_bfloat16(uint16_t x) {
 static uint16_t narrow_bfloat16(float x) {
     uint32_t bits;
     memcpy(&bits, &x, 4);
-    /* To the nearest, ties to even. */
+    /* Round to the nearest value; ties round to even. */
     uint16_t rounded = (uint16_t)((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
     return x != x ? 0x7fc0 : rounded;
 }
@@ -365,10 +370,10 @@ int all_reduce(Arena *a, Job *job) {
             break;
         case SUM_IN_PLACE: /* only this rank writes its slice, in all copies */
             mine = split(a, job->count, a->rank, &at);
-            for (int64_t done = 0, step = a->piece_bytes / size; done < mine; done += step) {
+            for (int64_t offset = 0, step = a->piece_bytes / size; offset < mine; offset += step) {
                 for (int64_t rank = 0; rank < world_size; rank++)
-                    outs[rank] = parts[rank] = job->copies[rank] + (at + done) * size;
-                reduce(a, job, outs, world_size, parts, least(step, mine - done));
+                    outs[rank] = parts[rank] = job->copies[rank] + (at + offset) * size;
+                reduce(a, job, outs, world_size, parts, least(step, mine - offset));
             }
             TICK(LAST_WAIT);
             break;
@@ -487,7 +492,7 @@ int all_to_all(Arena *a, Job *job) {
     }
 }
 
-/* Tick, and return when all ranks have ticked: used between steps that run in Python. */
+/* Tick, and return DONE when all ranks have ticked: the tick between steps that run in Python. */
 int synchronize(Arena *a, Job *job) {
     if (job->phase == 0) TICK(1);
     WAIT();

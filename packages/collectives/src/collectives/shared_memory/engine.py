@@ -6,9 +6,6 @@ without the GIL. It is compiled on first use, which takes seconds, and cached in
 folder. It runs the same steps in the same order as the Python implementation. The exception is a
 tensor that all ranks share, which it reduces in place if all of them use the engine. Therefore
 ranks with and without a compiler can take part in the same collective and get the same bits.
-
-A function of the engine returns when it has finished, or when a peer makes it wait. Only
-`Arena._check_peers` decides whether a peer is lost.
 """
 
 import ctypes
@@ -31,7 +28,7 @@ from torch import Tensor
 
 SOURCE = Path(__file__).with_name("engine.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC")
-SECONDS_TO_COMPILE = 120
+MAX_COMPILE_SECONDS = 120
 # Results of the engine's `run`: WAITING means that a peer has not reached the tick.
 WAITING = 1
 MISMATCH = 2
@@ -176,7 +173,7 @@ def _folder() -> Path:
 
 
 def _name(compiler: str) -> str:
-    """Return a hash of the source, the flags, the processor and the compiler."""
+    """Return a hash of the source, the flags, the processor and the compiler's path."""
     processor = platform.machine()
     with suppress(OSError):
         lines = Path("/proc/cpuinfo").read_text().splitlines()
@@ -187,14 +184,15 @@ def _name(compiler: str) -> str:
 
 
 def _compile(compiler: str, path: Path) -> None:
+    """Compile the engine to `path`, unless another process has done so meanwhile."""
     import fcntl  # missing on Windows
 
-    # The ranks of a host start at the same time: one compiles while the others wait.
+    # The ranks of a host start at the same time: one rank compiles while the other ranks wait.
     with open(path.with_suffix(".lock"), "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
             return
         temporary = path.with_suffix(f".{os.getpid()}")
         command = [compiler, *FLAGS, "-o", str(temporary), str(SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, timeout=SECONDS_TO_COMPILE)
+        subprocess.run(command, check=True, capture_output=True, timeout=MAX_COMPILE_SECONDS)
         temporary.rename(path)

@@ -1,4 +1,4 @@
-"""Fingerprints of calls, which ranks compare before data move.
+"""Fingerprints of calls, which ranks compare before data moves.
 
 Messages are only bytes, so ranks that make different calls would hang, abort or get a wrong result.
 In shared memory the comparison uses a tick that is needed anyway, so it is always on. Between hosts
@@ -54,12 +54,12 @@ class Call:
 
     @property
     def steps(self) -> str:
-        """Return the collective whose steps this call runs and whose prices therefore apply."""
+        """The collective whose steps this call runs, and whose measured costs apply."""
         return STEPS.get(self.kind, self.kind)
 
     @cached_property
     def packed(self) -> bytes:
-        """Return the fingerprint of the call: `BYTES` bytes that the ranks compare.
+        """The fingerprint of the call: `BYTES` bytes that the ranks compare.
 
         More than `MAX_DIMS` dimensions do not fit: such a call needs the `digest` of its shape.
         """
@@ -130,21 +130,21 @@ def digest_shapes(shapes: tuple[tuple[object, ...], ...]) -> int:
 def compare(packed: Sequence[bytes], ranks: Sequence[int]) -> None:
     """Raise the same Mismatch on every rank unless all fingerprints are equal and report no NaN.
 
-    `ranks` are the ranks in the group, in the order of `packed`. The call that most ranks have made
-    is assumed to be correct.
+    `ranks` are the ranks in the group, in the order of `packed`. The most frequent call is assumed
+    to be correct; if several are equally frequent, the first of them.
     """
     if packed.count(packed[0]) == len(packed) and not packed[0][NAN_OFFSET]:
         return
     calls = [Call.unpack(raw) for raw in packed]
     with_nan = [rank for rank, call in zip(ranks, calls, strict=True) if call.has_nan]
     calls = [replace(call, has_nan=False) for call in calls]
-    usual, count = Counter(calls).most_common(1)[0]
-    if count == len(calls):
-        raise Mismatch(f"{format_ranks(with_nan)} passed a NaN to {usual}", with_nan)
-    deviating = {rank: call for rank, call in zip(ranks, calls, strict=True) if call != usual}
+    expected = Counter(calls).most_common(1)[0][0]
+    deviating = {rank: call for rank, call in zip(ranks, calls, strict=True) if call != expected}
+    if not deviating:
+        raise Mismatch(f"{format_ranks(with_nan)} passed a NaN to {expected}", with_nan)
     differences = "; ".join(f"rank {rank} called {call}" for rank, call in deviating.items())
     raise Mismatch(
-        f"ranks disagree: {differences}; rank {ranks[calls.index(usual)]} called {usual}. "
+        f"ranks disagree: {differences}; rank {ranks[calls.index(expected)]} called {expected}. "
         "All ranks must make the same calls in the same order",
         tuple(deviating),
     )
@@ -184,22 +184,22 @@ def compare_lengths(lengths: Mapping[int, Lengths], ranks: Sequence[int]) -> Non
 
 
 def gather_by_messages(point_to_point: PointToPoint, local: bytes) -> list[bytes]:
-    """Return all ranks' bytes, whose lengths are equal.
+    """Return all ranks' bytes in rank order; all ranks must pass the same number of bytes.
 
-    Step k sends everything that this rank has received so far to rank - 2^k.
+    Step k sends the bytes of up to 2^k ranks, which this rank has collected so far, to rank - 2^k.
     """
     rank, world_size = point_to_point.rank, point_to_point.world_size
     # Row i belongs to rank + i.
     rows = torch.zeros(world_size, len(local), dtype=torch.uint8, device="cpu")
     rows[0] = torch.frombuffer(bytearray(local), dtype=torch.uint8)
-    count = 1
-    while count < world_size:
-        new = min(count, world_size - count)
+    distance = 1
+    while distance < world_size:
+        num_rows = min(distance, world_size - distance)
         point_to_point.exchange(
-            [((rank - count) % world_size, rows[:new].view(-1))],
-            [((rank + count) % world_size, rows[count : count + new].view(-1))],
+            [((rank - distance) % world_size, rows[:num_rows].view(-1))],
+            [((rank + distance) % world_size, rows[distance : distance + num_rows].view(-1))],
         )
-        count += new
+        distance += num_rows
     return [row.numpy().tobytes() for row in rows.roll(rank, dims=0)]
 
 

@@ -181,7 +181,7 @@ def _all_to_all_in_python(
 
 
 def _position(target: int, owner: int) -> int:
-    """Return the index of the target's part in the slot of `owner`, which has no own part."""
+    """Return the index of the target's part in the slot of `owner`, which omits its own part."""
     return target - 1 if target > owner else target
 
 
@@ -202,7 +202,7 @@ def make_job(
     root: int = 0,
     shared: Shared | None = None,
 ) -> engine.Job | None:
-    """Return a job for the engine and announce its call; return None if the engine cannot run it.
+    """Announce a call and return its job for the engine, or None if the engine cannot run it.
 
     A job's count is the number of elements of the input, or of the output of a reduce-scatter. A
     job without an op counts bytes instead of elements, because it only copies.

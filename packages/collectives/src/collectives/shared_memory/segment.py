@@ -1,8 +1,8 @@
 """Memory that several processes of one host map.
 
-A segment is an anonymous file (memfd). It never has a name in /dev/shm and is not limited by the
-size of that mount. The kernel frees it with the last process that maps it, however that process
-ends.
+A segment is an anonymous file (memfd). It has no name in /dev/shm and is not limited by the size of
+that mount. The kernel frees it with the last process that maps it, however that process ends. The
+fallback without memfd is an unlinked file in /dev/shm.
 
 A peer opens the file through /proc/PID/fd/FD. Opening it proves that both processes are on one
 host: the device, the inode and a random token in the first bytes must be the published ones.
@@ -65,7 +65,7 @@ class Segment:
 
 
 def open_segment(address: Address) -> mmap.mmap | None:
-    """Map a peer's segment; return None unless it is proved to be the same memory."""
+    """Return a mapping of a peer's segment, or None unless it is proved to be the same memory."""
     if not address.token or address.host != host_identity():
         return None
     path = f"/proc/{address.pid}/fd/{address.descriptor}"
@@ -86,13 +86,14 @@ def open_segment(address: Address) -> mmap.mmap | None:
 def host_identity() -> str:
     """Return an identifier of the running kernel and the network namespace.
 
-    Processes in different network namespaces count as different hosts.
+    Processes in different network namespaces count as different hosts. Without /proc, every call
+    returns another identifier.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return f"{boot} {os.readlink('/proc/self/ns/net')}"
     except OSError:
-        # Without /proc nothing can be proved, so every process counts as a separate host.
+        # Nothing can be proved, so every process counts as a separate host.
         return secrets.token_hex(TOKEN_BYTES)
 
 

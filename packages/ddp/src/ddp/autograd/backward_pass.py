@@ -24,8 +24,7 @@ import torch
 class BackwardPass:
     """State of the current backward pass. See Note [Synchronized backward passes].
 
-    Args:
-        on_end: called at the end of each backward pass with the value of `is_synchronized`.
+    `on_end` is called at the end of each backward pass with the value of `is_synchronized`.
     """
 
     def __init__(self, on_end: Callable[[bool | None], None]) -> None:
@@ -36,16 +35,17 @@ class BackwardPass:
         self._on_end = on_end
         self._end_callback: Callable[[], object] = lambda: None
         #: True if the last forward pass requests synchronization, False if it ran in `no_sync`.
-        #: None while a forward pass runs and after a synchronized step.
+        #: None while a forward pass with gradients runs and after a synchronized step.
         self._forward_decision: bool | None = None
-        #: The same for the forward passes whose outputs this backward pass has reached.
+        #: True if this backward pass has reached an output of a forward pass that requests
+        #: synchronization, False if it has reached other outputs only, None if it has reached none.
         self._output_decision: bool | None = None
 
     @property
     def is_synchronized(self) -> bool | None:
         """True if the current backward pass is synchronized, False if it is not.
 
-        None if this is unknown, because no forward pass of the wrapper ran since the last step.
+        None if no forward pass of the wrapper ran since the last step.
         """
         if self.is_sync_requested:
             return True
@@ -64,7 +64,7 @@ class BackwardPass:
         """Record that the backward pass reached an output, and the decision of its forward pass.
 
         A backward pass through outputs of several forward passes is synchronized if one of these
-        forward passes was.
+        forward passes requests it.
         """
         self._output_decision = is_synchronized or bool(self._output_decision)
 
@@ -77,13 +77,13 @@ class BackwardPass:
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def end_step(self) -> None:
-        """Forget the decisions that applied to the step."""
+        """Forget the requests that the step has fulfilled."""
         self._forward_decision = None
         self.is_sync_requested = False
 
     def discard_interrupted(self) -> None:
         """Reset the state of a backward pass that an error ended."""
-        # Dynamo cannot trace the second condition, which is not evaluated in a usual forward pass.
+        # Dynamo cannot trace the second condition, which usual forward passes do not evaluate.
         if not self.is_running:
             return
         if torch._C._current_graph_task_id() == -1 or self._end_callback() is None:

@@ -13,7 +13,7 @@ from torch import nn
 class GradientHook(partial[None]):
     """The hook that marks a gradient as ready."""
 
-    #: The hooks of the wrapper that registered this one.
+    #: The hooks of the wrapper that registered this hook.
     owner: ParameterHooks
 
 
@@ -30,7 +30,7 @@ class ParameterHooks:
         self._registered: list[tuple[nn.Parameter, GradientHook]] = []
         #: True if a newer wrapper has taken over some of the parameters.
         self.are_replaced = False
-        # A module may outlive its wrapper. Its gradients are no longer averaged then.
+        # A module may outlive its wrapper. Its gradients are then no longer averaged.
         weakref.finalize(wrapper, _remove_all, self._handles)
 
     def register(self, parameter: nn.Parameter, function: Callable[..., None], *args: Any) -> None:
@@ -47,10 +47,10 @@ class ParameterHooks:
         self._registered.clear()
 
     def move_to_end(self) -> bool:
-        """Move each hook behind the other hooks of its parameter; return True if one was moved.
+        """Move each hook behind the other hooks of its parameter; return True if a hook was moved.
 
         The caller may register hooks after wrapping. A hook that changes a gradient must run before
-        its reduction is launched.
+        the gradient is reduced.
         """
         is_moved = False
         for index, (parameter, hook) in enumerate(self._registered):
@@ -73,7 +73,7 @@ class ParameterHooks:
         if self.are_replaced:
             raise RuntimeError(
                 "parameters of this DDP were wrapped again, and only the newest wrapper averages "
-                "their gradients; train with that one, or wrap the module again"
+                "their gradients; train with the newest wrapper, or wrap the module again"
             )
 
 

@@ -17,16 +17,16 @@ from ddp.ddp import DDP
 from ddp.metering.meter import Meter
 from ddp.naive import all_reduce_gradients, all_reduce_gradients_flat
 
-#: Bucket sizes of the designs that use the functions passed on the command line.
+#: Bucket sizes of the designs that use the functions from the command line.
 CUSTOM_SIZES_MB = (25.0, 100.0)
-#: Bucket sizes of the designs that have a first bucket of 1 MB, as the default size of 25 MB has.
+#: Bucket sizes of the designs whose first bucket has 1 MB, as with the default size of 25 MB.
 EARLY_SIZES_MB = (4.0, 10.0)
 
-#: Runs a wrapped model on this rank's batch and returns the loss.
+#: A function that runs a wrapped model on this rank's batch and returns the loss.
 Loss = Callable[[nn.Module], Tensor]
-#: Returns a model and its `Loss`.
+#: A function that returns a model and its `Loss`.
 Workload = Callable[[torch.device], tuple[nn.Module, Loss]]
-#: Wraps a model in a design.
+#: A function that wraps a model in a design.
 Maker = Callable[[nn.Module], "Design"]
 
 
@@ -36,12 +36,12 @@ def transformer(device: torch.device) -> tuple[nn.Module, Loss]:
 
 
 def busy_transformer(device: torch.device) -> tuple[nn.Module, Loss]:
-    """Return the same model with ten sequences: more computation hides more communication."""
+    """Return the same model and a batch of ten sequences, which hides more communication."""
     return _transformer(device, sequences=10)
 
 
 def many_tensors(device: torch.device) -> tuple[nn.Module, Loss]:
-    """Return a model of 144 tensors and 1.6 MB, which shows the cost per tensor."""
+    """Return a model of 144 parameter tensors and 1.6 MB, which shows the cost per tensor."""
     torch.manual_seed(0)
     layers = [
         nn.TransformerEncoderLayer(64, 4, 128, dropout=0.0, batch_first=True) for _ in range(12)
@@ -76,7 +76,8 @@ def _transformer(device: torch.device, *, sequences: int) -> tuple[nn.Module, Lo
 class Timing(NamedTuple):
     """Seconds of one step.
 
-    `cpu` is the processor time of all threads of the process, including those of the network.
+    `after_backward` is the wait for gradients, which `backward` excludes. `cpu` is the processor
+    time of all threads of the process, including network threads.
     """
 
     step: float
@@ -91,7 +92,7 @@ class Design:
 
     name: str
     model: nn.Module
-    #: Called after the backward pass.
+    #: Averages gradients after the backward pass, unless `backward()` has done so.
     synchronize: Callable[[], None]
     #: Meter of the communication, if the design has one.
     meter: Meter | None = None
@@ -103,8 +104,8 @@ class Design:
         cpu_start = time.process_time()
         self.model.zero_grad()
         # `DDP` measures its forward pass itself.
-        is_metered_here = self.meter is not None and not isinstance(self.model, DDP)
-        with self.meter.forward() if self.meter and is_metered_here else nullcontext():
+        meter = None if isinstance(self.model, DDP) else self.meter
+        with meter.forward() if meter else nullcontext():
             value = loss(self.model)
         _synchronize_device(device)
         backward_start = time.perf_counter()
@@ -132,10 +133,11 @@ class Design:
 def make_designs(
     module: nn.Module, sizes_mb: Sequence[float], names: Sequence[str], custom: dict[str, Any]
 ) -> list[Design]:
-    """Wrap a copy of `module` in each design of `names`; an empty `names` selects all.
+    """Wrap a copy of `module` in each design of `names`. Empty `names` select all designs.
 
-    `custom` may contain `all_reduce` and `allocate`, which add designs that use them. The last
-    design wraps `module` itself, so that a single design needs no copy.
+    If `custom` contains `all_reduce` or `allocate`, there are also designs that use these. The last
+    design wraps `module` itself, so that a single design needs no copy. Raises `ValueError` if a
+    name is unknown.
     """
     makers = _makers(sizes_mb, custom)
     unknown = set(names) - set(makers)

@@ -1,11 +1,11 @@
 """Interleaved measurement of every design: step time and exposed communication.
 
-The command starts two processes, or one on a machine with one GPU. Under torchrun, or on emulated
-hosts, it joins their group:
+The command starts two processes, or one process on a machine with one GPU. In processes that
+torchrun or emulated hosts started, it measures on all of them:
 
     python tests/emulated_hosts.py --hosts 2 --rate 2gbit -- python -m ddp.bench
 
-Before the steps it measures single all-reduces, and predicts the best bucket size from them.
+The command first measures single all-reduces, and predicts the best bucket size from them.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ from ddp.consistency.model_agreement import gather_objects
 from ddp.metering.trace import svg, write
 
 SIZES_MB = (1.0, 10.0, 25.0, 100.0, 1000.0)
-#: Rounds before the measured ones. Buckets are rebuilt in the second round.
+#: Rounds before the measured rounds. Buckets are rebuilt in the second one.
 WARMUP_ROUNDS = 2
 
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """Options of the command line, which `main` describes. Functions are named as module:name."""
+    """Options of the command line, as described in `main`."""
 
     device: str = "cpu"
     quick: bool = False
@@ -53,15 +53,15 @@ class BenchOptions:
     all_reduce: str = ""
     allocate: str = ""
     rounds: int = 0
-    #: Number of runs, each in new processes. Rows then contain the median over the runs.
     runs: int = 1
     picture: str = ""
 
 
 def bench(*, device: str = "cpu", quick: bool = False, **more: Any) -> list[Row]:
-    """Measure the designs; return the rows on rank 0, and an empty list on other ranks.
+    """Measure the designs. Return the rows on rank 0, and an empty list on other ranks.
 
-    `more` contains fields of `BenchOptions`.
+    `more` contains other fields of `BenchOptions`. Raises `ValueError` if several runs are
+    requested in a process of torchrun.
     """
     options = BenchOptions(device=device, quick=quick, **more)
     if "RANK" not in os.environ:
@@ -84,9 +84,10 @@ def bench(*, device: str = "cpu", quick: bool = False, **more: Any) -> list[Row]
 
 def _run_once(options: BenchOptions) -> list[Row]:
     """Return the rows of one run in new processes."""
-    world = min(2, torch.cuda.device_count()) if options.device == "cuda" else 2
+    world_size = min(2, torch.cuda.device_count()) if options.device == "cuda" else 2
     with tempfile.TemporaryDirectory() as folder:
-        start_processes(_run_process, (world, folder, options), nprocs=world, start_method="spawn")
+        arguments = (world_size, folder, options)
+        start_processes(_run_process, arguments, nprocs=world_size, start_method="spawn")
         rows: list[Row] = json.loads(Path(folder, "rows.json").read_text())
         return rows
 
@@ -121,7 +122,7 @@ def _rows(options: BenchOptions) -> list[Row]:
 
 
 def _cores_per_rank() -> float:
-    """Return the cores per rank. Hosts that are emulated on one machine use the same cores."""
+    """Return the number of cores per rank of this machine, on which hosts may be emulated."""
     host = socket.gethostname()
     ranks = gather_objects(host).count(host)
     return max(1.0, (os.cpu_count() or 1) / ranks)
@@ -130,7 +131,7 @@ def _cores_per_rank() -> float:
 def _measure(
     options: BenchOptions, workload: Workload, link: Link, device: torch.device
 ) -> Measured:
-    """Run one step of each design per round."""
+    """Run one step of each design per round, and return the timings of the slowest rank."""
     module, loss = workload(device)
     model_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
     predicted_mb = link.best_mb(model_bytes)
@@ -175,7 +176,7 @@ def _select_designs(options: BenchOptions, module: nn.Module, predicted_mb: floa
 
 
 def draw(path: str, contenders: Sequence[Design]) -> None:
-    """Draw the step of median duration of each design as an SVG."""
+    """Write an SVG of the step of median duration of each design that has a meter."""
     steps = {}
     for design in contenders:
         if design.meter:
@@ -186,7 +187,7 @@ def draw(path: str, contenders: Sequence[Design]) -> None:
 
 
 def _measure_link(device: torch.device, quick: bool) -> Link:
-    """Measure all-reduces of two sizes; every rank returns the result of rank 0."""
+    """Return bandwidth and latency from all-reduces of two sizes, as measured on rank 0."""
     small_bytes = 2**14
     large_bytes = 2**22 if quick else 2**24
     small_seconds = _all_reduce_seconds(small_bytes, device)
@@ -199,7 +200,7 @@ def _measure_link(device: torch.device, quick: bool) -> Link:
 
 
 def _all_reduce_seconds(num_bytes: int, device: torch.device) -> float:
-    """Return the median duration of an all-reduce, after two warm-up calls."""
+    """Return the median seconds of an all-reduce, after two warm-up calls."""
     tensor = torch.ones(num_bytes // 4, device=device)
     durations = []
     for _ in range(8):
@@ -217,24 +218,23 @@ def _import_name(path: str) -> Any:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one table, and write the rows as JSON if requested."""
-    parser = argparse.ArgumentParser(prog="python -m ddp.bench", description=__doc__)
-    parser.add_argument("--device", default="cpu")
+    """Print the rows as a table, and write them as JSON if requested."""
+    # Options that are not passed have the defaults of `BenchOptions`.
+    parser = argparse.ArgumentParser(
+        prog="python -m ddp.bench", description=__doc__, argument_default=argparse.SUPPRESS
+    )
+    parser.add_argument("--device", help="cpu or cuda")
     parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument(
-        "--model",
-        default=BenchOptions.model,
-        help="module:name of one or several workloads, separated by commas",
-    )
-    parser.add_argument("--designs", default="", help="names, such as none,flat,25 MB,predicted")
-    parser.add_argument("--all-reduce", default="", help="module:name, for the designs 'given'")
-    parser.add_argument("--allocate", default="", help="module:name, for the designs 'given'")
-    parser.add_argument("--rounds", type=int, default=0, help="number of measured rounds")
-    parser.add_argument("--runs", type=int, default=1, help="number of runs in new processes")
-    parser.add_argument("--picture", default="", help="draw a step of each design to this SVG")
+    parser.add_argument("--model", help="module:name of workloads, separated by commas")
+    parser.add_argument("--designs", help="names, such as none,flat,25 MB,predicted")
+    parser.add_argument("--all-reduce", help="module:name of a function for the designs 'given'")
+    parser.add_argument("--allocate", help="module:name of a function for the designs 'given'")
+    parser.add_argument("--rounds", type=int, help="number of measured rounds")
+    parser.add_argument("--runs", type=int, help="runs in new processes; rows are their medians")
+    parser.add_argument("--picture", help="draw a step of each design to this SVG")
     arguments = vars(parser.parse_args(argv))
-    path = arguments.pop("json")
+    path = arguments.pop("json", None)
     rows = bench(**arguments)
     if not rows:
         return
@@ -249,8 +249,8 @@ def table(rows: list[Row]) -> str:
     for columns, group in itertools.groupby(rows, key=tuple):
         cells = [columns]
         for row in group:
-            values = row.values()
-            cells.append(tuple(f"{v:.4g}" if isinstance(v, float) else str(v) for v in values))
+            texts = [f"{v:.4g}" if isinstance(v, float) else str(v) for v in row.values()]
+            cells.append(tuple(texts))
         widths = [max(len(cell) for cell in column) for column in zip(*cells, strict=True)]
         lines = []
         for line in cells:

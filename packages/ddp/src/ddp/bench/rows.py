@@ -1,4 +1,4 @@
-"""Rows of results from the timings of one workload: ratios, sweep, prediction and bounds."""
+"""Rows of results from the timings of one workload: steps, sweep, prediction and bounds."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ddp.metering.overhead import optimal_bucket_bytes, overhead_seconds
 
 Row = dict[str, float | int | str]
 
-#: Reference designs: the step times of all designs are divided by theirs.
+#: Reference designs. Ratios are step times divided by the step time of a reference design.
 REFERENCES = ("none", "torch", "torch tuned")
 
 
@@ -29,7 +29,7 @@ class Link:
     latency: float
 
     def best_mb(self, model_bytes: int) -> float:
-        """Return the bucket size that the overhead model predicts."""
+        """Return the best bucket size that the overhead model predicts, in units of 2**20 bytes."""
         size = optimal_bucket_bytes(model_bytes, self.bandwidth, self.latency)
         return float(f"{size / 2**20:.3g}")
 
@@ -49,7 +49,7 @@ class Measured:
     first_steps: np.ndarray
 
     def seconds(self, design: str, field: str = "step") -> np.ndarray:
-        """Return one field of one design, one number per round."""
+        """Return a field of `Timing` for one design, one number per round."""
         index = [d.name for d in self.designs].index(design)
         column: np.ndarray = self.timings[:, index, Timing._fields.index(field)]
         return column
@@ -97,13 +97,13 @@ class Measured:
         return row
 
     def _excess_of_first_steps(self, design: Design) -> float:
-        """Return the milliseconds by which the slowest of the first steps exceeds later ones."""
+        """Return by how many milliseconds the slowest first step exceeds the median later step."""
         index = self.designs.index(design)
         slowest = float(self.first_steps[:, index].max())
         return 1e3 * slowest - _median_ms(self.seconds(design.name))
 
     def _ratios(self, step: np.ndarray) -> Row:
-        """Return percentiles of the step time divided by the step time of each reference."""
+        """Return percentiles of the ratio of step times to each reference design."""
         row: Row = {}
         for reference in REFERENCES:
             ratios = step / self.seconds(reference) if reference in self.names else None
@@ -113,21 +113,21 @@ class Measured:
         return row
 
     def _sweep_rows(self, swept: Sequence[Design]) -> list[Row]:
-        """Compare the sweep with the overhead that the model predicts from the link."""
-        counts = [design.meter.last.calls for design in swept if design.meter]
+        """Return rows that compare bucket sizes with the prediction of the overhead model."""
+        bucket_counts = [design.meter.last.calls for design in swept if design.meter]
         exposed = [median(self.seconds(design.name, "after_backward")) for design in swept]
         best = min(swept, key=lambda design: float(median(self.seconds(design.name))))
         bandwidth = self.link.bandwidth
         latency = self.link.latency
         rows: list[Row] = []
-        for design, count, measured in zip(swept, counts, exposed, strict=True):
-            predicted = overhead_seconds(self.model_bytes, bandwidth, latency, count)
+        for design, num_buckets, measured in zip(swept, bucket_counts, exposed, strict=True):
+            predicted = overhead_seconds(self.model_bytes, bandwidth, latency, num_buckets)
             step = self.seconds(design.name)
             rows.append(
                 {
                     "case": "sweep",
                     "design": design.name,
-                    "num_buckets": count,
+                    "num_buckets": num_buckets,
                     "step_ms": _median_ms(step),
                     "after_backward_ms": 1e3 * measured,
                     "model_ms": 1e3 * predicted,
@@ -146,11 +146,11 @@ class Measured:
         return rows
 
     def _bound_row(self) -> Row:
-        """Return two lower bounds on the step of any design that sends every gradient uncompressed.
+        """Return lower bounds on the step time of designs that send every gradient uncompressed.
 
-        Overlap bound: gradients are sent from the start of the backward pass, at the bandwidth of
-        an idle link. Processor bound: the least processor time of any such design, divided by the
-        number of cores per rank.
+        For the overlap bound, gradients are sent from the start of the backward pass at the
+        bandwidth of an idle link. The processor bound is the least measured processor time of such
+        a design, divided by the number of cores per rank.
         """
         step = median(self.seconds("none"))
         backward = median(self.seconds("none", "backward"))
@@ -183,8 +183,8 @@ class Measured:
 def median_of_runs(runs: Sequence[list[Row]]) -> list[Row]:
     """Return the rows of several runs as one list, in which each number is the median.
 
-    Steps also get the lowest and the highest run's ratio to torch's tuned DDP. Raises `ValueError`
-    if the runs have different rows.
+    Rows of steps also contain the lowest and the highest ratio of a run to torch's tuned DDP.
+    Raises `ValueError` if the runs have different rows.
     """
     if len(runs) == 1:
         return runs[0]
@@ -197,11 +197,11 @@ def median_of_runs(runs: Sequence[list[Row]]) -> list[Row]:
             )
         row: Row = {}
         for column in rows[0]:
-            values = [other[column] for other in rows]
-            numbers = [value for value in values if not isinstance(value, str)]
-            row[column] = median(numbers) if len(numbers) == len(values) else values[0]
+            cells = [run_row[column] for run_row in rows]
+            numbers = [cell for cell in cells if not isinstance(cell, str)]
+            row[column] = median(numbers) if len(numbers) == len(cells) else cells[0]
         if row["case"] == "step":
-            ratios = [other["ratio_to_torch_tuned_p50"] for other in rows]
+            ratios = [run_row["ratio_to_torch_tuned_p50"] for run_row in rows]
             row["ratio_to_torch_tuned_lowest_run"] = min(ratios)
             row["ratio_to_torch_tuned_highest_run"] = max(ratios)
         result.append(row)

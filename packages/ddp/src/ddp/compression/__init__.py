@@ -1,1 +1,1 @@
-"""Methods to send fewer bytes: lower precision, communication hooks and sparse gradients."""
+"""Other reductions: in another dtype, by a communication hook, and of sparse gradients."""

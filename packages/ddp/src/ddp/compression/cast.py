@@ -19,10 +19,11 @@ class Cast(Extension):
 
     Each rank sends slice i of its gradients in `dtype` to rank i. Rank i adds the slices in the
     bucket's dtype, and sends the sum in `dtype` to all ranks. Each gradient is thus rounded twice
-    for any number of ranks, and as many bytes are sent as by an all-reduce in `dtype`.
+    for any number of ranks. Apart from padding, the ranks send as many bytes as an all-reduce in
+    `dtype` sends.
 
-    There are two exceptions. A custom all-reduce receives the rounded buffer, and adds in the
-    precision that it chooses. If `dtype` is wider than the bucket's dtype, one all-reduce of the
+    There are two exceptions. A custom all-reduce receives the rounded buffer and chooses the
+    precision of the sum. If `dtype` is wider than the bucket's dtype, one all-reduce of the
     converted buffer adds in `dtype`.
     """
 
@@ -51,7 +52,7 @@ class Cast(Extension):
             slices = received.view(group.world_size, slice_numel)
             total = slices.to(buffer.dtype).sum(0).to(self.dtype)
             gather = dist.all_gather_into_tensor(rounded, total, group=process_group, async_op=True)
-            # The all-to-all has already counted the bytes of both collectives.
+            # The record of the all-to-all contains the bytes of both collectives.
             return Collective(gather, 0, 0, store)
 
         gradient_bytes = bucket.gradients.numel() * self.dtype.itemsize

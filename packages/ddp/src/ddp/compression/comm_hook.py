@@ -23,12 +23,7 @@ Hook = Callable[[Any, Any], torch.futures.Future[Tensor]]
 class GradBucket:
     """A bucket with the methods of `torch.distributed.GradBucket`, which only C++ can construct.
 
-    Args:
-        index: number of the bucket in the step, counted separately for sparse gradients.
-        parameters: parameters whose gradients are in the bucket.
-        buffer: all gradients as a flat tensor, or one sparse gradient.
-        views: tensors with the shape and strides of each gradient; empty for a sparse gradient.
-        is_last: True for the last bucket of the step, counted separately for sparse gradients.
+    `views` are tensors with the shape and strides of each gradient.
     """
 
     def __init__(
@@ -47,11 +42,11 @@ class GradBucket:
         self._is_last = is_last
 
     def index(self) -> int:
-        """Return the index of the bucket."""
+        """Return the index of the bucket in the step. Sparse gradients have separate indices."""
         return self._index
 
     def buffer(self) -> Tensor:
-        """Return the gradients, not divided by the number of ranks."""
+        """Return the gradients of this rank as a flat tensor, or one sparse gradient."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:
@@ -73,13 +68,13 @@ class GradBucket:
         return list(self._parameters)
 
     def is_last(self) -> bool:
-        """Return True for the last bucket of the step."""
+        """Return True for the last bucket of the step, and for the last sparse gradient."""
         return self._is_last
 
 
 @dataclass(frozen=True)
 class CommHook(Extension):
-    """Reduction of a bucket by `hook(state, bucket)`; the hook divides by the number of ranks."""
+    """Reduction of a bucket by `hook(state, bucket)`, which divides by the number of ranks."""
 
     state: Any
     hook: Hook
@@ -129,7 +124,7 @@ def check_hook(hook: Any) -> None:
         signature.bind(None, None)
     except TypeError as error:
         raise TypeError(
-            f"the communication hook takes {signature}; it must take (state, bucket)"
+            f"the communication hook must take (state, bucket), but it takes {signature}"
         ) from error
     second = list(signature.parameters.values())[1:2]
     bucket = signature.parameters.get("bucket", second[0] if second else None)

@@ -26,9 +26,9 @@ def average_sparse(
 ) -> None:
     """Multiply each gradient by `scale` and sum it over the ranks, or let `hook` reduce it.
 
-    A missing gradient counts as zero. With `is_participating=False` this rank contributes zeros and
-    its own gradients are not used. As in torch's DDP, a communication hook receives each sparse
-    gradient as a separate bucket. If the sum has no rows, a `.grad` of None stays None.
+    A missing gradient counts as zero. With `is_participating=False` this rank contributes zeros
+    instead of its gradients. As in torch's DDP, a communication hook receives each sparse gradient
+    as a separate bucket. If the sum has no rows, a `.grad` of None stays None.
     """
     all_reduce = partial(dist.all_reduce, group=group.process_group)
     for index, (name, parameter) in enumerate(parameters.items()):

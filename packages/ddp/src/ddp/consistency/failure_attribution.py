@@ -3,19 +3,19 @@
 # Note [Failure attribution]
 # ~~~~~~~~~~~~~~~~~~~~~~~~~~
 # The error of a lost connection names neither the lost rank nor the cause. So each rank that fails
-# writes its reason to the store of the process group. A rank that waits longer than `POLL_INTERVAL`
-# checks the store. A rank that loses a connection waits up to `GRACE_SECONDS` for the reasons of
-# the other ranks. A rank that writes no reason in that time is dead or hanging.
+# writes its reason to the store of the process group. A waiting rank checks the store every
+# `POLL_INTERVAL`. A rank that loses a connection waits up to `GRACE_SECONDS` for the reasons of the
+# other ranks. A rank that writes no reason in this time is dead or hanging.
 #
 # Ranks also rendezvous through the store when their parameters change. A rank that waits in a
-# collective reads from the store whether a peer waits at a rendezvous instead.
+# collective reads from the store whether another rank waits at a rendezvous instead.
 
 from __future__ import annotations
 
 import pickle
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -32,16 +32,16 @@ _LOST = "lost: "
 class FailureAttribution(Extension):
     """The failure state of one `DDP`. See Note [Failure attribution].
 
-    A rank that has failed stays failed: later calls raise an error with the first reason.
+    A rank that has failed stays failed: later checks raise an error with the first reason.
     """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._rank = dist.get_rank(group)
         self._world_size = dist.get_world_size(group)
         self._store: Any = group.get_group_store()
-        # Ranks construct their models in the same order, so the count is a common identifier.
-        count = self._store.add(f"ddp/{self._rank}", 1)
-        self._key = f"ddp/{count}"
+        # Ranks construct their models in the same order, so the number identifies this model.
+        model_number = self._store.add(f"ddp/{self._rank}", 1)
+        self._key = f"ddp/{model_number}"
         self._num_rendezvous = 0
         self._failure = ""
 
@@ -61,11 +61,11 @@ class FailureAttribution(Extension):
 
     @contextmanager
     def attribute_errors(self, description: str, work: dist.Work | None = None) -> Iterator[None]:
-        """Replace an error of a collective in the block by one that names the failed rank.
+        """Replace an error of a collective in the block by an error that names the failed rank.
 
-        If the error has an attribute `ranks`, the collective has named the failed ranks itself. It
-        is then raised unchanged, unless one of these ranks has written a reason. `work` is polled
-        until it completes, so that the failure of another rank ends the wait.
+        An error with an attribute `ranks` names the failed ranks itself. It is raised unchanged,
+        unless one of these ranks has written a reason. `work` is polled until it completes, so that
+        the failure of another rank ends the wait.
         """
         try:
             if work is not None:
@@ -82,10 +82,10 @@ class FailureAttribution(Extension):
             raise attributed from error
 
     def rendezvous(self, cause: str, value: Any) -> list[Any]:
-        """Exchange values with all ranks and return the `value` of every rank.
+        """Return the `value` of every rank. This is a collective.
 
-        If a peer waits in a collective instead, both ranks raise `RuntimeError`. So does a rank
-        if another rank has failed, or does not reach the rendezvous within the store's timeout.
+        Raises `RuntimeError` if another rank has failed, waits in another collective instead, or
+        does not reach the rendezvous within the store's timeout.
         """
         key = self._rendezvous_key()
         self._store.set(f"{key}/{self._rank}", pickle.dumps(value))
@@ -113,8 +113,8 @@ class FailureAttribution(Extension):
                     return
                 if self._store.check([f"{self._key}/failed"]):
                     raise
-                # A peer that is ahead of this rank may have reached the next rendezvous already.
-                # If it stays there, the two ranks wait for each other.
+                # A rank that is ahead of this rank may have reached the next rendezvous already. If
+                # it stays there, the two ranks wait for each other.
                 if self._store.check([self._rendezvous_key()]):
                     seconds_at_rendezvous += POLL_INTERVAL.total_seconds()
                 if seconds_at_rendezvous > GRACE_SECONDS:
@@ -165,12 +165,10 @@ class FailureAttribution(Extension):
             return False
 
     def _write_reason(self, reason: str) -> None:
-        try:
+        # If the rank that hosts the store is dead, `_find_cause` reports it.
+        with suppress(RuntimeError, OSError):
             self._store.set(f"{self._key}/{self._rank}", reason)
             self._store.set(f"{self._key}/failed", "1")
-        except (RuntimeError, OSError):
-            # The rank that hosted the store is dead, which `_find_cause` reports.
-            pass
 
     def _collect_reasons(self) -> dict[int, str]:
         reasons: dict[int, str] = {self._rank: _LOST}

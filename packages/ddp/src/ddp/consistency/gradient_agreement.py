@@ -17,23 +17,23 @@ from ddp.consistency.model_agreement import checksum, gather_objects
 from ddp.extensions import Extension, Step
 from ddp.process_group import ReduceGroup
 
-#: With more ranks, a sum of flags may be rounded in bfloat16, so names are compared instead.
+#: With more ranks, a bfloat16 sum of flags may be rounded, so names are compared instead.
 MAX_EXACT_RANKS = 256
 
 
 class WeightsDiffer(RuntimeError):
-    """The weights of the ranks are not equal."""
+    """Error that is raised on every rank if the weights of the ranks are not equal."""
 
 
 @dataclass(frozen=True)
 class GradientReport:
-    """The state of one rank, which is compared if the summed flags do not suffice."""
+    """The state of one rank, which is compared if the summed flags are not the expected ones."""
 
     #: Names of parameters without a gradient.
     missing: tuple[str, ...] = ()
     #: Names of parameters whose gradient contains NaN.
     with_nan: tuple[str, ...] = ()
-    #: True if the parameters were changed in place since the last step started.
+    #: True if the parameters were changed in place between the starts of the last two steps.
     has_stepped: bool = False
     #: Checksum of the weights; 0 if it is not needed.
     weights_checksum: int = 0
@@ -59,34 +59,30 @@ class GradientAgreement(Extension):
         self._failures = failures
         self._find_unused_parameters = find_unused_parameters
         self._check_nan = check_nan
+        #: The parameters in the last step, and the sum of their version counters at its start.
         self._step_parameters: Sequence[nn.Parameter] = ()
-        #: Sum of the parameters' version counters at the start of the last step.
-        self._versions_at_step: int | None = None
+        self._versions_at_step = 0
         self._has_stepped = False
-        #: All trained parameters, and the sum of their version counters before a forward pass.
+        #: All trained parameters, and their summed version counters before the last forward pass.
         self._forward_parameters: Sequence[nn.Parameter] = ()
         self._versions_before_forward = 0
 
     def record_weights(self, weights: Sequence[nn.Parameter]) -> None:
         """Record the version counters of the weights before a forward pass.
 
-        They show changes of the weights until the last bucket is launched. For example,
+        The launch of the last bucket compares the counters again. For example,
         `nn.Embedding(max_norm=...)` changes weights in the forward pass, and an optimizer in a hook
-        changes them in the backward pass. Both depend on the batch of one rank.
+        changes them in the backward pass. Such changes may depend on the batch of the rank.
         """
         self._forward_parameters = weights
         self._versions_before_forward = _sum_versions(weights)
 
     def on_step_start(self, step: Step) -> None:
         """Detect whether the parameters were changed in place since the last step started."""
-        parameters = step.parameters
-        versions = _sum_versions(parameters)
-        self._has_stepped = (
-            self._versions_at_step is not None and versions != self._versions_at_step
-        )
-        if parameters is not self._step_parameters:
-            self._has_stepped = False
-            self._step_parameters = parameters
+        versions = _sum_versions(step.parameters)
+        has_same_parameters = step.parameters is self._step_parameters
+        self._has_stepped = has_same_parameters and versions != self._versions_at_step
+        self._step_parameters = step.parameters
         self._versions_at_step = versions
 
     def before_bucket_launch(self, step: Step, bucket: Bucket) -> None:
@@ -105,8 +101,8 @@ class GradientAgreement(Extension):
     def on_step_end(self, step: Step, reductions: Sequence[BucketReduction]) -> None:
         """Store in `step.unused` the indices of parameters for which no rank has a gradient.
 
-        Inside `join()`, also rescale the gradients if the mean is over the ranks with inputs.
-        Raises the errors of `check_same_gradients` on every rank.
+        Inside `join()`, the method also rescales the gradients if the mean is over the ranks with
+        inputs. Raises the errors of `check_same_gradients` on every rank.
         """
         buckets = step.buckets
         if not step.reduces_flags:
@@ -134,13 +130,13 @@ class GradientAgreement(Extension):
         is_suspect |= num_stepped not in (0, num_active)
         is_refused = bool(missing_on_some) and not self._find_unused_parameters
         if is_inexact or is_suspect or is_refused:
-            step.unused |= self._compare_reports(step, missing, with_weights=is_suspect)
+            step.unused |= self._compare_reports(step, with_weights=is_suspect)
         else:
             step.unused |= missing.keys() - missing_on_some
 
     def forget_versions(self) -> None:
         """Skip the comparison in the next step, because weights were copied from another rank."""
-        self._versions_at_step = None
+        self._step_parameters = ()
 
     def _sum_flags(self, buckets: Sequence[Bucket]) -> None:
         if not buckets:
@@ -152,9 +148,7 @@ class GradientAgreement(Extension):
         for bucket, summed in zip(buckets, flags.split(sizes), strict=True):
             bucket.flags.copy_(summed)
 
-    def _compare_reports(
-        self, step: Step, missing: dict[int, float], *, with_weights: bool
-    ) -> set[int]:
+    def _compare_reports(self, step: Step, *, with_weights: bool) -> set[int]:
         report = None
         if step.is_participating:
             report = self._report(step.buckets, with_weights=with_weights)
@@ -171,7 +165,7 @@ class GradientAgreement(Extension):
         unused = set()
         for bucket in step.buckets:
             for index, name in zip(bucket.indices, bucket.names, strict=True):
-                if index in missing and name in unused_names:
+                if name in unused_names:
                     unused.add(index)
         return unused
 
@@ -195,8 +189,8 @@ def check_same_gradients(
     """Compare the reports of all ranks; return the names of parameters that no rank used.
 
     This is a collective. A rank that has run out of inputs passes None. Raises `RuntimeError` on
-    every rank if a gradient contains NaN, or if the reported weights differ. The same error is
-    raised if a parameter has a gradient on some ranks only and `find_unused_parameters` is False.
+    every rank if a gradient contains NaN, or if the weights differ. Also raises it if a parameter
+    has a gradient on some ranks only and `find_unused_parameters` is False.
     """
     reports: dict[int, GradientReport] = {}
     for rank, gathered in enumerate(gather_objects(report, group)):
@@ -220,8 +214,8 @@ def _check_nan(reports: dict[int, GradientReport]) -> None:
 
 
 def _check_weights(reports: dict[int, GradientReport]) -> None:
-    # Equal weights mean that a rank changed its weights temporarily and restored them, or that all
-    # ranks made the same change. The checksums are all 0 if weights are not compared.
+    # If the weights are equal, a rank changed its weights temporarily and restored them, or all
+    # ranks made the same change. All checksums are 0 if weights are not compared.
     if len({report.weights_checksum for report in reports.values()}) == 1:
         return
     stepped = [rank for rank, report in reports.items() if report.has_stepped]
@@ -231,24 +225,24 @@ def _check_weights(reports: dict[int, GradientReport]) -> None:
             "them, as nn.Embedding(max_norm=...) or an optimizer in a gradient hook does; change "
             "weights after backward(), in the same way on every rank"
         )
-    others = [rank for rank in reports if rank not in stepped]
+    not_stepped = [rank for rank in reports if rank not in stepped]
     raise WeightsDiffer(
         f"the weights were changed between this backward pass and the previous one on ranks "
-        f"{stepped}, but not on ranks {others}: some ranks ran one backward pass or one optimizer "
-        "step more than the others; run the same number on every rank, or use join()"
+        f"{stepped}, but not on ranks {not_stepped}: some ranks ran one backward pass or one "
+        "optimizer step more than other ranks; run the same number on every rank, or use join()"
     )
 
 
 def _check_missing(reports: dict[int, GradientReport], unused: set[str]) -> None:
     for rank, report in reports.items():
-        missing_on_some = [name for name in report.missing if name not in unused]
+        missing_on_some = [missing for missing in report.missing if missing not in unused]
         if not missing_on_some:
             continue
-        first = missing_on_some[0]
-        other = next(r for r, other_report in reports.items() if first not in other_report.missing)
+        name = missing_on_some[0]
+        other = next(r for r, other_report in reports.items() if name not in other_report.missing)
         raise RuntimeError(
             f"{_shorten(missing_on_some)} got no gradient on rank {rank}, but did on rank {other}; "
-            "use it on every rank, or count a missing gradient as zero with "
+            "use all parameters on every rank, or count a missing gradient as zero with "
             "DDP(..., find_unused_parameters=True)"
         )
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 class GradientParts:
     """The number of parts of each gradient, for models with `static_graph=True`.
 
-    A reentrant checkpoint of a layer that is used twice computes two parts of its gradient, and
-    autograd does not mark the last one. The first step that computes gradients therefore counts the
-    parts, and launches its buckets at the end of the backward pass.
+    A reentrant checkpoint of a layer that is used twice computes its gradient in two parts, and
+    autograd does not mark the last part. The first step that computes gradients therefore counts
+    the parts, and launches its buckets at the end of the backward pass.
     """
 
     def __init__(self, num_gradients: int) -> None:

@@ -1,4 +1,4 @@
-"""Comparison and broadcast of modules across ranks."""
+"""Comparison of modules across ranks, and broadcasts of their tensors."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ def check_same_model(
 
     The error names the rank and the parameter, buffer or setting. This is a collective.
     """
-    values = {name: str(value) for name, value in settings.items()}
-    gathered = gather_objects((describe_model(module, ignored), values), group)
-    _, first_values = gathered[0]
-    for rank, (_, rank_values) in enumerate(gathered):
-        for name, value in first_values.items():
-            if rank_values[name] != value:
+    own_settings = {name: str(value) for name, value in settings.items()}
+    gathered = gather_objects((describe_model(module, ignored), own_settings), group)
+    _, settings_of_rank0 = gathered[0]
+    for rank, (_, settings_of_rank) in enumerate(gathered):
+        for name, value in settings_of_rank0.items():
+            if settings_of_rank[name] != value:
                 raise ValueError(
-                    f"{name} is {rank_values[name]} on rank {rank} and {value} on rank 0; "
+                    f"{name} is {settings_of_rank[name]} on rank {rank} and {value} on rank 0; "
                     "pass the same value on every rank"
                 )
     check_same_descriptions([description for description, _ in gathered])
@@ -48,11 +48,11 @@ def check_same_descriptions(descriptions: Sequence[Sequence[str]]) -> None:
     The error names the rank and contains the first line that differs.
     """
     for rank, description in enumerate(descriptions):
-        for first, other in zip_longest(descriptions[0], description, fillvalue="nothing"):
-            if first != other:
+        for expected, line in zip_longest(descriptions[0], description, fillvalue="nothing"):
+            if line != expected:
                 raise ValueError(
-                    f"the models differ across ranks: rank {rank} has {other}, but rank 0 has "
-                    f"{first}; build the same module on every rank"
+                    f"the models differ across ranks: rank {rank} has {line}, but rank 0 has "
+                    f"{expected}; build the same module on every rank"
                 )
 
 
@@ -85,10 +85,10 @@ def broadcast_tensors(
     *,
     source: int = 0,
 ) -> None:
-    """Broadcast the tensors of rank `source` of the group; small tensors share one message."""
+    """Broadcast tensors in place from rank `source` of the group; send small tensors together."""
     broadcast = partial(dist.broadcast, group=group, group_src=source)
-    # A graph that is retained for a second backward pass may have saved buffers. This guard hides
-    # their change from autograd, so that the pass does not fail.
+    # A retained graph may have saved buffers. The guard hides their change from autograd, so that a
+    # second backward pass does not fail.
     with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
         for batch in _batches(tensors):
             # Bytes can represent every dtype, including bool and float8.
@@ -107,13 +107,13 @@ def broadcast_tensors(
 def named_state(
     module: nn.Module, ignored: Collection[str], *, buffers: bool = True
 ) -> dict[str, Tensor]:
-    """Return parameters by name, and buffers if `buffers` is True; leave out names in `ignored`."""
+    """Return parameters by name, and buffers if `buffers` is True; omit names in `ignored`."""
     named = [*module.named_parameters(), *(module.named_buffers() if buffers else ())]
     return {name: tensor for name, tensor in named if name not in ignored}
 
 
 def describe_model(module: nn.Module, ignored: Collection[str]) -> list[str]:
-    """Return a line per parameter and buffer, with the properties that all ranks must share."""
+    """Return one line per parameter and buffer, with the properties that all ranks must share."""
     lines = []
     sparse = parameters_with_sparse_gradients(module)
     for name, parameter in module.named_parameters():
@@ -146,7 +146,7 @@ def parameters_with_sparse_gradients(module: nn.Module) -> set[Tensor]:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Return the value of every rank of `group`, or of all ranks if it is None."""
+    """Return the `value` of every rank in `group`, by default all ranks. This is a collective."""
     gathered: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(gathered, value, group=group)
     return gathered

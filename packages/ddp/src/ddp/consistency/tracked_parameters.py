@@ -23,22 +23,21 @@ from ddp.process_group import ReduceGroup
 
 
 class TrackedParameters:
-    """The trained parameters of the wrapped module by name, without those in `ignored`.
+    """The trained parameters of the wrapped module by name, without the names in `ignored`.
 
     Modules change after they are wrapped: layers are unfrozen, `load_state_dict(assign=True)`
     replaces parameters, heads are added, and `half()` changes dtypes. The wrapper is not notified,
-    so each forward pass compares the identities and three attributes of the parameters with those
-    that were recorded last.
+    so each forward pass compares the identities and three attributes of the parameters with the
+    recorded ones.
 
-    Args:
-        wrapper_modules: submodules of the wrapper by name. Its entry "module" may be replaced.
-        ignored: names of parameters and buffers that are neither averaged nor copied.
+    `wrapper_modules` contains the wrapped module as "module", which the caller may replace.
+    Parameters and buffers in `ignored` are neither averaged nor copied.
     """
 
     def __init__(self, wrapper_modules: Mapping[str, Any], ignored: Collection[str]) -> None:
         self._wrapper_modules = wrapper_modules
         self._ignored = ignored
-        #: The parameters that the module had when the modules of all ranks were last compared.
+        #: The parameters of the module, trained or not, at the last call of `refresh`.
         self._compared = WeakTensorKeyDictionary()
         self.refresh()
 
@@ -48,7 +47,7 @@ class TrackedParameters:
         self._compared.clear()
         for parameter in self._module.parameters():
             self._compared[parameter] = True
-        # Sparse gradients cannot be views of a flat buffer: they are reduced one by one.
+        # Sparse gradients cannot be views of a flat buffer, so they are reduced one by one.
         sparse = parameters_with_sparse_gradients(self._module)
         self.trained = {
             name: parameter
@@ -61,12 +60,10 @@ class TrackedParameters:
         self._averaged = {id(p): (p.dtype, p.device) for p in self.trained.values()}
 
     def detect_changes(self) -> bool:
-        """Return True if the parameters to average are no longer the recorded ones.
+        """Return True if the parameters to average are not the recorded ones. Record other changes.
 
-        Record changes of other parameters and of submodules.
-
-        Parameters that were frozen since then stay recorded and count as unused on every rank. A
-        training loop may therefore freeze and unfreeze them in every step without new buckets.
+        Frozen parameters stay recorded, and count as unused if all ranks froze them. A training
+        loop may therefore freeze and unfreeze parameters in every step without new buckets.
         """
         now = self._snapshot()
         if self._last.equals(now):
@@ -79,10 +76,10 @@ class TrackedParameters:
         return False
 
     def adopt_changes(self, group: ReduceGroup, failures: FailureAttribution) -> None:
-        """Copy new parameters from rank 0, and average the current parameters from now on.
+        """Copy new parameters from rank 0, and record the current parameters.
 
-        Raises `ValueError` on every rank if the modules differ. The change is then not recorded, so
-        that the next forward pass detects it again.
+        This is a collective. Raises `ValueError` on every rank if the modules differ. The change is
+        then not recorded, so that the next forward pass detects it again.
         """
         cause = "parameters were unfrozen, replaced or added"
         description = describe_model(self._module, self._ignored)
@@ -101,7 +98,7 @@ class TrackedParameters:
         return [*self.dense.values(), *self.sparse.values()]
 
     def named_buffers(self) -> dict[str, Tensor]:
-        """Return the buffers to synchronize. Modules replace buffers, so they are not recorded."""
+        """Return the buffers to synchronize by name. Modules may replace them at any time."""
         if not self.have_buffers():
             return {}
         named = self._module.named_buffers()

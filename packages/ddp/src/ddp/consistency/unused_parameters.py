@@ -1,4 +1,4 @@
-"""Parameters that no rank used, which torch's DDP reports in the next forward pass."""
+"""Parameters that no rank used, an error in the next forward pass as with torch's DDP."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ class UnusedParameters:
     """The parameters without a gradient on any rank in the last step."""
 
     def __init__(self) -> None:
-        #: The parameters that no rank used by name, recorded only if that is not allowed.
+        #: The parameters that no rank used, by name. Empty if the options allow such parameters.
         self.parameters: dict[str, nn.Parameter] = {}
 
     def record(self, reducer: Reducer, unused: Collection[int], options: Options) -> None:
-        """Record the parameters that no rank used in the step that ended."""
+        """Record the parameters that no rank used in the last step, by their indices `unused`."""
         self.parameters = {}
         if options.find_unused_parameters or options.static_graph:
             return
         for index in sorted(unused):
-            # Parameters that are frozen now are not expected to have a gradient.
+            # Frozen parameters are not expected to have a gradient.
             if reducer.parameters[index].requires_grad:
                 self.parameters[reducer.names[index]] = reducer.parameters[index]
 
     def check_unused(self, trained: Sequence[str], rank: int) -> None:
-        """Raise `RuntimeError` with the names of the unused parameters of the last step, if any."""
-        # The caller may have frozen parameters since then.
+        """Raise the error of torch's DDP if the last step recorded unused parameters."""
+        # The caller may have frozen parameters since the last step.
         names = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         if not names:
             return
-        missing = f"did not receive grad for rank {rank}: "
+        cause = f"did not receive grad for rank {rank}: "
         indices = [str(trained.index(name)) for name in names]
         raise RuntimeError(
             "Expected to have finished reduction in the prior iteration before starting a new one: "
@@ -43,6 +43,6 @@ class UnusedParameters:
             "`find_unused_parameters=True`. (To see names, it is not "
             "necessary to set the environment variable TORCH_DISTRIBUTED_DEBUG to either INFO or "
             "DETAIL.) "
-            f"Parameters which {missing}{', '.join(names)}. Parameter indices which "
-            f"{missing}{' '.join(indices)}"
+            f"Parameters which {cause}{', '.join(names)}. Parameter indices which "
+            f"{cause}{' '.join(indices)}"
         )

@@ -1,7 +1,7 @@
 """The meter: bytes, calls and times of the last steps.
 
-Times are seconds of `time.perf_counter()`. On a GPU they are times of the host, where a wait only
-orders streams and takes almost no time. Use torch.profiler there.
+Times are seconds of `time.perf_counter()`, which is a clock of the host. With a GPU, a wait only
+orders streams and takes almost no time on the host, so use torch.profiler instead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ddp.metering.trace import svg, write
 
 
 class Meter(Extension):
-    """Records of the last `keep` steps: `DDP.meter`, or an argument of `all_reduce_gradients`."""
+    """Records of the last `keep` steps of a `DDP`, or of calls of `all_reduce_gradients`."""
 
     def __init__(self, keep: int = 100) -> None:
         self.steps: deque[StepRecord] = deque(maxlen=keep)
@@ -28,14 +28,14 @@ class Meter(Extension):
 
     @property
     def last(self) -> StepRecord:
-        """The last synchronized step; raises `RuntimeError` before the first one."""
+        """The last synchronized step. Raises `RuntimeError` if no step was recorded."""
         if not self.steps:
-            raise RuntimeError("no step was recorded yet; run one and synchronize its gradients")
+            raise RuntimeError("no step was recorded; run a backward pass and average gradients")
         return self.steps[-1]
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Measure a forward pass."""
+        """Return a context that measures a forward pass."""
         start_time = time.perf_counter()
         try:
             yield
@@ -48,14 +48,14 @@ class Meter(Extension):
         self.record([_bucket_record(reduction) for reduction in reductions], waiting)
 
     def record(self, buckets: Sequence[BucketRecord], waiting: Span) -> None:
-        """Add a step with these buckets; `waiting` is the start and stop of the wait for them."""
+        """Record a step. `waiting` is the start and stop of the wait for the buckets."""
         backward_start = self._forwards[-1][1] if self._forwards else waiting[0]
         backward = (backward_start, waiting[0])
         self.steps.append(StepRecord(tuple(self._forwards), backward, waiting, tuple(buckets)))
         self._forwards.clear()
 
     def write_trace(self, path: str | Path) -> None:
-        """Write a chart of the last step to `path`, which must end in .svg."""
+        """Write a chart of the last step to `path`; raise `ValueError` unless it ends in .svg."""
         if not str(path).endswith(".svg"):
             raise ValueError(
                 f"expected a path that ends in .svg, got {str(path)!r}; use torch.profiler for a "

@@ -1,8 +1,8 @@
 """A model of the communication that remains after the backward pass, and the best bucket size.
 
 There are n buckets of s/n bytes each. The bandwidth is w bytes per second, and the latency is o
-seconds per call. All buckets except the last are sent while the backward pass computes. The
-remaining time is
+seconds per call. All buckets except the last are sent while the backward pass computes. After the
+backward pass, the last bucket and the latencies of all calls remain:
 
     overhead(n) = s / (n w) + n o,    minimal at s/n = sqrt(s o w), where it is 2 sqrt(s o / w).
 """
@@ -17,8 +17,8 @@ def overhead_seconds(
 ) -> float:
     """Return the seconds from the end of the backward pass to the last gradient: s/(n w) + n o.
 
-    `bandwidth` is in bytes per second, `latency` in seconds per call. Raises `ValueError` unless
-    `model_bytes`, `bandwidth` and `num_buckets` are positive and `latency` is not negative.
+    `bandwidth` is in bytes per second, and `latency` is in seconds per call. Raises `ValueError`
+    unless `latency` is at least 0 and the other arguments are positive.
     """
     _check_positive(model_bytes=model_bytes, bandwidth=bandwidth, num_buckets=num_buckets)
     if not latency >= 0:

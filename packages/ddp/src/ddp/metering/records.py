@@ -28,12 +28,12 @@ class BucketRecord:
 
     @property
     def seconds(self) -> float:
-        """Duration of the reduction, including the time spent waiting for earlier buckets."""
+        """Seconds from launch to completion. Waiting for earlier buckets is included."""
         return self.done - self.sent
 
     @property
     def hidden_seconds(self) -> float:
-        """Duration of the reduction while this rank did not wait."""
+        """Seconds of the reduction in which this rank did not wait."""
         return max(0.0, self.seconds - self.exposed_seconds)
 
 
@@ -42,17 +42,21 @@ class StepRecord:
     """One synchronized step."""
 
     forwards: tuple[Span, ...]
-    #: The time from the end of the last forward pass to the start of the wait.
+    #: The span from the end of the last forward pass to the start of the wait.
     backward: Span
-    #: The time from the end of the backward pass until every gradient is averaged.
+    #: The span from the end of the backward pass until every gradient in a bucket is averaged.
     waiting: Span
     buckets: tuple[BucketRecord, ...]
 
     @property
     def seconds(self) -> float:
-        """Duration from the start of the first forward pass to the end of the wait."""
-        starts = [self.backward[0], *(start for start, _ in self.forwards)]
-        return self.waiting[1] - min(starts)
+        """Seconds from the start of the first forward pass to the end of the wait."""
+        return self.waiting[1] - self.start
+
+    @property
+    def start(self) -> float:
+        """Time when the first forward pass started, or the backward pass if no forward pass did."""
+        return min([self.backward[0], *(start for start, _ in self.forwards)])
 
     @property
     def calls(self) -> int:
@@ -71,12 +75,12 @@ class StepRecord:
 
     @property
     def exposed_seconds(self) -> float:
-        """Duration from the end of the backward pass until every gradient is averaged."""
+        """Seconds of the wait for gradients after the backward pass."""
         return self.waiting[1] - self.waiting[0]
 
     @property
     def hidden_seconds(self) -> float:
-        """Duration before the wait in which at least one bucket was being reduced."""
+        """Seconds before the wait in which at least one bucket was being reduced."""
         spans = []
         for bucket in self.buckets:
             stop = min(bucket.done, self.waiting[0])

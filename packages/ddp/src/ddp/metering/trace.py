@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from xml.sax.saxutils import escape
 
-from ddp.metering.records import BucketRecord, Span, StepRecord
+from ddp.metering.records import BucketRecord, StepRecord
 
 _COLORS = {"forward": "#9ecae1", "loss and backward": "#3182bd", "waiting for gradients": "#de2d26"}
 _EXPOSED = "#fdae6b"
@@ -42,7 +42,7 @@ class Event:
 
 
 def events(step: StepRecord) -> list[Event]:
-    """Return the events of a step; events of one lane do not overlap."""
+    """Return the events of a step. Events in the same lane do not overlap."""
     result = [Event(0, "forward", *span) for span in step.forwards]
     result.append(Event(0, "loss and backward", *step.backward))
     result.append(Event(0, "waiting for gradients", *step.waiting))
@@ -56,26 +56,27 @@ def events(step: StepRecord) -> list[Event]:
 
 
 def svg(steps: Mapping[str, StepRecord]) -> str:
-    """Draw one step of each design, all on the same time scale.
+    """Return a chart of one step of each design, on one time scale, as the text of an SVG.
 
-    Computation is blue and the wait after it is red. Communication is green while it is hidden
+    Computation is blue, and the wait after it is red. Communication is green while it is hidden
     behind the computation, and orange otherwise.
     """
-    spans = {name: _step_span(step) for name, step in steps.items()}
-    longest = max(stop - start for start, stop in spans.values())
+    stops = {name: _last_stop(step) for name, step in steps.items()}
+    longest = max(stops[name] - step.start for name, step in steps.items())
     scale = (_WIDTH - _LEFT - 20) / longest
     parts: list[str] = []
     y = 24
     for name, step in steps.items():
-        start, stop = spans[name]
+        start = step.start
+        stop = stops[name]
         step_events = events(step)
         parts.append(_text(_LEFT - 8, y + 12, name, anchor="end"))
         for event in step_events:
-            top = y + _ROW_HEIGHT * min(event.lane, _MAX_LANES)
+            bar_y = y + _ROW_HEIGHT * min(event.lane, _MAX_LANES)
             for piece_start, piece_stop, color in _pieces(event, step):
                 x = _LEFT + (piece_start - start) * scale
                 bar_width = (piece_stop - piece_start) * scale
-                parts.append(_bar(x, top, bar_width, color, event))
+                parts.append(_bar(x, bar_y, bar_width, color, event))
         y += _ROW_HEIGHT * (1 + min(_MAX_LANES, max(event.lane for event in step_events)))
         label = f"waits {1e3 * step.exposed_seconds:.0f} ms of {1e3 * (stop - start):.0f}"
         parts.append(_text(_LEFT, y + 9, label))
@@ -99,7 +100,7 @@ def write(path: str | Path, text: str) -> None:
 
 
 def _claim_lane(lane_stops: list[float], bucket: BucketRecord) -> int:
-    """Return the first lane that is free when the bucket is launched, and occupy it."""
+    """Return the first lane that is free when the bucket is launched, and mark it as used."""
     for lane, stop in enumerate(lane_stops):
         if stop <= bucket.sent:
             lane_stops[lane] = bucket.done
@@ -109,17 +110,15 @@ def _claim_lane(lane_stops: list[float], bucket: BucketRecord) -> int:
 
 
 def _pieces(event: Event, step: StepRecord) -> list[tuple[float, float, str]]:
-    """Return the pieces of an event with their colors; communication is split at the wait."""
+    """Return start, stop and color of the pieces of an event; split communication at the wait."""
     if not event.lane:
         return [(event.start, event.stop, _COLORS[event.name])]
-    cut = min(max(step.waiting[0], event.start), event.stop)
-    return [(event.start, cut, _HIDDEN), (cut, event.stop, _EXPOSED)]
+    split_time = min(max(step.waiting[0], event.start), event.stop)
+    return [(event.start, split_time, _HIDDEN), (split_time, event.stop, _EXPOSED)]
 
 
-def _step_span(step: StepRecord) -> Span:
-    starts = [step.backward[0], *(start for start, _ in step.forwards)]
-    stops = [step.waiting[1], *(bucket.done for bucket in step.buckets)]
-    return min(starts), max(stops)
+def _last_stop(step: StepRecord) -> float:
+    return max([step.waiting[1], *(bucket.done for bucket in step.buckets)])
 
 
 def _bar(x: float, y: float, width: float, color: str, event: Event) -> str:

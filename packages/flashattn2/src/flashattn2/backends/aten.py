@@ -27,7 +27,7 @@ VECTOR = 16
 #
 # In bfloat16 the kernel computes most exponentials by an approximation that maps NaN to a number.
 # The output of a row with an infinite score is then finite, although its softmax is NaN.  Its
-# log-sum-exp is still infinite, so `kernel` detects these rows.
+# log-sum-exp is still infinite, so `run_kernel` detects these rows.
 
 
 def find_obstacle(q: Tensor, k: Tensor, spec: AttentionSpec, packed: bool = False) -> str | None:
@@ -55,8 +55,10 @@ def is_kernel_sufficient(q: Tensor, v: Tensor) -> bool:
     return q.dtype != torch.float16 and q.shape[-1] == v.shape[-1] and v.shape[2] >= VECTOR
 
 
-def kernel(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    """Call torch's kernel; in bfloat16, restore NaN.  See Note [Lost NaN]."""
+def run_kernel(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    """Return the results of torch's kernel, in bfloat16 with NaN restored: Note [Lost NaN]."""
     out, lse = _kernel(q, k, v, 0.0, causal, scale=scale)
     # The comparison is also False for NaN.  The type excludes fake tensors, which have no values.
     if out.dtype == torch.bfloat16 and type(lse) is Tensor and not lse.amax() < torch.inf:
@@ -78,7 +80,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool) -> tupl
         q, k, v = _make_rows_contiguous(q, k, v)
     if q.shape[-1] != dim:
         q, k, v = _pad_head_dims(q, k, v)
-    out, lse = kernel(q, k, v, causal, scale)
+    out, lse = run_kernel(q, k, v, causal, scale)
     # Check the type first: fake tensors have no values, and a comparison of their lengths would
     # restrict the lengths that an exported program accepts.
     may_lose_nan = type(lse) is Tensor and k.shape[2] < VECTOR
@@ -100,7 +102,7 @@ def _restore_nan(q: Tensor, k: Tensor, out: Tensor, lse: Tensor, causal: bool) -
 
 
 def forward_or_tiled(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
-    """Run the kernel, or tiled PyTorch if the kernel does not support the input."""
+    """Return the results of the kernel or, if it does not support the input, of tiled PyTorch."""
     if find_obstacle(q, k, spec):
         return tiled.forward(q, k, v, spec)
     # With dynamic lengths in a graph, the right bound is symbolic, but the kernel needs a bool.
@@ -171,7 +173,7 @@ def _kernel_gradients(
 
 
 def _pad_head_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Pad all tensors with zeros to their largest head dim, because the kernel requires one size.
+    """Return all tensors, padded with zeros to the largest head dim; the kernel requires one size.
 
     Columns of zeros in q and k do not change scores.  The caller removes the output columns that
     belong to columns of zeros in v.
@@ -181,5 +183,5 @@ def _pad_head_dims(*tensors: Tensor) -> tuple[Tensor, ...]:
 
 
 def _make_rows_contiguous(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Copy the tensors whose last dimension is not contiguous."""
+    """Return the tensors, copied if their last dimension is not contiguous."""
     return tuple(x if x.stride(-1) == 1 else x.contiguous() for x in tensors)

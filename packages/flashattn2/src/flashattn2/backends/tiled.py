@@ -38,7 +38,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
         m_i = q_i.new_full(q_i.shape[:2], -torch.inf)  # the row maximum so far
         l_i = torch.zeros_like(m_i)  # the row sum so far, relative to the maximum
         for columns, hidden in tiles.keys(rows, q.device):
-            s_ij = scores(q_i, k_[:, columns], spec, hidden)  # [n, g·t, u]
+            s_ij = compute_scores(q_i, k_[:, columns], spec, hidden)  # [n, g·t, u]
             m_new = torch.maximum(m_i, s_ij.amax(-1))
             # The maximum is -inf while all scores are, and -inf - -inf would be NaN.
             finite_max = m_new.masked_fill(m_new == -torch.inf, 0.0)
@@ -89,7 +89,7 @@ def backward(
         dq_i = torch.zeros_like(q_i)
         for columns, hidden in tiles.keys(rows, q.device):
             k_j, v_j = k_[:, columns], v_[:, columns]  # [n, u, d]
-            s_ij = scores(q_i, k_j, spec, hidden)  # [n, g·t, u]
+            s_ij = compute_scores(q_i, k_j, spec, hidden)  # [n, g·t, u]
             slope = 1 - (s_ij / spec.softcap) ** 2 if spec.softcap else None
             p_ij = s_ij.sub_(l_i).exp_()
             if norm_i is not None:
@@ -118,7 +118,7 @@ def row_sums(
     """
     p_i, pdp_i = torch.zeros_like(l_i), torch.zeros_like(l_i)
     for columns, hidden in tiles.keys(rows, q_i.device):
-        p_ij = scores(q_i, k[:, columns], tiles.spec, hidden).sub_(l_i).exp_()
+        p_ij = compute_scores(q_i, k[:, columns], tiles.spec, hidden).sub_(l_i).exp_()
         p_i += p_ij.sum(-1, keepdim=True)
         pdp_i += p_ij.mul_(do_i @ v[:, columns].mT).sum(-1, keepdim=True)
     # A row that sees no key has P = 0, so any finite factor is valid.
@@ -154,11 +154,11 @@ class Tiles:
             if columns.start < all_start or columns.stop > all_stop:
                 queries = torch.arange(rows.start, rows.stop, device=device)
                 keys = torch.arange(columns.start, columns.stop, device=device)
-                hidden = self.spec.hidden(queries, keys, shift)
+                hidden = self.spec.hidden_mask(queries, keys, shift)
             yield columns, hidden
 
 
-def scores(q_i: Tensor, k_j: Tensor, spec: AttentionSpec, hidden: Tensor | None) -> Tensor:
+def compute_scores(q_i: Tensor, k_j: Tensor, spec: AttentionSpec, hidden: Tensor | None) -> Tensor:
     """Return one tile of scores `[n, g·t, u]` with -inf for hidden keys."""
     # Scale the product: scaling the queries instead would round them once more.
     s_ij = torch.baddbmm(q_i.new_empty(()), q_i, k_j.mT, beta=0, alpha=spec.scale)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from flashattn2.attention import flash_attention_varlen
 from flashattn2.bench.implementations import Attention, causal, fused_kernels
-from flashattn2.bench.measure import elapsed_ms, graph_ms, peak_extra_bytes, processor, time_ms
+from flashattn2.bench.measure import elapsed_ms, graph_ms, peak_extra_bytes, read_cpu_name, time_ms
 from flashattn2.bench.rounds import Rate, Row, attempt, time_rows
 from flashattn2.kvcache import flash_attention_with_kvcache
 
@@ -37,14 +37,14 @@ def measured_rows(device: str, quick: bool, cases: Sequence[str]) -> Iterator[Ro
             "would be timed without waiting for their kernels"
         )
     torch.manual_seed(0)
-    yield machine(device)
+    yield describe_machine(device)
     for case in cases:
         yield from CASES[case](device, quick)
 
 
-def machine(device: str) -> Row:
+def describe_machine(device: str) -> Row:
     """Return the row that describes the machine and the date."""
-    name = torch.cuda.get_device_name() if device == "cuda" else processor()
+    name = torch.cuda.get_device_name() if device == "cuda" else read_cpu_name()
     return {
         "case": "machine",
         "device": name,
@@ -54,11 +54,11 @@ def machine(device: str) -> Row:
     }
 
 
-def flops(shape: tuple[int, int, int, int], which: str, is_causal: bool = True) -> float:
-    """Return the FLOPs of one pass by the formula in the module docstring."""
+def count_flops(shape: tuple[int, int, int, int], pass_name: str, is_causal: bool = True) -> float:
+    """Return the FLOPs of one pass, or of both, by the formula in the module docstring."""
     batch, heads, seq, dim = shape
     forward = 4.0 * batch * heads * seq * seq * dim * (0.5 if is_causal else 1.0)
-    return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[which]
+    return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[pass_name]
 
 
 def flash(device: str, quick: bool) -> Iterator[Row]:
@@ -115,11 +115,11 @@ def compare(
     peaks = {name: peak_extra_bytes(run, device) / 2**20 for name, run in both.items()}
     # On a GPU, each time is already a median of many runs.
     rounds = 3 if quick or device == "cuda" else 5
-    for which in PASSES:
-        rate = Rate("tflops", flops(shape, which, is_causal) / 1e9)
-        runs = {name: passes[which] for name, passes in prepared.items()}
+    for pass_name in PASSES:
+        rate = Rate("tflops", count_flops(shape, pass_name, is_causal) / 1e9)
+        runs = {name: passes[pass_name] for name, passes in prepared.items()}
         timer = functools.partial(time_ms, device=device)
-        for row in time_rows({**labels, "pass": which}, runs, failures, rate, rounds, timer):
+        for row in time_rows({**labels, "pass": pass_name}, runs, failures, rate, rounds, timer):
             yield {**row, "peak_mib": peaks.get(str(row["impl"]), row["time_ms"])}
 
 
@@ -173,10 +173,10 @@ def packed(device: str, quick: bool) -> Iterator[Row]:
             torch.randn(tokens, heads, dim, device=device, dtype=torch.bfloat16) for _ in range(4)
         )
         prepared, failures = prepare_passes(attentions, (q, k, v), grad)
-        for which in PASSES:
-            work = sum(flops((1, heads, n, dim), which) for n in lengths)
-            labels: Row = {"case": "packed", "dim": dim, "pass": which}
-            runs = {name: passes[which] for name, passes in prepared.items()}
+        for pass_name in PASSES:
+            work = sum(count_flops((1, heads, n, dim), pass_name) for n in lengths)
+            labels: Row = {"case": "packed", "dim": dim, "pass": pass_name}
+            runs = {name: passes[pass_name] for name, passes in prepared.items()}
             timer = functools.partial(time_ms, device=device)
             yield from time_rows(labels, runs, failures, Rate("tflops", work / 1e9), 3, timer)
 

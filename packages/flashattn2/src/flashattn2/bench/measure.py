@@ -53,7 +53,7 @@ def peak_extra_bytes(run: Callable[[], Any], device: str = "cpu") -> int:
     return max(0, *itertools.accumulate(changes, initial=0))
 
 
-def processor() -> str:
+def read_cpu_name() -> str:
     """Return the processor's name in /proc/cpuinfo, or the architecture."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []

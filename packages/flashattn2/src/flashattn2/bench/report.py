@@ -12,7 +12,7 @@ from flashattn2.bench.rounds import Row
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Print one table and write the rows as JSON if requested."""
+    """Run the command: print one table, and write the rows as JSON if requested."""
     parser = argparse.ArgumentParser(prog="python -m flashattn2.bench", description=cases.__doc__)
     parser.add_argument("--device", default="cpu", choices=cases.DEVICES)
     parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
@@ -27,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             part = arguments.json.with_name(f"{arguments.json.name}.{os.getpid()}.part")
             part.write_text(json.dumps(rows, indent=1) + "\n")
             part.replace(arguments.json)
-    print(table(rows))
+    print(format_table(rows))
 
 
-def table(rows: list[Row]) -> str:
+def format_table(rows: list[Row]) -> str:
     """Return the rows as aligned text, with one block per set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):

@@ -50,7 +50,7 @@ class Grid:
 
 
 def find_pattern(function: MaskFunction, grid: Grid) -> Pattern | None:
-    """Return the pattern that equals the mask function on the grid, or None if none is known."""
+    """Return the pattern that equals the mask function on the grid, or None if none is found."""
     pattern = recognize(function, grid)
     if pattern is None or not pattern.is_separated:
         return None

@@ -1,10 +1,10 @@
 """The attention mask of `flashattn2.integrations.transformers`: a description without storage.
 
 Note [A mask that cannot be misread]
-A model that does not call the attention function adds the mask to the scores it computes.  A tensor
-of numbers would be added and hide nothing, without an error.  Therefore `AttentionMask`
-is a tensor subclass without storage.  Operations that copy, convert, slice or expand it
-return another `AttentionMask`; every other operation raises ValueError and names the model.
+A model that does not call the attention function adds the mask to scores that it computes itself.
+A tensor of numbers would be added and hide nothing, without an error.  Therefore `AttentionMask` is
+a tensor subclass without storage.  Operations that copy, convert, slice or expand it return another
+`AttentionMask`; every other operation raises ValueError and names the model.
 """
 
 from collections.abc import Callable, Iterable
@@ -109,7 +109,7 @@ class AttentionMask(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Copy, convert, slice or expand the mask; raise ValueError for every other operation."""
+        """Return the result of an operation in `HANDLERS`; raise ValueError for any other one."""
         handler = HANDLERS.get(func)
         mask = args[0] if args else None
         if handler is not None and isinstance(mask, AttentionMask):
@@ -165,9 +165,9 @@ class AttentionMask(Tensor):
         """Find the rows that are not padding and number their sequences."""
         rule, batch = self.rule, len(self.sequence)
         sequence = self.sequence[:, : self.span()[0]]
-        most = int(sequence.amax()) + 1 if sequence.numel() else 1
+        num_numbers = int(sequence.amax()) + 1 if sequence.numel() else 1
         # Assign distinct numbers to the sequences of all batch entries.
-        number = sequence + most * torch.arange(batch, device=sequence.device)[:, None]
+        number = sequence + num_numbers * torch.arange(batch, device=sequence.device)[:, None]
         number = number.masked_fill(sequence == 0, -1)
         if rule.is_bounded or rule.is_packed:
             query_number = number[:, max(rule.first, 0) : rule.first + rule.seq_q]
@@ -248,7 +248,7 @@ def _slice(
 
 
 def _expand(mask: AttentionMask, size: Any, **_: Any) -> AttentionMask | None:
-    """Expand the batch and head dimensions; return None if another dimension would change."""
+    """Return the mask with expanded batch and heads, or None if another dimension would change."""
     if len(size) != 4:
         return None
     sizes = [old if new == -1 else new for new, old in zip(size, mask.shape, strict=True)]

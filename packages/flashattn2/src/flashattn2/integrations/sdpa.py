@@ -40,7 +40,7 @@ def sdpa(
     fewer heads only with `enable_gqa`.
 
     A call with an `attn_mask`, dropout, other dimensions, tensor subclasses such as `DTensor`, or
-    another argument that flashattn2 does not support runs torch's own function, without an error.
+    another argument that flashattn2 does not support returns the result of torch's own function.
     Calls within torch's `context_parallel` run its function, which gathers the keys of all ranks.
     For a mask or dropout, `explain(..., attn_mask=..., dropout_p=...)` returns the reason.
 

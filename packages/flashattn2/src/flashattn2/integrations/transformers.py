@@ -78,10 +78,10 @@ def attention(
     position_ids: Tensor | None = None,
     **others: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention of `(batch, heads, seq, dim)` and return `(batch, seq, heads, dim)`.
+    """Return the attention of `(batch, heads, seq, dim)` as `(batch, seq, heads, dim)`, and None.
 
-    The arguments are those of the attention functions of transformers; `s_aux` are sinks.  The
-    second result is None instead of the attention weights.
+    The arguments are those of the attention functions of transformers; `s_aux` are sinks.  None
+    stands for the attention weights, which are not computed.
 
     Raises:
         ValueError: If the mask was not made by `make_mask` or is not supported, and for dropout and
@@ -161,7 +161,7 @@ def _attend(
     position_ids: Tensor | None,
     options: dict[str, Any],
 ) -> tuple[Tensor, None]:
-    """Compute attention under a mask of `make_mask`; raise ValueError if it is not supported."""
+    """Return the attention under a mask of `make_mask`; raise ValueError if it is not supported."""
     if mask.rule.refusal:
         raise ValueError(f'{mask.rule.refusal}; use attn_implementation="sdpa"')
     batch, heads, seq_q, _ = query.shape
@@ -180,11 +180,13 @@ def _attend(
     options["window"] = (left, right)
     if mask.rule.is_dense:
         return _rows_first(flash_attention(query, key, value, **options)), None
-    return _packed(query, key, value, mask.packing(), options), None
+    return _attend_packed(query, key, value, mask.packing(), options), None
 
 
-def _packed(q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: dict[str, Any]) -> Tensor:
-    """Compute attention without padding and return `(batch, seq, heads, dim)`, zero for padding."""
+def _attend_packed(
+    q: Tensor, k: Tensor, v: Tensor, packing: Packing, options: dict[str, Any]
+) -> Tensor:
+    """Return the attention of all rows, `(batch, seq, heads, dim)`, with zeros for padding."""
     batch, heads, seq_q, _ = q.shape
     out = q.new_zeros((batch * seq_q, heads, v.shape[-1]))
     if len(packing.cu_seqlens_q) > 1:

@@ -19,7 +19,7 @@ def backward(
     grad_lse: Tensor | None, cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec,
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Return the gradients of q, k and v."""
+    """Return the gradients of q, k and v, in their dtypes and memory layouts."""
     dq, dk, dv = (launch.empty_like_layout(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()

@@ -97,7 +97,7 @@ def choose(
         if sizes is not None:
             tile = prune(kernel, Tile(*sizes), element_bytes, block_d, shared_bytes)
             return tile, path == "tma"
-    raise ValueError(f"no tile for kernel {kernel}, {kind}, head dim {block_d} in {paths}")
+    raise ValueError(f"no {kernel} tile for {kind}, head dim {block_d}, {paths}: run tests/tune.py")
 
 
 def find_sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:
@@ -109,7 +109,7 @@ def find_sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:
 
 
 def prune(kernel: str, tile: Tile, element_bytes: int, block_d: int, shared_bytes: int) -> Tile:
-    """Reduce the stages, then halve the rows down to 16, until the shared memory suffices."""
+    """Return the tile with fewer stages, then with rows halved to 16, until it fits in memory."""
     while shared_memory_bytes(kernel, tile, element_bytes, block_d) > shared_bytes:
         if tile.num_stages > 1:
             tile = replace(tile, num_stages=tile.num_stages - 1)

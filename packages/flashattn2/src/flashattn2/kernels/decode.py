@@ -91,7 +91,7 @@ def decode(
 def append(
     k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor, lengths: Tensor, table: Tensor | None
 ) -> None:
-    """Write the rows of `k` and `v` after the first `lengths` rows of each sequence."""
+    """Write `k` and `v` into the caches after the first `lengths` rows of each sequence."""
     batch, heads, new, dim = k.shape
     if k.numel() == 0:
         return

@@ -138,10 +138,10 @@ def _paths(device: "Device", packed: bool, tensors: tuple[Tensor, ...]) -> tuple
 
 
 def split_count(programs: int, loop_tiles: int, processors: int) -> int:
-    """Return the largest number of splits whose programs fit on the SMs, at most `MAX_SPLITS`.
+    """Return the largest number of splits whose programs fit on the SMs, 1 to `MAX_SPLITS`.
 
-    Without splits, each of `programs` programs loops over `loop_tiles` tiles.  The number of splits
-    is also limited so that a split has at least four tiles.
+    Without splits, each of `programs` programs loops over `loop_tiles` tiles.  Several splits are
+    used only if each of them has at least four tiles.
     """
     if programs >= processors:
         return 1

@@ -1,12 +1,10 @@
 """The row statistics of the backward pass: D = rowsum(dO ∘ O) - dL, and 1 / rowsum(P).
 
-Two rounding errors are larger than those of EXACT float32 products (see `tiles.py`).  First, a
-log-sum-exp from 4 to 8 is rounded by up to 2.4e-7, and a larger one by more.  This is a relative
-error of every entry in its row of P.  Second, D = dO · O is subtracted from dP, but the two have
-different rounding errors, which matters if their difference is small.  Therefore, for EXACT
-products, `sums_kernel` sums the same P and dP that the later kernels compute: P is divided by its
-sum, and D = rowsum(P ∘ dP) - dL.  Other precisions have larger errors in their products and skip
-this kernel, which saves two of nine products.
+Two rounding errors, which `flashattn2.backends.tiled.row_sums` describes, are larger than those of
+EXACT float32 products (see `tiles.py`).  Therefore, for EXACT products, `sums_kernel` sums the same
+P and dP that the later kernels compute: P is divided by its sum, and D = rowsum(P ∘ dP) - dL.
+Other precisions have larger errors in their products and skip this kernel, which saves two of nine
+products.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -30,7 +28,7 @@ from flashattn2.spec import AttentionSpec
 
 
 def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:
-    """Return D = rowsum(dO ∘ O) - dL."""
+    """Return D = rowsum(dO ∘ O) - dL, in the shape of `lse`."""
     d = torch.empty_like(lse)
     _write_delta(out, grad_out, grad_lse, None, d, None, lse.shape[-1])
     return d
@@ -55,7 +53,7 @@ def _write_delta(
     out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor | None, d: Tensor,
     scaled: Tensor | None, head_stride: int,
 ) -> None:  # fmt: skip
-    """Run `delta_kernel`, which fills `d` and `scaled`, whose heads are `head_stride` apart."""
+    """Run `delta_kernel` to fill `d` and `scaled`, where heads are `head_stride` numbers apart."""
     batch, heads, rows, dim = out.shape
     tiles = launch.cdiv(rows, 32)
     delta_kernel[launch.grid(tiles, batch * heads, 1)](

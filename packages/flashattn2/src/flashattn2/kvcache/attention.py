@@ -150,7 +150,7 @@ def flash_attention_with_kvcache(
 def _choose_backend(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, backend: str
 ) -> BackendChoice:
-    """Return the choice; on a CPU, `eager.py` selects a kernel per sequence with "aten"."""
+    """Return the choice; on a CPU, "auto" and "aten" select a kernel per sequence in `eager.py`."""
     is_per_sequence = q.device.type == "cpu" and backend in ("auto", "aten")
     requested = "torch" if is_per_sequence else backend
     choice, _ = select_backend(q, k_cache, v_cache, spec, backend=requested, packed=True)
@@ -167,10 +167,7 @@ def _signature_of_new_rows(k: Tensor | None, v: Tensor | None) -> Any:
 def _is_single_query_on_cpu(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, choice: BackendChoice
 ) -> bool:
-    """Return True if one call of torch's CPU kernel suffices for one query and a contiguous cache.
-
-    The caller checks that the cache is contiguous.
-    """
+    """Return True if one call of torch's CPU kernel suffices; the cache must not be paged."""
     if choice.backend != "aten" or spec.softcap:
         return False
     is_single_query = q.shape[2] == 1 and min(*q.shape, *k_cache.shape) > 0
@@ -186,11 +183,11 @@ def _call_cpu_kernel(
     cache_seqlens: int | Tensor,
     spec: AttentionSpec,
 ) -> tuple[Tensor, Tensor] | None:
-    """Append the new rows and call torch's CPU kernel, or return None if the call needs more.
+    """Append the new rows and return the output and log-sum-exp of torch's CPU kernel.
 
-    If the result is None, nothing was written, and the caller runs its general code.  The
-    log-sum-exp has the shape `(batch, kv_heads, heads // kv_heads)`.  Reshaping it takes a copy, so
-    the caller does so only if the log-sum-exp is requested.
+    If the call needs the general path, return None and write nothing.  The log-sum-exp has the
+    shape `(batch, kv_heads, heads // kv_heads)`.  Reshaping it takes a copy, so the caller does so
+    only if the log-sum-exp is requested.
     """
     if type(cache_seqlens) is not int:
         return None
@@ -201,11 +198,11 @@ def _call_cpu_kernel(
         new = k.shape[2]
     elif k is not v:
         return None
-    count = cache_seqlens + new
-    first = 0 if spec.left == UNBOUNDED else max(0, count - 1 - spec.left)
+    stop = cache_seqlens + new
+    start = 0 if spec.left == UNBOUNDED else max(0, stop - 1 - spec.left)
     # With fewer keys the kernel may lose NaN: see Note [Lost NaN] in aten.py.
-    is_supported = count - first >= aten.VECTOR and is_untransformed()
-    if not (is_supported and cache_seqlens >= 0 and count <= k_cache.shape[2]):
+    is_supported = stop - start >= aten.VECTOR and is_untransformed()
+    if not (is_supported and cache_seqlens >= 0 and stop <= k_cache.shape[2]):
         return None
     if not q.stride(-1) == k_cache.stride(-1) == v_cache.stride(-1) == 1:
         return None
@@ -214,16 +211,16 @@ def _call_cpu_kernel(
         q = validation.copy_aliased_rows(q, k_cache, v_cache)
         k = validation.copy_aliased_rows(k, k_cache, v_cache)
         v = validation.copy_aliased_rows(v, k_cache, v_cache)
-        k_cache.narrow(2, count - new, new).copy_(k)
-        v_cache.narrow(2, count - new, new).copy_(v)
+        k_cache.narrow(2, cache_seqlens, new).copy_(k)
+        v_cache.narrow(2, cache_seqlens, new).copy_(v)
     # The query is at the last key, so a window is a slice of the keys.
-    keys = k_cache.narrow(2, first, count - first)
-    values = v_cache.narrow(2, first, count - first)
+    keys = k_cache.narrow(2, start, stop - start)
+    values = v_cache.narrow(2, start, stop - start)
     batch, heads, _, dim = q.shape
     kv_heads = keys.shape[1]
     if heads == kv_heads:
-        return aten.kernel(q, keys, values, False, spec.scale)
+        return aten.run_kernel(q, keys, values, False, spec.scale)
     # The query heads of one key head become rows of one head, so each key is read once.
     rows = q.reshape(batch, kv_heads, heads // kv_heads, dim)
-    out, lse = aten.kernel(rows, keys, values, False, spec.scale)
+    out, lse = aten.run_kernel(rows, keys, values, False, spec.scale)
     return out.reshape(q.shape), lse

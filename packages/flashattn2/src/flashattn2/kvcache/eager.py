@@ -13,7 +13,7 @@ from flashattn2.spec import UNBOUNDED, AttentionSpec
 CHUNK_BYTES = 2 * 1024**2
 #: The smallest number of rows of a chunk, so that a chunk takes longer than its Python code.
 CHUNK_ROWS = 256
-#: The largest number of chunks for which chunks were not faster than a copy of the whole sequence.
+#: Sequences of at most this many chunks are copied whole, which took no longer in measurements.
 FEW_CHUNKS = 3
 
 
@@ -93,7 +93,7 @@ def _attend_chunks(
     spec: AttentionSpec,
     backend: str,
 ) -> tuple[Tensor, Tensor] | None:
-    """Return the output and log-sum-exp of a sequence, whose pages are copied a chunk at a time.
+    """Return the output and log-sum-exp of a sequence, copying its pages chunk by chunk.
 
     The copy of a chunk stays in the L2 cache of a core until it is read.  The result is None for a
     sequence of at most `FEW_CHUNKS` chunks, or if a page is larger than a chunk.  It is also None
@@ -104,8 +104,8 @@ def _attend_chunks(
     row_bytes = k_cache.shape[1] * dims * k_cache.element_size()
     chunk = max(CHUNK_ROWS, CHUNK_BYTES // row_bytes) // size * size
     # With a window, there is one query, at the last key.
-    first = 0 if spec.left == UNBOUNDED else max(0, count - 1 - spec.left)
-    start = first // size * size
+    first_key = 0 if spec.left == UNBOUNDED else max(0, count - 1 - spec.left)
+    start = first_key // size * size
     if count - start <= FEW_CHUNKS * chunk or chunk == 0:
         return None
     spec = replace(spec, left=UNBOUNDED, right=UNBOUNDED)
@@ -113,12 +113,14 @@ def _attend_chunks(
     buffers = [x.new_empty(x.shape[1], chunk, x.shape[3]) for x in (k_cache, v_cache)]
     outputs = []
     sums = []
-    for begin in range(start, count, chunk):
-        stop = min(begin + chunk, count)
-        used = pages[begin // size : -(-stop // size)]
+    for chunk_start in range(start, count, chunk):
+        chunk_stop = min(chunk_start + chunk, count)
+        used = pages[chunk_start // size : -(-chunk_stop // size)]
         for cache, buffer in zip((k_cache, v_cache), buffers, strict=True):
             torch.cat([cache[page] for page in used], 1, out=buffer[:, : len(used) * size])
-        keys, values = (x[None, :, max(first - begin, 0) : stop - begin] for x in buffers)
+        keys, values = (
+            x[None, :, max(first_key - chunk_start, 0) : chunk_stop - chunk_start] for x in buffers
+        )
         out, lse = _attend(q, keys, values, spec, backend)
         outputs.append(out)
         sums.append(lse)

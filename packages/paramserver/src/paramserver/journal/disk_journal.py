@@ -206,8 +206,8 @@ class DiskJournal:
             if self._fsync:
                 os.fsync(self._file.fileno())
         except OSError:
-            # If this fails too, the next call repeats it: `load` would refuse a record that
-            # follows an incomplete one.
+            # If discarding fails too, the next call discards the record: `load` refuses a record
+            # that follows an incomplete one.
             with suppress(OSError):
                 self._discard_incomplete_record()
             raise
@@ -285,7 +285,7 @@ class DiskJournal:
 
 
 def restore(folder: Path, core: Core) -> None:
-    """Restore `core` from a journal without recording later changes; raise if it is empty."""
+    """Restore `core` without recording later changes; raise `JournalError` for an empty journal."""
     with files.lock_journal(folder):
         if not _restore(folder, core)[1]:
             raise JournalError(f"expected a journal in {folder}, which is empty")

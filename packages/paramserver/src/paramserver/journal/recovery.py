@@ -60,7 +60,10 @@ def require_journals(folder: Path, servers: int, numbers: Iterable[int]) -> None
 
 
 def _has_pushes(folder: Path) -> bool:
-    """Return False only if the journal contains no push; its server may be running."""
+    """Return False if the journal contains no push, and True if it has one or cannot be read.
+
+    Its server may be running and replace files in the meantime, so reading is retried.
+    """
     for _ in range(_READS):
         try:
             first = files.newest_snapshot(folder)

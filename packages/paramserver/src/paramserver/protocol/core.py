@@ -73,7 +73,7 @@ class Core:
         self.journal: Journal | None = None
         #: Data of the last answer if its `size` is not 0; valid until the next request.
         self.answer_data = replica.newest
-        #: Reason for each loss after which training continued, by worker.
+        #: Reason for each loss after which training continued, keyed by worker.
         self.lost: dict[int, str] = {}
         self._elastic = elastic
         #: True if training continues after the loss of a worker. Otherwise the other workers wait

@@ -107,7 +107,7 @@ class Ledger:
     # The following methods handle requests. A worker repeats a request if the answer was lost.
 
     def join(self, worker: int, session: int) -> Member:
-        """Start a new epoch of `worker`, unless this session has joined already."""
+        """Start a new epoch of `worker`, unless this session has joined, and return its state."""
         member = self.members.get(worker, Member(active=False))
         if session in member.sessions:
             return member
@@ -119,7 +119,7 @@ class Ledger:
     def commit(self, push: Push) -> None:
         """Append a push that all servers have staged, and its update if the update is complete.
 
-        A repeated push has no effect. Raise `ValueError` if the push is of another clock.
+        A repeated push has no effect. Raises `ValueError` if the push is of another clock.
         """
         worker, epoch, clock = push
         member = self.members[worker]
@@ -187,7 +187,7 @@ class Ledger:
             self._append(entry)
 
     def copy(self) -> "Ledger":
-        """Return a ledger with the same state and without stored entries."""
+        """Return a ledger with the same state, except that its log stores no entries."""
         copied = Ledger(0, self._consistency)
         copied.version = self.version
         copied._workers = self._workers

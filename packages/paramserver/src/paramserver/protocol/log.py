@@ -85,7 +85,7 @@ class Log:
         return self.start + len(self.entries)
 
     def after(self, position: int) -> "Log":
-        """Return the part of the log that starts at `position`."""
+        """Return the part of the log from `position` on, or the whole log if it starts later."""
         skipped = max(0, position - self.start)
         before = self.before
         for entry in self.entries[:skipped]:

@@ -25,7 +25,7 @@ from paramserver.protocol.pieces_optimizer import updater_of_pieces
 
 EpochAndNumber = tuple[int, int]
 
-#: Number of characters of settings in a message; a model may have an optimizer group per parameter.
+#: Maximum length of settings in a message, because each parameter may have an optimizer group.
 _MAX_SETTINGS = 2**12
 
 

@@ -58,7 +58,7 @@ class Session:
         self._has_pushed = False
 
     def join(self) -> Requests[None]:
-        """Join the training.
+        """Join the training, and set epoch, clock and pushes from the first server's answer.
 
         Raises:
             ValueError: the servers store the parameters of another module.

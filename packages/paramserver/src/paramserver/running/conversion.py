@@ -123,7 +123,7 @@ def _pieces_with_state(replica: Replica) -> list[tuple[Piece, Tensor, dict[str, 
 def _add_piece(whole: dict[str, Any], key: str, value: Any, piece: Piece) -> None:
     """Copy a value of a piece into the values of the whole parameter.
 
-    Raise `ValueError` unless the value is elementwise, or a scalar that is equal for all pieces.
+    Raises `ValueError` unless the value is elementwise, or a scalar that is equal for all pieces.
     """
     if isinstance(value, Tensor) and value.shape == piece.view_shape:
         numel = torch.Size(piece.shape).numel()

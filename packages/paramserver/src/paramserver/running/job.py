@@ -15,6 +15,7 @@ from paramserver.optimizers import OptimizerFactory
 from paramserver.parameters import trainable_parameters
 from paramserver.partition import Shard, partition
 from paramserver.protocol.messages import PeerLost
+from paramserver.running.arguments import require_integer, require_timeout
 from paramserver.server import Server
 from paramserver.worker import Worker
 
@@ -37,7 +38,10 @@ class Result:
 
 @dataclass(frozen=True)
 class Job:
-    """The description of a job, equal in all of its processes; see `run` for the fields."""
+    """The description of a job, equal in all of its processes; see `run` for the fields.
+
+    Raises `TypeError` or `ValueError`, with the name of the field, for an invalid value.
+    """
 
     train: Callable[..., Any]
     module: nn.Module
@@ -49,6 +53,15 @@ class Job:
     timeout: float = 60.0
     allow_missing: bool = False
     fsync: bool = False
+
+    def __post_init__(self) -> None:
+        if not callable(self.train):
+            raise TypeError(f"expected train to be a function of a worker, got {self.train!r}")
+        if not isinstance(self.module, nn.Module):
+            raise TypeError(f"expected module to be an nn.Module, got {self.module!r:.60}")
+        require_integer("workers", self.workers, 0)
+        require_integer("servers", self.servers, 1)
+        require_timeout(self.timeout)
 
     def pack(self) -> bytes:
         """Return the job as bytes for another process.

@@ -6,15 +6,17 @@ workers.
 """
 
 import multiprocessing
-from collections.abc import Callable, Sequence
+import os
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
 from torch import nn
 
-from paramserver.consistency import Consistency
-from paramserver.optimizers import OptimizerFactory
+from paramserver.consistency import Consistency, require_policy
+from paramserver.optimizers import OptimizerFactory, as_spec
 from paramserver.partition import Shard
+from paramserver.running.arguments import require_integer
 from paramserver.running.job import Job, Result, ServerReport, assemble_result
 from paramserver.running.processes import Processes, ReportLosses, collect
 from paramserver.running.serving import serve
@@ -43,11 +45,12 @@ def run(
     journal: str | Path | None = None,
     fsync: bool = False,
 ) -> Result:
-    """Call `train(worker, *args)` on every worker, with servers that start from `module`.
+    """Call `train(worker, *args)` on every worker, and return the values and final parameters.
 
-    Each server and each worker is a process of this machine. `train` pulls and pushes; the worker
-    finishes when `train` returns. After a failure, the remaining processes are killed: at once over
-    ZeroMQ, otherwise after `timeout` + 10 seconds.
+    Each server and each worker is a process of this machine. The servers start with the parameters
+    of `module`. `train` pulls and pushes; the worker finishes when `train` returns. After a
+    failure, the remaining processes are killed: at once over ZeroMQ, otherwise after `timeout` + 10
+    seconds.
 
     Args:
         train: the training function. `train`, `module`, `optimizer` and `args` must be picklable.
@@ -70,9 +73,12 @@ def run(
 
     Raises:
         PeerLost: a process has died; the message names it.
-        ValueError: an option is invalid, or requires another option.
+        TypeError: an argument has a wrong type; the message names the argument.
+        ValueError: an option is out of range, or requires another option.
         Exception: any exception that `train` raised.
     """
+    if not isinstance(args, Iterable):
+        raise TypeError(f"expected args to be a sequence of arguments of train, got {args!r:.60}")
     job = Job(
         train,
         module,
@@ -110,8 +116,12 @@ def run(
 def _check_options(job: Job, transport: str, restarts: int, journal: str | Path | None) -> None:
     if transport not in ("shared_memory", "zeromq"):
         raise ValueError(f"expected transport 'shared_memory' or 'zeromq', got {transport!r}")
-    if job.workers < 1:
-        raise ValueError(f"expected workers >= 1, got {job.workers}")
+    if not isinstance(journal, str | os.PathLike | None):
+        raise TypeError(f"expected journal to be the path of a folder, or None, got {journal!r}")
+    as_spec(job.optimizer)
+    require_policy(job.consistency)
+    require_integer("workers", job.workers, 1)
+    require_integer("restarts", restarts, 0)
     if transport != "zeromq" and (restarts or journal is not None):
         raise ValueError(f"expected transport 'zeromq' with restarts or journal, got {transport!r}")
     if job.fsync and journal is None:

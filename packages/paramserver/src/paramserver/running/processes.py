@@ -22,7 +22,7 @@ from typing import Any
 from paramserver.protocol.messages import PeerLost
 from paramserver.running.job import Outcome
 
-#: A function that receives, by worker, the reason for each loss after which training continued.
+#: A function that receives the reasons for losses after which training continued, keyed by worker.
 ReportLosses = Callable[[dict[int, str]], object]
 
 

@@ -13,7 +13,7 @@ from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Channel
 
 
 def serve(server: Server, channels: dict[int, Channel]) -> list[Thread]:
-    """Start one thread per worker; each thread ends when its worker has finished or is gone."""
+    """Return one started thread per worker, which ends when the worker has finished or is lost."""
     threads = [
         Thread(target=answer_requests, args=(server, worker, channel), daemon=True)
         for worker, channel in channels.items()
@@ -39,7 +39,7 @@ def answer_requests(server: Server, worker: int, channel: Channel) -> None:
 
 
 def _answer_next(server: Server, worker: int, channel: Channel) -> bool:
-    """Answer one request; return False if it is the worker's last one."""
+    """Answer one request; return False if it is the worker's last request."""
     request = channel.receive()
     check_request(worker, request)
     if request.kind is Kind.ABORT:

@@ -32,8 +32,8 @@ def open_server(
 ) -> ZeroMQServer:
     """Return server `number` of a job, bound to `address` and restored from its journal, if any.
 
-    `journal` is the folder that contains the journals of all servers; None writes no journal. Raise
-    `ValueError` if the job has no such server.
+    `journal` is the folder that contains the journals of all servers; None writes no journal.
+    Raises `ValueError` if the job has no such server.
     """
     if not 0 <= number < job.servers:
         raise ValueError(

@@ -136,6 +136,8 @@ def join(
     """
     rank = dist.get_rank(group)
     world = dist.get_world_size(group)
+    if not isinstance(servers, Iterable):
+        raise TypeError(f"expected servers to be ranks of the group, such as (0,), got {servers!r}")
     if not servers or len(set(servers)) < len(servers) or not set(servers) <= set(range(world)):
         raise ValueError(
             f"expected distinct ranks of a group of {world} as servers, got {list(servers)}"

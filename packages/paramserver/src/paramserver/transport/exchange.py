@@ -20,7 +20,7 @@ class Exchange:
     Args:
         rank: number of the worker.
         connections: a connection to each server.
-        payload: writes the data of pushes, and processes the data of pulls.
+        payload: the object that writes the data of pushes and processes the data of pulls.
         layouts: layout of each server's shard.
     """
 

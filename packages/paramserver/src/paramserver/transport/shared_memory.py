@@ -31,9 +31,9 @@ from paramserver.transport.connection import Channel, Channels
 
 #: True on processors where other processes see the writes of a process in program order.
 _HAS_ORDERED_WRITES = platform.machine().lower() in ("x86_64", "amd64")
-#: Index of the word that the server writes, see Note [Reading parameters in place].
+#: Index of the word that only the server writes, see Note [Reading parameters in place].
 _IN_PLACE = 0
-#: Index of the word that the worker writes, in another cache line.
+#: Index of the word that the worker sets and the server clears, in another cache line.
 _DONE = 8
 #: Size in bytes of one worker's words, including padding between cache lines.
 _WORDS_BYTES = 128

@@ -112,7 +112,7 @@ class ZeroMQServer:
     def serve(self, report: Callable[[dict[int, str]], object] | None = None) -> None:
         """Answer requests until `stop` is called.
 
-        About every second, `report` receives the reason of each loss of a worker, by worker.
+        About every second, `report` receives the reason for the loss of each lost worker.
         """
         last_report = 0.0
         last_check = time.monotonic()
@@ -300,7 +300,7 @@ class _Request:
 
 @dataclass(frozen=True)
 class _Received:
-    """A received message: a request, or a later chunk of one. The sender is not verified yet."""
+    """A received message: a request, or a later chunk of it. Only `sender_key` is verified yet."""
 
     name: bytes
     worker: int

@@ -59,7 +59,7 @@ def polish(
     weights: Array | None = None,
     max_steps: int = 200,
 ) -> PolishResult:
-    """Minimize the sum of Huber losses from each of S starts (S, P).
+    """Minimize the sum of Huber losses from each of S starts (S, P), and return the results.
 
     `weights` (S, n) weight the rows, for example by their counts in a bootstrap resample. See Note
     [Damped Newton steps].

@@ -1,8 +1,7 @@
 """Fit L(N, D) = E + A / N^alpha + B / D^beta to runs (Hoffmann et al. 2022; Besiroglu et al. 2024).
 
 The search starts from a grid over (alpha, beta) alone, so a fit takes milliseconds: see
-Note [Variable projection] in varpro.py. `prove=True` starts from every grid point and counts the
-starts that reach the result.
+Note [Variable projection] in varpro.py. `prove=True` starts from every grid point.
 """
 
 import math
@@ -87,7 +86,8 @@ class ParametricFit(Estimate):
         """Return the best model for `compute` FLOPs, with 95 % intervals of N, D and the loss.
 
         A `ScalingWarning` reports a wide interval, an optimum far from all runs, or runs that do
-        not identify the optimum.
+        not identify the optimum. Raises `TypeError` or `ValueError` unless `compute` is one
+        positive and finite number.
         """
         require_budget(compute)
         if self.unidentified:
@@ -101,6 +101,7 @@ class ParametricFit(Estimate):
         """Return the predicted loss of one new run, with a 95 % interval that includes its noise.
 
         A `ScalingWarning` reports a model far from all runs, or runs that do not identify the law.
+        Raises `TypeError` or `ValueError` unless both arguments are positive and finite numbers.
         """
         require_model(parameters, tokens)
         if self.unidentified:
@@ -118,7 +119,7 @@ def fit_parametric(
     delta: float = 1e-3,
     prove: bool = False,
 ) -> ParametricFit:
-    """Fit a law by minimizing the sum of loss(log predicted - log observed) over all runs.
+    """Return the fit with the least sum of loss(log predicted - log observed) over all runs.
 
     Args:
         runs: The runs, at least five.

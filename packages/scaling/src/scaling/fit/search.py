@@ -44,10 +44,10 @@ REVIVAL_SIZES = 4.0 ** -np.arange(13)
 #: are evaluated at once, so more values would need gigabytes for a large table.
 REVIVAL_EXPONENTS = 17
 
-#: Without `prove`, the number of best grid points that are used as starts, and the approximate
-#: number of further starts from a coarser grid. Forms with four or more exponents use half of the
-#: best points, and forms with three or more do not use the coarser grid.
+#: Number of best grid points from which a search without `prove` starts; half as many for forms
+#: with four or more exponents.
 BEST_STARTS = 8
+#: Approximate number of further starts from a coarser grid, for forms with up to two exponents.
 COARSE_GRID_POINTS = 25
 
 #: The delta of the Huber loss that approximates least absolute deviations.
@@ -77,7 +77,7 @@ class Proof:
 
 
 def describe_optima(proof: Proof) -> str:
-    """Return why the result of a search may not be the only optimum; empty if it is."""
+    """Return why the result of a search may not be the only optimum; empty if all starts agree."""
     if not proof.converged:
         return (
             f"none of {proof.starts} starts converged, so the result may not be an optimum; fit"
@@ -117,7 +117,7 @@ def estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimat
     """Return a fit with its parameters theta (P,) and its proof.
 
     If the runs do not identify a law, all numbers are nan, because many laws fit them equally well.
-    Raise `ValueError` if an option is invalid, there are too few runs, or all losses are equal.
+    Raises `ValueError` if an option is invalid, there are too few runs, or all losses are equal.
     """
     require_runs(runs)
     require_objective(loss, delta)
@@ -138,7 +138,7 @@ def estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimat
 
 
 def search(problem: Problem, loss: Loss, delta: float, prove: bool) -> tuple[Array, Proof]:
-    """Return the best parameters (1, P) and the numbers of starts that converged and reached them.
+    """Return the best parameters (1, P), and how many starts converged and reached them.
 
     `prove` starts from every point of the exponent grid. Otherwise the starts are the best points
     of the grid or, for more than `SEARCH_ROWS` rows, the optimum of a sample. With at most two
@@ -216,7 +216,7 @@ def refit(
     weights: Array | None = None,
     finest: float = FINEST_DELTA,
 ) -> newton.PolishResult:
-    """Minimize the objective from each start, for any loss: see `newton.polish`.
+    """Minimize the objective of any loss from each start, and return the results of `polish`.
 
     "lad" (least absolute deviations) is approximated by Huber losses whose delta shrinks to
     `finest`.
@@ -256,7 +256,7 @@ def _shrink_delta(
     weights: Array | None = None,
     finest: float = FINEST_DELTA,
 ) -> newton.PolishResult:
-    """Repeat the minimization with ten times smaller deltas, down to `finest`."""
+    """Return the results of minimizations with deltas that shrink tenfold, down to `finest`."""
     while delta > finest * 1.01:
         delta /= 10
         ends = newton.polish(problem, ends.theta, delta=delta, weights=weights)

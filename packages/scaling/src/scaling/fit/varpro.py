@@ -255,7 +255,7 @@ def _nonnegative_amplitudes(design: Array) -> Array:
             # The ridge keeps the systems of nearly proportional terms solvable.
             system = gram[:, subset][:, :, subset] + RIDGE * np.eye(size)
             amplitudes = np.linalg.solve(system, sums[:, subset, None])[..., 0]
-            # The decrease of the squared error below that of amplitudes of zero.
+            # This is the decrease of the squared error relative to amplitudes of zero.
             decrease = (amplitudes * sums[:, subset]).sum(1)
             better = (amplitudes >= 0).all(1) & (decrease > gain)
             gain[better] = decrease[better]

@@ -105,7 +105,10 @@ class IsoflopFit(ComparesArrays):
         return n * math.exp(-half), n * math.exp(min(half, 600.0))
 
     def _decades_of_drift(self, compute: float) -> float:
-        """Return the decades of a compute above the start of the drift or below the budgets."""
+        """Return the decades of a compute above the start of the drift or below the budgets.
+
+        The result is 0 between the two.
+        """
         budgets = np.array([valley.compute for valley in self.valleys])
         above = math.log10(compute / drift_start(budgets))
         return max(above, math.log10(budgets[0] / compute), 0.0)
@@ -118,7 +121,7 @@ class IsoflopFit(ComparesArrays):
 
 
 def fit_isoflop(runs: Runs, *, nearest: int | None = None, tolerance: float = 0.05) -> IsoflopFit:
-    """Fit a power law through the bottoms of the valleys of all budgets.
+    """Return the fit of a power law through the bottoms of the valleys of all budgets.
 
     A valley is the curve of loss over log N at one budget. By default all budgets share one skewed
     shape: see Note [Common shape] in valley.py. If there are too few runs for a common shape, or no
@@ -194,7 +197,7 @@ def _power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Arr
     """Return the scale, the exponent, and the covariance of the line through log C and log N.
 
     The budgets are weighted by the inverse of `covariance`. The returned covariance is scaled by
-    the scatter about the line. Raise `ValueError` unless the exponent is positive.
+    the scatter about the line. Raises `ValueError` unless the exponent is positive.
     """
     x = np.log(c)
     weight = np.linalg.inv(covariance / np.trace(covariance))

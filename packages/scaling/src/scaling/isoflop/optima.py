@@ -80,7 +80,7 @@ def _sort_and_check(group: Runs, diagnostics: Diagnostics) -> Runs:
 
 
 def _parabola_valley(group: Runs, nearest: int | None, diagnostics: Diagnostics) -> Valley | None:
-    """Fit a parabola to one budget; return None and add a message if the runs fix no bottom.
+    """Return the parabola of one budget, or None with a message if the runs fix no bottom.
 
     `nearest` limits the fit to this many runs, the nearest in log size to the best run.
     """
@@ -123,9 +123,9 @@ def _can_fix_a_valley(group: Runs, diagnostics: Diagnostics) -> bool:
 def _valleys_of_common_shape(
     groups: list[Runs], diagnostics: Diagnostics
 ) -> tuple[list[Valley], Array] | None:
-    """Fit a common shape; return the valleys that have a bottom and the covariance of the bottoms.
+    """Return the valleys of a common shape that have a bottom, and the covariance of the bottoms.
 
-    Return None and add a message if there are too few sizes or the shape is at its bound.
+    The result is None, with a message, if there are too few sizes or the shape is at its bound.
     """
     left_out = Diagnostics()
     usable = [group for group in groups if _can_fix_a_valley(group, left_out)]

@@ -81,7 +81,7 @@ class Valley(ComparesArrays):
 
 
 def parabola_bottom(x: Array, loss: Array) -> tuple[Array, float | None]:
-    """Fit a parabola of loss over x = log N; return its coefficients and its bottom.
+    """Return the coefficients and the bottom of a parabola of loss over x = log N.
 
     `x` is sorted. The coefficients apply to x - mean(x). The bottom is None if it is not within the
     runs.
@@ -174,7 +174,7 @@ class _Budgets:
 
 
 def fit_common_shape(sizes: Sequence[Array], losses: Sequence[Array]) -> CommonShape:
-    """Fit the shape that the valleys of all budgets share: see Note [Common shape].
+    """Return the shape that the valleys of all budgets share: see Note [Common shape].
 
     `sizes` has one array per budget: log N minus the mean log N of the budget. The covariance
     includes the uncertainty of the coefficients and of the shape.

@@ -147,7 +147,7 @@ def fit_law(
     delta: float = 1e-3,
     prove: bool = False,
 ) -> LawFit:
-    """Fit the constants of a form to the logarithms of a target.
+    """Return the fit of a form to the logarithms of a target.
 
     Args:
         form: A `Form`, or the name of one in `CATALOG`.

@@ -98,7 +98,7 @@ def distinct_settings(
 ) -> tuple[Array, Array]:
     """Return the sorted distinct rates and batch sizes.
 
-    Raise `ValueError` unless all of them are positive and finite.
+    Raises `ValueError` unless all of them are positive and finite.
     """
     grid = np.unique(np.asarray(rates, np.float64))
     sizes = np.unique(np.asarray(batch_sizes))
@@ -117,7 +117,7 @@ def sweep_function(
 ) -> Sweep:
     """Return the sweep of a function that is called once per rate, batch size and seed.
 
-    Raise `ValueError` if rates or batch sizes are missing, or a loss is not positive.
+    Raises `ValueError` if rates or batch sizes are missing, or a loss is not positive.
     """
     if rates is None or batch_sizes is None:
         raise ValueError(

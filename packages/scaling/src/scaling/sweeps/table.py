@@ -320,7 +320,7 @@ def _merge_close(values: Array, tolerance: float) -> Array:
 
 
 def _mark_diverged(runs: RunsBySetting) -> list[int]:
-    """Set the losses of diverged runs to inf, and return the rows of all diverged runs.
+    """Set the losses of diverged runs to inf, and return the sorted rows of all diverged runs.
 
     Loss rises smoothly on both sides of the best rate. A run at or above the best rate diverged if
     two conditions hold. Its log loss exceeds the lowest by more than `DIVERGENCE_JUMP`. The rise is

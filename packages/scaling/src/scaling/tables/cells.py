@@ -86,7 +86,7 @@ def parse_number(cell: Any, unit: float = 1.0, is_count: bool = True) -> float:
 
 
 def _suffix_unit(text: str | None) -> float:
-    """Return the factor of a suffix; nan if it is unknown, 0 if it is empty or has no factor."""
+    """Return the factor of a suffix; nan if it is unknown, and 0 if it states no factor."""
     words = re.sub(r"[ .]", "", (text or "").lower())
     words = re.sub("(?:tokens?|param(?:eter)?s?)$", "", words)
     if not words or words in ("flop", "flops"):

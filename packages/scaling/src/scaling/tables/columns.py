@@ -42,7 +42,7 @@ MIXTURE_NAME = re.compile(
 def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, Array]:
     """Return the numbers of columns, in parameters, tokens, FLOPs and nats.
 
-    Losses in bits per byte or per character are not converted. Raise `ValueError` if a number is
+    Losses in bits per byte or per character are not converted. Raises `ValueError` if a number is
     ambiguous, or is not positive and finite, or if a perplexity is at most 1.
     """
     values = {}
@@ -99,7 +99,7 @@ def compare_columns(reading: Reading, matched: Match) -> list[str]:
     A rival has the same meaning as the chosen column, so it must contain the same numbers. An
     alternative has another meaning, such as total instead of active parameters, and must not
     contradict the chosen column: active parameters are at most the total, and parameters without
-    embeddings at most those with them. Raise `ValueError` with both columns otherwise.
+    embeddings at most those with them. Raises `ValueError` with both columns otherwise.
     """
     choices = []
     for quantity, column in matched.chosen.items():
@@ -113,7 +113,7 @@ def compare_columns(reading: Reading, matched: Match) -> list[str]:
 def _compare_rival(reading: Reading, quantity: str, column: Column, rival: Column) -> str:
     """Return the reason why a column is read rather than a rival that should be equal.
 
-    Raise `ValueError` if the rival has plausible numbers that differ.
+    Raises `ValueError` if the rival has plausible numbers that differ.
     """
     other_values = _parse_plausible(reading, quantity, rival)
     if np.isnan(other_values).all():
@@ -135,7 +135,7 @@ def _compare_rival(reading: Reading, quantity: str, column: Column, rival: Colum
 def _compare_alternative(reading: Reading, quantity: str, column: Column, other: Column) -> str:
     """Return the reason why a column of another kind is not read.
 
-    Raise `ValueError` if the order of two counts of parameters contradicts their names.
+    Raises `ValueError` if the order of two counts of parameters contradicts their names.
     """
     reason = f"{quantity} by {column.name!r}, not {other.name!r}"
     if quantity != "parameters":
@@ -209,7 +209,7 @@ def _has_mixtures(reading: Reading, name: str) -> NDArray[np.bool_]:
         return parse_numbers(cells) > 1
     if stem.endswith("activationratio"):  # the ratio of active experts or parameters to all
         return parse_numbers(cells) < 1
-    # A fraction of idle experts, or of pruned weights. Sparse attention keeps all parameters.
+    # Sparsity is a fraction of idle experts or pruned weights, unless it is that of attention.
     if words[-1:] == ["sparsity"] and not {"attention", "attn", "activation"} & {*words}:
         return parse_numbers(cells) > 0
     if stem.endswith("moe"):
@@ -262,7 +262,7 @@ def require_tokens_of_all_epochs(
             continue
         cells = reading.table.cells(name)
         epochs = parse_numbers(cells)
-        # Epochs that are counted from 0 start with 0, which is the first one.
+        # If epochs are counted from 0, the number of the first epoch is 0.
         is_single_epoch = (np.abs(epochs - 1) <= SAME_TOKENS) | (epochs == 0)
         has_cell = ~blank_cells(reading.table.columns[name])
         other_rows = np.flatnonzero(~is_single_epoch & has_cell)
@@ -282,7 +282,7 @@ def require_tokens_of_all_epochs(
 def _reason_for_all_epochs(reading: Reading, name: str, is_history: bool) -> str:
     """Return the reason why a column counts the tokens of all epochs, or "" without evidence.
 
-    Raise `ValueError` if its tokens differ from a product of columns that counts all epochs, such
+    Raises `ValueError` if its tokens differ from a product of columns that counts all epochs, such
     as steps times batch tokens.
     """
     if _names_all_epochs(name):

@@ -23,7 +23,7 @@ def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]
     """Return the columns whose product is the number of tokens; empty if tokens are a column.
 
     The user may name the product, as in `{"tokens": "steps * batch"}`. Otherwise a product is used
-    only if the table has neither tokens nor compute. Raise `ValueError` if several products are
+    only if the table has neither tokens nor compute. Raises `ValueError` if several products are
     possible, if the meaning of a batch size is unclear, or if a named factor is missing.
     """
     name = named.get("tokens", "")

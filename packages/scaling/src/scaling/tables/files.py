@@ -38,7 +38,7 @@ def read_text(path: Path) -> str:
 def parse_json(path: Path, text: str) -> tuple[Any, list[int] | None]:
     """Return the content of JSON and None, or the records of JSON Lines and their line numbers.
 
-    Raise `ValueError` if the text is neither.
+    Raises `ValueError` if the text is neither.
     """
     try:
         return json.loads(text), None
@@ -59,7 +59,7 @@ def parse_json(path: Path, text: str) -> tuple[Any, list[int] | None]:
 def parse_csv(path: Path, text: str) -> Table:
     """Return the table of a CSV file; blank lines and lines that start with '#' are skipped.
 
-    Raise `ValueError` for an invalid header, or a line with another number of cells.
+    Raises `ValueError` for an invalid header, or a line with another number of cells.
     """
     lines = text.replace("\r\n", "\n").replace("\r", "\n").split("\n")
     header = next((line for line in lines if line.strip() and not _is_comment(line)), "")

@@ -21,10 +21,10 @@ SAME_SETTING = 1e-4
 
 
 def cluster(values: Array, tolerance: float, max_factor: float = 2.0) -> NDArray[np.intp]:
-    """Return the index of the group of each value, in ascending order: see `Runs.budgets`.
+    """Return the group index of each value, from 0 for the group of the smallest values.
 
-    A group whose values differ by more than `max_factor` is divided into groups that span at most a
-    factor of 1 + `tolerance`.
+    A relative gap wider than `tolerance` starts a new group. A group whose values differ by more
+    than `max_factor` is divided into groups that span at most a factor of 1 + `tolerance`.
     """
     order = np.argsort(values, kind="stable")
     logs = np.log(values[order])

@@ -47,7 +47,10 @@ LATE_START = 1.5
 
 
 def keep_last_rows(reading: Reading, history: object) -> bool:
-    """Drop all but the last row of each run, and return True, if the table is a history of runs."""
+    """Drop all but the last row of each run if the table is a history; return True if it is.
+
+    Raises `ValueError` if `history` is invalid, or if it is unclear whether each row is a run.
+    """
     if history is False:
         reading.choices.append("every row is a run, by history=False")
         return False
@@ -159,9 +162,9 @@ def _find_run_ends(
 ) -> tuple[str, NDArray[np.intp]] | None:
     """Return the column that identifies the runs of a history, and the index of each run's end.
 
-    Return None if the table is not a history, and append the reason to `reading.choices`. Raise
+    Return None if the table is not a history, and append the reason to `reading.choices`. Raises
     `ValueError` if the rows look like checkpoints of training runs and no column has a different
-    name in every row. Also raise `ValueError` if a run repeats some of its token counts, or if the
+    name in every row. Also raises `ValueError` if a run repeats some of its token counts, or if the
     `named` column does not identify runs.
     """
     names = {
@@ -313,14 +316,14 @@ def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
 
 
 def _names_checkpoints(reading: Reading, column: str) -> bool:
-    """Return True if at least half of the cells end with a time, as in `step_1000`."""
+    """Return True if at least half of the cells end with a step, epoch or number of tokens."""
     cells = reading.table.cells(column)
     matches = sum(CHECKPOINT_NAME.fullmatch(str(cell).lower()) is not None for cell in cells)
     return matches >= len(cells) / 2
 
 
 def _has_checkpoints(size: Array, progress: Array) -> bool:
-    """Return True if half of the rows have a size with many, or with evenly spaced, token counts.
+    """Return True if at least half of the rows have sizes with many or evenly spaced token counts.
 
     Separate runs of several lengths usually have few token counts, evenly spaced in logarithm.
     """

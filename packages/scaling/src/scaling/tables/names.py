@@ -54,6 +54,7 @@ PETAFLOP_DAYS = re.compile(r"(?:petaflops?|pf|pflops?)s?days?$")
 POWER_OF_TEN = re.compile(r"1?e(\d+)")
 LOGARITHMS = ("log", "ln", "log2", "log10", "logn", "logd", "logc")
 
+
 #: Names that are functions of a column, such as 1/tokens, 2*params, exp(loss) and loss - 1.69.
 FUNCTION = re.compile(
     r"(?:^|.*[(*+ -])(?:\d+(?:\.\d+)? *[*/]|(?:exp|sqrt|square|inv|inverse) *\()"
@@ -70,11 +71,11 @@ KINDS = (
     ("total", "total"),
 )
 
-#: Numbers that are added to the rank of a possible loss column. The first is for a usual name, with
-#: or without words such as "final" and "val". The second is for a held-out loss, and is subtracted
-#: for a training loss. The third is for a unit other than nats.
+#: Rank of a usual name of a loss, with or without words such as "final" and "val".
 FULL_LOSS_RANK = 20.0
+#: Added to the rank of a held-out loss, and subtracted from the rank of a training loss.
 HELD_OUT_RANK = 10.0
+#: Added to the rank of a loss in another unit than nats.
 OTHER_UNIT_RANK = -3.0
 
 #: Added to the rank of a name with `macro` or `micro`, such as levanter's `eval/macro_loss`. A loss
@@ -111,7 +112,7 @@ class Match:
 
 
 def match_columns(present: Sequence[str], named: Mapping[str, str], source: str) -> Match:
-    """Match the columns of a table to the names of `Runs`.
+    """Return the columns of a table that match the names of `Runs`.
 
     `named` contains the user's choices. Raises `ValueError` if a column is missing or if two
     columns are equally likely.
@@ -137,8 +138,27 @@ def match_columns(present: Sequence[str], named: Mapping[str, str], source: str)
             f"{source} has columns {list(present)}; expected a loss and two of parameters, tokens"
             f" and compute, recognized {sorted(result.chosen)}; name another column with"
             f" columns={{{missing[0]!r}: '…'}}{_bytes_remedy(present)}"
+            f"{_logarithm_remedy(present, missing)}"
         )
     return result
+
+
+def _logarithm_remedy(present: Iterable[str], missing: Container[str]) -> str:
+    """Return the remedies for columns of logarithms of missing quantities; empty without any."""
+    remedies = []
+    for name in present:
+        words = split_words(name)
+        start = next((i for i, word in enumerate(words) if word in LOGARITHMS), len(words))
+        stem = " ".join(words[start + 1 :])
+        quantity = next((k for k in NAMES if k in missing and recognize(stem, k)), "")
+        if not quantity:
+            continue
+        base = {"log10": "10", "log2": "2", "ln": "e"}.get(words[start], "base")
+        remedy = f"replace the logarithms {name!r} by a column {quantity!r} of {base} ** {name!r}"
+        if quantity == "loss":
+            remedy += f", or confirm a loss in nats with columns={{'loss': {name!r}}}"
+        remedies.append(f"; {remedy}")
+    return "".join(remedies)
 
 
 def _bytes_remedy(present: Iterable[str]) -> str:
@@ -160,7 +180,7 @@ def text_unit(name: str) -> float:
 def _choose(quantity: str, likely: list[Column], source: str, result: Match) -> None:
     """Choose the most specific candidate column; record the others as rivals or alternatives.
 
-    Raise `ValueError` if several candidates are equally specific.
+    Raises `ValueError` if several candidates are equally specific.
     """
     preferred = _preferred(likely)
     best_rank = max(column.rank for column in preferred)
@@ -256,7 +276,8 @@ def _is_other_measurement(words: list[str], quantity: str) -> bool:
     """Return True if the words of a name describe a rate, a logarithm or another quantity."""
     if "per" in words and words[-1] in WORDS["rates"]:
         return True
-    if "mfu" in words or words[0] in LOGARITHMS:
+    # Inside a path, such as run/log/tokens, `log` may be a folder and `ln` a layer norm.
+    if "mfu" in words or words[0] in LOGARITHMS or {"log2", "log10"} & {*words}:
         return True
     if quantity == "compute":
         return bool({*WORDS["no_compute"]} & set(words))
@@ -424,6 +445,6 @@ def ends_with(name: str, stems: Container[str]) -> bool:
 
 
 def split_words(name: str) -> list[str]:
-    """Split snake_case, camelCase, paths and brackets into lower-case words."""
+    """Return the words of a name in lower case, split at case changes, paths and brackets."""
     spaced = re.sub(r"([a-z])([A-Z])", r"\1 \2", name)
     return [w for w in re.split(r"[^a-z0-9.]+|(?<!\d)\.|\.(?!\d)", spaced.lower()) if w]

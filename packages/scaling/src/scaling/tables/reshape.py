@@ -16,9 +16,9 @@ from scaling.tables.table import Table, object_cells
 
 Record = dict[str, Any]
 
-#: Names of the column of metrics, and of the column of runs. They apply to tables with one row per
-#: metric, such as exports of TensorBoard and MLflow.
+#: Names of the column of metrics in a table with one row per metric, such as TensorBoard's.
 METRIC_NAMES = ("tag", "key", "metric", "metric_name")
+#: Names of the column of runs in such a table.
 METRIC_RUNS = ("run", "dir_name", "run_id", "run_uuid", "run_name")
 
 
@@ -52,7 +52,7 @@ def _flatten(record: Mapping[str, Any], path: str = "") -> Record:
     """Return a record without nested mappings: `{"a": {"b": 1}}` becomes `{"a.b": 1}`.
 
     A cell is also read as a nested mapping if it is text in JSON or the text of a Python dict
-    (wandb's API). The same holds for a list of `{"key": …, "value": …}` (MLflow's API). Raise
+    (wandb's API). The same holds for a list of `{"key": …, "value": …}` (MLflow's API). Raises
     `ValueError` if two cells would have one name.
     """
     flat: Record = {}
@@ -92,7 +92,7 @@ def pivot(table: Table) -> Table:
     """Return a table with one column per metric, if it has one row per metric and step.
 
     A metric that is logged once per run, such as the size, applies to every row of the run. A loss
-    applies only to its step. Other tables are returned unchanged. Raise `ValueError` if a metric
+    applies only to its step. Other tables are returned unchanged. Raises `ValueError` if a metric
     has two values at one step of a run.
     """
     lowered = {name.lower(): name for name in table.columns}

@@ -37,7 +37,10 @@ LARGEST_COMPUTE_RATIO = 10.0
 
 
 def complete(reading: Reading) -> None:
-    """Compute missing parameters or tokens from C = 6 N D, and check the scale of all columns."""
+    """Compute missing parameters or tokens from C = 6 N D, and check the scale of all columns.
+
+    Raises `ValueError` if numbers seem to be in another unit.
+    """
     values = reading.values
     with_unit = _columns_with_unit(reading)
     for k, other in (("parameters", "tokens"), ("tokens", "parameters")):

@@ -60,8 +60,8 @@ def reached_the_end(table: Table, messages: list[str], choices: list[str]) -> ND
     The last step of a run is compared with its planned number of steps, such as `max_steps`.
     Without a plan of steps, epochs are compared. A column such as `progress` is compared with 1 or
     100. A column of steps that agrees with the plan in no row counts other steps, as wandb's
-    `_step` may do. It is not compared, and this choice is appended to `choices`. Raise `ValueError`
-    if it agrees in fewer than half of the rows, or if no `progress` is complete.
+    `_step` may do. It is not compared, and this choice is appended to `choices`. Raises
+    `ValueError` if it agrees in fewer than half of the rows, or if no `progress` is complete.
     """
     progress = [*_progress_of(table, is_planned_steps, is_current_step, choices)]
     if not progress:

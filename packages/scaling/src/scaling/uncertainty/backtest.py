@@ -56,9 +56,10 @@ class BacktestRow(ComparesArrays):
 def backtest(
     runs: Runs, *, fractions: Sequence[float] = (0.4, 0.6, 0.8), methods: Sequence[str] = METHODS
 ) -> tuple[BacktestRow, ...]:
-    """Fit the given fractions of the runs, ordered by 6 N D, and predict the other runs.
+    """Return the predictions by fits of the smallest runs for all larger runs, one row per fit.
 
-    A method that cannot fit the runs below a cut has no row for this cut. Raises `TypeError` if
+    A fit uses a fraction of the runs, ordered by 6 N D, below a cut in compute. A method that
+    cannot fit the runs below a cut has no row for this cut. Raises `TypeError` if
     `runs` is not the result of `load_runs`. Raises `ValueError` if a method or a fraction is
     invalid, or if no method can fit the runs below any cut.
     """

@@ -168,7 +168,7 @@ def run_noise(residuals: Array) -> float:
 
 
 def measure_drift(whole: Estimate) -> Drift:
-    """Measure the drift of a fit by refitting its runs below each of five cuts in compute.
+    """Return the drift of a fit, measured by refits of its runs below each of five cuts in compute.
 
     A cut is skipped if its runs cannot be fitted, or if it has `FEWEST_RUNS` or fewer runs.
     """
@@ -247,9 +247,9 @@ def drift_per_decade(cuts: Sequence[CutError], prior: float) -> float:
 
 
 def _widen(interval: Interval, value: float, deviation: float, ratio: float = 1.0) -> Interval:
-    """Scale both log half-widths by `ratio` and add an independent normal deviation.
+    """Return an interval with log half-widths scaled by `ratio` and an added normal deviation.
 
-    Return the interval unchanged if it is unbounded, not positive, or does not contain `value`.
+    An interval that is unbounded, not positive, or does not contain `value` is returned unchanged.
     """
     if not (deviation or ratio > 1):
         return interval

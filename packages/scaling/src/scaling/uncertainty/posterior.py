@@ -57,7 +57,7 @@ PRIOR_PRECISION_ROOT = np.array([[0.5, 0.5], [-1.0, 1.0]]) / np.array([[0.6], [0
 #: Number of sampled laws. Another seed changes the ends of an interval by 2 % of its width.
 DRAWS = 4000
 
-#: If there are more runs than this, this many runs are used, evenly spaced in the order of losses.
+#: Maximum number of runs that are used. Of more runs, evenly spaced ones by loss are used.
 MAX_SAMPLED_RUNS = 1000
 
 #: Degrees of freedom of the t distribution from which exponents are drawn, and its width divided by
@@ -211,7 +211,11 @@ class Posterior(Sample):
 
 
 def sample_posterior(fit: Estimate, *, draws: int = DRAWS) -> Posterior:
-    """Sample the laws consistent with the runs of a fit: see Note [Sampling the posterior]."""
+    """Return a sample of the laws that are consistent with the runs of a fit.
+
+    See Note [Sampling the posterior]. If no law can be sampled, every interval of the result is
+    infinite, and `reason` says why.
+    """
     freedom = len(fit.runs) - len(CONSTANTS)
     if freedom <= 0:
         return _unbounded_posterior(fit, NO_FREEDOM)
@@ -244,7 +248,7 @@ class _Exponents(NamedTuple):
 def _propose_exponents(
     fit: Estimate, noise: float, draws: int, random: np.random.Generator
 ) -> _Exponents:
-    """Draw exponents from a t distribution about the maximum of likelihood times prior."""
+    """Return exponents drawn from a t distribution about the maximum of likelihood times prior."""
     problem = fit.problem
     theta = problem.from_constants(fit.law.constants)
     jacobian = newton.log_jacobian(problem, theta).copy()
@@ -274,11 +278,11 @@ def _propose_exponents(
 def _draw_amplitudes(
     fit: Estimate, exponents: Array, noise: float, freedom: int, random: np.random.Generator
 ) -> tuple[Array, Array]:
-    """Draw E, A and B for each pair of exponents.
+    """Draw E, A and B for each pair of exponents; return all constants and sums of squares.
 
-    Return the constants of all draws (draws, 5), and a sum of squares per draw (draws,). The
-    squares are relative differences from the predictions of the fit. They are computed with the
-    best amplitudes for the pair, not with the drawn amplitudes.
+    The constants have the shape (draws, 5), and the sums of squares (draws,). The squares are those
+    of relative differences from the predictions of the fit. They are computed with the best
+    amplitudes for the pair, not with the drawn amplitudes.
     """
     count = len(fit.runs)
     rows = np.linspace(0, count - 1, min(count, MAX_SAMPLED_RUNS)).astype(int)

@@ -57,7 +57,7 @@ class Speedup:
 def effective_speedup(
     a: Fit, b: Fit, compute: float, *, inputs: Mapping[str, float] | None = None
 ) -> Speedup:
-    """Return how much more compute `b` needs than `a` for the best loss of `a` at `compute`.
+    """Return the factor of compute that `b` needs to reach the best loss of `a` at `compute`.
 
     The best loss is the lowest over all N. `factor` is the compute with which `b` reaches this
     loss, divided by `compute`. It is inf if `b` never reaches the loss. Both losses must be

@@ -3,9 +3,7 @@
 The folder is an ordinary torch.distributed.checkpoint with whole tensors, under `model.` and the
 unwrapped module's names. Each rank writes the boxes (rectangular blocks) that cover its elements.
 The folder is written beside its final path and renamed when every rank is done. If a rank fails
-while saving, the last good checkpoint therefore survives. Loading verifies names, shapes and
-checksums before it changes anything. Each rank then reads only its elements. Weights of other
-programs can be loaded too.
+while saving, the last good checkpoint therefore survives.
 """
 
 from __future__ import annotations
@@ -22,10 +20,17 @@ from torch import nn
 
 from zero.checkpoint import checksums
 from zero.checkpoint.contents import VERSION, read_contents
-from zero.checkpoint.draft import current
+from zero.checkpoint.draft import find_current
 from zero.checkpoint.loading import Loading
-from zero.checkpoint.ownership import Part, Slot, group_names, model_parts, slots, tied_names
-from zero.checkpoint.storage import HEADER, find, fingerprint, together, write_folder
+from zero.checkpoint.ownership import (
+    Part,
+    Slot,
+    find_group_names,
+    find_model_parts,
+    find_slots,
+    find_tied_names,
+)
+from zero.checkpoint.storage import HEADER, fingerprint, open_folder, run_on_ranks, write_folder
 from zero.checkpoint.weights import check_format, find_weights
 from zero.fsdp.fsdp import find_fsdps
 from zero.fsdp.wrapping import original_name
@@ -49,6 +54,7 @@ def save_checkpoint(
 
     extra: numbers, strings, tensors and containers of them, as `torch.load(weights_only=True)`
         accepts them.
+    group: the process group over which model and optimizer are sharded; by default, all ranks.
     """
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     parts: list[Part] = []
@@ -63,8 +69,8 @@ def save_checkpoint(
             objects.update(_header_objects(model, optimizer, extra))
 
     # Only the owner of a parameter may have state that cannot be saved.
-    together(collect, group, f"checkpoint {path} was not saved")
-    tied = {f"model.{name}": f"model.{first}" for name, first in tied_names(model).items()}
+    run_on_ranks(collect, group, f"checkpoint {path} was not saved")
+    tied = {f"model.{name}": f"model.{first}" for name, first in find_tied_names(model).items()}
     write_folder(Path(path), parts, objects, group, tied)
 
 
@@ -89,10 +95,10 @@ def _check_group(
 def _header_objects(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the objects of rank 0: group options, non-tensor module states, and `extra`."""
+    """Return the objects that rank 0 writes: group options, other module states, and `extra`."""
     objects: dict[str, Any] = {}
     groups = optimizer.param_groups if optimizer else []
-    names = group_names(model, optimizer) if optimizer else []
+    names = find_group_names(model, optimizer) if optimizer else []
     for index, (group, members) in enumerate(zip(groups, names, strict=True)):
         # torch's reader expects these names.
         for key, value in {"params": members, **options_of(group)}.items():
@@ -100,7 +106,7 @@ def _header_objects(
             objects[f"optimizer.param_groups.{index}.{key}"] = value
     objects[HEADER] = {
         "version": VERSION,
-        "modules": {original_name(name): v for name, v in model_parts(model)[1].items()},
+        "modules": {original_name(name): v for name, v in find_model_parts(model)[1].items()},
         "extra": extra or {},
     }
     return objects
@@ -116,7 +122,7 @@ def load_checkpoint(
     prefix: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Fill model and optimizer from `path`; return the `extra` that was saved.
+    """Fill model and optimizer from `path`; return the saved `extra`, an empty dict if none was.
 
     `path` is a checkpoint of `save_checkpoint`, from any stage and number of ranks, or another
     torch.distributed.checkpoint folder. It may also be a safetensors file, or a folder of such
@@ -125,23 +131,26 @@ def load_checkpoint(
     cast only to dtypes that contain all values of the stored one. If the checkpoint is damaged, has
     another format version, or belongs to another model, every rank raises RuntimeError before
     anything is changed. If another job replaces the checkpoint while it is being loaded, every rank
-    raises RuntimeError, and the model may have parts of both.
+    raises RuntimeError, and the model may have parts of both. For folders of other programs, return
+    all entries that are not tensors and belong neither to the model nor to the optimizer.
 
-    strict: False skips tensors that only the model or only the checkpoint has, with a warning.
+    strict: False skips tensors and optimizer state that only the model or only the checkpoint has,
+        with a warning.
     prefix: the prefix of the model's names in other programs' checkpoints. By default, the only
         prefix that fits is used. Raise RuntimeError if several prefixes fit.
+    group: the process group over which model and optimizer are sharded; by default, all ranks.
     """
     failure = f"checkpoint {path} was not loaded"
     opened: list[Loading] = []
 
     def check() -> int:
-        folder = current(Path(path))
+        folder = find_current(Path(path))
         before = fingerprint(folder)
         checksums.verify(folder, dist.get_rank(group), dist.get_world_size(group))
         opened.append(_open(folder, model, optimizer, strict, prefix))
         return before
 
-    fingerprints = together(check, group, failure)
+    fingerprints = run_on_ranks(check, group, failure)
     if len(set(fingerprints)) > 1:
         cause = "another job replaced the folder, or the hosts do not share it"
         raise RuntimeError(f"{failure}: the ranks read different checkpoints: {cause}; load again")
@@ -149,13 +158,13 @@ def load_checkpoint(
 
     def fill() -> None:
         loading.fill()
-        if fingerprint(current(Path(path))) != fingerprints[0]:
+        if fingerprint(find_current(Path(path))) != fingerprints[0]:
             raise RuntimeError(
                 "another job replaced the checkpoint while it was being loaded, so the model may "
                 "have parts of both: load again"
             )
 
-    together(fill, group, failure)
+    run_on_ranks(fill, group, failure)
     for problem in loading.left_out:
         warnings.warn(problem, stacklevel=2)
     return loading.contents.extra
@@ -168,13 +177,13 @@ def _open(
     strict: bool,
     prefix: str | None,
 ) -> Loading:
-    """Match the checkpoint with the model and the optimizer."""
+    """Return a Loading of the checkpoint at `path`, matched with the model and the optimizer."""
     check_format(path)
     weights = None if (path / ".metadata").exists() else find_weights(path)
-    parts, states = model_parts(model)
-    names = {part.name for part in parts} | tied_names(model).keys()
+    parts, states = find_model_parts(model)
+    names = {part.name for part in parts} | find_tied_names(model).keys()
     state_names = {original_name(name) for name in states}
-    contents = read_contents(weights or find(path), names, state_names, prefix)
+    contents = read_contents(weights or open_folder(path), names, state_names, prefix)
     return Loading(contents, model, optimizer, strict)
 
 
@@ -183,14 +192,14 @@ def _collect_state(
 ) -> tuple[list[Part], dict[str, Any]]:
     """Return this rank's parts of the model and the optimizer, and its objects."""
     synchronized = optimizer.flat.views if isinstance(optimizer, ShardedOptimizer) else ()
-    model_only = model_parts(model, synchronized)[0]
+    model_only = find_model_parts(model, synchronized)[0]
     parts = [replace(part, name=f"model.{part.name}") for part in model_only]
     objects: dict[str, Any] = {}
     inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
     if optimizer is None or inner is None:
         return parts, objects
     check_state(inner)
-    for group in slots(model, optimizer):
+    for group in find_slots(model, optimizer):
         for slot in group:
             state = inner.state.get(slot.parameter, {})
             _collect_slot(slot, state, rank, parts, objects)

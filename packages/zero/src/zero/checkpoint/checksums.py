@@ -1,7 +1,7 @@
 """Checksums of a checkpoint's files, so that no corrupted byte is loaded.
 
 The file `checksums.json` beside the data stores one checksum per file. Its first line is the
-checksum of its second line. Before a load reads the data, each rank compares some of the files.
+checksum of its second line. Before a load reads the data, each rank verifies some of the files.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def token_of(folder: Path) -> str | None:
 def verify(folder: Path, rank: int, world: int) -> None:
     """Raise ValueError if a file is missing or differs from its checksum.
 
-    Each rank compares 1/n of the files. Checkpoints of other programs have no checksums, so nothing
-    is compared.
+    Each of n ranks verifies 1/n of the files. Also raise ValueError if the file of the checksums is
+    damaged. Checkpoints of other programs have no checksums, so nothing is verified.
     """
     if not (folder / NAME).exists():
         return

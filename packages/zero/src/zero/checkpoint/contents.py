@@ -65,10 +65,11 @@ def read_contents(
     state_names: Collection[str],
     prefix: str | None,
 ) -> Contents:
-    """Find the stored tensors of a model, and their optimizer state.
+    """Return the contents of a checkpoint under the names of a model, or raise ValueError.
 
     names: every name of a tensor of the model.
     state_names: the names of the other states of the model's modules.
+    prefix: the prefix of the model's names in another program's checkpoint; None to find it.
     """
     is_native = isinstance(source, Folder) and HEADER in source.objects
     if is_native:
@@ -232,13 +233,14 @@ def _state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
     optimizer's state names them without this prefix, even if the model's own names begin with
     `model.`. Raise ValueError if two suffixes fit equally well.
     """
-    count = {}
+    num_fitting = {}
     starts = [len(prefix), *(match.start() for match in re.finditer(r"[^.]+\.", prefix))]
     for suffix in (prefix[start:] for start in starts):
         fitting = {s for s in spelled if s.startswith(suffix) and s.removeprefix(suffix) in names}
-        count[suffix] = len(fitting)
-    best = [suffix for suffix, number in count.items() if number == max(count.values())]
-    if len(best) > 1 and count[best[0]]:
+        num_fitting[suffix] = len(fitting)
+    largest = max(num_fitting.values())
+    best = [suffix for suffix, number in num_fitting.items() if number == largest]
+    if len(best) > 1 and largest:
         raise ValueError(
             f"the optimizer's state may name parameters with or without {best[-1]!r}: rename the "
             "model's modules so that one reading fits"
@@ -257,7 +259,7 @@ def _find_name(
 
 
 def _find_prefix(stored: Collection[str], names: Collection[str]) -> str:
-    """Return the prefix that fits most stored names; raise ValueError if it is ambiguous."""
+    """Return the prefix that fits most stored names, or ""; raise ValueError if it is ambiguous."""
     # Maps each prefix to the stored names that become names of the model when it is removed.
     fitting: dict[str, list[str]] = {}
     for name in stored:

@@ -91,7 +91,7 @@ def _is_same_file(handle: int, file: Path) -> bool:
 
 
 class Draft:
-    """The folder in which one save is written. Rank 0 opens it and broadcasts `token`."""
+    """The folder in which one save is written. Rank 0 locks the path, and broadcasts `token`."""
 
     def __init__(self, path: Path) -> None:
         if path.exists() and not path.is_dir():
@@ -104,8 +104,8 @@ class Draft:
         self._lock.acquire()
         try:
             # An earlier save may have been killed between its two renames.
-            if not path.exists() and previous(path).exists():
-                previous(path).rename(path)
+            if not path.exists() and previous_path(path).exists():
+                previous_path(path).rename(path)
             self._remove_stale()
             self.folder.mkdir()
         except BaseException:
@@ -113,8 +113,8 @@ class Draft:
             raise
 
     def publish(self) -> None:
-        """Link other programs' files into the folder, and rename the folder to its final path."""
-        keep_others(self.path, self.folder)
+        """Link other files at the path into the folder, and rename the folder to its final path."""
+        link_other_files(self.path, self.folder)
         replace_folder(self.folder, self.path)
 
     def close(self) -> None:
@@ -135,44 +135,44 @@ def draft_folder(path: Path, token: str) -> Path:
     return path.with_name(f".{path.name}.{token}.saving")
 
 
-def previous(path: Path) -> Path:
+def previous_path(path: Path) -> Path:
     """Return the path of the last good checkpoint while a new one replaces it."""
     return path.with_name(f".{path.name}.previous")
 
 
-def current(path: Path) -> Path:
+def find_current(path: Path) -> Path:
     """Return the path of the checkpoint, even if a save was killed between its renames."""
     if path.exists():
         return path  # the name of a link may have a suffix that its target does not have
     # `..` also works in the real path if the folder before it does not exist.
     real = Path(os.path.realpath(path))
-    return previous(real) if not real.exists() and previous(real).exists() else real
+    return previous_path(real) if not real.exists() and previous_path(real).exists() else real
 
 
-def keep_others(path: Path, draft: Path) -> None:
-    """Link other programs' files in `path` into `draft`, which will replace `path`."""
+def link_other_files(path: Path, draft: Path) -> None:
+    """Link files in `path` that belong to no checkpoint into `draft`, which will replace `path`."""
     for other in path.iterdir() if path.is_dir() else ():
-        there = draft / other.name
-        is_ours = other.name in (".metadata", checksums.NAME) or other.match("__*.distcp")
-        if is_ours or there.exists():
+        target = draft / other.name
+        is_checkpoint = other.name in (".metadata", checksums.NAME) or other.match("__*.distcp")
+        if is_checkpoint or target.exists():
             continue
         if other.is_dir() and not other.is_symlink():
-            shutil.copytree(other, there, symlinks=True, copy_function=_link_or_copy)
+            shutil.copytree(other, target, symlinks=True, copy_function=_link_or_copy)
         else:
-            _link_or_copy(other, there)
+            _link_or_copy(other, target)
 
 
-def _link_or_copy(file: str | Path, there: str | Path) -> None:
-    """Hard-link a file, or copy it if the file system does not support hard links."""
+def _link_or_copy(file: str | Path, target: str | Path) -> None:
+    """Hard-link a file at `target`, or copy it if it cannot be linked."""
     try:
-        os.link(file, there, follow_symlinks=False)
+        os.link(file, target, follow_symlinks=False)
     except OSError:
-        shutil.copy2(file, there, follow_symlinks=False)
+        shutil.copy2(file, target, follow_symlinks=False)
 
 
 def replace_folder(draft: Path, path: Path) -> None:
-    """Rename a finished folder to `path`; until then, keep the old one at `previous(path)`."""
-    old = previous(path)
+    """Rename a finished folder to `path`; until then, keep the old one at `previous_path(path)`."""
+    old = previous_path(path)
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)

@@ -14,11 +14,11 @@ from zero.checkpoint.contents import Contents
 from zero.checkpoint.ownership import (
     Part,
     Slot,
-    group_names,
-    model_parts,
-    slots,
-    tied_names,
-    unwrapped,
+    find_group_names,
+    find_model_parts,
+    find_slots,
+    find_tied_names,
+    unwrap,
 )
 from zero.checkpoint.storage import Folder
 from zero.dtensors import has_elements
@@ -49,8 +49,8 @@ class Loading:
         self.strict = strict
         #: Descriptions of the tensors that `strict=False` leaves out.
         self.left_out: list[str] = []
-        self.tied = tied_names(model)
-        parts, states = model_parts(model)
+        self.tied = find_tied_names(model)
+        parts, states = find_model_parts(model)
         #: The states of modules that are neither parameters nor buffers, by the model's names.
         self.module_states = self._match_module_states(states)
         self.parts = self._match_model(parts)
@@ -77,7 +77,7 @@ class Loading:
         if self.optimizer is not None:
             self._fill_optimizer(self.optimizer)
         if self.module_states:
-            unwrapped(self.model).load_state_dict(self.module_states, strict=False)
+            unwrap(self.model).load_state_dict(self.module_states, strict=False)
 
     def _match_module_states(self, names: Collection[str]) -> dict[str, Any]:
         """Return the stored states of modules by their names in the model's state dict."""
@@ -111,6 +111,7 @@ class Loading:
         return matched
 
     def _check_missing(self, names: list[str], description: str) -> None:
+        """Raise ValueError if there are names; with `strict=False`, record them instead."""
         if not names:
             return
         if self.strict:
@@ -165,7 +166,7 @@ class Loading:
             self.left_out.append("the checkpoint has no optimizer, so its state is unchanged")
             self.optimizer = None
             return
-        names_of_groups = group_names(model, optimizer)
+        names_of_groups = find_group_names(model, optimizer)
         names = [name for group in names_of_groups for name in group]
 
         def name_of(stored: str | int) -> str:
@@ -177,14 +178,14 @@ class Loading:
         options = {name_of(stored): group for stored, group in self.contents.options.items()}
         self.options = _options_of_groups(options, names_of_groups)
         states = {name_of(stored): entries for stored, entries in self.contents.states.items()}
-        for group_slots in slots(model, optimizer):
+        for group_slots in find_slots(model, optimizer):
             self.states += [(slot, states.get(slot.name, [])) for slot in group_slots]
         inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
         if type(inner) in ELEMENTWISE:
             self._check_state_shapes()
 
     def _check_state_shapes(self) -> None:
-        """Raise ValueError if state has several elements, and not its parameter's shape."""
+        """Raise ValueError if state has several or no elements, and not its parameter's shape."""
         stored: Mapping[str, Any] = self.contents.source.tensors
         for slot, entries in self.states:
             for key, name in entries:
@@ -220,7 +221,7 @@ class Loading:
     def _state_parts(self) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
         """Return the optimizer state to read: tensors, and then objects.
 
-        Each is (parameter number, key, part), or (parameter number, key, stored name).
+        An entry is (parameter number, key, part) or (parameter number, key, stored name).
         """
         tensors = []
         objects = []
@@ -282,7 +283,7 @@ class Loading:
 
 
 def _allocate_state(name: str, stored: Any, slot: Slot, key: str) -> Part:
-    """Return the part of a state tensor that this rank reads, with newly allocated memory."""
+    """Return the part of a state tensor that this rank reads, with memory for its values."""
     shape, dtype = stored
     run = slot.run
     if run is not None and has_elements(key, shape, slot.shape):
@@ -293,7 +294,7 @@ def _allocate_state(name: str, stored: Any, slot: Slot, key: str) -> Part:
 
 
 def _can_load(saved: torch.dtype, current: torch.dtype) -> bool:
-    """Return True for equal dtypes, two floating-point dtypes, and integers that keep their values.
+    """Return True for equal dtypes, two floating-point dtypes, and integers that stay exact.
 
     Training may continue in another dtype, and other programs may store narrower integers.
     """

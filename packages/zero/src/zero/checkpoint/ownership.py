@@ -59,7 +59,7 @@ class Slot:
     is_replicated: bool
 
 
-def unwrapped(model: nn.Module) -> nn.Module:
+def unwrap(model: nn.Module) -> nn.Module:
     """Return the module without wrappers such as FSDP and DDP; checkpoints use its names."""
     model = _compiled_from(model)
     while list(model._modules) == ["module"] and not model._parameters and not model._buffers:
@@ -67,8 +67,8 @@ def unwrapped(model: nn.Module) -> nn.Module:
     return model
 
 
-def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return a mapping from every further name of a tied parameter to its first name."""
+def find_tied_names(model: nn.Module) -> dict[str, str]:
+    """Return a dictionary that maps the second and later names of tied parameters to the first."""
     first_names: dict[nn.Parameter, str] = {}
     first_of = {}
     for name, parameter in _named_parameters(model, with_tied=True):
@@ -82,7 +82,7 @@ def tied_names(model: nn.Module) -> dict[str, str]:
 def _named_parameters(
     model: nn.Module, *, with_tied: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
-    module = unwrapped(model)
+    module = unwrap(model)
     for name, parameter in module.named_parameters(remove_duplicate=not with_tied):
         yield original_name(name), parameter
 
@@ -92,13 +92,13 @@ def _compiled_from(model: nn.Module) -> nn.Module:
     return model if original is None else original
 
 
-def model_parts(
+def find_model_parts(
     model: nn.Module, synchronized: Container[nn.Parameter] = ()
 ) -> tuple[list[Part], dict[str, Any]]:
     """Return this rank's parts of parameters and buffers, and the other states of modules.
 
     The states are those of `get_extra_state()`, and values that are not tensors, by their names in
-    `unwrapped(model).state_dict()`.
+    `unwrap(model).state_dict()`.
 
     synchronized: the parameters that a ShardedOptimizer keeps equal on all ranks.
     """
@@ -122,7 +122,7 @@ def model_parts(
     with ExitStack() as stack:
         for fsdp in find_fsdps(model):
             stack.enter_context(fsdp.state_dict_hooks.keep_shards())
-        state = unwrapped(model).state_dict()
+        state = unwrap(model).state_dict()
     states = {}
     for wrapped_name, value in state.items():
         name = original_name(wrapped_name)
@@ -139,8 +139,8 @@ def model_parts(
     return parts, states
 
 
-def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]]:
-    """Return the slots of each parameter group, in the order of the optimizer's parameters."""
+def find_slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]]:
+    """Return the slots of each group in order; those of a ShardedOptimizer describe its shards."""
     slot_of = {slot.parameter: slot for slot in _parameter_slots(model)}
     if isinstance(optimizer, ShardedOptimizer):
         names = {parameter: slot.name for parameter, slot in slot_of.items()}
@@ -153,14 +153,14 @@ def slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]
     shard_optimizer = find_shard_optimizer(optimizer)
     if shard_optimizer:
         for parameter, slot in slot_of.items():
-            slot_of[parameter] = replace(slot, run=shard_optimizer.run(parameter))
+            slot_of[parameter] = replace(slot, run=shard_optimizer.find_run(parameter))
     return [
         [_look_up(parameter, slot_of) for parameter in group["params"]]
         for group in optimizer.param_groups
     ]
 
 
-def group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
+def find_group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Return the parameter names of each group. All ranks return the same names."""
     names = {slot.parameter: slot.name for slot in _parameter_slots(model)}
     return [[_look_up(p, names) for p in group["params"]] for group in optimizer.param_groups]

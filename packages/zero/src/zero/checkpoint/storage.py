@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 from zero.checkpoint import checksums
-from zero.checkpoint.draft import Draft, current, draft_folder
+from zero.checkpoint.draft import Draft, draft_folder, find_current
 from zero.checkpoint.ownership import Part
 from zero.checkpoint.planner import LoadPlanner, SavePlanner
 from zero.diagnostics import explain
@@ -37,7 +37,7 @@ def write_folder(
     group: dist.ProcessGroup | None,
     tied_names: dict[str, str],
 ) -> None:
-    """Write a checkpoint of all ranks' `parts` and `objects`, or raise on every rank.
+    """Write a checkpoint of all ranks' `parts` and `objects`, or raise RuntimeError on every rank.
 
     tied_names: maps further names of tensors to the names under which they are written.
     """
@@ -56,7 +56,7 @@ def write_folder(
         return drafts[0].token
 
     try:
-        token = together(open_draft, group, failure)[0]
+        token = run_on_ranks(open_draft, group, failure)[0]
         storage = FileSystemWriter(draft_folder(path, token))
 
         def prepare() -> SavePlan:
@@ -65,7 +65,7 @@ def write_folder(
             storage.set_up_storage_writer(rank == 0)
             return planner.create_local_plan()
 
-        plans, metadata = planner.create_global_plan(together(prepare, group, failure))
+        plans, metadata = planner.create_global_plan(run_on_ranks(prepare, group, failure))
         plans = storage.prepare_global_plan(plans)
 
         def write() -> _Written:
@@ -73,7 +73,7 @@ def write_folder(
             files = sorted({result.storage_data.relative_path for result in results})
             return results, checksums.of_files(draft_folder(path, token), files)
 
-        written = together(write, group, failure)
+        written = run_on_ranks(write, group, failure)
 
         def publish() -> None:
             if rank == 0:
@@ -81,7 +81,7 @@ def write_folder(
                 storage.finish(metadata, [results for results, _ in written])
                 _publish(drafts[0], written)
 
-        together(publish, group, failure)
+        run_on_ranks(publish, group, failure)
     except RuntimeError as error:
         # Rank 0 may have died, or may not have removed the earlier folder, after the rename.
         if checksums.token_of(path) != token:
@@ -127,10 +127,10 @@ def _add_tied_names(
             ]
 
 
-def together(act: Callable[[], T], group: dist.ProcessGroup | None, failure: str) -> list[T]:
+def run_on_ranks(act: Callable[[], T], group: dist.ProcessGroup | None, failure: str) -> list[T]:
     """Run `act` on every rank, and return the results of all ranks in rank order.
 
-    If `act` fails on any rank, every rank raises an error that names the failed ranks.
+    If `act` raises on any rank, every rank raises a RuntimeError that names the failed ranks.
     """
     outcome: tuple[Any, str | None]
     try:
@@ -179,12 +179,13 @@ class Folder:
         return planner.loaded
 
 
-def find(path: Path) -> Folder:
+def open_folder(path: Path) -> Folder:
     """Return the checkpoint at `path`, after a check of the sizes of its files.
 
-    If a save was interrupted between its two renames, the previous checkpoint is returned.
+    If a save was interrupted between its two renames, the previous checkpoint is returned. Raise
+    FileNotFoundError if there is no checkpoint, and ValueError if a file is missing or damaged.
     """
-    path = current(path)
+    path = find_current(path)
     if not (path / ".metadata").exists():
         raise FileNotFoundError(f"no checkpoint at {path}: it has no .metadata file")
     try:

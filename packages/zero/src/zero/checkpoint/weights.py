@@ -89,7 +89,7 @@ def _map_file(path: Path) -> dict[str, Tensor]:
 
 
 def check_format(path: Path) -> None:
-    """Raise ValueError that names the conversion tool for folders of DeepSpeed and Megatron."""
+    """Raise ValueError for folders of DeepSpeed and Megatron; the error names the converter."""
     # DeepSpeed has one folder per step, beside a file that names the latest.
     if any(path.glob("*_optim_states.pt")) or any(path.glob("*/*_optim_states.pt")):
         raise ValueError(

@@ -1,1 +1,1 @@
-"""Stage 3: each rank stores shards of the parameters, and gathers a layer only while it runs."""
+"""Stage 3: each rank stores shards of the parameters, and gathers units when their modules run."""

@@ -32,7 +32,7 @@ class MutableArgument:
     copied_entries: dict[Any, Any]
 
     def write_back(self) -> list[Any]:
-        """Apply to the original what a module has changed in the copy; return the added values."""
+        """Apply a module's changes of the copy to the original, and return the added values."""
         entries = _entries_of(self.copied)
         if _are_same(entries, self.copied_entries):
             return []
@@ -46,7 +46,7 @@ def replace_tensors(
 ) -> Any:
     """Return `value` with `function(tensor)` for each tensor in pytrees and dataclasses.
 
-    The list `mutable` receives the mutable containers, each after the ones within it.
+    The mutable containers are appended to the list `mutable`, each after the containers within it.
     """
     if isinstance(value, Tensor):
         return function(value)
@@ -116,8 +116,8 @@ def call_after_gradients(
     """Return `values` with views of their tensors whose gradients are hooked.
 
     `hook()` is called when the backward pass has computed all these gradients, and
-    `before_double_backward()` before a backward pass through them. `mutable` receives the mutable
-    containers.
+    `before_double_backward()` before a backward pass through them. The mutable containers are
+    appended to `mutable`, as by `replace_tensors`.
     """
     tensors = {id(tensor): tensor for tensor in find_tensors(values) if tensor.requires_grad}
     hooked: dict[int, Tensor] = {}
@@ -130,7 +130,7 @@ def call_after_gradients(
 
 
 def call_before_gradients(values: Any, hook: Callable[[], None], inputs: Any = ()) -> Any:
-    """Return `values`, and call `hook()` before backward passes through any of their tensors.
+    """Register `hook()` to run before backward passes through tensors in `values`; return `values`.
 
     `inputs` are the values from which a module computed `values`.
     """
@@ -166,7 +166,7 @@ def find_tensors(values: Any) -> list[Tensor]:
 
 
 def cast(dtype: torch.dtype, values: Any, mutable: list[MutableArgument]) -> Any:
-    """Return `values` with floating-point tensors in `dtype`, as `replace_tensors` does."""
+    """Return `values` with floating-point tensors cast to `dtype`, by `replace_tensors`."""
 
     def cast_tensor(tensor: Tensor) -> Tensor:
         return tensor.to(dtype) if tensor.is_floating_point() else tensor

@@ -19,7 +19,7 @@ from zero.fsdp.shard import find_sharded, mark_replaced
 from zero.fsdp.unit import Unit
 from zero.fsdp.unit_schedule import UnitSchedule
 from zero.fsdp.wrapping import ShardPolicy, make_units, materialize_module, original_name
-from zero.parameter_checks import check_module, check_parameters, refuse_ddp
+from zero.parameter_checks import check_module, check_parameters, hide_from_ddp
 from zero.process_groups import Collective, Communicator, DryRun, Group
 
 #: The attribute in which every module passed to `fully_shard` stores the FSDP of the outermost one.
@@ -31,16 +31,18 @@ class FSDP(UnitSchedule):
     """Fully sharded data parallelism: every rank stores 1/n of the elements of each unit.
 
     Between steps, `parameters()` returns this rank's shards, one per parameter. A shard of k
-    elements has the shape (k, 1, ..., 1). torch's optimizers can step it, except LBFGS and
-    SparseAdam.
+    elements has the shape (k, 1, ..., 1). torch's optimizers step shards, except LBFGS and
+    SparseAdam, which raise an error. The constructor raises ValueError if a parameter or a buffer
+    cannot be sharded or synchronized, or if the parameters differ between ranks.
 
     shard: selects the units. The parameters of each selected module, except those of selected
         modules within it, form one unit, which is gathered together. "blocks" selects each block of
-        the model's outermost containers. Module classes and names, or a predicate of name and
-        module, select other modules. All remaining parameters form the root unit. Parameters of one
-        module with different dtypes, and its frozen parameters, form separate units.
+        the model's outermost ModuleList, ModuleDict and Sequential. Module classes and names, or a
+        predicate of name and module, select other modules. All remaining parameters form the root
+        unit. Parameters of one module with different dtypes, and its frozen parameters, form
+        separate units.
     compute_dtype: the dtype of floating-point parameters and inputs while sharded modules run;
-        shards keep their dtype.
+        shards keep their dtype. By default, nothing is cast.
     gradient_dtype: the dtype in which gradients are sent; by default, the dtype in which they are
         computed.
     device: the device on which modules on the meta device are allocated; by default, the device of
@@ -48,16 +50,16 @@ class FSDP(UnitSchedule):
     initialize: the function that fills a module's tensors after their allocation; by default
         its `reset_parameters()`.
     group: a process group, or a one-dimensional DeviceMesh; by default, all ranks.
-    reshard_after_forward: False keeps units unsharded until their backward pass, so they are
-        gathered only once.
+    reshard_after_forward: False keeps units unsharded until their backward pass, which then needs
+        no second gather.
     prefetch: the number of units that are gathered ahead of the running unit.
     ignored_params: parameters that are not sharded, averaged or synchronized.
     forward_sync_buffers: copy rank 0's buffers to all ranks before a forward pass, unless the
         previous one ran without gradients or in `no_sync()`. torch's DDP uses the same rule.
     elementwise_optimizers: custom optimizer classes that update every element independently and may
-        step shards. A trial verifies this before the first step. torch's element-wise classes are
-        recognized. For any other optimizer class, every rank gathers each unit, and one owner
-        rank keeps each full parameter and steps it.
+        step shards. A trial verifies this before the first step. torch's element-wise classes need
+        not be listed. For any other optimizer class, all ranks gather each unit during a step, and
+        one owner rank steps each full parameter.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
     inner: the FSDPs of modules within `module`. This FSDP takes over their units (`fully_shard`).
     """
@@ -127,7 +129,7 @@ class FSDP(UnitSchedule):
         self.communicator.broadcast_buffers(module)
         self._init_runtime_state()
         self._hook_modules()
-        refuse_ddp(self)
+        hide_from_ddp(self)
         install_optimizer_hooks()
         # Do not count the initial broadcasts as training traffic.
         self.communicator.pop_bytes()
@@ -145,9 +147,9 @@ class FSDP(UnitSchedule):
             self._end_backward()
 
     def gather_full_params(self) -> dict[str, Tensor]:
-        """Return all full parameters by their names in the unwrapped module.
+        """Return copies of all full parameters by their names in the unwrapped module.
 
-        Every rank must call this method.
+        They have the dtypes of the shards. Every rank must call this method.
         """
         full: dict[str, Tensor] = {}
         for unit in self.units:
@@ -191,8 +193,8 @@ class FSDP(UnitSchedule):
             handle.remove()
 
     def _adopt(self, inner: FSDP) -> None:
-        """Take over the units of the FSDP of an inner module."""
-        if not self.communicator.uses_same_groups(inner.communicator):
+        """Take over the units of an inner module's FSDP; raise ValueError if its group differs."""
+        if not self.communicator.uses_same_group(inner.communicator):
             raise ValueError(
                 "expected one process group for a module and the modules within it, got several: "
                 "pass the same mesh to every fully_shard call"

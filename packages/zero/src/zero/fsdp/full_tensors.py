@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from zero.fsdp.shard import ShardedParameter, plain_shard
-from zero.partition import by_parameter
+from zero.partition import partition_by_parameter
 from zero.process_groups import Communicator, as_bytes
 
 
@@ -32,7 +32,8 @@ class FullTensorExchange:
         self.communicator = communicator
         self.parameters = parameters
         added = [p for p in parameters if p.shard not in earlier_owners]
-        partition = by_parameter([p.shape.numel() for p in added], communicator.world, 1 << 62)
+        numels = [p.shape.numel() for p in added]
+        partition = partition_by_parameter(numels, communicator.world, 1 << 62)
         #: The rank that steps each shard's parameter; rank 0 for parameters without elements.
         self.owner = {p.shard: earlier_owners.get(p.shard, 0) for p in parameters}
         for rank in range(communicator.world):
@@ -45,9 +46,9 @@ class FullTensorExchange:
 
     @torch.no_grad()
     def gather_full_tensors(self) -> None:
-        """Set `.data` and `.grad` to full tensors on the owner.
+        """Set `.data` and `.grad` of each shard with a gradient to full tensors on the owner.
 
-        On other ranks, `.data` is a placeholder of one element, and `.grad` is None.
+        On other ranks, `.data` becomes a placeholder of one element, and `.grad` becomes None.
         """
         # `check_gradients_match` ensures that a parameter has a gradient on all ranks or on none.
         stepped = [p for p in self.parameters if p.shard.grad is not None]
@@ -68,7 +69,7 @@ class FullTensorExchange:
                 p.shard.data, p.shard.grad = full[p.shard]
             else:
                 # An optimizer may also read parameters without a gradient. Most functions of whole
-                # tensors fail on this rank's elements if there are none.
+                # tensors fail on a tensor without elements, and this rank may have no elements.
                 elements, _ = self._shards[p.shard]
                 p.shard.data = elements.new_ones((1,) * elements.dim())
         self._without_gradient = {
@@ -81,8 +82,8 @@ class FullTensorExchange:
     def scatter_full_tensors(self) -> list[nn.Parameter]:
         """Broadcast the stepped tensors, and copy this rank's elements of them into the shards.
 
-        Return the stepped shards. Raise RuntimeError if the optimizer has changed any other shard,
-        of which it only had this rank's elements.
+        Return the stepped shards. Every rank must call this method. Raise RuntimeError if the
+        optimizer has changed any other shard, of which it only had this rank's elements.
         """
         for shard, before in self._without_gradient.items():
             if not torch.equal(as_bytes(plain_shard(shard)), as_bytes(before)):

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from zero.fsdp.fsdp import FSDP, FULLY_SHARDED
 from zero.fsdp.unit import Unit
-from zero.parameter_checks import refuse_ddp
+from zero.parameter_checks import hide_from_ddp
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
@@ -35,10 +35,11 @@ def fully_shard(
 ) -> nn.Module:
     """Shard the parameters of `module` that no inner module has sharded before.
 
-    They form one unit per dtype; frozen parameters form separate units. Call it bottom-up: for each
-    block, then for the model. The module is changed in place and returned; its `parameters()` are
-    this rank's shards. The arguments are those of `torch.distributed.fsdp.fully_shard`. Raise
-    ValueError for arguments without an equivalent.
+    They form one unit per dtype; frozen parameters form separate units. Call this function
+    bottom-up: for each block, then for the model. The module is changed in place and returned; its
+    `parameters()` are this rank's shards. The arguments are those of
+    `torch.distributed.fsdp.fully_shard`. Raise ValueError for unsupported arguments, and for a
+    module that was passed before or whose parameters cannot be sharded.
     """
     # Importing this module takes as long as importing torch.
     from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy
@@ -80,19 +81,14 @@ def fully_shard(
         fsdp.output_dtypes[module] = policy.output_dtype
     cls: Any = type(module)
     module.__class__ = _sharded_class(cls)
-    refuse_ddp(module)
+    hide_from_ddp(module)
     for sharded in _sharded_modules(module):
         sharded.__dict__[FULLY_SHARDED] = fsdp
     return module
 
 
 class FSDPModule:
-    """The methods that `fully_shard` adds to a module.
-
-    `set_is_last_backward` and `set_reshard_after_backward` only change when torch communicates.
-    Every backward pass of this package completes without them and frees the parameters, so both do
-    nothing.
-    """
+    """The methods that `fully_shard` adds to a module."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Construct an object of the original class, for example a slice of a container."""
@@ -107,7 +103,7 @@ class FSDPModule:
         )
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module; return a handle to wait for if `async_op`."""
+        """Gather the parameters of this module; return a handle if `async_op`, otherwise None."""
         handle = UnshardHandle(_units_of(self))
         for unit in handle.units:
             unit.unshard()
@@ -117,7 +113,7 @@ class FSDPModule:
         return None
 
     def reshard(self) -> None:
-        """Free the full parameters of this module."""
+        """Free the full parameters of this module, unless it is running."""
         for unit in _units_of(self):
             unit.set_unsharded_by_caller(False)
             unit.release_and_reshard()
@@ -140,7 +136,7 @@ class FSDPModule:
     def set_reshard_after_backward(
         self, reshard_after_backward: bool, *, recurse: bool = True
     ) -> None:
-        """Do nothing: every backward pass frees the parameters, which does not affect results."""
+        """Do nothing, because every backward pass frees the parameters; results do not change."""
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule]) -> None:
         """Prefetch at least `len(modules)` units, in the order of the last forward pass.
@@ -153,7 +149,7 @@ class FSDPModule:
 
 
 class UnshardHandle:
-    """Handle to the all-gathers that `FSDPModule.unshard(async_op=True)` started."""
+    """The handle of all-gathers that `FSDPModule.unshard(async_op=True)` has started."""
 
     def __init__(self, units: list[Unit]) -> None:
         self.units = units

@@ -28,21 +28,15 @@ from torch.optim.optimizer import (
 from zero.dtensors import Run, full_entries, state_rows
 from zero.fsdp.full_tensors import FullTensorExchange
 from zero.fsdp.shard import ShardedParameter, find_sharded
-from zero.gradients.shard import ShardGradient, plain
+from zero.gradients.shard import ShardGradient, as_plain
+from zero.optimizer import option_checks
 from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
     REFUSED,
     WHOLE_PARAMETERS,
     check_constructed,
     choose_split,
-    options_from,
-)
-from zero.optimizer.option_checks import (
-    Options,
-    changed_options,
-    check_options_match,
-    option_flags,
-    option_numbers,
+    read_constructor_options,
 )
 from zero.optimizer.parameter_groups import check_not_replaced, is_same_list
 from zero.optimizer.state_dict import options_of
@@ -85,7 +79,7 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
         _known[optimizer] = shard_optimizer, parameters
     for state in optimizer.state.values() if shard_optimizer else ():
         # A copy of a gradient or a shard, such as a momentum buffer, must not act like a gradient.
-        state.update({k: plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
+        state.update({k: as_plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
     return shard_optimizer
 
 
@@ -103,7 +97,7 @@ def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
         post_hooks: Any = optimizer._optimizer_step_post_hooks
         num_hooks = len(pre_hooks) + len(post_hooks)
         num_hooks += len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
-        # This function is a hook too.
+        # Three of the hooks are this function, `_before_step` and `_after_step`.
         if num_hooks > 3 and shard_optimizer.is_step_within_step(optimizer):
             raise RuntimeError(
                 f"expected no step hooks, got {num_hooks - 3}: {type(optimizer).__name__}.step "
@@ -116,6 +110,7 @@ def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
 
 
 def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    """Prepare a step of shards, and return its changed arguments; None changes nothing."""
     shard_optimizer = find_shard_optimizer(optimizer)
     if shard_optimizer is None or shard_optimizer.is_step_within_step(optimizer):
         return None
@@ -159,7 +154,7 @@ def end_step() -> None:
 
 
 def _return_once(losses: list[Any]) -> Any:
-    """Return the loss of a step's closure; raise if the optimizer evaluates the closure again."""
+    """Pop the loss of a step's closure; raise RuntimeError if the closure is evaluated again."""
     if not losses:
         raise RuntimeError(
             "the optimizer evaluates its closure several times per step, so it cannot be sharded: "
@@ -181,7 +176,7 @@ def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Non
     for sharded in shard_optimizer.stepped:
         sharded.unit.mark_changed(sharded)
     shard_optimizer.stepped = []
-    shard_optimizer.options_after_step = option_numbers(optimizer)
+    shard_optimizer.options_after_step = option_checks.list_numeric_options(optimizer)
 
 
 #: The code of the function by which torch wraps each `step` to run its hooks.
@@ -197,7 +192,7 @@ class ShardOptimizer:
         self._owner: dict[nn.Parameter, int] = {}
         #: The parameters with a gradient in the current step.
         self.stepped: list[ShardedParameter] = []
-        self.options_after_step: Options = []
+        self.options_after_step: option_checks.Options = []
         #: A weak reference to the keyword arguments of the latest step.
         self.step_options: Callable[[], _StepOptions | None] = lambda: None
         #: The ids of `_before_step` and `_after_step` among the hooks of the optimizer.
@@ -254,16 +249,16 @@ class ShardOptimizer:
                 if sharded is not None:
                     sharded_of.setdefault(sharded.unit.communicator, []).append(sharded)
         self.stepped = []
-        changes = changed_options(optimizer, self.options_after_step)
+        changes = option_checks.find_changed_options(optimizer, self.options_after_step)
         for communicator, parameters in sharded_of.items():
             has_gradient = [parameter.shard.grad is not None for parameter in parameters]
             self.stepped += compress(parameters, has_gradient)
-            on_some, on_others, options = communicator.any_across_ranks(
+            on_some, on_others, options = communicator.launch_or_reduction(
                 has_gradient,
                 [not flag for flag in has_gradient],
-                option_flags(changes),
+                option_checks.make_checksum_flags(changes),
             )()
-            check_options_match(options, changes, communicator)
+            option_checks.check_options_match(options, changes, communicator)
             for index, parameter in enumerate(parameters):
                 if on_some[index] and on_others[index]:
                     raise RuntimeError(
@@ -271,7 +266,7 @@ class ShardOptimizer:
                         "or skip the step, on every rank or on none"
                     )
 
-    def run(self, parameter: nn.Parameter) -> Run | None:
+    def find_run(self, parameter: nn.Parameter) -> Run | None:
         """Return the elements whose state this rank has; None if another rank has the state."""
         sharded = find_sharded(parameter)
         if sharded is None:
@@ -287,14 +282,14 @@ class ShardOptimizer:
     def _save_rows(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return a state dict in which DTensors replace the state of shards."""
+        """Return a state dict with DTensors of all ranks' state of shards."""
         state = dict(state_dict["state"])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
             sharded = find_sharded(parameter)
             if sharded is None:
                 continue
-            run = self.run(parameter)
+            run = self.find_run(parameter)
             entry = state.pop(index, {})
             local_state = [(run, entry)] if run else []
             rows = state_rows(local_state, sharded.full, sharded.unit.communicator)
@@ -305,7 +300,7 @@ class ShardOptimizer:
     def _load_rows(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return a state dict in which the state of this rank's elements replaces whole state."""
+        """Return a state dict with only this rank's part of state that is whole or in DTensors."""
         state = dict(state_dict["state"])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
@@ -314,13 +309,13 @@ class ShardOptimizer:
             if not entry:
                 continue
             shape = (find_sharded(parameter) or parameter).shape
-            run = self.run(parameter)
+            run = self.find_run(parameter)
             state[key] = {k: run.select(shape, k, v) for k, v in entry.items()} if run else {}
         return {**state_dict, "state": state}
 
 
-#: Maps each known optimizer to its ShardOptimizer, or None if it has no shards, and to the
-#: parameters that it had when this was determined.
+#: Maps each optimizer to its ShardOptimizer, or None if the optimizer has no shards, and to the
+#: list of its parameters when this was determined.
 _known: WeakKeyDictionary[torch.optim.Optimizer, tuple[ShardOptimizer | None, list[nn.Parameter]]]
 _known = WeakKeyDictionary()
 
@@ -328,13 +323,13 @@ _known = WeakKeyDictionary()
 def _needs_full_tensors(
     optimizer: torch.optim.Optimizer, group: dict[str, Any], parameters: list[ShardedParameter]
 ) -> bool:
-    """Return True if the optimizer is not element-wise; raise ValueError if it is not shardable."""
+    """Return True if an optimizer needs full tensors; raise ValueError if it cannot be sharded."""
     cls = type(optimizer)
     is_known = cls in ELEMENTWISE or cls in WHOLE_PARAMETERS or cls in REFUSED
     is_declared = any(cls in p.unit.elementwise_optimizers for p in parameters)
     split = choose_split(
         cls,
-        {} if is_known else options_from(optimizer, group),
+        {} if is_known else read_constructor_options(optimizer, group),
         parameters[0].shard.device,
         elementwise=True if is_declared else None,
         group=options_of(group),

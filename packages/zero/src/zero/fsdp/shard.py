@@ -12,7 +12,7 @@ from torch.optim.optimizer import _foreach_supported_types
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.gradients.reductions import PartialGradient
-from zero.gradients.shard import ElementRange, ShardGradient, shard_function, shard_gradient
+from zero.gradients.shard import ElementRange, ShardGradient, call_on_shards, make_shard_gradient
 
 #: A module and the name of one of its parameters.
 Owner = tuple[nn.Module, str]
@@ -103,7 +103,7 @@ class Shard(nn.Parameter):
     """The elements of a parameter that this rank stores.
 
     A plain gradient of the shard's shape becomes a ShardGradient when it is assigned, except while
-    the parameter holds full tensors.
+    an optimizer steps full tensors. Any other gradient raises RuntimeError.
 
     Functions of torch follow Note [Operations on a sharded gradient]. The norm of a shard, for
     example, is the norm of the whole parameter.
@@ -117,7 +117,7 @@ class Shard(nn.Parameter):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run `func` on this rank's elements or over all ranks, or raise."""
-        return shard_function(func, args, kwargs or {}, _as_gradient)
+        return call_on_shards(func, args, kwargs or {}, _as_gradient)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         with torch._C.DisableTorchFunctionSubclass():
@@ -129,7 +129,7 @@ class Shard(nn.Parameter):
 
     @property
     def grad(self) -> Tensor | None:
-        """The averaged gradient of this rank's elements."""
+        """The averaged gradient of this rank's elements; after `no_sync()`, a placeholder."""
         gradient = GRAD.__get__(self)
         if type(gradient) is Tensor:
             # Autograd and C++ code bypass the setter below.
@@ -151,7 +151,7 @@ class Shard(nn.Parameter):
                     "p.grad.full_tensor(), called by every rank"
                 )
             if type(gradient) is Tensor:
-                gradient = shard_gradient(gradient, parameter.unit.communicator, elements)
+                gradient = make_shard_gradient(gradient, parameter.unit.communicator, elements)
         GRAD.__set__(self, gradient)
 
     @grad.deleter
@@ -160,7 +160,7 @@ class Shard(nn.Parameter):
 
 
 def _as_gradient(value: Any) -> Any:
-    """Wrap a shard in a ShardGradient that shares its memory.
+    """Return a shard as a ShardGradient with the same memory.
 
     Return other values, and shards that temporarily hold full tensors, unchanged.
     """
@@ -168,7 +168,7 @@ def _as_gradient(value: Any) -> Any:
     if parameter is None or parameter.unit.holds_full_tensors:
         return value
     with torch._C.DisableTorchFunctionSubclass():
-        return shard_gradient(value, parameter.unit.communicator, parameter.elements)
+        return make_shard_gradient(value, parameter.unit.communicator, parameter.elements)
 
 
 def plain_shard(shard: Tensor) -> Tensor:
@@ -183,7 +183,7 @@ if Shard not in _foreach_supported_types:
 
 
 def as_column(values: Tensor, dim: int) -> Tensor:
-    """Return a view of shape (n, 1, ..., 1) with `dim` dimensions, but at least one.
+    """Return flat values as a view of shape (n, 1, ..., 1) with `dim` dimensions, at least one.
 
     Optimizer rules such as `p.dim() >= 2` therefore still recognize matrices.
     """

@@ -1,4 +1,4 @@
-"""Conversion of FSDP's shards to DTensors in state dicts, and back when one is loaded."""
+"""Conversion of FSDP's shards to DTensors in state dicts, and back when a state dict is loaded."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ if TYPE_CHECKING:
 class StateDictHooks:
     """Hooks that put DTensors instead of shards into state dicts, and that load them.
 
-    Creating a state dict is a collective, so every rank must do it. Whole tensors can be loaded
-    too.
+    Creating a state dict, and loading DTensors, are collectives, so every rank must do them. Whole
+    tensors can be loaded too.
     """
 
     def __init__(self, communicator: Communicator) -> None:

@@ -49,9 +49,9 @@ from torch.autograd.graph import increment_version
 from zero.fsdp.shard import Owner, Shard, ShardedParameter, as_column, plain_shard
 from zero.fsdp.unit_gradients import UnitGradients
 from zero.gloo_collectives import Work
-from zero.gradients.shard import plain
+from zero.gradients.shard import as_plain
 from zero.parameter_checks import has_same_elements
-from zero.partition import alias, by_element
+from zero.partition import alias, partition_by_element
 from zero.process_groups import Communicator
 
 #: Added to the versions of freed parameters; more than the number of steps of any program.
@@ -67,10 +67,7 @@ class UnitState(Enum):
 
 
 class Unit:
-    """Parameters of one dtype that are gathered, used and freed together.
-
-    See Note [Lifetime of a unit] and Note [One storage for full parameters].
-    """
+    """Parameters of one dtype that are gathered, used and freed together."""
 
     def __init__(
         self,
@@ -88,7 +85,7 @@ class Unit:
         #: True if a backward pass may read the parameters, as for any module but `nn.Embedding`.
         self.is_read_in_backward = True
         world = communicator.world
-        self.partition = by_element(
+        self.partition = partition_by_element(
             [p.numel() for _, p, _ in parameters_with_owners], world, 1 << 62
         )
         values = first.new_zeros(self.partition.numel)
@@ -113,8 +110,9 @@ class Unit:
         self.state = UnitState.SHARDED
         #: The version of `shard` that was gathered; an optimizer's step makes it stale.
         self._gathered_version = -1
-        #: The full parameters' versions when they were gathered, and the number of all checks.
+        #: The full parameters' versions when they were gathered.
         self._full_versions: dict[nn.Parameter, int] = {}
+        #: The number of calls of `check_unchanged`.
         self._num_checks = 0
         #: True if the versions include FREED: Note [One storage for full parameters].
         self._is_marked_freed = False
@@ -181,7 +179,7 @@ class Unit:
             self._copy_to_new_memory()
 
     def _views_of(self, values: Tensor) -> list[tuple[ShardedParameter, Tensor]]:
-        """Return each parameter with its part of `values`, which are laid out like `shard`."""
+        """Return each parameter with its part of `values`, a tensor in the layout of `shard`."""
         views = []
         start = 0
         for parameter in self.parameters:
@@ -191,7 +189,7 @@ class Unit:
         return views
 
     def _is_data_replaced(self, parameter: ShardedParameter, stored: Tensor) -> bool:
-        """Return True if `.data` was replaced; raise if its shape, dtype or device changed."""
+        """Return True if `.data` was replaced; raise RuntimeError if it does not fit."""
         data = plain_shard(parameter.shard)
         is_at_stored = data.data_ptr() == stored.data_ptr() and has_same_elements(data, stored)
         if is_at_stored or not stored.numel():
@@ -225,10 +223,10 @@ class Unit:
             )
 
     def mark_changed(self, parameter: ShardedParameter) -> None:
-        """Make autograd raise an error for graphs that saved the earlier values.
+        """Record a change of the shard, and make autograd reject graphs that saved earlier values.
 
-        The storage of the full parameter is refilled with the new values, so the gradient would
-        silently be wrong.
+        The storage of the full parameter is refilled with the new values, so the gradient of such a
+        graph would silently be wrong.
         """
         # A shard whose `.data` was replaced has a separate version counter.
         self._gathered_version = -1
@@ -278,7 +276,7 @@ class Unit:
         self._full_versions = {p.full: p.full._version for p in self.parameters}
 
     def reshard(self) -> None:
-        """Free the full parameters, unless the unit is used; raise if a module wrote to them."""
+        """Free the full parameters if unused; raise RuntimeError if written to or exported."""
         self._finish_unshard()
         is_in_use = self._num_users > 0 or self.keep_unsharded
         if self.state is UnitState.UNSHARDED and not is_in_use:
@@ -296,10 +294,7 @@ class Unit:
             self._mark_freed(True)
 
     def _mark_freed(self, is_freed: bool) -> None:
-        """Add FREED to the versions of the full parameters, or subtract it after a gather.
-
-        See Note [One storage for full parameters].
-        """
+        """Add FREED to the versions of the full parameters, or subtract it after a gather."""
         if is_freed != self._is_marked_freed:
             full = tuple(parameter.full for parameter in self.parameters)
             change = FREED if is_freed else -FREED
@@ -307,9 +302,10 @@ class Unit:
             self._is_marked_freed = is_freed
 
     def release_and_reshard(self) -> None:
-        """Clear `keep_unsharded` and free the full parameters unless a module still uses them.
+        """Clear `keep_unsharded`, and free the full parameters unless a module still uses them.
 
-        They must not be kept, because a later change of a shard through `.data` is not detected.
+        Parameters that stayed full could become wrong, because a change of a shard through `.data`
+        is not detected.
         """
         self.keep_unsharded = False
         self.reshard()
@@ -383,7 +379,7 @@ class Unit:
     def remove_user(self) -> None:
         """Remove one user.
 
-        After the last one, register this rank's shards as the modules' parameters.
+        After the last user, register this rank's shards as the modules' parameters.
         """
         self._num_users = max(0, self._num_users - 1)
         if not self._num_users:
@@ -397,7 +393,7 @@ class Unit:
 
     @torch.no_grad()
     def gather_full_parameters(self) -> dict[str, Tensor]:
-        """Return the full parameters by name, in the shards' dtype; every rank must call it."""
+        """Return copies of the full parameters by name; every rank must call this method."""
         self.adopt_shard_changes()
         return self._gather(self.shard)
 
@@ -410,11 +406,11 @@ class Unit:
         gradients = torch.zeros_like(self.shard)
         for parameter, part in self._views_of(gradients):
             if parameter.shard.grad is not None:
-                part.copy_(plain(parameter.shard.grad))
+                part.copy_(as_plain(parameter.shard.grad))
         return self._gather(gradients)
 
     def _gather(self, values: Tensor) -> dict[str, Tensor]:
-        """Return full tensors by name, gathered from values that are laid out like `shard`."""
+        """Return full tensors by name, gathered from `values` in the layout of `shard`."""
         flat = values.new_empty(self.full.shape)
         self.communicator.all_gather(flat, values).wait()
         return {

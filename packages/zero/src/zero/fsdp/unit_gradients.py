@@ -12,7 +12,7 @@ from torch import Tensor
 from zero.fsdp.shard import plain_shard
 from zero.gloo_collectives import Work
 from zero.gradients.averaged import AveragedGradient
-from zero.gradients.shard import shard_gradient
+from zero.gradients.shard import make_shard_gradient
 from zero.process_groups import Communicator
 
 
@@ -73,7 +73,7 @@ class UnitGradients:
         """Return the local gradients as one flat tensor with padding, and free them."""
         first = self.unit.parameters[0].full
         if len(self.unit.parameters) == 1 and first.grad is not None and not self._accumulated:
-            # A single gradient without padding needs no copy.
+            # A single gradient without padding need not be copied into a buffer.
             gradient = first.grad.reshape(-1).to(self.dtype)
             if gradient.numel() == self.unit.full.numel():
                 first.grad = None
@@ -180,7 +180,7 @@ class UnitGradients:
             part = part + placeholder.unreduced.reshape(-1)
         if not shard.requires_grad:
             return
-        part = shard_gradient(part.view(shard.shape), self.communicator, parameter.elements)
+        part = make_shard_gradient(part.view(shard.shape), self.communicator, parameter.elements)
         # Autograd accumulates only into the full parameter, so hooks of the shard run here.
         for hook in list((shard._backward_hooks or {}).values()):
             changed = hook(part)

@@ -69,8 +69,8 @@ class UnitSchedule(nn.Module):
     units_of: dict[nn.Module, list[Unit]]
 
     def _init_runtime_state(self) -> None:
-        #: True if the latest forward pass ran with gradients and synchronization. As in DDP, the
-        #: next forward then broadcasts the buffers.
+        #: True if the latest forward pass ran with gradients and synchronization, or if there was
+        #: none. As in DDP, the next forward pass then broadcasts the buffers.
         self._buffers_may_differ = True
         #: The units in the order of this forward pass and of the previous one.
         self._forward_order: list[Unit] = []
@@ -175,7 +175,7 @@ class UnitSchedule(nn.Module):
             self.communicator.broadcast_buffers(self.module)
 
     def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Gather a module's units, prefetch the next ones, and hook the gradients of its inputs."""
+        """Gather a module's units, prefetch the next units, and hook gradients of the inputs."""
         if module is self.module and not self._in_backward:
             # An interrupt may have prevented the end of an earlier forward pass.
             self._num_running = 0
@@ -221,8 +221,8 @@ class UnitSchedule(nn.Module):
             self._num_running = max(0, self._num_running - 1)
             raise
         finally:
-            # This is also necessary after an error: the caller may catch it and run another
-            # forward.
+            # This is also necessary after an error: the caller may catch it and run another forward
+            # pass.
             self._leave_module(units)
         if module in self.output_dtypes:
             output = cast(self.output_dtypes[module], output, [])
@@ -270,7 +270,7 @@ class UnitSchedule(nn.Module):
         return call_before_gradients(output, self._begin_backward)
 
     def _read_parameter(self, parameter: nn.Parameter) -> nn.Parameter:
-        """Return the full parameter or the shard when a module's attribute is read.
+        """Return the tensor that a module's attribute returns for a registered parameter.
 
         Raise RuntimeError if the parameter is sharded while the model runs: if another module reads
         it, the hooks that gather the unit have not run.
@@ -307,7 +307,7 @@ class UnitSchedule(nn.Module):
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def _before_backward(self, module: nn.Module, position: int) -> None:
-        """Gather a module's units before its backward pass, and prefetch the previous ones."""
+        """Gather a module's units before its backward pass, and prefetch the previous units."""
         self._begin_backward()
         for unit in self.units_of[module]:
             unit.wait_for_unshard()
@@ -331,10 +331,10 @@ class UnitSchedule(nn.Module):
                 unit.reshard()
 
     def _will_accumulate_gradients(self) -> bool:
-        """Return True in a `backward()` that reaches a parameter, False in `autograd.grad()`."""
+        """Return True in a `backward()` that reaches a parameter, otherwise False."""
         parameters = [p.full for unit in self.units for p in unit.parameters]
         try:
-            # In a `backward()` this is true for every parameter of the graph.
+            # In a `backward()`, the engine executes the node of every parameter of the graph.
             return any(
                 torch._C._will_engine_execute_node(get_gradient_edge(parameter).node)
                 for parameter in parameters
@@ -377,7 +377,7 @@ class UnitSchedule(nn.Module):
             for unit in synced:
                 if unit.gradients.has_unreduced():
                     self._reduce(unit)
-            agreed = self.communicator.any_across_ranks(
+            agreed = self.communicator.launch_or_reduction(
                 [used for unit in self.units for used in unit.gradients.is_used]
             )
             self._wait_for_reduction()

@@ -1,9 +1,9 @@
 """Selection of the parameters that stage 3 shards together as one unit.
 
-A parameter of several modules (tied) belongs to the first module's unit, and all these modules
-gather it. Modules on the meta device are allocated one after the other, and a unit is sharded as
-soon as its last module has been allocated. Therefore a model can be created even if it fits into
-memory only in shards.
+A tied parameter, which several modules have, belongs to the first module's unit, and all these
+modules gather it. Modules on the meta device are allocated one after the other, and a unit is
+sharded as soon as its last module has been allocated. Therefore a model can be created even if it
+fits into memory only in shards.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ from zero.fsdp.shard import Owner
 from zero.fsdp.unit import Unit
 
 MakeUnit = Callable[[list[Any]], Unit]
-#: The modules that are sharded as units: module classes and names; a predicate of name and module;
-#: or "blocks", which selects each block of the outermost containers, and the root for all other
-#: parameters.
+#: The argument `shard` of `FSDP`.
 ShardPolicy = (
     Sequence[type[nn.Module] | str]
     | type[nn.Module]
@@ -100,9 +98,9 @@ def _groups_by_last_module(
 
 
 def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
-    """Return the modules that are sharded as units: the root, and the ones that `policy` selects.
+    """Return the modules that are sharded as units: the root, and the modules of `policy`.
 
-    Raise ValueError if the policy names an unknown module, or if its classes match no module.
+    Raise ValueError if the policy names an unknown module, or if none of its classes matches.
     """
     if policy == "blocks":
         return {root, *_blocks(root)}
@@ -134,7 +132,7 @@ def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
 
 
 def _blocks(root: nn.Module) -> set[nn.Module]:
-    """Return the repeated blocks: entries of outermost ModuleList, ModuleDict and Sequential."""
+    """Return the modules in the outermost ModuleList, ModuleDict and Sequential containers."""
     blocks: set[nn.Module] = set()
     pending = [root]
     while pending:
@@ -212,7 +210,7 @@ def materialize_module(
     module: nn.Module,
     owners: Owners,
 ) -> None:
-    """Allocate and initialize a module's tensors on the meta device, without submodules."""
+    """Allocate and initialize a module's tensors on the meta device, but not its submodules'."""
     tensors = {**module._parameters, **module._buffers}
     meta = {name: t for name, t in tensors.items() if t is not None and t.is_meta}
     for name, old in meta.items():
@@ -264,7 +262,7 @@ def original_name(name: str) -> str:
 
 
 def _reset_parameters(module: nn.Module, has_tensors: bool) -> None:
-    """Call a module's `reset_parameters` if it had, or a submodule has, tensors on the meta device.
+    """Call a module's `reset_parameters` if its tensors, or a submodule's, were on the meta device.
 
     Raise ValueError if a module with such tensors has no such method, or if the method changes
     submodules on the meta device.

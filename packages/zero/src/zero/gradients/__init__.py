@@ -11,7 +11,7 @@ would be right, but a norm would silently be wrong and differ between ranks. The
 - any other operation raises an error that names `full_tensor()` as the remedy.
 
 Between steps, stage 3's parameters are shards too, and a loss may read them. The same rules apply
-to them (`shard_function`). Reductions of tensors that need a gradient are computed on
+to them (`call_on_shards`). Reductions of tensors that need a gradient are computed on
 `full_tensor()`, whose backward pass returns the average of the ranks' gradients.
 
 Note [Two classes of sharded gradients]

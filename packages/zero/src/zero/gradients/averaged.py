@@ -154,10 +154,10 @@ def _alias(gradient: AveragedGradient) -> AveragedGradient:
 
 
 def _accumulate(name: str, gradient: Any, added: Any, *, alpha: float = 1) -> Any:
-    """Add a local gradient to `unreduced`, which will be averaged later.
+    """Add a local gradient to `unreduced`, which will be averaged later; return the gradient.
 
     Autograd adds the gradient of a later backward pass. A parameter's hook may also add a tensor or
-    number.
+    number. Raise RuntimeError if an averaged gradient is added, or added to a plain tensor.
     """
     if not isinstance(gradient, AveragedGradient) or isinstance(added, AveragedGradient):
         raise RuntimeError(
@@ -194,7 +194,7 @@ def _combination_error(func: Any) -> RuntimeError:
 
 
 def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
-    """Apply an element-wise operator to each run of this rank's elements."""
+    """Return the result of an element-wise operator on each run of this rank's elements."""
     leaves, spec = tree_flatten((args, kwargs))
     gradients = [leaf for leaf in leaves if isinstance(leaf, AveragedGradient)]
     runs_of = _matching_runs(func, gradients)
@@ -231,13 +231,13 @@ def _slice_argument(value: Any, shape: torch.Size, start: int, stop: int) -> Any
     if not isinstance(value, Tensor):
         return value
     if value.numel() == 1:
-        # Keep a dimension: 0-dimensional tensors do not take part in dtype promotion.
+        # Keep a dimension, because dtype promotion treats 0-dimensional tensors like numbers.
         return value.reshape(1) if value.dim() else value
     return value.expand(shape).reshape(-1)[start:stop]
 
 
 def _apply_foreach(name: str, args: Any, kwargs: Any) -> Any:
-    """Apply a `_foreach_` operation tensor by tensor."""
+    """Apply a `_foreach_` operation tensor by tensor; return the results, or None if in place."""
     if name == "norm":
         return norms(args[0], *args[1:], **kwargs)
     operator = getattr(aten, name)

@@ -53,7 +53,7 @@ def gather_runs(
 
 
 def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -> None:
-    """Multiply gradients by `inv_scale`; set `found_inf` if any rank has an infinity or NaN.
+    """Multiply gradients in place by `inv_scale`; set `found_inf` to 1 if any rank has inf or NaN.
 
     Raise RuntimeError if the gradients are sharded over several groups. Every rank must call this
     function.
@@ -90,7 +90,7 @@ def _communicators_of(gradients: Sequence[Tensor]) -> list[Communicator]:
     communicators: list[Communicator] = []
     for gradient in gradients:
         if isinstance(gradient, PartialGradient) and not any(
-            gradient.communicator.uses_same_groups(known) for known in communicators
+            gradient.communicator.uses_same_group(known) for known in communicators
         ):
             communicators.append(gradient.communicator)
     return communicators
@@ -99,6 +99,7 @@ def _communicators_of(gradients: Sequence[Tensor]) -> list[Communicator]:
 def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
     """Return each gradient's vector norm over all ranks, as 0-dimensional tensors.
 
+    They have the real dtype that corresponds to `dtype` or, by default, to the gradient's dtype.
     Call one all-reduce per process group. Raise ValueError if `ord` is not positive. Every rank
     must call this function.
     """
@@ -119,7 +120,7 @@ def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> lis
     for communicator in _communicators_of(gradients):
         total = torch.linalg.vector_norm(_all_gather_rows(local, communicator), ord, dim=0)
         for index, gradient in enumerate(gradients):
-            if isinstance(gradient, PartialGradient) and communicator.uses_same_groups(
+            if isinstance(gradient, PartialGradient) and communicator.uses_same_group(
                 gradient.communicator
             ):
                 totals[index] = total[index]
@@ -130,7 +131,7 @@ def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> lis
 
 
 def _all_gather_rows(values: Tensor, communicator: Communicator) -> Tensor:
-    """Return every rank's `values` as rows, so that all ranks compute equal results."""
+    """Return a matrix with every rank's `values` in a row, so that all ranks get equal results."""
     communicator.check_not_joining()
     rows = values.new_zeros(communicator.world, values.numel(), device=communicator.device)
     rows[communicator.rank] = values
@@ -139,7 +140,7 @@ def _all_gather_rows(values: Tensor, communicator: Communicator) -> Tensor:
 
 
 def reduce(name: str, args: Any, kwargs: Any) -> Tensor:
-    """Return the norm, sum or other reduction `name` of a gradient over all ranks."""
+    """Return the norm, sum or other reduction called `name` of a gradient over all ranks."""
     gradient = args[0]
     dtype = kwargs.get("dtype")
     if name in REDUCTIONS:
@@ -151,11 +152,11 @@ def reduce(name: str, args: Any, kwargs: Any) -> Tensor:
 
 
 def _reduce_elements(name: str, gradient: Any, dtype: torch.dtype | None) -> Tensor:
-    """Return a sum, mean, maximum, minimum, any or all over the elements of all ranks."""
+    """Return the reduction `name` over the elements of all ranks; raise RuntimeError if complex."""
     if gradient.dtype.is_complex:
         raise RuntimeError(
-            f"{name} of a sharded complex gradient is not supported: p.grad.full_tensor(), called "
-            "by every rank, gathers it; norms, and sums of its abs(), work"
+            f"{name} of a sharded complex gradient is not supported: gather it by "
+            "p.grad.full_tensor() on every rank, or use a norm or the sum of its abs()"
         )
     if dtype is None:
         # torch chooses the dtype, or raises for a mean of integers.

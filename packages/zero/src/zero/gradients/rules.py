@@ -83,7 +83,7 @@ def python_name(func: Any) -> str:
 def is_elementwise(operator: Any) -> bool:
     """Return True if an aten operator is element-wise, deterministic and has one result.
 
-    A `_foreach_` operator is element-wise if its base operator is.
+    A `_foreach_` operator is element-wise if any overload of its base operator is.
     """
     name = operator.overloadpacket.__name__
     if name.startswith("_foreach_"):

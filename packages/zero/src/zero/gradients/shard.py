@@ -13,17 +13,8 @@ from torch.autograd.function import once_differentiable
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
+from zero.gradients import rules
 from zero.gradients.reductions import PartialGradient, gather_runs, norms, reduce, unscale
-from zero.gradients.rules import (
-    ON_OBJECT,
-    READS_MEMORY,
-    REMEDY,
-    UNSCALE,
-    VIEWS,
-    is_elementwise,
-    python_name,
-    reduces_all_elements,
-)
 from zero.process_groups import Communicator
 
 
@@ -50,11 +41,11 @@ class ShardGradient(PartialGradient):
 
     def local_pieces(self) -> list[Tensor]:
         """Return this rank's elements as plain tensors."""
-        return [plain(self)]
+        return [as_plain(self)]
 
     def full_tensor(self) -> Tensor:
         """Return the whole average on every rank; every rank must call it."""
-        full: Tensor = _FullTensor.apply(plain(self), self.elements, self.communicator)
+        full: Tensor = _FullTensor.apply(as_plain(self), self.elements, self.communicator)
         return full
 
     @classmethod
@@ -64,9 +55,9 @@ class ShardGradient(PartialGradient):
             # `Shard.__torch_function__` converts the shards among the arguments.
             return NotImplemented
         kwargs = kwargs or {}
-        name = python_name(func)
+        name = rules.python_name(func)
         with torch._C.DisableTorchFunctionSubclass():
-            if name == UNSCALE:
+            if name == rules.UNSCALE:
                 return unscale(*args)
             if name == "_foreach_norm" and _needs_graph(args[0]):
                 full = [g.full_tensor() if isinstance(g, ShardGradient) else g for g in args[0]]
@@ -82,7 +73,8 @@ class ShardGradient(PartialGradient):
                 return _apply_foreach(func, name, args, kwargs)
             if name in ("numel", "nelement") and not is_stepping():
                 return args[0].elements.shape.numel()
-            if reduces_all_elements(name, args, kwargs) and isinstance(args[0], ShardGradient):
+            is_reduction = rules.reduces_all_elements(name, args, kwargs)
+            if is_reduction and isinstance(args[0], ShardGradient):
                 if _needs_graph(args[:1]):
                     return func(args[0].full_tensor(), *args[1:], **kwargs)
                 return reduce(name, args, kwargs)
@@ -95,7 +87,7 @@ def is_stepping() -> bool:
 
 
 def _needs_graph(tensors: Sequence[Tensor]) -> bool:
-    """Return True if an operation on the tensors must be differentiable."""
+    """Return True if autograd records operations on the tensors."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
@@ -124,7 +116,7 @@ class _FullTensor(torch.autograd.Function):
         return part.to(gradient.device).view(ctx.shape), None, None
 
 
-def shard_gradient(
+def make_shard_gradient(
     values: Tensor, communicator: Communicator, elements: ElementRange
 ) -> ShardGradient:
     """Return `values` as the gradient of this rank's shard of a parameter."""
@@ -134,25 +126,26 @@ def shard_gradient(
     return gradient
 
 
-def plain(tensor: Tensor) -> Tensor:
+def as_plain(tensor: Tensor) -> Tensor:
     """Return a ShardGradient as a plain tensor of its elements, and any other tensor unchanged."""
     return tensor.as_subclass(Tensor) if isinstance(tensor, ShardGradient) else tensor
 
 
-def shard_function(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any], Any]) -> Any:
-    """Run a torch function on shards of parameters by the rules for sharded gradients.
+def call_on_shards(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any], Any]) -> Any:
+    """Return the result of a torch function on shards of parameters.
 
-    The rules do not apply while an optimizer steps, or to hooks and attributes other than views.
+    The rules for sharded gradients apply, except while an optimizer steps, and except for the
+    methods in `ON_OBJECT`, the registration of hooks, and attributes other than views.
 
     as_gradient: a function that returns a shard as a ShardGradient, and other values unchanged.
     """
-    name = python_name(func)
+    name = rules.python_name(func)
     is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
     with torch._C.DisableTorchFunctionSubclass():
-        is_on_object = name in ON_OBJECT or name.startswith("register_")
+        is_on_object = name in rules.ON_OBJECT or name.startswith("register_")
         if is_stepping() or is_on_object:
             return func(*args, **kwargs)
-        if is_access and (func.__name__ != "__get__" or name not in VIEWS):
+        if is_access and (func.__name__ != "__get__" or name not in rules.VIEWS):
             return func(*args, **kwargs)
         leaves, spec = tree_flatten((args, kwargs))
         local_args, local_kwargs = tree_unflatten([as_gradient(leaf) for leaf in leaves], spec)
@@ -170,19 +163,19 @@ class _ElementwiseOnly(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
-        if has_tensors and not is_elementwise(func) and not name.startswith("new_"):
+        if has_tensors and not rules.is_elementwise(func) and not name.startswith("new_"):
             raise _whole_tensor_error(name)
         return func(*args, **(kwargs or {}))
 
 
 def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Run a function on this rank's elements, or raise if the whole gradient is needed."""
+    """Return a function's result on this rank's elements; raise RuntimeError if it needs others."""
     leaves = tree_leaves((args, kwargs))
     gradient = next(leaf for leaf in leaves if isinstance(leaf, ShardGradient))
-    is_checked = not is_stepping() and name not in ON_OBJECT
+    is_checked = not is_stepping() and name not in rules.ON_OBJECT
     if is_checked:
         _check_same_elements(name, leaves)
-    if is_checked and name in READS_MEMORY:
+    if is_checked and name in rules.READS_MEMORY:
         raise _whole_tensor_error(name)
     # An assignment to the elements that a mask selects is element-wise, although indexing is not.
     has_mask = name == "__setitem__" and getattr(args[1], "dtype", None) == torch.bool
@@ -197,7 +190,7 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if name.startswith("new_") or isinstance(result, ShardGradient):
         return result
     if type(result) is Tensor and result.shape == gradient.shape:
-        return shard_gradient(result, gradient.communicator, gradient.elements)
+        return make_shard_gradient(result, gradient.communicator, gradient.elements)
     if is_checked and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
         raise _whole_tensor_error(name)
     return result
@@ -206,7 +199,7 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 def _whole_tensor_error(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name} needs elements of a gradient or parameter that other ranks have, or combines "
-        f"this rank's elements with a tensor of other elements: {REMEDY}"
+        f"this rank's elements with a tensor of other elements: {rules.REMEDY}"
     )
 
 
@@ -232,7 +225,7 @@ def _check_same_elements(name: str, leaves: Sequence[Any]) -> None:
 
 
 def _apply_foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
-    """Run a `_foreach_` operation on this rank's elements, or raise if it needs whole tensors."""
+    """Return a `_foreach_` operation's results, by the rules of `_apply_to_shards`."""
     if is_stepping():
         return _wrap_results(func(*args, **kwargs), args[0])
     lists = [arg for arg in args if isinstance(arg, list | tuple)]
@@ -245,12 +238,12 @@ def _apply_foreach(func: Any, name: str, args: Any, kwargs: Any) -> Any:
 
 
 def _wrap_results(results: Any, gradients: Sequence[Tensor]) -> Any:
-    """Wrap the results of a `_foreach_` operation as gradients of the same shards."""
+    """Return the results of a `_foreach_` operation, with plain tensors as ShardGradients."""
     if not isinstance(results, list | tuple):
         return results
     wrapped = []
     for result, gradient in zip(results, gradients, strict=True):
         if isinstance(gradient, ShardGradient) and type(result) is Tensor:
-            result = shard_gradient(result, gradient.communicator, gradient.elements)
+            result = make_shard_gradient(result, gradient.communicator, gradient.elements)
         wrapped.append(result)
     return wrapped

@@ -30,7 +30,7 @@ class Averages:
         return parameter in self._keys
 
     def is_current(self, key: TensorWeakRef) -> bool:
-        """Return True if the average has not been cleared."""
+        """Return True if the average that `key` identifies has not been cleared."""
         return self._keys.get(key()) is key
 
     def is_assigned(self, parameter: nn.Parameter) -> bool:
@@ -47,8 +47,8 @@ class Averages:
         """Replace a collected local gradient in `.grad` by an AveragedGradient.
 
         The AveragedGradient represents the average even while its reduction is in flight. If
-        `.grad` is one already, remove the collected gradient from its `unreduced`. `source` stores
-        the elements. It is an argument, because an attribute would create a reference cycle.
+        `.grad` is an AveragedGradient already, clear its `unreduced`, which was collected. `source`
+        stores the elements. It is an argument, because an attribute would create a reference cycle.
         """
         gradient = parameter.grad
         if isinstance(gradient, AveragedGradient):

@@ -8,7 +8,7 @@ from zero.optimizer.gradient_buckets import Bucket, make_buckets
 from zero.optimizer.gradient_reducer import GradientReducer
 from zero.optimizer.optimizer_kinds import Split
 from zero.parameter_checks import has_same_elements, is_trainable_dtype
-from zero.partition import Piece, by_element, by_parameter
+from zero.partition import Piece, partition_by_element, partition_by_parameter
 from zero.process_groups import Communicator
 
 
@@ -28,13 +28,13 @@ class FlatParameters:
     def add(
         self, parameters: list[nn.Parameter], split: Split, reducer: GradientReducer
     ) -> list[nn.Parameter]:
-        """Make parameters of one dtype views of a flat tensor, and return this rank's shards.
+        """Make parameters of one dtype and device views of a flat tensor; return the shards.
 
         The parameters get rank 0's values, and `reducer` averages their gradients. Every rank must
         call this method.
         """
         numels = [parameter.numel() for parameter in parameters]
-        make_partition = by_element if split == "elements" else by_parameter
+        make_partition = partition_by_element if split == "elements" else partition_by_parameter
         bucket_numel = self.bucket_bytes // parameters[0].element_size()
         partition = make_partition(numels, self.communicator.world, bucket_numel)
         flat = parameters[0].new_zeros(partition.numel)
@@ -64,9 +64,9 @@ class FlatParameters:
         return shards
 
     def restore_views(self) -> list[nn.Parameter]:
-        """Copy parameters whose `.data` the caller has replaced back into the flat tensors.
+        """Copy any `.data` that the caller has replaced into the flat tensors.
 
-        Return these parameters. Raise RuntimeError if a shape, dtype or device has changed.
+        Return the affected parameters. Raise RuntimeError if a shape, dtype or device has changed.
         """
         own_storages = {view.untyped_storage().data_ptr() for view in self.views.values()}
         replaced: list[tuple[nn.Parameter, Tensor]] = []
@@ -93,7 +93,7 @@ class FlatParameters:
         return [parameter for parameter, _ in replaced]
 
     def restore_shards(self) -> None:
-        """Copy shards whose `.data` the optimizer has replaced back into the flat tensors."""
+        """Copy any `.data` of shards that the optimizer has replaced into the flat tensors."""
         for _, piece, shard, bucket in self.shards:
             start = piece.offset - bucket.span.start
             values = bucket.data[start : start + piece.numel].view(shard.shape)
@@ -102,7 +102,7 @@ class FlatParameters:
                 shard.data = values
 
     def gather(self) -> None:
-        """Gather the stepped shards of all ranks into the parameters."""
+        """Gather the stepped shards of all ranks into the parameters; every rank must call it."""
         works = []
         for bucket in self._buckets:
             owner = bucket.span.owner

@@ -33,10 +33,10 @@ class Bucket:
     #: The parameters whose gradients this backward pass has not collected yet.
     missing: set[nn.Parameter] = field(default_factory=set)
 
-    # A backward with create_graph=True enables gradients in its hooks.
+    # A backward pass with create_graph=True enables gradients in its hooks.
     @torch.no_grad()
     def copy_gradient(self, piece: Piece, gradient: Tensor | None) -> None:
-        """Copy a piece of a gradient into the buffer; without a gradient, write zeros."""
+        """Copy a piece of a gradient, or zeros if it is None, into the buffer."""
         if self.buffer is None:
             self.buffer = torch.empty_like(self.data)
             last = self.pieces[-1][1]
@@ -59,7 +59,7 @@ class Bucket:
         return self.average[piece.offset - self.shard_offset :][: piece.numel]
 
     def move_average_out_of_buffer(self) -> None:
-        """Copy the average, so that the buffer can be filled for another reduction."""
+        """Copy an average in the buffer to new memory, so that the buffer can be filled again."""
         if self.average is not None and self.average_is_in_buffer:
             self.average = self.average.clone()
             self.average_is_in_buffer = False

@@ -20,10 +20,11 @@ sources:
 - a reentrant checkpoint, which may add to a gradient that the same backward pass has collected.
 
 Note [Order of reductions]
-Collectives match only if all ranks launch them in the same order. Every backward outside
+Collectives match only if all ranks launch them in the same order. Every backward pass outside
 `no_sync()` launches every bucket exactly once, even if none of its gradients is ready. The order is
-that in which the buckets became ready on rank 0 in the first backward pass after `add`. If several
-reducers share a group, they launch their buckets when the backward pass ends (`shared_groups.py`).
+determined in the first backward pass after `add`: the buckets that became ready on rank 0 in this
+order, and then the other buckets from last to first. If several reducers share a group, they launch
+their buckets when the backward pass ends (`shared_groups.py`).
 """
 
 from __future__ import annotations
@@ -50,12 +51,9 @@ from zero.process_groups import Communicator
 class GradientReducer:
     """The buckets that the backward pass fills, and their reductions.
 
-    See Note [Lifetime of a gradient] and Note [Order of reductions].
-
     release_gradients: True allocates a bucket's buffer when its first gradient is collected and
         frees it when the bucket has been sent (ZeRO stage 2). False keeps all gradients in
-        persistent flat tensors, sends from there, and overwrites this rank's shard of them with
-        the average (stage 1).
+        persistent flat tensors; the average overwrites this rank's shard of them (stage 1).
     """
 
     def __init__(self, communicator: Communicator, *, release_gradients: bool) -> None:
@@ -63,7 +61,7 @@ class GradientReducer:
         self.release_gradients = release_gradients
         #: False under `no_sync()`.
         self.enabled = True
-        #: Called before the first collective of a backward pass.
+        #: A function that is called when the first gradient of a backward pass is ready.
         self.before_backward: Callable[[], object] = lambda: None
         self.buckets: list[Bucket] = []
         #: The parameters' versions when all ranks last had equal values.
@@ -112,9 +110,9 @@ class GradientReducer:
     ) -> set[nn.Parameter]:
         """Average all remaining gradients; return the parameters with a gradient on any rank.
 
-        `check` receives the element-wise OR of `flags` over all ranks. Every rank must call this
-        method. Raise RuntimeError if an exception interrupted the last backward pass, or if only
-        some ranks have cleared a gradient.
+        `check` is called with the element-wise OR of `flags` over all ranks. Every rank must call
+        this method. Raise RuntimeError if an exception interrupted the last backward pass, or if
+        only some ranks have cleared a gradient.
         """
         if self.in_backward and self._end_callback() is None:
             raise RuntimeError(
@@ -130,7 +128,7 @@ class GradientReducer:
         is_cleared = [p in cleared for p in parameters]
         is_written = [self.versions.get(p, p._version) != p._version for p in parameters]
         is_dirty = [any(p in unreduced for p, _ in bucket.pieces) for bucket in self.buckets]
-        agreed = self.communicator.any_across_ranks(
+        agreed = self.communicator.launch_or_reduction(
             is_reached, is_averaged, is_cleared, is_written, is_dirty, flags
         )
         self._queue.drain()
@@ -153,7 +151,7 @@ class GradientReducer:
         self._queue.drain()
         return set(compress(parameters, used_anywhere))
 
-    def note_versions(self) -> None:
+    def record_versions(self) -> None:
         """Record that all ranks now have equal parameters."""
         self.versions = {parameter: parameter._version for parameter in self._pieces}
         self.written.clear()
@@ -214,7 +212,7 @@ class GradientReducer:
                 parameter.grad = None
 
     def join_backward(self) -> None:
-        """Take part in a backward pass; parameters that it has not reached contribute zeros."""
+        """Finish the ranks' backward pass; parameters that this rank has not reached add zeros."""
         if not self.in_backward:
             self._begin_backward()
         self._finish_backward()
@@ -247,7 +245,7 @@ class GradientReducer:
             self._hook_handles.append(handle)
 
     def _gradient_ready(self, parameter: nn.Parameter) -> None:
-        """Collect a gradient, and launch the buckets that are next in order and complete."""
+        """Collect a gradient, and launch the next buckets in order as long as they are complete."""
         if self.in_backward and self._end_callback() is None:
             self._discard_backward()
         if not self.in_backward:
@@ -286,12 +284,12 @@ class GradientReducer:
         If reducers share a group, finish it for each reducer that any rank has reached.
         """
         if not self.in_backward:
-            # Another reducer of the group has finished this one's backward pass.
+            # The callback of another reducer of the group has finished this backward pass.
             return
         if not self.shares_group:
             self._finish_backward()
             return
-        for reducer in self._group_member.reached():
+        for reducer in self._group_member.find_reached_reducers():
             reducer.join_backward()
 
     def _finish_backward(self) -> None:
@@ -359,7 +357,7 @@ class GradientReducer:
             bucket.copy_gradient(piece, gradient)
 
     def _agree_on_order(self) -> list[Bucket]:
-        """Return the order in which buckets became ready on rank 0, then its other buckets."""
+        """Return the buckets by Note [Order of reductions]; every rank must call this method."""
         local_order = dict.fromkeys([*self._ready_order, *reversed(self.buckets)])
         index_of = {bucket: index for index, bucket in enumerate(self.buckets)}
         orders = self.communicator.gather_objects([index_of[bucket] for bucket in local_order])

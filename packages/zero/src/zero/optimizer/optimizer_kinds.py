@@ -17,7 +17,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from zero.optimizer.optimizer_trial import Optimizer, Trial
+from zero.optimizer.optimizer_trial import Optimizer, Trial, advise_retraction
 
 Split = Literal["elements", "parameters"]
 
@@ -52,7 +52,8 @@ def choose_split(
     """Return how to split the tensors of `cls(params, **options)` over ranks.
 
     "elements" splits tensors at arbitrary elements, "parameters" assigns each whole parameter to
-    one rank. Raise ValueError if the optimizer cannot be sharded.
+    one rank. Raise ValueError if the optimizer cannot be sharded. For a class that is not known, a
+    trial determines this, unless `elementwise` is False.
 
     device: the device of a trial; by default, the CPU.
     elementwise: see `ShardedOptimizer`.
@@ -68,7 +69,8 @@ def choose_split(
     if cls in WHOLE_PARAMETERS and not elementwise:
         return "parameters"
     if cls in WHOLE_PARAMETERS:
-        raise ValueError(f"{cls.__name__} is not element-wise: leave out elementwise=True")
+        remedy = advise_retraction(cls.__name__, as_columns)
+        raise ValueError(f"{cls.__name__} is not element-wise: {remedy}")
     if elementwise is False:
         return "parameters"
     shape_list = [tuple(shape) for shape in shapes]
@@ -83,10 +85,11 @@ def choose_split(
     return "elements" if elementwise else "parameters"
 
 
-def options_from(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
+def read_constructor_options(optimizer: Optimizer, group: Mapping[str, Any]) -> dict[str, Any]:
     """Return an optimizer's constructor arguments, read from its group, defaults and attributes.
 
-    Raise ValueError if the value of an argument cannot be found or verified.
+    Raise ValueError if the value of an argument cannot be found, or if other arguments, such as
+    `**kwargs`, may have set attributes.
     """
     options: dict[str, Any] = {}
     cls = type(optimizer)
@@ -132,8 +135,8 @@ def _check_further_arguments(
         if is_plain and is_argument and rebuilt.get(name) != value:
             raise _unverifiable(
                 cls,
-                f"its attribute {name} is {value!r}, and {rebuilt.get(name)!r} without the "
-                "arguments that its signature does not name",
+                f"its attribute {name} is {value!r}, but {rebuilt.get(name)!r} if it is "
+                "constructed without the arguments that its signature does not name",
             )
 
 

@@ -1,7 +1,7 @@
 """A trial of an optimizer of an unknown class, before its parameters are split over ranks.
 
-The optimizer steps several random tensors together, and then each tensor alone. See Note [Which
-optimizers are split by element] in `optimizer_kinds.py`.
+The optimizer steps several random tensors together, and then each tensor, or each piece of a
+tensor, alone. See Note [Which optimizers are split by element] in `optimizer_kinds.py`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,12 @@ SIDES = (64, 256)
 
 
 class Trial:
-    """A comparison of an optimizer's steps on several tensors with steps on each tensor alone.
+    """Comparisons of an optimizer's steps on whole tensors with steps on one tensor or piece alone.
 
     make: a function that constructs the optimizer. `options` are its arguments, and `group` the
         options of the parameter group.
-    as_columns: construct the optimizer on columns of elements, and step whole tensors.
+    as_columns: True at stage 3, where an optimizer that is not element-wise is constructed on
+        columns of elements, and steps whole tensors.
     """
 
     def __init__(
@@ -85,16 +86,16 @@ class Trial:
                 if numbers != others or not _is_close(part, alone):
                     raise ValueError(
                         f"{self.name} is not element-wise: its steps on a {shape} tensor and on "
-                        "parts of it differ; leave out elementwise=True"
+                        f"parts of it differ; {advise_retraction(self.name, self.as_columns)}"
                     )
 
     def check_dtypes(self, dtypes: Iterable[torch.dtype]) -> None:
-        """Raise ValueError if a step on parameters of one of these dtypes draws random numbers.
+        """Raise ValueError if a step in one of these floating-point dtypes draws random numbers.
 
-        The other checks use float64. An optimizer may round stochastically only in bfloat16.
+        The other checks use float64, but an optimizer may round stochastically only in bfloat16.
         """
         values, gradients = self._draw([(6, 4)])
-        # Parameters of smaller dtypes are frozen, because torch has no arithmetic for them.
+        # Parameters of one byte per element are frozen, because torch has no arithmetic for them.
         for dtype in {d for d in dtypes if d.is_floating_point and d.itemsize > 1}:
             generators = _random_states()
             # The second step uses state from the first one. The values are not checked, because
@@ -133,7 +134,8 @@ class Trial:
     ) -> tuple[list[Tensor], dict[str, float]]:
         """Return the values after all steps, and the numbers that the optimizer stores.
 
-        Raise ValueError if a step fails, draws random numbers, or produces infinity or NaN.
+        Raise ValueError if a step fails, draws random numbers, produces infinity or NaN, or stores
+        state that cannot be sharded.
 
         only: the index of the only parameter to step; None to step all of them.
         is_split: True if the parameters are pieces of tensors; their state must then be in pieces.
@@ -146,12 +148,11 @@ class Trial:
         except Exception as error:
             raise ValueError(
                 f"{self.name} cannot be sharded: it fails on dense tensors with a plain "
-                f"step() ({error}); if it treats each parameter by itself, pass "
-                "ShardedOptimizer(..., elementwise=False)"
+                f"step() ({error}); if it treats each parameter by itself, {self._advise_skip()}"
             ) from error
         check_state(optimizer)
         if is_split:
-            _check_state_is_joinable(optimizer)
+            self._check_state_is_joinable(optimizer)
         self._check_random_states(generators)
         return stepped, _numbers({**vars(optimizer), **optimizer.param_groups[0]})
 
@@ -161,8 +162,28 @@ class Trial:
             raise ValueError(
                 f"{self.name} cannot be sharded: it draws random numbers, which ranks would draw "
                 "in another order than one process; if this is intended, seed each rank "
-                "differently, and pass ShardedOptimizer(..., elementwise=False)"
+                f"differently, and {self._advise_skip()}"
             )
+
+    def _advise_skip(self) -> str:
+        """Return the advice for an optimizer that may be sharded although its trial fails."""
+        if self.as_columns:
+            return "replace FSDP by ShardedOptimizer(..., elementwise=False) (stages 1 and 2)"
+        return "pass ShardedOptimizer(..., elementwise=False)"
+
+    def _check_state_is_joinable(self, optimizer: Optimizer) -> None:
+        """Raise ValueError if the optimizer state of a tensor's pieces cannot be concatenated."""
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                stored = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+                has_dims = any(leaf.dim() for leaf in stored)
+                if has_dims and not (stored[0] is value and value.shape == parameter.shape):
+                    raise ValueError(
+                        f"{self.name} cannot be split by element: its state {key!r} is neither a "
+                        "tensor of its parameter's shape nor a number without dimensions, so a "
+                        "checkpoint could not concatenate the pieces; "
+                        f"{advise_retraction(self.name, self.as_columns)}"
+                    )
 
     def _steps(
         self,
@@ -171,6 +192,7 @@ class Trial:
         only: int | None = None,
         as_columns: bool = False,
     ) -> tuple[Optimizer, list[Tensor]]:
+        """Return the optimizer and its parameters' values after one step per row of `gradients`."""
         chosen = list(range(len(values))) if only is None else [only]
         wholes = [values[index].clone() for index in chosen]
         if as_columns:
@@ -204,9 +226,9 @@ def check_state(optimizer: Optimizer) -> None:
 
 
 def _with_learning_rate(options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the options with 0.01 in place of a zero learning rate, but not in place of None.
+    """Return the options with 0.01 in place of a learning rate of zero, but not of None.
 
-    A schedule with warm-up may start at zero, and the trial would then see no change.
+    A schedule with warm-up may start at zero, and the trial would then detect no dependence.
     """
     options = dict(options)
     if options.get("lr") == 0:
@@ -214,18 +236,9 @@ def _with_learning_rate(options: Mapping[str, Any]) -> dict[str, Any]:
     return options
 
 
-def _check_state_is_joinable(optimizer: Optimizer) -> None:
-    """Raise ValueError if the optimizer state of a tensor's pieces cannot be concatenated."""
-    for parameter, state in optimizer.state.items():
-        for key, value in state.items():
-            stored = [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
-            has_dims = any(leaf.dim() for leaf in stored)
-            if has_dims and not (stored[0] is value and value.shape == parameter.shape):
-                raise ValueError(
-                    f"{type(optimizer).__name__} cannot be split by element: its state {key!r} is "
-                    "neither a tensor of its parameter's shape nor a number without dimensions, so "
-                    "a checkpoint could not concatenate the pieces; leave out elementwise=True"
-                )
+def advise_retraction(name: str, is_stage_3: bool) -> str:
+    """Return the advice for an optimizer that was declared element-wise by mistake."""
+    return f"remove {name} from elementwise_optimizers" if is_stage_3 else "omit elementwise=True"
 
 
 def _random_states() -> list[Tensor]:
@@ -235,10 +248,10 @@ def _random_states() -> list[Tensor]:
 
 
 def _numbers(entries: Mapping[str, Any]) -> dict[str, float]:
-    """Return the numbers among an optimizer's options and attributes, by name.
+    """Return the numbers and tensors of one element among the options and attributes, by name.
 
-    An optimizer that sums over its parameters, such as Prodigy, often stores the sum among them
-    many steps before the sum affects an update.
+    An optimizer that sums over its parameters, such as Prodigy, often stores the sum in an option
+    or attribute many steps before the sum affects an update.
     """
     numbers: dict[str, float] = {}
     for name, value in entries.items():
@@ -259,7 +272,7 @@ def _split_all(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _example(dim: int, size: int) -> tuple[int, ...]:
-    """Return a small shape with `dim` dimensions."""
+    """Return a small shape with `dim` dimensions; `size` distinguishes two such shapes."""
     return (size + 2, size, *[2] * (dim - 2))[:dim]
 
 

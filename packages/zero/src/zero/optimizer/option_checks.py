@@ -25,8 +25,8 @@ CHECKSUM_BITS = 32
 Options = list[tuple[str, str]]
 
 
-def option_numbers(optimizer: torch.optim.Optimizer) -> Options:
-    """Return the options in the optimizer's `defaults` that are numbers or lists of numbers."""
+def list_numeric_options(optimizer: torch.optim.Optimizer) -> Options:
+    """Return the options in `defaults` that are numbers, lists of numbers or CPU scalar tensors."""
     numbers = []
     for index, group in enumerate(optimizer.param_groups):
         # A program may store other numbers in a group.
@@ -43,15 +43,15 @@ def option_numbers(optimizer: torch.optim.Optimizer) -> Options:
     return numbers
 
 
-def changed_options(optimizer: torch.optim.Optimizer, after_step: Options) -> Options:
+def find_changed_options(optimizer: torch.optim.Optimizer, after_step: Options) -> Options:
     """Return the options that are not in `after_step`, the options after the last step."""
-    return [option for option in option_numbers(optimizer) if option not in after_step]
+    return [option for option in list_numeric_options(optimizer) if option not in after_step]
 
 
-def option_flags(changes: Options) -> list[bool]:
+def make_checksum_flags(changes: Options) -> list[bool]:
     """Return the bits of a checksum of the changes, followed by the inverted bits.
 
-    In the element-wise OR of all ranks, both bits are set where checksums differ.
+    In the OR over all ranks, a bit and its inverse are both set if checksums differ in this bit.
     """
     checksum = zlib.crc32(repr(changes).encode())
     bits = [bool(checksum >> bit & 1) for bit in range(CHECKSUM_BITS)]
@@ -63,19 +63,20 @@ def check_options_match(
 ) -> None:
     """Raise RuntimeError if options differ between ranks.
 
-    anywhere: the element-wise OR of all ranks' `option_flags`.
+    anywhere: the element-wise OR of `make_checksum_flags(changes)` over all ranks.
     """
     ones = anywhere[:CHECKSUM_BITS]
     zeros = anywhere[CHECKSUM_BITS:]
     if not any(is_one and is_zero for is_one, is_zero in zip(ones, zeros, strict=True)):
         return
     # Every rank has the same flags, so every rank calls this collective.
-    everyone = communicator.gather_objects(changes)
+    changes_of_ranks = communicator.gather_objects(changes)
+    common = set(changes_of_ranks[0]).intersection(*changes_of_ranks)
     different = [
         f"rank {rank} has set {name} to {value}"
-        for rank, options in enumerate(everyone)
+        for rank, options in enumerate(changes_of_ranks)
         for name, value in options
-        if any((name, value) not in others for others in everyone)
+        if (name, value) not in common
     ]
     raise RuntimeError(
         "the optimizer's options differ between ranks, so shards would be stepped differently; "

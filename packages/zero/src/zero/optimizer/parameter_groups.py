@@ -17,7 +17,7 @@ from zero.fsdp.shard import find_sharded, replaced_parameters
 _owners = WeakTensorKeyDictionary()
 
 
-def _owner(parameter: Tensor) -> object:
+def _find_owner(parameter: Tensor) -> object:
     """Return the ShardedOptimizer of a parameter, or None."""
     owner: object = _owners.get(parameter, lambda: None)()
     return owner
@@ -29,9 +29,9 @@ def set_owner(parameter: Tensor, optimizer: object) -> None:
 
 
 def read_group(group: dict[str, Any]) -> dict[str, Any]:
-    """Return a group with its parameters as a list; they may be one tensor or any iterable.
+    """Return a copy of a group in which `params`, a tensor or an iterable, is a list.
 
-    Raise TypeError if they are a set.
+    Raise TypeError if `params` is a set.
     """
     members = group["params"]
     check_ordered(members)
@@ -47,7 +47,7 @@ def check_ordered(members: Any) -> None:
         )
 
 
-def named_members(members: list[Any]) -> list[tuple[str, Tensor]]:
+def name_members(members: list[Any]) -> list[tuple[str, Tensor]]:
     """Return the members of a group with their names, or their numbers if they have no names."""
     return [
         entry if isinstance(entry, tuple) else (f"number {index}", entry)
@@ -81,14 +81,14 @@ def check_without_owner(named: Sequence[tuple[str, Any]], optimizer: object) -> 
                 "the optimizer itself, not to ShardedOptimizer"
             )
         check_not_replaced(name, parameter)
-        if _owner(parameter) is not None:
-            # Collect an unreferenced optimizer in a reference cycle, which is not an owner.
+        if _find_owner(parameter) is not None:
+            # An unreferenced optimizer in a reference cycle is not an owner, so collect it.
             gc.collect()
-        if _owner(parameter) not in (None, optimizer):
+        if _find_owner(parameter) not in (None, optimizer):
             raise ValueError(
                 f"parameter {name}, of shape {tuple(parameter.shape)}, belongs to another "
                 "ShardedOptimizer, which averages its gradient too: put each parameter in one "
-                "optimizer, or delete the other one first"
+                "optimizer, or delete the other optimizer first"
             )
 
 

@@ -26,6 +26,7 @@ from torch.distributed.algorithms.join import Joinable
 from zero.buffers import BufferHook
 from zero.diagnostics import check_descriptions_match
 from zero.fsdp.shard import Shard
+from zero.optimizer import option_checks, parameter_groups
 from zero.optimizer.flat_parameters import FlatParameters
 from zero.optimizer.gradient_reducer import GradientReducer
 from zero.optimizer.optimizer_kinds import (
@@ -34,23 +35,6 @@ from zero.optimizer.optimizer_kinds import (
     Split,
     check_constructed,
     choose_split,
-)
-from zero.optimizer.option_checks import (
-    Options,
-    changed_options,
-    check_options_match,
-    option_flags,
-    option_numbers,
-)
-from zero.optimizer.parameter_groups import (
-    check_groups_unchanged,
-    check_in_one_group,
-    check_ordered,
-    check_state_keys,
-    check_without_owner,
-    named_members,
-    read_group,
-    set_owner,
 )
 from zero.optimizer.state_dict import dtensor_state_dict, load_state_dict, options_of
 from zero.optimizer.uneven_inputs import UnevenInputs
@@ -63,22 +47,25 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     It wraps `optimizer_cls(params, **kwargs)`. Gradients are averaged during the backward pass.
     Then `.grad` is an AveragedGradient, and each rank stores only part of its elements. torch's
-    GradScaler and `clip_grad_norm_` return the same result for it as for the full gradient.
+    GradScaler and `clip_grad_norm_` have the same effect on it as on the full gradient.
 
     At construction, parameters become views of one flat tensor per group, dtype and device, with
-    rank 0's values. Source: Rajbhandari et al. 2020, ZeRO, section 5.
+    rank 0's values. Raise ValueError if a parameter or the optimizer cannot be sharded, or if the
+    parameters differ between ranks. Source: Rajbhandari et al. 2020, ZeRO, section 5.
 
     params: parameters or parameter groups, with the same shapes, dtypes and order on all ranks.
+    optimizer_cls: the optimizer's class, or a function that constructs the optimizer.
     group: a process group, or a one-dimensional DeviceMesh; by default, all ranks.
     module: the module whose buffers are copied from rank 0 at construction and before its forward
         pass, as torch's DDP does. By default, each rank has its own buffers.
-    shard_gradients: True frees each gradient after it has been sent (ZeRO's stage 2).
+    shard_gradients: True frees each bucket of gradients after it has been sent (ZeRO's stage 2).
     elementwise: True declares that the optimizer updates every element independently of all other
         elements. Tensors are then split at arbitrary elements into equal shards, with padding at
         the end. A trial of 50 steps verifies the declaration for custom optimizer classes. False
         assigns each whole parameter to one rank, without a trial. None, the default, splits tensors
         for torch's element-wise optimizers, and assigns whole parameters for any other class. For
         custom classes, a trial then checks that the update of a parameter depends on no other one.
+        torch's Adafactor and Muon always get whole parameters, and reject True.
     bucket_size_mb: the target size of one collective in MiB, at least 0.
     reduce_scatter_tensor, all_gather_into_tensor, all_reduce: replacements for torch.distributed's.
     """
@@ -100,8 +87,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     ) -> None:
         if isinstance(params, Tensor):
             raise TypeError("params is one tensor: pass model.parameters() or parameter groups")
-        check_ordered(params)
-        params = [read_group(entry) if isinstance(entry, dict) else entry for entry in params]
+        parameter_groups.check_ordered(params)
+        params = [
+            parameter_groups.read_group(entry) if isinstance(entry, dict) else entry
+            for entry in params
+        ]
         if not params:
             raise ValueError("empty parameter list: pass model.parameters() or parameter groups")
         members: list[Any] = []
@@ -109,7 +99,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             members += entry["params"] if isinstance(entry, dict) else [entry]
         if not 0 <= bucket_size_mb < math.inf:
             raise ValueError(f"expected a finite bucket_size_mb >= 0, got {bucket_size_mb}")
-        named = named_members(members)
+        named = parameter_groups.name_members(members)
         check_shardable(
             (entry for entry in named if not isinstance(entry[1], Shard)),
             module.named_buffers() if module else (),
@@ -136,7 +126,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._num_steps = 0
         #: True from the start of the inner optimizer's step until `step()` returns.
         self._is_step_incomplete = False
-        self._options_after_step: Options = []
+        self._options_after_step: option_checks.Options = []
         self.inner: torch.optim.Optimizer
         # Some optimizers have required options that are set per group.
         first_options = options_of(params[0]) if isinstance(params[0], dict) else {}
@@ -170,10 +160,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard another group of parameters; every rank must add the same group."""
-        param_group = read_group(param_group)
-        named = named_members(param_group["params"])
-        check_in_one_group(named, self.param_groups)
-        check_without_owner(named, self)
+        param_group = parameter_groups.read_group(param_group)
+        named = parameter_groups.name_members(param_group["params"])
+        parameter_groups.check_in_one_group(named, self.param_groups)
+        parameter_groups.check_without_owner(named, self)
         check_shardable(named)
         super().add_param_group(param_group)
         group = self.param_groups[-1]
@@ -205,7 +195,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._parameters_of_group.append(list(group["params"]))
         self._shards_of_group.append(shards)
         for parameter in group["params"]:
-            set_owner(parameter, self)
+            parameter_groups.set_owner(parameter, self)
         if hasattr(self, "inner"):
             self.inner.add_param_group({**options_of(group), "params": shards})
 
@@ -213,8 +203,9 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
         """Average the gradients, update this rank's shard, and gather all shards.
 
-        Return the result of `closure`, if there is one. `kwargs` are passed to the wrapped
-        optimizer's `step`. Every rank must call this method.
+        Return the result of `closure`, or None without a closure. `kwargs` are passed to the
+        wrapped optimizer's `step`. Every rank must call this method. Raise RuntimeError if ranks
+        differ in options, in gradients that were cleared, or in parameters that were written to.
         """
         if self._is_step_incomplete:
             raise RuntimeError(
@@ -222,7 +213,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "shards, so another step would apply the gradients twice, and parameters may "
                 "differ between ranks: load a checkpoint into another ShardedOptimizer"
             )
-        check_groups_unchanged(self.param_groups, self._parameters_of_group)
+        parameter_groups.check_groups_unchanged(self.param_groups, self._parameters_of_group)
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -240,14 +231,14 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         _step_without_hooks(self.inner, **kwargs)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
             outer.update(options_of(inner))
-        self._options_after_step = option_numbers(self)
+        self._options_after_step = option_checks.list_numeric_options(self)
         self._copy_stored_gradients()
         self.flat.restore_shards()
         self.flat.gather()
         # Autograd must raise an error for graphs that saved the old values. The gather does not
         # change the parameters' versions, because flat tensors have separate version counters.
         increment_version(with_gradient)
-        self.reducer.note_versions()
+        self.reducer.record_versions()
         for _, _, shard, _ in self.flat.shards:
             shard.grad = None
         self.expose_inner_state()
@@ -255,7 +246,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return loss
 
     def expose_inner_state(self) -> None:
-        """Set `state` to the inner optimizer's state, or to an empty entry if it has none.
+        """Set `state` to the inner optimizer's state or, if it is empty, to one empty entry.
 
         torch's tools require that `state` is empty on all ranks or on none, and a rank without
         shards has no state.
@@ -274,7 +265,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         """
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
-        check_groups_unchanged(self.param_groups, self._parameters_of_group)
+        parameter_groups.check_groups_unchanged(self.param_groups, self._parameters_of_group)
         state_dict = dtensor_state_dict(
             self.param_groups, self.flat.shards, self.inner, self.communicator
         )
@@ -284,8 +275,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         return state_dict
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict of this class or of an unsharded optimizer."""
-        check_groups_unchanged(self.param_groups, self._parameters_of_group)
+        """Load a state dict, also of an unsharded optimizer; every rank must call this method."""
+        parameter_groups.check_groups_unchanged(self.param_groups, self._parameters_of_group)
         # Pre-hooks may modify the dictionary, so pass them a shallow copy.
         state_dict = state_dict.copy()
         for pre_hook in self._optimizer_load_state_dict_pre_hooks.values():
@@ -303,7 +294,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         )
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients, including the averages that this rank stores in buckets."""
+        """Clear the gradients, or fill them with zeros if `set_to_none` is False."""
         super().zero_grad(set_to_none)
         if set_to_none:
             self.reducer.reset()
@@ -312,7 +303,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
     def no_sync(self) -> Iterator[None]:
         """Accumulate local gradients in the backward passes within the context.
 
-        The first backward pass outside the context, or `step()`, averages them.
+        The first backward pass outside the context, `clip_grad_norm_`, or `step()` averages them.
         """
         before = self.reducer.enabled
         self.reducer.enabled = False
@@ -366,7 +357,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 "expected `state` to be changed in place, got another object: use state.clear() "
                 "or load_state_dict()"
             )
-        check_state_keys(self.state, self.flat.views)
+        parameter_groups.check_state_keys(self.state, self.flat.views)
         for parameter in self.flat.views:
             # The caller may have created an empty entry by reading `state[parameter]`.
             if parameter in self.inner.state:
@@ -377,9 +368,11 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
 
         Return the parameters that have a gradient on any rank.
         """
-        changes = changed_options(self, self._options_after_step)
-        check = partial(check_options_match, changes=changes, communicator=self.communicator)
-        used = self.reducer.finish(option_flags(changes), check)
+        changes = option_checks.find_changed_options(self, self._options_after_step)
+        check = partial(
+            option_checks.check_options_match, changes=changes, communicator=self.communicator
+        )
+        used = self.reducer.finish(option_checks.make_checksum_flags(changes), check)
         self._check_equal_on_all_ranks()
         for parameter, piece, shard, bucket in self.flat.shards:
             # The caller may have set attributes since the last step, such as a learning rate.
@@ -403,7 +396,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                     state[key] = value.clone()
 
     def _check_equal_on_all_ranks(self) -> None:
-        """Raise if parameters that were written to since the last step differ between ranks."""
+        """Raise RuntimeError if parameters that were written to differ between ranks."""
         num_steps = self._num_steps + 1
         # A write through `.data` changes the values but not the version counter. All parameters are
         # compared at steps 1, 2, 4, 8, ..., so that the average cost per step becomes negligible.

@@ -19,18 +19,18 @@ _entries: WeakSet[GroupMember] = WeakSet()
 
 
 class GroupMember:
-    """A reducer's entry among the reducers of its process group, with a number unique in the group.
+    """An entry for a reducer, with a number that is unique among the reducers of its process group.
 
-    Every rank must construct it.
+    Every rank must construct the entry.
     """
 
     def __init__(self, reducer: Any, communicator: Communicator) -> None:
         self._reducer = ref(reducer)
         self.communicator = communicator
-        if self._living():
+        if self._find_living_reducers():
             # Unreferenced reducers in reference cycles must not count as alive.
             gc.collect()
-        numbers = communicator.gather_objects(list(self._living()))
+        numbers = communicator.gather_objects(list(self._find_living_reducers()))
         others = sorted({number for of_rank in numbers for number in of_rank})
         self._number = max(others, default=-1) + 1
         _entries.add(self)
@@ -38,36 +38,37 @@ class GroupMember:
         self.numbers: list[int] = []
         self._set_numbers([*others, self._number])
 
-    def reached(self) -> list[Any]:
+    def find_reached_reducers(self) -> list[Any]:
         """Return the reducers that any rank's backward pass has reached, in order of construction.
 
-        Every rank must call this method. Raise RuntimeError if some rank has deleted one of them.
+        Every rank must call this method. Raise RuntimeError if a rank has deleted such a reducer.
         """
-        living = self._living()
+        living = self._find_living_reducers()
         numbers = self.numbers
         is_reached = [n in living and living[n].in_backward for n in numbers]
         is_alive = [n in living for n in numbers]
         is_deleted = [n not in living for n in numbers]
-        anywhere = self.communicator.any_across_ranks(is_reached, is_alive, is_deleted)()
+        anywhere = self.communicator.launch_or_reduction(is_reached, is_alive, is_deleted)()
         reached, alive, deleted = ([*compress(numbers, flags)] for flags in anywhere)
         self._set_numbers(alive)
         if any(number in deleted for number in reached):
             raise RuntimeError(
-                "backward reaches parameters of an optimizer that was deleted on some ranks: keep "
-                "it on every rank, or zero_grad() and delete it on every rank"
+                "the backward pass reaches parameters of an optimizer that was deleted on some "
+                "ranks: keep the optimizer on every rank, or call zero_grad() and delete it on "
+                "every rank"
             )
         return [living[number] for number in reached]
 
-    def _living(self) -> dict[int, Any]:
+    def _find_living_reducers(self) -> dict[int, Any]:
         """Return this rank's reducers of the group by number."""
         living = {}
         for entry in _entries:
             reducer = entry._reducer()
-            if reducer is not None and entry.communicator.uses_same_groups(self.communicator):
+            if reducer is not None and entry.communicator.uses_same_group(self.communicator):
                 living[entry._number] = reducer
         return living
 
     def _set_numbers(self, numbers: list[int]) -> None:
         for entry in _entries:
-            if entry.communicator.uses_same_groups(self.communicator):
+            if entry.communicator.uses_same_group(self.communicator):
                 entry.numbers = numbers

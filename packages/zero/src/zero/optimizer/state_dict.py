@@ -15,8 +15,7 @@ from zero.partition import Piece
 from zero.process_groups import Communicator
 
 Groups = list[dict[str, Any]]
-#: For each of this rank's shards: its parameter, its elements, the inner optimizer's view, and its
-#: bucket.
+#: See `FlatParameters.shards`.
 Shards = Sequence[tuple[nn.Parameter, Piece, nn.Parameter, Any]]
 
 
@@ -52,7 +51,8 @@ def load_state_dict(
 ) -> None:
     """Load the state dict of an optimizer of `groups` into the optimizer that steps `shards`.
 
-    Raise ValueError if the number of parameters of any group differs.
+    The options are also written to `groups`. Every rank must call this function. Raise ValueError
+    if the number of groups, or the number of parameters of any group, differs.
     """
     sizes = [len(group["params"]) for group in groups]
     saved_sizes = [len(group["params"]) for group in state_dict["param_groups"]]
@@ -71,7 +71,7 @@ def load_state_dict(
             state[number_of[shard]] = {
                 key: run.select(parameter.shape, key, value) for key, value in entry.items()
             }
-    # The state dict may have another optimizer's options, such as a learning rate in a tensor.
+    # Copy the options, because another optimizer may use a learning rate in a tensor, for example.
     options = deepcopy([options_of(group) for group in state_dict["param_groups"]])
     inner.load_state_dict(
         {"state": state, "param_groups": number_parameters(options, inner.param_groups)}
@@ -86,7 +86,7 @@ def options_of(group: dict[str, Any]) -> dict[str, Any]:
 
 
 def number_parameters(options: Iterable[dict[str, Any]], groups: Groups) -> Groups:
-    """Return each group's options with the numbers of its parameters, as in a state dict."""
+    """Return the options of `groups` with the numbers of their parameters, as in a state dict."""
     numbered = []
     start = 0
     for entry, group in zip(options, groups, strict=True):

@@ -1,10 +1,10 @@
 """Uneven inputs with torch's `Join`: ranks without remaining inputs take part in collectives.
 
-An active rank announces each copy of buffers, backward, clipping and step. A rank that has joined
-contributes zeros to the sum of gradients, and steps its shard with the options of an active rank.
-As with torch's DDP by default, gradients are divided by the number of all ranks. Each announcement
-lists the parameters whose gradients have not been cleared, because clearing them is not a
-collective.
+An active rank, which has inputs left, announces each copy of buffers, backward pass, clipping and
+step. A rank that has joined contributes zeros to the sum of gradients, and steps its shard with the
+options of an active rank. As with torch's DDP by default, gradients are divided by the number of
+all ranks. Each announcement lists the parameters whose gradients have not been cleared, because
+clearing them is not a collective.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ class UnevenInputs(JoinHook):
             )
         if optimizer.reducer.shares_group:
             raise ValueError(
-                "Join is supported for one ShardedOptimizer per group: put all parameters into one "
-                "optimizer, or give every rank as many inputs"
+                "expected one ShardedOptimizer per process group within Join, got several: put all "
+                "parameters into one optimizer, or give every rank the same number of inputs"
             )
         self.optimizer = optimizer
         self.has_joined = False
@@ -34,7 +34,7 @@ class UnevenInputs(JoinHook):
     def announce(self, name: str, argument: Any = None) -> int:
         """Announce the next call of this rank to the ranks that have joined.
 
-        Return the last rank with inputs, or 0 outside of `Join`.
+        Return the last active rank, or 0 outside of `Join` and on a rank that has joined.
         """
         if self.has_joined or not self.optimizer._join_config.enable:
             return 0

@@ -1,8 +1,7 @@
-"""Checks of the memory of `.grad` before a backward pass."""
+"""A check, before a backward pass, that no two parameters share memory of `.grad`."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from functools import lru_cache
 from itertools import pairwise
@@ -12,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ddp.bucket import Bucket
 from ddp.consistency.failure_attribution import FailureAttribution
 
 
@@ -21,8 +19,8 @@ def refuse_shared_gradients(
 ) -> None:
     """Raise `RuntimeError` if two parameters share memory of `.grad`.
 
-    Autograd would add both gradients to this memory, and the reduction of the first could be
-    launched before the second is added.
+    Autograd would add both gradients to this memory. The sum could be reduced before the second
+    gradient is added.
     """
     if _have_separate_ranges(parameters.values()):
         return
@@ -32,9 +30,9 @@ def refuse_shared_gradients(
             continue
         for other in range(number):
             if _find_repeated_element((layouts[other], layouts[number])) is not None:
-                first, second = sorted([names[other], names[number]])
+                name, other_name = sorted([names[other], names[number]])
                 reason = (
-                    f"expected a separate .grad of each parameter, but {first!r} and {second!r} "
+                    f"expected a separate .grad of each parameter, but {name!r} and {other_name!r} "
                     "share memory; set both to None, or clone one of them, before the backward pass"
                 )
                 failures.report_failure(reason)
@@ -44,8 +42,8 @@ def refuse_shared_gradients(
 def _have_separate_ranges(parameters: Iterable[nn.Parameter]) -> bool:
     """Return True if no two gradients are in overlapping ranges of memory.
 
-    This function runs before each backward pass. Gradients next to each other are combined into one
-    range, so that few ranges are sorted.
+    This function runs before each backward pass, so it must be fast. Gradients next to each other
+    are combined into one range, so that few ranges are sorted.
     """
     ranges: list[tuple[int, int]] = []
     start = end = 0
@@ -75,7 +73,7 @@ def _have_separate_ranges(parameters: Iterable[nn.Parameter]) -> bool:
 
 
 class _Layout(NamedTuple):
-    """The memory of a tensor that is not empty."""
+    """The memory layout of a tensor that is not empty."""
 
     address: int
     itemsize: int
@@ -97,7 +95,7 @@ class _Layout(NamedTuple):
 def _find_overlapping_ranges(
     parameters: Mapping[str, nn.Parameter],
 ) -> list[tuple[list[str], tuple[_Layout, ...]]]:
-    """Return names and layouts of gradients in overlapping memory, in the order of addresses."""
+    """Return names and layouts of each group of gradients in overlapping ranges, by address."""
     gradients = []
     for name, parameter in parameters.items():
         gradient = parameter.grad
@@ -118,11 +116,11 @@ def _find_overlapping_ranges(
     ]
 
 
-# Gradients that are columns of one matrix, for example, have no common element. The cache avoids
-# that they are compared before each backward pass.
+# Gradients that are columns of one matrix, for example, are in overlapping ranges but have no
+# common element. With the cache, they are not compared again before each backward pass.
 @lru_cache(maxsize=128)
 def _find_repeated_element(layouts: tuple[_Layout, ...]) -> int | None:
-    """Return the number of the first tensor that has an element of a tensor before it.
+    """Return the number of the first tensor that has memory of an earlier tensor.
 
     The tensors are in the order of their addresses. Returns None if there is no such tensor.
     """
@@ -144,23 +142,3 @@ def _find_repeated_element(layouts: tuple[_Layout, ...]) -> int | None:
             return number
         elements.fill_(True)
     return None
-
-
-def warn_of_aliased_gradient(buckets: Iterable[Bucket], rank: int) -> bool:
-    """Warn if the caller references memory of `.grad` that will not receive the mean.
-
-    Returns True if a warning was issued.
-    """
-    for bucket in buckets:
-        name = bucket.find_aliased_grad()
-        if name is None:
-            continue
-        warnings.warn(
-            f"rank {rank}: before the backward pass, another tensor or variable had the memory of "
-            f"{name!r}.grad. That memory does not receive the mean over the ranks, because .grad "
-            "becomes a view of a bucket. torch's DDP writes the mean there by default; pass "
-            "gradient_as_bucket_view=False, or read .grad after each backward pass",
-            stacklevel=2,
-        )
-        return True
-    return False
