@@ -9,7 +9,7 @@ import pytest
 import torch
 from llmsys_suite import cli
 from llmsys_suite.audit.stage_checks import learn as learn_checks
-from llmsys_suite.audit.stage_checks.probed_step import clipped, read_checkpoint
+from llmsys_suite.audit.stage_checks import probed_step
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import choice, evaluation
@@ -167,7 +167,9 @@ def test_a_training_that_has_ended_is_loaded_and_saved_in_the_new_folder(tmp_pat
     ((whole, loaded),) = run_on_shared_ranks(whole_and_loaded, 1, str(tmp_path))
     assert loaded == (whole, 0)
     checkpoint = training_state.CHECKPOINT
-    first, second = (read_checkpoint(tmp_path / name / checkpoint) for name in ("whole", "new"))
+    first, second = (
+        probed_step.read_checkpoint(tmp_path / name / checkpoint) for name in ("whole", "new")
+    )
     for kind, tensors in first.items():
         assert all(torch.equal(tensor, second[kind][name]) for name, tensor in tensors.items())
 
@@ -179,10 +181,10 @@ def failed_checks_of_the_last_checkpoint(folder):
         result = learn.run(run)
 
     def failed(kind):
-        checkpoint = read_checkpoint(run.out / training_state.CHECKPOINT)
+        checkpoint = probed_step.read_checkpoint(run.out / training_state.CHECKPOINT)
         if kind is not None:
             checkpoint[kind].popitem()
-        with mock.patch.object(learn_checks, "read_checkpoint", return_value=checkpoint):
+        with mock.patch.object(probed_step, "read_checkpoint", return_value=checkpoint):
             checks = learn_checks._last_checkpoint(run.folder, result)
             return [check.name for check in checks if not check.passed]
 
@@ -368,4 +370,4 @@ def test_the_audit_clips_as_torch_does():
             parameter.grad = gradient.clone()
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         expected = dict(zip(gradients, [p.grad for p in parameters], strict=True))
-        torch.testing.assert_close(clipped(gradients, max_norm), expected)
+        torch.testing.assert_close(probed_step.clip(gradients, max_norm), expected)

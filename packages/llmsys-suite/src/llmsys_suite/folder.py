@@ -25,7 +25,7 @@ from llmsys_suite.results import from_json, to_json
 
 Sample = dict[str, Any]
 #: Version of the folder's format, increased whenever the content of its files changes.
-FORMAT = 15
+FORMAT = 16
 MANIFEST = "manifest.json"
 FOREIGN = "the file was changed or is from another version"
 #: Files that other commands read. Every run writes the first four.
