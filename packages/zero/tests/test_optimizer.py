@@ -1077,7 +1077,7 @@ def refuse_unknown(stage):
             ShardedOptimizer(small().parameters(), OfModule)
         counting = ShardedOptimizer(small().parameters(), Counting, elementwise=False)
         counting.step()
-        with pytest.raises(ValueError, match="its state 'count' belongs to no parameter"):
+        with pytest.raises(ValueError, match="its state 'count' does not belong to a parameter"):
             counting.state_dict()
     # A loop over the parameters without an optimizer is allowed.
     if stage == 3:
