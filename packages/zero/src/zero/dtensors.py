@@ -77,7 +77,7 @@ def full_value(value: Any) -> Any:
 def _whole_state(
     local_state: Sequence[tuple[Run, dict[str, Any]]], shape: torch.Size, communicator: Communicator
 ) -> dict[str, Any]:
-    """Collect the whole optimizer state of one parameter, on the CPU, from all ranks."""
+    """Return the whole optimizer state of one parameter, gathered from all ranks to the CPU."""
     entries = []
     for run, state in local_state:
         for key, value in state.items():

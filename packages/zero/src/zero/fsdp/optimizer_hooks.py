@@ -253,7 +253,7 @@ class ShardOptimizer:
         for communicator, parameters in sharded_of.items():
             has_gradient = [parameter.shard.grad is not None for parameter in parameters]
             self.stepped += compress(parameters, has_gradient)
-            on_some, on_others, options = communicator.launch_or_reduction(
+            on_some, on_others, options = communicator.launch_flag_reduction(
                 has_gradient,
                 [not flag for flag in has_gradient],
                 option_checks.make_checksum_flags(changes),

@@ -262,7 +262,7 @@ def original_name(name: str) -> str:
 
 
 def _reset_parameters(module: nn.Module, has_tensors: bool) -> None:
-    """Call a module's `reset_parameters` if its tensors, or a submodule's, were on the meta device.
+    """Call `reset_parameters` if the module had, or a submodule has, tensors on the meta device.
 
     Raise ValueError if a module with such tensors has no such method, or if the method changes
     submodules on the meta device.

@@ -28,10 +28,10 @@ class FlatParameters:
     def add(
         self, parameters: list[nn.Parameter], split: Split, reducer: GradientReducer
     ) -> list[nn.Parameter]:
-        """Make parameters of one dtype and device views of a flat tensor; return the shards.
+        """Turn parameters of one dtype and device into views of a flat tensor.
 
-        The parameters get rank 0's values, and `reducer` averages their gradients. Every rank must
-        call this method.
+        Return this rank's shards. The parameters get rank 0's values, and `reducer` averages their
+        gradients. Every rank must call this method.
         """
         numels = [parameter.numel() for parameter in parameters]
         make_partition = partition_by_element if split == "elements" else partition_by_parameter

@@ -128,7 +128,7 @@ class GradientReducer:
         is_cleared = [p in cleared for p in parameters]
         is_written = [self.versions.get(p, p._version) != p._version for p in parameters]
         is_dirty = [any(p in unreduced for p, _ in bucket.pieces) for bucket in self.buckets]
-        agreed = self.communicator.launch_or_reduction(
+        agreed = self.communicator.launch_flag_reduction(
             is_reached, is_averaged, is_cleared, is_written, is_dirty, flags
         )
         self._queue.drain()
