@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     """Import the functions for checkpoints on first access.
 
-    Importing torch.distributed.checkpoint takes as long as importing torch.
+    The reason is that importing torch.distributed.checkpoint takes as long as importing torch.
     """
     if name in ("load_checkpoint", "save_checkpoint"):
         from zero.checkpoint import checkpoint

@@ -68,7 +68,7 @@ def shard_rows(whole: Tensor, communicator: Communicator) -> DTensor:
 
 
 def full_value(value: Any) -> Any:
-    """Return a DTensor gathered from all ranks, and any other value unchanged."""
+    """Return a DTensor as a whole tensor, gathered from all ranks, and other values unchanged."""
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value

@@ -95,7 +95,7 @@ def _check_group(
 def _header_objects(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the objects of rank 0: group options, states of modules as objects, and `extra`."""
+    """Return rank 0's objects: group options, module states that are not parts, and `extra`."""
     objects: dict[str, Any] = {}
     groups = optimizer.param_groups if optimizer else []
     names = find_group_names(model, optimizer) if optimizer else []
@@ -122,7 +122,7 @@ def load_checkpoint(
     prefix: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Fill model and optimizer from `path`; return the saved `extra`, an empty dict if none was.
+    """Fill model and optimizer from `path`; return the saved `extra` or an empty dictionary.
 
     `path` is a checkpoint of `save_checkpoint`, from any stage and number of ranks, or another
     torch.distributed.checkpoint folder. It may also be a safetensors file, or a folder of such

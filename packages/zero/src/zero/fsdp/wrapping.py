@@ -210,7 +210,7 @@ def materialize_module(
     module: nn.Module,
     owners: Owners,
 ) -> None:
-    """Allocate and initialize a module's tensors on the meta device, but not its submodules'."""
+    """Replace a module's meta tensors, but not its submodules', by initialized tensors."""
     tensors = {**module._parameters, **module._buffers}
     meta = {name: t for name, t in tensors.items() if t is not None and t.is_meta}
     for name, old in meta.items():
