@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from interp import LowRank, bench, composition_scores
-from interp.bench import _Largest, composition, describing, main
+from interp.bench import _LargestTensor, composition, describing, main
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -85,6 +85,6 @@ def test_composition_creates_nothing_larger_than_one_factor_of_the_circuits(
     assert row["products_ms"] > 0
     shapes = (torch.empty(12, 12, *shape, device="meta") for shape in ((768, 64), (64, 768)))
     large = LowRank(*shapes)
-    with _Largest() as seen:
+    with _LargestTensor() as seen:
         composition_scores(large, large, kind="k")
     assert seen.bytes <= large.a.nbytes

@@ -330,7 +330,7 @@ def test_unsupported_properties_are_refused(name: str, dtype: torch.dtype) -> No
         known |= {"activation": "silu"} | (
             {"rope_theta": 1e4} if changes.get("rotary", True) else {}
         )
-    with pytest.raises(ValueError, match="no description of this Model has its logits"):
+    with pytest.raises(ValueError, match="no description of this Model reproduces its logits"):
         describe(model_of(**changes).to(dtype), **known)
 
 
@@ -377,7 +377,7 @@ def assert_equal_with_sharp_weights_up_to(decoder: Decoder, model: nn.Module, le
 
 @pytest.mark.parametrize("context", [0, -3, CONTEXT + 1])
 def test_context_beyond_the_positions_is_refused(context: int) -> None:
-    message = f"at least 1 and at most {CONTEXT}, got {context}; learned positions limit"
+    message = rf"at least 1 and at most {CONTEXT} \(learned positions\), got {context}"
     with pytest.raises(ValueError, match=message):
         describe(model_of(rotary=False), context=context)
 
@@ -616,7 +616,9 @@ def test_models_that_misuse_masks_or_position_ids_are_refused(name: str, misuse:
         return original(input_ids, **arguments, **options)
 
     model.forward = forward
-    message = f"no description of this {name} has its logits: in the (padded|positions) comparison"
+    message = (
+        f"no description of this {name} reproduces its logits: in the (padded|positions) comparison"
+    )
     with pytest.raises(ValueError, match=message):
         describe(model)
 
@@ -693,7 +695,7 @@ def test_other_constants_than_those_of_the_configuration_are_refused(constant: s
     for module in changed:
         assert getattr(module, constant) != value
         setattr(module, constant, value)
-    with pytest.raises(ValueError, match=f"no description of this {name} has its logits"):
+    with pytest.raises(ValueError, match=f"no description of this {name} reproduces its logits"):
         describe(model)
 
 
@@ -903,7 +905,7 @@ def test_descriptions_are_pickled(cls: str) -> None:
     ("positions", "message"),
     [
         ([[0, 1, 2, 0, 1]], "packed texts are not supported"),
-        ([[0, 1, 3, 4, 5]], "must count up by 1"),
+        ([[0, 1, 3, 4, 5]], "must increase by 1"),
         ([[-1, 0, 1, 2, 3]], "reach from -1 to 3"),
         (
             [[28, 29, 30, 31, 32]],

@@ -124,7 +124,7 @@ def model() -> AttentionOnly:
         ),
         (
             lambda: detect_heads([EVEN], {"input_ids": TOKENS, "attention_mask": EVEN}),
-            r"attention_mask is \(1, 2, 4, 4\); to find the padding, pass .* \(n, seq\)",
+            r"attention_mask is \(1, 2, 4, 4\); pass the mask of the tokens, \(n, seq\)",
         ),
         (
             lambda: attribution({"a": torch.randn(1, 4, 3)}, torch.tanh, torch.ones(5, 3), TOKENS),

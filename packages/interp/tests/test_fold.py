@@ -56,7 +56,7 @@ def test_a_folded_gpt2_gives_the_same_log_probabilities_and_patterns(
 
 
 def test_readers_of_layer_norms_have_rows_of_mean_zero() -> None:
-    """Rows of weights that read an RMS norm keep their mean, which has an effect there."""
+    """The mean of a row has an effect if the row reads an RMS norm, so folding preserves it."""
     model = random_gpt2(torch.float64)
     folded = fold_decoder(model)
     for block in folded.layers:

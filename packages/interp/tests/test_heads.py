@@ -8,7 +8,7 @@ def random(*shape: int) -> torch.Tensor:
 
 
 def test_a_single_head_by_hand() -> None:
-    """Row 1 scores x1 W x0 = 1 and x1 W x1 = 2, so that 1/(1+e), e/(1+e) weigh values 1, 2."""
+    """The scores in row 1 are 1 and 2, so the weights of its values are 1/(1+e) and e/(1+e)."""
     x = torch.tensor([[0.0, 1.0], [1.0, 1.0], [1.0, 2.0]])
     w = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
     expected = torch.tensor([[1.0, 0.0], [1.7311, 0.0], [2.5752, 0.0]])

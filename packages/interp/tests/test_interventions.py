@@ -223,7 +223,7 @@ def test_steering_vectors_are_not_rounded_beside_a_large_mean(dtype: torch.dtype
 def test_steering_vectors_with_dropout_are_refused() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Embedding(7, 8), nn.Dropout(0.5), nn.Linear(8, 8))
-    with pytest.raises(ValueError, match=r"'2' differs when the run is repeated; use eval\(\)"):
+    with pytest.raises(ValueError, match=r"'2' differs when the run is repeated; call model"):
         steering_vector(model, "2", POSITIVE, NEGATIVE)
     assert steering_vector(model.eval(), "2", POSITIVE, NEGATIVE).shape == (8,)
 

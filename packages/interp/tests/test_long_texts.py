@@ -151,7 +151,7 @@ def test_other_angles_of_long_texts_are_refused(
         return angles * 1.01, scale
 
     monkeypatch.setitem(functions, method, scaled)
-    message = f"no description of this {name} has its logits: in the rotation comparison"
+    message = f"no description of this {name} reproduces its logits: in the rotation comparison"
     with pytest.raises(ValueError, match=message):
         describe(model, context=original)
 

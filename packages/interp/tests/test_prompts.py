@@ -1,4 +1,4 @@
-"""Prompts with padding, in parts, and as text, give the numbers of one whole prompt each."""
+"""Prompts with padding, in parts or as texts have the results of single whole prompts."""
 
 import copy
 import functools

@@ -40,7 +40,7 @@ def has_the_circuit(names: dict[str, Any]) -> bool:
 
 
 def assert_copying_heads_write_the_logits(names: dict[str, Any]) -> None:
-    """Induction heads copy (Elhage et al. 2021), and they write the logits of repeats alone."""
+    """Check that the best induction head copies, and that its logits are small elsewhere."""
     model, tokens = names["model"], names["tokens"]
     repeated = names["repeated"][:, 1:]
     best = names["induction"][0]
@@ -65,7 +65,7 @@ def permuted(pattern: Tensor, generator: torch.Generator) -> Tensor:
 def test_quick_start_finds_and_ablates_induction_heads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, permutations: int
 ) -> None:
-    """Some seeds spread the circuit over more heads, so several may be trained."""
+    """With some seeds, more heads form the circuit, so several models may be trained."""
     monkeypatch.chdir(tmp_path)
     runs = (quick_start(seed) for seed in range(5))
     names = next(run for run in runs if has_the_circuit(run))

@@ -549,19 +549,41 @@ def patched(model: HookedDecoder, tokens: Tensor, cache: ActivationCache) -> Ten
         ),
         (lambda m: m(m.to_tokens(["a", "ab"], padding_side="left")), "pass attention_mask="),
         (lambda m: m.generate(TOKENS, return_type="text"), "'str' or 'tokens', got 'text'"),
-        (lambda m: HookedDecoder(m.decoder).generate(TOKENS), "pass it, or stop_at_eos=False"),
+        (
+            lambda m: HookedDecoder(m.decoder).generate(TOKENS),
+            "pass eos_token_id= or stop_at_eos=False",
+        ),
         (lambda m: m.get_token_position("c", "ab"), r"token 3 .* got positions \[\] in \(1, 3\)"),
         (lambda m: m.add_hook("ln_final.hook_scale", print, "bwd"), "instead of a scale"),
         (lambda m: m.add_hook("hook_embed", print, "back"), "dir 'fwd', or 'bwd' .* got 'back'"),
         (lambda m: m.to_single_token("ab"), "'ab' has 2 tokens"),
         (lambda m: HookedDecoder(m.decoder)("ab"), r"pass HookedDecoder\(decoder, tokenizer\)"),
-        (lambda m: m.run_with_cache(TOKENS, names_filter=[])[1]["q", 0], "keys.. are the recorded"),
+        (
+            lambda m: m.run_with_cache(TOKENS, names_filter=[])[1]["q", 0],
+            r"\('q', 0\) was not recorded; keys.. are the recorded",
+        ),
+        # Messages name what the caller wrote: the method and the name before it was rewritten.
+        *(
+            (
+                lambda m, read=read: getattr(m.run_with_cache(TOKENS)[1], read)(incl_remainder=1),
+                rf"{read}\(\) has no option 'incl_remainder'; expected pos_slice, apply_ln, return",
+            )
+            for read in ("accumulated_resid", "decompose_resid", "stack_head_results")
+        ),
+        *(
+            (
+                lambda m, call=call: getattr(m, call)(TOKENS, incl_bwd=True),
+                rf"{call}\(\) has no option 'incl_bwd'; expected .*stop_at_layer",
+            )
+            for call in ("__call__", "run_with_hooks", "run_with_cache")
+        ),
+        (lambda m: m.add_hook("blocks.9.hook_in", print), "no hook is named 'blocks.9.hook_in'"),
     ],
 )
 def test_unsupported_names_and_arguments_are_refused(
     model: HookedDecoder, call: Callable[[HookedDecoder], Any], message: str
 ) -> None:
-    with pytest.raises((ValueError, AttributeError, KeyError), match=message):
+    with pytest.raises((ValueError, AttributeError, KeyError, TypeError), match=message):
         call(model)
 
 

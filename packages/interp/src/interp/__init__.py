@@ -1,4 +1,4 @@
-"""Interpretability of transformers: circuits, recording and patching for any PyTorch module."""
+"""Interpretability of transformers: circuits, kinds of heads, recording and patching."""
 
 from interp.circuits.composition import composition_scores
 from interp.circuits.induction import induction_circuit

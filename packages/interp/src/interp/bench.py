@@ -1,9 +1,9 @@
-"""Benchmarks that compare structured computations (ours) with direct ones (the peer's).
+"""Benchmarks of composition scores and batched patching, compared with direct computations.
 
-The two computations alternate (A B A B ...). The columns `ratio_p10`, `ratio_p50` and `ratio_p90`
-are quantiles of the peer's time divided by our time, and `error` is the largest difference divided
-by the largest result. If the peer would compute many forward passes of equal cost, it computes only
-a sample, and its time is scaled up.
+The direct computation (the peer) and ours alternate (A B A B ...). The columns `ratio_p10`,
+`ratio_p50` and `ratio_p90` are quantiles of the peer's time divided by our time. `error` is the
+largest difference divided by the largest result of the peer. If the peer would compute many forward
+passes of equal cost, it computes only a sample, and its time is scaled up.
 """
 
 from __future__ import annotations
@@ -44,70 +44,77 @@ Peer = Callable[[LowRank, LowRank], Tensor]
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     """Run the benchmarks of patching; return one row per case.
 
-    The models have the size of GPT-2 small, or a small size if `quick`.
+    The models have the size of GPT-2 small, or 3 layers of 96 dimensions if `quick`.
     """
     torch.manual_seed(0)
-    small = {"vocabulary": 1000, "d_model": 96, "layers": 3, "heads": 3}
-    sizes = small if quick else {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
-    models = {name: random_decoder(name, **sizes).to(device) for name in ("gpt2", "llama")}
-    length = 8 if quick else 15
-    return [
-        patching(model, shape, part, length, sample=8 if quick else 24)
-        for shape, model in models.items()
-        for part in (":input", "attention.o:input")
-    ]
+    sizes = {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
+    if quick:
+        sizes = {"vocabulary": 1000, "d_model": 96, "layers": 3, "heads": 3}
+    models = {family: random_decoder(family, **sizes).to(device) for family in ("gpt2", "llama")}
+    length, sample = (8, 8) if quick else (15, 24)
+    rows = []
+    for family, model in models.items():
+        for part in (":input", "attention.o:input"):
+            rows.append(patching(model, family, part, length, sample=sample))
+    return rows
 
 
 def random_decoder(
     family: str, *, vocabulary: int, d_model: int, layers: int, heads: int, context: int = 1024
 ) -> Decoder:
-    """Return a random decoder with GPT-2's shape, or Llama's with 3 query heads per key head."""
-    gpt2 = family == "gpt2"
-    d, d_head = d_model, d_model // heads
-    kv, inner = (d, 4 * d) if gpt2 else (heads // 3 * d_head, 8 * d // 3)
-    block: dict[str, tuple[int, ...]] = {"norm1": (d,), "norm2": (d,)}
-    block |= {"attention.q": (d, d), "attention.k": (kv, d), "attention.v": (kv, d)}
-    block |= {"attention.o": (d, d), "mlp.up": (inner, d), "mlp.down": (d, inner)}
-    block |= {} if gpt2 else {"mlp.gate": (inner, d)}
-    shapes: dict[str, tuple[int, ...]] = {"embed": (vocabulary, d), "norm": (d,)}
-    shapes |= {"position": (context, d)} if gpt2 else {"unembed": (vocabulary, d)}
-    shapes |= {f"blocks.{i}.{k}": shape for i in range(layers) for k, shape in block.items()}
-    weights = {
-        f"{k}.weight": torch.ones(shape) if len(shape) == 1 else 0.02 * torch.randn(shape)
-        for k, shape in shapes.items()
-    }
-    if gpt2:
-        linear = shapes.keys() - {"embed", "position"}
-        weights |= {f"{k}.bias": torch.zeros(shapes[k][0]) for k in sorted(linear)}
+    """Return a random decoder like GPT-2, or like Llama with 3 query heads per key head."""
+    is_gpt2 = family == "gpt2"
+    d_head = d_model // heads
+    d_keys = d_model if is_gpt2 else heads // 3 * d_head
+    d_mlp = 4 * d_model if is_gpt2 else 8 * d_model // 3
+    block: dict[str, tuple[int, ...]] = {"norm1": (d_model,), "norm2": (d_model,)}
+    block |= {"attention.q": (d_model, d_model), "attention.o": (d_model, d_model)}
+    block |= {"attention.k": (d_keys, d_model), "attention.v": (d_keys, d_model)}
+    block |= {"mlp.up": (d_mlp, d_model), "mlp.down": (d_model, d_mlp)}
+    shapes: dict[str, tuple[int, ...]] = {"embed": (vocabulary, d_model), "norm": (d_model,)}
+    if is_gpt2:
+        shapes["position"] = (context, d_model)
+    else:
+        shapes["unembed"] = (vocabulary, d_model)
+        block["mlp.gate"] = (d_mlp, d_model)
+    for i in range(layers):
+        shapes |= {f"blocks.{i}.{name}": shape for name, shape in block.items()}
+    weights = {}
+    for name, shape in shapes.items():
+        is_norm = len(shape) == 1
+        weights[f"{name}.weight"] = torch.ones(shape) if is_norm else 0.02 * torch.randn(shape)
+        if is_gpt2 and name not in ("embed", "position"):
+            weights[f"{name}.bias"] = torch.zeros(shape[0])
     settings = Settings(
         heads=heads,
         d_head=d_head,
         scale=d_head**-0.5,
-        rotary=(Rotary(() if gpt2 else rotary_angles(d_head, 1e4)),) * layers,
+        rotary=(Rotary(() if is_gpt2 else rotary_angles(d_head, 1e4)),) * layers,
         windows=(None,) * layers,
-        centered=gpt2,
-        activation="gelu_new" if gpt2 else "silu",
+        centered=is_gpt2,
+        activation="gelu_new" if is_gpt2 else "silu",
     )
     return Decoder(weights, settings)
 
 
 def composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
-    """Compare K-composition of all pairs of heads by time and by the largest tensor created.
+    """Compare K-composition scores of all pairs of heads with those of a peer.
 
-    The size of the largest tensor and the FLOPs of our matrix products are determined on the meta
-    device. `products_ms` is the time that these FLOPs take at the rate of one large product.
+    The columns `peer_mib` and `ours_mib` are the sizes of the largest tensors in runs on the meta
+    device. `products_ms` is the time that the FLOPs of our matrix products take at the rate of one
+    large product.
     """
     ours = partial(composition_scores, kind="k")
-    plain = partial(peer, ov, qk)
-    row = _compared("k_composition", _sizes(ov), plain, partial(ours, ov, qk), pairs=6)
-    shapes = [LowRank(x.a.to("meta"), x.b.to("meta")) for x in (ov, qk)]
+    peer_run, our_run = partial(peer, ov, qk), partial(ours, ov, qk)
+    row = _compare("k_composition", _sizes(ov), peer_run, our_run, pairs=6)
+    meta_circuits = [LowRank(x.a.to("meta"), x.b.to("meta")) for x in (ov, qk)]
     for key, run in (("peer_mib", peer), ("ours_mib", ours)):
-        with _Largest() as seen:  # type: ignore[no-untyped-call]
-            run(*shapes)
-        row[key] = seen.bytes / 2**20
-    with FlopCounterMode(display=False) as counted:
-        ours(*shapes)
-    row["products_ms"] = counted.get_total_flops() / _product_rate() / 1e6
+        with _LargestTensor() as largest:  # type: ignore[no-untyped-call]
+            run(*meta_circuits)
+        row[key] = largest.bytes / 2**20
+    with FlopCounterMode(display=False) as counter:
+        ours(*meta_circuits)
+    row["products_ms"] = counter.get_total_flops() / _product_rate() / 1e6
     return row
 
 
@@ -115,17 +122,17 @@ def _product_rate() -> float:
     """Return the rate of a float32 product of two large square matrices on the CPU, in GFLOP/s."""
     size = 2048
     matrix = torch.randn(size, size)
-    seconds = min(_timed(lambda: matrix @ matrix)[1] for _ in range(5))
+    seconds = min(_measure_seconds(lambda: matrix @ matrix)[1] for _ in range(5))
     return 2 * size**3 / seconds / 1e9
 
 
 def beside_transformer_lens() -> Row:
-    """Compare K-composition with TransformerLens's function, at the size of GPT-2 small."""
+    """Compare K-composition scores with TransformerLens's function, at the size of GPT-2 small."""
     matrix = importlib.import_module("transformer_lens.FactoredMatrix").FactoredMatrix
     scores = importlib.import_module("transformer_lens.utilities.matrix").composition_scores
 
     def transformer_lens(ov: LowRank, qk: LowRank) -> Tensor:
-        # TransformerLens uses row vectors, and also scores pairs of heads in the wrong order.
+        # TransformerLens uses row vectors, and also scores pairs whose first head is not earlier.
         pairs: Tensor = scores(matrix(ov.b.mT, ov.a.mT), matrix(qk.a, qk.b).T)
         return pairs * torch.ones(pairs.shape[::2], device=pairs.device).triu(1)[:, None, :, None]
 
@@ -135,55 +142,55 @@ def beside_transformer_lens() -> Row:
 
 
 def describing(*, quick: bool = False) -> Row:
-    """Measure `describe` for a bfloat16 Llama of TinyLlama's size, or a small one if `quick`.
+    """Measure `describe` for a bfloat16 Llama of TinyLlama's size, or a small Llama if `quick`.
 
-    `memory` is the peak memory, including the model, divided by the memory of the model. This
-    number is correct only in a new process.
+    The column `memory` is the peak memory, including the model, divided by the memory of the model.
+    It is correct only in a new process.
     """
     transformers = importlib.import_module("transformers")
-    hidden, inner, layers, positions = (64, 96, 2, 64) if quick else (2048, 5632, 22, 2048)
     config = transformers.LlamaConfig(
         vocab_size=32000,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
+        hidden_size=64 if quick else 2048,
+        intermediate_size=96 if quick else 5632,
+        num_hidden_layers=2 if quick else 22,
         num_attention_heads=32,
         num_key_value_heads=4,
-        max_position_embeddings=positions,
+        max_position_embeddings=64 if quick else 2048,
         dtype=torch.bfloat16,
     )
     model = transformers.AutoModelForCausalLM.from_config(config).eval()
     model_bytes = sum(parameter.nbytes for parameter in model.parameters())
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     start = time.perf_counter()
     decoder = describe(model)
     seconds = time.perf_counter() - start
-    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    added_bytes = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - peak_kib) * 1024
     return {
         "case": "describe",
         "parameters": sum(parameter.numel() for parameter in model.parameters()),
         "threads": torch.get_num_threads(),
         "seconds": seconds,
-        "memory": (model_bytes + grown) / model_bytes,
+        "memory": (model_bytes + added_bytes) / model_bytes,
         "longest_text": max(comparison.length for comparison in decoder.comparisons),
     }
 
 
-class _Largest(TorchDispatchMode):
-    """A mode that records the bytes of the largest tensor that an operator creates (not views)."""
+class _LargestTensor(TorchDispatchMode):
+    """A mode that records the size of the largest tensor that an operator creates, except views."""
 
     bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if not func.is_view:
-            for tensor in out if isinstance(out, tuple | list) else (out,):
+            outputs = out if isinstance(out, tuple | list) else (out,)
+            for tensor in outputs:
                 if isinstance(tensor, Tensor):
                     self.bytes = max(self.bytes, tensor.nbytes)
         return out
 
 
-def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int = 24) -> Row:
+def patching(model: Decoder, family: str, part: str, length: int, *, sample: int = 24) -> Row:
     """Compare batched patching with one forward pass per patch.
 
     The patches replace every stream (`part=":input"`), or every head of a part, at every position.
@@ -198,13 +205,13 @@ def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int 
     chosen = patches[:: max(1, len(patches) // sample)]
 
     def one_forward_each() -> Tensor:
-        with record(model, *sites) as seen:
+        with record(model, *sites) as recorded:
             model(clean)
         values = []
         for layer, head, position in chosen:
-            new = seen[sites[layer]].unflatten(-1, (heads, -1))[0, position, head]
-            at = slice(None), position, head
-            with patch(model, {sites[layer]: partial(replace_heads, at, new, heads)}):
+            new = recorded[sites[layer]].unflatten(-1, (heads, -1))[0, position, head]
+            index = slice(None), position, head
+            with patch(model, {sites[layer]: partial(replace_heads, index, new, heads)}):
                 logits = model(corrupted)[0, -1]
             values.append(logits[1] - logits[2])
         return torch.stack(values)
@@ -216,10 +223,10 @@ def patching(model: Decoder, shape: str, part: str, length: int, *, sample: int 
             values = patch_parts(model, part, clean, corrupted, metric).values
         return torch.stack([values[index] for index in chosen])
 
-    case = f"patch_{'streams' if part == ':input' else 'heads'}_{shape}"
+    case = f"patch_{'streams' if part == ':input' else 'heads'}_{family}"
     sizes = {**_sizes(model.ov()), "patches": len(patches)}
-    scaled = len(patches) / len(chosen)
-    return _compared(case, sizes, one_forward_each, ours, pairs=2, scaled=scaled)
+    peer_scale = len(patches) / len(chosen)
+    return _compare(case, sizes, one_forward_each, ours, pairs=2, peer_scale=peer_scale)
 
 
 def _sizes(ov: LowRank) -> Row:
@@ -227,25 +234,26 @@ def _sizes(ov: LowRank) -> Row:
     return {"layers": layers, "heads": heads, "d_model": ov.shape[-1]}
 
 
-def _compared(
-    case: str, sizes: Row, peer: Run, ours: Run, *, pairs: int, scaled: float = 1.0
+def _compare(
+    case: str, sizes: Row, peer: Run, ours: Run, *, pairs: int, peer_scale: float = 1.0
 ) -> Row:
-    """Time both computations alternately; return a row with times, ratios and our error.
+    """Measure both computations alternately, `pairs` times; return a row with times and our error.
 
-    `scaled` is the factor from the peer's sample to all results.
+    `peer_scale` is the factor from the peer's sample to all results.
     """
-    times: list[tuple[float, float]] = []
-    _timed(ours)
-    for _ in range(pairs):
-        (expected, before), (result, after) = _timed(peer), _timed(ours)
-        times.append((before * scaled, after))
-    ratios = torch.tensor([a / b for a, b in times])
+    _measure_seconds(ours)  # A warm-up.
+    peer_seconds, our_seconds = torch.empty(pairs), torch.empty(pairs)
+    for i in range(pairs):
+        expected, seconds = _measure_seconds(peer)
+        peer_seconds[i] = seconds * peer_scale
+        result, our_seconds[i] = _measure_seconds(ours)
+    ratios = peer_seconds / our_seconds
     return {
         "case": case,
         "peer": (peer.func if isinstance(peer, partial) else peer).__name__,
         **sizes,
-        "peer_ms": 1e3 * torch.tensor([a for a, _ in times]).median().item(),
-        "ours_ms": 1e3 * torch.tensor([b for _, b in times]).median().item(),
+        "peer_ms": 1e3 * peer_seconds.median().item(),
+        "ours_ms": 1e3 * our_seconds.median().item(),
         "ratio_p50": ratios.quantile(0.5).item(),
         "ratio_p10": ratios.quantile(0.1).item(),
         "ratio_p90": ratios.quantile(0.9).item(),
@@ -253,7 +261,8 @@ def _compared(
     }
 
 
-def _timed(run: Run) -> tuple[Tensor, float]:
+def _measure_seconds(run: Run) -> tuple[Tensor, float]:
+    """Return the result of `run` and the seconds that it takes."""
     start = time.perf_counter()
     result = run()
     if result.is_cuda:

@@ -14,6 +14,8 @@ best score of a kind, even by chance, so each score has a p-value. The p-value i
 the probability that any head attends as much to its target keys if keys are permuted. In this
 bound, each cluster of queries counts once.
 
+Olsson et al. 2022, "In-context Learning and Induction Heads".
+
 Note [Clusters of queries]
 Queries of equal tokens are not independent observations: copies of a prompt, common prefixes and
 repeated tokens repeat the same choice of a head. The queries of each distinct token therefore form
@@ -26,8 +28,6 @@ dependence within a cluster or among a query's m target keys. Because exp is con
 E exp(t x_c) <= mean over q in c of mean_k exp(t m A_qk) for any t > 0, and by Chernoff's bound
 
     p <= heads * min_t prod_c (mean over q in c of mean_k exp(t m A_qk)) / exp(t sum_c x_c)
-
-Olsson et al. 2022, "In-context Learning and Induction Heads".
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from torch import Tensor
 from interp.prompts import Prompt, mask_of, prompt_of, require_hidden_padding, tokens_of
 from interp.text import Texts, Tokenizer
 
-#: A head with a larger p-value is noise.
+#: The largest p-value of a head that is not noise.
 _SIGNIFICANCE = 0.05
 #: The values of t at which the bound of the p-value is computed; see Note [Clusters of queries].
 _EXPONENTS = (0.1, 0.3, 0.7, 2.0, 4.0, 8.0, 20.0, 70.0, 300.0)
-#: A head with a smaller (score - chance) / (1 - chance) is noise.
+#: The smallest (score - chance) / (1 - chance) of a head that is not noise.
 _MIN_EFFECT = 0.1
 
 
@@ -91,27 +91,25 @@ class HeadScores:
     p_values: Mapping[str, Tensor]
 
     def significant(self, kind: str) -> list[DetectedHead]:
-        """Return the heads of a kind that are not noise, best first; the list may be empty."""
+        """Return the heads of a kind that are not noise, by descending score; possibly none."""
         heads = self.top(kind, self._scores_of(kind).numel())
         return [head for head in heads if not head.is_noise]
 
     def best(self, kind: str) -> DetectedHead:
-        """Return the head with the best score, which may be noise: see `DetectedHead.is_noise`."""
+        """Return the head with the largest score; it may be noise, see `DetectedHead.is_noise`."""
         return self.top(kind, 1)[0]
 
     def top(self, kind: str, count: int) -> list[DetectedHead]:
-        """Return the `count` heads with the best scores, best first, or all heads if fewer exist.
+        """Return the `count` heads with the largest scores in descending order, at most all heads.
 
-        Heads without a score (nan) come last. Raises ValueError for an unknown kind.
+        Heads without a score (nan) are last. Raises ValueError for an unknown kind.
         """
         scores = self._scores_of(kind)
-        p_values = self.p_values[kind].flatten()
-        best_scores, indices = scores.flatten().nan_to_num(-1.0).topk(min(count, scores.numel()))
+        ranked = scores.flatten().nan_to_num(-1.0)
         heads = []
-        for value, index in zip(best_scores.tolist(), indices.tolist(), strict=True):
+        for index in ranked.topk(min(count, scores.numel())).indices.tolist():
             layer, head = divmod(index, scores.shape[1])
-            score = value if value >= 0 else float("nan")
-            p_value = float(p_values[index])
+            score, p_value = float(scores[layer, head]), float(self.p_values[kind][layer, head])
             name, chance = self.names[layer], self.chance[kind]
             heads.append(DetectedHead(kind, name, layer, head, score, chance, p_value))
         return heads
@@ -130,7 +128,7 @@ def detect_heads(
     queries: Tensor | slice | None = None,
     tokenizer: Tokenizer | None = None,
 ) -> HeadScores:
-    """Score every head from its attention patterns.
+    """Return the scores and p-values of all heads for each kind, from their attention patterns.
 
     Args:
         patterns: (batch, heads, seq, seq) per layer, with rows that sum to 1, or to less if the
@@ -158,15 +156,15 @@ def detect_heads(
     token_mask = mask_of(prompt) if has_mask else None
     tokens = tokens_of(prompt)
     tokens = tokens.expand(layers[0].shape[0], -1) if tokens.ndim == 1 else tokens
-    _check_shapes(layers, tokens)
-    chosen, real = _queries_and_keys(layers, tokens, queries, token_mask)
+    _require_shapes(layers, tokens)
+    chosen, is_token = _queries_and_keys(layers, tokens, queries, token_mask)
     length = tokens.shape[1]
 
-    # Half precision would lose a mean over thousands of queries.
+    # In half precision, a mean over thousands of queries would be inaccurate.
     dtype = torch.promote_types(layers[0].dtype, torch.float32)
-    uniform = real[:, None].to(dtype).expand(-1, length, -1).tril()
+    uniform = is_token[:, None].to(dtype).expand(-1, length, -1).tril()
     uniform = uniform / uniform.sum(-1, keepdim=True).clamp_min(1)
-    kinds = targets(tokens, real)
+    kinds = target_keys(tokens, is_token)
     used = {kind: chosen & mask.any(-1) for kind, mask in kinds.items()}
     scores: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
     bounds: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
@@ -176,13 +174,13 @@ def detect_heads(
         for kind, mask in kinds.items()
     }
     chance = {kind: float((uniform * weight).sum()) for kind, weight in weights.items()}
-    clusters = {kind: _clusters(kind, tokens, used[kind], real) for kind in kinds}
+    clusters = {kind: _clusters(kind, tokens, used[kind], is_token) for kind in kinds}
     for i, pattern in enumerate(layers):
         wide = pattern.to(dtype)
         _require_softmax(i, wide, chosen.to(wide.device))
         if token_mask is not None:
             require_hidden_padding(wide, token_mask)
-        visible = _visible_keys(wide, chosen.to(wide.device), real.to(wide.device))
+        visible = _visible_keys(wide, chosen.to(wide.device), is_token.to(wide.device))
         for kind, mask in kinds.items():
             weight = weights[kind].to(wide.device)
             score = torch.einsum("bhqk,bqk->h", wide, weight)
@@ -190,28 +188,28 @@ def detect_heads(
             clusterings = [cluster.to(wide.device) for cluster in clusters[kind]]
             log_bound = _log_bound(wide, visible, mask.to(wide.device), clusterings)
             bounds[kind].append(log_bound.exp().cpu())
-    stacked = {kind: torch.stack(values) for kind, values in scores.items()}
-    heads = stacked["first"].numel()
-    p_values = {kind: (torch.stack(p) * heads).clamp_max(1.0) for kind, p in bounds.items()}
+    stacked = {kind: torch.stack(layer_scores) for kind, layer_scores in scores.items()}
+    num_heads = stacked["first"].numel()
+    p_values = {kind: (torch.stack(p) * num_heads).clamp_max(1.0) for kind, p in bounds.items()}
     return HeadScores(tuple(patterns), stacked, chance, p_values)
 
 
-def _clusters(kind: str, tokens: Tensor, used: Tensor, real: Tensor) -> list[Tensor]:
+def _clusters(kind: str, tokens: Tensor, used: Tensor, is_token: Tensor) -> list[Tensor]:
     """Return one or two clusterings: cluster indices of queries (batch, seq), -1 if unused.
 
     See Note [Clusters of queries].
     """
-    position = real.cumsum(-1)
+    position = is_token.cumsum(-1)
     if kind == "first":
         row = torch.arange(len(tokens), device=tokens.device)
-        first = (position == 1).to(torch.uint8).argmax(-1)
-        second = (first + 1).clamp_max(tokens.shape[1] - 1)
-        first_two_tokens = torch.stack([tokens[row, first], tokens[row, second]], 1)
-        number = first_two_tokens.unique(dim=0, return_inverse=True)[1]
-        numbers = [number[:, None].expand(tokens.shape)]
+        start = (position == 1).to(torch.uint8).argmax(-1)
+        next_column = (start + 1).clamp_max(tokens.shape[1] - 1)
+        first_two_tokens = torch.stack([tokens[row, start], tokens[row, next_column]], 1)
+        row_cluster = first_two_tokens.unique(dim=0, return_inverse=True)[1]
+        clusterings = [row_cluster[:, None].expand(tokens.shape)]
     else:
-        numbers = [tokens.unique(return_inverse=True)[1], position]
-    return [torch.where(used, number, -1) for number in numbers]
+        clusterings = [tokens.unique(return_inverse=True)[1], position]
+    return [torch.where(used, clustering, -1) for clustering in clusterings]
 
 
 def _queries_and_keys(
@@ -231,20 +229,20 @@ def _queries_and_keys(
             )
         chosen = queries.to(tokens.device).bool().expand(tokens.shape)
     if mask is not None:
-        real = mask.to(tokens.device)
-        return chosen & real, real
+        is_token = mask.to(tokens.device)
+        return chosen & is_token, is_token
     if queries is None or isinstance(queries, slice):
         return chosen, torch.ones_like(chosen)
     unused = ~chosen
     for pattern in layers:
         attends = (pattern > 0).any(1) & chosen.to(pattern.device)[..., None]
         unused &= ~attends.any(1).to(unused.device)
-    before = (unused & (tokens == tokens[:, :1])).long().cumprod(-1)
-    after = (unused & (tokens == tokens[:, -1:])).long().flip(-1).cumprod(-1).flip(-1)
-    return chosen, (before + after) == 0
+    leading = (unused & (tokens == tokens[:, :1])).long().cumprod(-1)
+    trailing = (unused & (tokens == tokens[:, -1:])).long().flip(-1).cumprod(-1).flip(-1)
+    return chosen, (leading + trailing) == 0
 
 
-def _visible_keys(pattern: Tensor, chosen: Tensor, real: Tensor) -> Tensor:
+def _visible_keys(pattern: Tensor, chosen: Tensor, is_token: Tensor) -> Tensor:
     """Return a mask (batch, seq_q, seq_k) of the keys that each query of this layer can see.
 
     A layer whose weights are all 0 beyond some distance is treated as having a sliding window.
@@ -253,7 +251,7 @@ def _visible_keys(pattern: Tensor, chosen: Tensor, real: Tensor) -> Tensor:
     distance = position[:, None] - position
     attends = (pattern > 0).any(1) & chosen[..., None]
     reach = distance[attends.any(0)].amax() if bool(attends.any()) else distance.amax()
-    return ((distance >= 0) & (distance <= reach)) & real[:, None, :]
+    return ((distance >= 0) & (distance <= reach)) & is_token[:, None, :]
 
 
 def _log_bound(
@@ -261,7 +259,7 @@ def _log_bound(
 ) -> Tensor:
     """Return the log of the bound of each head's p-value; see Note [Clusters of queries].
 
-    It is the largest bound over all clusterings, which have the same queries.
+    The result is the largest bound over all clusterings, which have the same queries.
     """
     row, query = (clusterings[0] >= 0).nonzero(as_tuple=True)
     if not len(row):
@@ -275,12 +273,15 @@ def _log_bound(
     log_keys = visible_keys.sum(-1).to(pattern).log()[:, None]
     # For each t, the log of the mean over keys, [n, heads].
     log_means = {t: (t * scaled).logsumexp(-1) - log_keys for t in _EXPONENTS}
-    clusters = [x[row, query].unique(return_inverse=True)[1] for x in clusterings]
-    return torch.stack([_chernoff(attained, log_means, x) for x in clusters]).amax(0)
+    log_bounds = []
+    for clustering in clusterings:
+        cluster = clustering[row, query].unique(return_inverse=True)[1]
+        log_bounds.append(_log_chernoff(attained, log_means, cluster))
+    return torch.stack(log_bounds).amax(0)
 
 
-def _chernoff(attained: Tensor, log_means: Mapping[float, Tensor], cluster: Tensor) -> Tensor:
-    """Return the log of Chernoff's bound (heads,) for one clustering (n,) of the queries."""
+def _log_chernoff(attained: Tensor, log_means: Mapping[float, Tensor], cluster: Tensor) -> Tensor:
+    """Return the log of Chernoff's bound (heads,) for the cluster (n,) of each query."""
     size = cluster.bincount().to(attained)
     observed = (attained / size[cluster][:, None]).sum(0)
     log_p = []
@@ -293,23 +294,23 @@ def _chernoff(attained: Tensor, log_means: Mapping[float, Tensor], cluster: Tens
     return torch.stack(log_p).amin(0)
 
 
-def targets(tokens: Tensor, real: Tensor | None = None) -> dict[str, Tensor]:
+def target_keys(tokens: Tensor, is_token: Tensor | None = None) -> dict[str, Tensor]:
     """Return the target keys of each kind as booleans (batch, seq_q, seq_k).
 
-    `real` (batch, seq) is False at padding, which is never a target.
+    `is_token` (batch, seq) is False at padding, which is never a target.
     """
     length = tokens.shape[1]
-    real = torch.ones_like(tokens, dtype=torch.bool) if real is None else real
+    is_token = torch.ones_like(tokens, dtype=torch.bool) if is_token is None else is_token
     ones = torch.ones(length, length, dtype=torch.bool, device=tokens.device)
-    past, key = ones.tril(-1), real[:, None]
+    past, key = ones.tril(-1), is_token[:, None]
     same = (tokens[:, :, None] == tokens[:, None, :]) & past & key
-    first = (real.cumsum(-1) == 1)[:, None] & key
+    is_first = (is_token.cumsum(-1) == 1)[:, None] & key
     return {
         "previous": past & ones.triu(-1) & key,
         "duplicate": same,
         # Key j is a target if token j - 1 equals the query's token; j may be the query itself.
         "induction": torch.nn.functional.pad(same, (1, 0))[..., :length] & key,
-        "first": past & first,
+        "first": past & is_first,
         "current": (ones.tril() & ones.triu()) & key,
     }
 
@@ -330,14 +331,15 @@ def _require_softmax(layer: int, pattern: Tensor, chosen: Tensor) -> None:
         )
 
 
-def _check_shapes(layers: list[Tensor], tokens: Tensor) -> None:
+def _require_shapes(layers: list[Tensor], tokens: Tensor) -> None:
     if tokens.ndim != 2:
         raise ValueError(f"tokens have shape {tuple(tokens.shape)}; pass (batch, seq) or (seq,)")
     heads = layers[0].shape[1] if layers[0].ndim == 4 else 0
-    expected = (tokens.shape[0], heads, tokens.shape[1], tokens.shape[1])
+    batch, length = tokens.shape
+    expected = (batch, heads, length, length)
     for i, pattern in enumerate(layers):
         if pattern.shape != expected or not pattern.dtype.is_floating_point:
             raise ValueError(
-                f"the pattern of layer {i} is {pattern.dtype} {tuple(pattern.shape)}; with tokens "
-                f"{tuple(tokens.shape)} each layer's must be floating (batch, heads, seq, seq)"
+                f"the pattern of layer {i} is {pattern.dtype} {tuple(pattern.shape)}; pass "
+                f"floating-point patterns ({batch}, heads, {length}, {length}) of equal shapes"
             )

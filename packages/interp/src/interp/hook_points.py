@@ -17,7 +17,7 @@ from interp.decoder.modules.mlp import DecoderMLP
 
 @dataclass(frozen=True)
 class Activation:
-    """The activation of a hook name, a function of the tensor at a site."""
+    """An activation that TransformerLens names, as a function of the tensor at a site."""
 
     site: str
 
@@ -47,7 +47,7 @@ class Heads(Activation):
 
 @dataclass(frozen=True)
 class Scale(Activation):
-    """The number by which a norm divides each position of its input, (batch, seq, 1)."""
+    """The numbers by which a norm divides the positions of its input, (batch, seq, 1)."""
 
     norm: nn.Module
 
@@ -59,7 +59,7 @@ class Scale(Activation):
         return (square + cast(float, self.norm.eps)).sqrt().to(tensor)
 
     def write(self, value: Tensor, tensor: Tensor) -> Tensor:
-        """Return the tensor unchanged; raise ValueError if the scale was changed."""
+        """Return the tensor unchanged, or raise ValueError if the scale was changed."""
         if not torch.equal(value, self.read(tensor)):
             raise ValueError(
                 f"the scale of the norm that reads {self.site!r} cannot be changed; change the "
@@ -81,7 +81,7 @@ class HookPoint:
     name: str
 
     def layer(self) -> int:
-        """Return the layer in the name of a hook in a block."""
+        """Return the index of the layer, which is a part of the name of a hook in a block."""
         return int(self.name.split(".")[1])
 
 

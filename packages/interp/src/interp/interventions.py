@@ -29,12 +29,12 @@ from interp.tap import record
 def steering_vector(
     model: nn.Module, site: str, positive: Prompt, negative: Prompt, *, position: int = -1
 ) -> Tensor:
-    """Return the mean activation of `positive` minus the mean of `negative` prompts, (d_model,).
+    """Return the difference of mean activations, `positive` minus `negative` prompts, (d_model,).
 
     Activations are recorded at one site and one position. `positive` and `negative` are token ids
     (n, seq), or the model's keyword arguments; the numbers and lengths of the two sets of prompts
-    may differ. Raises ValueError if the position is padding, and if the activations of a repeated
-    run differ, as with dropout.
+    may differ. Raises ValueError if the position is padding, and if a second run of the model has
+    other activations, as with dropout.
     """
     means = []
     for prompt in (positive, negative):
@@ -51,17 +51,17 @@ def steering_vector(
         tolerance = 1e-4 * float(activation.abs().max())
         if not torch.allclose(recorded[site], activation, rtol=1e-3, atol=tolerance):
             raise ValueError(
-                f"{site!r} differs when the run is repeated; use eval(), because dropout changes "
-                "the vector"
+                f"{site!r} differs when the run is repeated; call model.eval(), because dropout "
+                "changes the vector"
             )
-        # Means rounded to half precision would lose a difference that is small beside the means.
+        # In half precision, rounding of the means would hide a small difference between them.
         chosen = activation[:, position]
         means.append(chosen.mean(0, dtype=torch.promote_types(chosen.dtype, torch.float32)))
     return (means[0] - means[1]).to(activation.dtype)
 
 
 def steer(vector: Tensor, *, scale: float = 1.0) -> Callable[[Tensor], Tensor]:
-    """Return a replacement that adds `scale * vector` to activations; `vector` must broadcast."""
+    """Return a replacement that adds `scale * vector`, which must broadcast to the activations."""
     return lambda activation: activation + scale * vector.to(activation)
 
 
@@ -74,28 +74,28 @@ def knock_out_attention(
     weight of an attention sink (gpt-oss), are scaled to a sum of 1. This is equivalent to a score
     of -inf before the softmax. `heads` selects the affected heads; None selects all.
 
-    Raises ValueError if an argument is not a sequence of indices. The replacement raises ValueError
-    for a query that would attend to no key and no sink, and if a cache has earlier tokens.
+    Raises ValueError for a single index, a mask and floats. The replacement raises ValueError for a
+    query that would attend to no key and no sink, and if a cache has earlier tokens.
     """
-    query_index, key_index = _indices(queries, "queries"), _indices(keys, "keys")
-    head_index = None if heads is None else _indices(heads, "heads")
+    query_index, key_index = _index_tensor(queries, "queries"), _index_tensor(keys, "keys")
+    head_index = None if heads is None else _index_tensor(heads, "heads")
 
     def knock_out(pattern: Tensor) -> Tensor:
-        _, head_count, length, key_count = pattern.shape
-        if length != key_count:
+        _, num_heads, length, num_keys = pattern.shape
+        if length != num_keys:
             raise ValueError(
-                f"the pattern has {length} queries and {key_count} keys, as with a cache, so their "
+                f"the pattern has {length} queries and {num_keys} keys, as with a cache, so their "
                 "positions differ; call the model with the whole text"
             )
-        blocked = torch.zeros(head_count, length, length, dtype=torch.bool, device=pattern.device)
-        blocked_heads = torch.arange(head_count) if head_index is None else head_index
+        blocked = torch.zeros(num_heads, length, length, dtype=torch.bool, device=pattern.device)
+        blocked_heads = torch.arange(num_heads) if head_index is None else head_index
         blocked[blocked_heads[:, None, None], query_index[:, None], key_index] = True
         wide = pattern.to(torch.promote_types(pattern.dtype, torch.float32))
         remaining = wide.masked_fill(blocked, 0.0)
-        # A row's sum is less than 1 by the weight of its sink, or by rounding errors. The errors of
-        # its weights are at most half a unit. The errors of the sums grow with the number of keys.
+        # The sum of a row is below 1 because of its sink or of rounding errors. Each weight has an
+        # error of at most half a unit, and the error of the sum grows with the number of keys.
         sink = 1 - wide.sum(-1, keepdim=True)
-        sum_units = 4 + key_count**0.5
+        sum_units = 4 + num_keys**0.5
         rounding = torch.finfo(pattern.dtype).eps / 2 + sum_units * torch.finfo(wide.dtype).eps
         sink = sink.where(sink > rounding, 0.0)
         total = remaining.sum(-1, keepdim=True) + sink
@@ -110,11 +110,11 @@ def knock_out_attention(
     return knock_out
 
 
-def _indices(values: Sequence[int], what: str) -> Tensor:
-    """Return indices as a tensor; raise ValueError for a single number and for a mask."""
-    if isinstance(values, int):
-        raise ValueError(f"expected a sequence of {what}, got {values}; pass [{values}]")
-    index = torch.tensor(list(values)) if len(values) else torch.empty(0, dtype=torch.long)
+def _index_tensor(indices: Sequence[int], what: str) -> Tensor:
+    """Return indices as a tensor; raise ValueError for a single number, a mask and floats."""
+    if isinstance(indices, int):
+        raise ValueError(f"expected a sequence of {what}, got {indices}; pass [{indices}]")
+    index = torch.tensor(list(indices)) if len(indices) else torch.empty(0, dtype=torch.long)
     if index.dtype == torch.bool or index.is_floating_point():
         raise ValueError(
             f"expected indices of {what}, got {index.dtype}; for a mask pass mask.nonzero()[:, 0]"
@@ -158,7 +158,7 @@ class SparseAutoencoder:
     def unexplained_variance(self, x: Tensor) -> Tensor:
         """Return the squared reconstruction error divided by the variance of `x` (..., d_model).
 
-        Both are summed over all activations; the result is a scalar.
+        The result is a scalar, because both are summed over all activations and dimensions.
         """
         # Sums of squares overflow in half precision.
         flat = x.flatten(0, -2).to(torch.promote_types(x.dtype, torch.float32))
@@ -168,20 +168,19 @@ class SparseAutoencoder:
     def replace(
         self, *, ablate: Sequence[int] = (), keep_error: bool = True
     ) -> Callable[[Tensor], Tensor]:
-        """Return a function that replaces activations by their reconstruction.
+        """Return a replacement of activations by their reconstruction, for `patch`.
 
-        The features with indices in `ablate` are set to 0. `keep_error=True` adds the
-        reconstruction error of the unchanged features, so that only the ablated features have an
-        effect.
+        The features with indices in `ablate` are set to 0. `keep_error=True` adds the error of the
+        reconstruction from all features, so that only the ablated features have an effect.
         """
-        index = _indices(ablate, "features to ablate")
+        index = _index_tensor(ablate, "features to ablate")
 
         def reconstruct(x: Tensor) -> Tensor:
             features = self.encode(x)
             remaining = features.clone()
             remaining[..., index.to(x.device)] = 0.0
             if keep_error:
-                # The bias and the other features cancel.
+                # The bias and the remaining features cancel.
                 return x - (features - remaining) @ self.w_dec
             return self.decode(remaining)
 

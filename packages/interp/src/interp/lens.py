@@ -1,11 +1,10 @@
 """The logit lens and direct logit attribution.
 
 - `logit_lens` decodes the stream after every layer with the model's final norm and unembedding
-  (nostalgebraist 2020). It decodes one layer at a time, so that (layers, ..., vocabulary) is never
-  allocated.
+  (nostalgebraist 2020). It decodes one layer at a time, to avoid (layers, ..., vocabulary) logits.
 - `attribution` splits a logit into one term per component of the stream; the terms sum to the
   logit. A final norm y = g * P x / s(x) + b (layer norm: P subtracts the mean; RMS norm: P = 1) is
-  linear for a fixed s(x). Calls of the norm determine g, P and b, and the result is checked.
+  linear for a fixed s(x). Calls of the norm determine g, P and b, and the form is checked.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Norm = Callable[[Tensor], Tensor]
 class Lens:
     """The predictions of each layer's stream. In shapes, `...` is (batch, seq)."""
 
-    #: Names of the streams.
+    #: The names of the streams.
     names: tuple[str, ...]
     #: The most probable token ids, (layers, ..., top).
     top_tokens: Tensor
@@ -48,13 +47,15 @@ def logit_lens(
 ) -> Lens:
     """Decode streams (batch, seq, d_model), one per layer; the last is the model's final stream.
 
-    The last stream must be the input of the final norm. Its output, such as the last of Hugging
-    Face's `hidden_states`, raises ValueError. The output is not detected for fewer than 4
-    positions, or if the stream's mean square is less than about 500 times the norm's epsilon.
     `norm` is the final norm or None. `unembed` is an `nn.Linear`, its weight (vocabulary, d_model),
     or any function from normalized streams to logits. For a model that caps its logits (Gemma 2),
     pass `norm=None` and `unembed=decoder.decode`. `targets` (batch, seq) are token ids whose
     log-probability is computed per layer. `top` is the number of most probable tokens to return.
+
+    Raises ValueError for wrong shapes, and if the last stream is the output of the final norm, such
+    as the last of Hugging Face's `hidden_states`, instead of its input. The output is not detected
+    for fewer than 4 positions, or if the mean square of the input is less than about 500 times the
+    norm's epsilon.
     """
     if isinstance(residuals, Tensor) and residuals.ndim < 4:
         raise ValueError(
@@ -76,21 +77,16 @@ def logit_lens(
         logits = x @ unembed.mT if isinstance(unembed, Tensor) else unembed(x)
         return logits.float() if logits.dtype in (torch.float16, torch.bfloat16) else logits
 
-    last = decode(streams[-1]).log_softmax(-1)
-    if targets is not None and targets.shape != last.shape[:-1]:
-        raise ValueError(
-            f"expected targets of shape {tuple(last.shape[:-1])}, got {tuple(targets.shape)}"
-        )
+    final_log_p = decode(streams[-1]).log_softmax(-1)
+    shape = tuple(final_log_p.shape[:-1])
+    if targets is not None and targets.shape != shape:
+        raise ValueError(f"expected targets of shape {shape}, got {tuple(targets.shape)}")
     rows: list[list[Tensor]] = []
     for x in streams:
         log_p = decode(x).log_softmax(-1)
-        best = log_p.topk(min(top, log_p.shape[-1]), dim=-1)
-        row = [
-            best.indices,
-            best.values.exp(),
-            _expected(log_p, -log_p),
-            _expected(last, last - log_p),
-        ]
+        most_likely = log_p.topk(min(top, log_p.shape[-1]), dim=-1)
+        row = [most_likely.indices, most_likely.values.exp(), _expectation(log_p, -log_p)]
+        row.append(_expectation(final_log_p, final_log_p - log_p))
         if targets is not None:
             row.append(log_p.gather(-1, targets[..., None])[..., 0])
         rows.append(row)
@@ -108,13 +104,13 @@ def logit_lens(
 def _require_unnormed(stream: Tensor, norm: Norm | None) -> None:
     """Raise ValueError if the stream is an output of `norm`: g * u + b with |u|^2 = d_model.
 
-    Streams of fewer than 4 positions are not checked, because they may have this size by chance.
+    Streams of fewer than 4 positions are not checked, because they may have this norm by chance.
     """
     if norm is None or stream[..., 0].numel() < 4:
         return
     gain, shift, _ = _gain_and_shift(norm, stream)
-    size = ((stream - shift) / gain).square().mean(-1).sqrt()
-    if bool(((size - 1).abs() < max(1e-3, torch.finfo(stream.dtype).eps)).all()):
+    rms = ((stream - shift) / gain).square().mean(-1).sqrt()
+    if bool(((rms - 1).abs() < max(1e-3, torch.finfo(stream.dtype).eps)).all()):
         raise ValueError(
             "the last stream is an output of the norm, such as the last of Hugging Face's "
             "hidden_states; pass the input of the final norm, recorded with record()"
@@ -125,10 +121,11 @@ def _require_unnormed(stream: Tensor, norm: Norm | None) -> None:
 class Attribution:
     """A logit as a sum of terms: `terms.sum(0)` equals `logits` up to rounding."""
 
+    #: The names of the terms.
     names: tuple[str, ...]
-    #: One term per name and position, (names, ...).
+    #: One term per name and position, (names, batch, seq).
     terms: Tensor
-    #: The logits (...), computed with the norm and the unembedding.
+    #: The logits (batch, seq), or differences of logits, from the norm and the unembedding.
     logits: Tensor
 
     def named(self) -> dict[str, Tensor]:
@@ -152,9 +149,9 @@ def attribution(
     (batch, seq). The terms "norm bias" and "unembed bias" are added if the model has these biases.
     A capped logit (Gemma 2) is not a sum of terms, so the cap is not applied here.
 
-    Pass the recorded final stream as `final` to check that no component is missing; ValueError is
-    raised if the components do not sum to it. Raises ValueError for token ids of another shape, and
-    for a norm that is not a layer norm or an RMS norm.
+    Pass the recorded final stream as `final` to check that the components sum to it. Raises
+    ValueError if they do not, for token ids of another shape or below 0, and for a norm that is not
+    a layer norm or an RMS norm.
     """
     if not components:
         raise ValueError("expected at least one component of the stream, got none")
@@ -166,10 +163,11 @@ def attribution(
     weight = unembed if isinstance(unembed, Tensor) else unembed.weight
     bias = None if isinstance(unembed, Tensor) else unembed.bias
     direction = read_direction(weight, stream, targets, against)
-    gain, shift, centered = probe_norm(norm, stream)
-    read = gain * direction
-    read = read - read.mean(-1, keepdim=True) if centered else read
-    names, terms = list(components), [(part * read).sum(-1) for part in parts]
+    gain, shift, is_centered = probe_norm(norm, stream)
+    scaled = gain * direction
+    scaled = scaled - scaled.mean(-1, keepdim=True) if is_centered else scaled
+    names = list(components)
+    terms = [(part * scaled).sum(-1) for part in parts]
     if bool(shift.any()):
         names.append("norm bias")
         terms.append((shift * direction).sum(-1))
@@ -201,47 +199,47 @@ def read_direction(
 
 
 def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Return `(gain, shift, centered)` with norm(x) = gain * P x + shift.
+    """Return `(gain, shift, is_centered)` with norm(x) = gain * P x + shift.
 
-    P subtracts the mean if `centered`, otherwise P = 1; `gain` includes the factor 1 / s(x). Raises
-    ValueError for a callable that is not of this form.
+    P subtracts the mean if `is_centered`, otherwise P = 1. `gain` includes the factor 1 / s(x).
+    Raises ValueError for a callable that is not of this form.
     """
     if norm is None:
         return torch.ones_like(x), torch.zeros_like(x), False
-    gain, shift, centered = _gain_and_shift(norm, x)
-    projected = gain * (x - x.mean(-1, keepdim=True) if centered else x)
+    gain, shift, is_centered = _gain_and_shift(norm, x)
+    projected = gain * (x - x.mean(-1, keepdim=True) if is_centered else x)
     scaled = norm(x) - shift
     # The products overflow in float16.
     wide = projected.to(torch.promote_types(x.dtype, torch.float32))
-    size = wide.square().sum(-1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
-    scale = ((scaled * wide).sum(-1, keepdim=True) / size).to(x)
-    if not _close(scale * projected, scaled):
+    square = wide.square().sum(-1, keepdim=True).clamp_min(torch.finfo(wide.dtype).tiny)
+    scale = ((scaled * wide).sum(-1, keepdim=True) / square).to(x)
+    if not _is_close(scale * projected, scaled):
         raise ValueError(
             "the norm is not of the form g * x / s(x) + b (layer norm, RMS norm), so logits are "
             "not a sum of terms; patch the components instead"
         )
-    return gain * scale, shift.expand_as(x), centered
+    return gain * scale, shift.expand_as(x), is_centered
 
 
 def _gain_and_shift(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor, bool]:
-    """Return `(g, b, centered)` of the norm g * P x / s(x) + b, with P as in `probe_norm`."""
+    """Return `(g / s, b, is_centered)` of the norm g * P x / s(x) + b, with s at a probe vector."""
     # Signs alternate so that no entry is close to 0, neither before nor after centering.
     probe = x.new_ones((1,) * (x.ndim - 1) + x.shape[-1:])
     probe[..., 1::2] = -1
     response, mirrored = norm(probe), norm(-probe)
     shift = (response + mirrored) / 2
-    centered = _close(norm(probe + 3), response)
-    gain = (response - shift) / (probe - probe.mean(-1, keepdim=True) if centered else probe)
-    return gain, shift, centered
+    is_centered = _is_close(norm(probe + 3), response)
+    gain = (response - shift) / (probe - probe.mean(-1, keepdim=True) if is_centered else probe)
+    return gain, shift, is_centered
 
 
 def head_outputs(
     mixed: Tensor, w_o: Tensor, *, heads: int, prefix: str = "head"
 ) -> dict[str, Tensor]:
-    """Return the output of each head by name, `prefix + number`; they sum to `mixed @ w_o.T`.
+    """Return the output of each head by name, `prefix + number`; outputs sum to `mixed @ w_o.T`.
 
     `mixed` (..., heads * d_head) is the input of the output projection, and `w_o` its weight
-    (d_model, heads * d_head).
+    (d_model, heads * d_head). Raises ValueError if `heads` does not divide the features.
     """
     require_whole_heads(mixed, heads)
     parts = zip(mixed.chunk(heads, -1), w_o.chunk(heads, -1), strict=True)
@@ -257,13 +255,13 @@ def require_whole_heads(mixed: Tensor, heads: int) -> None:
         )
 
 
-def _expected(log_p: Tensor, values: Tensor) -> Tensor:
-    """Return the expectation of `values`. A token of probability 0 contributes 0."""
+def _expectation(log_p: Tensor, values: Tensor) -> Tensor:
+    """Return the mean of `values`, weighted by exp(log_p). A token of probability 0 adds 0."""
     return torch.where(log_p > float("-inf"), log_p.exp() * values, 0).sum(-1)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
-    """Return True if a and b are equal up to the square root of machine epsilon."""
+def _is_close(a: Tensor, b: Tensor) -> bool:
+    """Return True if |a - b| is at most max |b| times the square root of machine epsilon."""
     tolerance = torch.finfo(a.dtype).eps ** 0.5
     return bool((a - b).abs().max() <= tolerance * b.abs().max().clamp_min(1e-30))
 
@@ -272,8 +270,9 @@ def require_sum(parts: Iterable[Tensor], final: Tensor) -> None:
     """Raise ValueError if components do not sum to the final stream."""
     first_part, *other_parts = parts
     total = sum(other_parts, start=first_part)
-    if total.shape != final.shape or not _close(total, final):
+    if total.shape != final.shape or not _is_close(total, final):
         raise ValueError(
             "the components do not sum to the final stream; one is missing, or a patch changes the "
-            f"stream after they are recorded (shapes {tuple(total.shape)} and {tuple(final.shape)})"
+            "stream after they are recorded: pass all components of one run (shapes "
+            f"{tuple(total.shape)} and {tuple(final.shape)})"
         )

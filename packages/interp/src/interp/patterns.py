@@ -27,32 +27,32 @@ _SOFTMAX = (F.softmax, torch.softmax, torch.special.softmax, Tensor.softmax)
 
 @contextmanager
 def record_patterns(model: nn.Module) -> Iterator[dict[str, Tensor]]:
-    """Record the pattern of the latest call of each attention of `model` inside the context.
+    """Record the attention pattern of the latest call of each module of `model` in the context.
 
     Entering the context returns a dictionary from module names to patterns (batch, heads, seq_q,
     seq_k), in the order of calls.
 
     Three functions are intercepted: a softmax over the last of four dimensions,
     `scaled_dot_product_attention` and `multi_head_attention_forward`. If the softmax includes a
-    sink (gpt-oss), the sink is the last column. Custom kernels and compiled graphs are not visible.
-    Inside the context, `nn.MultiheadAttention` does not use its inference fast path, whose rounding
-    differs.
+    sink (gpt-oss), the sink is the last column. Patterns of custom kernels and compiled graphs are
+    not recorded. Inside the context, `nn.MultiheadAttention` does not use its fast path for
+    inference, whose rounding errors differ.
 
-    Raises RuntimeError on exit if no attention was recorded. Raises ValueError if a module computes
+    Raises RuntimeError on exit if no pattern was recorded. Raises ValueError if a module computes
     two patterns in one call, because both would have the name of this module.
     """
     patterns: dict[str, Tensor] = {}
-    inside: list[_Call] = []
+    running: list[_Call] = []
     handles = []
 
     def enter(name: str, module: nn.Module, args: Any) -> None:
-        inside.append(_Call(name, module))
+        running.append(_Call(name, module))
 
     def leave(module: nn.Module, args: Any, output: Any) -> None:
-        inside.pop()
+        running.pop()
 
     def store(pattern: Tensor) -> None:
-        call = inside[-1]
+        call = running[-1]
         if call.has_pattern:
             raise ValueError(
                 f"expected one attention in module {call.name!r}, got two in one call; call each "
@@ -68,7 +68,7 @@ def record_patterns(model: nn.Module) -> Iterator[dict[str, Tensor]]:
             handles.append(module.register_forward_pre_hook(partial(enter, name)))
             # always_call: after an exception, another call may follow in the same context.
             handles.append(module.register_forward_hook(leave, always_call=True))
-        with _AttentionObserver(store, inside):
+        with _AttentionObserver(store, running):
             yield patterns
     finally:
         for handle in handles:
@@ -82,7 +82,7 @@ def record_patterns(model: nn.Module) -> Iterator[dict[str, Tensor]]:
 
 @dataclass
 class _Call:
-    """A call of a module that has not returned."""
+    """A call of a module that has not returned yet."""
 
     name: str
     module: nn.Module
@@ -92,13 +92,13 @@ class _Call:
 class _AttentionObserver(TorchFunctionMode):
     """A mode that passes patterns to `store` and does not change arguments or results.
 
-    Calls are ignored while `inside`, the stack of running modules, is empty.
+    Calls are ignored while `running`, the stack of calls of modules, is empty.
     """
 
-    def __init__(self, store: Callable[[Tensor], None], inside: Sequence[object]) -> None:
+    def __init__(self, store: Callable[[Tensor], None], running: Sequence[object]) -> None:
         super().__init__()
         self.store = store
-        self.inside = inside
+        self.running = running
 
     def __torch_function__(
         self,
@@ -109,12 +109,12 @@ class _AttentionObserver(TorchFunctionMode):
     ) -> Any:
         kwargs = dict(kwargs or {})
         out = func(*args, **kwargs)
-        if not self.inside:  # a softmax outside the model
+        if not self.running:  # a softmax outside the model
             return out
         if func is F.scaled_dot_product_attention:
             self.store(sdpa_pattern(*args, **kwargs))
         elif func is F.multi_head_attention_forward:
-            # The softmax inside this function is not intercepted, so call it again for its weights.
+            # The softmax in this function is not intercepted, so call the function for its weights.
             options = {"need_weights": True, "average_attn_weights": False, "training": False}
             pattern: Any = func(*args, **{**kwargs, **options})[1]
             self.store(pattern if pattern.ndim == 4 else pattern[None])

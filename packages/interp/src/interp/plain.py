@@ -1,12 +1,12 @@
 """A minimal implementation of transformer circuits: QK, OV, composition, logit lens, ablation.
 
-In a two-layer attention-only transformer (Elhage et al. 2021), a head is two matrices on the
-residual stream. W_QK determines the attention pattern, and W_OV determines the vectors that the
-head moves. The outputs of all heads are added to the stream.
+In an attention-only transformer (Elhage et al. 2021), a head consists of two matrices that act on
+the residual stream. W_QK determines the attention pattern, and W_OV determines the vectors that the
+head moves between positions. The outputs of all heads are added to the stream.
 
     stream   x_0 = W_E[t] + W_pos
     head     A = softmax(x W_QK x^T / sqrt(d_head)),  adds A x W_OV^T
-    logits   x_2 W_U^T
+    logits   x_L W_U^T, after L layers
 
 The rows of a stream are positions. The circuits act on columns, as in the paper: W_QK scores query
 x and key y by x^T W_QK y, and W_OV maps x to W_OV x. This file multiplies dense matrices; the rest
@@ -86,9 +86,10 @@ def logit_lens(w: Weights, tokens: Tensor) -> Tensor:
 
 
 def composition_scores(w: Weights, kind: str) -> Tensor:
-    """Return ||W_2 W_1|| / (||W_2|| ||W_1||), (heads of layer 0, heads of layer 1).
+    """Return ||W_2 W_1|| / (||W_2|| ||W_1||) of a two-layer model, (heads 0, heads 1).
 
-    W_1 is W_OV of layer 0, and W_2 reads its output in queries ("q"), keys ("k") or values ("v").
+    W_1 is W_OV of a head in layer 0. W_2 is the matrix by which a head in layer 1 reads its output,
+    for queries ("q"), keys ("k") or values ("v").
     """
     qk, ov = qk_circuits(w)[1], ov_circuits(w)
     readers = {"q": qk.mT, "k": qk, "v": ov[1]}[kind]
@@ -98,14 +99,14 @@ def composition_scores(w: Weights, kind: str) -> Tensor:
 
 
 def copying_scores(w: Weights) -> Tensor:
-    """Return sum(l) / sum(|l|) over eigenvalues l of W_U W_OV W_E^T; 1 if a head only copies."""
+    """Return sum(l) / sum(|l|) over eigenvalues l of W_U W_OV W_E^T per head; 1 is pure copying."""
     eigenvalues = torch.linalg.eigvals(w.unembed @ ov_circuits(w) @ w.embed.T)
     score: Tensor = eigenvalues.sum(-1).real / eigenvalues.abs().sum(-1)
     return score
 
 
 def ablation_effects(w: Weights, tokens: Tensor) -> Tensor:
-    """Return the increase in loss (nats) from ablating each head, (layers, heads)."""
+    """Return the increase of the mean loss (nats) if a head is ablated, (layers, heads)."""
 
     def loss(ablated: frozenset[tuple[int, int]]) -> Tensor:
         predicted = logits(w, tokens, ablated)[:-1]

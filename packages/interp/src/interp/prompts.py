@@ -1,4 +1,4 @@
-"""Prompts, metrics and means over several pairs of prompts, for all patching functions."""
+"""Prompts of all functions; metrics and means over several pairs of prompts for patching."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ _NO_PADDING = (
 
 
 def prompt_of(
-    prompt: Prompt | Texts,
-    tokenizer: Tokenizer | None = None,
-    device: torch.device | None = None,
+    prompt: Prompt | Texts, tokenizer: Tokenizer | None = None, device: torch.device | None = None
 ) -> Prompt:
     """Return a prompt unchanged, and texts as the result of `encode`.
 
@@ -56,8 +54,9 @@ def tokens_of(prompt: Prompt) -> Tensor:
     prompt = prompt_of(prompt)
     if isinstance(prompt, Tensor):
         return prompt
-    if cached := [name for name, value in prompt.items() if hasattr(value, "get_seq_length")]:
-        raise ValueError(f"the prompt has a cache, {cached[0]}=; pass the whole text instead")
+    for name, value in prompt.items():
+        if hasattr(value, "get_seq_length"):
+            raise ValueError(f"the prompt has a cache, {name}=; pass the whole text instead")
     tokens = prompt.get("input_ids")
     if not isinstance(tokens, Tensor):
         keys = ", ".join(map(str, prompt)) or "nothing"
@@ -68,7 +67,8 @@ def tokens_of(prompt: Prompt) -> Tensor:
 def mask_of(prompt: Prompt) -> Tensor:
     """Return booleans (n, seq), False at padding; all are True without an `attention_mask`.
 
-    Raises ValueError for a mask that is not (n, seq) or not of zeros and ones.
+    Raises ValueError for a mask that is not (n, seq), has other numbers than 0 and 1, or has a row
+    without a token.
     """
     if isinstance(prompt, Tensor) or prompt.get("attention_mask") is None:
         return torch.ones_like(tokens_of(prompt), dtype=torch.bool)
@@ -76,8 +76,8 @@ def mask_of(prompt: Prompt) -> Tensor:
     ids = prompt.get("input_ids")
     if mask.ndim != 2 or (ids is not None and mask.shape != ids.shape):
         raise ValueError(
-            f"attention_mask is {tuple(mask.shape)}; to find the padding, pass the mask of the "
-            "tokens, (n, seq)"
+            f"attention_mask is {tuple(mask.shape)}; pass the mask of the tokens, (n, seq), which "
+            "is 0 at padding"
         )
     require_zeros_and_ones(mask)
     is_token: Tensor = mask != 0
@@ -119,11 +119,11 @@ def split_pairs(
 ) -> list[tuple[Prompt, Prompt, Metric]]:
     """Return (clean, corrupted, metric) for each pair in a batch of prompts.
 
-    Raises ValueError for prompts that do not correspond (see `corresponding`), and for a wrong
+    Raises ValueError for prompts that do not correspond (see `encode_pairs`), and for a wrong
     number of metrics. Also raises ValueError for padding at the end if all pairs have the same
-    metric. The metrics raise ValueError if they read padding.
+    metric. The returned metrics raise ValueError if they read padding.
     """
-    clean, corrupted = corresponding(model, clean, corrupted, tokenizer)
+    clean, corrupted = encode_pairs(model, clean, corrupted, tokenizer)
     mask = mask_of(clean)
     if isinstance(metric, Sequence):
         metrics = list(metric)
@@ -132,7 +132,7 @@ def split_pairs(
                 f"got {len(metrics)} metrics for {len(mask)} pairs; pass one, or one per pair"
             )
     else:
-        # `measure_tokens` does not detect an accuracy at padding, which may also be 0 for nan.
+        # `measure_tokens` cannot detect an accuracy at padding, which may be 0 even without nan.
         if not bool(mask[:, -1].all()):
             raise ValueError(f"a prompt ends with padding; {_NO_PADDING}")
         metrics = [metric] * len(mask)
@@ -149,16 +149,16 @@ def measure_tokens(metric: Callable[[Tensor], Tensor], mask: Tensor, values: Ten
     Raises ValueError if the metric reads padding, where `mask` (n or 1, seq) is False.
     """
     if not bool(mask.all()):
-        before, after = _hide(metric, values[: len(mask)], ~mask[..., None])
+        before, after = _measure_with_nan(metric, values[: len(mask)], ~mask[..., None])
         if not torch.allclose(before, after, equal_nan=True):
             raise ValueError(f"the metric reads padding; {_NO_PADDING}")
     return metric(values)
 
 
-def _hide(
+def _measure_with_nan(
     metric: Callable[[Tensor], Tensor], values: Tensor, hidden: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Return the metric of `values`, and the metric after the `hidden` values were set to nan."""
+    """Return the metric of `values`, and the metric of `values` with nan where `hidden` is True."""
     values = values.detach()
     with torch.no_grad():
         before = metric(values.clone())  # Metrics may change their argument in place.
@@ -166,11 +166,8 @@ def _hide(
     return torch.as_tensor(before).double(), torch.as_tensor(after).double()
 
 
-def corresponding(
-    model: nn.Module,
-    clean: Prompt | Texts,
-    corrupted: Prompt | Texts,
-    tokenizer: Tokenizer | None,
+def encode_pairs(
+    model: nn.Module, clean: Prompt | Texts, corrupted: Prompt | Texts, tokenizer: Tokenizer | None
 ) -> tuple[Prompt, Prompt]:
     """Return two prompts whose positions correspond; texts are encoded on the model's device.
 
@@ -179,11 +176,12 @@ def corresponding(
     device = next((parameter.device for parameter in model.parameters()), None)
     clean = prompt_of(clean, tokenizer, device)
     corrupted = prompt_of(corrupted, tokenizer, device)
-    shapes = tuple(tokens_of(clean).shape), tuple(tokens_of(corrupted).shape)
-    if shapes[0] != shapes[1] or len(shapes[0]) != 2 or 0 in shapes[0]:
+    clean_shape, corrupted_shape = tuple(tokens_of(clean).shape), tuple(tokens_of(corrupted).shape)
+    if clean_shape != corrupted_shape or len(clean_shape) != 2 or 0 in clean_shape:
         raise ValueError(
-            f"prompts are {shapes[0]} and {shapes[1]}; both must be (1, seq) or (pairs, seq), "
-            "because the positions of a pair correspond: pass prompts with equal numbers of tokens"
+            f"prompts are {clean_shape} and {corrupted_shape}; both must be (1, seq) or (pairs, "
+            "seq) of one shape, because the positions of a pair correspond: pass prompts with "
+            "equal numbers of tokens"
         )
     differs = (mask_of(clean) != mask_of(corrupted)).any(-1)
     if bool(differs.any()):
@@ -196,20 +194,20 @@ def corresponding(
 
 def _prompt_at(prompt: Prompt, index: int) -> Prompt:
     """Return one prompt of a batch as keyword arguments, with a batch dimension of 1."""
-    count = len(tokens_of(prompt))
+    num_prompts = len(tokens_of(prompt))
     arguments = {"input_ids": prompt} if isinstance(prompt, Tensor) else dict(prompt)
     # Arguments with another number of rows, such as one row of position ids, belong to all prompts.
     for name, value in arguments.items():
-        if isinstance(value, Tensor) and value.shape[:1] == (count,):
+        if isinstance(value, Tensor) and value.shape[:1] == (num_prompts,):
             arguments[name] = value[index : index + 1]
     return arguments
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class MeanOverPairs:
-    """Base class of results of one pair of prompts, or averaged over several pairs."""
+    """Base class of results for one pair of prompts, and of means over several pairs."""
 
-    #: The result of each pair of prompts; () for a single pair.
+    #: The result of each pair of prompts; () for the result of a single pair.
     pairs: tuple[Any, ...] = ()
 
     @property
@@ -231,25 +229,25 @@ class MeanOverPairs:
         Raises ValueError for the result of a single pair. Source: Efron 1982, "The Jackknife, the
         Bootstrap and Other Resampling Plans".
         """
-        count = len(self.pairs)
-        if count < 2:
+        num_pairs = len(self.pairs)
+        if num_pairs < 2:
             raise ValueError(
                 "expected results of at least 2 pairs of prompts, got 1; pass prompts (pairs, seq)"
             )
         leave_one_out = []
-        for i in range(count):
+        for i in range(num_pairs):
             other_pairs = [*self.pairs[:i], *self.pairs[i + 1 :]]
             leave_one_out.append(quantity(mean_over_pairs(other_pairs)))
         variance = torch.stack(leave_one_out).var(0, correction=0)
-        error: Tensor = ((count - 1) * variance).sqrt()
+        error: Tensor = ((num_pairs - 1) * variance).sqrt()
         return error
 
 
 def mean_over_pairs(results: Sequence[Result]) -> Result:
-    """Return a result with the means of all floats and float tensors of several results.
+    """Return a result with the means of all floats and floating-point tensors of several results.
 
-    `results` become the `pairs` of the new result. Its remaining fields are copied from the first
-    result. A single result is returned unchanged. Means of half precision are float32.
+    `results` become the `pairs` of the new result. The remaining fields are copied from the first
+    result. A single result is returned unchanged. Means of tensors in half precision are float32.
     """
     if len(results) == 1:
         return results[0]
@@ -266,7 +264,7 @@ def mean_over_pairs(results: Sequence[Result]) -> Result:
 
 
 def has_argument(model: nn.Module, argument: str) -> bool:
-    """Return True if the model's `forward` has an argument of that name."""
+    """Return True if the model's `forward` has an argument with the name `argument`."""
     return argument in inspect.signature(model.forward).parameters
 
 
@@ -284,7 +282,7 @@ def measure(metric: Metric, streams: Tensor) -> Tensor:
     """Evaluate the metric on n final residual streams; return one number per stream, (n,).
 
     Booleans and integers are converted to floating point. Raises ValueError if the metric returns
-    another shape, or if nan in the second stream changes the number of the first stream.
+    another shape, or if its number for the first stream depends on the second stream.
     """
     # Metrics may change their argument in place, and callers use the streams again.
     result = metric(streams.clone())
@@ -292,7 +290,7 @@ def measure(metric: Metric, streams: Tensor) -> Tensor:
         shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
         raise ValueError(
             f"the metric returned {shape} for {len(streams)} streams {tuple(streams.shape)}; it "
-            "must return one number per stream"
+            f"must return one number per stream, ({len(streams)},)"
         )
     if len(streams) > 1 and _mixes_streams(metric, streams[:2]):
         raise ValueError(
@@ -307,5 +305,5 @@ def measure(metric: Metric, streams: Tensor) -> Tensor:
 def _mixes_streams(metric: Metric, streams: Tensor) -> bool:
     """Return True if the metric of the first of two streams depends on the second stream."""
     is_second = torch.tensor([False, True], device=streams.device)
-    before, after = _hide(metric, streams, is_second[:, None, None])
+    before, after = _measure_with_nan(metric, streams, is_second[:, None, None])
     return not torch.allclose(before[0], after[0], equal_nan=True)

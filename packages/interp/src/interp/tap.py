@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from interp.hook_points import Activation, bind_hook, hook_points
 
-#: A tensor, or a function from the old value to the new value. With `names="transformer_lens"`, the
-#: function may have a second argument `hook`.
+#: A new value, or a function from the old value to the new value. With `names="transformer_lens"`,
+#: the function may have a second argument `hook`.
 Replacement = Tensor | Callable[..., Tensor | None]
 
 
@@ -41,13 +41,14 @@ def record(
 
     A site is a module's name (its output) or `name:input` (its input). `*` matches one part of a
     dotted name and `**` one or more parts. If a module has several inputs or outputs, the first
-    tensor is recorded. Outputs may be sequences, mappings or dataclasses. `detach=False` records
-    the tensors themselves, attached to the graph; in inference mode, it has no effect. With
+    tensor is recorded. Outputs may be tuples, lists, mappings or dataclasses. `detach=False`
+    records the tensors themselves, attached to the graph; in inference mode, it has no effect. With
     `names="transformer_lens"`, the sites of a `Decoder` have TransformerLens's names, and queries,
     keys, values and z are split into heads.
 
-    Raises ValueError for a site that matches no module. With `detach=False`, raises RuntimeError on
-    exit if the model changed a recorded tensor in place.
+    Raises ValueError for a site that matches no module, or matches a second name of a shared module
+    but not the first. Raises TypeError if a site has no tensor. With `detach=False`, raises
+    RuntimeError on exit if the model changed a recorded tensor in place.
     """
     recorded: dict[str, Tensor] = {}
     versions: dict[str, int] = {}
@@ -61,10 +62,11 @@ def record(
         if not is_copied:
             versions[site] = tensor._version
 
-    points = _points(model, sites, names)
-    with installed_hooks(
-        model, {point.site: partial(record_activation, n, point) for n, point in points.items()}
-    ):
+    actions = {
+        point.site: partial(record_activation, name, point)
+        for name, point in _matching_points(model, sites, names).items()
+    }
+    with installed_hooks(model, actions):
         yield recorded
     changed = [
         site for site in versions if site in recorded and recorded[site]._version != versions[site]
@@ -78,7 +80,7 @@ def record(
 
 @contextmanager
 def record_before_hooks(model: nn.Module, *sites: str) -> Iterator[dict[str, Tensor]]:
-    """Record copies of activations as in `record`, but before other hooks change them."""
+    """Record copies of activations as in `record`, but before all other hooks change them."""
     recorded: dict[str, Tensor] = {}
 
     def record_activation(site: str, tensor: Tensor) -> None:
@@ -92,12 +94,9 @@ def record_before_hooks(model: nn.Module, *sites: str) -> Iterator[dict[str, Ten
 
 @contextmanager
 def patch(
-    model: nn.Module,
-    replacements: Mapping[str, Replacement],
-    *,
-    names: str | None = None,
+    model: nn.Module, replacements: Mapping[str, Replacement], *, names: str | None = None
 ) -> Iterator[None]:
-    """Replace activations inside the `with` statement, by tensors or functions of the old values.
+    """Replace activations inside the `with` statement by tensors, or by functions of old values.
 
     Sites and `names` are the same as in `record`. A function receives a copy of the old value,
     which it may change in place, and returns the new value. The new value must broadcast to the
@@ -108,7 +107,7 @@ def patch(
     with an argument `hook` receives an object with `name` and `layer()`. It may return None to keep
     the old value, including the changes that it made in place.
 
-    Raises ValueError for a wrong shape, a site that matches no module, and two replacements of a
+    Raises ValueError for a wrong shape, a wrong site (see `record`), and two replacements of one
     site. Raises TypeError if a function does not return a tensor, and RuntimeError on exit if a
     patch never ran.
     """
@@ -124,7 +123,7 @@ def patch(
                 f"the patch of {point.site!r} returned a {type(value).__name__}; return a tensor"
             )
         try:
-            # Clone it, because the model may change the activation in place.
+            # Clone the value, because the model may change the activation in place.
             value = value.to(old).expand_as(old).clone()
         except RuntimeError as error:
             raise ValueError(
@@ -135,7 +134,7 @@ def patch(
 
     hooks: dict[str, Callable[[Tensor], Tensor]] = {}
     for pattern, replacement in replacements.items():
-        for name, point in _points(model, (pattern,), names).items():
+        for name, point in _matching_points(model, (pattern,), names).items():
             if point.site in hooks:
                 raise ValueError(
                     f"{pattern!r} and an earlier pattern both replace {point.site!r}; pass one "
@@ -155,7 +154,7 @@ def patch(
         )
 
 
-def _points(
+def _matching_points(
     model: nn.Module, patterns: tuple[str, ...], names: str | None
 ) -> dict[str, Activation]:
     """Return the matching activations by site, or by hook name if `names` is set."""
@@ -165,12 +164,12 @@ def _points(
 
 
 def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
-    """Return the sites that match, pattern by pattern, each in the model's order.
+    """Return the sites that match the patterns: pattern by pattern, then in the model's order.
 
     Raises ValueError for a pattern without a match, for a second name of a shared module, and for a
     suffix other than ":input".
     """
-    names = {module: name for name, module in model.named_modules()}
+    name_of = {module: name for name, module in model.named_modules()}
     sites = []
     for pattern in patterns:
         name, colon, side = pattern.partition(":")
@@ -178,20 +177,20 @@ def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
         if side != expected_side:
             raise ValueError(f"site {pattern!r} ends in {side!r}; only 'input' may follow a colon")
         regex = re.escape(name).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
-        matches = [n for n in names.values() if re.fullmatch(regex, n)]
-        for other, module in model.named_modules(remove_duplicate=False):
-            if re.fullmatch(regex, other) and names[module] not in matches:
+        matches = [known for known in name_of.values() if re.fullmatch(regex, known)]
+        for alias, module in model.named_modules(remove_duplicate=False):
+            if re.fullmatch(regex, alias) and name_of[module] not in matches:
                 raise ValueError(
-                    f"{other!r} is the same module as {names[module]!r}, and its hook runs for "
-                    f"calls under both names; pass {names[module]!r}"
+                    f"{alias!r} is the same module as {name_of[module]!r}, and its hook runs for "
+                    f"calls under both names; pass {name_of[module]!r}"
                 )
         if not matches:
-            known = list(names.values())
-            near = difflib.get_close_matches(name, known, n=3, cutoff=0.3) or known[1:6]
+            all_names = list(name_of.values())
+            near = difflib.get_close_matches(name, all_names, n=3, cutoff=0.3) or all_names[1:6]
             raise ValueError(
                 f"no module of the model is named {name!r}; similar names: {', '.join(near)}"
             )
-        sites += [n + colon + side for n in matches]
+        sites += [match + colon + side for match in matches]
     return sites
 
 
@@ -201,7 +200,7 @@ def installed_hooks(
     actions: Mapping[str, Callable[[Tensor], Tensor | None]],
     prepend: bool = False,
 ) -> Iterator[None]:
-    """Call each action with the tensor of its site. A returned tensor replaces the original.
+    """Call each action with the tensor at its site, and replace the tensor by a returned tensor.
 
     With `prepend`, the actions run before other hooks. The hooks are removed on exit.
     """
@@ -240,11 +239,11 @@ def _on_output(
         )
     key = _first_tensor(site, entries.items())
     new = action(entries[key])
-    return None if new is None else _rebuilt(output, entries, key, new)
+    return None if new is None else _replace_entry(output, entries, key, new)
 
 
 def _entries_of(output: Any) -> dict[Any, Any] | None:
-    """Return the entries of a mapping, a sequence or a dataclass by key; None for other objects."""
+    """Return the entries of a mapping, tuple, list or dataclass by key; None for other objects."""
     if isinstance(output, Mapping):
         return dict(output)
     if isinstance(output, tuple | list):
@@ -254,8 +253,8 @@ def _entries_of(output: Any) -> dict[Any, Any] | None:
     return None
 
 
-def _rebuilt(output: Any, entries: Mapping[Any, Any], key: Any, new: Tensor) -> Any:
-    """Return a container like `output` with a new entry."""
+def _replace_entry(output: Any, entries: Mapping[Any, Any], key: Any, new: Tensor) -> Any:
+    """Return a container like `output` whose entry `key` is `new`."""
     rebuild: Callable[..., Any] = type(output)
     changed = {**entries, key: new}
     if isinstance(output, tuple | list):

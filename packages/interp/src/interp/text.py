@@ -1,12 +1,8 @@
 """Conversion of texts to prompts, with any tokenizer.
 
-    heads = detect_heads(patterns, texts, tokenizer=tokenizer)
-    patch_streams(decoder, "a clean text", "a corrupted text", metric, tokenizer=tokenizer)
-
 Functions with an argument `tokenizer` call `encode`. To call a model, pass the result of `encode`:
 
-    with record_patterns(model) as patterns:
-        model(**encode(tokenizer, texts))
+    model(**encode(tokenizer, texts))
 """
 
 from __future__ import annotations
@@ -28,11 +24,11 @@ def encode(
 ) -> dict[str, Tensor]:
     """Return the token ids (texts, seq) of one or several texts, padded on the left.
 
-    If the texts differ in length, the result also has an `attention_mask` and `position_ids`.
-    Padding has token id 0. Delete `position_ids` for models that do not accept them, such as Bloom.
-    The tensors are on `device`.
+    The result has `input_ids`, and an `attention_mask` and `position_ids` if the texts differ in
+    length. Padding has token id 0. Delete `position_ids` for models that do not accept them, such
+    as Bloom. The tensors are on `device`.
 
-    Raises ValueError if there is no text, or if a text has no tokens.
+    Raises ValueError without a text or for a text without tokens, and TypeError for other objects.
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
     rows = [token_ids(tokenizer, text) for text in texts]
@@ -40,8 +36,8 @@ def encode(
         raise ValueError(f"expected at least one text, each of at least one token, got {texts}")
     length = max(map(len, rows))
     ids = torch.tensor([[0] * (length - len(row)) + row for row in rows], device=device)
-    ones = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
-    mask = torch.tensor(ones, device=device)
+    mask_rows = [[0] * (length - len(row)) + [1] * len(row) for row in rows]
+    mask = torch.tensor(mask_rows, device=device)
     if bool(mask.all()):
         return {"input_ids": ids}
     positions = (mask.cumsum(-1) - 1).clamp_min(0)
@@ -51,7 +47,7 @@ def encode(
 def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of one text, without padding.
 
-    Raises TypeError for values that are not a text, and ValueError for a batch of token ids.
+    Raises TypeError if `text` is not a string, and ValueError if the tokenizer returns a batch.
     """
     if not isinstance(text, str):
         raise TypeError(f"expected a text, got {text!r}; leave out rows without a text")

@@ -5,7 +5,8 @@
 Here W_1 = W_OV of the earlier head, and W_2 = W_QK^T (queries), W_QK (keys) or W_OV (values) of the
 later head. Let W_i = a_i b_i, with the QR decompositions a_2 = Q_2 R_2 and b_1^T = Q_1 R_1.
 Orthonormal factors do not change the Frobenius norm, so ||W_2 W_1|| = ||(R_2 b_2) (a_1 R_1^T)||.
-Each matrix product computes it for all heads of an earlier layer and several heads of later layers.
+One matrix product computes the products in parentheses for all heads of an earlier layer and
+several heads of later layers.
 """
 
 from __future__ import annotations
@@ -28,10 +29,10 @@ _MAX_PRODUCT_ENTRIES = 1 << 19
 def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) -> Tensor:
     """Return the score of each pair of heads, (layer_1, head_1, layer_2, head_2).
 
-    Scores are 0 unless layer_1 < layer_2. `ov` and `qk` contain every head's circuit, with batch
-    shape (layers, heads); `qk` is not needed for `kind="v"`. Two random circuits score about
-    1 / sqrt(d_model). Half precision is converted to float32. Raises ValueError for an unknown
-    `kind`, a missing `qk`, and circuits whose shapes do not fit together.
+    Scores are 0 unless layer_1 < layer_2. `ov` and `qk` contain the circuits of all heads, with
+    batch shape (layers, heads); `qk` is not needed for `kind="v"`. The score of two random circuits
+    is about 1 / sqrt(d_model). Half precision is converted to float32. Raises ValueError for an
+    unknown `kind`, a missing `qk`, and circuits whose shapes do not multiply.
     """
     reader = _reader(ov, qk, kind)
     layers, heads = ov.batch_shape
@@ -39,7 +40,7 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
     scores = writes.new_zeros(layers, heads, layers, heads)
     for layer in range(layers - 1):
         scores[layer, :, layer + 1 :] = _pair_norms(reads[layer + 1 :], writes[layer])
-    # Folding also preserves the ratios between the norms of products and those of circuits.
+    # Folding also preserves the ratios between the norms of products and of circuits.
     writer_norms = torch.linalg.matrix_norm(writes)
     norms: Tensor = writer_norms[:, :, None, None] * torch.linalg.matrix_norm(reads)
     return scores / norms.clamp_min(torch.finfo(scores.dtype).tiny)
@@ -51,7 +52,7 @@ def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
     if kind == "v":
         reader = ov
     elif qk is None:
-        raise ValueError(f"kind {kind!r} reads through the QK circuits: pass qk=")
+        raise ValueError(f"expected the QK circuits for kind {kind!r}, got None; pass qk=")
     else:
         reader = qk if kind == "k" else qk.mT
     if len(ov.batch_shape) != 2 or ov.batch_shape != reader.batch_shape:
@@ -68,7 +69,7 @@ def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
 def _folded(matrix: LowRank) -> Tensor:
     """Return `a R^T` with b^T = Q R: `a b` is the result times Q^T, which has orthonormal rows.
 
-    The result is also scaled by a positive factor, which does not change scores.
+    The result is also multiplied by a positive factor, which does not change scores.
     """
     a, b = _unit_size(decomposable(matrix.a)), _unit_size(decomposable(matrix.b))
     triangle: Tensor = torch.linalg.qr(b.mT, mode="r").R
@@ -76,22 +77,19 @@ def _folded(matrix: LowRank) -> Tensor:
 
 
 def _unit_size(x: Tensor) -> Tensor:
-    """Return matrices scaled to a largest absolute entry of 1, to avoid over- and underflow."""
+    """Return matrices with a largest absolute entry of 1, to avoid overflow and underflow."""
     largest = torch.linalg.vector_norm(x, ord=math.inf, dim=(-2, -1), keepdim=True)
     return x / largest.where(largest > 0, 1)
 
 
 def _pair_norms(reads: Tensor, writes: Tensor) -> Tensor:
-    """Return ||reads[l, i] @ writes[h]|| as (h, l, i), given (l, i, r, d) and (h, d, s)."""
+    """Return ||reads[l, i] @ writes[h]|| (h, l, i) of `reads` (l, i, r, d), `writes` (h, d, s)."""
     layers, heads, rank, d_model = reads.shape
-    written = writes.movedim(0, 1).reshape(d_model, -1)
-    rows = reads.reshape(-1, rank, d_model)
-    step = max(1, _MAX_PRODUCT_ENTRIES // (rank * written.shape[1]))
-    norms = [
-        torch.linalg.vector_norm(
-            (block.reshape(-1, d_model) @ written).view(len(block), rank, len(writes), -1),
-            dim=(1, 3),
-        )
-        for block in torch.split(rows, step)
-    ]
+    columns = writes.movedim(0, 1).reshape(d_model, -1)
+    heads_per_product = max(1, _MAX_PRODUCT_ENTRIES // (rank * columns.shape[1]))
+    norms = []
+    for block in torch.split(reads.reshape(-1, rank, d_model), heads_per_product):
+        product = block.reshape(-1, d_model) @ columns
+        entries = product.view(len(block), rank, len(writes), -1)
+        norms.append(torch.linalg.vector_norm(entries, dim=(1, 3)))
     return torch.cat(norms).T.reshape(len(writes), layers, heads)

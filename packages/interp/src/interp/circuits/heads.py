@@ -1,8 +1,7 @@
 """Attention heads as functions of their circuits.
 
-W_QK determines the attention pattern of a head, and W_OV determines the vectors that it moves.
-Multiplying the concatenated heads by W_O equals a sum of one W_O W_V product per head (Elhage et
-al. 2021).
+W_QK determines the attention pattern A of a head, and W_OV determines the vectors that the head
+moves. The output of an attention is the sum of A x W_OV^T over its heads (Elhage et al. 2021).
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ def circuit_pattern(
 ) -> Tensor:
     """Return softmax(x W_QK x^T scale), (..., seq, seq), for streams `x` (..., seq, d_model).
 
-    A batch of circuits (heads) broadcasts against the leading dimensions of `x`.
+    The leading dimensions of `qk`, such as heads, broadcast against the leading dimensions of `x`.
     """
     scores = (x @ qk.a) @ (qk.b @ x.mT) if isinstance(qk, LowRank) else x @ qk @ x.mT
     scores = scores * scale

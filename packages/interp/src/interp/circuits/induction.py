@@ -1,18 +1,19 @@
 """Induction circuits, "A B ... A" -> "B", constructed and trained.
 
-`induction_circuit` constructs the weights of a previous-token head and of a copying head that
-K-composes with it. The residual stream has four blocks of V, T, V and V dimensions; token 0 is BOS:
+`induction_circuit` constructs the weights of a previous-token head (0.0) and of a copying head that
+K-composes with it (1.0). The residual stream has four parts of V (vocabulary), T (context), V and V
+dimensions, and token 0 is BOS:
 
     [ token | position | previous token | output ]
 
-    head 0.0  QK: position i > 0 attends to i - 1  OV: token block -> previous-token block
-    head 1.0  QK: a token attends to positions     OV: token block -> output block, BOS -> 0
+    head 0.0  QK: position i > 0 attends to i - 1  OV: token part -> previous-token part
+    head 1.0  QK: a token attends to positions     OV: token part -> output part, BOS -> 0
               whose previous token equals it, and
-              half as strongly to position 0
+              with half this score to position 0
 
 In head 0.0, position 0 attends to itself. In head 1.0, a token without an earlier occurrence
 attends to BOS, and its output is exactly 0 if exp(-`sharpness` / 2) rounds to 0. `train_induction`
-trains the same circuit. Elhage et al. 2021; Olsson et al. 2022.
+trains a model that learns induction. Elhage et al. 2021; Olsson et al. 2022.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch import Tensor, nn
 from interp.decoder.attention_only import AttentionOnly
 
 BOS = 0
+#: The number of steps during which the learning rate of `train_induction` increases linearly.
 _WARMUP_STEPS = 50
 
 
@@ -37,10 +39,10 @@ def induction_circuit(
 ) -> AttentionOnly:
     """Return an exact induction circuit for sequences of BOS = 0 and tokens 1 ... vocabulary - 1.
 
-    The logits are the mean of the one-hot successors of all earlier occurrences of a token, up to
-    the rounding of their sum. They are exactly 0 if there are no earlier occurrences. This holds at
-    the default `sharpness`. The default is twice the difference of scores at which a softmax weight
-    of `dtype` rounds to 0 (in float32 exp(-104) = 0, so 208).
+    With the default `sharpness`, the logits are the mean of the one-hot successors of all earlier
+    occurrences of a token, up to rounding errors. They are exactly 0 if there are no earlier
+    occurrences. The default is twice the difference of scores at which a softmax weight of `dtype`
+    rounds to 0: in float32 exp(-104) = 0, so it is 208.
     """
     if sharpness is None:
         sharpness = 2 * math.ceil(
@@ -87,8 +89,8 @@ def repeated_tokens(
     """Return `(tokens, repeated)`, both (batch, length): BOS and a repeated sequence, and a mask.
 
     The mask is True at all tokens after the first copy of the sequence. Each row has a random
-    period in [low, high], so that positions do not predict the next token. Tokens are distinct
-    within a period, so that the next token of a later copy is certain.
+    period in `periods` = (low, high), both inclusive, so that positions do not predict the next
+    token. Tokens are distinct within a period, so that the next token of a later copy is certain.
 
     Raises ValueError unless 0 < low <= high < min(vocabulary, length).
     """
@@ -113,9 +115,9 @@ def train_induction(
 ) -> tuple[AttentionOnly, list[float]]:
     """Train a two-layer attention-only model on `repeated_tokens`; return `(model, losses)`.
 
-    `losses` has one loss per step, in nats. The model has 2 heads per layer, 64 dimensions, 48
-    tokens and a context of 48. Periods are 12 to 23. `seed` determines the result, and torch's
-    global generator is not changed.
+    `losses` has one loss per step, in nats, of the repeated tokens. The model has 2 heads per
+    layer, 64 dimensions, 48 tokens and a context of 48. Periods are 12 to 23. `seed` determines the
+    result, and torch's global generator is not changed.
     """
     vocabulary, length = 48, 48
     with torch.random.fork_rng(devices=[]):
@@ -138,8 +140,9 @@ def train_induction(
         tokens, repeated = repeated_tokens(
             batch, length, vocabulary, periods=(12, 23), generator=generator
         )
-        predicts = repeated[:, 1:]
-        loss = nn.functional.cross_entropy(model(tokens)[:, :-1][predicts], tokens[:, 1:][predicts])
+        has_repeated_target = repeated[:, 1:]
+        predicted = model(tokens)[:, :-1][has_repeated_target]
+        loss = nn.functional.cross_entropy(predicted, tokens[:, 1:][has_repeated_target])
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()

@@ -1,10 +1,10 @@
 """Low-rank matrices that are stored as two thin factors.
 
 A head reads the residual stream through one thin matrix and writes to it through another. Its
-circuits are therefore products `A B` of rank d_head in d_model dimensions. One `LowRank` stores a
-circuit of all heads of all layers; only `dense()` creates an m x n matrix. Vectors are columns, as
-in the paper: W_QK = W_Q^T W_K scores a query x and a key y by x^T W_QK y, and W_OV = W_O W_V maps x
-to W_OV x.
+circuits are therefore products `A B` of rank d_head in d_model dimensions. A `LowRank` may store
+the circuits of all heads of all layers; only `dense()` creates m x n matrices. Vectors are columns,
+as in the paper: W_QK = W_Q^T W_K scores a query x and a key y by x^T W_QK y, and W_OV = W_O W_V
+maps x to W_OV x.
 
 Elhage et al. 2021, "A Mathematical Framework for Transformer Circuits".
 """
@@ -23,8 +23,8 @@ class LowRank:
     """The matrix `a @ b`, with any number of batch dimensions.
 
     Factors in float16 or bfloat16 are decomposed in float32, which is also the dtype of the
-    results: LAPACK does not support half precision, and eight bits cannot store an orthonormal
-    basis.
+    results. LAPACK does not support half precision, whose rounding errors would also be too large
+    for an orthonormal basis. Raises ValueError for factors whose shapes do not multiply.
     """
 
     #: The left factor, (..., m, r).
@@ -65,7 +65,7 @@ class LowRank:
         return self.a @ self.b
 
     def apply(self, x: Tensor) -> Tensor:
-        """Map vectors of the stream, the rows of `x` (..., n) or one vector (n,), to (..., m)."""
+        """Return the images (..., m) of the rows of `x` (..., n), or of one vector (n,)."""
         if x.ndim == 1:
             return self.apply(x[None])[..., 0, :]
         return (x @ self.b.mT) @ self.a.mT
@@ -73,10 +73,11 @@ class LowRank:
     def __getitem__(self, index: Any) -> LowRank:
         """Index the batch dimensions; raise IndexError for an index that exceeds them."""
         batch = self.batch_shape
-        # The slices of the matrix belong to the index, so that "..." stands for batch dimensions.
-        every = (*(index if isinstance(index, tuple) else (index,)), slice(None), slice(None))
+        indices = index if isinstance(index, tuple) else (index,)
+        # Two slices of the matrix dimensions let "..." stand for batch dimensions only.
+        full_index = (*indices, slice(None), slice(None))
         try:
-            a, b = (f.expand(*batch, *f.shape[-2:])[every] for f in (self.a, self.b))
+            a, b = (f.expand(*batch, *f.shape[-2:])[full_index] for f in (self.a, self.b))
         except IndexError as error:
             raise IndexError(
                 f"index {index!r} exceeds the batch dimensions {tuple(batch)}"
@@ -100,9 +101,9 @@ class LowRank:
 
     def norm(self) -> Tensor:
         """Return the Frobenius norm of each matrix, (...)."""
-        full = self._decomposable()
-        # Use R of a = QR, because Gram matrices would lose half of the digits.
-        norm: Tensor = torch.linalg.matrix_norm(torch.linalg.qr(full.a, mode="r").R @ full.b)
+        wide = self._decomposable()
+        # R b has the same norm as a b with a = Q R. Gram matrices would lose half of the digits.
+        norm: Tensor = torch.linalg.matrix_norm(torch.linalg.qr(wide.a, mode="r").R @ wide.b)
         return norm
 
     def svd(self) -> tuple[Tensor, Tensor, Tensor]:
@@ -111,21 +112,21 @@ class LowRank:
         With the QR of both factors, a b = Q_a (R_a R_b^T) Q_b^T, and only the r x r matrix in
         parentheses needs an SVD.
         """
-        full = self._decomposable()
-        q_a, r_a = torch.linalg.qr(full.a)
-        q_b, r_b = torch.linalg.qr(full.b.mT)
+        wide = self._decomposable()
+        q_a, r_a = torch.linalg.qr(wide.a)
+        q_b, r_b = torch.linalg.qr(wide.b.mT)
         u, s, vh = torch.linalg.svd(r_a @ r_b.mT, full_matrices=False)
         return q_a @ u, s, vh @ q_b.mT
 
     def eigenvalues(self) -> Tensor:
-        """Return the eigenvalues of `b a`, complex (..., r), with all nonzero ones of `a b`.
+        """Return the eigenvalues of `b a`, (..., r): all nonzero eigenvalues of `a b`, and zeros.
 
-        Raises ValueError for matrices that are not square, and for nan and inf.
+        Raises ValueError for matrices `a b` that are not square, and for nan and inf.
         """
         if self.shape[-1] != self.shape[-2]:
             raise ValueError(f"expected square matrices for eigenvalues, got {tuple(self.shape)}")
-        full = self._decomposable()
-        return finite_eigenvalues(full.b @ full.a)
+        wide = self._decomposable()
+        return finite_eigenvalues(wide.b @ wide.a)
 
     def _decomposable(self) -> LowRank:
         """Return this matrix with half-precision factors in float32, as `torch.linalg` requires."""
@@ -137,6 +138,7 @@ def qk_circuit(w_q: Tensor, w_k: Tensor, *, heads: int, kv_heads: int | None = N
 
     `w_q` (..., heads * d_head, d_model) and `w_k` (..., kv_heads * d_head, d_model) are weights of
     `nn.Linear`; leading dimensions (layers) are preserved. Scores are not divided by sqrt(d_head).
+    Raises ValueError if the rows of a weight are not whole heads.
     """
     q = _split(w_q, heads, "w_q")
     k = _per_query_head(_split(w_k, heads if kv_heads is None else kv_heads, "w_k"), heads)
@@ -147,7 +149,7 @@ def ov_circuit(w_v: Tensor, w_o: Tensor, *, heads: int, kv_heads: int | None = N
     """Return W_OV = W_O W_V of every head, (..., heads, d_model, d_model).
 
     `w_v` (..., kv_heads * d_head, d_model) and `w_o` (..., d_model, heads * d_head) are weights of
-    `nn.Linear`; leading dimensions (layers) are preserved.
+    `nn.Linear`; leading dimensions (layers) are preserved. Errors are those of `qk_circuit`.
     """
     v = _per_query_head(_split(w_v, heads if kv_heads is None else kv_heads, "w_v"), heads)
     return LowRank(_split(w_o.mT, heads, "w_o.mT").mT, v)
@@ -156,8 +158,8 @@ def ov_circuit(w_v: Tensor, w_o: Tensor, *, heads: int, kv_heads: int | None = N
 def synthesize(matrix: Tensor, rank: int) -> LowRank:
     """Return the circuit of rank `rank` that is nearest to `matrix` (..., m, n).
 
-    It is the truncated SVD with the singular values split evenly between both factors. No other
-    matrix of this rank is nearer in the Frobenius norm (Eckart and Young 1936), and a circuit of
+    The result is the truncated SVD; each factor contains the roots of the singular values. No other
+    matrix of this rank is nearer in the Frobenius norm (Eckart and Young 1936), and a matrix of
     this rank is reproduced up to rounding. Raises ValueError unless 1 <= rank <= min(m, n).
     """
     max_rank = min(matrix.shape[-2:]) if matrix.ndim >= 2 else 0
@@ -179,7 +181,7 @@ def finite_eigenvalues(matrix: Tensor) -> Tensor:
     Raises ValueError for nan and inf.
     """
     if not bool(matrix.isfinite().all()):
-        # LAPACK may end the process with a segmentation fault.
+        # With nan or inf, LAPACK may crash with a segmentation fault.
         raise ValueError(
             "expected finite factors for eigenvalues, got a product with nan or inf; check the "
             "weights with isfinite()"
@@ -202,7 +204,9 @@ def _per_query_head(weight: Tensor, heads: int) -> Tensor:
     """Repeat each key-value head for all query heads that share it (grouped-query attention)."""
     kv_heads = weight.shape[-3]
     if heads % kv_heads:
-        raise ValueError(f"{heads} query heads cannot share {kv_heads} key-value heads evenly")
+        raise ValueError(
+            f"{heads} query heads cannot share {kv_heads} key-value heads; pass kv_heads="
+        )
     return weight.repeat_interleave(heads // kv_heads, dim=-3)
 
 

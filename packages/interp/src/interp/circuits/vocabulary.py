@@ -4,10 +4,10 @@
     a head, OV       W_U W_OV W_E       unembed @ ov @ embed.mT
     a head, QK       W_E^T W_QK W_E     embed @ qk @ embed.mT
 
-Entry (s, t) of the first matrix is the logit of token s after token t (bigrams). In the second, it
-is the effect on the logit of s if the head attends to t. In the third, it is the score of query s
-on key t. All three are `LowRank`; `embed` and `unembed` are weights (vocabulary, d_model). Elhage
-et al. 2021, "Detecting Copying".
+Entry (s, t) of the first matrix is the logit of token s after token t (bigrams). In the second
+matrix, it is the term that the head adds to the logit of s if it attends to t only. In the third
+matrix, it is the score of query s and key t. The matrices are `LowRank`; `embed` and `unembed` are
+weights (vocabulary, d_model). Elhage et al. 2021, "Detecting Copying".
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ def copying_eigenvalues(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
     """Return the eigenvalues of W_U W_OV W_E that can be nonzero, complex (..., d_head).
 
     They are the eigenvalues of B (W_E W_U) A with W_OV = A B. W_E W_U (d_model, d_model) is
-    computed once for all heads. Half precision is converted to float32.
+    computed once for all heads, in float32 for half precision. Raises ValueError for nan and inf.
     """
     through: Tensor = decomposable(embed).mT @ decomposable(unembed)
     return finite_eigenvalues(decomposable(ov.b) @ through @ decomposable(ov.a))
 
 
 def copying_scores(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
-    """Return sum(eigenvalues) / sum(|eigenvalues|) of W_U W_OV W_E per head, (...).
+    """Return sum(eigenvalues) / sum(|eigenvalues|) of W_U W_OV W_E, (...), one number per head.
 
-    The score is 1 for pure copying, and nan for a head whose eigenvalues are all 0.
+    The score of a head that only copies is 1. It is nan if all eigenvalues are 0.
     """
     eigenvalues = copying_eigenvalues(ov, embed, unembed)
     return eigenvalues.real.sum(-1) / eigenvalues.abs().sum(-1)

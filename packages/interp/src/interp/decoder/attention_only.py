@@ -23,16 +23,9 @@ class AttentionOnly(Decoder):
 
     It maps tokens (batch, seq) to logits (batch, seq, vocabulary), with `seq` at most `context`.
 
-    Args:
-        vocabulary: The number of tokens.
-        context: The number of learned positions.
-        d_model: The size of the residual stream.
-        layers: The number of attention layers.
-        heads: The number of heads per layer.
-        d_head: The size of queries, keys and values; `d_model / heads` by default.
-        positions: "stream" adds the positions to the stream, "attention" to the inputs of queries
-            and keys only.
-        scale: The factor of the scores, 1 / sqrt(d_head) by default.
+    `context` is the number of learned positions. `d_head` is `d_model / heads` by default, and
+    `scale`, the scale of the scores, is 1 / sqrt(d_head). `positions="stream"` adds the positions
+    to the stream, and "attention" adds them to the inputs of queries and keys only.
 
     Raises ValueError for unknown `positions`, and if `heads` does not divide `d_model` and `d_head`
     is not passed.

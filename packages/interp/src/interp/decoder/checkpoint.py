@@ -19,17 +19,13 @@ from interp.decoder.names import canonical_weights, count_layers, roles_of
 
 
 def load_decoder(
-    path: str | Path,
-    *,
-    dtype: torch.dtype = torch.float32,
-    device: torch.device | str = "cpu",
+    path: str | Path, *, dtype: torch.dtype = torch.float32, device: torch.device | str = "cpu"
 ) -> Decoder:
     """Load a decoder from a folder with one or several safetensors files, without transformers.
 
     Raises FileNotFoundError for a missing file. Raises ValueError for an unsupported architecture,
-    for unused tensors, and for attention weights that are not whole heads. Also raises ValueError
-    if a tensor is missing, in one layer or in all of them. Other wrong shapes raise RuntimeError in
-    the first call.
+    for missing and unused tensors, and for attention weights that are not whole heads. Other wrong
+    shapes raise RuntimeError in the first call.
     """
     folder = Path(path)
     config = json.loads((folder / "config.json").read_text())
@@ -92,16 +88,18 @@ def _require_equal_layers(weights: Mapping[str, Tensor], folder: Path) -> None:
 
     Layers with and without experts (DeepSeek) are compared separately.
     """
-    roles: dict[str, set[str]] = {}
+    roles_by_layer: dict[str, set[str]] = {}
     for name in weights:
         if name.startswith("blocks."):
             _, layer, role = name.split(".", 2)
-            roles.setdefault(layer, set()).add(role)
-    for layer, present in roles.items():
-        has_experts = "mlp.router.weight" in present
-        like = [x for x in roles.values() if ("mlp.router.weight" in x) == has_experts]
-        if missing := sorted(set().union(*like) - present):
+            roles_by_layer.setdefault(layer, set()).add(role)
+    expected: dict[bool, set[str]] = {True: set(), False: set()}  # With and without experts.
+    for roles in roles_by_layer.values():
+        expected["mlp.router.weight" in roles] |= roles
+    for layer, roles in roles_by_layer.items():
+        missing = sorted(expected["mlp.router.weight" in roles] - roles)
+        if missing:
             raise ValueError(
-                f"expected {', '.join(missing)} in layer {layer} of {folder}, because other layers "
-                "have it, got none; is a shard missing?"
+                f"expected {', '.join(missing)} in layer {layer} of {folder}, as in other layers, "
+                "got none; is a shard missing?"
             )

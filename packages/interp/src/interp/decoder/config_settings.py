@@ -6,14 +6,15 @@ of a family share. An unsupported option that changes the function raises ValueE
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from interp.decoder.families import FAMILIES, Family
 from interp.decoder.modules.settings import Settings
-from interp.decoder.rotary import alibi_slopes, rope_parameters, rotary_of, yarn_temperature
+from interp.decoder.rotary import Rotary, scaled_rotary, yarn_temperature
 
-#: Options that change the function, each with the only supported value.
+#: Options that change the function of the model, with their only supported values.
 _REQUIRED: Mapping[str, object] = {
     "scale_attn_weights": True,
     "scale_attn_by_inverse_layer_idx": False,
@@ -32,12 +33,11 @@ _REQUIRED: Mapping[str, object] = {
     "swiglu_alpha": 1.702,
 }
 
-#: Options that are supported only if they equal another option. OPT's embedding size must be the
-#: hidden size, so that no projection is needed; DeepSeek's head_dim is its rotated dimensions.
-_EQUAL: Mapping[str, str] = {
-    "word_embed_proj_dim": "hidden_size",
-    "head_dim": "qk_rope_head_dim",
-}
+#: The names of the epsilon of norms.
+_EPS_OPTIONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon")
+#: Options that are supported only if they equal another option. In OPT, embeddings of another size
+#: than the hidden size would need a projection. In DeepSeek, head_dim counts rotated dimensions.
+_EQUAL: Mapping[str, str] = {"word_embed_proj_dim": "hidden_size", "head_dim": "qk_rope_head_dim"}
 
 
 def settings_from_config(config: Mapping[str, Any]) -> Settings:
@@ -55,29 +55,25 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
     family = FAMILIES[name]
     config = {**family.defaults, **config}
     _require_supported(config)
-    d_model = _first(config, "hidden_size", "n_embd")
-    heads = _first(config, "num_attention_heads", "n_head")
-    layers = _first(config, "num_hidden_layers", "n_layer")
+    d_model = _find_option(config, "hidden_size", "n_embd")
+    heads = _find_option(config, "num_attention_heads", "n_head")
+    layers = _find_option(config, "num_hidden_layers", "n_layer")
     d_head = config.get("head_dim") or d_model // heads
     if family.latent:
-        d_head = _first(config, "qk_nope_head_dim") + _first(config, "qk_rope_head_dim")
+        d_head = _find_option(config, "qk_nope_head_dim") + _find_option(config, "qk_rope_head_dim")
     kinds = layer_types(config, layers)
     windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
     return Settings(
         heads=heads,
         d_head=d_head,
-        eps=_first(
-            config,
-            *("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon"),
-            default=family.eps,
-        ),
+        eps=_find_option(config, *_EPS_OPTIONS, default=family.eps),
         centered=family.centered,
         bare_norms=family.bare_norms,
         activation=_activation(config, family),
         scale=_score_scale(config, family, d_head),
-        rotary=tuple(rotary_of(config, family, d_head, kind) for kind in kinds),
+        rotary=tuple(_rotary_of(config, family, d_head, kind) for kind in kinds),
         interleaved=family.interleaved and config.get("rope_interleave", True) is not False,
-        alibi_slopes=alibi_slopes(heads) if family.alibi else (),
+        alibi_slopes=_alibi_slopes(heads) if family.alibi else (),
         positions_skip_padding=family.positions_skip_padding,
         windows=tuple(windows),
         parallel=_is_parallel(config, family),
@@ -103,14 +99,14 @@ def _routing_of_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
         if method not in ("greedy", "group_limited_greedy"):
             raise ValueError(f"topk_method = {method!r} is not 'greedy' or 'group_limited_greedy'")
         is_grouped = method == "group_limited_greedy"
-    groups = config.get("n_group") or 1 if is_grouped else 1
-    groups_used = config.get("topk_group") or 1 if is_grouped else 1
-    used = _first(config, "num_experts_per_tok")
-    visible = _first(config, "n_routed_experts") // groups * groups_used
+    groups = (config.get("n_group") or 1) if is_grouped else 1
+    groups_used = (config.get("topk_group") or 1) if is_grouped else 1
+    used = _find_option(config, "num_experts_per_tok")
+    visible = _find_option(config, "n_routed_experts") // groups * groups_used
     if visible < used:
         raise ValueError(
-            f"expected num_experts_per_tok = {used} experts or more in topk_group = {groups_used} "
-            f"groups, got {visible}"
+            f"expected at least num_experts_per_tok = {used} experts in topk_group = {groups_used} "
+            f"groups, got {visible}; increase topk_group"
         )
     return {
         "router": "sigmoid" if config["model_type"] == "deepseek_v3" else "softmax",
@@ -122,6 +118,7 @@ def _routing_of_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _require_supported(config: Mapping[str, Any]) -> None:
+    """Raise ValueError for an option of `_REQUIRED` or `_EQUAL` with another value."""
     for key, value in _REQUIRED.items():
         if config.get(key) not in (None, value):
             raise ValueError(f"{key} = {config[key]!r} is not supported, only {value!r} is")
@@ -133,8 +130,8 @@ def _require_supported(config: Mapping[str, Any]) -> None:
             )
 
 
-def _first(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
-    """Return the value of the first of the options `names` that the configuration sets."""
+def _find_option(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
+    """Return the first option of `names` that is set, or `default` if it is not None."""
     for name in names:
         if config.get(name) is not None:
             return config[name]
@@ -147,7 +144,7 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
     if family.fixed_activation is not None:
         return family.fixed_activation
     options = ("hidden_activation", "hidden_act", "activation_function", "activation")
-    activation: str = _first(config, *options, default=family.activation)
+    activation: str = _find_option(config, *options, default=family.activation)
     if config["model_type"] == "gemma" and activation == "gelu":
         # The first checkpoints of Gemma call the tanh approximation "gelu".
         return "gelu_pytorch_tanh"
@@ -157,14 +154,14 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
 def _score_scale(config: Mapping[str, Any], family: Family, d_head: int) -> float:
     scale: float = d_head**-0.5
     if family.latent:
-        rope = rope_parameters(config, family, "full_attention")
+        rope = _rope_parameters(config, family, "full_attention")
         method = rope.get("rope_type") or rope.get("type") or "default"
         if method != "default" and rope.get("mscale_all_dim"):
             scale *= yarn_temperature(rope["factor"], rope["mscale_all_dim"]) ** 2
     if config["model_type"] in ("gemma2", "gemma3_text"):
-        scale = _first(config, "query_pre_attn_scalar") ** -0.5
+        scale = _find_option(config, "query_pre_attn_scalar") ** -0.5
     elif config["model_type"] == "granite":
-        scale = _first(config, "attention_multiplier")
+        scale = _find_option(config, "attention_multiplier")
     return scale
 
 
@@ -177,7 +174,7 @@ def _is_parallel(config: Mapping[str, Any], family: Family) -> bool:
 
 
 def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
-    """Return "full_attention" or "sliding_attention" per layer."""
+    """Return the kind of each layer, "full_attention" or "sliding_attention"."""
     if config.get("layer_types"):
         return list(config["layer_types"])
     name, window = config["model_type"], config.get("sliding_window")
@@ -204,3 +201,72 @@ def _is_windowed_in_qwen(config: Mapping[str, Any], layer: int) -> bool:
         return False
     is_after_limit = bool(layer >= config.get("max_window_layers", 28))
     return config["model_type"] == "qwen3_moe" or is_after_limit
+
+
+def _alibi_slopes(heads: int) -> tuple[float, ...]:
+    """Return the slope of each head's position bias; Press et al. 2022, "ALiBi"."""
+    power = 2 ** math.floor(math.log2(heads))
+    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
+    # The remaining heads use every second slope of a model with 2 * power heads.
+    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
+    return tuple(slopes)
+
+
+def _rotary_of(config: Mapping[str, Any], family: Family, d_head: int, kind: str) -> Rotary:
+    """Return the rotary positions of one kind of layer (see `layer_types`), which may be none."""
+    if not family.rotary or (config["model_type"] == "cohere2" and kind == "full_attention"):
+        return Rotary()
+    rope = _rope_parameters(config, family, kind)
+    dims = _rotated_dims(config, family, d_head, rope)
+    max_length = config.get("max_position_embeddings", 0)
+    return scaled_rotary(rope, dims, _original_length(config, rope), max_length)
+
+
+def _rotated_dims(
+    config: Mapping[str, Any], family: Family, d_head: int, rope: Mapping[str, Any]
+) -> int:
+    """Return the number of dimensions per head that are rotated."""
+    fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
+    if family.rotary_fraction is not None:
+        return int(d_head * (fraction or config.get("rotary_pct") or family.rotary_fraction))
+    dims: int | None = None
+    if family.latent:
+        if fraction not in (None, 1):
+            raise ValueError(
+                f"partial_rotary_factor = {fraction!r} is not supported with latent attention, "
+                "only 1 is; qk_rope_head_dim is the number of rotated dimensions"
+            )
+        dims = config.get("qk_rope_head_dim")
+    elif config["model_type"] == "gptj":
+        dims = config.get("rotary_dim")
+    return dims or d_head
+
+
+def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
+    """Return the context length of pretraining, by default `max_position_embeddings`, or 0.
+
+    A value outside the rotary parameters has priority over a value among them.
+    """
+    name = "original_max_position_embeddings"
+    length: int = config.get(name) or rope.get(name) or config.get("max_position_embeddings", 0)
+    return length
+
+
+def _rope_parameters(config: Mapping[str, Any], family: Family, kind: str) -> dict[str, Any]:
+    """Return the rotary parameters of one kind of layer, with the base as `rope_theta`.
+
+    Newer configurations have `rope_parameters`, possibly one set per kind of layer. Older
+    configurations have `rope_theta` and `rope_scaling`.
+    """
+    rope = dict(config.get("rope_parameters") or {})
+    rope = dict(rope.get(kind, rope))
+    theta = config.get("rope_theta") or config.get("rotary_emb_base") or family.default_theta
+    is_local = kind == "sliding_attention" and family.local_theta is not None
+    if is_local:
+        theta = config.get("rope_local_base_freq") or family.local_theta
+    # Layers with a window are not scaled in families that have a base for them, and in OLMo 3.
+    is_unscaled = is_local or (config["model_type"], kind) == ("olmo3", "sliding_attention")
+    if not rope and not is_unscaled:
+        rope = dict(config.get("rope_scaling") or {})
+    rope.setdefault("rope_theta", theta)
+    return rope

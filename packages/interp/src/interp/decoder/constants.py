@@ -1,7 +1,7 @@
-"""Constants that a family applies outside its weights.
+"""Constants that a model applies in addition to its weights, such as a scale of the embedding.
 
-`Decoder` has no modules for them, so they are folded into the weights. Scaled and shifted weights
-are copies.
+`Decoder` has no modules for constants, so they are folded into the weights. Scaled and shifted
+weights are copies.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Constants:
     gain_offset: float = 0.0
     #: The scale of the embedding (Gemma, Granite).
     embed_scale: Tensor | None = None
-    #: The scale of outputs that are added to the stream (Granite).
+    #: The scale of the outputs that are added to the stream (Granite).
     residual_scale: float = 1.0
     #: The scale of the logits (Cohere, Granite).
     logit_scale: float = 1.0
@@ -35,7 +35,7 @@ class Constants:
     skipped_positions: int = 0
 
     def fold_into(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return the tensors of a checkpoint with the constants folded in.
+        """Return the tensors of a checkpoint or model with the constants folded in.
 
         If the embedding or the logits are scaled, a tied unembedding becomes a separate tensor.
         """
@@ -64,14 +64,15 @@ class Constants:
 
 
 def constants_of(model: nn.Module | None, config: Mapping[str, Any]) -> Constants:
-    """Return the constants of a model, or of a checkpoint with this configuration."""
+    """Return the constants of a model, or, if it is None, of a checkpoint with `config`."""
     name = str(config.get("model_type"))
     if name.startswith("gemma"):
-        # In half precision, the model scales its embedding by the rounded buffer.
         scale = torch.tensor(config["hidden_size"] ** 0.5, dtype=torch.float32, device="cpu")
-        for buffer_name, buffer in [] if model is None else model.named_buffers():
-            if buffer_name.endswith("embed_scale"):
-                scale = buffer
+        if model is not None:
+            # In half precision, the model scales its embedding by a rounded buffer.
+            for buffer_name, buffer in model.named_buffers():
+                if buffer_name.endswith("embed_scale"):
+                    scale = buffer
         return Constants(gain_offset=1.0, embed_scale=scale)
     if name == "granite":
         multiplier = float(config.get("embedding_multiplier", 1.0))

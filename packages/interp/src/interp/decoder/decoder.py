@@ -2,13 +2,13 @@
 
     stream -> norm1 -> attention -> attention_out -> + -> norm2 -> mlp -> mlp_out -> +
 
-A norm that a family does not have is an `nn.Identity`. All families therefore have these sites,
-except for `position`, which needs learned positions, and `mid`:
+A norm that a family does not have is an `nn.Identity`. All families therefore have these sites.
+The exceptions are `position`, which needs learned positions, and `mid`:
 
     embed, position                     the token embeddings, and the learned positions
     blocks.*:input, blocks.*            the residual stream before and after a block
     blocks.*.mid                        the stream between attention and MLP, unless parallel
-    blocks.*.attention.q, .k, .v        queries, keys, values of all heads, before norms, rotation
+    blocks.*.attention.q, .k, .v        queries, keys and values, before norms and rotation
     blocks.*.attention.pattern          (batch, heads, seq, seq), after the softmax
     blocks.*.attention.o:input          z, the mixed values (batch, seq, heads * d_head)
     blocks.*.attention_out, .mlp_out    the outputs that are added to the stream
@@ -38,26 +38,26 @@ from interp.tap import record
 
 
 def _warn_if_tokens_follow_padding(padding: Tensor) -> None:
-    """Warn that learned positions count the padding (batch, seq) before tokens."""
+    """Warn if tokens follow `padding` (batch, seq), which learned positions count by default."""
     if bool(((padding.cumsum(-1) > 0) & ~padding).any()):
         warnings.warn(
             "tokens follow padding, and learned positions count padding too unless position_ids "
-            "are passed; (attention_mask.cumsum(-1) - 1).clamp(min=0) gives the logits of the "
+            "are passed; pass (attention_mask.cumsum(-1) - 1).clamp(min=0) for the logits of the "
             "prompt without padding",
             stacklevel=3,
         )
 
 
 def _require_one_text_per_row(position_ids: Tensor, padding: Tensor | None) -> None:
-    """Raise ValueError if a row of positions (batch, seq) packs several texts."""
+    """Raise ValueError if a row of positions (batch, seq) contains several packed texts."""
     for row, ids in enumerate(position_ids):
         steps = ids.diff() if padding is None else ids[~padding[row]].diff()
         # Without a mask, Hugging Face's models treat any step other than 1 as the start of a text.
         if bool((steps < 1).any()) or (padding is None and bool((steps > 1).any())):
             raise ValueError(
-                f"position_ids of row {row} are {ids.tolist()}; they must count up by 1 along "
-                "the text (increase, with an attention_mask): packed texts are not supported, "
-                "pass one text per row"
+                f"position_ids of row {row} are {ids.tolist()}; they must increase by 1 per token "
+                "(by 1 or more with an attention_mask): packed texts are not supported, pass one "
+                "text per row"
             )
 
 
@@ -108,8 +108,7 @@ class Decoder(nn.Module):
         count padding; a warning is issued without them.
 
         With a `cache` of earlier tokens, `attention_mask` covers these tokens too, and the new
-        tokens are added to the cache. If the earlier tokens include padding, the mask must be
-        passed.
+        tokens are added to the cache. If the earlier tokens include padding, pass the mask.
 
         Raises ValueError for arguments of wrong shapes or values, and RuntimeError if the described
         model has changed; see `require_fresh`.
@@ -141,13 +140,13 @@ class Decoder(nn.Module):
             if cache is not None and cache.padding is not None:
                 raise ValueError(
                     "the cache contains padding, to which the new tokens would attend; pass the "
-                    f"attention_mask {shape} of all tokens"
+                    f"attention_mask {shape} of the earlier and the new tokens"
                 )
             return None
         if attention_mask.shape != shape:
             raise ValueError(
                 f"attention_mask is {tuple(attention_mask.shape)}; pass {shape}, the shape of the "
-                "tokens" + (" and those in the cache" if past else "")
+                "tokens" + (" in the cache and the new tokens" if past else "")
             )
         require_zeros_and_ones(attention_mask)
         padding = attention_mask == 0
@@ -164,7 +163,8 @@ class Decoder(nn.Module):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return the initial residual stream, the position embeddings, and all positions.
 
-        The position embeddings are None unless they are added to queries and keys only.
+        The position embeddings are None unless only queries and keys read them. Positions are None
+        if they are column indices.
         """
         positions = self._positions(input_ids, padding, position_ids, cache)
         x = self.embed_norm(self.embed(input_ids))
@@ -187,9 +187,9 @@ class Decoder(nn.Module):
     ) -> Tensor | None:
         """Return the positions of all tokens, (batch, tokens), or None for column indices."""
         earlier = None if cache is None else cache.position_ids
-        new: Tensor | None = None
+        new: Tensor | None = None  # The positions of `tokens`.
         if position_ids is not None:
-            new = self._new_positions(position_ids, tokens)
+            new = self._validate_positions(position_ids, tokens)
         elif padding is not None and self.settings.positions_skip_padding:
             return ((~padding).cumsum(-1) - 1).clamp(min=0)
         elif cache is not None:
@@ -207,7 +207,7 @@ class Decoder(nn.Module):
         return positions
 
     def _require_same_angles(self, earlier: Tensor, positions: Tensor) -> None:
-        """Raise ValueError if the new tokens change the rotary angles of those in the cache."""
+        """Raise ValueError if the new tokens change the rotary angles of the cached tokens."""
         for block in self.layers:
             angles_of = block.attention.angles_of
             if angles_of(earlier) != angles_of(positions):
@@ -221,15 +221,15 @@ class Decoder(nn.Module):
         self.require_fresh()
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.source is not None:
-            # Weights that were converted or moved no longer follow the described model.
+            # Weights that were converted or moved no longer share memory with the described model.
             self.source = self.source.with_copies(self.parameters())
         return self
 
     def require_fresh(self) -> None:
         """Raise RuntimeError if the described model has changes that this decoder does not follow.
 
-        Such changes are replaced modules and weights, changed constants, and changes of copied
-        weights in place.
+        Such changes are replaced modules and weights, changed constants, and in-place changes of
+        weights of which this decoder has copies.
         """
         if self.source is not None:
             self.source.require_fresh()
@@ -243,7 +243,7 @@ class Decoder(nn.Module):
         if int(tokens.max()) >= self.embed.num_embeddings or int(tokens.min()) < 0:
             raise ValueError(
                 f"token ids reach from {int(tokens.min())} to {int(tokens.max())}; this vocabulary "
-                f"has {self.embed.num_embeddings}: is it the tokenizer of another model?"
+                f"has {self.embed.num_embeddings} tokens: use the tokenizer of this model"
             )
         length, context = past + tokens.shape[1], self.settings.context
         if self.position is not None and length > self.position.num_embeddings:
@@ -257,7 +257,7 @@ class Decoder(nn.Module):
                 f"describe(model, context={length}) verifies more"
             )
 
-    def _new_positions(self, position_ids: Tensor, tokens: Tensor) -> Tensor:
+    def _validate_positions(self, position_ids: Tensor, tokens: Tensor) -> Tensor:
         """Validate `position_ids` and broadcast them to (batch, seq).
 
         Raises ValueError if the dtype or shape is wrong, or a position is out of range.
@@ -270,12 +270,13 @@ class Decoder(nn.Module):
                 f"position_ids are {position_ids.dtype} {tuple(position_ids.shape)}; pass "
                 f"integers {tuple(tokens.shape)}"
             )
-        table = self.position.num_embeddings if self.position is not None else None
+        limit = None if self.position is None else self.position.num_embeddings - 1
         lowest, highest = int(position_ids.min()), int(position_ids.max())
-        if lowest < 0 or (table is not None and highest >= table):
+        if lowest < 0 or (limit is not None and highest > limit):
+            at_most = "" if limit is None else f" and at most {limit}"
             raise ValueError(
                 f"position_ids reach from {lowest} to {highest}; expected positions of at least "
-                f"0{'' if table is None else f' and at most {table - 1}'}"
+                f"0{at_most}"
             )
         return position_ids.expand(tokens.shape)
 
@@ -316,29 +317,29 @@ class Decoder(nn.Module):
     def components(self, prompt: Prompt) -> dict[str, Tensor]:
         """Return all terms of the residual stream by name; they sum to the input of `norm`.
 
-        `prompt` contains token ids or the keyword arguments of `forward`. An attention's output is
-        split into heads unless a norm follows it. Raises ValueError if the terms do not sum to the
-        final stream, as inside a patch of the stream.
+        `prompt` is a tensor of token ids or the keyword arguments of `forward`. The output of an
+        attention is split into heads unless a norm follows it. Raises ValueError if the terms do
+        not sum to the final stream, as inside a patch of the stream.
         """
         outputs = ("blocks.*.attention.o:input", "blocks.*.attention_out", "blocks.*.mlp_out")
         sites = ["embed_norm", "norm:input", *outputs]
         if self.position is not None:
             sites.append("position")
-        with record(self, *sites) as seen:
+        with record(self, *sites) as recorded:
             forward(self, prompt)
-        parts = {"embed": seen["embed_norm"]}
+        parts = {"embed": recorded["embed_norm"]}
         if self.position is not None and not self.settings.positions_in_attention:
-            parts["position"] = seen["position"]
+            parts["position"] = recorded["position"]
         for i, block in enumerate(self.layers):
             o = block.attention.o
             if isinstance(block.attention_out, nn.Identity):
-                mixed = seen[f"blocks.{i}.attention.o:input"]
+                mixed = recorded[f"blocks.{i}.attention.o:input"]
                 heads = block.attention.heads
                 parts |= head_outputs(mixed, o.weight, heads=heads, prefix=f"head {i}.")
                 if o.bias is not None:
                     parts[f"attention bias {i}"] = o.bias.expand(1, 1, -1)
             else:
-                parts[f"attention {i}"] = seen[f"blocks.{i}.attention_out"]
-            parts[f"mlp {i}"] = seen[f"blocks.{i}.mlp_out"]
-        require_sum(parts.values(), seen["norm:input"])
+                parts[f"attention {i}"] = recorded[f"blocks.{i}.attention_out"]
+            parts[f"mlp {i}"] = recorded[f"blocks.{i}.mlp_out"]
+        require_sum(parts.values(), recorded["norm:input"])
         return parts

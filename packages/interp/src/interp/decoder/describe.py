@@ -31,30 +31,31 @@ from interp.decoder.rotary import Rotary, rotary_angles
 from interp.decoder.source import Source, weights_of
 from interp.decoder.verify.matching import compute_logits, distance, evaluating, matching_settings
 
-#: A verification temporarily replaces the weights of the model. A concurrent verification would
-#: take these replacements for the original weights.
+#: Held during a verification, which temporarily replaces the weights of the model: a concurrent
+#: verification would take the random weights for the original ones.
 _VERIFICATION = threading.Lock()
 
 
-@torch.inference_mode(False)  # A weight that is copied in inference mode cannot have a gradient.
+@torch.inference_mode(False)  # Weights that are copied in inference mode cannot have gradients.
 @torch.no_grad()
 def describe(model: nn.Module, **settings: Any) -> Decoder:
     """Return a `Decoder` that computes the same function as `model` and shares its weights.
 
     `settings` are fields of `Settings` that override the detected ones. For a module without a
-    configuration, `rope_theta` is the base of the rotary angles. `context` is the largest number of
-    tokens to verify and to accept later. By default it is 1,024, or less for large models, and at
-    most the model's number of positions. If the model has no such number, the default is halved
-    until the model accepts texts of that length.
+    configuration, `rope_theta` is the base of the rotary angles. The setting `context` is the
+    largest number of tokens to verify and to accept later. By default it is 1,024, or less for
+    large models, and at most the model's number of positions. If this number is unknown, the
+    default is halved until the model accepts texts of that length.
 
     The decoder is compared with the model under random weights, see `interp.decoder.verify`, and
-    under the model's own weights. `Decoder.comparisons` has the errors under random weights.
-    Some weights are copies, such as those into which a constant is folded. If the model later
-    changes the original of a copy, calling the decoder raises RuntimeError. No other thread may
-    call the model during `describe`. If `model` is a `Decoder` and no settings are passed, it is
-    returned unchanged.
+    under the model's own weights. `Decoder.comparisons` has the errors under random weights. Some
+    weights are copies, such as those into which a constant is folded. If the model later changes
+    the original of a copy, calling the decoder raises RuntimeError. No other thread may call the
+    model during `describe`. If `model` is a `Decoder` and no settings are passed, it is returned
+    unchanged.
 
-    Raises ValueError for an unsupported model, and if no decoder reproduces the model's logits.
+    Raises ValueError for an unsupported model, if no decoder reproduces the model's logits, and for
+    weights that are quantized or on the meta device.
     """
     if isinstance(model, Decoder) and not settings:
         return model
@@ -66,8 +67,10 @@ def _describe(model: nn.Module, settings: dict[str, Any]) -> Decoder:
     tensors = weights_of(model)
     for name, tensor in tensors.items():
         if type(tensor) not in (nn.Parameter, Tensor) or tensor.is_meta:
-            kind = f"a {type(tensor).__name__} on {tensor.device}"
-            raise ValueError(f"expected weights in memory, {name} is {kind}; load or dequantize it")
+            raise ValueError(
+                f"expected weights in memory, {name} is a {type(tensor).__name__} on "
+                f"{tensor.device}; load or dequantize it"
+            )
     theta = settings.pop("rope_theta", None)
     config: dict[str, Any] = {}
     model_config: Any = getattr(model, "config", None)
@@ -83,9 +86,11 @@ def _describe(model: nn.Module, settings: dict[str, Any]) -> Decoder:
         candidates = _settings_from_model(model, config)
     else:
         candidates = list(_settings_from_module(model, tensors, theta))
-    candidates = [replace(candidate, **settings) for candidate in candidates]
-    # Passed settings may make candidates equal.
-    candidates = [c for index, c in enumerate(candidates) if c not in candidates[:index]]
+    unique: list[Settings] = []  # Passed settings may make candidates equal.
+    for candidate in candidates:
+        changed = replace(candidate, **settings)
+        if changed not in unique:
+            unique.append(changed)
     constants = constants_of(model, config)
 
     def build(weights: Mapping[str, Tensor], chosen: Settings) -> Decoder:
@@ -93,13 +98,9 @@ def _describe(model: nn.Module, settings: dict[str, Any]) -> Decoder:
         named = canonical_weights(folded, d_head=chosen.d_head, heads=chosen.heads)
         return Decoder(named, chosen)
 
+    roles = roles_of(tensors)
     chosen, comparisons = matching_settings(
-        model,
-        tensors,
-        roles_of(tensors),
-        candidates,
-        build,
-        constants=constants,
+        model, tensors, roles, unique, build, constants=constants
     )
     decoder = build(tensors, chosen)
     _require_equal_logits(model, decoder)
@@ -110,9 +111,9 @@ def _describe(model: nn.Module, settings: dict[str, Any]) -> Decoder:
 
 
 def _require_known(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> None:
-    """Raise ValueError for an unsupported family, and report which property is unknown."""
-    kind = config.get("model_type")
-    if kind in FAMILIES:
+    """Raise ValueError for an unsupported family, with the properties that are unknown."""
+    family = config.get("model_type")
+    if family in FAMILIES:
         return
     unknown = "its norms, positions and activation are unknown"
     try:
@@ -120,15 +121,15 @@ def _require_known(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
     except ValueError as error:
         unknown = str(error)
     raise ValueError(
-        f"model_type {kind!r} is not one of {', '.join(FAMILIES)}: {unknown}; record() and patch() "
-        "support any model, and describe() supports modules whose configuration names no family"
+        f"model_type {family!r} is not one of {', '.join(FAMILIES)}: {unknown}; record() and "
+        "patch() support any model, and describe() modules without a Hugging Face configuration"
     )
 
 
 def _copied_names(
     tensors: Mapping[str, Tensor], folded: Mapping[str, Tensor], chosen: Settings
 ) -> set[str]:
-    """Return the names of the tensors that the decoder has copied."""
+    """Return the names of the tensors of which the decoder has copies."""
     copied = set()
     for name, _, value in canonical_parts(folded, d_head=chosen.d_head, heads=chosen.heads):
         if name in tensors:
@@ -140,7 +141,7 @@ def _copied_names(
 
 @torch.no_grad()
 def _require_equal_logits(model: nn.Module, decoder: Decoder) -> None:
-    """Raise ValueError if the logits of both differ under the model's own weights."""
+    """Raise ValueError if the logits of model and decoder differ under the model's own weights."""
     length = min(12, decoder.settings.context or 12)
     vocabulary, device = decoder.embed.num_embeddings, decoder.embed.weight.device
     generator = torch.Generator("cpu").manual_seed(0)
@@ -154,19 +155,19 @@ def _require_equal_logits(model: nn.Module, decoder: Decoder) -> None:
     tolerance = 0.5 if is_half else 1e-4
     if not error <= tolerance:
         raise ValueError(
-            f"no description of this {type(model).__name__} has its logits: with its own weights "
-            f"the nearest deviates by {error:.2g} of their size, expected at most {tolerance:.2g}"
+            f"no description of this {type(model).__name__} reproduces its logits: with its own "
+            f"weights, the relative error is {error:.2g}, expected at most {tolerance:.2g}; pass "
+            "the properties of the model as settings"
         )
 
 
 def _settings_from_model(model: nn.Module, config: Mapping[str, Any]) -> list[Settings]:
-    """Return the configuration's settings, and also those with the model's angles if different."""
+    """Return the configuration's settings, and those with the model's angles if they differ."""
     settings = settings_from_config(config)
     buffers = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
-    of_model = []
-    for kind, rotary in zip(
-        layer_types(config, len(settings.rotary)), settings.rotary, strict=True
-    ):
+    rotary_of_model = []
+    kinds = layer_types(config, len(settings.rotary))
+    for kind, rotary in zip(kinds, settings.rotary, strict=True):
         # The buffer inv_freq may contain the angles of an earlier long text.
         names = (f"{kind}_original_inv_freq", "original_inv_freq", f"{kind}_inv_freq", "inv_freq")
         buffer = next((buffers[name] for name in names if name in buffers), None)
@@ -179,22 +180,22 @@ def _settings_from_model(model: nn.Module, config: Mapping[str, Any]) -> list[Se
                 angles=tuple(buffer.float().tolist()),
                 long_angles=tuple(long_angles.to(buffer.dtype).float().tolist()),
             )
-        of_model.append(rotary)
-    # .bfloat16() rounds the buffer and thus the model's angles. Otherwise both settings are equal.
-    return list(dict.fromkeys([settings, replace(settings, rotary=tuple(of_model))]))
+        rotary_of_model.append(rotary)
+    # The settings differ if .bfloat16() has rounded the buffer and thus the model's angles.
+    return list(dict.fromkeys([settings, replace(settings, rotary=tuple(rotary_of_model))]))
 
 
 def _settings_from_module(
     model: nn.Module, tensors: Mapping[str, Tensor], theta: float | None
 ) -> Iterator[Settings]:
     """Yield candidate settings of a module without a configuration."""
-    heads = _attribute(model, "num_heads", "n_heads", "n_head", "heads", "num_attention_heads")
+    heads = _find_number(model, "num_heads", "n_heads", "n_head", "heads", "num_attention_heads")
     if heads is None:
         raise ValueError(
             f"expected an attribute of this {type(model).__name__} with the number of heads, got "
             "none; set model.num_heads"
         )
-    eps = _attribute(model, "eps", "variance_epsilon", "epsilon")
+    eps = _find_number(model, "eps", "variance_epsilon", "epsilon")
     centered = any("LayerNorm" in type(module).__name__ for module in model.modules())
     d_head, layers = features_of_heads(tensors) // heads, count_layers(tensors)
     weights = canonical_weights(tensors, d_head=d_head, heads=heads)
@@ -219,8 +220,8 @@ def _settings_from_module(
         )
 
 
-def _attribute(model: nn.Module, *names: str) -> Any:
-    """Return the first numeric attribute of the model or a submodule with one of these names."""
+def _find_number(model: nn.Module, *names: str) -> Any:
+    """Return the first number that is an attribute of a module with one of these names, or None."""
     for module, name in itertools.product(model.modules(), names):
         value = getattr(module, name, None)
         if isinstance(value, int | float):

@@ -1,7 +1,7 @@
 """The weights that a checkpoint must have, although a decoder without them would run too.
 
 `Decoder` raises ValueError if a projection has no matrix. Without its norms, biases, gates, sinks
-or shared experts, it would run and have other logits.
+or shared experts, a decoder would run, but its logits would be wrong.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _NORMS: Mapping[str, tuple[str, ...]] = {
     "olmo2": (*_NORMS_OF_OUTPUTS, *_QK_NORMS),
     "olmo3": (*_NORMS_OF_OUTPUTS, *_QK_NORMS),
 }
-#: Further parameters of a family; those of blocks start with "blocks.*.".
+#: Further parameters of a family. Names of parameters in blocks start with "blocks.*.".
 _OTHERS: Mapping[str, tuple[str, ...]] = {
     "phi": ("unembed.bias",),
     "gptj": ("unembed.bias",),
@@ -69,8 +69,8 @@ def missing_weights(
 ) -> list[str]:
     """Return the expected kinds of weights that no layer has, sorted.
 
-    `names` are canonical names. A kind is such a name with `*` in place of the layer. `config` is
-    the configuration of a supported family.
+    `names` are canonical names. A kind is a canonical name with `*` in place of the layer. `config`
+    is the configuration of a supported family.
     """
     kinds = {re.sub(r"^blocks\.\d+\.", "blocks.*.", name) for name in names}
     family = str(config["model_type"])
@@ -95,8 +95,8 @@ def missing_weights(
 def _norms(config: Mapping[str, Any], settings: Settings) -> tuple[str, ...]:
     """Return the names of the norms in each block."""
     family = config["model_type"]
-    count = config.get("num_ln_in_parallel_attn")
-    has_two = count == 2 or (count is None and config.get("new_decoder_architecture"))  # Falcon 40B
+    num_norms = config.get("num_ln_in_parallel_attn")  # An option of Falcon.
+    has_two = num_norms == 2 or (num_norms is None and config.get("new_decoder_architecture"))
     if settings.parallel and family in _ONE_NORM_IF_PARALLEL and not has_two:
         return ("norm1",)
     return _NORMS.get(family, ("norm1", "norm2"))

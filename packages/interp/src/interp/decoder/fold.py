@@ -1,7 +1,6 @@
-"""Weight processing that makes circuits readable and preserves log-probabilities.
+"""Folding of norms and biases into weights, which preserves the log-probabilities of a decoder.
 
-`fold_decoder` applies all of it, for any family. Parameters are replaced, never changed in place,
-so other modules that share a weight are not affected.
+Parameters are replaced, never changed in place, so other modules that share a weight do not change.
 """
 
 from __future__ import annotations
@@ -27,33 +26,34 @@ def _fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
     for reader in readers:
         if shift is not None:
             added = reader.weight @ shift
-            _set(reader, "bias", added if reader.bias is None else reader.bias + added)
+            _set_parameter(reader, "bias", added if reader.bias is None else reader.bias + added)
         weight = reader.weight * gain
-        is_centered = isinstance(norm, nn.LayerNorm)
-        _set(reader, "weight", weight - weight.mean(1, keepdim=True) if is_centered else weight)
-    _set(norm, "weight", torch.ones_like(gain))
+        if isinstance(norm, nn.LayerNorm):
+            weight = weight - weight.mean(1, keepdim=True)
+        _set_parameter(reader, "weight", weight)
+    _set_parameter(norm, "weight", torch.ones_like(gain))
     if shift is not None:
-        _set(norm, "bias", torch.zeros_like(shift))
+        _set_parameter(norm, "bias", torch.zeros_like(shift))
 
 
 def _center_writes(*writers: nn.Linear | nn.Embedding) -> None:
-    """Subtract the mean over d_model from the outputs of `writers`, which add to the stream.
+    """Subtract the mean over d_model from the outputs of `writers`, which are added to the stream.
 
     The function stays the same if every reader of the stream subtracts this mean, as layer norm
     does and RMS norm does not.
     """
     for writer in writers:
         dim = 1 if isinstance(writer, nn.Embedding) else 0
-        _set(writer, "weight", writer.weight - writer.weight.mean(dim, keepdim=True))
+        _set_parameter(writer, "weight", writer.weight - writer.weight.mean(dim, keepdim=True))
         if isinstance(writer, nn.Linear) and writer.bias is not None:
-            _set(writer, "bias", writer.bias - writer.bias.mean())
+            _set_parameter(writer, "bias", writer.bias - writer.bias.mean())
 
 
 def _center_unembed(unembed: nn.Linear) -> None:
     """Subtract the mean over the vocabulary, which preserves the log-probabilities."""
-    _set(unembed, "weight", unembed.weight - unembed.weight.mean(0, keepdim=True))
+    _set_parameter(unembed, "weight", unembed.weight - unembed.weight.mean(0, keepdim=True))
     if unembed.bias is not None:
-        _set(unembed, "bias", unembed.bias - unembed.bias.mean())
+        _set_parameter(unembed, "bias", unembed.bias - unembed.bias.mean())
 
 
 def _fold_value_bias(attention: DecoderAttention) -> None:
@@ -69,41 +69,44 @@ def _fold_value_bias(attention: DecoderAttention) -> None:
     shared = attention.heads // attention.kv_heads
     bias = value.bias.unflatten(0, (attention.kv_heads, -1)).repeat_interleave(shared, 0).flatten()
     added = output.weight @ bias
-    _set(output, "bias", added if output.bias is None else output.bias + added)
-    _set(value, "bias", torch.zeros_like(value.bias))
+    _set_parameter(output, "bias", added if output.bias is None else output.bias + added)
+    _set_parameter(value, "bias", torch.zeros_like(value.bias))
 
 
 @torch.no_grad()
 def fold_decoder(model: Decoder) -> Decoder:
-    """Return a copy with folded norms and biases and the same log-probabilities.
+    """Return a copy of any decoder with folded norms and biases and the same log-probabilities.
 
     Norms of the stream are folded into their readers; norms of outputs, queries and keys are kept.
-    Norms before attention are kept if positions are added to the inputs of queries and keys.
-    The stream is centered if every reader subtracts its mean (layer norm) and no norm follows a
-    writer. The unembedding is centered if the logits have no cap. The original does not change.
+    Norms before attention are kept if positions are added to the inputs of queries and keys. The
+    bias of the values is folded into the bias of the output projection, unless values are clamped
+    or there are sinks. The stream is centered if every reader subtracts its mean (layer norm) and
+    no norm follows a writer. The unembedding is centered if the logits have no cap. Raises
+    RuntimeError if the described model has changed.
     """
     model.require_fresh()
     source = None if model.source is None else model.source.with_copies()
-    # Separate parameters share memory until they are folded. The same parameters in both modules
-    # would make .to() of the copy convert the original.
+    # The copy has separate parameters, which share memory until they are folded. If both decoders
+    # had the same parameters, .to() of the copy would convert the original.
     parameters = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}
     model = copy.deepcopy(model, parameters)
     model.source = source  # Folded weights are copies.
     for block in model.layers:
-        attention, readers = block.attention, list[nn.Linear]()
+        attention = block.attention
+        readers: list[nn.Linear] = []
         for part in (attention.q, attention.k, attention.v):
             readers += part.readers if isinstance(part, LatentProjection) else [part]
         # Queries and keys may read the norm's output plus a position, which has no gain.
         if not model.settings.positions_in_attention:
             _fold_norm(block.norm1, *readers)
-        _fold_norm(block.norm2, *_linears(block.mlp, "gate", "up", "router"))
+        _fold_norm(block.norm2, *_find_linears(block.mlp, "gate", "up", "router"))
         _fold_value_bias(attention)
     if _can_center(model):
         _center_writes(model.embed)
         if model.position is not None and not model.settings.positions_in_attention:
             _center_writes(model.position)
         for block in model.layers:
-            _center_writes(block.attention.o, *_linears(block.mlp, "down"))
+            _center_writes(block.attention.o, *_find_linears(block.mlp, "down"))
     _fold_norm(model.norm, model.unembed)
     if model.settings.logit_cap is None:
         _center_unembed(model.unembed)
@@ -111,18 +114,18 @@ def fold_decoder(model: Decoder) -> Decoder:
 
 
 def _can_center(model: Decoder) -> bool:
-    """Return True if layer norms read the stream and no norm follows a writer."""
-    readers: list[nn.Module] = [model.norm]
-    writers: list[nn.Module] = [model.embed_norm]
+    """Return True if only layer norms read the stream and no norm follows a writer."""
+    stream_norms: list[nn.Module] = [model.norm]
+    output_norms: list[nn.Module] = [model.embed_norm]
     for block in model.layers:
-        readers += [block.norm1, block.norm2]
-        writers += [block.attention_out, block.mlp_out]
-    return all(isinstance(norm, nn.LayerNorm) for norm in readers) and all(
-        isinstance(norm, nn.Identity) for norm in writers
+        stream_norms += [block.norm1, block.norm2]
+        output_norms += [block.attention_out, block.mlp_out]
+    return all(isinstance(norm, nn.LayerNorm) for norm in stream_norms) and all(
+        isinstance(norm, nn.Identity) for norm in output_norms
     )
 
 
-def _linears(mlp: nn.Module, *names: str) -> list[nn.Linear]:
+def _find_linears(mlp: nn.Module, *names: str) -> list[nn.Linear]:
     """Return the linear layers with these names in an MLP, or in all experts of a mixture."""
     return [
         module
@@ -131,6 +134,6 @@ def _linears(mlp: nn.Module, *names: str) -> list[nn.Linear]:
     ]
 
 
-def _set(module: nn.Module, name: str, value: Tensor) -> None:
+def _set_parameter(module: nn.Module, name: str, value: Tensor) -> None:
     old = getattr(module, name)
     setattr(module, name, nn.Parameter(value, requires_grad=old is not None and old.requires_grad))

@@ -4,7 +4,7 @@
     transformer.h.3.attn.c_attn.weight      ->  blocks.3.attention.{q, k, v}.weight, transposed
 
 Only the last parts of a name matter (q_proj, gate, ln_1), so custom models are described too. Fused
-weights are split as [q | k | v], or by group of heads if they are called query_key_value.
+weights are split as [q | k | v], or by group of heads if they are named query_key_value.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ _UNNAMED = (
 _BUFFER = re.compile(r"(^|\.)(inv_freq|masked_bias|attn\.bias|attention\.bias)$")
 _LAYER = re.compile(r"(?:^|.*?\.)(\d+)\.(.+)\.(weight|bias)$")
 _ATTENTION = r"(?:.*att.*\.)"
+#: Regular expressions of the last part of a module's name outside of blocks, by role.
 _OUTSIDE = {
     "embed": r"embed_tokens|wte|embed_in|embed|embedding|embeddings|tok_embeddings"
     r"|token_embedding|word_embeddings",
@@ -35,6 +36,7 @@ _OUTSIDE = {
     "norm": r"norm|ln_f|final_layer_norm|final_layernorm|final_norm|ln_final",
     "unembed": r"lm_head|embed_out|head|unembed|output",
 }
+#: Regular expressions of a module's name inside a block, by role.
 _INSIDE = {
     "attention.q": r"(?:.*\.)?(?:q_proj|wq|query|q)",
     "attention.k": r"(?:.*\.)?(?:k_proj|wk|key|k)",
@@ -71,13 +73,13 @@ def canonical_weights(
     """Return the tensors of a checkpoint or a module under the names of `Decoder`.
 
     Fused weights are split; the parts are views if strides allow it. An unembedding that is the
-    same tensor as the embedding is left out. Raises ValueError for a name without a role, and for
-    two different tensors with the same role.
+    same tensor as the embedding is left out. Raises ValueError for a name without a role, for two
+    different tensors with the same role, and for fused weights that are not whole heads.
     """
     weights: dict[str, Tensor] = {}
     for name, part, value in canonical_parts(tensors, d_head=d_head, heads=heads):
         if part in weights and weights[part] is not value and not torch.equal(weights[part], value):
-            raise ValueError(f"two different tensors are {part}; the second is {name}")
+            raise ValueError(f"two different tensors are {part}; leave {name} or the other out")
         weights[part] = value
     if "unembed.weight" in weights and weights["unembed.weight"] is weights.get("embed.weight"):
         del weights["unembed.weight"]
@@ -87,7 +89,7 @@ def canonical_weights(
 def canonical_parts(
     tensors: Mapping[str, Tensor], *, d_head: int, heads: int
 ) -> Iterator[tuple[str, str, Tensor]]:
-    """Yield (tensor name, canonical name, value) for each part of each tensor."""
+    """Yield (tensor name, canonical name, part of the tensor) for each part of each tensor."""
     is_conv1d = _is_input_first(tensors)
     # The experts of gpt-oss have biases, weights (in, out) and interleaved gate and up projections.
     is_gpt_oss = any(name.endswith("experts.gate_up_proj_bias") for name in tensors)
@@ -113,14 +115,17 @@ def roles_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
 
     Buffers of old checkpoints are left out. Raises ValueError for a name without a role.
     """
-    experts = any(".experts." in name for name in tensors)
-    # A norm after the attention has the name that the norm before the MLP has in other models.
-    sandwiched = any("post_feedforward_layernorm" in name for name in tensors)
+    has_experts = any(".experts." in name for name in tensors)
+    # With norms of outputs, post_attention_layernorm is the norm after the attention. In other
+    # models, it is the norm before the MLP.
+    has_output_norms = any("post_feedforward_layernorm" in name for name in tensors)
     roles = {}
     for name, tensor in tensors.items():
         if _BUFFER.search(name):
             continue
-        role = _role(_with_kind(name), experts=experts, sandwiched=sandwiched)
+        role = _role_of(
+            _with_kind(name), has_experts=has_experts, has_output_norms=has_output_norms
+        )
         if role is None:
             raise ValueError(
                 f"{name} {tuple(tensor.shape)} has no known role in a decoder; rename the module, "
@@ -142,8 +147,9 @@ def is_norm_role(role: str) -> bool:
 
 
 def count_layers(tensors: Mapping[str, Tensor]) -> int:
-    """Return the largest block number plus 1; raise ValueError if no tensor is of a block."""
-    numbers = [int(match[1]) for name in tensors if (match := _LAYER.match(name))]
+    """Return the largest block number plus 1; raise ValueError if no tensor is in a block."""
+    matches = [_LAYER.match(name) for name in tensors]
+    numbers = [int(match[1]) for match in matches if match]
     if not numbers:
         raise ValueError(
             "expected tensors of numbered blocks (`layers.0. ...`), got none; the model must be a "
@@ -153,17 +159,17 @@ def count_layers(tensors: Mapping[str, Tensor]) -> int:
 
 
 def features_of_heads(tensors: Mapping[str, Tensor]) -> int:
-    """Return the number of features of all heads, the width of the output projection's input."""
+    """Return heads * d_head, the width of the input of the output projection."""
     for name, tensor in tensors.items():
-        role = _role(name, experts=False, sandwiched=False) or ""
+        role = _role_of(name, has_experts=False, has_output_norms=False) or ""
         if role.endswith(".attention.o.weight"):
             return tensor.shape[0 if _is_input_first(tensors) else 1]
-    raise ValueError("no attention was found among the tensors: none is an output projection")
+    raise ValueError("no attention was found: expected the weight of an output projection (o_proj)")
 
 
 def _is_input_first(tensors: Mapping[str, Tensor]) -> bool:
     """Return True if weights are (in, out), as in GPT-2: c_attn has more columns than rows."""
-    fused = (x for name, x in tensors.items() if name.endswith("c_attn.weight"))
+    fused = [x for name, x in tensors.items() if name.endswith("c_attn.weight")]
     return any(x.shape[1] > x.shape[0] for x in fused)
 
 
@@ -174,7 +180,7 @@ def _with_kind(name: str) -> str:
     return name
 
 
-def _role(name: str, *, experts: bool, sandwiched: bool) -> str | None:
+def _role_of(name: str, *, has_experts: bool, has_output_norms: bool) -> str | None:
     match = _LAYER.match(name)
     if match is None:
         path, _, kind = name.rpartition(".")
@@ -184,17 +190,17 @@ def _role(name: str, *, experts: bool, sandwiched: bool) -> str | None:
                 return f"{role}.{kind}"
         return None
     layer, inner, kind = match.groups()
-    role_inside = _role_in_block(inner, experts=experts, sandwiched=sandwiched)
+    role_inside = _role_in_block(inner, has_experts=has_experts, has_output_norms=has_output_norms)
     return None if role_inside is None else f"blocks.{layer}.{role_inside}.{kind}"
 
 
 @functools.cache
-def _role_in_block(inner: str, *, experts: bool, sandwiched: bool) -> str | None:
+def _role_in_block(inner: str, *, has_experts: bool, has_output_norms: bool) -> str | None:
     """Return the role, such as `attention.q`, of the module with the name `inner` in a block."""
-    if sandwiched and inner == "post_attention_layernorm":
+    if has_output_norms and inner == "post_attention_layernorm":
         return "attention_out"
     number = re.search(r"\.experts\.(\d+)\.", inner)
-    if experts and number is None and re.fullmatch(r"(?:.*\.)?(?:gate|router)", inner):
+    if has_experts and number is None and re.fullmatch(r"(?:.*\.)?(?:gate|router)", inner):
         return "mlp.router"
     for role, regex in _INSIDE.items():
         if re.fullmatch(regex, inner):
@@ -211,7 +217,7 @@ def _role_in_block(inner: str, *, experts: bool, sandwiched: bool) -> str | None
 def _split_fused(
     role: str, tensor: Tensor, heads: int, d_head: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of a fused tensor: experts, queries, keys and values, or gate and up."""
+    """Yield (role, part) for each part of a tensor: experts, q, k and v, or gate and up."""
     if ".experts.all." in role:
         for i, expert in enumerate(tensor):
             yield from _split_fused(role.replace(".all.", f".{i}."), expert, heads, d_head)
@@ -234,19 +240,18 @@ def _split_fused(
 
 def _latent_rotary_dims(tensors: Mapping[str, Tensor], roles: Mapping[str, str]) -> int:
     """Return the number of rotated dimensions per head in latent attention, or 0."""
-    rows = [len(tensors[k]) for k, role in roles.items() if role.endswith(".kv_down.weight")]
-    ranks = [
-        len(tensors[k]) for k, role in roles.items() if role.endswith(".kv_latent_norm.weight")
-    ]
-    return rows[0] - ranks[0] if rows and ranks else 0
+    tensor_of = {role.split(".", 2)[-1]: tensors[name] for name, role in roles.items()}
+    down = tensor_of.get("attention.kv_down.weight")
+    norm = tensor_of.get("attention.kv_latent_norm.weight")
+    return 0 if down is None or norm is None else len(down) - len(norm)
 
 
 def _split_latent(
     role: str, tensor: Tensor, heads: int, d_head: int, rotated: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parts of a latent-attention parameter, with rotary query dimensions first."""
-    part, _, kind = role.rpartition(".")
-    block, _, part = part.rpartition(".")
+    """Yield (role, part) for parts of latent attention; rotated query dimensions become first."""
+    path, _, kind = role.rpartition(".")
+    block, _, part = path.rpartition(".")
     if part in ("q", "q_up"):
         by_head = tensor.unflatten(0, (heads, d_head))
         yield role, by_head.roll(rotated, 1).flatten(0, 1)
@@ -264,14 +269,14 @@ def _split_latent(
 def _split_groups(
     role: str, tensor: Tensor, heads: int, d_head: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the queries, keys and values of a tensor that stores them by group of heads."""
+    """Yield (role, part) for q, k and v of a tensor that stores them by group of heads."""
     kv_heads = (len(tensor) // d_head - heads) // 2
     if kv_heads < 1 or len(tensor) != (heads + 2 * kv_heads) * d_head or heads % kv_heads:
         raise ValueError(
             f"{role} has {len(tensor)} rows, which are not {heads} query heads of {d_head} and "
             "key and value heads that they share evenly; check the number of heads"
         )
-    # Each group contains the query heads that share a key head, that key head and its value head.
+    # Each group contains the query heads that share a key head, this key head and its value head.
     groups = tensor.unflatten(0, (kv_heads, heads // kv_heads + 2, d_head))
     yield role.replace("qkv_by_group", "q"), groups[:, :-2].flatten(0, 2)
     yield role.replace("qkv_by_group", "k"), groups[:, -2].flatten(0, 1)

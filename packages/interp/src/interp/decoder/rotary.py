@@ -1,9 +1,4 @@
-"""Rotary angles, their scaling methods and their configurations, and the slopes of ALiBi.
-
-Newer configurations of Hugging Face have `rope_parameters`, possibly one set per kind of layer.
-Older ones have `rope_theta` and `rope_scaling`. Families differ in the names and defaults of the
-base, of the fraction of rotated dimensions, and of the original length.
-"""
+"""Rotary angles and their scaling methods: linear, dynamic, Llama 3, YaRN and LongRoPE."""
 
 from __future__ import annotations
 
@@ -15,23 +10,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interp.decoder.families import Family
-
 
 @dataclass(frozen=True)
 class Rotary:
-    """The rotary positions of one layer; nothing is rotated without angles."""
+    """The rotary positions of one layer. Without angles, nothing is rotated."""
 
-    #: The angle per position of each rotated pair.
+    #: The angle by which each pair of dimensions is rotated per position, in radians.
     angles: tuple[float, ...] = ()
     #: The scale of rotated queries and keys (YaRN, LongRoPE).
     scale: float = 1.0
-    #: The number of tokens beyond which a text has other angles than `angles`, or None.
+    #: The length of the longest texts with these `angles`, or None if all texts have them.
     original_length: int | None = None
     #: The angles of longer texts with LongRoPE; () with dynamic scaling.
     long_angles: tuple[float, ...] = ()
-    #: The base and the factor of dynamic scaling.
+    #: The base of the angles, for dynamic scaling.
     theta: float = 0.0
+    #: The factor of dynamic scaling.
     factor: float = 1.0
 
     def angles_at(self, length: int) -> tuple[float, ...]:
@@ -40,7 +34,7 @@ class Rotary:
             return self.angles
         if self.long_angles:
             return self.long_angles
-        # Dynamic scaling grows the base with the length, in float32 as in transformers.
+        # Dynamic scaling increases the base with the length, in float32 as in transformers.
         tokens = torch.tensor(length, dtype=torch.float32, device="cpu")
         growth = self.factor * tokens / self.original_length - (self.factor - 1)
         dims = 2 * len(self.angles)
@@ -63,6 +57,8 @@ def scaled_rotary(
     """Return the rotary positions of `dims` dimensions by the method that `rope` names.
 
     `original_length` is the context length of pretraining, `max_length` that of the scaled model.
+    Raises ValueError for an unknown method, a missing factor, and an odd number of dimensions with
+    dynamic scaling and YaRN.
     """
     method = rope.get("rope_type") or rope.get("type") or "default"
     angles = rotary_angles(dims, rope["rope_theta"])
@@ -72,11 +68,11 @@ def scaled_rotary(
     if not factor and method in ("yarn", "longrope", "su") and original_length:
         factor = max_length / original_length
     if not factor:
-        raise ValueError(f"rope_type {method!r} has no factor; is the configuration complete?")
+        raise ValueError(f"rope_type {method!r} has no factor; add it to the configuration")
     if method in ("dynamic", "yarn") and dims % 2:
         raise ValueError(
             f"expected an even number of rotated dimensions per head with {method!r}, got {dims}; "
-            "implementations rotate different dimensions of an odd number"
+            "for odd numbers, implementations rotate different dimensions"
         )
     if method == "dynamic":
         theta = rope["rope_theta"]
@@ -84,14 +80,14 @@ def scaled_rotary(
     if method == "linear":
         return Rotary(tuple(angle / factor for angle in angles))
     if method == "llama3":
-        return Rotary(tuple(_llama3(angle, factor, original_length, rope) for angle in angles))
+        scaled = [_scale_as_llama3(angle, factor, original_length, rope) for angle in angles]
+        return Rotary(tuple(scaled))
     if method == "yarn":
-        return Rotary(_yarn(angles, factor, original_length, rope), _yarn_scale(factor, rope))
+        angles = _scale_as_yarn(angles, factor, original_length, rope)
+        return Rotary(angles, _yarn_scale(factor, rope))
     if method in ("longrope", "su"):
-        angles, long_angles = (
-            rotary_angles(dims, rope["rope_theta"], rope[f"{length}_factor"])
-            for length in ("short", "long")
-        )
+        angles = rotary_angles(dims, rope["rope_theta"], rope["short_factor"])
+        long_angles = rotary_angles(dims, rope["rope_theta"], rope["long_factor"])
         scale = _longrope_scale(factor, rope, original_length)
         return Rotary(angles, scale, original_length, long_angles)
     raise ValueError(
@@ -99,35 +95,36 @@ def scaled_rotary(
     )
 
 
-def _llama3(angle: float, factor: float, length: int, rope: Mapping[str, Any]) -> float:
+def _scale_as_llama3(angle: float, factor: float, length: int, rope: Mapping[str, Any]) -> float:
     """Divide a small angle by the factor, keep a large angle, and interpolate in between."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     rotations = length * angle / (2 * math.pi)
-    smooth = min(1.0, max(0.0, (rotations - low) / (high - low)))
-    scaled: float = (1 - smooth) * angle / factor + smooth * angle
+    unscaled = min(1.0, max(0.0, (rotations - low) / (high - low)))
+    scaled: float = (1 - unscaled) * angle / factor + unscaled * angle
     return scaled
 
 
-def _yarn(
+def _scale_as_yarn(
     angles: tuple[float, ...], factor: float, length: int, rope: Mapping[str, Any]
 ) -> tuple[float, ...]:
     """Interpolate angles as in Peng et al. 2023, "YaRN"; `length` is the pretraining context."""
     dims = 2 * len(angles)
 
-    def dim_of(rotations: float) -> float:
+    def pair_with(rotations: float) -> float:
+        """Return the index of the pair that rotates this number of times within the context."""
         log_theta = math.log(rope["rope_theta"])
         return dims * math.log(length / (rotations * 2 * math.pi)) / (2 * log_theta)
 
-    low, high = dim_of(rope.get("beta_fast") or 32), dim_of(rope.get("beta_slow") or 1)
+    low, high = pair_with(rope.get("beta_fast") or 32), pair_with(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
     if low == high:
-        high += 0.001
+        high += 0.001  # Avoid a division by 0.
     scaled = []
     for i, angle in enumerate(angles):
-        interpolated = min(1.0, max(0.0, (i - low) / (high - low)))
-        scaled.append(angle / factor * interpolated + angle * (1 - interpolated))
+        divided = min(1.0, max(0.0, (i - low) / (high - low)))
+        scaled.append(angle / factor * divided + angle * (1 - divided))
     return tuple(scaled)
 
 
@@ -136,13 +133,13 @@ def _yarn_scale(factor: float, rope: Mapping[str, Any]) -> float:
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        whole = yarn_temperature(factor, rope["mscale_all_dim"])
-        return yarn_temperature(factor, rope["mscale"]) / whole
+        scale_of_all_dims = yarn_temperature(factor, rope["mscale_all_dim"])
+        return yarn_temperature(factor, rope["mscale"]) / scale_of_all_dims
     return yarn_temperature(factor, 1.0)
 
 
 def yarn_temperature(factor: float, weight: float) -> float:
-    """Return YaRN's scale of queries and keys, 0.1 weight log(factor) + 1; 1 if factor <= 1."""
+    """Return YaRN's scale of queries and keys: 0.1 weight log(factor) + 1, or 1 if factor <= 1."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
@@ -151,65 +148,3 @@ def _longrope_scale(factor: float, rope: Mapping[str, Any], length: int) -> floa
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     return 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(length))
-
-
-def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """Return the slope of each head's position bias; Press et al. 2022, "ALiBi"."""
-    power = 2 ** math.floor(math.log2(heads))
-    slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
-    # The remaining heads use every second slope of a model with twice as many heads.
-    slopes += [2 ** (-4 * (2 * i + 1) / power) for i in range(heads - power)]
-    return tuple(slopes)
-
-
-def rotary_of(config: Mapping[str, Any], family: Family, d_head: int, kind: str) -> Rotary:
-    """Return the rotary positions of one kind of layer."""
-    if not family.rotary or (config["model_type"] == "cohere2" and kind == "full_attention"):
-        return Rotary()
-    rope = rope_parameters(config, family, kind)
-    dims = _rotated_dims(config, family, d_head, rope)
-    max_length = config.get("max_position_embeddings", 0)
-    return scaled_rotary(rope, dims, _original_length(config, rope), max_length)
-
-
-def _rotated_dims(
-    config: Mapping[str, Any], family: Family, d_head: int, rope: Mapping[str, Any]
-) -> int:
-    """Return the number of dimensions per head that are rotated."""
-    fraction = rope.get("partial_rotary_factor") or config.get("partial_rotary_factor")
-    if family.rotary_fraction is not None:
-        return int(d_head * (fraction or config.get("rotary_pct") or family.rotary_fraction))
-    if family.latent and fraction not in (None, 1):
-        raise ValueError(
-            f"partial_rotary_factor = {fraction!r} is not supported with latent attention, whose "
-            "rotated dimensions are qk_rope_head_dim"
-        )
-    name = "qk_rope_head_dim" if family.latent else "rotary_dim"
-    is_named = family.latent or config["model_type"] == "gptj"
-    return (config.get(name) if is_named else None) or d_head
-
-
-def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    """Return the context length of pretraining, by default `max_position_embeddings`, or 0.
-
-    A value outside the rotary options has priority over a value among them.
-    """
-    name = "original_max_position_embeddings"
-    length: int = config.get(name) or rope.get(name) or config.get("max_position_embeddings", 0)
-    return length
-
-
-def rope_parameters(config: Mapping[str, Any], family: Family, kind: str) -> dict[str, Any]:
-    """Return the rotary parameters of one kind of layer, from a newer or older configuration."""
-    rope = dict(config.get("rope_parameters") or {})
-    rope = dict(rope.get(kind, rope))
-    theta = config.get("rope_theta") or config.get("rotary_emb_base") or family.default_theta
-    is_local = kind == "sliding_attention" and family.local_theta is not None
-    if is_local:
-        theta = config.get("rope_local_base_freq") or family.local_theta
-    # Layers with a window are not scaled in families that have a separate base, and in OLMo 3.
-    is_unscaled = is_local or (config["model_type"], kind) == ("olmo3", "sliding_attention")
-    if not rope and not is_unscaled:
-        rope = dict(config.get("rope_scaling") or {})
-    rope.setdefault("rope_theta", theta)
-    return rope

@@ -1,11 +1,8 @@
 """The link from a decoder to the described model, whose weights the decoder shares.
 
-Most weights of a `Decoder` are views of the model's weights and follow their changes. Others are
-copies: weights with a folded constant (Gemma, Granite, Cohere), interleaved queries, keys and
-values (GPT-NeoX, Bloom, Falcon), and latent projections (DeepSeek). If the original of a copy
-changes, RuntimeError is raised. The same holds for the constants of the model, because the
-decoder's settings contain them. Examples are the epsilon of a norm and the frequencies of rotary
-angles.
+Most weights of a `Decoder` are views of the model's weights and follow their changes. The README of
+the package lists the weights that are copies. If the original of a copy changes, or a constant of
+the model such as the epsilon of a norm, calls of the decoder raise RuntimeError.
 """
 
 from __future__ import annotations
@@ -17,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-# Numbers that do not change the function of a model in evaluation mode.
+# Names of numbers that do not change the function of a model in evaluation mode.
 _TRAINING_ONLY = re.compile(r"drop|initializer|coef")
 
 
@@ -49,10 +46,10 @@ class Source:
         return type(None), ()
 
     def with_copies(self, parameters: Iterable[Tensor] = ()) -> Source:
-        """Return the source of a decoder with these parameters and copies of all other weights."""
+        """Return the source of a decoder that shares `parameters` and copies all other weights."""
         shared = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         storages = {name: x.untyped_storage().data_ptr() for name, x in self.tensors.items()}
-        # A known copy may be in a storage from which other weights are shared.
+        # Other weights may be shared from the storage of a weight that is known to be copied.
         copied = [n for n, s in storages.items() if n in self.fingerprints or s not in shared]
         return Source(self.model, self.tensors, copied)
 
@@ -60,7 +57,7 @@ class Source:
         """Raise RuntimeError if weights, modules or constants of the model have changed.
 
         Weights that the decoder shares may change in place, because the decoder changes with them.
-        Hooks are not compared, nor are integer attributes and buffers, in which models count calls.
+        Hooks are not compared. Integers are not compared, because models may count calls in them.
         """
         modules = dict(self.model.named_modules(remove_duplicate=False))
         for name in self.modules.keys() | modules.keys():
@@ -105,7 +102,7 @@ class Source:
 
 
 def _constants_of(model: nn.Module) -> dict[str, Any]:
-    """Return the floats of the configuration and of all modules, and replaced `forward` methods."""
+    """Return the floats of the configuration and the modules, and replaced `forward` methods."""
     constants = {}
     owners = [("config", getattr(model, "config", None)), *model.named_modules()]
     for path, owner in owners:

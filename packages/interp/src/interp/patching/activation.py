@@ -37,8 +37,9 @@ class PatchingResult(MeanOverPairs):
     #: The metric after each patch, (layers, positions); (layers, heads, positions) from
     #: `patch_parts`.
     values: Tensor
-    #: The metric of the clean run, and the metric of the corrupted run.
+    #: The metric of the clean run.
     clean: float
+    #: The metric of the corrupted run.
     corrupted: float
 
     @property
@@ -72,8 +73,8 @@ def patch_streams(
     """Patch the clean residual stream before each block into the corrupted run, per position.
 
     The `values` of the result are (layers, positions), means over the pairs. Raises TypeError if
-    `model` is not a `Decoder` or a text has no tokenizer. Raises ValueError for prompts and metrics
-    that do not fit together.
+    `model` is not a `Decoder`, and for texts without a tokenizer. Raises ValueError for prompts and
+    metrics that do not correspond, and for a model with hooks, as inside `patch`.
 
     Args:
         model: A decoder, as from `describe`.
@@ -108,7 +109,7 @@ def patch_parts(
 
     `part` is the site "attention.q", "attention.k", "attention.v", "attention.o:input" (z),
     "attention_out" or "mlp_out" of each block. For keys and values, heads are key-value heads;
-    "attention_out" and "mlp_out" count as one head. The other arguments are the same as in
+    "attention_out" and "mlp_out" count as one head. The other arguments and errors are those of
     `patch_streams`. The `values` of the result are (layers, heads, positions). Raises ValueError
     for an unknown part.
     """
@@ -191,8 +192,8 @@ def drop_heads(*dropped: int, heads: int, to: Tensor | None = None) -> Callable[
     """Return a replacement for the site `attention.o:input` that ablates the heads `dropped`.
 
     `heads` is the number of heads of the layer. Ablated heads are set to 0, or to their values in
-    `to`. This tensor must broadcast to the activation (batch, seq, heads * d_head), and may contain
-    a mean or the activations of another prompt. Raises ValueError for heads that do not exist.
+    `to`. This tensor must broadcast to the activation (batch, seq, heads * d_head); it may be a
+    mean or the activation of another prompt. Raises ValueError for heads that do not exist.
     """
     if not all(0 <= head < heads for head in dropped):
         raise ValueError(f"expected heads from 0 to {heads - 1}, got {dropped}")

@@ -17,7 +17,7 @@ from interp.prompts import (
     Metric,
     Metrics,
     Prompt,
-    corresponding,
+    encode_pairs,
     forward,
     mask_of,
     mean_over_pairs,
@@ -40,16 +40,16 @@ def attribution_patching(
 ) -> dict[str, Tensor]:
     """Estimate the effect of patching each activation, from one backward pass.
 
-    `metric` maps the logits (batch, seq, vocabulary) to one number, a tensor. The effects of each
-    site are summed over the last dimension: for streams, they are (batch, seq). The error is of
-    second order in clean - corrupted. The prompts and `tokenizer` are the same as in
-    `patch_streams`. Raises ValueError if the two prompts differ in shape or in padding, or if the
-    metric reads padding.
+    The result is a dictionary from sites to effects. Effects are summed over the last dimension of
+    the activation: for streams, they are (batch, seq). The error is of second order in
+    clean - corrupted. `metric` is a function from the logits (batch, seq, vocabulary) to one
+    number, a tensor. The prompts and `tokenizer` are the same as in `patch_streams`. Raises
+    ValueError if the two prompts differ in shape or in padding, or if the metric reads padding.
     """
-    clean, corrupted = corresponding(model, clean, corrupted, tokenizer)
+    clean, corrupted = encode_pairs(model, clean, corrupted, tokenizer)
     with torch.no_grad(), record(model, *sites) as recorded:
         forward(model, clean)
-        before = dict(recorded)
+        clean_run = dict(recorded)
         forward(model, corrupted)
     mask = mask_of(corrupted)
 
@@ -57,7 +57,9 @@ def attribution_patching(
         return measure_tokens(metric, mask, logits)
 
     gradients = _gradients(model, corrupted, metric_of_logits, recorded)
-    return {site: ((before[site] - recorded[site]) * gradients[site]).sum(-1) for site in recorded}
+    return {
+        site: ((clean_run[site] - recorded[site]) * gradients[site]).sum(-1) for site in recorded
+    }
 
 
 def edge_attribution(
@@ -74,17 +76,18 @@ def edge_attribution(
 ) -> EdgeEffects:
     """Estimate the effects that `patch_edges` measures, from one backward pass.
 
-    For queries and keys, the norm, projection and softmax are computed, and everything after them
-    is linearized. For values, everything after the projection is linearized; for MLPs, everything
-    after the input of the norm. Effects on the final stream are exact.
+    For queries and keys, the norm, projection and softmax are computed, and later operations are
+    linearized. For values, the operations after the projection are linearized, and for MLPs the
+    operations after the input of the norm. Effects on the final stream are exact.
 
     The `exact` edges with the largest absolute estimates are also measured (all edges if `exact` is
-    None). `error` of the result is the estimate minus the measurement. Raises ValueError if
-    `exact` is negative, or if a module has a hook or a replaced `forward`.
+    None). The property `error` of the result is the estimate minus the measurement. Raises
+    ValueError if `exact` is negative, if a module has a hook, as inside `patch`, or a replaced
+    `forward`, and as `patch_edges` does.
     """
     if exact is not None and exact < 0:
         raise ValueError(f"expected exact >= 0, got {exact}")
-    require_unchanged_blocks(model)  # The softmax is recomputed, also if its output is patched.
+    require_unchanged_blocks(model)  # A patch of the softmax would be overwritten by a new softmax.
     pairs = split_pairs(model, clean, corrupted, metric, tokenizer)
     runs = [Restart(model, prompt, batch=batch) for _, prompt, _ in pairs]
     results, changes = [], []
@@ -93,7 +96,7 @@ def edge_attribution(
         results.append(result)
         changes.append(change)
     edges = mean_over_pairs(results)
-    wanted = _largest(edges, exact)
+    wanted = _select_largest(edges, exact)
     measured_results = []
     for run, pair, result, change in zip(runs, pairs, results, changes, strict=True):
         values = measure_edges(run, pair[2], edges, wanted, change)
@@ -102,7 +105,7 @@ def edge_attribution(
     return mean_over_pairs(measured_results)
 
 
-def _largest(edges: EdgeEffects, count: int | None) -> Tensor:
+def _select_largest(edges: EdgeEffects, count: int | None) -> Tensor:
     """Return a mask of the `count` edges with the largest absolute values; None selects all."""
     if count is None or count >= int(edges.exists.sum()):
         return edges.exists
@@ -124,10 +127,9 @@ def _estimated_edges(
     model = run.model
     with torch.no_grad():
         edges, changes = sender_changes(model, clean, corrupted, senders, receivers)
-    layers = range(len(model.layers))
     inner = ("attention.q", "attention.k", "attention.v", "attention.pattern", "norm2:input")
-    final = f"blocks.{len(layers) - 1}"
-    sites = [final, *(f"blocks.{i}.{site}" for i in layers for site in inner)]
+    final = f"blocks.{len(model.layers) - 1}"
+    sites = [final, *(f"blocks.*.{site}" for site in inner)]
     with torch.no_grad(), record(model, *sites) as recorded:
         forward(model, corrupted)
     gradients = _gradients(
@@ -137,11 +139,13 @@ def _estimated_edges(
     effects: dict[tuple[str, int], Tensor] = {}
     for column, receiver in enumerate(edges.receivers):
         rows = edges.exists[:, column].nonzero()[:, 0]
-        key, block = (receiver.kind, receiver.layer), f"blocks.{receiver.layer}"
+        key = receiver.kind, receiver.layer
         if key not in effects:
-            site = {"final": final, "mlp": f"{block}.norm2:input"}.get(
-                receiver.kind, f"{block}.attention"
-            )
+            site = f"blocks.{receiver.layer}.attention"
+            if receiver.kind == "final":
+                site = final
+            elif receiver.kind == "mlp":
+                site = f"blocks.{receiver.layer}.norm2:input"
             chunks = [
                 _receiver_effects(run, receiver, site, changes[chosen], recorded, gradients, metric)
                 for chosen in torch.split(rows, run.batch)
@@ -161,9 +165,9 @@ def _receiver_effects(
     gradients: Mapping[str, Tensor],
     metric: Metric,
 ) -> Tensor:
-    """Return the effects of changing the input of all receivers of one kind and layer, (n, heads).
+    """Return the effect of a changed input on each receiver of one kind and layer, (n, heads).
 
-    `change` (n, seq, d_model) is added to the input. The effects are changes of the metric.
+    `change` (n, seq, d_model) is added to the input. An effect is a change of the metric.
     """
     if receiver.kind == "final":
         stream = recorded[site]
@@ -235,7 +239,7 @@ def _gradients(
     with torch.inference_mode(False):
         zeros = {site: torch.zeros_like(x, requires_grad=True) for site, x in recorded.items()}
     added: dict[str, Replacement] = {site: partial(torch.add, zero) for site, zero in zeros.items()}
-    # Record the last block's output, not the norm's input: a metric may call the norm itself.
+    # The output of the last block is recorded, not the norm's input: a metric may call the norm.
     last_block = f"blocks.{len(model.layers) - 1}"
     with torch.inference_mode(False), torch.enable_grad():
         with patch(model, added), record(model, last_block, detach=False) as last:

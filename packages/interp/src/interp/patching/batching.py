@@ -1,6 +1,6 @@
-"""Patches of one run as one batch that grows from block to block.
+"""Patches of one run in a batch that grows from block to block.
 
-See "Batching" and "Causality" in the docstring of `interp.patching`.
+"How it works" in the README of the package explains the method.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Actions = Mapping[str, Callable[[Tensor], Tensor]]
 class PatchBatch:
     """A batch of patched runs, one row per patch, at the input of the next block.
 
-    Only the affected positions are computed: the patched position of a row and all later ones.
+    Only the affected positions are computed: the patched position of a row and later positions.
     `streams` is (1, m, d_model): the m affected positions of all rows, concatenated.
     """
 
@@ -35,8 +35,8 @@ class PatchBatch:
     def add_rows(self, layer: int, positions: Tensor) -> Tensor:
         """Add one row per patch of this layer, with the recorded input of its block.
 
-        `positions` is (patches,). Return the index of each patched position in dimension 1 of
-        `streams`, (patches,).
+        `positions` are the patched positions, (patches,). The result contains their indices in
+        dimension 1 of `streams`, (patches,).
         """
         every_position = torch.arange(self.affected.shape[1], device=positions.device)
         affected = every_position >= positions[:, None]
@@ -51,7 +51,7 @@ class PatchBatch:
         """Run one block for all rows, while `actions` replace activations at their sites.
 
         All modules receive the affected positions only. The attention between its projections is
-        an exception: positions interact there, so queries, keys and values are those of whole rows.
+        an exception: positions interact, so it receives queries, keys and values of whole rows.
         """
         padding, embeddings, position_ids = self.run.layout
         if embeddings is not None:  # (1, seq, d_model)
@@ -73,10 +73,11 @@ class PatchBatch:
             self.streams = block(self.streams, padding, embeddings, position_ids)
 
     def final_streams(self) -> Tensor:
-        """Return the final streams (rows, seq, d_model), with recorded values where unaffected."""
+        """Return the final streams (rows, seq, d_model), recorded at unaffected positions."""
         return self._fill_rows(self.run.final_stream, self.streams)
 
     def _select_affected(self, x: Tensor) -> Tensor:
+        """Return the affected positions of `x` (rows, seq, ...), concatenated to (1, m, ...)."""
         return x[self.affected][None]
 
     def _fill_rows(self, recorded: Tensor, x: Tensor) -> Tensor:
@@ -87,16 +88,13 @@ class PatchBatch:
 
 
 def run_patches(
-    run: Restart,
-    sites: Sequence[str],
-    sources: Sequence[Tensor],
-    patches: Tensor,
-    metric: Metric,
+    run: Restart, sites: Sequence[str], sources: Sequence[Tensor], patches: Tensor, metric: Metric
 ) -> Tensor:
     """Return the metric (patches,) of each patched run.
 
     `sites` has one site per layer, and `sources` has the new values (seq, heads, d_head) of each
-    site. The rows of `patches` are (layer, head, position), in ascending order of layers.
+    site. The rows of `patches` are (layer, head, position), in ascending order of layers. Raises
+    ValueError for a model with hooks or modules of another library.
     """
     require_unchanged_blocks(run.model)
     results = []
@@ -119,7 +117,7 @@ def run_patches(
 def require_unchanged_blocks(model: Decoder) -> None:
     """Raise ValueError if a module has a hook or a replaced `forward`, or is of another library.
 
-    Such code could depend on all positions or all rows, and patched runs compute only some of them.
+    Such code may depend on all positions and rows, but patched runs compute only a part of them.
     """
     for name, module in model.named_modules():
         is_hooked = bool(module._forward_hooks or module._forward_pre_hooks)

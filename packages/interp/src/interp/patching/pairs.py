@@ -20,7 +20,7 @@ def pairs_of(
 ) -> tuple[dict[str, Tensor], dict[str, Tensor], list[Metric]]:
     """Return clean prompts, corrupted prompts and one metric per pair, as for `patch_streams`.
 
-    They are also arguments of the other patching functions, except `attribution_patching`.
+    The other patching functions accept these values too, except `attribution_patching`.
 
     `table` is a DataFrame or a mapping with four columns. "clean" and "corrupted" are texts; the
     two texts of a row must have the same number of tokens. "right" and "wrong" are the answers, as
@@ -28,8 +28,8 @@ def pairs_of(
     position. `norm` and `unembed` are the model's final norm and its unembedding, as in
     `logit_difference`.
 
-    Raises ValueError for columns of different lengths, and for answers that are not one token of
-    the vocabulary.
+    Raises ValueError for columns of different lengths, for answers that are not one token of the
+    vocabulary, and for texts without tokens. Raises TypeError for other objects than texts.
     """
     columns = {name: list(table[name]) for name in ("clean", "corrupted", "right", "wrong")}
     rows = {name: len(column) for name, column in columns.items()}

@@ -33,6 +33,7 @@ class Node:
     """A sender ("embed", "head", "mlp") or a receiver ("q", "k", "v", "mlp", "final")."""
 
     kind: Literal["embed", "head", "q", "k", "v", "mlp", "final"]
+    #: The index of the layer; 0 for "embed" and "final".
     layer: int = 0
     #: The index of the head; for "k" and "v", the index of the key-value head.
     head: int = 0
@@ -45,39 +46,39 @@ class Node:
 
 @dataclass(frozen=True, eq=False)
 class EdgeEffects(MeanOverPairs):
-    """The change of the metric when only one receiver reads a sender's clean output, per edge."""
+    """The effect of each edge from a sender to a receiver. Tensors are (senders, receivers)."""
 
     senders: tuple[Node, ...]
     receivers: tuple[Node, ...]
-    #: (senders, receivers). True if the receiver's input is computed after the sender's output.
+    #: True if the receiver's input is computed after the sender's output.
     exists: Tensor
-    #: (senders, receivers). 0 where `exists` is False.
+    #: The effects, which are 0 where `exists` is False.
     values: Tensor
-    #: If `values` are estimates, the measured effects of some edges. Edges that were not measured
+    #: The measured effects if `values` are estimates, otherwise None. Edges that were not measured
     #: are nan, and edges that do not exist are 0.
     exact: Tensor | None = None
 
     @property
     def error(self) -> Tensor:
-        """The estimate minus the exact effect of each edge, (senders, receivers).
+        """The estimate minus the exact effect of each edge; nan for edges that were not measured.
 
-        The error is nan for edges that were not measured. Raises ValueError if `values` are exact.
+        Raises ValueError if `values` are exact.
         """
         if self.exact is None:
             raise ValueError(
-                "expected estimates, got exact effects of patch_edges; use edge_attribution"
+                "expected estimates, got exact effects of patch_edges; call edge_attribution"
             )
         return self.values - self.exact
 
     def top(self, count: int) -> list[tuple[Node, Node, float]]:
-        """Return the edges with the largest absolute values, as (sender, receiver, value).
+        """Return `count` edges, or all if there are fewer, as (sender, receiver, value).
 
-        The list is in descending order and has `count` edges, or all edges if there are fewer.
+        The edges are those with the largest absolute values, in descending order.
         """
-        count = min(count, int(self.exists.sum()))
+        num_edges = min(count, int(self.exists.sum()))
         sizes = torch.where(self.exists, self.values.abs(), -1.0)
         edges = []
-        for index in sizes.flatten().topk(count).indices.tolist():
+        for index in sizes.flatten().topk(num_edges).indices.tolist():
             row, column = divmod(index, len(self.receivers))
             value = float(self.values[row, column])
             edges.append((self.senders[row], self.receivers[column], value))
@@ -98,9 +99,9 @@ def patch_edges(
 ) -> EdgeEffects:
     """Return the exact effect of each edge from `senders` to `receivers`, by default of all edges.
 
-    The prompts, `metric` and `tokenizer` are the same as in `patch_streams`. An edge is patched at
-    all positions at once. Raises ValueError for unknown nodes, and for models that add learned
-    positions to queries and keys only.
+    The prompts, `metric`, `tokenizer` and `batch` are the same as in `patch_streams`. An edge is
+    patched at all positions at once. Raises ValueError for unknown nodes, for models that add
+    learned positions to queries and keys only, and for prompts and metrics as in `patch_streams`.
     """
     results = []
     pairs = split_pairs(model, clean, corrupted, metric, tokenizer)
@@ -116,7 +117,7 @@ def patch_edges(
 def measure_edges(
     run: Restart, metric: Metric, edges: EdgeEffects, wanted: Tensor, changes: Tensor
 ) -> Tensor:
-    """Return the exact effects of the `wanted` edges, (senders, receivers); 0 for other edges."""
+    """Return the exact effects of the edges in the mask `wanted`, and 0 for other edges."""
     model = run.model
     values = torch.zeros_like(edges.values)
     baseline = measure(metric, run.final_stream)
@@ -134,7 +135,7 @@ def measure_edges(
 
 
 def _receiver_patch(run: Restart, receiver: Node, changes: Tensor) -> tuple[str, partial[Tensor]]:
-    """Return the site of a receiver, and the replacement that adds `changes` to the input.
+    """Return the site of a receiver, and a replacement that adds `changes` to the receiver's input.
 
     `changes` are (n, seq, d_model). For queries, keys and values, only one head is replaced.
     """
@@ -164,54 +165,46 @@ def sender_changes(
 ) -> tuple[EdgeEffects, Tensor]:
     """Return edges with values of 0, and each sender's clean output minus its corrupted output.
 
-    The differences are (senders, seq, d_model). Raises ValueError for unknown nodes, and for models
-    that add learned positions to queries and keys only.
+    The differences are (senders, seq, d_model). Errors are those of `patch_edges`.
     """
     if model.settings.positions_in_attention:
         raise ValueError(
             "edges need learned positions in the stream, got positions in queries and keys only; "
-            "use patch_parts"
+            "call patch_parts"
         )
-    # The calls of `attention.o` below call its hooks, so its inputs are those before hooks.
+    # The calls of `attention.o` below run its hooks, so its inputs are recorded before hooks.
     sites = [f"blocks.{i}.attention.o:input" for i in range(len(model.layers))]
     with (
         record_before_hooks(model, *sites) as mixed,
-        record(model, "blocks.0:input", "blocks.*.mlp_out") as seen,
+        record(model, "blocks.0:input", "blocks.*.mlp_out") as recorded,
     ):
         forward(model, clean)
-        before = seen | mixed
+        clean_run = recorded | mixed
         forward(model, corrupted)
-    changes = [before["blocks.0:input"] - seen["blocks.0:input"]]
+    changes = [clean_run["blocks.0:input"] - recorded["blocks.0:input"]]
     for i, (block, site) in enumerate(zip(model.layers, sites, strict=True)):
         attention = block.attention
         # A norm after the attention reads all heads together, so each head is changed separately
         # while the other heads keep their corrupted outputs.
         corrupted_heads = mixed[site].expand(attention.heads, -1, -1)
         head = torch.arange(attention.heads, device=corrupted_heads.device)
-        clean_heads = before[site].unflatten(-1, (attention.heads, -1))[0].transpose(0, 1)
+        clean_heads = clean_run[site].unflatten(-1, (attention.heads, -1))[0].transpose(0, 1)
         index = (head, slice(None), head)
         changed = replace_heads(index, clean_heads, attention.heads, corrupted_heads)
         new_output = block.attention_out(attention.o(changed))
         old_output = block.attention_out(attention.o(mixed[site]))
         changes.append(new_output - old_output)
-        changes.append(before[f"blocks.{i}.mlp_out"] - seen[f"blocks.{i}.mlp_out"])
+        changes.append(clean_run[f"blocks.{i}.mlp_out"] - recorded[f"blocks.{i}.mlp_out"])
     all_senders, all_receivers = _all_nodes(model)
     chosen_senders = _select_nodes(senders, all_senders, "senders")
     chosen_receivers = _select_nodes(receivers, all_receivers, "receivers")
     rows = [all_senders.index(node) for node in chosen_senders]
     layers, parallel = len(model.layers), model.settings.parallel
-    exists = [
-        [_output_order(a) < _input_order(b, layers, parallel) for b in chosen_receivers]
-        for a in chosen_senders
-    ]
-    device, dtype = changes[0].device, changes[0].dtype
-    shape = len(chosen_senders), len(chosen_receivers)
-    edges = EdgeEffects(
-        tuple(chosen_senders),
-        tuple(chosen_receivers),
-        torch.tensor(exists, dtype=torch.bool, device=device).view(shape),
-        torch.zeros(shape, dtype=dtype, device=device),
-    )
+    outputs = torch.tensor([_output_order(node) for node in chosen_senders])
+    inputs = torch.tensor([_input_order(node, layers, parallel) for node in chosen_receivers])
+    exists = (outputs[:, None] < inputs).to(changes[0].device)
+    values = torch.zeros_like(exists, dtype=changes[0].dtype)
+    edges = EdgeEffects(tuple(chosen_senders), tuple(chosen_receivers), exists, values)
     return edges, torch.cat(changes)[rows]
 
 
@@ -241,8 +234,10 @@ def _select_nodes(nodes: Sequence[Node] | None, known: list[Node], what: str) ->
 
 
 def _output_order(node: Node) -> int:
-    """Return the index of the attention or MLP that computes a sender's output, -1 for "embed"."""
-    return -1 if node.kind == "embed" else 2 * node.layer + (1 if node.kind == "mlp" else 0)
+    """Return the index of the attention or MLP that computes a sender's output; -1 for "embed"."""
+    if node.kind == "embed":
+        return -1
+    return 2 * node.layer + (1 if node.kind == "mlp" else 0)
 
 
 def _input_order(node: Node, layers: int, parallel: bool) -> int:

@@ -12,21 +12,11 @@ from interp.tap import record, record_before_hooks
 class Restart:
     """A recorded forward pass of one prompt, which can be continued from the input of any block.
 
-    `batch` is the number of streams that callers continue together.
-
-    Hooks of the model act on the recorded pass and on a continuation. Callers that compute parts of
-    blocks reject hooks with `require_unchanged_blocks`.
+    `batch` is the number of streams that callers continue together. Hooks of the model act on the
+    recorded pass and on a continuation. Callers that compute parts of blocks reject hooks with
+    `require_unchanged_blocks`. Raises TypeError unless `model` is a `Decoder`, and ValueError for a
+    `batch` below 1.
     """
-
-    #: The stream that each block reads, (1, seq, d_model), after hooks of the input.
-    block_inputs: list[Tensor]
-    #: The output of the last block, (1, seq, d_model).
-    final_stream: Tensor
-    #: Recorded queries, keys and values by site, (1, seq, features).
-    projections: dict[str, Tensor]
-    #: The arguments that every block receives after the stream: the padding (1, seq), the position
-    #: embeddings and the position ids. Each of them may be None.
-    layout: tuple[Tensor | None, Tensor | None, Tensor | None]
 
     def __init__(self, model: Decoder, prompt: Prompt, *, batch: int) -> None:
         if not isinstance(model, Decoder):
@@ -34,7 +24,7 @@ class Restart:
                 f"expected a Decoder, got a {type(model).__name__}; pass describe(model)"
             )
         if batch < 1:
-            raise ValueError(f"expected batch >= 1, the patches that run together, got {batch}")
+            raise ValueError(f"expected batch >= 1, the number of patches per batch, got {batch}")
         self.model, self.batch = model, batch
         projection_sites = [f"blocks.*.attention.{part}" for part in "qkv"]
         # The arguments of the first block: stream, padding, position embeddings, positions, cache.
@@ -45,18 +35,26 @@ class Restart:
         with (
             hook,
             record_before_hooks(model, *inputs) as before_hooks,
-            record(model, *inputs, last_block, *projection_sites) as seen,
+            record(model, *inputs, last_block, *projection_sites) as recorded,
         ):
             forward(model, prompt)
         #: The inputs of blocks before hooks, which a continuation calls again.
         self._inputs = before_hooks
+        #: The arguments that every block receives after the stream: the padding (1, seq), the
+        #: position embeddings and the position ids. Each of them may be None.
         self.layout = received[1], received[2], received[3]
-        self.final_stream = seen.pop(last_block)
-        self.block_inputs = [seen.pop(site) for site in inputs]
-        self.projections = dict(seen)
+        #: The output of the last block, (1, seq, d_model).
+        self.final_stream = recorded.pop(last_block)
+        #: The stream that each block reads, (1, seq, d_model), after hooks of the input.
+        self.block_inputs = [recorded.pop(site) for site in inputs]
+        #: Recorded queries, keys and values by site, (1, seq, features).
+        self.projections = dict(recorded)
 
     def __call__(self, start: int, rows: int) -> Tensor:
-        """Run the blocks from `start` on for copies of the prompt; return (rows, seq, d_model)."""
+        """Run block `start` and later blocks for copies of the prompt.
+
+        The result is the output of the last block, (rows, seq, d_model).
+        """
         stream = self._inputs[f"blocks.{start}:input"].repeat(rows, 1, 1)
         for block in self.model.layers[start:]:
             stream = block(stream, *self.layout)

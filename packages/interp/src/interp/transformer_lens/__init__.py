@@ -5,7 +5,7 @@
     cache["pattern", 5]
 
 Names and results equal those of TransformerLens, except for the differences that the README lists.
-Other names raise an error with their name.
+A name of TransformerLens that is not supported raises an error that contains this name.
 """
 
 from interp.transformer_lens import patching, utils

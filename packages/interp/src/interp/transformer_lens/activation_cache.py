@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -13,34 +13,29 @@ from interp.decoder.modules.mlp import NoMLP
 from interp.hook_points import center
 from interp.lens import head_outputs
 from interp.transformer_lens.names import get_act_name
+from interp.transformer_lens.options import require_options
 
-#: One position, (stop,), (start, stop), (start, stop, step), a list of positions, or None for all.
+#: One position, (stop,), (start, stop), (start, stop, step), several positions, or None for all.
 PosSlice = int | tuple[int, ...] | list[int] | Tensor | None
 #: Components (components, batch, pos, d_model), or a pair of components and labels.
 Stack = Tensor | tuple[Tensor, list[str]]
-
-
-class Model(Protocol):
-    """The members of a `HookedDecoder` that its caches use."""
-
-    decoder: Decoder
-
-    def tokens_to_residual_directions(self, tokens: str | int | Tensor) -> Tensor:
-        """Return the directions whose products with the stream are the logits of `tokens`."""
-        ...
+#: The options of the methods that return a `Stack`; see `ActivationCache`.
+_OPTIONS = "pos_slice", "apply_ln", "return_labels"
 
 
 class ActivationCache(Mapping[Any, Tensor]):
     """Activations by hook name, by ("pattern", layer) or by ("scale", layer, "ln1").
 
-    A negative layer counts from the end. In the methods, `layer` is the layer whose input is
-    decomposed; None, -1 and the number of layers mean the input of the final norm. `options` are
+    A negative layer in a key counts from the end. In the methods, `layer` is the layer whose input
+    is decomposed; None, -1 and the number of layers mean the input of the final norm. `options` are
     `pos_slice`, `apply_ln` (see `apply_ln_to_stack`), and `return_labels`, which adds the labels of
-    the components to the result.
+    the components to the result. Other options raise TypeError, and other layers ValueError.
     """
 
-    def __init__(self, cache_dict: dict[str, Tensor], model: Model) -> None:
-        self.cache_dict, self.model = cache_dict, model
+    def __init__(self, cache_dict: dict[str, Tensor], model: Any) -> None:
+        self.cache_dict = cache_dict
+        #: The `HookedDecoder` whose activations were recorded.
+        self.model = model
         self.decoder: Decoder = model.decoder
 
     def __getitem__(self, key: Any) -> Tensor:
@@ -53,7 +48,7 @@ class ActivationCache(Mapping[Any, Tensor]):
         name = name if name in self.cache_dict else get_act_name(name)
         if name not in self.cache_dict:
             raise KeyError(
-                f"{name!r} was not recorded; keys() are the recorded names: names_filter and "
+                f"{key!r} was not recorded; keys() are the recorded names: names_filter and "
                 "stop_at_layer leave names out, and set_use_attn_result(True) adds hook_result"
             )
         return self.cache_dict[name]
@@ -71,11 +66,15 @@ class ActivationCache(Mapping[Any, Tensor]):
         return len(self.cache_dict)
 
     def remove_batch_dim(self) -> ActivationCache:
-        """Remove the batch dimension of a single prompt in place; return the cache."""
+        """Remove the batch dimension of a single prompt in place; return the cache.
+
+        Raises ValueError for several prompts.
+        """
         for name, value in self.cache_dict.items():
             if len(value) != 1:
                 raise ValueError(
-                    f"{name!r} is {tuple(value.shape)}; only a batch of one prompt can be removed"
+                    f"{name!r} is {tuple(value.shape)}; only a batch of one prompt can be removed, "
+                    "so call the model on a single prompt"
                 )
             self.cache_dict[name] = value[0]
         return self
@@ -88,7 +87,8 @@ class ActivationCache(Mapping[Any, Tensor]):
         `incl_mid` adds the streams between attention and MLP. If `layer` means the input of the
         final norm, `apply_ln` applies this norm to each stream, with the stream's own scale.
         """
-        last = self._layer(layer)
+        require_options("accumulated_resid", options, _OPTIONS)
+        last = self._layer_index(layer)
         streams = {}
         for i in range(min(last + 1, len(self.decoder.layers))):
             streams[f"{i}_pre"] = self["resid_pre", i]
@@ -115,17 +115,16 @@ class ActivationCache(Mapping[Any, Tensor]):
         attention). `incl_embeds=False` leaves out the embeddings. Raises ValueError for another
         mode.
         """
+        require_options("decompose_resid", options, _OPTIONS)
         if mode not in ("all", "attn", "mlp"):
             raise ValueError(f"expected mode 'all', 'attn' or 'mlp', got {mode!r}")
         parts = {}
         if incl_embeds:
             parts["embed"] = self["embed"]
-            if (
-                self.decoder.position is not None
-                and not self.decoder.settings.positions_in_attention
-            ):
+            in_attention = self.decoder.settings.positions_in_attention
+            if self.decoder.position is not None and not in_attention:
                 parts["pos_embed"] = self["pos_embed"]
-        for i in range(self._layer(layer)):
+        for i in range(self._layer_index(layer)):
             if mode != "mlp":
                 parts[f"{i}_attn_out"] = self["attn_out", i]
             if mode != "attn" and not isinstance(self.decoder.layers[i].mlp, NoMLP):
@@ -133,13 +132,14 @@ class ActivationCache(Mapping[Any, Tensor]):
         return self._stack(parts, layer, **options)
 
     def stack_head_results(self, layer: int | None = None, **options: Any) -> Stack:
-        """Return the output of each head before `layer`, computed from z.
+        """Return the output of each head before `layer`, computed from z, without biases.
 
         Raises ValueError if a norm follows the heads, because their outputs are then not added to
         the stream.
         """
+        require_options("stack_head_results", options, _OPTIONS)
         parts: dict[str, Tensor] = {}
-        for i in range(self._layer(layer)):
+        for i in range(self._layer_index(layer)):
             block = self.decoder.layers[i]
             if not isinstance(block.attention_out, nn.Identity):
                 raise ValueError(
@@ -161,21 +161,18 @@ class ActivationCache(Mapping[Any, Tensor]):
         """Divide components by the recorded scale of the norm that reads the input of `layer`.
 
         With `mlp_input`, the norm is the one before the MLP of that layer. A layer norm also
-        centers each component. Weights and biases of the norm are not applied;
-        `fold_decoder` moves them into the next matrix.
+        centers each component. Weights and biases of the norm are not applied; `fold_decoder` moves
+        them into the next matrix.
         """
-        index, name = self._layer(layer), "ln2" if mlp_input else "ln1"
-        if index == len(self.decoder.layers):
-            norm, key = self.decoder.norm, "ln_final.hook_scale"
-        else:
+        index = self._layer_index(layer)
+        norm, key = self.decoder.norm, "ln_final.hook_scale"
+        if index < len(self.decoder.layers):
             block = self.decoder.layers[index]
-            norm, key = (
-                block.norm2 if mlp_input else block.norm1,
-                f"blocks.{index}.{name}.hook_scale",
-            )
+            norm = block.norm2 if mlp_input else block.norm1
+            key = f"blocks.{index}.{'ln2' if mlp_input else 'ln1'}.hook_scale"
         if isinstance(norm, nn.Identity):
             return residual_stack
-        return center(norm, residual_stack) / _positions(self[key], pos_slice)
+        return center(norm, residual_stack) / _select_positions(self[key], pos_slice)
 
     def logit_attrs(
         self,
@@ -194,7 +191,7 @@ class ActivationCache(Mapping[Any, Tensor]):
         The scale of the final norm is the recorded one. Set `has_batch_dim=False` for a stack
         without a batch dimension.
         """
-        direction = self.model.tokens_to_residual_directions(tokens)
+        direction: Tensor = self.model.tokens_to_residual_directions(tokens)
         if incorrect_tokens is not None:
             direction = direction - self.model.tokens_to_residual_directions(incorrect_tokens)
         stack = self.apply_ln_to_stack(residual_stack, pos_slice=pos_slice)
@@ -203,14 +200,15 @@ class ActivationCache(Mapping[Any, Tensor]):
             direction = direction[:, None]
         return (stack * direction).sum(-1)
 
-    def _layer(self, layer: int | None) -> int:
+    def _layer_index(self, layer: int | None) -> int:
         """Return the index of the layer, or the number of layers for the final norm."""
-        count = len(self.decoder.layers)
+        num_layers = len(self.decoder.layers)
         if layer is None or layer == -1:
-            return count
-        if not 0 <= layer <= count:
+            return num_layers
+        if not 0 <= layer <= num_layers:
             raise ValueError(
-                f"expected a layer from 0 to {count}, or -1 or None for the final norm, got {layer}"
+                f"expected a layer from 0 to {num_layers}, or -1 or None for the final norm, got "
+                f"{layer}"
             )
         return layer
 
@@ -223,15 +221,17 @@ class ActivationCache(Mapping[Any, Tensor]):
         apply_ln: bool = False,
         return_labels: bool = False,
     ) -> Stack:
-        chosen = [_positions(part, pos_slice) for part in parts.values()]
-        # Before the first layer, there are no heads.
-        stack = torch.stack(chosen) if chosen else _positions(self["embed"][None][:0], pos_slice)
+        chosen = [_select_positions(part, pos_slice) for part in parts.values()]
+        if chosen:
+            stack = torch.stack(chosen)
+        else:  # no component precedes the layer, such as the heads before layer 0
+            stack = _select_positions(self["embed"][None][:0], pos_slice)
         if apply_ln:
             stack = self.apply_ln_to_stack(stack, layer, pos_slice=pos_slice)
         return (stack, list(parts)) if return_labels else stack
 
 
-def _positions(value: Tensor, pos_slice: PosSlice) -> Tensor:
+def _select_positions(value: Tensor, pos_slice: PosSlice) -> Tensor:
     """Index the positions of (..., pos, features); an integer removes the dimension."""
     if pos_slice is None:
         return value

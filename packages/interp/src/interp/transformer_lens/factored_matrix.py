@@ -12,17 +12,18 @@ from interp.circuits.low_rank import LowRank
 
 
 class FactoredMatrix:
-    """The product `A @ B` of (..., ldim, mdim) and (..., mdim, rdim), for row vectors.
+    """The product `A @ B` of (..., ldim, mdim) and (..., mdim, rdim), which acts on row vectors.
 
-    `shape` is the shape of the product. A product with a tensor of one dimension is a tensor, and a
-    product with a matrix is a `FactoredMatrix`.
+    `shape` is the shape of the product. `matrix @ x` and `x @ matrix` are tensors if `x` has one
+    dimension, and a `FactoredMatrix` otherwise.
     """
 
     def __init__(self, A: Tensor, B: Tensor) -> None:
         product = LowRank(A, B)
         self.A = A.expand(*product.batch_shape, *A.shape[-2:])
         self.B = B.expand(*product.batch_shape, *B.shape[-2:])
-        self.shape, self.ndim = product.shape, len(product.shape)
+        self.shape = product.shape
+        self.ndim = len(product.shape)
         self.ldim, self.mdim = A.shape[-2:]
         self.rdim = B.shape[-1]
         self._product = product
@@ -100,21 +101,21 @@ class FactoredMatrix:
     __rmul__ = __mul__
 
     def __getitem__(self, index: Any) -> FactoredMatrix:
-        """Index the leading dimensions, rows and columns; one row or column stays a dimension.
+        """Index the leading dimensions, rows and columns; an integer keeps one row or column.
 
         Rows and columns are selected independently of each other and of the leading dimensions.
         Raises IndexError for indices that are out of range, and for new dimensions.
         """
         items = list(index) if isinstance(index, tuple) else [index]
         ellipses = [position for position, item in enumerate(items) if item is Ellipsis]
-        omitted = self.ndim - len(items) + len(ellipses)
-        if omitted < 0 or len(ellipses) > 1 or any(map(_changes_dimensions, items)):
+        num_omitted = self.ndim - len(items) + len(ellipses)
+        if num_omitted < 0 or len(ellipses) > 1 or any(map(_changes_dimensions, items)):
             raise IndexError(
                 f"expected at most {self.ndim} integers, slices and vectors of indices, and at "
                 f"most one ellipsis, got {index!r}; index `.AB` for new dimensions"
             )
         for position in ellipses:
-            items[position : position + 1] = [slice(None)] * omitted
+            items[position : position + 1] = [slice(None)] * num_omitted
         leading, inner = tuple(items[: self.ndim - 2]), items[self.ndim - 2 :]
         rows, columns = (*inner, slice(None), slice(None))[:2]
         return FactoredMatrix(
@@ -124,7 +125,7 @@ class FactoredMatrix:
 
 
 def _changes_dimensions(item: Any) -> bool:
-    """Return True if an index stands for any other number of dimensions than one."""
+    """Return True if an index does not stand for exactly one dimension, such as None or a mask."""
     if isinstance(item, Tensor):
         return item.ndim > 1 or (item.ndim == 0 and item.dtype == torch.bool)
     return item is None or isinstance(item, bool)

@@ -1,4 +1,4 @@
-"""Generation of texts token by token."""
+"""Generation of token ids, one per call of the model and row."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from interp.decoder.modules.cache import Cache
 
 #: A function from new tokens, the mask of all tokens and the cache to logits (batch, pos, d_vocab).
 Call = Callable[[Tensor, Tensor | None, Cache], Tensor]
-#: A function from the logits of the next token (batch, d_vocab) to its ids, (batch,).
+#: A function from the logits of the next token, (batch, d_vocab), to its id in each row, (batch,).
 Choose = Callable[[Tensor], Tensor]
 
 
-def continued(
-    call: Call, choose: Choose, tokens: Tensor, mask: Tensor | None, count: int, eos: int | None
+def continue_tokens(
+    call: Call, choose: Choose, tokens: Tensor, mask: Tensor | None, max_new: int, eos: int | None
 ) -> Tensor:
-    """Return token ids (batch, pos) and up to `count` further tokens.
+    """Return token ids (batch, pos), followed by up to `max_new` further ids per row.
 
     After the token `eos`, a row is filled with this token. No further tokens are added after all
-    rows have ended.
+    rows have ended. `mask` (batch, pos) is 0 at padding.
     """
     cache, new = Cache(), tokens
     has_ended = torch.zeros(len(tokens), dtype=torch.bool, device=tokens.device)
-    for _ in range(count):
+    for _ in range(max_new):
         chosen = choose(call(new, mask, cache)[:, -1])
         if eos is not None:
             chosen = chosen.masked_fill(has_ended, eos)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 
+#: Other names of activations.
 _ALIASES = {
     "attn": "pattern",
     "attn_logits": "attn_scores",
@@ -25,7 +26,7 @@ def get_act_name(name: str, layer: int | str | None = None, layer_type: str | No
     """Return the full name of a hook, such as "blocks.5.attn.hook_pattern" for ("pattern", 5).
 
     A layer may be a part of the name: "k6" is ("k", 6), and "scale4ln1" is ("scale", 4, "ln1").
-    "scale" and "normalized" without a layer belong to the final norm. Full names are unchanged.
+    "scale" and "normalized" without a layer belong to the final norm. Full names do not change.
     """
     if ("." in name or name.startswith("hook_")) and layer is None and layer_type is None:
         return name

@@ -2,9 +2,9 @@
 
     get_act_patch_resid_pre(model, corrupted_tokens, clean_cache, metric)       # (layers, pos)
 
-All functions have these arguments. Each of them patches one activation at a time from the clean
-cache into the corrupted run. It does so for all indices of the dimensions in its name, and returns
-the metric of the logits after each patch. `interp.patching` computes many patches in one batch.
+All functions have these arguments. Each function patches one activation at a time from the clean
+cache into the corrupted run, for all indices of the dimensions in its name. It returns the metric
+of the logits after each patch. `interp.patching` computes many patches in one batch.
 """
 
 from __future__ import annotations
@@ -23,8 +23,9 @@ from interp.transformer_lens.hooked_decoder import HookedDecoder
 from interp.transformer_lens.names import get_act_name
 
 #: A function from logits (batch, pos, d_vocab) to one number.
-Metric = Callable[[Tensor], Tensor]
+LogitMetric = Callable[[Tensor], Tensor]
 
+#: The dimensions of a pattern after the batch.
 _PATTERN = ("head", "dest_pos", "src_pos")
 
 
@@ -32,7 +33,7 @@ def _patch_each(
     model: HookedDecoder,
     corrupted_tokens: Tensor,
     clean_cache: ActivationCache,
-    patching_metric: Metric,
+    patching_metric: LogitMetric,
     *,
     name: str,
     axes: tuple[str, ...],
@@ -40,6 +41,7 @@ def _patch_each(
     """Return the metric of each patch of the activation `name`, (layers, *axes).
 
     Dimensions of the activation that are not among `axes` are patched at all indices together.
+    Raises ValueError for a clean cache of another shape.
     """
     heads = model.cfg.n_key_value_heads if name in ("k", "v") else model.cfg.n_heads
     positions = corrupted_tokens.shape[-1]
@@ -47,7 +49,7 @@ def _patch_each(
     dimensions = _PATTERN if name == "pattern" else ("pos", "head")
     shape = [model.cfg.n_layers, *(sizes[axis] for axis in axes)]
     dtype = torch.promote_types(model.cfg.dtype, torch.float32)
-    values = torch.zeros(shape, dtype=dtype, device=model.cfg.device)
+    metrics = torch.zeros(shape, dtype=dtype, device=model.cfg.device)
     for layer, *indices in itertools.product(*map(range, shape)):
         chosen = dict(zip(axes, indices, strict=True))
         index = (slice(None), *(chosen.get(dimension, slice(None)) for dimension in dimensions))
@@ -64,8 +66,8 @@ def _patch_each(
 
         hook = get_act_name(name, layer), partial(restore, index=index)
         logits = model.run_with_hooks(corrupted_tokens, fwd_hooks=[hook])
-        values[(layer, *indices)] = float(patching_metric(logits))
-    return values
+        metrics[(layer, *indices)] = float(patching_metric(logits))
+    return metrics
 
 
 get_act_patch_resid_pre = partial(_patch_each, name="resid_pre", axes=("pos",))
@@ -86,46 +88,36 @@ get_act_patch_attn_head_pattern_all_pos = partial(_patch_each, name="pattern", a
 
 
 def get_act_patch_block_every(
-    model: HookedDecoder, corrupted_tokens: Tensor, clean_cache: ActivationCache, metric: Metric
-) -> Tensor:
-    """Patch the stream before each block, attention and MLP outputs, (3, layers, pos)."""
-    functions = get_act_patch_resid_pre, get_act_patch_attn_out, get_act_patch_mlp_out
-    arguments = model, corrupted_tokens, clean_cache, metric
-    return torch.stack([function(*arguments) for function in functions])
-
-
-def get_act_patch_attn_head_all_pos_every(
-    model: HookedDecoder, corrupted_tokens: Tensor, clean_cache: ActivationCache, metric: Metric
-) -> Tensor:
-    """Patch z, queries, keys, values and patterns of each head, (5, layers, heads).
-
-    Keys and values with fewer heads are padded with zeros.
-    """
-    return _every_part(model, corrupted_tokens, clean_cache, metric, ())
-
-
-def get_act_patch_attn_head_by_pos_every(
-    model: HookedDecoder, corrupted_tokens: Tensor, clean_cache: ActivationCache, metric: Metric
-) -> Tensor:
-    """Patch z, queries, keys, values and patterns at each position, (5, layers, pos, heads).
-
-    The position of a pattern is that of the query. Keys and values with fewer heads are padded with
-    zeros.
-    """
-    return _every_part(model, corrupted_tokens, clean_cache, metric, ("pos",))
-
-
-def _every_part(
     model: HookedDecoder,
     corrupted_tokens: Tensor,
     clean_cache: ActivationCache,
-    metric: Metric,
-    before: tuple[str, ...],
+    metric: LogitMetric,
 ) -> Tensor:
-    """Return the results of the five activations of each head, (5, layers, *before, heads)."""
+    """Return the metric of patches of block inputs, attentions and MLPs, (3, layers, pos)."""
+    run = partial(_patch_each, model, corrupted_tokens, clean_cache, metric, axes=("pos",))
+    return torch.stack([run(name=name) for name in ("resid_pre", "attn_out", "mlp_out")])
+
+
+def _patch_heads(
+    model: HookedDecoder,
+    corrupted_tokens: Tensor,
+    clean_cache: ActivationCache,
+    metric: LogitMetric,
+    *,
+    axes: tuple[str, ...],
+) -> Tensor:
+    """Return the metric of patches of z, q, k, v and patterns, (5, layers, *axes, heads).
+
+    `axes` is () or ("pos",). The position of a pattern is the position of the query. Keys and
+    values with fewer heads are padded with zeros.
+    """
     run = partial(_patch_each, model, corrupted_tokens, clean_cache, metric)
-    results = [run(name=name, axes=(*before, "head")) for name in ("z", "q", "k", "v")]
-    pattern = run(name="pattern", axes=_PATTERN[: 1 + len(before)])
-    results.append(pattern.mT if before else pattern)
+    results = [run(name=name, axes=(*axes, "head")) for name in ("z", "q", "k", "v")]
+    pattern = run(name="pattern", axes=_PATTERN[: 1 + len(axes)])
+    results.append(pattern.mT if axes else pattern)
     heads = model.cfg.n_heads
     return torch.stack([F.pad(result, (0, heads - result.shape[-1])) for result in results])
+
+
+get_act_patch_attn_head_all_pos_every = partial(_patch_heads, axes=())
+get_act_patch_attn_head_by_pos_every = partial(_patch_heads, axes=("pos",))

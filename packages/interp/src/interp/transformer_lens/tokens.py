@@ -31,8 +31,8 @@ class TextConversion:
     ) -> Tensor:
         """Return the token ids (batch, pos) of texts, padded on the tokenizer's `padding_side`.
 
-        Raises ValueError without a tokenizer, and if the tokenizer has no token for the padding or
-        for the BOS token that is to be prepended.
+        Raises ValueError without a tokenizer, for another `padding_side`, and if the tokenizer has
+        no padding token or BOS token although one is needed.
         """
         return self.tokens_and_mask(input, prepend_bos, padding_side)[0]
 
@@ -41,10 +41,11 @@ class TextConversion:
     ) -> tuple[Tensor, Tensor | None]:
         """Return the token ids of texts, and a mask (batch, pos) that is 0 at padding.
 
-        The mask is None if no text is padded.
+        The mask is None if no text is padded. Errors are those of `to_tokens`.
         """
-        encode = partial(self._tokenizer(), add_special_tokens=False)
-        rows = [token_ids(encode, text) for text in ([input] if isinstance(input, str) else input)]
+        encode = partial(self._require_tokenizer(), add_special_tokens=False)
+        texts = [input] if isinstance(input, str) else input
+        rows = [token_ids(encode, text) for text in texts]
         if self.default_prepend_bos if prepend_bos is None else prepend_bos:
             bos = self.tokenizer.bos_token_id
             if bos is None:
@@ -56,8 +57,8 @@ class TextConversion:
         padding = self._padding_token()
         if padding is None:
             raise ValueError(
-                f"the texts have {lengths} tokens, and the tokenizer has no padding "
-                "token; set tokenizer.pad_token, or pass texts of equal lengths"
+                f"the texts have {lengths} tokens, and the tokenizer has no padding token; set "
+                "tokenizer.pad_token, or pass texts of equal lengths"
             )
         side = padding_side or getattr(self.tokenizer, "padding_side", "right")
         if side not in ("left", "right"):
@@ -72,13 +73,13 @@ class TextConversion:
         return tokens, mask
 
     def require_no_left_padding(self, tokens: Tensor) -> None:
-        """Raise ValueError if token ids start with padding, as from `to_tokens` with texts."""
+        """Raise ValueError if token ids (batch, pos) start with padding, as `to_tokens` may add."""
         padding = self._padding_token()
         # A BOS token that is also the padding token may start a text once.
-        first = 1 if padding == getattr(self.tokenizer, "bos_token_id", None) else 0
-        start = tokens[:, : first + 1]
-        is_longer = start.shape[1] > first
-        if padding is not None and is_longer and bool((start == padding).all(-1).any()):
+        length = 2 if padding == getattr(self.tokenizer, "bos_token_id", None) else 1
+        start = tokens[:, :length]
+        has_start = start.shape[1] == length
+        if padding is not None and has_start and bool((start == padding).all(-1).any()):
             raise ValueError(
                 f"expected token ids without padding, got rows that start with the padding token "
                 f"{padding}; pass attention_mask=, or the texts"
@@ -91,14 +92,14 @@ class TextConversion:
     def to_string(self, tokens: Sequence[int] | int | Tensor) -> str | list[str]:
         """Return the text of token ids (pos,), or the texts of token ids (batch, pos)."""
         ids = torch.as_tensor(tokens)
-        decode = partial(self._tokenizer().decode, clean_up_tokenization_spaces=False)
+        decode = partial(self._require_tokenizer().decode, clean_up_tokenization_spaces=False)
         if ids.ndim == 2:
             return [decode(row) for row in ids.tolist()]
         text: str = decode(ids.reshape(-1).tolist())
         return text
 
     def to_str_tokens(self, input: Input, prepend_bos: bool | None = None) -> list[Any]:
-        """Return the text of each token; for several texts, return one list per text.
+        """Return the string of each token; for several texts, one list per text.
 
         For token ids (batch, pos), return one flat list.
         """
@@ -123,7 +124,8 @@ class TextConversion:
     ) -> int:
         """Return the "first" or "last" position of a token in one text, or in its token ids.
 
-        Raises ValueError if the text does not contain the token.
+        Raises ValueError if the text does not contain the token, for several texts, and for another
+        `mode`.
         """
         ids = input if isinstance(input, Tensor) else self.to_tokens(input, prepend_bos)
         if isinstance(single_token, str):
@@ -136,7 +138,7 @@ class TextConversion:
             )
         return int(positions[0 if mode == "first" else -1])
 
-    def _tokenizer(self) -> Any:
+    def _require_tokenizer(self) -> Any:
         if self.tokenizer is None:
             raise ValueError("a text needs a tokenizer; pass HookedDecoder(decoder, tokenizer)")
         return self.tokenizer

@@ -16,7 +16,7 @@ __all__ = ["get_act_name", "get_corner", "get_device", "test_prompt", "to_numpy"
 
 
 def to_numpy(values: Any) -> numpy.ndarray[Any, Any]:
-    """Return a tensor, a sequence or a number as an array; bfloat16 becomes float32."""
+    """Return a tensor, a sequence or a number as an array; bfloat16 is converted to float32."""
     if isinstance(values, Tensor):
         values = values.detach().cpu()
         values = values.float() if values.dtype == torch.bfloat16 else values
@@ -29,7 +29,7 @@ def get_corner(tensor: Tensor, n: int = 3) -> Tensor:
 
 
 def get_device() -> torch.device:
-    """Return the accelerator of this machine, or the CPU if there is none."""
+    """Return the current accelerator of this machine, or the CPU if none is available."""
     return torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
 
 
@@ -44,11 +44,12 @@ def test_prompt(  # Not a test of pytest.
 ) -> None:
     """Print the rank, logit and probability of each token of an answer, and the `top_k` tokens.
 
-    Of several answers, only the first tokens are compared.
+    Of several answers, only the first tokens are compared. With `print_details=False`, only the
+    ranks are printed.
     """
     answers = [answer] if isinstance(answer, str) else list(answer)
     if prepend_space_to_answer:
-        answers = [" " + text.removeprefix(" ") for text in answers]
+        answers = [f" {text.removeprefix(' ')}" for text in answers]
     prompt_tokens = model.to_tokens(prompt, prepend_bos)
     rows = [model.to_tokens(text, prepend_bos=False)[0] for text in answers]
     length = len(rows[0]) if len(rows) == 1 else 1
@@ -68,12 +69,14 @@ def test_prompt(  # Not a test of pytest.
         answer_ranks += list(zip(names, ranks[:, i].tolist(), strict=True))
         for row, (name, rank) in enumerate(answer_ranks[-len(names) :]):
             if print_details:
-                print(f"Answer: {_described(logits[row, i], int(step[row]), name)}, rank {rank}")
-        for number, token in enumerate(logits[0, i].topk(top_k).indices if print_details else ()):
+                text = _describe_token(logits[row, i], int(step[row]), name)
+                print(f"Answer: {text}, rank {rank}")
+        top_tokens = logits[0, i].topk(top_k).indices if print_details else ()
+        for number, token in enumerate(top_tokens):
             name = str(model.to_string(token))
-            print(f"Top {number}: {_described(logits[0, i], int(token), name)}")
+            print(f"Top {number}: {_describe_token(logits[0, i], int(token), name)}")
     print("Ranks of the answer tokens:", answer_ranks)
 
 
-def _described(logits: Tensor, token: int, name: str) -> str:
+def _describe_token(logits: Tensor, token: int, name: str) -> str:
     return f"|{name}| logit {logits[token]:.2f}, probability {logits.softmax(-1)[token]:.2%}"

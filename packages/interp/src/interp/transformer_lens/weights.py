@@ -10,10 +10,10 @@ from interp.decoder.modules.block import DecoderBlock
 from interp.decoder.modules.mlp import DecoderMLP
 
 
-def weights_of(decoder: Decoder) -> dict[str, Tensor]:
+def named_weights(decoder: Decoder) -> dict[str, Tensor]:
     """Return all weights by name, such as "blocks.0.attn.W_Q", in the layout of `x @ W`.
 
-    Norms, experts and latent attention are left out.
+    The weights of norms and experts, and the latent projections of DeepSeek, are left out.
     """
     weights = {"embed.W_E": decoder.embed.weight}
     if decoder.position is not None:
@@ -27,7 +27,8 @@ def weights_of(decoder: Decoder) -> dict[str, Tensor]:
 
 
 def _block_weights(block: DecoderBlock) -> dict[str, Tensor]:
-    weights, mlp = _attention_weights(block.attention), block.mlp
+    weights = _attention_weights(block.attention)
+    mlp = block.mlp
     if isinstance(mlp, DecoderMLP):
         weights |= {"mlp.W_in": mlp.up.weight.mT, "mlp.b_in": _bias(mlp.up)}
         weights |= {"mlp.W_out": mlp.down.weight.mT, "mlp.b_out": _bias(mlp.down)}

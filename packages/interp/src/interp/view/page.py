@@ -1,7 +1,7 @@
 """One HTML file with patterns, patching results, kinds of heads, the logit lens and attributions.
 
-The file contains its styles, script and data and fetches nothing. Patterns are stored as one byte
-per weight in base64, with an error of at most 1/510.
+The file contains its styles, script and data, and loads nothing from a network. Patterns are stored
+in base64 with one byte per weight, so the error of a weight is at most 1/510.
 """
 
 from __future__ import annotations
@@ -45,42 +45,42 @@ def view(
     Args:
         path: The file to write.
         tokens: Prompts, of which row `example` is shown, or the strings or ids of one sequence.
-            With `tokenizer`, strings are texts, of which text `example` is shown.
+            With `tokenizer`, a text or a list of texts, of which text `example` is shown.
         patterns: (batch, heads, seq, seq) or (heads, seq, seq) per layer.
         heads: The result of `detect_heads`.
         lens: The result of `logit_lens`.
         attributions: The result of `attribution`.
         patching: Values such as `recovered`, (layers, positions) or (layers, heads, positions).
-        vocabulary: The string of each token id; without it, ids are shown as `tokenizer.decode`
-            returns them, if it exists, or as numbers.
+        vocabulary: The string of each token id. By default, ids are shown as `tokenizer.decode`
+            returns them, or as numbers if there is no such method.
         tokenizer: A function from a text to token ids, or a tokenizer of transformers. Results for
             several texts must be those of the model called with `encode(tokenizer, texts)`.
         title: The title of the page.
         example: The batch row to show, for results with a batch dimension.
 
-    Raises ValueError for results whose number of positions differs from the number of tokens. Also
-    raises ValueError for patterns that attend to padding or have values outside 0 and 1. Raises
-    TypeError for a text without a tokenizer.
+    Raises ValueError for results whose number of positions differs from the number of tokens, and
+    for patterns that attend to padding or have weights below 0 or above 1. Raises TypeError for a
+    text without a tokenizer.
     """
     if isinstance(tokens, str) or tokenizer is not None:
         tokens = prompt_of(cast(Prompt | Texts, tokens), tokenizer)
-    name = _namer(vocabulary, tokenizer)
-    strings = _strings(tokens, name, example)
+    name_of = _namer(vocabulary, tokenizer)
+    strings = _token_strings(tokens, name_of, example)
     data: dict[str, object] = {"tokens": strings}
     if patterns is not None:
         mask = mask_of(tokens)[[example]] if isinstance(tokens, Mapping) else None
-        data["patterns"] = _patterns(patterns, example, len(strings), mask)
+        data["patterns"] = _encode_patterns(patterns, example, len(strings), mask)
     if heads is not None:
         data["heads"] = {
             "layers": _distinguishing_parts(list(heads.names)),
             "scores": {kind: scores.tolist() for kind, scores in heads.scores.items()},
             "chance": dict(heads.chance),
-            "p_values": {kind: values.tolist() for kind, values in heads.p_values.items()},
+            "p_values": {kind: p_values.tolist() for kind, p_values in heads.p_values.items()},
         }
     if patching is not None:
         data["patching"] = _heat_map(patching, strings)
     if lens is not None:
-        data["lens"] = _lens(lens, example, len(strings), name)
+        data["lens"] = _lens_table(lens, example, len(strings), name_of)
     if attributions is not None:
         terms = attributions.terms[:, example]
         _require_length("attributions", terms.shape[-1], len(strings))
@@ -102,21 +102,21 @@ def view(
     return path
 
 
-def _strings(
-    tokens: Texts | Sequence[int] | Prompt, name: Callable[[int], str], example: int
+def _token_strings(
+    tokens: Texts | Sequence[int] | Prompt, name_of: Callable[[int], str], example: int
 ) -> list[str]:
-    """Return the strings of one sequence, by `name` if it consists of ids; "" at padding."""
+    """Return the string of each token of one sequence, "" at padding; `name_of` converts ids."""
     if not isinstance(tokens, Tensor | Mapping):
-        return [token if isinstance(token, str) else name(token) for token in tokens]
+        return [token if isinstance(token, str) else name_of(token) for token in tokens]
     ids, mask = tokens_of(tokens), mask_of(tokens)
     if ids.ndim == 2:
         ids, mask = ids[example], mask[example]
     pairs = zip(ids.tolist(), mask.tolist(), strict=True)
-    return [name(token) if is_token else "" for token, is_token in pairs]
+    return [name_of(token) if is_token else "" for token, is_token in pairs]
 
 
 def _namer(vocabulary: Sequence[str] | None, tokenizer: Tokenizer | None) -> Callable[[int], str]:
-    """Return a function from a token id to its string, or to its number if it has no string."""
+    """Return a function from a token id to its string, or to its digits without any strings."""
     if vocabulary is not None:
         return vocabulary.__getitem__
     decode = getattr(tokenizer, "decode", None)
@@ -124,7 +124,7 @@ def _namer(vocabulary: Sequence[str] | None, tokenizer: Tokenizer | None) -> Cal
 
 
 def _heat_map(values: Tensor, tokens: list[str]) -> dict[str, Any]:
-    """Return the rows, columns, values and row label of a heat map of patches."""
+    """Return the rows, columns, values and row label of a heat map of patching results."""
     _require_length("the patches", values.shape[-1], len(tokens))
     indices = itertools.product(*map(range, values.shape[:-1]))
     rows = [".".join(map(str, index)) for index in indices]
@@ -136,12 +136,13 @@ def _heat_map(values: Tensor, tokens: list[str]) -> dict[str, Any]:
     }
 
 
-def _patterns(
+def _encode_patterns(
     patterns: Tensor | Sequence[Tensor] | Mapping[str, Tensor],
     example: int,
     length: int,
     mask: Tensor | None,
 ) -> list[dict[str, object]]:
+    """Return the name, the number of heads and the encoded weights of each pattern."""
     named = patterns
     if not isinstance(named, Mapping):
         named = {str(i): pattern for i, pattern in enumerate(named)}
@@ -167,29 +168,35 @@ def _patterns(
 
 def _distinguishing_parts(names: list[str]) -> list[str]:
     """Return names without common parts, such as 0 and 1 for blocks.0.mlp and blocks.1.mlp."""
-    parts = [name.split(".") for name in names]
-    if len(names) < 2 or len({len(p) for p in parts}) > 1:
+    split_names = [name.split(".") for name in names]
+    if len(names) < 2 or len({len(parts) for parts in split_names}) > 1:
         return names
-    differs = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
-    return [".".join(itertools.compress(p, differs)) for p in parts]
+    differs = [len(set(column)) > 1 for column in zip(*split_names, strict=True)]
+    return [".".join(itertools.compress(parts, differs)) for parts in split_names]
 
 
-def _lens(lens: Lens, example: int, length: int, name: Callable[[int], str]) -> dict[str, object]:
+def _lens_table(
+    lens: Lens, example: int, length: int, name_of: Callable[[int], str]
+) -> dict[str, object]:
+    """Return the predictions of each layer for one example."""
     tokens = lens.top_tokens[:, example]
     _require_length("lens", tokens.shape[1], length)
+    strings = []
+    for layer in tokens.tolist():
+        strings.append([[name_of(token) for token in row] for row in layer])
     return {
         "layers": list(lens.names),
-        "top": [[[name(i) for i in row] for row in layer] for layer in tokens.tolist()],
+        "top": strings,
         "probabilities": lens.top_probabilities[:, example].tolist(),
         "entropy": lens.entropy[:, example].tolist(),
         "kl": lens.kl_to_last[:, example].tolist(),
     }
 
 
-def _require_length(what: str, positions: int, length: int) -> None:
+def _require_length(label: str, positions: int, length: int) -> None:
     if positions != length:
         raise ValueError(
-            f"expected {what} for {length} tokens, got {positions} positions; pass the tokens of "
+            f"expected {label} for {length} tokens, got {positions} positions; pass the tokens of "
             "the recorded run"
         )
 

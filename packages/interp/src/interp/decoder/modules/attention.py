@@ -15,18 +15,18 @@ _LATENT_EPS = 1e-6
 
 
 class LatentProjection(nn.Module):
-    """A projection through a narrow, normalized layer: the latent attention of DeepSeek.
+    """A projection of DeepSeek's latent attention, through a narrow layer and a norm.
 
     The first dimensions of each key head come from `rotary` and are the same for all heads.
     """
 
-    bias = None
+    bias = None  # Callers read the bias of any projection.
 
     def __init__(self, weights: Weights, name: str, part: str, heads: int) -> None:
         super().__init__()
-        narrow = f"{name}.q" if part == "q" else f"{name}.kv"
-        self.down = weights.linear(f"{narrow}_down")
-        gain = weights.parameter(f"{narrow}_latent_norm.weight")
+        latent = f"{name}.q" if part == "q" else f"{name}.kv"
+        self.down = weights.linear(f"{latent}_down")
+        gain = weights.parameter(f"{latent}_latent_norm.weight")
         self.norm = nn.RMSNorm(len(gain), eps=_LATENT_EPS, device="meta")
         self.norm.weight = gain
         self.up = weights.linear(f"{name}.{part}_up")
@@ -34,7 +34,7 @@ class LatentProjection(nn.Module):
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return queries, keys or values (batch, seq, features)."""
+        """Return the queries, keys or values of all heads, (batch, seq, features)."""
         out: Tensor = self.up(self.norm(self.down(x)))
         return out if self.rotary is None else self._join(self.rotary(x), out, -1)
 
@@ -46,7 +46,7 @@ class LatentProjection(nn.Module):
 
     @property
     def weight(self) -> Tensor:
-        """The product of both projections and the norm's gains, without the division by the RMS."""
+        """The product of both projections and the norm's gains, without the norm's division."""
         product = self.up.weight @ (self.norm.weight[:, None] * self.down.weight)
         return product if self.rotary is None else self._join(self.rotary.weight, product, -2)
 
@@ -81,8 +81,8 @@ class DecoderAttention(nn.Module):
             self.sinks = weights.parameter(f"{name}.sinks.weight")
         self.kv_heads = max(1, self.k.out_features // self.d_head)
         sizes = self.q.out_features, self.k.out_features, self.v.out_features, self.o.in_features
-        #: The width of a head's values, which differs from `d_head` in DeepSeek.
-        self.d_value = sizes[3] // self.heads
+        #: The number of values per head, which differs from `d_head` in DeepSeek.
+        self.d_value = self.o.in_features // self.heads
         expected = (
             self.heads * self.d_head,
             self.kv_heads * self.d_head,
@@ -91,8 +91,9 @@ class DecoderAttention(nn.Module):
         )
         if sizes != expected or self.heads % self.kv_heads:
             raise ValueError(
-                f"{name}: q, k, v of {sizes[:3]} features and an output of {sizes[3]} are not "
-                f"{self.heads} heads of {self.d_head}, evenly shared"
+                f"{name}: expected q, k, v and the input of o to have {expected} features, for "
+                f"{self.heads} heads of {self.d_head} that share {self.kv_heads} key heads evenly, "
+                f"got {sizes}; check the number and size of the heads"
             )
         self.rotary = settings.rotary[layer]
 
@@ -114,8 +115,8 @@ class DecoderAttention(nn.Module):
         `position` is added to the input of queries and keys only. With a cache, `padding` and
         `position_ids` also cover the earlier tokens.
         """
-        located = x if position is None else x + position
-        q, k = self.q(located), self.k(located)
+        qk_input = x if position is None else x + position
+        q, k = self.q(qk_input), self.k(qk_input)
         v = self.v(x)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
@@ -135,34 +136,35 @@ class DecoderAttention(nn.Module):
         padding: Tensor | None = None,
         position_ids: Tensor | None = None,
     ) -> Tensor:
-        """Return the input of the softmax, (batch, heads, seq, keys), from the sites q and k.
+        """Return the input of the softmax, (batch, heads, seq, keys).
 
-        Queries are at the positions of the last keys. If `padding` (batch, keys) is True for a key,
-        only the query at the same position sees it, so that no row is empty. `position_ids`
-        (batch, keys) are the positions, by default the column indices. A sink adds one column.
+        `q` and `k` are activations of the sites q and k. The queries belong to the last keys. If
+        `padding` (batch, keys) is True for a key, only the query of the same token attends to it,
+        so that no row is empty. `position_ids` (batch, keys) are the positions, by default the
+        column indices. A sink adds one column.
         """
         q = self._norm_heads(self._clip(q), self.q_norm)
         k = self._norm_heads(self._clip(k), self.k_norm)
         column = torch.arange(k.shape[-2], device=q.device)
-        first = k.shape[-2] - q.shape[-2]
+        num_earlier = k.shape[-2] - q.shape[-2]
         positions = column if position_ids is None else position_ids[:, None]
         angles = self.angles_of(positions)
-        q = self.rotate(q, positions[..., first:], angles)
+        q = self.rotate(q, positions[..., num_earlier:], angles)
         k = self.rotate(k, positions, angles)
         k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [batch, heads, seq, d_head]
         scores = (q @ k.mT) * self.settings.scale
         if self.settings.alibi_slopes:
             slopes = torch.tensor(self.settings.alibi_slopes, dtype=q.dtype, device=q.device)
-            distance = positions[..., first:, None] - positions[..., None, :]
+            distance = positions[..., num_earlier:, None] - positions[..., None, :]
             scores = scores - slopes[:, None, None] * distance
         if cap := self.settings.score_cap:
             scores = (scores / cap).tanh() * cap
-        columns_back = column[first:, None] - column
-        hidden = columns_back < 0
+        distance_in_columns = column[num_earlier:, None] - column
+        hidden = distance_in_columns < 0
         if self.window is not None:
-            hidden = hidden | (columns_back >= self.window)
+            hidden = hidden | (distance_in_columns >= self.window)
         if padding is not None:
-            hidden = hidden | (padding[:, None, None, :] & (columns_back != 0))
+            hidden = hidden | (padding[:, None, None, :] & (distance_in_columns != 0))
         scores = scores.masked_fill(hidden, float("-inf"))
         if self.sinks is None:
             return scores
@@ -174,7 +176,8 @@ class DecoderAttention(nn.Module):
 
     def angles_of(self, positions: Tensor) -> tuple[float, ...]:
         """Return the rotary angles of a call whose keys have these positions."""
-        if self.rotary.original_length is None:  # Reading the positions would synchronize a GPU.
+        # Read the positions only if the angles depend on them, because this synchronizes a GPU.
+        if self.rotary.original_length is None:
             return self.rotary.angles
         return self.rotary.angles_at(int(positions.max()) + 1)
 
@@ -187,12 +190,12 @@ class DecoderAttention(nn.Module):
         if not angles:
             return x
         half = len(angles)
-        # The angles are not a buffer, because .bfloat16() would round them. At position 1,000, such
-        # rounding errors matter.
+        # The angles are not a buffer, because .bfloat16() would round them, and position 1,000
+        # multiplies the rounding errors.
         per_position = torch.tensor(angles, dtype=torch.float32, device=x.device)
-        angle = positions[..., None].float() * per_position  # [..., seq, half]
-        cos = (angle.cos() * self.rotary.scale).to(x.dtype)
-        sin = (angle.sin() * self.rotary.scale).to(x.dtype)
+        rotation = positions[..., None].float() * per_position  # [..., seq, half], in radians
+        cos = (rotation.cos() * self.rotary.scale).to(x.dtype)
+        sin = (rotation.sin() * self.rotary.scale).to(x.dtype)
         rotated, unrotated = x.split([2 * half, x.shape[-1] - 2 * half], dim=-1)
         if self.settings.interleaved:
             left, right = rotated[..., ::2], rotated[..., 1::2]
@@ -219,7 +222,7 @@ class DecoderAttention(nn.Module):
         return qk_circuit(self.q.weight, rotated, heads=self.heads, kv_heads=self.kv_heads)
 
     def ov(self) -> LowRank:
-        """Return W_OV of the heads."""
+        """Return W_OV of the heads, without biases."""
         return ov_circuit(self.v.weight, self.o.weight, heads=self.heads, kv_heads=self.kv_heads)
 
     def _split_heads(self, x: Tensor) -> Tensor:
@@ -227,7 +230,7 @@ class DecoderAttention(nn.Module):
         return heads
 
     def _norm_heads(self, x: Tensor, norm: nn.Module) -> Tensor:
-        """Split into heads; normalize each head (Qwen 3) or all heads together (OLMo 2)."""
+        """Split `x` into heads, and normalize each head (Qwen 3) or all heads jointly (OLMo 2)."""
         gain = getattr(norm, "weight", None)
         if gain is not None and len(gain) == x.shape[-1]:
             return self._split_heads(norm(x))

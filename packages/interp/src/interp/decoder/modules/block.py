@@ -24,7 +24,7 @@ class DecoderBlock(nn.Module):
         # Parallel blocks with one norm (Phi, GPT-J, Cohere) use it for attention and MLP.
         is_shared = settings.parallel and f"{name}.norm2" not in weights
         norm2 = f"{name}.norm1" if is_shared else f"{name}.norm2"
-        # The site of the stream between attention and MLP, which parallel blocks do not have.
+        #: The site of the stream between attention and MLP, which parallel blocks do not have.
         self.mid = None if settings.parallel else nn.Identity()
         self.norm2 = weights.stream_norm(norm2, settings)
         self.mlp: nn.Module
@@ -44,7 +44,7 @@ class DecoderBlock(nn.Module):
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Map the residual stream (batch, seq, d_model) to the stream after the block."""
+        """Return the stream after the block; the arguments are those of `DecoderAttention`."""
         heads = self.attention(self.norm1(x), padding, position, position_ids, cache)
         after_attention = x + self.attention_out(heads)
         if self.mid is not None:

@@ -1,4 +1,4 @@
-"""Keys and values of earlier tokens."""
+"""The cache of keys and values, for calls of a decoder with new tokens only."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ class Cache:
         self.padding: Tensor | None = None
 
     def get_seq_length(self) -> int:
-        """Return the number of tokens."""
+        """Return the number of tokens per row in the cache."""
         return 0 if self.position_ids is None else self.position_ids.shape[1]
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Append new keys and values to those of a layer; return both, (batch, tokens, features).
 
-        The result is stored in `pending` until `commit`.
+        Both are stored in `pending` until `commit`.
         """
         if layer in self.layers:
             k, v = (torch.cat(pair, 1) for pair in zip(self.layers[layer], (k, v), strict=True))
@@ -45,7 +45,9 @@ class Cache:
         """Raise ValueError if the tokens in the cache have another number of rows."""
         if self.position_ids is not None and len(self.position_ids) != rows:
             expected = len(self.position_ids)
-            raise ValueError(f"expected {expected} rows of tokens, as in the cache, got {rows}")
+            raise ValueError(
+                f"expected {expected} rows as in the cache, got {rows}; use a new Cache()"
+            )
 
     def require_same_padding(self, padding: Tensor) -> None:
         """Raise ValueError if `padding` (batch, tokens) differs at the tokens of the cache."""
@@ -53,12 +55,12 @@ class Cache:
         expected = torch.zeros_like(earlier) if self.padding is None else self.padding
         if not torch.equal(earlier, expected):
             raise ValueError(
-                "attention_mask differs from that of the earlier calls at the tokens in the cache; "
-                "their keys and values were computed with the earlier mask: extend that mask"
+                "attention_mask differs from that of the earlier calls at the tokens in the cache, "
+                "whose keys and values were computed with the earlier mask; append to that mask"
             )
 
     def commit(self, decoder: nn.Module, position_ids: Tensor, padding: Tensor | None) -> None:
-        """Store the keys and values of a call that reached the last layer."""
+        """Move the keys and values of a completed call from `pending` to `layers`."""
         self.decoder = ref(decoder)
         self.layers, self.position_ids = self.pending, position_ids
         self.padding = padding if padding is not None and bool(padding.any()) else None

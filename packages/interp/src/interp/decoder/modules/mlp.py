@@ -46,7 +46,7 @@ class DecoderMLP(nn.Module):
         self.up, self.down = weights.linear(f"{name}.up"), weights.linear(f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
-        """Map (..., d_model) to (..., d_model), each position separately."""
+        """Return the output (..., d_model) for `x` (..., d_model)."""
         up = self.up(x)
         if self.gate is None:
             inner = self.act(up)
@@ -61,13 +61,13 @@ class DecoderMLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture of experts: a router chooses MLPs per token, and one shared MLP may be added."""
+    """A mixture of experts: a router chooses MLPs per token. A shared MLP may be added."""
 
     def __init__(self, weights: Weights, name: str, settings: Settings) -> None:
         super().__init__()
         self.settings = settings
         self.router = weights.linear(f"{name}.router")
-        #: A correction of the probabilities that choose experts; it does not affect their weights.
+        #: A term that is added to the probabilities to choose experts, but not to weight them.
         self.correction = None
         if f"{name}.correction.bias" in weights.tensors:
             self.correction = weights.parameter(f"{name}.correction.bias")
@@ -80,15 +80,15 @@ class Experts(nn.Module):
             self.shared = DecoderMLP(weights, f"{name}.shared", settings)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the sum of the chosen experts, weighted by the router, and of the shared MLP."""
+        """Return the weighted sum of the outputs of the chosen experts, plus the shared MLP."""
         weights, chosen = self._choose(x)
         out = torch.zeros_like(x)
         for i, expert in enumerate(self.experts):
             is_chosen = chosen == i  # [batch, seq, used]
-            tokens = is_chosen.any(-1)
-            if bool(tokens.any()):
-                weight = (weights * is_chosen).sum(-1)[tokens].to(x.dtype)
-                out[tokens] += weight[:, None] * expert(x[tokens])
+            uses_expert = is_chosen.any(-1)
+            if bool(uses_expert.any()):
+                weight = (weights * is_chosen).sum(-1)[uses_expert].to(x.dtype)
+                out[uses_expert] += weight[:, None] * expert(x[uses_expert])
         if self.shared is not None:
             out = out + self.shared(x)
         return out
@@ -105,10 +105,10 @@ class Experts(nn.Module):
         ranked = probabilities if self.correction is None else probabilities + self.correction
         if options.expert_groups > 1:
             groups = ranked.unflatten(-1, (options.expert_groups, -1))
-            # DeepSeek V3 ranks a group by its two best experts, and V2 by the best one.
-            best = groups.topk(2 if is_sigmoid else 1, dim=-1).values.sum(-1)
-            used = best.topk(options.expert_groups_used, dim=-1).indices
-            is_hidden = torch.ones_like(best, dtype=torch.bool).scatter(-1, used, False)
+            # DeepSeek V3 ranks a group by its two best experts, and V2 by the best expert.
+            group_scores = groups.topk(2 if is_sigmoid else 1, dim=-1).values.sum(-1)
+            used = group_scores.topk(options.expert_groups_used, dim=-1).indices
+            is_hidden = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, used, False)
             ranked = groups.masked_fill(is_hidden[..., None], float("-inf")).flatten(-2)
         chosen = ranked.topk(options.experts_used, dim=-1).indices
         weights = probabilities.gather(-1, chosen)
@@ -118,8 +118,8 @@ class Experts(nn.Module):
 
 
 class NoMLP(nn.Module):
-    """A placeholder for the MLP of an attention-only model. It adds zeros."""
+    """A placeholder for the MLP of an attention-only model. Its output is zero."""
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return zeros."""
+        """Return zeros of the shape of `x`."""
         return torch.zeros_like(x)

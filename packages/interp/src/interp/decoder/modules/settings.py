@@ -11,7 +11,9 @@ from interp.decoder.rotary import Rotary
 class Settings:
     """Properties of a decoder that the names and shapes of its weights do not determine."""
 
+    #: The number of query heads per layer.
     heads: int
+    #: The number of features of each query and key.
     d_head: int
     #: The scale of the scores, before the cap.
     scale: float
@@ -19,6 +21,7 @@ class Settings:
     rotary: tuple[Rotary, ...]
     #: For each layer, the size of the sliding window, or None.
     windows: tuple[int | None, ...]
+    #: The epsilon of all norms, except those inside latent attention.
     eps: float = 1e-5
     #: True for layer norm, which subtracts the mean; False for RMS norm.
     centered: bool = False
@@ -35,18 +38,23 @@ class Settings:
     positions_skip_padding: bool = False
     #: True if the MLP reads the block's input instead of the stream after the attention.
     parallel: bool = False
+    #: If not None, scores become cap * tanh(scores / cap) (Gemma 2).
     score_cap: float | None = None
+    #: If not None, logits become cap * tanh(logits / cap) (Gemma 2).
     logit_cap: float | None = None
     #: The largest absolute value of queries, keys and values, which are clamped (OLMo 1).
     clip: float | None = None
     #: The bound of gate and up projections (gpt-oss); 1 is then also added to the up projection.
     mlp_clip: float | None = None
+    #: The number of experts per token; 0 without experts.
     experts_used: int = 0
+    #: True if the weights of the chosen experts are divided by their sum.
     experts_sum_to_one: bool = True
     #: The scale of the chosen experts' outputs.
     experts_scale: float = 1.0
-    #: The number of groups of experts, and the number that a token may use (DeepSeek).
+    #: The number of groups of experts (DeepSeek).
     expert_groups: int = 1
+    #: The number of groups that a token may use.
     expert_groups_used: int = 1
     #: The function that is applied to router logits: "sigmoid" (DeepSeek V3) or "softmax".
     router: str = "softmax"
@@ -60,12 +68,12 @@ class Settings:
 class Comparison:
     """One comparison of a decoder with the described model, under random weights."""
 
-    #: "small", "large", "huge", "random", "window", "rotation", "padded" or "positions"; see
-    #: `interp.decoder.verify`.
+    #: The name, such as "padded"; see `interp.decoder.verify`.
     name: str
     #: The number of tokens.
     length: int
     #: The largest RMS error of a position's logits, divided by the standard deviation of all
     #: logits.
     error: float
+    #: The largest accepted error.
     tolerance: float

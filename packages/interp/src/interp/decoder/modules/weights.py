@@ -30,10 +30,10 @@ class Weights:
         return f"{name}.weight" in self.tensors
 
     def parameter(self, name: str) -> nn.Parameter:
-        """Return a tensor as a parameter that shares its memory."""
+        """Return a parameter that shares the memory of a tensor; raise ValueError without it."""
         if name not in self.tensors:
             names = ", ".join(sorted(self.tensors))
-            raise ValueError(f"the decoder has no {name}; found: {names}")
+            raise ValueError(f"expected a tensor {name}, got only {names}; add it")
         self.used.add(name)
         return nn.Parameter(self.tensors[name].detach(), requires_grad=False)
 

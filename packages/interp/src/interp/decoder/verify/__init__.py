@@ -9,15 +9,12 @@ logits:
     large      large scores and activations, which reach caps and clamps
     huge       scores of thousands, which exceed the value of a mask that is not -inf
     random     scores with a standard deviation of 2.5, for one token and for the whole context
-    window     the same scores, if a window exceeds the context, with all windows reduced
-    rotation   the same scores, if long texts have other rotary angles, with position ids up to the
-               original length, one beyond, and at twice this length
-    padded     the same scores, with padding before, between and after tokens, if the model accepts
-               a mask
-    positions  the same padding, with position ids that do not count it, if the model accepts them
+    window     the same scores, with all windows reduced, if no text exceeds the model's window
+    rotation   the same scores, if long texts have other rotary angles, with position ids that end
+               at the original length, one position later, and at twice this length
+    padded     the same scores, with padding before, between and after tokens
+    positions  the same padding, with position ids that do not count it
 
-A bound that neither these comparisons nor the model's own weights reach is not detected.
-
-Consecutive comparisons with the same scale reuse the weights, because drawing the weights of a
-large model takes as long as a short forward pass.
+The last three are left out if the model does not accept these arguments. A bound that neither
+these comparisons nor the model's own weights reach is not detected.
 """

@@ -1,4 +1,4 @@
-"""The comparison of candidate settings with a model, under each kind of random weights.
+"""The comparison of candidate settings with a model, under random weights of each scale.
 
 A candidate is a `Settings`. The description of a candidate is the `Decoder` with these settings. A
 probe is one call of the model and of each description, with equal weights and arguments.
@@ -7,7 +7,6 @@ probe is one call of the model and of each description, with equal weights and a
 from __future__ import annotations
 
 import itertools
-import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,10 +27,11 @@ Build = Callable[[Mapping[str, Tensor], Settings], Decoder]
 
 #: The largest number of tokens that is verified unless the caller passes `context`.
 _DEFAULT_CONTEXT = 1024
-#: The compute budget of the longest probe in FLOPs: large models are verified on shorter sequences,
+#: The number of FLOPs that the longest probe may need: large models are verified on shorter texts,
 #: of at least `_MIN_CONTEXT` tokens.
 _FORWARD_FLOPS = 3e11
 _MIN_CONTEXT = 128
+#: The number of tokens of most probes.
 _SHORT_LENGTH = 16
 
 #: A stream whose mean square, 9e-6, is about the epsilon of the norms, so that a wrong epsilon
@@ -60,7 +60,7 @@ class Probe:
     rows: int = 1
     #: The attention mask and the position ids of the call, both (rows, length), if any.
     arguments: Mapping[str, Tensor] = field(default_factory=dict)
-    #: The size of the sliding windows during the call, or None to keep their sizes.
+    #: The size of the sliding windows during the call, or None for the sizes of the model.
     window: int | None = None
     #: The largest accepted `distance`. Rounding errors of Llama and Qwen 3 MoE with 48 layers are
     #: below 7e-6.
@@ -82,12 +82,12 @@ def matching_settings(
     Args:
         model: The model that is described.
         tensors: The weights of the model by name.
-        roles: The canonical name of each tensor.
+        roles: The role of each tensor, as from `roles_of`.
         candidates: The settings to try, with equal numbers of layers, heads and experts. The random
             weights are scaled for the first one.
         build: A function that creates the description of a candidate from tensors.
-        constants: The numbers that the description folds into the weights; `gain_offset` is added
-            to the gains of norms (1 in Gemma).
+        constants: The constants that `build` folds into the weights. The model adds their
+            `gain_offset` to the gains of norms (1 in Gemma).
 
     The returned settings have the largest verified number of tokens as their `context`. Raises
     ValueError if no candidate passes.
@@ -98,22 +98,22 @@ def matching_settings(
     comparisons = []
     descriptions = _Descriptions(random_weights, build)
     with evaluating(model):
-        context = _context(model, tensors, roles, candidates[0])
-        for probe in _probes(model, candidates[0], context):
+        context = _choose_context(model, tensors, roles, candidates[0])
+        for probe in _list_probes(model, candidates[0], context):
             for seed in seeds:
-                errors = list(_errors(model, descriptions, probe, seed, candidates))
+                errors = list(_compute_errors(model, descriptions, probe, seed, candidates))
                 if min(errors) <= probe.tolerance:
                     break
             else:
                 raise ValueError(
-                    f"no description of this {type(model).__name__} has its logits: in the "
-                    f"{probe.name} comparison of {probe.length} tokens, the nearest deviates by "
-                    f"{min(errors):.2g} of their size, expected at most {probe.tolerance:.2g}; "
-                    "pass the properties of the model as settings (eps=, activation=, "
-                    "rope_theta=, scale=, windows=, ...)"
+                    f"no description of this {type(model).__name__} reproduces its logits: in the "
+                    f"{probe.name} comparison of {probe.length} tokens, the smallest relative "
+                    f"error is {min(errors):.2g}, expected at most {probe.tolerance:.2g}; pass the "
+                    "properties of the model as settings (eps=, activation=, rope_theta=, scale=, "
+                    "windows=, ...)"
                 )
-            matches = [error <= probe.tolerance for error in errors]
-            candidates = list(itertools.compress(candidates, matches))
+            passed = [error <= probe.tolerance for error in errors]
+            candidates = list(itertools.compress(candidates, passed))
             comparisons.append(Comparison(probe.name, probe.length, min(errors), probe.tolerance))
     return replace(candidates[0], context=context), tuple(comparisons)
 
@@ -121,9 +121,9 @@ def matching_settings(
 class _Descriptions:
     """The descriptions of candidates under the latest random weights.
 
-    Successive probes with the same scale and seed share the weights and the latest description. The
-    description may have copies of weights, so it is freed before the next draw and before another
-    description is built.
+    Successive probes with the same scale and seed share the weights, and the latest description if
+    its settings are equal. A description may have copies of weights, so it is freed before the next
+    draw and before another description is built.
     """
 
     def __init__(self, random_weights: RandomWeights, build: Build) -> None:
@@ -133,65 +133,63 @@ class _Descriptions:
         self._latest: tuple[Settings, Decoder] | None = None
 
     def draw(self, scale: Scale, seed: int) -> dict[str, Tensor]:
-        """Return the random weights of a scale, and use them for the descriptions that follow."""
+        """Return the random weights of a scale; draw them unless they were drawn last."""
         if self._drawn is None or self._drawn[:2] != (scale, seed):
-            # The earlier weights are freed before new ones are allocated.
-            self._latest = self._drawn = None
+            # The earlier weights are freed before the new weights are allocated.
+            self._latest = None
+            self._drawn = None
             self._drawn = scale, seed, self.random_weights.draw(scale, seed)
         return self._drawn[2]
 
-    def decoder(self, weights: Mapping[str, Tensor], candidate: Settings) -> Decoder:
-        """Return the description of a candidate with the latest weights."""
+    def build(self, weights: Mapping[str, Tensor], candidate: Settings) -> Decoder:
+        """Return the description of a candidate with the latest random weights, `weights`."""
         if self._latest is None or self._latest[0] != candidate:
             self._latest = None
             self._latest = candidate, self._build(weights, candidate)
         return self._latest[1]
 
 
-def _errors(
+def _compute_errors(
     model: nn.Module,
     descriptions: _Descriptions,
     probe: Probe,
     seed: int,
     candidates: Sequence[Settings],
 ) -> Iterator[float]:
-    """Yield the `distance` between the logits of each description and those of the model."""
+    """Yield the `distance` between the logits of each description and the model's logits."""
     weights = descriptions.draw(probe.scale, seed)
     random_weights = descriptions.random_weights
-    tokens = _tokens(random_weights.vocabulary, probe, seed, random_weights.device)
+    tokens = _draw_tokens(random_weights.vocabulary, probe, seed, random_weights.device)
     if any(rotary.original_length for rotary in candidates[0].rotary):
-        # Models with dynamic scaling keep the angles of the longest text until the next short text.
+        # Models with dynamic scaling use the angles of the longest text until the next short text.
         compute_logits(model, tokens[:, :1], weights=weights)
-    with _windows_of(model, probe.window):
+    with _windows_set_to(probe.window, model):
         expected = compute_logits(model, tokens, weights=weights, **probe.arguments)
     for candidate in candidates:
         if probe.window is not None:
             windows = tuple(window and probe.window for window in candidate.windows)
             candidate = replace(candidate, windows=windows)
-        with warnings.catch_warnings():
-            # A padded probe without position ids tests the model's default, which may count
-            # padding. The decoder warns of such positions.
-            warnings.simplefilter("ignore", UserWarning)
-            logits = descriptions.decoder(weights, candidate)(tokens, **probe.arguments)
-        error = distance(logits, expected, probe.arguments.get("attention_mask"))
-        yield float("inf") if math.isnan(error) else error
+        logits = descriptions.build(weights, candidate)(tokens, **probe.arguments)
+        yield distance(logits, expected, probe.arguments.get("attention_mask"))
 
 
 def distance(ours: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
     """Return the largest RMS error of a position, relative to the standard deviation of `expected`.
 
-    Positions at which `mask` is 0 are ignored.
+    Positions at which `mask` is 0 are ignored. The result is inf if logits are nan. Raises
+    ValueError if the shapes differ.
     """
     if ours.shape != expected.shape:
         raise ValueError(
-            f"the model returns {tuple(expected.shape)} instead of logits {tuple(ours.shape)}; "
+            f"expected logits {tuple(ours.shape)} from the model, got {tuple(expected.shape)}; "
             "describe the model that has the unembedding"
         )
     visible = torch.ones(ours.shape[:2], device=ours.device) if mask is None else mask
     ours, expected = ours[visible.bool()].float(), expected[visible.bool()].float()
-    size = (expected - expected.mean()).square().mean().sqrt()
-    size = size.clamp_min(torch.finfo(size.dtype).tiny)
-    return float((ours - expected).square().mean(-1).sqrt().max() / size)
+    std = (expected - expected.mean()).square().mean().sqrt()
+    std = std.clamp_min(torch.finfo(std.dtype).tiny)
+    error = (ours - expected).square().mean(-1).sqrt().max() / std
+    return float(error.nan_to_num(float("inf"), float("inf")))
 
 
 def compute_logits(
@@ -201,35 +199,32 @@ def compute_logits(
     weights: Mapping[str, Tensor] | None = None,
     **arguments: Any,
 ) -> Tensor:
-    """Return the model's logits.
+    """Return the model's logits (batch, seq, vocabulary).
 
-    If passed, `weights` replace the parameters, and floating-point buffers are cast to float32,
-    except rotary frequencies.
+    If `weights` are passed, they replace the parameters during the call, and floating-point buffers
+    except rotary frequencies are replaced by float32 copies.
     """
     if has_argument(model, "use_cache"):
         arguments["use_cache"] = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        if weights is None:
-            out = model(tokens, **arguments)
-        else:
-            # Leave out the rotary frequencies: the model sets them, and may round or replace them.
-            buffers = {
-                name: buffer.float() if buffer.is_floating_point() else buffer
-                for name, buffer in model.named_buffers(remove_duplicate=False)
-                if not name.endswith("inv_freq")
-            }
-            # A shared module has several names, and named_modules() lists the first of them. The
-            # tensors are replaced under the first name only. If they were replaced under a second
-            # name too, functional_call would find the random weights there. It would take them for
-            # the original ones, and restore them at the end.
-            unique_names = dict(model.named_modules())
-            swapped = {
-                name: tensor
-                for name, tensor in {**buffers, **weights}.items()
-                if name.rpartition(".")[0] in unique_names
-            }
-            out = functional_call(model, swapped, (tokens,), arguments, tie_weights=False)
+    if weights is None:
+        out = model(tokens, **arguments)
+    else:
+        # The rotary frequencies are left out, because the model may replace or round them.
+        buffers = {
+            name: buffer.float() if buffer.is_floating_point() else buffer
+            for name, buffer in model.named_buffers(remove_duplicate=False)
+            if not name.endswith("inv_freq")
+        }
+        # named_modules() lists a shared module once. Were its weights replaced under a second name
+        # too, functional_call would save the random weights there as the original ones, and
+        # restore them at the end.
+        module_names = dict(model.named_modules())
+        swapped = {
+            name: tensor
+            for name, tensor in {**buffers, **weights}.items()
+            if name.rpartition(".")[0] in module_names
+        }
+        out = functional_call(model, swapped, (tokens,), arguments, tie_weights=False)
     if isinstance(out, Tensor):
         return out
     logits: Tensor = out["logits"] if "logits" in out else out[0]
@@ -238,12 +233,14 @@ def compute_logits(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put every module into evaluation mode without autocast, and restore its mode on exit."""
+    """Put all modules into evaluation mode, without autocast and warnings; restore it on exit."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     device = next(model.parameters()).device.type
     try:
-        with torch.autocast(device, enabled=False):
+        # Padded probes without position ids test default positions, of which the decoder warns.
+        with torch.autocast(device, enabled=False), warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
             yield
     finally:
         for module, mode in modes:
@@ -251,28 +248,27 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _windows_of(model: nn.Module, size: int | None) -> Iterator[None]:
-    """Set the sliding windows of all modules and configurations to `size`; restore them on exit."""
+def _windows_set_to(size: int | None, model: nn.Module) -> Iterator[None]:
+    """Set all sliding windows of a model to `size`, unless it is None; restore them on exit."""
     modules = list(model.modules())
     owners: list[Any] = [*modules, *(getattr(module, "config", None) for module in modules)]
-    windows = [
-        (owner, owner.sliding_window)
-        for owner in {id(owner): owner for owner in owners}.values()
-        if size is not None and isinstance(getattr(owner, "sliding_window", None), int)
-    ]
+    windows: dict[int, tuple[Any, int]] = {}  # By id, because modules share configurations.
+    for owner in owners:
+        if size is not None and isinstance(getattr(owner, "sliding_window", None), int):
+            windows[id(owner)] = owner, owner.sliding_window
     try:
-        for owner, _ in windows:
+        for owner, _ in windows.values():
             owner.sliding_window = size
         yield
     finally:
-        for owner, window in windows:
+        for owner, window in windows.values():
             owner.sliding_window = window
 
 
-def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
+def _list_probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
     """Return the probes of texts of up to `context` tokens; a description must pass all of them.
 
-    Probes of one scale are adjacent, because `_Descriptions.draw` keeps only the latest weights.
+    Probes of one scale are adjacent, because `_Descriptions.draw` stores only the latest weights.
     """
     short = min(_SHORT_LENGTH, context)
     # Half of the tokens suffice to show which mask and which position ids the model uses.
@@ -280,9 +276,9 @@ def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
     probes = [
         Probe(name="small", scale=_SMALL, length=short),
         # Large scores amplify rounding errors. The logit errors of DeepSeek V3 with 3 layers reach
-        # 1.1e-5, and those of deeper models are larger.
+        # 1.1e-5, and the errors of deeper models are larger.
         Probe(name="large", scale=_LARGE, length=short, tolerance=2e-3),
-        # A first token attends to masked keys if its score for itself is below the mask value.
+        # The first token attends to masked keys if its own score is below the value of the mask.
         Probe(name="huge", scale=_HUGE, length=min(4, short), rows=2),
         Probe(name="random", length=1, rows=2),
     ]
@@ -290,20 +286,20 @@ def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
         probes.append(Probe(name="random", length=context))
     window = getattr(getattr(model, "config", None), "sliding_window", None)
     if window in settings.windows and window is not None and window >= context and short > 4:
-        # No text exceeds the model's window. The code of a smaller window is the same.
+        # No text exceeds the model's window, and a smaller window is computed by the same code.
         probes.append(Probe(name="window", length=short, window=short // 3))
     device = next(model.parameters()).device
     takes_positions = has_argument(model, "position_ids")
     for original in {rotary.original_length for rotary in settings.rotary}:
         if original is not None and takes_positions:
-            # Position ids show the angles of long texts without long texts.
+            # Large position ids show the angles of long texts in a short text.
             length = min(half, original)
-            for end in (original, original + 1, 2 * original):
-                position_ids = torch.arange(end - length, end, device=device)[None]
+            for stop in (original, original + 1, 2 * original):
+                position_ids = torch.arange(stop - length, stop, device=device)[None]
                 arguments = {"position_ids": position_ids}
                 probes.append(Probe(name="rotation", length=length, arguments=arguments))
     if has_argument(model, "attention_mask") and short > 4:
-        mask = _mask(half, device)
+        mask = _padding_mask(half, device)
         arguments = {"attention_mask": mask}
         probes.append(Probe(name="padded", length=half, rows=2, arguments=arguments))
         if takes_positions:
@@ -312,18 +308,15 @@ def _probes(model: nn.Module, settings: Settings, context: int) -> list[Probe]:
     return probes
 
 
-def _context(
-    model: nn.Module,
-    tensors: Mapping[str, Tensor],
-    roles: Mapping[str, str],
-    candidate: Settings,
+def _choose_context(
+    model: nn.Module, tensors: Mapping[str, Tensor], roles: Mapping[str, str], candidate: Settings
 ) -> int:
     """Return the number of tokens up to which descriptions are verified.
 
-    This is the `context` that the caller of `describe` has passed. Otherwise it is the largest
+    This is the `context` that the caller of `describe` has passed. By default, it is the largest
     number that the model supports and that costs at most `_FORWARD_FLOPS`. The default is at most
-    `_DEFAULT_CONTEXT`, and at least `_MIN_CONTEXT` if the model supports it. Raises ValueError if
-    the model has fewer learned positions than the requested context.
+    `_DEFAULT_CONTEXT`, and at least `_MIN_CONTEXT` if the model supports it. Raises ValueError for
+    a requested context below 1 or above the number of learned positions.
     """
     config = getattr(model, "config", None)
     configured = getattr(config, "max_position_embeddings", None) or getattr(
@@ -337,24 +330,23 @@ def _context(
     if requested is not None:
         # Models with rotary positions accept more tokens than their configuration names.
         if not 1 <= requested <= min([requested, *limits]):
-            most = f" and at most {min(limits)}" if limits else ""
+            limit = f" and at most {min(limits)} (learned positions)" if limits else ""
             raise ValueError(
-                f"expected a context of at least 1{most}, got {requested}; learned positions limit "
-                "the context"
+                f"expected a context of at least 1{limit}, got {requested}; pass another context="
             )
         return requested
-    # A weight with two names, such as a tied embedding, counts once.
+    # A weight with two names, such as a tied embedding, is counted once.
     parameters = sum({id(tensor): tensor.numel() for tensor in tensors.values()}.values())
     # A forward pass computes about two FLOPs per parameter and token.
     affordable = int(_FORWARD_FLOPS / (2 * max(1, parameters)))
     if isinstance(configured, int):
         limits.append(configured)
     context = min(_DEFAULT_CONTEXT, max(_MIN_CONTEXT, affordable), *limits)
-    # Without a known number of positions, the model is called to learn which lengths it accepts.
-    return context if limits else _accepted_length(model, context)
+    # If the number of positions is unknown, calls of the model show which lengths it accepts.
+    return context if limits else _find_accepted_length(model, context)
 
 
-def _accepted_length(model: nn.Module, length: int) -> int:
+def _find_accepted_length(model: nn.Module, length: int) -> int:
     """Return the largest of `length`, `length // 2`, `length // 4`, ... that the model accepts."""
     device = next(model.parameters()).device
     try:
@@ -362,15 +354,15 @@ def _accepted_length(model: nn.Module, length: int) -> int:
     except (RuntimeError, ValueError, IndexError, AssertionError):
         if length == 1:
             raise
-        return _accepted_length(model, length // 2)
+        return _find_accepted_length(model, length // 2)
     return length
 
 
-def _tokens(vocabulary: int, probe: Probe, seed: int, device: torch.device) -> Tensor:
-    """Return random token ids (rows, length); long sequences include special tokens."""
+def _draw_tokens(vocabulary: int, probe: Probe, seed: int, device: torch.device) -> Tensor:
+    """Return random token ids (rows, length); long texts include the ids of special tokens."""
     generator = torch.Generator("cpu").manual_seed(seed)
-    size = (probe.rows, probe.length)
-    tokens = torch.randint(vocabulary, size, generator=generator, device="cpu")
+    shape = (probe.rows, probe.length)
+    tokens = torch.randint(vocabulary, shape, generator=generator, device="cpu")
     # Models reserve the first or the last ids for padding and for the end of a text.
     special = torch.tensor([0, 1, 2, 3, -1, -2], device="cpu") % vocabulary
     if probe.length > 3 * len(special):
@@ -378,11 +370,11 @@ def _tokens(vocabulary: int, probe: Probe, seed: int, device: torch.device) -> T
     return tokens.to(device)
 
 
-def _mask(length: int, device: torch.device) -> Tensor:
+def _padding_mask(length: int, device: torch.device) -> Tensor:
     """Return an attention mask (2, length) with padding before, between and after tokens."""
     mask = torch.ones(2, length, dtype=torch.long, device=device)
     mask[0, : length // 3] = 0
-    # Padding on the left only shifts all positions, which rotary scores do not show. Padding
+    # Padding on the left only shifts all positions, which does not change rotary scores. Padding
     # between tokens shows which positions and which mask the model uses.
     mask[0, 2 * length // 3] = 0
     mask[1, -(length // 4) :] = 0

@@ -21,7 +21,7 @@ from torch import Tensor
 from interp.decoder.modules.settings import Settings
 from interp.decoder.names import is_norm_role
 
-#: The distance between the offsets of successive weights in a buffer. It is a prime, so that
+#: The distance between the offsets of successive weights in a buffer. It is a prime number, so that
 #: neighboring weights do not consist of the same rows.
 _STRIDE = 1009
 
@@ -31,13 +31,16 @@ class Scale:
     """The standard deviations of a model's activations under random weights."""
 
     name: str
+    #: The embeddings, the initial residual stream.
     stream_std: float = 1.0
+    #: The attention scores.
     score_std: float = 2.5
-    #: The standard deviation of the MLP's activations.
+    #: The gate and up projections of the MLP.
     inner_std: float = 1.5
+    #: The values of the attention.
     value_std: float = 1.0
-    #: The standard deviation of the outputs of attention and MLP, if their inputs have size 1; by
-    #: default `stream_std`. It is smaller in models of more than 4 layers.
+    #: The outputs of attention and MLP, if their output projections read numbers with a standard
+    #: deviation of 1; by default `stream_std`. It is reduced in models of more than 4 layers.
     write_std: float | None = None
 
 
@@ -60,82 +63,83 @@ class RandomWeights:
         self.device = tensors[embed].device
         # Queries and keys with this standard deviation have scores with a standard deviation of 1.
         self.unit_query_std = (settings.scale * settings.d_head**0.5) ** -0.5
-        self.norms_queries = any(".q_norm." in role for role in roles.values())
+        self.has_query_norms = any(".q_norm." in role for role in roles.values())
         self._noise: tuple[int, Tensor] | None = None
         self._buffers: dict[float, Tensor] = {}
 
     def draw(self, scale: Scale, seed: int) -> dict[str, Tensor]:
         """Return weights by name; see Note [Weights that share memory]."""
-        sizes: dict[str, tuple[float, float]] = {}
-        ends: dict[float, int] = {}
+        moments: dict[str, tuple[float, float]] = {}
+        lengths: dict[float, int] = {}  # The lengths of the buffers, by standard deviation.
         for index, (name, tensor) in enumerate(self.tensors.items()):
             if name in self.roles:
-                mean, std = sizes[name] = self._mean_and_std(self.roles[name], tensor.shape, scale)
-                ends[std] = max(ends.get(std, 0), _STRIDE * index + tensor.numel())
+                mean, std = self._mean_and_std(self.roles[name], tensor.shape, scale)
+                moments[name] = mean, std
+                lengths[std] = max(lengths.get(std, 0), _STRIDE * index + tensor.numel())
         if self._noise is None or self._noise[0] != seed:
             generator = torch.Generator(self.device).manual_seed(seed)
-            noise = torch.empty(max(ends.values()), dtype=torch.float32, device=self.device)
+            noise = torch.empty(max(lengths.values()), dtype=torch.float32, device=self.device)
+            # Uniform numbers with a standard deviation of 1.
             self._noise = seed, noise.uniform_(-(3**0.5), 3**0.5, generator=generator)
             self._buffers = {}
-        # Buffers that the earlier weights used too are kept, and the others are freed.
+        # Reuse buffers of the earlier weights, and free buffers that are too short or not needed.
         self._buffers = {
             std: buffer
             for std, buffer in self._buffers.items()
-            if len(buffer) >= ends.get(std, math.inf)
+            if len(buffer) >= lengths.get(std, math.inf)
         }
-        for std, end in ends.items():
+        for std, length in lengths.items():
             if std not in self._buffers:
-                self._buffers[std] = std * self._noise[1][:end]
+                self._buffers[std] = std * self._noise[1][:length]
         drawn: dict[int, Tensor] = {}  # Tied weights stay tied.
         for index, (name, tensor) in enumerate(self.tensors.items()):
             if id(tensor) in drawn:
                 continue
-            if name not in sizes:
+            if name not in moments:
                 drawn[id(tensor)] = tensor.float() if tensor.is_floating_point() else tensor
                 continue
-            mean, std = sizes[name]
+            mean, std = moments[name]
             weight = self._buffers[std][_STRIDE * index :][: tensor.numel()].view(tensor.shape)
             drawn[id(tensor)] = weight + mean if mean else weight
         return {name: drawn[id(tensor)] for name, tensor in self.tensors.items()}
 
     def _mean_and_std(self, role: str, shape: torch.Size, scale: Scale) -> tuple[float, float]:
-        """Return the mean and the standard deviation of a weight."""
+        """Return the mean and the standard deviation of the entries of a weight."""
         part, _, kind = role.rpartition(".")
         part = re.sub(r"^blocks\.\d+\.", "", part)
-        size = self._output_std(part, scale)
+        std = self._output_std(part, scale)
         if is_norm_role(role) and kind == "weight":
-            return size - self.gain_offset, 0.25 * size
+            return std - self.gain_offset, 0.25 * std
         if kind == "bias":
-            return 0.0, 0.3 * size
+            return 0.0, 0.3 * std
         if part not in ("embed", "position", "attention.sinks"):
-            # The orientation is unknown, so the geometric mean of the two dimensions is used.
-            size /= (shape[-1] * shape[-2]) ** 0.25
-        return 0.0, size
+            # Weights may be (in, out) or (out, in), so the geometric mean of both sizes is used.
+            std /= (shape[-1] * shape[-2]) ** 0.25
+        return 0.0, std
 
     def _output_std(self, part: str, scale: Scale) -> float:
-        """Return the standard deviation of the part's output."""
-        query = self.unit_query_std * scale.score_std**0.5
-        write = (scale.write_std or scale.stream_std) * min(1.0, 2 / self.layers**0.5)
+        """Return the standard deviation of the output of a module, such as "attention.q"."""
+        query_std = self.unit_query_std * scale.score_std**0.5
         if part in ("attention.q_norm", "attention.k_norm"):
-            return query
+            return query_std
         if part.endswith(("q_down", "kv_down")):
             # A small latent makes the epsilon of its norm visible.
-            return min(query, scale.stream_std * query)
+            return min(query_std, scale.stream_std * query_std)
         if part.startswith("attention.q") or part in ("attention.k", "attention.kv_up"):
-            return scale.stream_std if self.norms_queries else query
-        fixed = {
+            return scale.stream_std if self.has_query_norms else query_std
+        std_of_part = {
             "attention.sinks": scale.score_std,
             "attention.v": scale.value_std,
-            # At every scale, because sharp routing amplifies rounding errors.
+            # The same at every scale, because sharp routing would amplify rounding errors.
             "mlp.router": 1.5,
             "unembed": 30.0,
         }
-        if part in fixed:
-            return fixed[part]
+        if part in std_of_part:
+            return std_of_part[part]
         if part in ("embed", "embed_norm", "position"):
             return scale.stream_std
         if part in ("attention.o", "attention_out", "mlp_out") or part.endswith("down"):
-            return write
+            return (scale.write_std or scale.stream_std) * min(1.0, 2 / self.layers**0.5)
         if part.endswith(("up", "gate")):
             return scale.inner_std
         return 1.0
