@@ -311,8 +311,8 @@ class Arena:
         if blamed == [reporter]:
             self._leave_and_raise([position], "left after an error")
         self.leave(blamed)
-        event = f"lost, as rank {reporter} reported"
-        raise RankLost(blamed, f"{format_ranks(blamed)} {event}; {UNUSABLE}")
+        loss = f"rank {reporter} reported the loss of {format_ranks(blamed)}"
+        raise RankLost(blamed, f"{loss}; {UNUSABLE}")
 
     def _raise_lost(self, positions: Sequence[int], event: str) -> None:
         """Raise RankLost, or PeerError if reports of other hosts may name another cause."""
