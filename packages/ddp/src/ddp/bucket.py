@@ -235,7 +235,7 @@ class Bucket:
             self.flags.copy_(torch.tensor([float(flag) for flag in (*rank_flags, *missing)]))
 
     def has_usual_flags(self, world_size: int, *, has_stepped: bool) -> bool:
-        """Return True if all ranks have every gradient and this `has_stepped`, without suspects."""
+        """Return True if all ranks have all gradients and this `has_stepped`, without a suspect."""
         if world_size not in self._expected_flags:
             usual, stepped = self._usual_flags
             self._expected_flags[world_size] = (usual * world_size, stepped * world_size)

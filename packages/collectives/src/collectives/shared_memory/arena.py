@@ -1,7 +1,7 @@
 """The arena: the memory that the ranks of one host share, and the clocks that synchronize them.
 
 Each rank owns a segment: a clock, the number of peers that sleep until this clock changes, the
-announcements that the rank has left the group without or after an error, two cells for the
+announcements that the rank has left the group, without or after an error, two cells for the
 fingerprint of its call, two cells for a note, the ranks that it blames, and two slots of data.
 
 A tick increments the rank's clock and waits until the clocks of all ranks have reached that value.

@@ -18,7 +18,7 @@ class UnusedParameters:
         self.parameters: dict[str, nn.Parameter] = {}
 
     def record(self, reducer: Reducer, unused: Collection[int], options: Options) -> None:
-        """Record the parameters that no rank used in the last step, by their indices `unused`."""
+        """Record the parameters with the indices `unused`, which no rank used in the last step."""
         self.parameters = {}
         if options.find_unused_parameters or options.static_graph:
             return
