@@ -221,17 +221,17 @@ def last_bit(run: Run) -> Patch:
 
 
 def skips_a_late_step(run: Run) -> Patch:
-    seen: dict[int, int] = {}
+    counts: dict[int, int] = {}
 
     def skips(original: Any, v: Any) -> None:
-        seen[id(v)] = seen.get(id(v), 0) + 1
-        v.optimizer.zero_grad() if seen[id(v)] == 4 else original(v)
+        counts[id(v)] = counts.get(id(v), 0) + 1
+        v.optimizer.zero_grad() if counts[id(v)] == 4 else original(v)
 
     return instead("ddp shared memory", "update", skips)
 
 
 def other_optimizer(rate: float, **more: Any) -> MakePatches:
-    def planted(run: Run) -> Patch:
+    def patch_init(run: Run) -> Patch:
         make = functools.partial(torch.optim.AdamW, lr=rate * run.config.learning_rate, **more)
         return around(
             Variant,
@@ -241,7 +241,7 @@ def other_optimizer(rate: float, **more: Any) -> MakePatches:
             ),
         )
 
-    return planted
+    return patch_init
 
 
 def every_other_step() -> Callable[..., None]:
@@ -287,12 +287,12 @@ def loses_a_row(original: Any, v: Any, tokens: Any, targets: Any) -> Any:
 
 
 def recorded(wrapper: Callable[..., Any]) -> Patch:
-    """Return a patch that calls `wrapper(keep, phase, seconds)` for the recorder's `_keep`."""
+    """Return a patch that calls `wrapper(append, phase, seconds)` for the recorder's `_append`."""
 
     def record(original: Any, self: Any, phase: str, seconds: float, extra: Any) -> None:
         wrapper(lambda phase, seconds: original(self, phase, seconds, extra), phase, seconds)
 
-    return around(Recorder, "_keep", record)
+    return around(Recorder, "_append", record)
 
 
 def fastest_rank(original: Any, recorded: Any) -> Any:
@@ -824,7 +824,7 @@ FAULTS: list[Fault] = [
         around(tinyml, "quantize", rounded_down)),
     Fault("compress", "the factors of compression are differences", lambda run:
         methods(lambda by_method: [row.update(smaller=by_method[compress.BASELINE]["size_bytes"] - row["size_bytes"]) for row in by_method.values()])),
-    # Faults that an outsider planted.
+    # Faults of a first outsider.
     Fault("train", "every variant trains at a higher rate from the fourth step on", lambda run:
         around(Variant, "update", faster_late(3))),
     Fault("train", "ZeRO stores the moments of all parameters on each rank", whole_moments, ("zero 1",)),
@@ -865,9 +865,9 @@ FAULTS: list[Fault] = [
     Fault("train", "torch DDP is slowed in the timed steps only", lambda run: step_of(PEER, slowed, lambda v: None)),
     Fault("train", "the optimizer's step is taken after the timed step", late_update),
     Fault("train", "trained weights are compared with themselves", lambda run:
-        around(final_weights, "furthest", lambda original, ours, _: original(ours, ours))),
+        around(final_weights, "distances", lambda original, ours, _: original(ours, ours))),
     Fault("train", "a rank's last bit differs, and digests do not show it", lambda run:
-        [mock.patch.object(final_weights, "_bits", return_value=""), last_bit(run)]),
+        [mock.patch.object(final_weights, "_digest", return_value=""), last_bit(run)]),
     Fault("plan", "half of the moments are reported as activations", lambda run: after(plan, "predict", optimizer_in_activations)),
     Fault("plan", "the planned and the measured peak are halved", half_of_both_peaks),
     Fault("plan", "the clock of the thread is four times too slow, in the audit too", lambda run:
@@ -883,7 +883,7 @@ FAULTS: list[Fault] = [
     Fault("compress", "activations are not rounded", lambda run: mock.patch.dict(compress.METHODS, {"8 bits, activations too": lambda model: tinyml.quantize(model, 8)})),
     Fault("compress", "the pruned half is drawn at random", lambda run: mock.patch.dict(compress.METHODS, {"half pruned": random_halves})),
     Fault("compress", "k-means is a linear grid", lambda run: mock.patch.dict(compress.METHODS, {"k-means, 4 bits": lambda model: tinyml.quantize(model, 4)})),
-    # Faults that a third outsider planted.
+    # Faults of a third outsider.
     Fault("train", "variants run one after another, not interleaved", lambda run: around(train, "run", one_after_another)),
     Fault("learn", "the checkpoint reports one step too few", lambda run: checkpoint_state(lambda state: {"step": state["step"] - 1})),
     Fault("learn", "the checkpoint has another seed", lambda run: checkpoint_state(lambda state: {"seed": state["seed"] + 1})),
@@ -893,7 +893,7 @@ FAULTS: list[Fault] = [
     Fault("compress", "a grid of 4 bits has 8", lambda run: mock.patch.dict(compress.METHODS, {"linear, 4 bits": lambda model: tinyml.quantize(model, 8)})),
     Fault("compress", "nine tenths are pruned instead of half", lambda run: mock.patch.dict(compress.METHODS, {"half pruned": lambda model: tinyml.prune(model, 0.9).model})),
     Fault("compress", "codebooks of 2 bits have 1", lambda run: mock.patch.dict(compress.METHODS, {"k-means, 2 bits": lambda model: tinyml.kmeans_quantize(model, 1)})),
-    # Faults that a fourth outsider planted.
+    # Faults of a fourth outsider.
     Fault("attention", "the inputs are zeros", lambda run:
         after(attention, "inputs", lambda qkv, *_: tuple(torch.zeros_like(t).requires_grad_() for t in qkv))),
     Fault("train", "FSDP sends 400 kB more per step", lambda run:
@@ -904,7 +904,7 @@ FAULTS: list[Fault] = [
         mock.patch.object(run, "corpus", Corpus(run.corpus.heldout, run.corpus.heldout))),
     Fault("parallel", "the trained loss is that of the first step", lambda run:
         rows(parallel, lambda row: {"trained_loss": row["loss"]})),
-    # Faults that a fifth outsider planted.
+    # Faults of a fifth outsider.
     Fault("train", "a variant computes with two threads", lambda run: step_of(FLAT, lambda _: _Threads(2), lambda v: None)),
     Fault("train", "the times of rank 0 are reported for all ranks", copies_times),
     Fault("train", "the model has one head", lambda run: after(ModelConfig, "named", lambda config, *_: replace(config, num_heads=1))),

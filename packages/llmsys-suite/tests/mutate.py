@@ -227,7 +227,7 @@ def shortened() -> Iterator[None]:
             (plan, {"PRODUCTS_SECONDS": 0.2}),
             (links, {"SIZES": (1 << 20,)}),
             (parallel, {"ITERATIONS": 4}),
-            (evaluation, {"WRITTEN": 2, "HELDOUT_ROWS": 8}),
+            (evaluation, {"WRITTEN_TOKENS": 2, "HELDOUT_ROWS": 8}),
             (scale, {"GRID": tuple((c, (4, 8, 12, 16)) for c in (2.5e7, 5e7, 1e8)), "SEEDS": 1}),
         ):
             stack.enter_context(mock.patch.multiple(module, **values))

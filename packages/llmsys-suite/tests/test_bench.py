@@ -30,5 +30,5 @@ def test_rows_with_different_columns_are_printed_and_written(tmp_path, monkeypat
 
 
 def test_an_unknown_device_is_not_replaced_by_a_cpu():
-    with pytest.raises(UsageError, match="preset 'tpu' is unknown; choose cpu or gpu"):
+    with pytest.raises(UsageError, match="preset 'tpu' is unknown; choose from cpu, gpu"):
         bench.bench(device="tpu")

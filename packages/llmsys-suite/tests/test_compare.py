@@ -242,7 +242,7 @@ def test_a_run_whose_audit_failed_is_warned_of(tmp_path):
     b.add_stage("audit", Audit(9, ["step time: one says 1, another 2"]))
     b.finish()
     (warning,) = warnings(a, b)
-    assert "1 checks of" in warning
+    assert "1 of 9 checks of" in warning
     assert "step time: one says 1, another 2" in warning
 
 
@@ -282,7 +282,7 @@ def test_rounds_in_which_others_had_the_cores_give_no_verdict(tmp_path):
         make_run(tmp_path / "a"), make_run(tmp_path / "b", scale=2.0, queued=0.3, seed=1)
     )
     assert set(verdicts(rows).values()) == {"cannot tell"}
-    assert all("other programs had the cores in 30 of 30 rounds" in str(row) for row in rows)
+    assert all("other programs used the cores in 30 of 30 rounds" in str(row) for row in rows)
 
 
 def test_a_rank_that_waits_for_threads_of_its_own_run_is_not_disturbed(tmp_path):
@@ -360,7 +360,7 @@ def test_an_edited_run_is_refused(tmp_path):
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b")
     lines = (b.path / "samples.jsonl").read_text().splitlines()
     (b.path / "samples.jsonl").write_text("\n".join(lines[:-1]) + "\n")
-    with pytest.raises(UsageError, match="was changed since its run wrote it"):
+    with pytest.raises(UsageError, match="was changed, added or deleted"):
         compare_runs(a, b)
 
 

@@ -84,7 +84,7 @@ def test_exception_on_one_rank_ends_every_rank(tmp_path, rank, others):
     fail = (rank, "raise ValueError('no')", others)
     statuses, messages = launch_ranks(tmp_path, config, fail)
     assert statuses == [1, 1]
-    # A few tenths of a second on an idle machine; the limit is for one that is busy.
+    # This takes a few tenths of a second on an idle machine; the limit is for a busy machine.
     assert time.time() - (tmp_path / "messages.failed").stat().st_mtime < 60
     assert f"rank {rank}: ValueError: no" in messages
     folder = RunFolder(tmp_path / "run")
@@ -240,7 +240,7 @@ def test_run_is_launched_on_a_thread_that_cannot_handle_signals(launch_program):
 
 def test_interrupt_of_a_run_from_python_is_not_a_failure_of_the_run(tmp_path, monkeypatch):
     monkeypatch.setattr(start, "execute", lambda config: (INTERRUPTED, config.out))
-    with pytest.raises(KeyboardInterrupt, match="what was measured is in"):
+    with pytest.raises(KeyboardInterrupt, match="the measurements so far are in"):
         start.run(RunConfig(out=tmp_path / "run"))
 
 
@@ -376,7 +376,7 @@ def test_all_names_that_a_run_tries_are_in_its_refusal(tmp_path, monkeypatch):
     monkeypatch.setattr("llmsys_suite.folder._claim", taken)
     with pytest.raises(UsageError) as refused:
         claim(RunConfig())
-    assert str(refused.value).startswith(f"{tried[0]} to {tried[-1]} are taken; name a folder")
+    assert str(refused.value).startswith(f"{tried[0]} to {tried[-1]} are not empty; name a folder")
     assert len({*tried}) == 99
 
 

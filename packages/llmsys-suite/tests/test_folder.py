@@ -1,4 +1,4 @@
-"""A run folder keeps all measurements, however the run ends."""
+"""A run folder stores all measurements, also if the run is interrupted."""
 
 import json
 import math
@@ -148,7 +148,7 @@ def test_a_file_of_another_run_is_refused_and_notes_are_not(finished, name):
 
 def test_a_folder_of_another_version_is_refused(finished):
     (finished.path / "manifest.json").write_text(json.dumps({"format": 1, "files": {}}))
-    with pytest.raises(UsageError, match="format 1 and this version reads"):
+    with pytest.raises(UsageError, match=r"expected a run folder of format .* of format 1; repeat"):
         RunFolder.open(finished.path)
     (finished.path / "manifest.json").unlink()
     with pytest.raises(UsageError, match="another version wrote it"):
@@ -193,5 +193,5 @@ def test_a_file_that_is_not_json_is_named(folder):
 
 
 def test_a_folder_that_is_not_a_run_folder_is_refused(tmp_path):
-    with pytest.raises(UsageError, match=r"is not a run folder: it has no summary\.json"):
+    with pytest.raises(UsageError, match=r"expected a run folder, got .* has no summary\.json"):
         RunFolder.open(tmp_path)

@@ -46,7 +46,7 @@ def distances(seeds):
             for distance, _ in probed["weights"]:
                 largest["gradient"] = max(largest["gradient"], distance)
         model, batch = seeded(run, run.model), run.batch(0)
-        exact = reference.mean_loss(inputs.in_float64(model), *batch, run.model.num_heads)
+        exact = reference.mean_loss(inputs.float64_parameters(model), *batch, run.model.num_heads)
         with torch.no_grad():
             largest["loss"] = max(largest["loss"], abs(float(model.loss(*batch)) / exact - 1))
         largest["moved"] = max(largest["moved"], moved(run))

@@ -1,4 +1,4 @@
-"""An exported model computes the same logits in transformers, and comes back as it was."""
+"""An exported model computes the same logits in transformers, and its import restores it."""
 
 import json
 

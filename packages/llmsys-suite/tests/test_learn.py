@@ -1,4 +1,4 @@
-"""Training for real goes on where it was stopped, at any number of ranks."""
+"""A training of the stage `learn` continues from its checkpoint on any number of ranks."""
 
 import os
 import signal
@@ -9,7 +9,7 @@ import pytest
 import torch
 from llmsys_suite import cli
 from llmsys_suite.audit.stage_checks import learn as learn_checks
-from llmsys_suite.audit.stage_checks.probed_step import clipped, read_checkpoint
+from llmsys_suite.audit.stage_checks import probed_step
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import choice, evaluation
@@ -69,7 +69,7 @@ def make_run(out, resume, learn_rows=ROWS, options=None):
 
 
 def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=None):
-    """All losses, before and after a checkpoint; SIGTERM reaches the last rank in one step."""
+    """Return all losses and the number of steps; the last rank gets SIGTERM in step `stop_at`."""
     run = make_run(out, resume, learn_rows, options)
     rank, world = run.rank, run.world
     run.results["train"] = Train([{"variant": variant, "ratio_p50": 0.5}], {}, {})
@@ -83,7 +83,7 @@ def learned(out, variant, stop_at=None, resume=None, learn_rows=ROWS, options=No
             os.kill(os.getpid(), signal.SIGTERM)
         return original(self, tokens, targets)
 
-    with mock.patch.object(cls, "step", step), mock.patch.object(evaluation, "WRITTEN", 4):
+    with mock.patch.object(cls, "step", step), mock.patch.object(evaluation, "WRITTEN_TOKENS", 4):
         try:
             result = learn.run(run)
         except KeyboardInterrupt:
@@ -117,7 +117,7 @@ def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant
     (whole, _), stopped, continued = first
     assert len(whole) == STEPS
     assert stopped == second[1] == ("stopped", 5)
-    # On as many ranks the losses are equal.
+    # On the same number of ranks the losses are equal.
     assert continued == (whole, STEPS - 5)
     resume = str(tmp_path / "part" / training_state.CHECKPOINT)
     for world in worlds:
@@ -125,7 +125,7 @@ def test_a_stopped_training_goes_on_at_another_number_of_ranks(tmp_path, variant
             learned, world, str(tmp_path / f"new{world}"), variant, None, resume, ROWS, clip
         )
         assert steps == STEPS - 5
-        # Another number of ranks adds in another order.
+        # Another number of ranks adds the losses in another order.
         assert losses == (whole if world == 2 else pytest.approx(whole, rel=1e-5))
 
 
@@ -139,7 +139,7 @@ def failed_checks_of_continued(resume, forgotten):
     run = make_run(f"{resume}-{forgotten}", resume)
     with (
         mock.patch.object(Variant, "restore", restore),
-        mock.patch.object(evaluation, "WRITTEN", 4),
+        mock.patch.object(evaluation, "WRITTEN_TOKENS", 4),
     ):
         result = learn.run(run)
     return [c.name for c in learn_checks._continued(run, result, Path(resume)) if not c.passed]
@@ -167,7 +167,9 @@ def test_a_training_that_has_ended_is_loaded_and_saved_in_the_new_folder(tmp_pat
     ((whole, loaded),) = run_on_shared_ranks(whole_and_loaded, 1, str(tmp_path))
     assert loaded == (whole, 0)
     checkpoint = training_state.CHECKPOINT
-    first, second = (read_checkpoint(tmp_path / name / checkpoint) for name in ("whole", "new"))
+    first, second = (
+        probed_step.read_checkpoint(tmp_path / name / checkpoint) for name in ("whole", "new")
+    )
     for kind, tensors in first.items():
         assert all(torch.equal(tensor, second[kind][name]) for name, tensor in tensors.items())
 
@@ -175,14 +177,14 @@ def test_a_training_that_has_ended_is_loaded_and_saved_in_the_new_folder(tmp_pat
 def failed_checks_of_the_last_checkpoint(folder):
     """Return the failed checks of a training, and with an entry of its checkpoint missing."""
     run = make_run(f"{folder}/run", None)
-    with mock.patch.object(evaluation, "WRITTEN", 4):
+    with mock.patch.object(evaluation, "WRITTEN_TOKENS", 4):
         result = learn.run(run)
 
     def failed(kind):
-        checkpoint = read_checkpoint(run.out / training_state.CHECKPOINT)
+        checkpoint = probed_step.read_checkpoint(run.out / training_state.CHECKPOINT)
         if kind is not None:
             checkpoint[kind].popitem()
-        with mock.patch.object(learn_checks, "read_checkpoint", return_value=checkpoint):
+        with mock.patch.object(probed_step, "read_checkpoint", return_value=checkpoint):
             checks = learn_checks._last_checkpoint(run.folder, result)
             return [check.name for check in checks if not check.passed]
 
@@ -234,7 +236,7 @@ def test_a_split_model_learns_and_goes_on_as_one_process_does(tmp_path, world, o
 def refused(folder):
     learned(f"{folder}/part", "ddp flat", 3)
     resume = f"{folder}/part/{training_state.CHECKPOINT}"
-    with pytest.raises(UsageError, match="begun with rows 4, not 8; set the same rows"):
+    with pytest.raises(UsageError, match="has rows 4, got 8; set the same rows"):
         learned(f"{folder}/other", "ddp flat", None, resume, 8)
 
 
@@ -263,20 +265,23 @@ def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "complaint"),
     [
-        ({"context": 64}, "begun with context 64, not 128; set the same context"),
-        ({"text": "other"}, "begun with text other, not .*; set the same --data and --tokenizer"),
-        ({"total": 900}, "begun with --learn 900, not 700; set the same --learn"),
-        ({"size": "tiny"}, "begun with size tiny, not mini"),
-        ({"seed": 7}, "begun with seed 7, not 0"),
-        ({"rows": 3}, "c cannot be continued: 3 rows do not split over 2 replicas"),
-        ({"clip": 1.0}, "begun with clip 1.0, not None"),
-        ({"learning_rate": 1.0}, "learning_rate 1.0, not 0.002"),
+        ({"context": 64}, "has context 64, got 128; set the same context"),
+        (
+            {"text": "other"},
+            "has text digest other, got .*; set the same --data and --tokenizer",
+        ),
+        ({"total": 900}, "has --learn 900, got 700; set the same --learn"),
+        ({"size": "tiny"}, "has size tiny, got mini"),
+        ({"seed": 7}, "has seed 7, got 0"),
+        ({"rows": 3}, "c cannot be continued: 3 rows are not a multiple of 2 replicas"),
+        ({"clip": 1.0}, "has clip 1.0, got None"),
+        ({"learning_rate": 1.0}, "learning_rate 1.0, got 0.002"),
     ],
 )
 def test_options_that_contradict_the_checkpoint_are_refused(saved, complaint):
     text = "digest"
     config = RunConfig(size="mini", learn=700)
-    state = training_state.beginning(config, text)
+    state = training_state.initial_state(config, text)
     training_state.require_same(dict(state), config, text, Path("c"))
     with pytest.raises(UsageError, match=complaint):
         training_state.require_same(state | saved, config, text, Path("c"))
@@ -284,28 +289,30 @@ def test_options_that_contradict_the_checkpoint_are_refused(saved, complaint):
 
 def test_rows_that_the_user_has_set_and_that_contradict_the_checkpoint_are_refused():
     text = "digest"
-    state = training_state.beginning(RunConfig(size="mini", rows=12), text)
+    state = training_state.initial_state(RunConfig(size="mini", rows=12), text)
     training_state.require_same(state, RunConfig(size="mini", world=3, rows=12), text, Path("c"))
     training_state.require_same(state, RunConfig(size="mini", world=2, rows=8), text, Path("c"))
     config = RunConfig(size="mini", world=2, rows=16)
-    with pytest.raises(UsageError, match="begun with rows 12, not 16; set the same rows"):
+    with pytest.raises(UsageError, match="has rows 12, got 16; set the same rows"):
         training_state.require_same(state, config, text, Path("c"))
     split = RunConfig(size="tiny", world=4, pipeline=4, rows=16)
-    with pytest.raises(UsageError, match="2 rows do not split over 1 replicas of 4 pipeline"):
+    with pytest.raises(UsageError, match="2 rows per replica are fewer than 4 pipeline stages"):
         training_state.require_same(state | {"rows": 2}, split, text, Path("c"))
 
 
 def test_checkpoint_without_the_state_of_a_training_is_refused():
     config = RunConfig(size="mini")
-    with pytest.raises(UsageError, match="not a checkpoint of the stage learn: it has no clip"):
+    with pytest.raises(
+        UsageError, match=r"expected a checkpoint of the stage learn, .* has no clip"
+    ):
         training_state.require_same({}, config, "digest", Path("c"))
 
 
 def test_checkpoint_decides_the_number_of_steps_if_no_option_does():
     text = "digest"
-    state = training_state.beginning(RunConfig(size="mini", learn=900), text)
+    state = training_state.initial_state(RunConfig(size="mini", learn=900), text)
     training_state.require_same(state, RunConfig(size="mini"), text, Path("c"))
-    with pytest.raises(UsageError, match="begun with --learn 900, not 500; set the same --learn"):
+    with pytest.raises(UsageError, match="has --learn 900, got 500; set the same --learn"):
         training_state.require_same(state, RunConfig(size="mini", learn=500), text, Path("c"))
 
 
@@ -322,7 +329,7 @@ def test_the_fastest_that_can_learn_is_chosen():
 
 def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp_path, capsys):
     folder = RunFolder.create(RunConfig(size="mini", context=16, out=tmp_path), {})
-    with pytest.raises(UsageError, match="has no trained model; run the stage learn"):
+    with pytest.raises(UsageError, match=r"to have model\.safetensors; run the stage learn"):
         cli.app(["sample", str(tmp_path)], standalone_mode=False)
     trained = Decoder(ModelConfig.named("mini", context=16))
     save_file(trained.state_dict(), folder.path / MODEL)
@@ -330,7 +337,7 @@ def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp
     tokens = torch.arange(16)[None]
     torch.testing.assert_close(model(tokens), trained(tokens))
     written = generate_text(model, "To be", 20)
-    # Bytes that form a character of UTF-8 are shown as this character.
+    # Bytes that form a character in UTF-8 are printed as this character.
     assert 5 <= len(written) <= 20
     assert written == generate_text(model, "To be", 20)
     assert written != generate_text(model, "To be", 20, temperature=50.0, seed=1)
@@ -351,7 +358,7 @@ def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp
     ):
         with pytest.raises(UsageError, match=complaint):
             generate_text(model, prompt, max_bytes, temperature=temperature)
-    with pytest.raises(UsageError, match=r"expected a seed of 64 bits, got 9{20}"):
+    with pytest.raises(UsageError, match=r"expected a seed from .*, got 9{20}"):
         generate_text(model, "a", 4, seed=10**20 - 1)
 
 
@@ -363,4 +370,4 @@ def test_the_audit_clips_as_torch_does():
             parameter.grad = gradient.clone()
         torch.nn.utils.clip_grad_norm_(parameters, max_norm)
         expected = dict(zip(gradients, [p.grad for p in parameters], strict=True))
-        torch.testing.assert_close(clipped(gradients, max_norm), expected)
+        torch.testing.assert_close(probed_step.clip(gradients, max_norm), expected)

@@ -1,4 +1,4 @@
-"""Live bytes are counted exactly, freed when they go, and checkpointing is seen to save them."""
+"""Live bytes are counted exactly until they are freed, and checkpointing reduces them."""
 
 from dataclasses import replace
 

@@ -21,7 +21,7 @@ from llmsys_suite.measure.samples import CORE_WAIT, SINGLE, needed_seconds
 from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import train
-from llmsys_suite.stages.train import _train, counter, timed_step
+from llmsys_suite.stages.train import _train, count_received, timed_step
 from llmsys_suite.text.data import load_corpus
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.initial_weights import initial_weights
@@ -32,7 +32,7 @@ ROUNDS = 15
 
 
 class Idle(Variant):
-    """The phases of a real way of training, with nothing in them."""
+    """A variant whose phases do nothing."""
 
     alone = False
 
@@ -72,7 +72,7 @@ def processor_seconds(folder):
     for step in range(ROUNDS):
         begin = time.process_time()
         for _ in VARIANTS:
-            received = counter(run)
+            received = count_received(run)
             timed_step(run, "idle", idle, step, batch)["received"] = received.bytes()
         run.flush_samples()
         overhead.append((time.process_time() - begin) / len(VARIANTS))
@@ -102,7 +102,7 @@ def test_without_the_counter_of_waits_a_step_needs_its_wall_time(monkeypatch):
 
 
 def received_by_a_late_rank(folder, variant):
-    """Return the bytes of the model, and the bytes that each rank counts; the first comes late."""
+    """Return the bytes of the model, and the bytes that each rank counts; rank 0 starts late."""
     rank, world = dist.get_rank(), dist.get_world_size()
     cpu = torch.device("cpu")
     config = RunConfig(
@@ -144,7 +144,7 @@ def test_a_rank_that_is_late_to_its_counter_counts_all_that_it_is_sent(tmp_path,
 
 
 def count_living_variants(folder):
-    """Train two variants one after the other; count the earlier ones when each is constructed."""
+    """Train two variants one after another; count the earlier variants when one is constructed."""
     cpu = torch.device("cpu")
     names = [SINGLE, "ddp bucketed"]
     config = RunConfig(size="mini", rows=2, context=16, world=1, steps=1, out=Path(folder))

@@ -1,4 +1,4 @@
-"""The model computes what its parts' papers say, and its sizes are those of the benchmarks."""
+"""The model computes the formulas of the papers, and its sizes are those of the benchmarks."""
 
 import math
 from dataclasses import replace
@@ -87,7 +87,7 @@ def test_rotation_keeps_lengths_and_depends_on_distance_only():
     ("change", "complaint"),
     [
         ({"d_model": 6, "num_heads": 2}, "need an even head_dim, got 3"),
-        ({"d_model": 24, "num_heads": 5}, "d_model 24 does not split into 5 heads"),
+        ({"d_model": 24, "num_heads": 5}, "d_model to be a multiple of 10, twice .*, got 24"),
         ({"num_heads": 0}, "num_heads >= 1, got 0"),
         ({"context": -1}, "context >= 1, got -1"),
         ({"d_ff": 2.5}, r"d_ff >= 1, got 2\.5"),

@@ -1,4 +1,4 @@
-"""A model that is split over ranks trains what one process trains, or is refused."""
+"""A model that is split over ranks trains as in one process, or raises an error."""
 
 import os
 from dataclasses import replace
@@ -66,7 +66,9 @@ def far_from_one_process():
     trained = []
     for layout in splits.possible_layouts(SHAPE, run.world, CONFIG.rows).values():
         split = splits.SplitModel(run, SHAPE, layout)
-        losses = [parallel.mean_loss(run, split.step(*split.batch(step))) for step in range(STEPS)]
+        losses = [
+            parallel.mean_over_ranks(run, split.step(*split.batch(step))) for step in range(STEPS)
+        ]
         trained.append((losses, split.weights()))
 
     torch.manual_seed(CONFIG.seed)
@@ -102,10 +104,10 @@ def test_microbatches_are_whole_rows_for_any_number_of_rows():
 @pytest.mark.parametrize(
     ("layout", "change", "complaint"),
     [
-        (Layout(tensor=2), {"num_heads": 1}, "num_heads 1 does not split over 2 ranks"),
-        (Layout(tensor=2), {"d_ff": 33}, "d_ff 33 does not split over 2 ranks"),
-        (Layout(data=3), {}, "4 rows do not split over 3 replicas"),
-        (Layout(pipeline=2), {"num_layers": 1}, "1 layers do not make 2 stages"),
+        (Layout(tensor=2), {"num_heads": 1}, "num_heads 1 is not a multiple of 2"),
+        (Layout(tensor=2), {"d_ff": 33}, "d_ff 33 is not a multiple of 2"),
+        (Layout(data=3), {}, "4 rows are not a multiple of 3 replicas"),
+        (Layout(pipeline=2), {"num_layers": 1}, "1 layers do not split into 2 pipeline stages"),
     ],
 )
 def test_models_that_cannot_be_split_are_refused(monkeypatch, layout, change, complaint):

@@ -22,7 +22,7 @@ from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import CORE_WAIT
 from llmsys_suite.report import page, plots, sections
 from llmsys_suite.report.page import headline, title, write_report
-from llmsys_suite.report.sentences import against, fastest, interval
+from llmsys_suite.report.sentences import compare_times, describe_fastest, median_interval
 from llmsys_suite.report.tables import planned
 from llmsys_suite.report.unaudited import NOT_AUDITED, OF_THE_RUN, UNAUDITED, unaudited
 
@@ -210,7 +210,7 @@ def test_every_stage_has_a_sentence_and_a_small_table(reported):
 
 
 def test_sentences_follow_from_their_numbers(tmp_path, monkeypatch):
-    monkeypatch.setattr(plots, "figure", lambda *_, **__: "<svg></svg>")
+    monkeypatch.setattr(plots, "draw_svg", lambda *_, **__: "<svg></svg>")
     folder = a_run(tmp_path / "run")
     assert "took the held-out loss from 4.00 to 1.70 nats per byte in 3 steps" in write_report(
         folder
@@ -245,16 +245,16 @@ def test_figures_have_three_digits_and_thousands_have_separators():
 
 def test_the_interval_of_a_median_holds_the_true_one_and_few_rounds_cannot_tell():
     for rounds in (6, 7, 20, 61):
-        middle, low, high = interval(range(1, rounds + 1))
+        middle, low, high = median_interval(range(1, rounds + 1))
         assert low <= middle <= high
         # The interval from the order statistics `low` to `high` contains the true median if at
         # least `low` and less than `high` values are below it, each with probability one half.
         chances = [math.comb(rounds, below) / 2**rounds for below in range(int(low), int(high))]
         assert 0.95 <= sum(chances) < 0.99
-    assert "Cannot tell a from b in 5 rounds" in against("a", "b", [0.5] * 5)
-    assert against("a", "b", [0.5 + i / 100 for i in range(9)]).endswith("faster.")
-    assert against("a", "b", [0.9, 0.95, 1.0, 1.02, 1.1, 1.2, 1.3]).startswith("Cannot tell")
-    assert statistics.median([1, 2]) == interval([1, 2])[0]
+    assert "Cannot tell a from b in 5 rounds" in compare_times("a", "b", [0.5] * 5)
+    assert compare_times("a", "b", [0.5 + i / 100 for i in range(9)]).endswith("faster.")
+    assert compare_times("a", "b", [0.9, 0.95, 1.0, 1.02, 1.1, 1.2, 1.3]).startswith("Cannot tell")
+    assert statistics.median([1, 2]) == median_interval([1, 2])[0]
 
 
 def test_the_report_of_an_interrupted_run_lists_missing_stages(tmp_path):
@@ -333,12 +333,16 @@ def test_report_names_the_fastest_variant_in_the_rounds_that_compare_uses(tmp_pa
         folder.append_samples(samples)
         return folder
 
-    assert fastest(run_folder("few", 10)).startswith("ddp flat takes 0.50 of torch DDP's time")
-    assert fastest(run_folder("many", 30)).startswith("Cannot tell which variant is the fastest")
+    assert describe_fastest(run_folder("few", 10)).startswith(
+        "ddp flat takes 0.50 of torch DDP's time"
+    )
+    assert describe_fastest(run_folder("many", 30)).startswith(
+        "Cannot tell which variant is the fastest"
+    )
     apart = run_folder("apart", 10)
     rest = dict.fromkeys((field.name for field in fields(of.Plan)), 0)
     apart.add_stage("plan", of.Plan(**rest | {"variants_fit_together": False}))
-    assert "ran one after another" in fastest(apart)
+    assert "ran one after another" in describe_fastest(apart)
 
 
 def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(reported):
@@ -381,7 +385,7 @@ def test_the_report_has_one_generated_text(reported):
 def test_communication_that_computing_hides_is_drawn_inside_backward():
     row = {"variant": "ddp", "step_ms": 100.0, "forward_share": 0.3, "backward_share": 0.5,
            "communication_share": 0.1, "optimizer_share": 0.1, "hidden_ms": 20.0}  # fmt: skip
-    assert "communication inside backward" in plots.phases([row])
+    assert "communication inside backward" in plots.plot_phases([row])
 
 
 def test_many_budgets_have_distinct_lines():
@@ -390,7 +394,7 @@ def test_many_budgets_have_distinct_lines():
         for c in range(1, 10)
         for w in (8, 12)
     ]
-    svg = plots.isoflop(of.Scale(runs, []))
+    svg = plots.plot_isoflop(of.Scale(runs, []))
     lines = re.findall(r'<path d="M [^"]*" clip-path[^>]*style="([^"]*)"', svg)
     assert len(set(lines)) >= 9
 
@@ -408,7 +412,7 @@ def test_interval_of_the_best_size_may_be_wide_or_unbounded(low, high, words):
     runs = [{"compute_flops": 1e9, "parameters": w, "loss": 3 + 0.01 * w} for w in (8, 12, 16)]
     at = {"compute_flops": 3e9, "parameters": 20.0, "low": low, "high": high}
     result = of.Scale(runs, [], {"exponent": 0.5, "scale": 1.0}, at)
-    svg = plots.isoflop(result)
+    svg = plots.plot_isoflop(result)
     assert "best size at 3e+09" in svg
     labels = re.findall(r"<text[^>]*>([\d,]+)</text>", svg)
     assert labels

@@ -1,4 +1,4 @@
-"""Texts are encoded once, by a tokenizer that is trained on them or by a given one."""
+"""Texts are encoded once, by a tokenizer that is trained on the text or read from a file."""
 
 import importlib.util
 import json
@@ -68,7 +68,7 @@ def test_a_text_with_a_long_line_is_refused_before_the_run(monkeypatch, tmp_path
     config = replace(CONFIG, data=tmp_path / "text")
     tokens.require_tokenizer(config)
     monkeypatch.setattr(tokens, "CHUNK_BYTES", 100)
-    with pytest.raises(UsageError, match="break it into lines"):
+    with pytest.raises(UsageError, match="break the line"):
         tokens.require_tokenizer(config)
 
 
@@ -91,7 +91,7 @@ def test_a_file_of_the_library_is_used_as_it_is(encoded, tmp_path):
     tokens.write_tokens(from_file, tmp_path / "run")
     both = [tokens.load(path).train for path in (folder, tmp_path / "run")]
     assert torch.equal(*both)
-    with pytest.raises(UsageError, match=r"has tokens up to 279, .*pass --vocabulary 280"):
+    with pytest.raises(UsageError, match=r"--vocabulary >= 280 .*, got 270; pass --vocabulary 280"):
         tokens.require_tokenizer(replace(from_file, vocabulary=270))
     with pytest.raises(UsageError, match="is not a file of the package tokenizers"):
         tokens.require_tokenizer(replace(from_file, tokenizer=str(folder / "text")))
@@ -100,13 +100,16 @@ def test_a_file_of_the_library_is_used_as_it_is(encoded, tmp_path):
 @pytest.mark.parametrize(
     ("change", "complaint"),
     [
-        ({"tokenizer": "nowhere"}, "no tokenizer at nowhere; give bytes, bpe or a file"),
+        (
+            {"tokenizer": "nowhere"},
+            "expected --tokenizer bytes, bpe or a file, got nowhere",
+        ),
         ({"tokenizer": "bytes"}, "--vocabulary 280 needs --tokenizer bpe or a file"),
         ({"vocabulary": 256}, "merges no bytes; pass a larger vocabulary"),
-        ({"vocabulary": 100}, "vocabulary 100 is below 256"),
+        ({"vocabulary": 100}, "expected vocabulary to be an integer >= 256, got 100"),
         (
             {"stages": ("plan", "scale", "report")},
-            "the stages scale read bytes.*name the others: llmsys run plan report",
+            "cannot be used with scale, which .*other stages: llmsys run plan report",
         ),
     ],
 )
@@ -118,14 +121,16 @@ def test_options_that_tokens_do_not_allow_are_refused(change, complaint):
 
 def test_a_missing_library_is_refused_before_the_run(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="--tokenizer bpe needs `pip install tokenizers`"):
+    with pytest.raises(
+        UsageError, match="--tokenizer needs a package; run `pip install tokenizers`"
+    ):
         tokens.require_tokenizer(CONFIG)
 
 
 def test_a_text_of_too_few_tokens_is_refused(tmp_path):
     (tmp_path / "text").write_text(SENTENCES)
     config = replace(CONFIG, data=tmp_path / "text", context=500, vocabulary=300)
-    with pytest.raises(ValueError, match=r"tokens for .*; eight rows of 500 need 4008"):
+    with pytest.raises(ValueError, match=r"expected at least 4008 tokens in .*, eight rows of 500"):
         tokens.write_tokens(config, tmp_path)
 
 

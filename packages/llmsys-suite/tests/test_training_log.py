@@ -1,4 +1,4 @@
-"""Losses of `learn` reach TensorBoard or wandb, steps are traced, and missing programs refused."""
+"""Losses of `learn` reach TensorBoard or wandb, and steps are traced."""
 
 import json
 import sys
@@ -68,7 +68,7 @@ def test_wandb_receives_the_configuration_and_each_value(tmp_path, monkeypatch):
 
 def test_a_log_whose_program_is_missing_is_refused_before_the_run(monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(UsageError, match="--log wandb needs `pip install wandb`"):
+    with pytest.raises(UsageError, match="--log wandb needs a package; run `pip install wandb`"):
         check(RunConfig(log="wandb"))
     with pytest.raises(UsageError, match="log 'mlflow' is unknown; choose from tensorboard, wandb"):
         check(RunConfig(log="mlflow"))

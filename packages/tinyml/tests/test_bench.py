@@ -29,7 +29,7 @@ def test_sklearns_error_is_summed_in_float64(monkeypatch):
 
     monkeypatch.setattr(cluster, "KMeans", Recorded)
     values = torch.randn(100_000, generator=torch.Generator().manual_seed(0))
-    _, error = bench_module._sklearn(values)
+    _, error = bench_module._run_sklearn(values)
     nearest = fitted[0].cluster_centers_[fitted[0].labels_, 0].astype("float64")
     assert error == pytest.approx(((values.numpy() - nearest) ** 2).sum(), rel=1e-9)
     assert error != pytest.approx(fitted[0].inertia_, rel=1e-7)

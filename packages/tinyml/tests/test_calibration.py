@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from tinyml import gptq, size_of
-from tinyml.quantization.calibration import visit_layers
+from tinyml.calibration.replay import visit_layers
 from torch import nn
 
 
@@ -232,7 +232,7 @@ def test_statistics_are_those_of_full_runs(kind):
 
 
 def test_blocks_with_too_many_values_to_compare_run_each_time(monkeypatch):
-    monkeypatch.setattr("tinyml.quantization.calibration._MAX_VALUES", 1)
+    monkeypatch.setattr("tinyml.calibration.block_records._MAX_VALUES", 1)
     test_statistics_are_those_of_full_runs(EffectsOnArgument)
 
 

@@ -92,10 +92,10 @@ class Composite(nn.Module):
 
 def test_skipped_decompositions_would_change_nothing(monkeypatch):
     model, results = Composite().eval(), []
-    graph = exported.exported(model, (X,))
+    graph = exported.export_graph(model, (X,))
     assert {exported.operator_name(node) for node in graph.nodes} >= exported.COMPOSITE
-    for is_decomposed in (exported._is_decomposed, lambda _: True):
-        monkeypatch.setattr(exported, "_is_decomposed", is_decomposed)
+    for is_decomposed in (exported._should_decompose, lambda _: True):
+        monkeypatch.setattr(exported, "_should_decompose", is_decomposed)
         groups = [
             (
                 [(s.tensor, s.axis, s.start, s.width, s.role) for s in group.slices],
@@ -311,7 +311,7 @@ def split_and_read(model, x):
         (nn.Sequential(conv(3, 8, 3), nn.GroupNorm(1, 8).double(), conv(8, 2, 3)), "group_norm"),
         (
             By(lambda s, x: s.b(s.a(x[:2, 0, :2])[0]), a=nn.LSTM(6, 8).double(), b=linear(8, 2)),
-            "no channels",
+            "got none in",
         ),
         (
             By(
@@ -353,8 +353,8 @@ def test_units_that_stay_are_named_with_the_node_that_blocks_them(model, node):
 
 def test_outputs_whose_norm_overflows_in_float16_are_compared():
     outputs = torch.full((100_000,), 300.0).half()
-    assert _is_close(outputs, outputs, in_double=False)
-    assert not _is_close(0 * outputs, outputs, in_double=False)
+    assert _is_close(outputs, outputs, is_double=False)
+    assert not _is_close(0 * outputs, outputs, is_double=False)
 
 
 def test_normalization_without_weights_says_its_size():
@@ -379,7 +379,7 @@ def test_a_weight_that_is_read_twice_stays():
     tied = By(lambda s, x: s.c(s.b(s.a(x))), a=conv(3, 3, 3), b=conv(3, 3, 3), c=conv(3, 3, 3))
     tied.b.weight = tied.a.weight
     for model in (twice, tied):
-        with pytest.raises(ValueError, match="no channels"):
+        with pytest.raises(ValueError, match="its weight or bias is used several times"):
             prune_channels(model, 0.5, X)
 
 
@@ -599,15 +599,28 @@ def test_bad_requests_say_what_to_ask_for():
     with pytest.raises(ValueError, match="got '4', whose channels cannot be removed"):
         prune_channels(classifier(), {"4": 0.5}, torch.randn(2, 6))
     unbatched = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 4, 3)), 0.5, torch.randn(3, 9, 9)
-    with pytest.raises(ValueError, match="no channels between two layers"):
+    with pytest.raises(ValueError, match="got none in Sequential"):
         prune_channels(*unbatched)
+    weight_norm = nn.utils.parametrizations.weight_norm
+    computed = nn.Sequential(weight_norm(nn.Linear(6, 8)), nn.Linear(8, 3), nn.Linear(3, 1))
+    with pytest.raises(ValueError, match=r"0: its weight or bias is not a param.* weight_norm"):
+        prune_channels(computed[:2], 0.5, torch.randn(2, 6))
+    for name, reason in (
+        ("0", "its weight or bias is not a parameter"),
+        ("2", "the model returns them"),
+    ):
+        with pytest.raises(ValueError, match=rf"got '{name}', whose channels .*: {reason}"):
+            prune_channels(computed, {name: 0.5}, torch.randn(2, 6))
+    single = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 1), nn.Linear(1, 3))
+    with pytest.raises(ValueError, match=r"got .1., whose channels .*: only one unit is left"):
+        prune_channels(single, {"1": 0.5}, torch.randn(2, 6))
     pair = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 3))
     with pytest.raises(ValueError, match="they are shared with a layer in protect"):
         prune_channels(pair, {"0": 0.5}, torch.randn(2, 6), protect=["1"])
-    with pytest.raises(ValueError, match="no channels between two layers"):
+    with pytest.raises(ValueError, match=r"got none in Sequential \(0: the model returns them"):
         prune_channels(nn.Sequential(nn.Linear(4, 4)), 0.5, torch.randn(2, 4))
     fixed = By(lambda s, x: s.b(s.a(x).view(-1, 8)), a=nn.Linear(6, 8), b=nn.Linear(8, 3))
-    with pytest.raises(ValueError, match="a size written into its forward"):
+    with pytest.raises(ValueError, match="does not compute the same after pruning"):
         prune_channels(fixed, 0.5, torch.randn(2, 6))
     with pytest.raises(ValueError, match="cannot be exported"):
         prune_channels(

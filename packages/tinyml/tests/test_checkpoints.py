@@ -178,15 +178,15 @@ def test_a_pruned_model_that_no_configuration_describes_is_refused(tmp_path):
 
 def test_layers_that_the_gptq_format_implies_are_checked(tmp_path):
     model = quantize(llama(), 4, group_size=32, layers=[nn.Linear], protect=["lm_head", "q_proj"])
-    with pytest.raises(ValueError, match=r"q_proj is not quantized"):
+    with pytest.raises(ValueError, match=r"q_proj, which is not quantized"):
         save_gptq(model, tmp_path)
-    with pytest.raises(ValueError, match="lm_head is quantized"):
+    with pytest.raises(ValueError, match="lm_head, which is quantized"):
         save_gptq(quantize(llama(), 4, group_size=32, layers=[nn.Linear]), tmp_path)
     # transformers would leave these layers dense, and fill them with random weights.
     options = {"vocab_size": 90, "hidden_size": 64, "ffn_dim": 64, "num_hidden_layers": 1}
     config = transformers.OPTConfig(**options, num_attention_heads=2, word_embed_proj_dim=32)
     model = transformers.OPTForCausalLM(config).half()
-    with pytest.raises(ValueError, match=r"project_\w+ is quantized"):
+    with pytest.raises(ValueError, match=r"project_\w+, which is quantized"):
         save_gptq(quantize(model, 4, group_size=32, **WEIGHTS), tmp_path)
     small = quantize(
         model,
@@ -385,7 +385,7 @@ def test_quantized_weights_are_stored_exactly(kind, bits, tmp_path):
         save_gguf(add_lora(network()), tmp_path / "wrong.gguf", kind)
     for names, match in (
         ({"typo": "x"}, "'typo'"),
-        ({"0.bias": "2.bias"}, "separate name .* got '2.bias'"),
+        ({"0.bias": "2.bias"}, "different name .* got '2.bias'"),
         ({"0.bias": "b" * 64}, "at most 63 bytes"),  # llama.cpp cannot read it
     ):
         with pytest.raises(ValueError, match=match):

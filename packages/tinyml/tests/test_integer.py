@@ -12,7 +12,7 @@ from figures import assert_at_least
 from hypothesis import given
 from hypothesis import strategies as st
 from tinyml import IntegerModel, kmeans_quantize
-from tinyml.integer.fixed_point import fixed_point
+from tinyml.integer.fixed_point import to_fixed_point
 from tinyml.integer.layers import (
     IntegerCat,
     IntegerMatMul,
@@ -101,13 +101,13 @@ def _table(layer, values):
 
 def _pool(layer, values):
     g = layer.geometry
-    fill = -128 if layer.largest else layer.scale.zero
+    fill = -128 if layer.is_maximum else layer.scale.zero
     pads = [(0, 0), (0, 0), (g.padding[0],) * 2, (g.padding[1],) * 2]
     values = np.pad(values, pads, constant_values=fill)
     windows = np.lib.stride_tricks.sliding_window_view(values, g.kernel, (2, 3))
     windows = windows[:, :, :: g.stride[0], :: g.stride[1]]
     values = windows.reshape(*windows.shape[:4], -1)
-    if layer.largest:
+    if layer.is_maximum:
         return values.max(-1)
     return (2 * values.sum(-1) + values.shape[-1]) // (2 * values.shape[-1])
 
@@ -402,7 +402,7 @@ def test_clamping_is_the_relu():
 
 @given(st.floats(1e-12, 1e6))
 def test_a_factor_is_31_bits_and_a_shift(factor):
-    multiplier, shift = fixed_point(torch.tensor([factor], dtype=torch.float64))
+    multiplier, shift = to_fixed_point(torch.tensor([factor], dtype=torch.float64))
     assert 2**30 <= int(multiplier) < 2**31
     if int(shift) < 62:
         assert int(multiplier) / 2 ** int(shift) == pytest.approx(factor, rel=2**-30)
@@ -540,7 +540,7 @@ def test_batch_size_in_the_code_is_refused():
     model = By(lambda layer, x: layer(x.view(2, -1)))
     with pytest.raises(ValueError, match="cannot be exported"):
         IntegerModel(model, [torch.randn(2, 6)])
-    with pytest.raises(ValueError, match="does not keep the batch first"):
+    with pytest.raises(ValueError, match="its first dimension is not the batch"):
         IntegerModel(By(lambda layer, x: layer(x).view(2, -1)), [torch.randn(2, 6)])
 
 

@@ -129,11 +129,11 @@ def test_targets_name_layers_by_the_end_of_their_name():
 def test_bad_requests_say_what_to_ask_for():
     with pytest.raises(ValueError, match=r"expected 1 <= rank <= 16, .*got 17"):
         add_lora(mlp(), 17)
-    with pytest.raises(ValueError, match="no layer"):
+    with pytest.raises(ValueError, match="as targets, got"):
         add_lora(mlp(), 2, targets=["query"])
     for targets in (None, ["2"]):
         with pytest.raises(
-            ValueError, match=r"without adapters, got one of 0; .* or add all .* one call"
+            ValueError, match=r"without adapters, got an adapter of 0; .* all .* one call"
         ):
             add_lora(add_lora(mlp(), 2, targets=["0"]), 2, targets=targets)
     with pytest.raises(ValueError, match=r"add_lora\(model\)"):
@@ -192,7 +192,7 @@ class Odd(nn.Module):
     ("arguments", "message"),
     [
         ({"rank": 8}, "expected 1 <= rank <= 2, .*got 8"),  # fits one layer, not the other
-        ({"rank": 2, "targets": ["wide", "query"]}, r"has a name like \['query'\]"),
+        ({"rank": 2, "targets": ["wide", "query"]}, r"as targets, got \['query'\]"),
         ({"rank": 2, "dropout": 7.0}, r"between 0 and 1, but got 7\.0"),
         ({"rank": 2, "alpha": float("nan")}, "finite alpha, got nan"),
         ({"rank": 2, "kinds": (nn.Linear, Odd)}, "nn.Linear or nn.Embedding, got Odd"),
@@ -209,7 +209,9 @@ def test_adapters_go_in_all_or_not_at_all(arguments, message):
 def test_merging_twice_or_a_part_is_refused():
     model = merge(adapted())
     before = snapshot(model)
-    with pytest.raises(RuntimeError, match=r"0: the update is merged already.*nothing was merged"):
+    with pytest.raises(
+        RuntimeError, match=r"0: .*not merged, got a merged one.*nothing was merged"
+    ):
         merge(model)
     assert same(snapshot(model), before)
     half = adapted()
@@ -266,7 +268,7 @@ def test_targets_that_are_all_protected_are_refused_with_this_reason():
     model = nn.ModuleDict({"a": mlp(), "b": mlp()})
     with pytest.raises(ValueError, match=r"got \['0', '2'\], whose layers are all protected"):
         add_lora(model, 2, targets=["0", "2"], protect=["a", "b"])
-    with pytest.raises(ValueError, match=r"no layer of \['Linear'\] has a name like \['1'\]"):
+    with pytest.raises(ValueError, match=r"of \['Linear'\] layers as targets, got \['1'\]"):
         add_lora(model, 2, targets=["0", "1"], protect=["a"])  # layer 1 is not linear
     assert all(parameter.requires_grad for parameter in model.parameters())
 
@@ -308,7 +310,7 @@ def test_what_is_merged_is_compressed_as_one_weight(tmp_path):
             save(small, tmp_path / "small.safetensors")
             assert torch.equal(load(plain, tmp_path / "small.safetensors")(inputs), small(inputs))
     assert model[0].merged
-    with pytest.raises(ValueError, match="without adapters, got one of 0; call merge_and_unload"):
+    with pytest.raises(ValueError, match="got an adapter of 0; call merge_and_unload"):
         prune_channels(unmerge(model), 0.5, inputs)
 
 
@@ -405,11 +407,11 @@ def test_dropout_is_refused_if_no_update_would_apply_it(tmp_path):
     embedding = nn.Embedding(8, 4)
     for arguments in ({"kinds": (nn.Embedding,)}, {"parameters": ["1.weight"]}):
         model = nn.Sequential(embedding, nn.Linear(4, 4))
-        with pytest.raises(ValueError, match=r"dropout=0.9 .*no effect.*pass dropout=0"):
+        with pytest.raises(ValueError, match=r"dropout=0.9.* no effect.*pass dropout=0"):
             add_lora(model, 2, dropout=0.9, **arguments)
         assert model[1].weight.requires_grad
         assert model[0] is embedding
-    with pytest.raises(ValueError, match=r"dropout=0.9 .*no effect.*pass dropout=0"):
+    with pytest.raises(ValueError, match=r"dropout=0.9.* no effect.*pass dropout=0"):
         LoRA(embedding, 2, dropout=0.9)
     assert embedding.weight.requires_grad
     both = add_lora(nn.Sequential(embedding, nn.Linear(4, 4)), 2, dropout=0.9, kinds=(nn.Module,))

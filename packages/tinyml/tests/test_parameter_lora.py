@@ -190,13 +190,15 @@ def test_a_second_adapter_is_refused(tmp_path):
     model = adapted()
     save_lora(model, tmp_path)
     for options in ({"parameters": ["experts.up"]}, {"targets": ["gate"]}):
-        with pytest.raises(ValueError, match=r"without adapters, got one of .*experts.down;"):
+        with pytest.raises(
+            ValueError, match=r"without adapters, got an adapter of .*experts.down;"
+        ):
             add_lora(model, 2, **options)
-    with pytest.raises(ValueError, match=r"without adapters, got one of .*experts.down;"):
+    with pytest.raises(ValueError, match=r"without adapters, got an adapter of .*experts.down;"):
         load_lora(model, tmp_path)
     assert all(adapter.lora_A.requires_grad for adapter in parameter_adapters(model).values())
     layers = add_lora(Model(), 2, targets=["gate"])
-    with pytest.raises(ValueError, match=r"without adapters, got one of blocks.0.gate;"):
+    with pytest.raises(ValueError, match=r"without adapters, got an adapter of blocks.0.gate;"):
         add_lora(layers, 2, parameters=["experts.up"])
     assert layers.blocks[0].gate.lora_A.requires_grad
     plain = Model()

@@ -19,7 +19,7 @@ from torch import nn
 
 @pytest.fixture(autouse=True)
 def _measure_anew(monkeypatch):
-    monkeypatch.setattr(products, "_chosen", {})
+    monkeypatch.setattr(products, "_timings", {})
 
 
 def codes(rows, columns, seed):
@@ -133,7 +133,7 @@ def test_auto_stays_in_float_where_that_is_faster_and_says_so(wins, monkeypatch)
     monkeypatch.setattr(
         fastest_linear,
         "measure",
-        lambda implementations, inputs, is_right, reference: Timing(wins, {"float": 1.0}, {}),
+        lambda implementations, inputs, is_correct, reference: Timing(wins, {"float": 1.0}, {}),
     )
     monkeypatch.setattr(fastest_linear, "_timings", {})
     model = nn.Sequential(nn.Linear(64, 32), nn.ReLU())

@@ -58,7 +58,7 @@ def test_masks_hold_through_fine_tuning():
     ("arguments", "message"),
     [
         ({"sparsity": 1.2}, "sparsity <= 1, got 1.2"),
-        ({"sparsity": {"9": 0.5}}, r"expected names of .*, got '9'"),
+        ({"sparsity": {"9": 0.5}}, r"expected layer names among .*, got '9'"),
     ],
 )
 def test_bad_requests_say_what_to_ask_for(arguments, message):

@@ -237,9 +237,9 @@ def test_pieces_of_another_dimension_may_be_unread():
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        (WindowOfHeads, "num_heads = 4 would be 2 in view"),
-        (HeadBlocks, "num_heads = 4 would be 2 in view"),
-        (Configured, "a size written into its forward"),
+        (WindowOfHeads, "num_heads = 4, got 2 in view"),
+        (HeadBlocks, "num_heads = 4, got 2 in view"),
+        (Configured, "does not compute the same after pruning"),
     ],
 )
 @pytest.mark.parametrize(

@@ -95,7 +95,7 @@ def test_slow_kernels_do_not_delay_the_decision_for_a_layer(bits, cost, monkeypa
         for name, function in products.IMPLEMENTATIONS.items()
     }
     monkeypatch.setattr(products, "IMPLEMENTATIONS", injected)
-    monkeypatch.setattr(products, "_chosen", {})
+    monkeypatch.setattr(products, "_timings", {})
     monkeypatch.setattr(fastest_linear, "_timings", {})
     in_float = cost.of("float", 0.002, 2.2e-4, FastestLinear.by_dense_weight)
     for layer_type, name, kernel in (
@@ -204,7 +204,7 @@ def test_decisions_are_stored_per_machine(monkeypatch):
     store_timing("key", decided)
     assert stored_timing("key") == decided
     with monkeypatch.context() as another_machine:
-        another_machine.setattr(timing, "_machine", lambda: "another processor")
+        another_machine.setattr(timing, "_describe_machine", lambda: "another processor")
         assert stored_timing("key") is None
         store_timing("key", decided_elsewhere)
         store_timing("second key", decided)

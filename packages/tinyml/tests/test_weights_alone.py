@@ -13,12 +13,12 @@ from torch import nn
 def _kernel_wins(monkeypatch):
     """Make both implementations available, because the choice depends on the machine."""
 
-    def kernel(implementations, inputs, is_right, reference):
+    def kernel(implementations, inputs, is_correct, reference):
         try:
-            is_right_kernel = "weights alone" in implementations and is_right("weights alone")
+            uses_kernel = "weights alone" in implementations and is_correct("weights alone")
         except RuntimeError:  # the kernel does not support the shape
-            is_right_kernel = False
-        return Timing("weights alone" if is_right_kernel else reference, {reference: 1.0}, {})
+            uses_kernel = False
+        return Timing("weights alone" if uses_kernel else reference, {reference: 1.0}, {})
 
     monkeypatch.setattr(fastest_linear, "_timings", {})
     monkeypatch.setattr(fastest_linear, "measure", kernel)

@@ -3,7 +3,7 @@
     python -m llmsys_suite.bench --quick
 
 Ratios are taken between interleaved timings: training relative to torch's DDP, attention relative
-to SDPA.
+to SDPA, and compression relative to the float32 model.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ CASES = ("train", "attention", "compress")
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Run the stages of `CASES`, their dependencies and the audit; return the rows.
+    """Run the stages of `CASES`, their dependencies and the audit; return the rows of `CASES`.
 
-    The run folder is temporary. Raises RuntimeError if a check of the audit fails.
+    The run folder is temporary. Raises RuntimeError if the run or a check of its audit fails.
     """
     with tempfile.TemporaryDirectory() as scratch:
         config = resolve(
@@ -42,7 +42,7 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 
 
 def rows(stages: dict[str, Any]) -> list[Row]:
-    """Return the rows of the stages in `CASES`, each with its stage under the key `case`."""
+    """Return the rows of the stages in `CASES`, each with its stage as the column `case`."""
     return [{"case": case, **row} for case in CASES for row in stages[case]["rows"]]
 
 

@@ -14,6 +14,7 @@ from llmsys_suite.config_file import MEANING, read_toml, to_toml
 from llmsys_suite.resolution import resolve
 
 if TYPE_CHECKING:
+    from llmsys_suite.folder import RunFolder
     from llmsys_suite.report.compare import Comparison
 
 app = typer.Typer(
@@ -39,7 +40,7 @@ def main() -> None:
 def _path(text: str) -> Path:
     """Return a path; raise ValueError for an empty string, which would name the current folder."""
     if not text:
-        raise ValueError("expected a path, got an empty text")
+        raise ValueError("expected a path, got an empty string; leave the option out")
     return Path(text)
 
 
@@ -49,7 +50,7 @@ def _field(name: str, **parameters: Any) -> Any:
 
 
 def _flag(name: str) -> Any:
-    """Return an option of `run` that sets a field to True, or to False with the prefix `--no-`."""
+    """Return an option of `run` that sets a field: True for `--name`, False for `--no-name`."""
     return typer.Option(f"--{name}/--no-{name}", help=MEANING[name])
 
 
@@ -85,16 +86,16 @@ def run(
     """Plan, train, extrapolate, inspect, compress and audit one model."""
     from llmsys_suite.start import execute
 
-    first = os.environ.get("RANK", "0") == "0"
-    if first:
+    is_rank_0 = os.environ.get("RANK", "0") == "0"
+    if is_rank_0:
         print("llmsys: checking this machine", file=sys.stderr, flush=True)
     options = read_toml(config_file) if config_file is not None else {}
     for name, value in context.params.items():
         if name in MEANING and name != "stages" and value is not None:
             options[name] = value
-    in_file = options.pop("stages", [])
-    status, folder = execute(resolve(stages or in_file, **options))
-    if first and (folder / "report.md").exists():
+    stages_in_file = options.pop("stages", [])
+    status, folder = execute(resolve(stages or stages_in_file, **options))
+    if is_rank_0 and (folder / "report.md").exists():
         from llmsys_suite.report.page import headline
 
         print(headline(folder))
@@ -103,7 +104,7 @@ def run(
 
 @app.command()
 def config(
-    preset: Annotated[str | None, typer.Option(help="cpu or gpu; default: gpu if any.")] = None,
+    preset: Annotated[str | None, typer.Option(help="cpu, or gpu, the default with a GPU.")] = None,
 ) -> None:
     """Print a file for `llmsys run --config` with every field, its meaning and its default."""
     print(to_toml(resolve([], preset=preset)), end="")
@@ -112,23 +113,25 @@ def config(
 @app.command()
 def step(
     sizes: Annotated[
-        str, typer.Option(help="Sizes of `llmsys list` or shapes: A,B or all.")
+        str, typer.Option(help="Sizes, such as tiny,small or 256x768x6x8; or all of `llmsys list`.")
     ] = "tiny",
-    contexts: Annotated[str, typer.Option(help="Tokens per row: 128,512.")] = "128",
-    dtype: Annotated[str, typer.Option(help="fp32, tf32, bf16, fp16, or several.")] = "fp32",
-    compile_: Annotated[bool, typer.Option("--compile", help="Measure torch.compile too.")] = False,
-    checkpoint: Annotated[
-        bool, typer.Option("--checkpoint", help="Measure activation checkpointing too.")
+    contexts: Annotated[str, typer.Option(help="Tokens per sequence, such as 128,512.")] = "128",
+    dtype: Annotated[str, typer.Option(help="Some of fp32,tf32,bf16,fp16.")] = "fp32",
+    compile_: Annotated[
+        bool, typer.Option("--compile", help="Also measure torch.compile.")
     ] = False,
-    rows: Annotated[int, typer.Option(help="Sequences in a step.")] = 4,
-    time_limit: Annotated[float, typer.Option(help="Seconds for one case.")] = 60.0,
+    checkpoint: Annotated[
+        bool, typer.Option("--checkpoint", help="Also measure checkpointed blocks.")
+    ] = False,
+    rows: Annotated[int, typer.Option(help="Sequences per step.")] = 4,
+    time_limit: Annotated[float, typer.Option(help="Time limit per case, in seconds.")] = 60.0,
     profile: Annotated[
-        bool, typer.Option("--profile", help="With --out: the operators of a step.")
+        bool, typer.Option("--profile", help="Write the operators of a step; requires --out.")
     ] = False,
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
-    out: Annotated[Path | None, typer.Option(help="A new folder: rows as JSON.")] = None,
+    out: Annotated[Path | None, typer.Option(help="A new folder for rows.json.")] = None,
 ) -> None:
-    """Time one training step by size, context and precision, each in a separate process."""
+    """Time a training step of each size, context and dtype, each in a separate process."""
     from llmsys_suite.step.report import benchmark
 
     for line in benchmark(
@@ -166,7 +169,7 @@ def audit(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> None
     failed = [check for check in checks if not check.passed]
     for check in failed:
         print(f"FAILED {check}")
-    print(f"{len(checks) - len(failed)}/{len(checks)} passed")
+    print(f"{len(checks) - len(failed)} of {len(checks)} checks passed")
     raise typer.Exit(1 if failed else 0)
 
 
@@ -177,14 +180,14 @@ def compare(
     fail_above: Annotated[
         float | None,
         typer.Option(
-            help="Exit 0 only if every variant is shown to be slower by at most this percentage: "
-            "1 if one is slower, 3 if the samples cannot tell."
+            help="Exit 0 if every variant is shown to be slower by at most this percentage, 1 if "
+            "a variant is shown to be slower by more, 3 otherwise."
         ),
     ] = None,
     margin: Annotated[
         float,
         typer.Option(
-            help="A variant whose interval lies within this percentage is called the same."
+            help="The verdict is `same` if a variant's interval lies within this percentage of 1."
         ),
     ] = 5.0,
 ) -> None:
@@ -193,9 +196,9 @@ def compare(
     from llmsys_suite.report.compare import compare_runs
 
     if fail_above is not None and not fail_above >= 0:
-        raise UsageError(f"expected --fail-above >= 0, a percentage, got {fail_above:g}")
+        raise UsageError(f"expected --fail-above to be a percentage >= 0, got {fail_above:g}")
     if not 0 < margin < 100:
-        raise UsageError(f"expected --margin between 0 and 100, a percentage, got {margin:g}")
+        raise UsageError(f"expected 0 < --margin < 100, a percentage, got {margin:g}")
     old, new = _run_folder(before), _run_folder(after)
     rows = compare_runs(old, new, margin=margin / 100)
     for warning in warnings(old, new):
@@ -229,15 +232,16 @@ def sample(
     folder: Annotated[Path, typer.Argument(help="A run folder, of a run with the stage learn.")],
     prompt: Annotated[str, typer.Option(help="Text that the model continues.")] = "The ",
     max_bytes: Annotated[
-        int, typer.Option(help="Number of bytes to generate; with a tokenizer, of tokens.")
+        int, typer.Option(help="Bytes to generate, or tokens if the run used a tokenizer.")
     ] = 240,
     temperature: Annotated[
         float,
         typer.Option(
-            help="Sampling temperature: near 0 the most likely token, above 1 more random."
+            help="Sampling temperature: values near 0 pick the most likely token, values above 1 "
+            "are more random."
         ),
     ] = 0.7,
-    seed: Annotated[int, typer.Option(help="Seed of the draws.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
 ) -> None:
     """Print a prompt and the text that the trained model of a run generates after it."""
     from llmsys_suite.text.generation import generate_text, model_of
@@ -254,7 +258,7 @@ def sample(
 @app.command()
 def export(
     folder: Annotated[Path, typer.Argument(help="A run folder, of a run with the stage learn.")],
-    out: Annotated[Path, typer.Argument(help="A new folder for the model.")],
+    out: Annotated[Path, typer.Argument(help="A new or empty folder for the model.")],
 ) -> None:
     """Write the trained model as a Hugging Face folder, which AutoModelForCausalLM loads."""
     from llmsys_suite.hugging_face import export_model
@@ -286,10 +290,11 @@ def list_() -> None:
             f"{name:>7}  {size.d_model:>7}  {size.d_ff:>5}  {size.num_layers:>6}"
             f"  {size.num_heads:>5}"
         )
-    print("Any other size is written as d_model x d_ff x layers x heads: 256x768x6x8.")
+    print("Any other size is written as d_model x d_ff x layers x heads, such as 256x768x6x8.")
 
 
-def _run_folder(path: Path):  # type: ignore[no-untyped-def]
+def _run_folder(path: Path) -> RunFolder:
+    """Return the folder of a run; raise `UsageError` as `RunFolder.open` does."""
     from llmsys_suite.folder import RunFolder
 
     return RunFolder.open(path)

@@ -6,6 +6,7 @@ import ctypes
 import math
 import os
 import re
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ class Size:
     num_heads: int
 
     def described(self, *, layers: int | None = None, vocabulary: int = 256) -> Transformer:
-        """Return the decoder, or one with another number of layers, as `accounting.Transformer`."""
+        """Return this size as an `accounting.Transformer`; `layers` replaces `num_layers`."""
         import accounting
 
         return accounting.Transformer(
@@ -49,6 +50,12 @@ SIZES = {
 }
 
 
+def require_known(name: str, value: str, known: Collection[str]) -> None:
+    """Raise UsageError unless `value` is one of the values in `known`."""
+    if value not in known:
+        raise UsageError(f"{name} {value!r} is unknown; choose from {', '.join(known)}")
+
+
 def size_of(name: str) -> Size:
     """Return the size that `name` selects in `SIZES` or describes as WIDTHxFFxLAYERSxHEADS.
 
@@ -61,8 +68,8 @@ def size_of(name: str) -> Size:
     numbers = name.split("x")
     if len(numbers) != 4 or any(not re.fullmatch("[1-9][0-9]*", number) for number in numbers):
         raise UsageError(
-            f"size {name!r} is unknown; choose from {', '.join(SIZES)}, or describe one by width, "
-            "feed-forward width, layers and heads, for example 256x768x6x8"
+            f"size {name!r} is unknown; choose from {', '.join(SIZES)}, or write a shape as "
+            "WIDTHxFFxLAYERSxHEADS, such as 256x768x6x8"
         )
     size = Size(*map(int, numbers))
     if size.d_model % (2 * size.num_heads):
@@ -94,13 +101,16 @@ class Layout:
     def why_not(self, size: Size, rows: int) -> str:
         """Return the reason why this layout does not fit a model and `rows`, or an empty string."""
         if size.num_layers < self.pipeline:
-            return f"{size.num_layers} layers do not make {self.pipeline} stages"
+            return f"{size.num_layers} layers do not split into {self.pipeline} pipeline stages"
         for name in ("num_heads", "d_ff"):
-            if (value := getattr(size, name)) % self.tensor:
-                return f"{name} {value} does not split over {self.tensor} ranks"
-        if rows % self.data or rows // self.data < self.pipeline:
-            stages = f" of {self.pipeline} pipeline stages" if self.pipeline > 1 else ""
-            return f"{rows} rows do not split over {self.data} replicas{stages}"
+            value = getattr(size, name)
+            if value % self.tensor:
+                return f"{name} {value} is not a multiple of {self.tensor} tensor-parallel ranks"
+        if rows % self.data:
+            return f"{rows} rows are not a multiple of {self.data} replicas of the model"
+        if rows // self.data < self.pipeline:
+            per_replica = rows // self.data
+            return f"{per_replica} rows per replica are fewer than {self.pipeline} pipeline stages"
         return ""
 
     def num_microbatches(self, rows: int) -> int:
@@ -112,16 +122,17 @@ class Layout:
         return rows // 2 if rows % 2 == 0 and rows // 2 >= self.pipeline else rows
 
     def bubble(self, rows: int) -> float:
-        """Return the idle fraction (p - 1) / (m + p - 1) of a step without communication.
+        """Return the fraction (p - 1) / (m + p - 1) of a step in which a pipeline rank is idle.
 
-        There are p ranks and m microbatches (Narayanan et al. 2021, section 2.2).
+        A pipeline of p ranks computes m microbatches, and communication is assumed to take no time
+        (Narayanan et al. 2021, section 2.2).
         """
         idle = self.pipeline - 1
         return idle / (self.num_microbatches(rows) + idle)
 
 
 def possible_layouts(size: Size, world: int, rows: int) -> dict[str, Layout]:
-    """Return the layouts that the stage `parallel` compares, by name, if they fit the model."""
+    """Return the layouts that the stage `parallel` compares and that fit the model, by name."""
     layouts = {
         "pipeline (GPipe)": Layout(pipeline=world, schedule="GPipe"),
         "pipeline (1F1B)": Layout(pipeline=world),
@@ -133,7 +144,7 @@ def possible_layouts(size: Size, world: int, rows: int) -> dict[str, Layout]:
 
 
 def group_size(size: Size, world: int) -> int:
-    """Return the largest proper divisor of `world` that also divides num_heads and d_ff.
+    """Return the largest divisor of `world` below it, or 1, that divides num_heads and d_ff.
 
     For example, a model with twelve heads trains on eight ranks in two groups of four.
     """
@@ -142,36 +153,12 @@ def group_size(size: Size, world: int) -> int:
     return max(divisors, default=1)
 
 
-#: Minimum context. `memory` also uses half of it, and previous-token heads need two positions.
+#: Minimum context. The stage `memory` also uses half of the run's context.
 LEAST_CONTEXT = 8
-#: Name of the tokenizer for which every byte is a token, and the size of its vocabulary.
+#: Name of the tokenizer whose tokens are bytes, and the size of its vocabulary.
 BYTES = "bytes"
 BYTE_VOCABULARY = 256
-#: Minimum of each integer field of a configuration.
-LEAST = {
-    "world": 1,
-    "steps": 1,
-    "warmup": 0,
-    "learn": 1,
-    "tensor": 1,
-    "pipeline": 1,
-    "seed": 0,
-    "rows": 1,
-    "vocabulary": BYTE_VOCABULARY,
-    "context": LEAST_CONTEXT,
-}
-#: Arithmetic of products: tf32 rounds the inputs of float32 products, and bf16 runs forward passes
-#: under autocast to bfloat16. Weights, gradients, moments and messages are always float32.
-DTYPES = ("fp32", "tf32", "bf16")
-#: Default size of a vocabulary that is trained on the text.
-TRAINED_VOCABULARY = 4096
-#: Stages that need byte tokens: the budgets of `scale` and the labels of `inspect` are for bytes.
-BYTE_STAGES = ("scale", "inspect")
-#: Values of `--log`: Python packages that can record the losses of `learn`.
-LOGS = ("tensorboard", "wandb")
-#: Largest seed. A batch is drawn with about 10**6 times the seed, which must fit in 64 bits.
-MOST_SEED = 10**12
-# Stages in the order of a run, each with the stages that it requires.
+#: Stages in the order of a run, each with the stages that it requires.
 STAGES: dict[str, tuple[str, ...]] = {
     "plan": (),
     "links": (),
@@ -189,7 +176,7 @@ STAGES: dict[str, tuple[str, ...]] = {
 
 
 class UsageError(ValueError):
-    """The command is impossible; `llmsys` prints the reason in one line and exits with status 2."""
+    """An error in the user's input; `llmsys` prints its message and exits with status 2."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -238,7 +225,7 @@ class RunConfig:
 
     @property
     def parts(self) -> int:
-        """Number of sequential parts into which a single process splits the global batch.
+        """The number of sequential parts into which a single process splits the global batch.
 
         On a GPU it is the world size, so that the process needs no more memory than one rank.
         """
@@ -246,7 +233,7 @@ class RunConfig:
 
     @property
     def data_parallel(self) -> int:
-        """Number of replicas of the model in `learn`; each has pipeline x tensor ranks."""
+        """The number of replicas of the model in `learn`; each has pipeline x tensor ranks."""
         return self.world // (self.pipeline * self.tensor)
 
     def to_json(self) -> dict[str, Any]:
@@ -270,19 +257,17 @@ def with_dependencies(stages: list[str]) -> tuple[str, ...]:
 
     Raises UsageError for an unknown stage.
     """
-    wanted: set[str] = set()
+    selected = {"report"}
 
-    def want(stage: str) -> None:
-        if stage not in STAGES:
-            raise UsageError(f"stage {stage!r} is unknown; choose from {', '.join(STAGES)}")
-        wanted.add(stage)
-        for needed in STAGES[stage]:
-            want(needed)
+    def add_with_dependencies(stage: str) -> None:
+        require_known("stage", stage, STAGES)
+        selected.add(stage)
+        for required in STAGES[stage]:
+            add_with_dependencies(required)
 
     for stage in stages:
-        want(stage)
-    wanted.add("report")
-    return tuple(stage for stage in STAGES if stage in wanted)
+        add_with_dependencies(stage)
+    return tuple(stage for stage in STAGES if stage in selected)
 
 
 def restarts() -> int:

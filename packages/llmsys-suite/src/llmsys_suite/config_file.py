@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -16,30 +17,31 @@ MEANING = {
     "preset": "cpu or gpu; decides the device and the defaults of size, world, backend, dtype, "
     "rows, context and learning_rate.",
     "size": "A size of `llmsys list`, or width, feed-forward width, layers, heads: 256x768x6x8.",
-    "world": "Number of ranks.",
-    "backend": "auto, gloo or nccl; auto is nccl with the preset gpu.",
+    "world": "Number of ranks; by default one per GPU with the preset gpu, otherwise 2.",
+    "backend": "auto, gloo or nccl; auto is nccl with the preset gpu, otherwise gloo.",
     "dtype": "fp32, tf32 or bf16: arithmetic of products; the weights are float32 in all three.",
-    "rows": "Global batch in sequences; a multiple of the number of ranks.",
+    "rows": "Sequences per step over all ranks; a multiple of the number of ranks.",
     "context": "Tokens per sequence.",
-    "steps": "Measured steps per variant; the budgets of the stage scale are proportional.",
-    "warmup": "Steps before the measured ones.",
-    "learn": "Steps of the stage learn; by default 400, or those of the checkpoint.",
-    "tensor": "Ranks that split each block in the stage learn.",
-    "pipeline": "Ranks that have consecutive blocks in the stage learn.",
-    "recompute": "Run blocks of learn again in the backward pass to save memory.",
-    "compile": "Compile the blocks of learn with torch.compile.",
-    "trace": "Write Chrome traces of three steps of learn: RUN/trace-RANK.json.",
-    "log": "tensorboard or wandb: a program that also records the losses of the stage learn.",
-    "resume": "Checkpoint from which the stage learn continues: RUN/checkpoint.",
-    "clip": "Largest norm of the gradient in the stage learn; by default it is not clipped.",
+    "steps": "Measured steps per variant; the stage scale multiplies its budgets by this number.",
+    "warmup": "Steps of each variant before the measured steps.",
+    "learn": "Steps of the stage learn; by default 400, or the number in the checkpoint.",
+    "tensor": "Number of ranks over which the stage learn splits each block.",
+    "pipeline": "Number of ranks over which the stage learn splits the sequence of blocks.",
+    "recompute": "Recompute blocks in the backward pass of the stage learn to save memory.",
+    "compile": "Compile the blocks of the stage learn with torch.compile.",
+    "trace": "Write Chrome traces of three steps of the stage learn: RUN/trace-RANK.json.",
+    "log": "tensorboard or wandb, which also records losses and learning rates of the stage learn.",
+    "resume": "Checkpoint that the stage learn continues, such as runs/NAME/checkpoint.",
+    "clip": "Norm to which the stage learn clips gradients; by default they are not clipped.",
     "seed": "Seed of weights and batches.",
     "learning_rate": "Learning rate of AdamW in the stage train; learn peaks at twice this rate.",
     "data": "Text to train on: a file or a folder; by default the standard library of Python.",
-    "tokenizer": "bytes; bpe, trained on the text; or a tokenizer.json of the package tokenizers.",
-    "vocabulary": "Number of tokens: 256 bytes; 4096 by default for bpe.",
-    "out": "A new folder for the results; by default runs/DATE-TIME.",
+    "tokenizer": "bytes, bpe (trained on the text), or a tokenizer.json of the package tokenizers.",
+    "vocabulary": "Size of the vocabulary: 256 for bytes, by default 4096 for bpe; a file needs at "
+    "least its largest token id plus one.",
+    "out": "A new or empty folder for the results; by default runs/DATE-TIME.",
 }
-#: Examples of the fields that have no value by default.
+#: Example values of the fields that are None by default.
 EXAMPLES = {
     "learn": 400,
     "log": "tensorboard",
@@ -49,10 +51,19 @@ EXAMPLES = {
     "out": "run",
 }
 PATHS = ("resume", "data", "out")
+#: Type of a TOML value, in words and in Python, by the first word of a field's annotation.
+TOML_TYPES: dict[str, tuple[str, tuple[type, ...]]] = {
+    "tuple": ("an array of strings", (list,)),
+    "bool": ("true or false", (bool,)),
+    "int": ("an integer", (int,)),
+    "float": ("a number", (int, float)),
+    "str": ("a string", (str,)),
+    "Path": ("a string", (str,)),
+}
 
 
 def to_toml(config: RunConfig) -> str:
-    """Return the text of a file that describes `config`; fields without a value are comments."""
+    """Return a file that describes `config`; a field that is None is a comment with an example."""
     lines = []
     for name, meaning in MEANING.items():
         value = getattr(config, name)
@@ -71,26 +82,17 @@ def read_toml(path: Path) -> dict[str, Any]:
     try:
         values = tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise UsageError(f"--config {path} cannot be read: {error}") from None
-    kinds = {field.name: str(field.type) for field in fields(RunConfig)}
+        raise UsageError(
+            f"--config {path} cannot be read: {error}; `llmsys config` prints a valid file"
+        ) from None
+    annotations = {field.name: str(field.type) for field in fields(RunConfig)}
     for name, value in values.items():
         if name not in MEANING:
             raise UsageError(f"{path}: unknown field {name!r}; `llmsys config` prints all fields")
         if name in PATHS and value == "":
-            raise UsageError(f"{path}: expected {name} to be a path, got an empty text")
-        if not _has_kind(value, kinds[name]):
-            raise UsageError(f"{path}: expected {name} of type {kinds[name]}, got {value!r}")
+            raise UsageError(f"{path}: expected {name} to be a path, got an empty string")
+        description, types = TOML_TYPES[re.split(r"\W", annotations[name])[0]]
+        has_strings = not isinstance(value, list) or all(isinstance(item, str) for item in value)
+        if type(value) not in types or not has_strings:
+            raise UsageError(f"{path}: expected {name} to be {description}, got {value!r}")
     return {name: Path(value) if name in PATHS else value for name, value in values.items()}
-
-
-def _has_kind(value: Any, kind: str) -> bool:
-    """Return True if a TOML value fits the annotation of a field."""
-    if kind.startswith("tuple"):
-        return isinstance(value, list) and all(isinstance(item, str) for item in value)
-    if kind == "bool":
-        return type(value) is bool
-    if kind.startswith("int"):
-        return type(value) is int
-    if kind.startswith("float"):
-        return type(value) in (int, float)
-    return isinstance(value, str)

@@ -52,11 +52,11 @@ def usable_cores() -> int:
 
 
 def available_memory_bytes(device: str) -> int:
-    """Return the bytes that a new process can allocate on one GPU or in host memory."""
+    """Return the bytes that a new process can allocate on the current GPU or in host memory."""
     if device == "cuda":
         if "RANK" not in os.environ:
-            # A query creates a CUDA context, which this process would keep while its child
-            # processes need the memory.
+            # A query creates a CUDA context. This process would keep the context's memory while its
+            # child processes need it.
             command = [sys.executable, "-c", "import torch; print(torch.cuda.mem_get_info()[0])"]
             return int(subprocess.run(command, capture_output=True, check=True).stdout)
         import torch
@@ -99,13 +99,11 @@ def control_group_room(
 
 
 def peak_memory_bytes() -> int:
-    """Return the peak memory of this process in bytes, since the last `forget_peak_memory`.
-
-    getrusage is only a fallback: its value starts at the parent's memory and cannot be reset.
-    """
+    """Return the peak resident memory of this process in bytes since `forget_peak_memory`."""
     for line in _lines("/proc/self/status"):
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
+    # This value is a fallback, because it starts at the parent's memory and cannot be reset.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
@@ -116,7 +114,7 @@ def forget_peak_memory() -> None:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal, or its number: most real-time signals have no name."""
+    """Return the name of a signal, or "signal N", because most real-time signals have no name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -124,27 +122,26 @@ def signal_name(number: int) -> str:
 
 
 def diagnosis() -> list[tuple[str, str, str]]:
-    """Return the lines of `llmsys doctor` as (fact, value, remedy); a remedy may be empty."""
+    """Return the lines of `llmsys doctor` as (fact, value, remedy or an empty string)."""
     import torch
     import torch.distributed as dist
 
     facts = environment()
     rows = [(key, str(facts[key]), "") for key in ("python", "torch", "processor", "cores")]
     memory = available_memory_bytes("cpu") / GIB
-    remedy = "" if memory > 4 else "close other programs: 4 GiB"
+    remedy = "" if memory > 4 else "close other programs until 4 GiB are free"
     rows.append(("memory free", f"{memory:.1f} GiB", remedy))
     is_busy = facts["load_average"] > 0.5 * usable_cores()
-    remedy = "other work is running: trust ratios, not times" if is_busy else ""
+    remedy = "other programs are running: use ratios, not times" if is_busy else ""
     rows.append(("load average", str(facts["load_average"]), remedy))
-    shm = Path("/dev/shm")
-    if shm.exists():
-        free = shutil.disk_usage(shm).free / 2**20
-        remedy = "" if free > 256 else "shared-memory collectives fall back; give it 256 MiB"
-        rows.append(("/dev/shm free", f"{free:.0f} MiB", remedy))
     rows.append(("gloo", "yes" if dist.is_gloo_available() else "no", ""))
     rows.append(("CUDA devices", str(torch.cuda.device_count()), ""))
     if torch.cuda.is_available():
         rows.append(("nccl", "yes" if dist.is_nccl_available() else "no", ""))
+        # NCCL exchanges data between the GPUs of a host in /dev/shm; `collectives` does not.
+        free = shutil.disk_usage("/dev/shm").free / 2**20
+        remedy = "" if free > 256 else "NCCL may need more: docker run --shm-size=1g"
+        rows.append(("/dev/shm free", f"{free:.0f} MiB", remedy))
     return rows
 
 
@@ -156,7 +153,7 @@ def _cpuinfo(field: str) -> str:
 
 
 def _flags() -> list[str]:
-    """Return the CPU flags that change the speed of matrix products by up to a factor of 30."""
+    """Return the CPU's vector and matrix extensions, which decide the speed of products."""
     flags = _cpuinfo("flags").split() or _cpuinfo("Features").split()
     kinds = ("avx", "amx", "fma", "sse4", "asimd", "sve", "i8mm", "bf16", "f16c")
     return sorted(flag for flag in flags if flag.startswith(kinds))

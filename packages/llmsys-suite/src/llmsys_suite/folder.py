@@ -1,10 +1,9 @@
 """The run folder: raw measurements and everything that is derived from them.
 
 - JSON files and reports are written under another name and renamed, so that a reader never finds
-  them incomplete. Samples are appended line by line, so that measurements before an interruption
-  are saved.
+  them incomplete. Samples are appended line by line, so that an interruption loses few of them.
 - A finished folder is sealed: manifest.json contains the format, and the digest of every file that
-  is not in a subfolder. `RunFolder.open` reports edited, truncated or differently formatted files.
+  is not in a subfolder. `RunFolder.open` refuses edited and truncated files, and other formats.
 """
 
 from __future__ import annotations
@@ -26,10 +25,10 @@ from llmsys_suite.results import from_json, to_json
 
 Sample = dict[str, Any]
 #: Version of the folder's format, increased whenever the content of its files changes.
-FORMAT = 15
+FORMAT = 16
 MANIFEST = "manifest.json"
 FOREIGN = "the file was changed or is from another version"
-#: Files that are read later. Every run writes the first four.
+#: Files that other commands read. Every run writes the first four.
 RECORDS = (
     "config.json", "env.json", "samples.jsonl", "summary.json",
     "checks.json", "evidence.json", "model.safetensors", "tokenizer.json",
@@ -37,7 +36,7 @@ RECORDS = (
 
 
 class FolderTaken(UsageError):
-    """The folder has files already, for example those of another run, or its name is a file's."""
+    """Error for a path that is a file, or a folder with files, such as those of another run."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class RunFolder:
 
     @classmethod
     def create(cls, config: RunConfig, environment: dict[str, Any]) -> RunFolder:
-        """Claim the folder of `config` and write `environment` into it."""
+        """Claim the folder of `config`, write `environment` into it, and return it."""
         out = claim(config).out
         assert out is not None
         folder = cls(out)
@@ -56,15 +55,15 @@ class RunFolder:
         return folder
 
     def restart(self) -> None:
-        """Discard the results and the samples of an earlier attempt."""
+        """Replace the results and the samples of an earlier attempt by empty files."""
         self.write_json("summary.json", {"status": "incomplete", "stages": {}})
         self.write_text("samples.jsonl", "")
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Return the folder of a run; raise `UsageError` as `require_whole` does."""
+        """Return the folder of a run; raise UsageError if it is not the folder of a run."""
         if not (path / "summary.json").exists():
-            raise UsageError(f"{path} is not a run folder: it has no summary.json")
+            raise UsageError(f"expected a run folder, got {path}, which has no summary.json")
         folder = cls(path)
         folder.require_whole()
         return folder
@@ -75,12 +74,12 @@ class RunFolder:
 
     def write_text(self, name: str, text: str) -> None:
         """Write one text file atomically, also if several threads or ranks write it at once."""
-        beside = self.path / f".{name}.{os.getpid()}.{threading.get_ident()}.part"
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, self.path / name)
+        temporary = self.path / f".{name}.{os.getpid()}.{threading.get_ident()}.part"
+        temporary.write_text(text, encoding="utf-8")
+        os.replace(temporary, self.path / name)
 
     def read_json(self, name: str) -> Any:
-        """Return one JSON file; raise UsageError if it is missing or not JSON."""
+        """Return the value of one JSON file; raise UsageError if it is missing or not JSON."""
         try:
             return from_text((self.path / name).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
@@ -96,7 +95,7 @@ class RunFolder:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The status of the run, and the results of each finished stage as plain values."""
+        """The status of the run, and the results of each finished stage as JSON values."""
         summary = self.read_json("summary.json")
         stages = summary.get("stages") if isinstance(summary, dict) else None
         is_table = isinstance(stages, dict) and all(isinstance(v, dict) for v in stages.values())
@@ -113,25 +112,26 @@ class RunFolder:
 
     @property
     def results(self) -> dict[str, Any]:
-        """The results of each finished stage."""
+        """The results of each finished stage, as dataclasses of `results`."""
         return from_json(self.summary["stages"])
 
     def add_stage(
         self, stage: str, result: Any, seconds: float = 0.0, peak_mib: float = 0.0
     ) -> None:
-        """Store the results, the duration and the peak memory (largest process) of one stage."""
-        summary, spent = self.summary, {"stage_seconds": seconds, "peak_process_mib": peak_mib}
-        summary["stages"][stage] = to_json(result) | spent
+        """Store the results of a stage, its duration, and the peak memory of a process in it."""
+        summary = self.summary
+        cost = {"stage_seconds": seconds, "peak_process_mib": peak_mib}
+        summary["stages"][stage] = to_json(result) | cost
         self.write_json("summary.json", summary)
 
     def fail(self, stage: str, reason: str) -> None:
-        """Record why the run ended in `stage`; its status stays incomplete."""
+        """Record why the run failed in `stage`; its status stays incomplete."""
         summary = self.summary
         self.write_json("summary.json", summary | {"failed_stage": stage, "reason": reason})
 
     @property
     def failure(self) -> tuple[str, str] | None:
-        """The stage in which the run failed, and why; None if no failure was recorded."""
+        """The stage in which the run failed, and the reason; None if no failure was recorded."""
         summary = self.summary
         if "failed_stage" not in summary:
             return None
@@ -143,15 +143,15 @@ class RunFolder:
         self.seal()
 
     def seal(self) -> None:
-        """Write the format to the manifest, and the digest of every file outside of subfolders."""
+        """Write the manifest: the format, and the digest of every file outside of subfolders."""
         files = sorted(path for path in self.path.iterdir() if path.is_file())
         digests = {path.name: _digest(path) for path in files if path.name != MANIFEST}
         self.write_json(MANIFEST, {"format": FORMAT, "files": digests})
 
     def require_whole(self) -> None:
-        """Raise UsageError if a finished run's files have changed or another version wrote them.
+        """Raise UsageError if the files of a finished run were changed or have another format.
 
-        An unfinished run has no manifest and is not checked.
+        An unfinished run has no manifest, so that its files are not checked.
         """
         if not (self.path / MANIFEST).exists():
             if self.complete:
@@ -161,28 +161,28 @@ class RunFolder:
         if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):
             raise UsageError(f"expected {self.path / MANIFEST} to have `files`; {FOREIGN}")
         if manifest.get("format") != FORMAT:
-            version = manifest.get("format")
             raise UsageError(
-                f"{self.path} is of format {version} and this version reads {FORMAT}; "
-                "make the run again, or read it with the version that wrote it"
+                f"expected a run folder of format {FORMAT}, got {self.path} of format "
+                f"{manifest.get('format')}; repeat the run, or use the version that wrote it"
             )
         digests = manifest["files"]
         for name in dict.fromkeys((*RECORDS, *digests)):
             path = self.path / name
             if digests.get(name) != (_digest(path) if path.exists() else None):
-                raise UsageError(f"{path} was changed since its run wrote it")
+                raise UsageError(f"{path} was changed, added or deleted; restore it or run again")
 
     def append_samples(self, samples: Iterable[Sample]) -> None:
-        """Append raw measurements, one line per sample."""
+        """Append raw measurements to samples.jsonl, one line per sample."""
         with (self.path / "samples.jsonl").open("a", encoding="utf-8") as file:
             file.write("".join(to_text(sample) + "\n" for sample in samples))
 
     def samples(self) -> list[Sample]:
-        """Return the raw measurements without the last line if a kill has truncated it."""
-        whole = (self.path / "samples.jsonl").read_text(encoding="utf-8").rpartition("\n")[0]
+        """Return the raw measurements. A last line without a newline is left out as truncated."""
+        text = (self.path / "samples.jsonl").read_text(encoding="utf-8")
+        lines = text.rpartition("\n")[0].splitlines()
         # Parsed in one call, samples share the strings of their keys, which saves memory.
-        rows: list[Sample] = from_text(f"[{','.join(whole.splitlines())}]")
-        return rows
+        samples: list[Sample] = from_text(f"[{','.join(lines)}]")
+        return samples
 
 
 def claim(config: RunConfig) -> RunConfig:
@@ -193,12 +193,12 @@ def claim(config: RunConfig) -> RunConfig:
     """
     if config.out is not None:
         return _claim(config, config.out)
-    second = datetime.now().strftime("%Y-%m-%d-%H%M%S")
-    names = [second, *(f"{second}.{number}" for number in range(2, 100))]
+    time = datetime.now().strftime("%Y-%m-%d-%H%M%S")
+    names = [time, *(f"{time}.{number}" for number in range(2, 100))]
     for name in names:
         with contextlib.suppress(FolderTaken):
             return _claim(config, Path("runs") / name)
-    raise UsageError(f"runs/{second} to runs/{names[-1]} are taken; name a folder with --out")
+    raise UsageError(f"runs/{time} to runs/{names[-1]} are not empty; name a folder with --out")
 
 
 def _claim(config: RunConfig, out: Path) -> RunConfig:
@@ -209,12 +209,15 @@ def _claim(config: RunConfig, out: Path) -> RunConfig:
 
 
 def create_folder(folder: Path, name: str, text: str) -> None:
-    """Create a folder with one file; raise UsageError if it is taken or cannot be written."""
+    """Create a folder, unless it exists and is empty, and write one file into it.
+
+    Raises FolderTaken if the folder has files or is a file, and UsageError if writing fails.
+    """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if any(folder.iterdir()):
             raise FileExistsError
-        # Only one of two programs that see the same empty folder can create the file.
+        # If two programs find the same empty folder, only one of them can create the file.
         with (folder / name).open("x", encoding="utf-8") as file:
             file.write(text)
     except FileExistsError:
@@ -226,12 +229,12 @@ def create_folder(folder: Path, name: str, text: str) -> None:
 
 
 def to_text(value: Any, indent: int | None = None) -> str:
-    """Return a value as JSON. The function `from_text` also restores NaN and infinities."""
+    """Return a value as JSON text. NaN and infinities become objects that `from_text` converts."""
     return json.dumps(_tagged(value), indent=indent, allow_nan=False)
 
 
 def from_text(text: str) -> Any:
-    """Return the value of a JSON text that `to_text` wrote."""
+    """Return the value of a JSON text that `to_text` returned."""
     return json.loads(text, object_hook=_untagged)
 
 

@@ -1,8 +1,8 @@
 """Export and import of models as Hugging Face folders: config.json and model.safetensors.
 
 The decoder of this package is the Llama architecture with one key-value head per query head, so
-that `transformers.AutoModelForCausalLM.from_pretrained` loads an exported model. Neither direction
-needs transformers.
+that `transformers.AutoModelForCausalLM.from_pretrained` loads an exported model. Export and import
+work without the package transformers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from llmsys_suite.config import UsageError
 from llmsys_suite.folder import create_folder
 from llmsys_suite.model import NORM_EPSILON, ROPE_BASE, Decoder, ModelConfig
 
-#: Names of modules in this package and in transformers. Modules of a block have the prefix
-#: `blocks.N` here and `model.layers.N` in transformers.
+#: Names of modules in this package and in transformers. Modules of a block also have the prefix
+#: `blocks.N` in this package and `model.layers.N` in transformers.
 NAMES = {
     "embedding": "model.embed_tokens",
     "norm": "model.norm",
@@ -35,23 +35,23 @@ NAMES = {
 }
 #: Fields of config.json that do not change the logits of a model.
 WITHOUT_EFFECT = ("architectures", "bos_token_id", "eos_token_id", "dtype")
-#: Defaults of transformers, for fields that config.json omits, that differ from this package's.
-LEFT_OUT = {"rms_norm_eps": 1e-6}
+#: Defaults in transformers of the fields of config.json whose values differ in this package.
+TRANSFORMERS_DEFAULTS = {"rms_norm_eps": 1e-6}
 
 
 def export_model(model: Decoder, folder: Path, tokenizer: Path | None = None) -> None:
-    """Write a model to an empty or new folder that `AutoModelForCausalLM.from_pretrained` loads.
+    """Write a model to a new or empty folder that `AutoModelForCausalLM.from_pretrained` loads.
 
     `tokenizer` is a file of the package tokenizers. It is copied into the folder, where
     `AutoTokenizer.from_pretrained` loads it.
 
     Raises:
-        UsageError: the folder is not empty or cannot be created.
+        UsageError: the folder is not empty or cannot be written.
     """
     from safetensors.torch import save_file
 
     create_folder(folder, "config.json", json.dumps(_config(model.config), indent=1) + "\n")
-    tensors = {their_name(name): p.detach() for name, p in model.named_parameters()}
+    tensors = {transformers_name(name): p.detach() for name, p in model.named_parameters()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if tokenizer is not None:
         shutil.copy(tokenizer, folder / "tokenizer.json")
@@ -63,7 +63,7 @@ def import_model(folder: Path) -> Decoder:
     """Return the model in a Hugging Face folder, with weights converted to float32.
 
     Raises:
-        UsageError: a file is missing, or the model is not of this package's architecture.
+        UsageError: a file is missing or damaged, or the model has another architecture.
     """
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -80,7 +80,7 @@ def import_model(folder: Path) -> Decoder:
             context=config["max_position_embeddings"],
         )
         model = Decoder(shape)
-        # Versions of transformers store the rotary positions under different names.
+        # The names of the parameters of RoPE depend on the version of transformers.
         rope = {"rope_type": "default", "rope_theta": ROPE_BASE}
         rope |= {
             name: config[name] for name in ("rope_theta", "partial_rotary_factor") if name in config
@@ -88,14 +88,16 @@ def import_model(folder: Path) -> Decoder:
         rope |= (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise UsageError(f"{folder} cannot be read as a Llama model: {error}") from None
-    stated = {name: value for name, value in config.items() if value is not None}
-    stated |= {"rope_theta": ROPE_BASE, "rope_parameters": rope}
+    received = {name: value for name, value in config.items() if value is not None}
+    received |= {"rope_theta": ROPE_BASE, "rope_parameters": rope}
     for name, value in _config(shape).items():
-        received = stated.get(name, LEFT_OUT.get(name, value))
-        if name not in WITHOUT_EFFECT and received != value:
-            raise UsageError(f"{folder}: expected {name} {value!r}, got {received!r}")
+        actual = received.get(name, TRANSFORMERS_DEFAULTS.get(name, value))
+        if name not in WITHOUT_EFFECT and actual != value:
+            raise UsageError(f"{folder}/config.json: expected {name} {value!r}, got {actual!r}")
     try:
-        model.load_state_dict({name: stored.pop(their_name(name)) for name in model.state_dict()})
+        model.load_state_dict(
+            {name: stored.pop(transformers_name(name)) for name in model.state_dict()}
+        )
     except (KeyError, RuntimeError) as error:
         reason = str(error).splitlines()[-1].strip()
         raise UsageError(f"{folder}: expected the tensors of its config.json: {reason}") from None
@@ -124,15 +126,15 @@ def _config(shape: ModelConfig) -> dict[str, Any]:
         "max_position_embeddings": shape.context,
         "rope_theta": ROPE_BASE,
         "rope_parameters": {"rope_type": "default", "rope_theta": ROPE_BASE},
-        # Without these, the defaults of transformers would end a text at token 2.
+        # Without these fields, transformers would end a text at token 2.
         "bos_token_id": None,
         "eos_token_id": None,
         "dtype": "float32",
     }
 
 
-def their_name(name: str) -> str:
-    """Return the transformers name of a parameter of this package."""
+def transformers_name(name: str) -> str:
+    """Return the name in transformers of a parameter of this package."""
     block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.weight", name)
     if block:
         return f"model.layers.{block[1]}.{NAMES[block[2]]}.weight"

@@ -43,8 +43,8 @@ class ModelConfig(Size):
                 raise ValueError(f"expected an integer {name} >= 1, got {value!r}")
         if self.d_model % self.num_heads:
             raise ValueError(
-                f"d_model {self.d_model} does not split into {self.num_heads} heads; "
-                f"make it a multiple of {2 * self.num_heads}"
+                f"expected d_model to be a multiple of {2 * self.num_heads}, twice the number of "
+                f"heads, got {self.d_model}"
             )
         rotary_frequencies(self.d_model // self.num_heads)
 
@@ -88,7 +88,8 @@ class Decoder(nn.Module):
         """
         if tokens_BT.shape[1] > self.config.context:
             raise ValueError(
-                f"expected at most {self.config.context} tokens, got {tokens_BT.shape[1]}"
+                f"expected at most {self.config.context} tokens per row, got "
+                f"{tokens_BT.shape[1]}; pass shorter rows, or build the model with a larger context"
             )
         x_BTD = self.embedding(tokens_BT)
         rope = self.rope[:, : tokens_BT.shape[1]].to(x_BTD.dtype)
@@ -157,7 +158,7 @@ class MultiHeadAttention(nn.Module):
         self.out = nn.Linear(config.d_model, config.d_model, bias=False)
 
     def forward(self, x_BTD: Tensor, rope: Tensor) -> Tensor:
-        """Return the attention from each position to itself and all earlier positions."""
+        """Return, for each position, the attention output over it and all earlier positions."""
         q, k, v = (
             project(x_BTD).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
             for project in (self.q, self.k, self.v)
@@ -198,7 +199,7 @@ def rotary_frequencies(head_dim: int) -> Tensor:
 
 
 def rotary_table(head_dim: int, context: int) -> Tensor:
-    """Return the cosines and sines of the rotary angles, of shape (2, context, head_dim / 2)."""
+    """Return cosines and sines of the rotary angles: float32, (2, context, head_dim / 2)."""
     position = torch.arange(context, dtype=torch.float64)
     angle = position[:, None] * rotary_frequencies(head_dim).to(position.device)
     return torch.stack((angle.cos(), angle.sin())).float()

@@ -79,7 +79,8 @@ class AdamW:
         self.learning_rate = learning_rate
         self.decay = decay
         self.t = 0
-        self.m, self.v = ({n: torch.zeros_like(x) for n, x in w.items()} for _ in range(2))
+        self.m = {n: torch.zeros_like(x) for n, x in w.items()}
+        self.v = {n: torch.zeros_like(x) for n, x in w.items()}
 
     def step(self, w: Weights, grads: Weights) -> Weights:
         """Return the weights after one step."""
@@ -111,6 +112,7 @@ def train(
 def check_gradients(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> float:
     """Return the relative error of the gradient g, by finite differences of the loss along g."""
     _, g = gradients(w, tokens, targets, heads)
-    w_plus, w_minus = ({n: w[n] + sign * 1e-4 * g[n] for n in w} for sign in (1, -1))
+    w_plus = {n: w[n] + 1e-4 * g[n] for n in w}
+    w_minus = {n: w[n] - 1e-4 * g[n] for n in w}
     rise = float(loss(w_plus, tokens, targets, heads) - loss(w_minus, tokens, targets, heads))
     return abs(rise / (2e-4 * sum(float((x * x).sum()) for x in g.values())) - 1)

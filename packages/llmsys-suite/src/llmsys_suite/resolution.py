@@ -1,6 +1,6 @@
-"""Choose the missing options of a run for this machine, and refuse impossible runs.
+"""Defaults of a run's options for this machine, and checks that the run is possible.
 
-Every refusal is a `UsageError`, raised before anything is written.
+An impossible run raises `UsageError` before anything is written.
 """
 
 from __future__ import annotations
@@ -13,25 +13,39 @@ from pathlib import Path
 from typing import Any
 
 from llmsys_suite.config import (
-    BYTE_STAGES,
     BYTE_VOCABULARY,
     BYTES,
-    DTYPES,
-    LEAST,
-    LOGS,
-    MOST_SEED,
+    LEAST_CONTEXT,
     STAGES,
-    TRAINED_VOCABULARY,
     Layout,
     RunConfig,
     UsageError,
     count_gpus,
     default_rows,
+    require_known,
     size_of,
     with_dependencies,
 )
 
-#: Options that only some stages read, with these stages.
+#: Minimum of each integer field of a configuration.
+MINIMUMS = dict.fromkeys(("world", "steps", "learn", "tensor", "pipeline", "rows"), 1) | {
+    "warmup": 0,
+    "seed": 0,
+    "vocabulary": BYTE_VOCABULARY,
+    "context": LEAST_CONTEXT,
+}
+#: Arithmetic of products: tf32 rounds the inputs of float32 products, and bf16 runs forward passes
+#: under autocast to bfloat16. Weights, gradients, moments and messages are always float32.
+DTYPES = ("fp32", "tf32", "bf16")
+#: Default size of a vocabulary that is trained on the text.
+TRAINED_VOCABULARY = 4096
+#: Stages that need byte tokens: the budgets of `scale` and the labels of `inspect` are for bytes.
+BYTE_STAGES = ("scale", "inspect")
+#: Values of `--log`: Python packages that can record the losses of `learn`.
+LOGS = ("tensorboard", "wandb")
+#: Largest seed. A batch is drawn with about 10**6 times the seed, which must fit in 64 bits.
+MOST_SEED = 10**12
+#: Options that only some stages read, each with these stages.
 STAGES_OF_OPTION = {"steps": ("train", "scale"), "warmup": ("train",)} | dict.fromkeys(
     ("learn", "tensor", "pipeline", "recompute", "compile", "trace", "log", "clip", "resume"),
     ("learn",),
@@ -47,10 +61,13 @@ def resolve(
     out: str | Path | None = None,
     **options: Any,
 ) -> RunConfig:
-    """Return a configuration whose missing options are chosen for this machine.
+    """Return the configuration of a run, with defaults that depend on this machine.
+
+    `stages` may be empty, which selects all stages. `options` are further fields of `RunConfig`;
+    None selects the default of a field.
 
     Raises:
-        UsageError: the machine, the names or the numbers do not allow the run.
+        UsageError: a name, number or path is not valid, or this machine has no suitable device.
     """
     gpus = count_gpus()
     preset = preset or ("gpu" if gpus else "cpu")
@@ -79,8 +96,7 @@ def resolve(
 def _num_ranks(world: int | None, default: int) -> int:
     """Return the number of ranks of torchrun; without torchrun, the requested or default number.
 
-    Raises UsageError if torchrun's number differs from the requested one, or if RANK is set without
-    a valid WORLD_SIZE.
+    Raises UsageError if `world` contradicts torchrun, or if RANK is set without a valid WORLD_SIZE.
     """
     if "RANK" not in os.environ:
         return default if world is None else world
@@ -92,7 +108,7 @@ def _num_ranks(world: int | None, default: int) -> int:
         )
     launched = int(size)
     if world not in (None, launched):
-        raise UsageError(f"--world {world} contradicts the launcher's WORLD_SIZE={launched}")
+        raise UsageError(f"--world {world} contradicts torchrun's WORLD_SIZE={launched}; omit it")
     return launched
 
 
@@ -105,32 +121,34 @@ def check(config: RunConfig) -> None:
     _check_tokens(config)
     _check_stages_of_options(config)
     if config.data is not None and not os.path.exists(config.data):
-        raise UsageError(f"no data at {config.data}; give a file or a folder, or leave --data out")
+        raise UsageError(f"expected --data to be an existing file or folder, got {config.data}")
     if config.resume is not None and not os.path.exists(config.resume / ".metadata"):
-        raise UsageError(f"no checkpoint at {config.resume}; a run writes RUN/checkpoint")
+        raise UsageError(
+            f"expected --resume to be a checkpoint (runs/NAME/checkpoint), got {config.resume}"
+        )
     _check_text_folder(config)
 
 
 def _check_names(config: RunConfig) -> None:
+    """Raise UsageError unless the stages, the size and the dtype are known and fit together."""
     if config.stages != with_dependencies(list(config.stages)):
-        needed = ", ".join(with_dependencies(list(config.stages)))
-        raise UsageError(f"stages {', '.join(config.stages)} need, in this order, {needed}")
+        required = ", ".join(with_dependencies(list(config.stages)))
+        raise UsageError(
+            f"expected the stages {required}, in this order, got {', '.join(config.stages)}"
+        )
     size_of(config.size)
-    if config.dtype not in DTYPES:
-        raise UsageError(f"dtype {config.dtype!r} is unknown; choose from {', '.join(DTYPES)}")
+    require_known("dtype", config.dtype, DTYPES)
     if config.dtype == "tf32" and config.device != "cuda":
-        raise UsageError("dtype tf32 needs a CUDA device, got preset cpu; use fp32")
+        raise UsageError(f"dtype tf32 needs a CUDA device, got preset {config.preset}; use fp32")
 
 
 def _check_device(config: RunConfig) -> None:
     """Raise UsageError unless this machine has the device and the backend supports its tensors."""
     gpus = count_gpus()
-    if config.preset not in ("cpu", "gpu"):
-        raise UsageError(f"preset {config.preset!r} is unknown; choose cpu or gpu")
+    require_known("preset", config.preset, ("cpu", "gpu"))
     if config.preset == "gpu" and not gpus:
-        raise UsageError("preset gpu needs a CUDA device and this machine shows none; use cpu")
-    if config.backend not in ("gloo", "nccl"):
-        raise UsageError(f"backend {config.backend!r} is unknown; choose auto, gloo or nccl")
+        raise UsageError("preset gpu needs a CUDA device, and torch finds none; use --preset cpu")
+    require_known("backend", config.backend, ("gloo", "nccl"))
     if config.preset == "cpu" and config.backend == "nccl":
         raise UsageError(
             "expected backend gloo for preset cpu, got nccl, which supports only CUDA tensors; use "
@@ -144,23 +162,22 @@ def _check_device(config: RunConfig) -> None:
 
 
 def _check_numbers(config: RunConfig) -> None:
-    for name, least in LEAST.items():
+    """Raise UsageError unless the numbers are in range and the ranks divide the rows."""
+    for name, minimum in MINIMUMS.items():
         value = getattr(config, name)
         if name == "learn" and value is None:
             continue
-        if type(value) is not int:
-            raise UsageError(f"{name} {value!r} is not a whole number")
-        if value < least:
-            raise UsageError(f"{name} {value} is below {least}, the least that makes sense")
+        if type(value) is not int or value < minimum:
+            raise UsageError(f"expected {name} to be an integer >= {minimum}, got {value!r}")
     if config.seed > MOST_SEED:
-        raise UsageError(f"--seed {config.seed} is above {MOST_SEED}, the largest seed")
+        raise UsageError(f"expected seed <= {MOST_SEED}, got {config.seed}")
     if config.rows % config.world:
         raise UsageError(
-            f"{config.rows} rows do not split over {config.world} ranks: the mean of the ranks' "
-            f"means would not be that of the rows; take a multiple of {config.world}"
+            f"expected rows to be a multiple of the number of ranks, {config.world}, got "
+            f"{config.rows}; otherwise the mean of the ranks' losses is not the loss over all rows"
         )
     if not 0 < config.learning_rate < math.inf:
-        raise UsageError(f"learning_rate {config.learning_rate} is not a positive number")
+        raise UsageError(f"expected a finite learning_rate > 0, got {config.learning_rate}")
 
 
 def _check_tokens(config: RunConfig) -> None:
@@ -173,17 +190,18 @@ def _check_tokens(config: RunConfig) -> None:
             )
         return
     if config.tokenizer != "bpe" and not os.path.isfile(config.tokenizer):
-        raise UsageError(f"no tokenizer at {config.tokenizer}; give bytes, bpe or a file")
+        raise UsageError(f"expected --tokenizer bytes, bpe or a file, got {config.tokenizer}")
     if config.tokenizer == "bpe" and config.vocabulary == BYTE_VOCABULARY:
         raise UsageError(
             f"--tokenizer bpe with --vocabulary {BYTE_VOCABULARY} merges no bytes; pass a larger "
             f"vocabulary, such as {TRAINED_VOCABULARY}"
         )
-    if reading := [stage for stage in BYTE_STAGES if stage in config.stages]:
-        others = [stage for stage in config.stages if stage not in BYTE_STAGES]
+    byte_stages = [stage for stage in config.stages if stage in BYTE_STAGES]
+    if byte_stages:
+        other_stages = [stage for stage in config.stages if stage not in BYTE_STAGES]
         raise UsageError(
-            f"the stages {', '.join(reading)} read bytes, not --tokenizer {config.tokenizer}; name "
-            f"the others: llmsys run {' '.join(others)}"
+            f"--tokenizer {config.tokenizer} cannot be used with {' and '.join(byte_stages)}, "
+            f"which need byte tokens; name the other stages: llmsys run {' '.join(other_stages)}"
         )
 
 
@@ -194,23 +212,23 @@ def _check_stages_of_options(config: RunConfig) -> None:
         is_set = getattr(config, name) != getattr(default, name)
         if is_set and not set(stages) & set(config.stages):
             needed = " or ".join(stages)
-            raise UsageError(f"--{name} needs the stage {needed}; add it to the stages")
+            raise UsageError(f"--{name} needs the stage {needed}; add it, or omit --{name}")
 
 
 def _check_learn(config: RunConfig) -> None:
     """Raise UsageError unless the options of the stage learn fit the model and this machine."""
     split = f"--tensor {config.tensor} --pipeline {config.pipeline}"
     if config.world % (config.pipeline * config.tensor):
-        raise UsageError(f"{split}: their product does not divide {config.world} ranks")
+        raise UsageError(f"{split}: their product must divide the {config.world} ranks")
     layout = Layout(config.data_parallel, config.pipeline, config.tensor)
     if reason := layout.why_not(size_of(config.size), config.rows):
         raise UsageError(f"{split}: {reason}")
     if config.clip is not None and not 0 < config.clip < math.inf:
-        raise UsageError(f"--clip {config.clip} is not a positive number")
-    if config.log not in (None, *LOGS):
-        raise UsageError(f"log {config.log!r} is unknown; choose from {', '.join(LOGS)}")
-    if config.log is not None and importlib.util.find_spec(config.log) is None:
-        raise UsageError(f"--log {config.log} needs `pip install {config.log}`")
+        raise UsageError(f"expected a finite --clip > 0, got {config.clip}")
+    if config.log is not None:
+        require_known("log", config.log, LOGS)
+        if importlib.util.find_spec(config.log) is None:
+            raise UsageError(f"--log {config.log} needs a package; run `pip install {config.log}`")
 
 
 def _check_text_folder(config: RunConfig) -> None:
@@ -220,6 +238,6 @@ def _check_text_folder(config: RunConfig) -> None:
     out, text = (Path(os.path.realpath(path)) for path in (config.out or "runs", config.data))
     if out.is_relative_to(text):
         raise UsageError(
-            f"the run folder {out} lies in the text {config.data}, so the run would train on its "
-            "own results; name a folder elsewhere with --out"
+            f"the run folder {out} is inside the folder {config.data} of --data, so the run would "
+            "train on its own results; name a folder elsewhere with --out"
         )

@@ -1,6 +1,6 @@
 """Results of the stages as frozen dataclasses, for other stages, the audit and the report.
 
-The rows of a table are flat dicts whose keys contain their unit, as in the benches of the packages.
+The rows of a table are flat dicts. The key of a column contains its unit.
 """
 
 from __future__ import annotations
@@ -41,8 +41,9 @@ class Prediction:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan(Prediction):
-    """The prediction of a step, and measurements of this machine."""
+    """The prediction of a step, and measurements on this machine."""
 
+    #: True if all variants of `train` fit in memory at once.
     variants_fit_together: bool
     #: Rate of a large matrix product, in FLOPs per second.
     peak: float
@@ -58,7 +59,7 @@ class Links:
 
 @dataclass(frozen=True)
 class Attention:
-    """One row per kernel, timed interleaved, and the reason for the choice of a kernel."""
+    """One row per kernel, their interleaved times, and the reason for the choice of a kernel."""
 
     shape: list[int]
     rows: Rows
@@ -77,20 +78,23 @@ class Train:
 
 @dataclass(frozen=True, kw_only=True)
 class Learn:
-    """Losses of every step, held-out losses of some steps, and generated text."""
+    """Losses of every step, held-out losses after some steps, and generated text."""
 
     variant: str
+    #: Number of steps of the checkpoint that the run continued; 0 without a checkpoint.
     begun_at: int
-    #: Rows of the global batch, which the checkpoint decides after a resume.
+    #: Rows of the global batch. A continued training keeps the number in its checkpoint.
     rows: int
-    #: Learning rate of `train`, from which the schedule follows.
+    #: Learning rate of `train`; the schedule of `learn` is proportional to it.
     learning_rate: float
     #: The step that the audit repeats in float64, or None.
     probed_step: int | None
     losses: list[float]
+    #: Number of steps and held-out loss.
     heldout: list[tuple[int, float]]
+    #: Number of tokens of all steps.
     tokens: int
-    #: A prompt, and the text that the trained model writes after it.
+    #: The text "prompt", and the text "written" that the trained model generates after it.
     written: dict[str, str]
 
 
@@ -103,10 +107,11 @@ class Parallel:
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Peaks by context, a timeline and allocations."""
+    """Peaks by context, a timeline of live memory, and the largest allocations."""
 
     rows: int
     peaks: Rows
+    #: Phase and live MiB.
     training_timeline: list[tuple[str, float]]
     #: The largest allocations at the peak of training.
     largest: str
@@ -114,7 +119,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Scale:
-    """Runs, warnings of the fit, and the fitted law if there is one."""
+    """Runs, warnings of the fit, and the fitted law, which is empty if the fit failed."""
 
     runs: Rows
     warnings: list[str]
@@ -124,7 +129,7 @@ class Scale:
 
 @dataclass(frozen=True)
 class Inspect:
-    """Logit lens, and kinds of heads."""
+    """Rows of the logit lens, and the best head of each kind."""
 
     lens: Rows
     heads: Rows
@@ -132,7 +137,7 @@ class Inspect:
 
 @dataclass(frozen=True)
 class Compress:
-    """One row per method, timed interleaved."""
+    """One row per method, and the interleaved times of the methods."""
 
     rows: Rows
     interleaved: Interleaved
@@ -140,7 +145,7 @@ class Compress:
 
 @dataclass(frozen=True)
 class Audit:
-    """The number of checks, and the failed ones."""
+    """The number of checks, and the failed checks as texts."""
 
     checks: int
     red: list[str]
@@ -151,22 +156,9 @@ class Audit:
         return not self.red
 
 
-KINDS: dict[str, type] = {
-    kind.__name__.lower(): kind
-    for kind in (
-        Plan,
-        Links,
-        Attention,
-        Train,
-        Learn,
-        Parallel,
-        Memory,
-        Scale,
-        Inspect,
-        Compress,
-        Audit,
-    )
-}
+_KINDS = (Plan, Links, Attention, Train, Learn, Parallel, Memory, Scale, Inspect, Compress, Audit)
+#: Dataclass of the result of each stage.
+KINDS: dict[str, type] = {kind.__name__.lower(): kind for kind in _KINDS}
 
 
 def to_json(result: Any) -> Row:
@@ -192,7 +184,7 @@ def from_json(stages: Mapping[str, Row]) -> dict[str, Any]:
 
 
 def cell(value: Any) -> str:
-    """Return the text of a value: three digits, or all digits before the point."""
+    """Return the text of a table cell: a float has three digits, or all before the point."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""Start a run: check that it is possible, then start its ranks, or become one under torchrun."""
+"""The start of a run: checks that it is possible, and the start of its ranks."""
 
 from __future__ import annotations
 
@@ -14,26 +14,28 @@ from llmsys_suite.text.tokens import require_tokenizer
 
 
 def run(config: RunConfig) -> RunFolder:
-    """Execute the run and return its folder.
+    """Execute the run and return its folder; under torchrun, execute it as one of the ranks.
 
     Raises:
         UsageError: the run is not possible. Nothing was written, except that under torchrun rank 0
             may have created the run folder.
         RuntimeError: the run, or a check of its audit, failed; the message names the run folder.
         KeyboardInterrupt: Ctrl-C or SIGTERM ended the run.
+
+    Under torchrun, a failed stage and an interrupt end this process instead of raising an error.
     """
     from llmsys_suite.ranks.launch import INTERRUPTED
 
     status, out = execute(config)
     if status == INTERRUPTED:
-        raise KeyboardInterrupt(f"what was measured is in {out}")
+        raise KeyboardInterrupt(f"the measurements so far are in {out}")
     if status:
-        raise RuntimeError(f"the run failed; what was measured is in {out}")
+        raise RuntimeError(f"the run or a check of its audit failed; its measurements are in {out}")
     return RunFolder(out)
 
 
 def execute(config: RunConfig) -> tuple[int, Path]:
-    """Execute the run; return its exit status and output folder.
+    """Execute the run; return its exit status and its folder.
 
     Raises:
         UsageError: the run is not possible; see `run`.
@@ -62,11 +64,12 @@ def execute(config: RunConfig) -> tuple[int, Path]:
     return launch(config), config.out
 
 
-#: Stages that allocate no model.
+#: Stages that do not allocate the model.
 WITHOUT_MODEL = {"links", "memory", "report"}
 
 
 def _require_memory(config: RunConfig) -> None:
+    """Raise UsageError if the predicted memory of the run exceeds the free memory."""
     from llmsys_suite.stages.plan import predict
 
     if {*config.stages} <= WITHOUT_MODEL:
@@ -74,7 +77,9 @@ def _require_memory(config: RunConfig) -> None:
     needed = predict(config).host_peak_bytes
     available = available_memory_bytes(config.device)
     if needed > available:
+        # Each GPU serves one rank, so fewer ranks would not free memory on it.
+        remedy = "a smaller --size" + ("" if config.device == "cuda" else " or --world")
         raise UsageError(
-            f"size {config.size} needs {needed / GIB:.1f} GiB on this machine and "
-            f"{available / GIB:.1f} GiB are free; choose a smaller --size or --world"
+            f"size {config.size} needs {needed / GIB:.1f} GiB of {config.device} memory, and "
+            f"{available / GIB:.1f} GiB are free; choose {remedy}"
         )

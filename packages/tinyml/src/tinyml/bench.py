@@ -1,8 +1,8 @@
 """Benchmarks of compression, compared with the standard implementations.
 
 Ratios are quantiles over rounds in which both implementations alternate. A ratio "over ours" above
-1 means that this package is faster. Errors and bytes of layers with activations="auto" depend on
-the implementation that was chosen. Other errors and bytes do not depend on the machine's load.
+1 means that this package is faster. With activations="auto", errors and bytes depend on the
+selected implementation. Other errors and bytes do not depend on the machine's load.
 """
 
 from __future__ import annotations
@@ -37,32 +37,32 @@ _AVX2 = {"ONEDNN_MAX_CPU_ISA": "AVX2", "ATEN_CPU_CAPABILITY": "avx2"}
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     """Return all rows: k-means, linear layers of 8 and 4 bits, and an integer network."""
-    return [*_kmeans(device, quick), *_linear(device, quick), *_integer(quick)]
+    return [*_bench_kmeans(device, quick), *_bench_linear(device, quick), *_bench_integer(quick)]
 
 
-def _kmeans(device: str, quick: bool) -> list[Row]:
-    """Cluster normal weights into 16 values."""
+def _bench_kmeans(device: str, quick: bool) -> list[Row]:
+    """Cluster normally distributed weights into 16 values."""
     rows: list[Row] = []
     for count in (20_000,) if quick else (100_000, 10_000_000):
         generator = torch.Generator().manual_seed(0)
         values = torch.randn(count, generator=generator).mul(0.02).to(device)
         start = time.perf_counter()
         centroids, codes = kmeans(values, 16)
-        ours = time.perf_counter() - start
+        seconds = time.perf_counter() - start
         row: Row = {
             "case": "kmeans",
             "weights": count,
             "clusters": 16,
-            "ours_ms": ours * 1e3,
+            "ours_ms": seconds * 1e3,
             "squared_error": _squared_error(values, centroids, codes),
         }
-        row["sklearn_ms"], row["sklearn_error"] = _sklearn(values)
+        row["sklearn_ms"], row["sklearn_error"] = _run_sklearn(values)
         rows.append(row)
     return rows
 
 
-def _sklearn(values: Tensor) -> tuple[float, float]:
-    """Return milliseconds and squared error of scikit-learn, or -1 if it is not installed."""
+def _run_sklearn(values: Tensor) -> tuple[float, float]:
+    """Return milliseconds and squared error of scikit-learn; both are -1 if it is not installed."""
     if not importlib.util.find_spec("sklearn"):
         return -1.0, -1.0
     kmeans_of: Any = importlib.import_module("sklearn.cluster").KMeans
@@ -80,7 +80,7 @@ def _squared_error(values: Tensor, centroids: Tensor, codes: Tensor) -> float:
     return float((values.double() - nearest).square().sum())
 
 
-def _linear(device: str, quick: bool) -> list[Row]:
+def _bench_linear(device: str, quick: bool) -> list[Row]:
     """Compare linear layers of 8 and 4 bits with float32 and, if installed, with torchao."""
     shapes: tuple[tuple[int, int, int], ...] = ((1, 256, 256), (32, 256, 256))
     if not quick:
@@ -111,16 +111,16 @@ def _linear(device: str, quick: bool) -> list[Row]:
                 "chosen": layer.explain([tokens])[0].split(" (")[0].split(": ")[-1]
                 if hasattr(layer, "explain")
                 else "float32",
-                **_ratio(partial(linear, x), partial(ours, x), rounds),
+                **_time_ratio(partial(linear, x), partial(ours, x), rounds),
                 "relative_error": float((ours(x) - linear(x)).norm() / linear(x).norm()),
                 "weight_bytes_ratio": linear[0].weight.nbytes / size_of(ours).bytes,
             }
-            peer = _torchao(linear) if name == "int8 dynamic" else None
+            peer = _quantize_with_torchao(linear) if name == "int8 dynamic" else None
             if peer is not None:
-                torchao_ratio = _ratio(partial(peer, x), partial(ours, x), rounds)
+                torchao_ratio = _time_ratio(partial(peer, x), partial(ours, x), rounds)
                 row["torchao_over_ours_p50"] = torchao_ratio["float32_over_ours_p50"]
-                change = (peer(x) - linear(x)).norm() / linear(x).norm()
-                row["torchao_relative_error"] = float(change)  # its sums saturate without VNNI
+                error = (peer(x) - linear(x)).norm() / linear(x).norm()
+                row["torchao_relative_error"] = float(error)  # sums saturate without VNNI
             rows.append(row)
     return rows
 
@@ -130,8 +130,8 @@ _LAYERS: tuple[tuple[str, int, Literal["dynamic", "auto"]], ...] = (
 )  # fmt: skip
 
 
-def _torchao(linear: nn.Module) -> nn.Module | None:
-    """Return the layer with int8 weights and dynamic inputs by torchao; None without torchao."""
+def _quantize_with_torchao(linear: nn.Module) -> nn.Module | None:
+    """Return the layer with int8 weights and inputs by torchao, or None without torchao."""
     if not importlib.util.find_spec("torchao"):
         return None
     library: Any = importlib.import_module("torchao.quantization")
@@ -147,8 +147,8 @@ def _processor() -> str:
 
 
 @torch.no_grad()
-def _integer(quick: bool) -> list[Row]:
-    """Compare an integer VGG with the float one on images of 32 x 32."""
+def _bench_integer(quick: bool) -> list[Row]:
+    """Compare an integer VGG with the float model on images of 32 x 32."""
     torch.manual_seed(0)
     layers: list[nn.Module] = []
     channels = 3
@@ -161,7 +161,7 @@ def _integer(quick: bool) -> list[Row]:
     model(images)
     integer = IntegerModel(model, [images])
     exact = model(images)
-    ratio = _ratio(partial(model, images), partial(integer, images), 2 if quick else 21)
+    ratio = _time_ratio(partial(model, images), partial(integer, images), 2 if quick else 21)
     program = to_c(integer)
     return [
         {
@@ -176,8 +176,8 @@ def _integer(quick: bool) -> list[Row]:
     ]
 
 
-def _ratio(peer: Callable[[], object], ours: Callable[[], object], rounds: int) -> Row:
-    """Return quantiles of the ratio of the peer's time to ours, measured alternately."""
+def _time_ratio(peer: Callable[[], object], ours: Callable[[], object], rounds: int) -> Row:
+    """Return quantiles of the ratio of the peer's time to ours, from interleaved measurements."""
     repeats = max(1, round(0.01 / _seconds(ours, 3)))
     pairs = [(_seconds(peer, repeats), _seconds(ours, repeats)) for _ in range(rounds)]
     low, middle, high = np.quantile([a / b for a, b in pairs], [0.1, 0.5, 0.9])
@@ -209,9 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--quick", action="store_true", help="run for seconds instead of minutes")
     parser.add_argument("--json", type=Path, help="write the rows to this file")
-    parser.add_argument(
-        "--without-vnni", action="store_true", help="as on a processor without int8 dot products"
-    )
+    parser.add_argument("--without-vnni", action="store_true", help="disable int8 dot products")
     arguments = parser.parse_args(argv)
     if arguments.without_vnni and not _AVX2.items() <= os.environ.items():
         os.execve(

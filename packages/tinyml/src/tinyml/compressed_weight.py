@@ -25,29 +25,27 @@ def called_by_save_pretrained() -> bool:
 
 
 def refuse_save_pretrained(*_: Any) -> None:
-    """Raise `ValueError` if the state dict is made for `save_pretrained`.
+    """Raise `ValueError` if `save_pretrained` requests the state dict.
 
-    The names of its tensors are not those of the uncompressed model. `from_pretrained` would build
+    The tensors in it do not have the names of the uncompressed model. `from_pretrained` would build
     that model, ignore the unknown names and fill the missing weights with random numbers.
     """
     if called_by_save_pretrained():
         raise ValueError(
-            "expected a plain model for save_pretrained, got adapters or compressed weights, "
-            "which from_pretrained would replace with random weights; save a model with "
-            "adapters after tinyml.merge_and_unload(model), or its adapters with "
-            "tinyml.save_lora, and a compressed model with tinyml.save"
+            "expected an uncompressed model without adapters for save_pretrained, got adapters or "
+            "compressed weights, which from_pretrained would replace with random weights; call "
+            "tinyml.merge_and_unload(model) first, save the adapters with tinyml.save_lora, or "
+            "save a compressed model with tinyml.save"
         )
 
 
 class CompressedWeight(nn.Module):
-    """A parametrization that stores a compressed weight; `forward(x)` computes the dense weight.
+    """A parametrization that stores a compressed weight and computes the dense weight.
 
-    Code that reads `layer.weight` receives the dense weight, so any layer with a parameter `weight`
-    can be compressed (see `torch.nn.utils.parametrize`).
+    `forward` receives the trainable tensor. Code that reads `layer.weight` receives the dense
+    weight, so any layer with a parameter `weight` can be compressed (see
+    `torch.nn.utils.parametrize`).
     """
-
-    #: The shape of the dense weight.
-    shape: torch.Size
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +53,7 @@ class CompressedWeight(nn.Module):
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
     def right_inverse(self, weight: Tensor) -> Tensor:
-        """Return the tensor to store or train in place of `weight`.
+        """Return the trainable tensor when the parametrization is registered.
 
         torch also calls this method if a tensor is assigned to the layer's weight. Raise
         `RuntimeError` then, because the assignment would not change the codes.
@@ -68,7 +66,7 @@ class CompressedWeight(nn.Module):
         return self.trainable_tensor(weight)
 
     def trainable_tensor(self, weight: Tensor) -> Tensor:
-        """Return the tensor that is trained in place of `weight`; empty if none is trained."""
+        """Return the tensor to train in place of `weight`, which is empty if nothing is trained."""
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
     def format(self) -> list[int]:
@@ -80,18 +78,18 @@ class CompressedWeight(nn.Module):
         return torch.tensor(self.format(), dtype=torch.int64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Raise `RuntimeError` if a state dict that is loaded has another format."""
+        """Raise `RuntimeError` if the format in a loaded state dict differs from this format."""
         if state.tolist() != self.format():
             raise RuntimeError(
                 f"expected a state dict of a weight with the format {self.format()}, got "
-                f"{state.tolist()}; compress the model as the saved one was"
+                f"{state.tolist()}; compress the model in the same way as the saved one"
             )
 
 
 def compress_layer(layer: nn.Module, compressed: CompressedWeight) -> None:
-    """Make a dense layer compute its weight from the compressed one.
+    """Make a dense layer compute its weight by `compressed`, in place.
 
-    Raise `ValueError` if the layer has another parametrization. torch generates a class for a
+    Raise `ValueError` if the layer has a parametrization. torch generates a class for a
     parametrized layer. Copies of the layer share this class, so a second parametrization would
     change the original layer as well.
     """

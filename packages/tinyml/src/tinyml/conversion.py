@@ -39,10 +39,10 @@ def compress_weights(
     compress: Callable[[nn.Module, int], CompressedWeight],
     protect: Sequence[str],
 ) -> nn.Module:
-    """Return a copy in which `compress(layer, bits)` is the weight of layers of `kinds`.
+    """Return a `plain_copy` whose layers of `kinds` have the weights `compress(layer, bits)`.
 
-    The copy is that of `plain_copy`. Layers that share a weight share its compressed form. Layers
-    that a mapping `bits` does not name are unchanged.
+    Layers that share a weight share its compressed form. Layers that `protect` or that a mapping
+    `bits` does not name are unchanged. Warn of other matrices that stay dense.
     """
     model = plain_copy(model)
     chosen = layers_of(model, kinds, protect)
@@ -55,23 +55,21 @@ def compress_weights(
 
 def install_weight(model: nn.Module, layer: nn.Module, compressed: CompressedWeight) -> None:
     """Replace the weight of a layer, and of all layers of `model` that share it, in place."""
-    sharing = make_dense(model, layer)
+    sharing: list[Any] = make_dense(model, layer)
     for other in sharing:
         compress_layer(other, compressed)
-    first, *others = (cast(Any, other).parametrizations.weight for other in sharing)
-    for other in others:
-        other.original = first.original
+        other.parametrizations.weight.original = sharing[0].parametrizations.weight.original
 
 
 def warn_of_dense_weights(
     model: nn.Module, protected: Collection[str], skipped: Collection[nn.Module] = ()
 ) -> None:
-    """Warn of matrices that stay dense because they are not the weight of a known kind of layer.
+    """Warn of matrices that stay dense because they are not weights of layers of `QUANTIZABLE`.
 
     Examples are fused experts, `in_proj_weight`, transposed convolutions, embedding bags, and the
-    tensors from which `weight_norm` computes a weight. Matrices of the modules in `protected` are
-    not counted. There is no warning if the counted matrices have at most 1 % of the elements of the
-    state dict. `skipped` are layers of a known kind that stay dense nevertheless.
+    tensors from which `weight_norm` computes a weight. Matrices of the modules in `protected` and
+    factors of adapters are not counted, and those of the layers in `skipped` are. There is no
+    warning if the counted matrices have at most 1 % of the elements of the state dict.
     """
     dense: dict[str, int] = {}
     for name, parameter in model.named_parameters():
@@ -92,22 +90,22 @@ def warn_of_dense_weights(
     total = sum(tensor.numel() for tensor in stored)
     if sum(dense.values()) > total / 100:
         warnings.warn(
-            f"{len(dense)} matrices are not weights of plain linear layers, convolutions or "
-            f"embeddings and stay dense: {first_names(dense)}; protect their modules to leave them "
-            "dense without this warning",
+            "matrices that are not weights of plain linear layers, convolutions or embeddings stay "
+            f"dense, {len(dense)} in total: {first_names(dense)}; protect their modules to leave "
+            "them dense without this warning",
             stacklevel=4,
         )
 
 
 def remove_parametrizations(module: nn.Module) -> None:
-    """Remove all parametrizations of a module, in place, with the tensors that they compute."""
+    """Remove all parametrizations of a module, and the tensors that they compute, in place."""
     # torch's function changes the generated class, which all copies of the model share.
     module.__class__ = type(module).__bases__[0]
     del module._modules["parametrizations"]
 
 
 def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
-    """Make a layer's weight a parameter again; return all layers of `model` that share it."""
+    """Make a compressed weight a dense parameter, in place; return all layers that share it."""
     sharing = [m for m in model.modules() if weight_identity(m) == weight_identity(layer)]
     if compressed_weight(layer) is not None:
         stored = cast(Any, layer).parametrizations.weight.original
@@ -119,12 +117,11 @@ def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
 
 
 def check_supported(model: nn.Module) -> None:
-    """Raise `ValueError` for sparse tensors, and for modules wrapped by torch.
+    """Raise `ValueError` for sparse tensors, and for wrappers of compilation or data parallelism.
 
-    The wrappers are those of `torch.compile` and of data parallelism. A wrapper prefixes the names
-    of the wrapped module, which readers of files do not expect. A compiled module also runs the
-    wrapped layer after its replacement, and `DistributedDataParallel` does not average gradients of
-    parameters that are added later.
+    A wrapper prefixes the names of the wrapped module, which readers of files do not expect. A
+    compiled module also runs the original layer after its replacement, and
+    `DistributedDataParallel` does not average gradients of parameters that are added later.
     """
     wrappers = nn.DataParallel, nn.parallel.DistributedDataParallel
     for name, module in model.named_modules():
@@ -156,11 +153,11 @@ class Replacement(nn.Module):
 
 
 def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
-    """Return a copy of `model` with merged adapters replaced by their layers.
+    """Return a copy of `model` with merged adapters replaced by the merged layers.
 
     Adapters that are not merged remain in the copy. `memo` is the argument of `copy.deepcopy`.
-    Raise `ValueError` if the model has other replaced layers, because the weights before their
-    rounding are lost.
+    Raise `ValueError` if other layers were replaced, because their weights before rounding are
+    lost.
     """
     check_supported(model)
     model = copy.deepcopy(model, memo)
@@ -170,7 +167,7 @@ def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
 
 
 def dense_copy(model: nn.Module) -> nn.Module:
-    """Return the copy of `plain_copy` with dense parameters in place of compressed weights."""
+    """Return a `plain_copy` of `model` with dense parameters in place of compressed weights."""
     model = plain_copy(model)
     for layer in list(model.modules()):
         if compressed_weight(layer) is not None:
@@ -181,7 +178,7 @@ def dense_copy(model: nn.Module) -> nn.Module:
 def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> nn.Module:
     """Replace modules of `model` in place; return the model, or its replacement.
 
-    Raise `ValueError` if `check_hooks` does.
+    Raise `ValueError` if a replaced module has hooks (see `check_hooks`).
     """
     check_hooks(model, replacements)
     if model in replacements:
@@ -196,7 +193,7 @@ def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) 
 def check_hooks(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> None:
     """Raise `ValueError` if a replaced module has hooks or a patched `forward`.
 
-    A module that its replacement contains may have them.
+    A module may have them if its replacement contains it.
     """
     for name, module in model.named_modules():
         replacement = replacements.get(module)
@@ -213,8 +210,8 @@ def check_hooks(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> N
 def tensor_versions(*tensors: Tensor) -> list[tuple[int, object]]:
     """Return a value that changes when one of these tensors is replaced or modified in place.
 
-    A modification through `.data` leaves no trace, as for autograd. The values of inference tensors
-    always differ, because torch does not count their modifications.
+    torch does not count modifications through `.data`, which are therefore not detected. The values
+    of inference tensors always differ, because torch does not count any of their modifications.
     """
     return [(t.data_ptr(), object() if t.is_inference() else t._version) for t in tensors]
 

@@ -2,7 +2,7 @@
 
 The graph is independent of how the model's code is written: modules, functions and operators are
 treated alike. In-place operations, including those on views, are rewritten as functional operators.
-Outputs other than tensors in tuples, lists, mappings and dataclasses are dropped.
+Only output tensors in tuples, lists, mappings and dataclasses are included.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ ELEMENTWISE = {
     "square", "mish", "selu", "celu", "sqrt", "rsub", "pow",
 }  # fmt: skip
 #: Operators that torch defines by other operators (composite operators), and that this package
-#: supports directly. Only a graph with other composite operators is decomposed, because the
-#: decomposition takes most of the export time.
+#: supports directly. Only graphs with other composite operators, or with operators that write to a
+#: tensor, are decomposed, because the decomposition takes most of the export time.
 COMPOSITE = {
     "__and__", "adaptive_avg_pool2d", "batch_norm", "chunk", "conv2d", "conv_transpose2d",
     "dropout", "flatten", "group_norm", "layer_norm", "linear", "matmul", "max_pool2d", "pad",
@@ -42,7 +42,7 @@ COMPOSITE = {
 
 
 class Exported:
-    """The nodes of an exported graph, and the value of each placeholder that is not an input."""
+    """An exported graph and the values of its parameters, buffers and constants."""
 
     def __init__(self, program: torch.export.ExportedProgram) -> None:
         signature = program.graph_signature
@@ -50,21 +50,22 @@ class Exported:
         stored = {**program.state_dict, **program.constants}
         names = {**signature.inputs_to_parameters, **signature.inputs_to_buffers}
         self.nodes: list[fx.Node] = list(program.graph.nodes)
-        #: The name in the model of each parameter and buffer.
+        #: The name in the model of each parameter and buffer, by the name of its placeholder.
         self.names = {node: name.removeprefix(_MODEL) for node, name in names.items()}
         names |= signature.inputs_to_lifted_tensor_constants
+        #: The value of each placeholder that is not an input, by the placeholder's name.
         self.constants: dict[str, Tensor] = {node: stored[name] for node, name in names.items()}
 
     def arguments(self, inputs: tuple[Any, ...]) -> list[Any]:
         """Return the values of all placeholders, in order, to run `module` on `inputs`."""
         leaves = iter(tree_leaves(inputs))
-        inputs_and_constants = [node.name for node in self.nodes if node.op == "placeholder"]
-        return [
-            self.constants[n] if n in self.constants else next(leaves) for n in inputs_and_constants
-        ]
+        names = [node.name for node in self.nodes if node.op == "placeholder"]
+        return [self.constants[n] if n in self.constants else next(leaves) for n in names]
 
 
-def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None = None) -> Exported:
+def export_graph(
+    model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None = None
+) -> Exported:
     """Return the graph of `model(*inputs)` in evaluation mode.
 
     `reads` records which sizes in the graph come from attributes of modules. Raise `ValueError` if
@@ -77,7 +78,7 @@ def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None 
             warnings.simplefilter("ignore")
             program = torch.export.export(wrapped, inputs)
             _erase_nodes_without_effect(program.graph)
-            if any(map(_is_decomposed, program.graph.nodes)):
+            if any(map(_should_decompose, program.graph.nodes)):
                 program = program.run_decompositions({})
     except Exception as error:  # the model's own code may raise anything
         raise ValueError(
@@ -88,14 +89,14 @@ def exported(model: nn.Module, inputs: tuple[Any, ...], reads: SizeReads | None 
     for node in graph.nodes:
         if "dropout" in operator_name(node) and node.args[2:3] == (True,):
             raise ValueError(
-                f"{described(node)} drops values in evaluation mode too; tie it to the mode of its "
-                "module (training=self.training), or take it out"
+                f"{describe_node(node)} drops values in evaluation mode too; pass "
+                "training=self.training to the dropout function, or remove it"
             )
     return graph
 
 
-def _is_decomposed(node: fx.Node) -> bool:
-    """Return True if a call writes to a tensor or has to be replaced by other operators."""
+def _should_decompose(node: fx.Node) -> bool:
+    """Return True if a node writes to a tensor or calls an operator that must be decomposed."""
     if node.op != "call_function" or node.target is operator.getitem:
         return False
     target = node.target
@@ -108,11 +109,12 @@ def _is_decomposed(node: fx.Node) -> bool:
 
 
 def _erase_nodes_without_effect(graph: fx.Graph) -> None:
-    """Erase nodes that compute nothing: checks of metadata, and `detach_` of constants.
+    """Erase nodes that compute nothing: checks of metadata, and `detach_` of tensors.
 
     `torch.export` inserts checks of dtype and device before conversions. Each check would count as
-    a consumer of the converted tensor. It inserts `detach_` after a tensor that the code creates
-    from numbers, as every model of transformers does. The graph would be decomposed for it.
+    a consumer of the converted tensor. It also inserts `detach_` after tensors that the code
+    creates from numbers, as every model of transformers does. The graph would be decomposed,
+    because `detach_` writes to a tensor.
     """
     for node in list(graph.nodes):
         name = operator_name(node)
@@ -123,9 +125,12 @@ def _erase_nodes_without_effect(graph: fx.Graph) -> None:
 
 
 class _TensorsOnly(nn.Module):
+    """A wrapper that returns the tensors in the outputs of a model as a list."""
+
     def __init__(self, model: nn.Module, reads: SizeReads | None) -> None:
         super().__init__()
-        self.model, self.reads = model, reads
+        self.model = model
+        self.reads = reads
         if reads is not None:
             reads.tag(model)
 
@@ -151,7 +156,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return the operator's short name, such as "conv2d" for `aten.conv2d.default`."""
+    """Return "conv2d" for a call of `aten.conv2d.default`, and the name of other nodes."""
     return str(node.target).split(".")[1] if "." in str(node.target) else node.name
 
 
@@ -161,10 +166,15 @@ def shape_of(node: fx.Node) -> tuple[int, ...]:
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
-def described(node: fx.Node) -> str:
-    """Return a node's name, operator and module, for error messages."""
+def module_of(node: fx.Node) -> str:
+    """Return the name of the innermost module whose code created the node."""
     stack = node.meta.get("nn_module_stack") or {}
-    # The path of the innermost module, such as "model.head"; "model" is the exported model itself.
-    path = ([path for path, _ in stack.values()] or [""])[-1]
-    module = str(path).removeprefix(_MODEL[:-1]).removeprefix(".")
+    paths = [str(path) for path, _ in stack.values()] or [""]
+    # The name of the exported model itself is "model", so a path is such as "model.head".
+    return paths[-1].removeprefix(_MODEL[:-1]).removeprefix(".")
+
+
+def describe_node(node: fx.Node) -> str:
+    """Return a node's name, operator and module, for error messages."""
+    module = module_of(node)
     return f"{node.name} ({node.target}{f' in {module}' if module else ''})"

@@ -29,7 +29,7 @@ def is_instance_of(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> bool:
 
 
 def weight_of(layer: nn.Module) -> Tensor:
-    """Return the dense weight of a layer, decompressed if necessary."""
+    """Return the dense weight of a layer, computed from its codes if it is compressed."""
     return cast(Tensor, layer.weight).detach()
 
 
@@ -39,13 +39,13 @@ def returns_product_or_rows(layer: nn.Module, call: Callable[[Tensor], Any]) -> 
 
     The product includes the bias, and rows are multiplied by `embed_scale` if the layer has this
     attribute. Two inputs are checked. `call` is the layer with its hooks, or its `forward`. The
-    `forward` of a subclass may normalize or scale the outputs, or compute positions. An exception
-    counts as another result.
+    `forward` of a subclass may normalize or scale the outputs, or compute positions. Return False
+    if `call` raises an exception.
     """
     weight = weight_of(layer)
     try:
         if isinstance(layer, nn.Embedding):
-            # Descending indices differ from positions, which a forward may use instead.
+            # Descending indices differ from the positions that some forwards use instead.
             inputs = torch.tensor([[layer.num_embeddings - 1, 0]], device=weight.device)
             scale = torch.as_tensor(getattr(layer, "embed_scale", 1.0)).to(weight)
             expected = F.embedding(inputs, weight) * scale
@@ -64,11 +64,12 @@ def returns_product_or_rows(layer: nn.Module, call: Callable[[Tensor], Any]) -> 
 def check_weights(layers: Mapping[str, nn.Module]) -> None:
     """Raise `ValueError` unless each weight has elements that are finite and of `FLOAT_TYPES`."""
     for layer_name, layer in layers.items():
-        name, weight = f"{layer_name}.weight".lstrip("."), weight_of(layer)
+        name = f"{layer_name}.weight".lstrip(".")
+        weight = weight_of(layer)
         if not weight.numel():
             raise ValueError(
                 f"expected weights with elements, got {name} of shape {tuple(weight.shape)}; "
-                "protect its layer"
+                "exclude its layer with protect"
             )
         check_finite(name, weight)
 
@@ -83,22 +84,24 @@ def layers_of(
 ) -> dict[str, nn.Module]:
     """Return the layers of these kinds by name; a shared weight is listed under its first layer.
 
-    Layers with compressed weights are included. A weight is left out if any layer that uses it is
-    named by `protect` (see `protected_modules`). Raise `ValueError` if no layer remains.
+    Layers with compressed weights are included. Layers are left out if other code computes their
+    weight, as `weight_norm` does, or if `protect` names a layer that uses their weight (see
+    `protected_modules`). Raise `ValueError` if no layer remains.
     """
     layers: dict[str, nn.Module] = {}
     protected = protected_modules(model, protect)
     excluded = weights_of_modules(model, protected)
     for name, module in model.named_modules():
-        if is_instance_of(module, kinds) and (key := weight_identity(module)) is not None:
+        key = weight_identity(module)
+        if is_instance_of(module, kinds) and key is not None:
             if key not in excluded:
-                layers[name] = model.get_submodule(name)
+                layers[name] = module
             excluded.add(key)
     if not layers:
-        wanted = ", ".join(kind.__name__ for kind in kinds)
+        names = ", ".join(kind.__name__ for kind in kinds)
         raise ValueError(
-            f"expected a {type(model).__name__} with layers of the kinds {wanted}, got none"
-            f"{' outside of protect' if protect else ''}"
+            f"expected a {type(model).__name__} with weights in layers of the kinds {names}, got "
+            f"none{' outside of protect' if protect else ''}"
         )
     return layers
 
@@ -111,17 +114,20 @@ def protected_modules(model: nn.Module, protect: Sequence[str]) -> set[str]:
     """
     names = [name for name, _ in model.named_modules(remove_duplicate=False)]
     protected: set[str] = set()
-    for wanted in [protect] if isinstance(protect, str) else protect:
-        if not (fits := {name for name in names if f".{wanted}." in f".{name}."}):
-            like = suggestion(wanted, names)
-            raise ValueError(f"expected names of layers in protect, got {wanted!r}{like}")
-        protected |= fits
+    for entry in [protect] if isinstance(protect, str) else protect:
+        matches = {name for name in names if f".{entry}." in f".{name}."}
+        if not matches:
+            raise ValueError(
+                f"expected names of modules in protect, got {entry!r}{suggestion(entry, names)}"
+            )
+        protected |= matches
     return protected
 
 
 def weight_identity(layer: nn.Module) -> int | None:
-    """Return a key that layers with a shared weight have in common; None without a weight."""
-    if (compressed := compressed_weight(layer)) is not None:
+    """Return a key that is equal for layers with a shared weight; None without a stored weight."""
+    compressed = compressed_weight(layer)
+    if compressed is not None:
         return id(compressed)
     weight = layer._parameters.get("weight")
     return None if weight is None else id(weight)
@@ -136,7 +142,7 @@ def weights_of_modules(model: nn.Module, names: Collection[str]) -> set[int | No
 def setting_per_layer(
     settings: T | Mapping[str, T], layers: Mapping[str, nn.Module]
 ) -> dict[str, T]:
-    """Return the setting of each layer: one value for all layers, or a value per named layer.
+    """Return the setting of each layer by name; `settings` is one for all layers, or a mapping.
 
     Layers that a mapping does not name are left out. Raise `ValueError` if a name is unknown.
     """
@@ -144,7 +150,7 @@ def setting_per_layer(
         return dict.fromkeys(layers, settings)
     if unknown := sorted(settings.keys() - layers.keys()):
         raise ValueError(
-            f"expected names of {sorted(layers)}, got {unknown[0]!r}"
+            f"expected layer names among {sorted(layers)}, got {unknown[0]!r}"
             f"{suggestion(unknown[0], layers)}; a shared weight has the name of its first layer"
         )
     return {name: settings[name] for name in layers if name in settings}

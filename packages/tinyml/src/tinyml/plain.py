@@ -38,8 +38,8 @@ def centroid_gradient(gradient: Tensor, codes: Tensor, num_centroids: int) -> Te
 def choose_grid(minimum: float, maximum: float, bits: int) -> tuple[float, int]:
     """Return the step S and the code Z of zero for values from `minimum` to `maximum`."""
     qmin, qmax = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
-    low, high = min(minimum, 0.0), max(maximum, 0.0)  # zero has a code: padding, ReLU are exact
-    step = (high - low) / (qmax - qmin) or 1.0  # any step represents zeros
+    low, high = min(minimum, 0.0), max(maximum, 0.0)  # padding and ReLU need a code of zero
+    step = (high - low) / (qmax - qmin) if high > low else 1.0  # any step represents zeros
     return step, int(min(max(round(qmin - low / step), qmin), qmax))
 
 
@@ -94,7 +94,7 @@ def magnitude_mask(weight: Tensor, sparsity: float) -> Tensor:
 def remove_channels(
     activations: Tensor, first_weight: Tensor, second_weight: Tensor, num_kept: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the weights (h, in) and (out, h) of two layers, reduced to `num_kept` channels h.
+    """Return the weights of two layers, (h, in) and (out, h), with the `num_kept` best channels h.
 
     `activations` (batch, h) are the values of the channels for typical inputs.
     """

@@ -1,8 +1,8 @@
-"""Size of a model: bytes as stored.
+"""The size of a model in bytes.
 
-Each parameter and buffer counts once, even if several layers share it. Different tensors that are
-views of one memory all count. Bytes include palettes and scales. Floating-point tensors are also
-counted as a sparse file stores them: one bit per element plus the nonzero elements.
+A parameter or buffer that several layers share is counted once, and different tensors that share
+memory are counted separately. Palettes and scales are included. Floating-point tensors are also
+counted as a sparse file stores them: one bit per element plus the elements other than +0.0.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ _INTEGER_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64
 
 @dataclass(frozen=True)
 class Size:
-    """Bytes by tensor. `str()` returns a table."""
+    """Numbers of bytes by the name of a tensor. `str()` returns a table."""
 
-    #: Bytes of every parameter and buffer as it is stored.
+    #: Bytes of every parameter and buffer as it is stored in memory.
     by_name: dict[str, int]
-    #: The smaller of dense and sparse storage (a bit per element plus the nonzero elements).
+    #: The same, but the bytes in a sparse file for floating-point tensors that are smaller there.
     sparse_by_name: dict[str, int]
 
     @property
     def bytes(self) -> int:
-        """Return the bytes of all tensors as stored."""
+        """Return the bytes of all tensors in memory."""
         return sum(self.by_name.values())
 
     @property
     def sparse_bytes(self) -> int:
-        """Return the bytes of all tensors, with zeros left out if that is smaller."""
+        """Return the bytes of all tensors, without the zeros of a tensor if that is smaller."""
         return sum(self.sparse_by_name.values())
 
     def __str__(self) -> str:
@@ -60,7 +60,7 @@ def size_of(model: nn.Module) -> Size:
 
 
 def has_value(tensor: Tensor) -> Tensor:
-    """Return a mask of the elements that a sparse file stores: any bit is set, as in -0.0."""
+    """Return a mask of the elements that a sparse file stores: all but +0.0."""
     return as_integers(tensor.contiguous()) != 0
 
 

@@ -1,10 +1,10 @@
 """Selection of the fastest of several implementations of a function on this machine.
 
-Implementations are timed in interleaved rounds. A reference implementation is replaced only by one
-that is clearly faster in most rounds, with its weights in the cache and out of it. Long calls are
+Implementations are timed in interleaved rounds. Another implementation replaces the reference only
+if it is clearly faster in most rounds, with its weights in the cache and out of it. Long calls are
 timed in one state only. Implementations that cannot be selected are dropped as early as possible,
-because a call may take seconds. Decisions are stored in a file per user, because another process on
-the same machine would repeat them.
+because a call may take seconds. Decisions are stored in a file per user, so that other processes on
+the same machine need not repeat them.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ from torch import Tensor
 from tinyml.export.atomic_file import atomic_file
 
 #: The required speedup. On a virtual machine, the times of one matmul with two copies of the same
-#: weight may differ by a factor of 1.45. The difference depends on which memory the process was
-#: given.
+#: weight may differ by a factor of 1.45, depending on where the copies are in physical memory.
 MARGIN = 1.5
 #: The fraction of rounds that an implementation must win.
-MOST = 2 / 3
+WIN_FRACTION = 2 / 3
 ROUNDS = 15
 #: The largest number of tokens in the first calls on a CPU.
 TRIAL_TOKENS = 32
 _LEAST_ROUNDS = 5
 _SECONDS = 0.25  # after this time, no further rounds are started
 _CACHE_BYTES = 64 * 2**20
-_LONG_MS = 10.0  # calls longer than filling the cache are timed in one state only
+_LONG_MS = 10.0  # calls that take longer than filling the cache are timed in one state only
 _LEAST_SECONDS = 5e-4  # shorter calls are repeated and averaged
 _WARM_UP = 4  # calls before the timed ones, so that the cache contains the weights
-_TOO_SLOW = 3.0  # the ratio to the fastest above which an implementation is dropped
-_FIRST_MARGIN = 1.2  # the speedup below which the first calls exclude a replacement
+_TOO_SLOW = 3.0  # without a reference, slower implementations than this ratio are dropped
+_FIRST_MARGIN = 1.2  # with a reference, the speedup in the first calls must reach this ratio
 
 Implementation = Callable[[Tensor], Tensor]
 
@@ -54,16 +53,18 @@ class Timing:
     #: Medians over the rounds. An implementation that was in no round has the time of its first
     #: calls, which is extrapolated on a CPU from at most `TRIAL_TOKENS` tokens.
     milliseconds: dict[str, float]
-    #: Times with the weights out of the cache; empty if not measured.
+    #: Medians with the weights out of the cache; empty if they were not measured.
     out_of_cache: dict[str, float]
 
     def __str__(self) -> str:
-        cold = f"; weights out of the cache: {listed(self.out_of_cache)}"
-        return f"{self.selected} ({listed(self.milliseconds)}{cold if self.out_of_cache else ''})"
+        times = format_times(self.milliseconds)
+        if self.out_of_cache:
+            times += f"; weights out of the cache: {format_times(self.out_of_cache)}"
+        return f"{self.selected} ({times})"
 
 
-def listed(times: Mapping[str, float]) -> str:
-    """Return names and milliseconds, the fastest first."""
+def format_times(times: Mapping[str, float]) -> str:
+    """Return names and milliseconds as text, the fastest first."""
     ordered = sorted(times.items(), key=lambda item: item[1])
     return ", ".join(f"{name} {ms:.3g} ms" for name, ms in ordered)
 
@@ -71,31 +72,31 @@ def listed(times: Mapping[str, float]) -> str:
 def measure(
     implementations: Mapping[str, Implementation],
     inputs: Tensor,
-    is_right: Callable[[str], bool],
+    is_correct: Callable[[str], bool],
     reference: str | None = None,
 ) -> Timing:
     """Return the fastest implementation for `inputs`, or `reference` if none is clearly faster.
 
     Without `reference`, return the implementation with the lowest median, with its weights in the
-    cache. An implementation that is not supported, or for which `is_right(name)` is False, is never
-    returned. `is_right` is evaluated only for an implementation that would be returned. `inputs`
-    has the shape (tokens, width).
+    cache. An implementation that is not supported, or for which `is_correct(name)` is False, is
+    never returned. `is_correct` is called only for an implementation that would be returned.
+    `inputs` has the shape (tokens, width).
     """
     remaining = dict(implementations)
-    timing = _fastest(remaining, inputs, reference)
-    while not is_right(timing.selected):
+    timing = _select_fastest(remaining, inputs, reference)
+    while not is_correct(timing.selected):
         del remaining[timing.selected]
-        timing = _fastest(remaining, inputs, reference)
+        timing = _select_fastest(remaining, inputs, reference)
     return timing
 
 
-def _fastest(
+def _select_fastest(
     implementations: Mapping[str, Implementation], inputs: Tensor, reference: str | None
 ) -> Timing:
-    first = _first_times(implementations, inputs, reference)
+    first = _time_first_calls(implementations, inputs, reference)
     limit = _TOO_SLOW * min(first.values())
     if reference is not None:
-        # One that is hardly faster with a few tokens is not clearly faster with many.
+        # An implementation that is hardly faster for a few tokens is not clearly faster for many.
         limit = first[reference] / _FIRST_MARGIN
     calls = {
         name: partial(implementations[name], inputs)
@@ -104,31 +105,29 @@ def _fastest(
     }
     if len(calls) == 1:
         return Timing(next(iter(calls)), first, {})
-    warm, cold = _rounds(calls, reference, is_long=min(first.values()) > _LONG_MS)
+    warm, cold = _time_rounds(calls, reference, is_long=min(first.values()) > _LONG_MS)
     median = first | {name: statistics.median(times) for name, times in warm.items()}
     cold_median = {name: statistics.median(times) for name, times in cold.items() if times}
     eligible = list(calls)
     if reference is not None:
-        eligible = [
-            name
-            for name in calls
-            if name != reference
-            and all(
-                len(times[name]) - _losses(times[name], times[reference]) >= MOST * len(times[name])
-                for times in (warm, cold)
-            )
-        ] or [reference]
+        lost = {reference}
+        for times in (warm, cold):
+            for name in calls:
+                wins = len(times[name]) - _count_losses(times[name], times[reference])
+                if wins < WIN_FRACTION * len(times[name]):
+                    lost.add(name)
+        eligible = [name for name in calls if name not in lost] or [reference]
     best = min(eligible, key=lambda name: median[name] + cold_median.get(name, 0.0))
     return Timing(best, median, cold_median)
 
 
-def _first_times(
+def _time_first_calls(
     implementations: Mapping[str, Implementation], inputs: Tensor, reference: str | None
 ) -> dict[str, float]:
     """Return the milliseconds of the best of a few calls of each supported implementation.
 
-    On a CPU, the calls get at most `TRIAL_TOKENS` tokens, and the time is extrapolated to all
-    tokens. A GPU needs many tokens to be busy, so its calls get all of them.
+    On a CPU, the calls receive at most `TRIAL_TOKENS` tokens, and the time is extrapolated to all
+    tokens. A GPU needs many tokens to be busy, so the calls on a GPU receive all tokens.
     """
     trial = inputs[:TRIAL_TOKENS] if inputs.device.type == "cpu" else inputs
     first: dict[str, float] = {}
@@ -147,37 +146,41 @@ def _first_times(
     return first
 
 
-def _rounds(
+def _time_rounds(
     calls: Mapping[str, Callable[[], Tensor]], reference: str | None, *, is_long: bool
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the milliseconds of interleaved calls, with the weights in the cache and out of it.
 
-    Without `reference`, or if `is_long`, times out of the cache are missing. The rounds end early
-    if no call can replace the reference any more, or after five rounds and a quarter of a second.
+    Without `reference`, or if `is_long`, the lists for the state out of the cache are empty. The
+    rounds end early if no call can still replace the reference. They also end after a quarter of a
+    second, but not before five rounds.
     """
     has_cold_rounds = reference is not None and not is_long
     fill_the_cache = torch.ones(_CACHE_BYTES // 4 if has_cold_rounds else 0).sum
     warm: dict[str, list[float]] = {name: [] for name in calls}
     cold: dict[str, list[float]] = {name: [] for name in calls}
-    most = ROUNDS // 2 if is_long else ROUNDS
+    max_rounds = ROUNDS // 2 if is_long else ROUNDS
+    max_losses = (1 - WIN_FRACTION) * max_rounds
     start = time.perf_counter()
-    for number in range(most):
+    for number in range(max_rounds):
         if number >= _LEAST_ROUNDS and time.perf_counter() - start > _SECONDS:
             break
         for name, call in calls.items():
             warm[name].append(milliseconds(call) if is_long else _milliseconds_in_cache(call))
             if has_cold_rounds:
                 cold[name].append(_milliseconds_after(fill_the_cache, call))
-        if reference is not None and all(
-            any(_losses(t[name], t[reference]) > (1 - MOST) * most for t in (warm, cold))
-            for name in calls.keys() - {reference}
-        ):
-            break
+        if reference is not None:
+            losses = {
+                name: max(_count_losses(t[name], t[reference]) for t in (warm, cold))
+                for name in calls.keys() - {reference}
+            }
+            if min(losses.values()) > max_losses:
+                break
     return warm, cold
 
 
-def _losses(ours: Sequence[float], others: Sequence[float]) -> int:
-    """Return how many of `ours` do not beat the minimum of `others` by the factor `MARGIN`.
+def _count_losses(ours: Sequence[float], others: Sequence[float]) -> int:
+    """Return the number of times in `ours` that do not beat all of `others` by a factor `MARGIN`.
 
     This number never decreases when rounds are added.
     """
@@ -185,33 +188,33 @@ def _losses(ours: Sequence[float], others: Sequence[float]) -> int:
 
 
 def is_captured() -> bool:
-    """Return True if `torch.compile`, `torch.export` or `torch.jit.trace` records the operations.
+    """Return True inside `torch.compile`, `torch.export` and `torch.jit.trace`.
 
-    Times inside a recording are meaningless, and tensors inside it must not be cached.
+    Times measured while they record operations are meaningless, and tensors must not be cached.
     """
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
 def milliseconds(call: Callable[[], object], least_seconds: float = 0.0) -> float:
-    """Return the mean time of calls, which are repeated until `least_seconds` have passed.
+    """Return the mean milliseconds of calls, which are repeated until `least_seconds` have passed.
 
-    On a CPU, a single thread is timed by processor time, which excludes other programs.
+    Without a GPU, a single thread is timed by processor time, which excludes other programs.
     """
-    on_gpu = torch.cuda.is_initialized()
-    is_single = torch.get_num_threads() == 1 and not on_gpu
-    clock = time.thread_time if is_single else time.perf_counter
-    if on_gpu:
+    uses_gpu = torch.cuda.is_initialized()
+    is_single_thread = torch.get_num_threads() == 1 and not uses_gpu
+    clock = time.thread_time if is_single_thread else time.perf_counter
+    if uses_gpu:
         torch.cuda.synchronize()
     start = clock()
-    count = 0
+    num_calls = 0
     seconds = 0.0
-    while not count or seconds < least_seconds:
+    while not num_calls or seconds < least_seconds:
         call()
-        if on_gpu:
+        if uses_gpu:
             torch.cuda.synchronize()
-        count += 1
+        num_calls += 1
         seconds = clock() - start
-    return seconds * 1e3 / count
+    return seconds * 1e3 / num_calls
 
 
 def _milliseconds_in_cache(call: Callable[[], object]) -> float:
@@ -228,15 +231,15 @@ def _milliseconds_after(preparation: Callable[[], object], call: Callable[[], ob
 def stored_timing(key: str) -> Timing | None:
     """Return the timing that an earlier process on this machine stored under `key`, or None."""
     try:
-        return Timing(**_stored()[_machine()][key])
+        return Timing(**_read_stored()[_describe_machine()][key])
     except (KeyError, TypeError):
         return None
 
 
 def store_timing(key: str, timing: Timing) -> None:
-    """Store a timing for later processes; ignore errors in writing the file."""
-    stored = _stored()
-    stored.setdefault(_machine(), {})[key] = asdict(timing)
+    """Store a timing under `key` for later processes; ignore errors in writing the file."""
+    stored = _read_stored()
+    stored.setdefault(_describe_machine(), {})[key] = asdict(timing)
     try:
         path = timing_file()
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -247,11 +250,11 @@ def store_timing(key: str, timing: Timing) -> None:
 
 
 def timing_file() -> Path:
-    """Return the file of stored timings, in `$XDG_CACHE_HOME` or `~/.cache`; it may be deleted."""
+    """Return the path of the stored timings in `$XDG_CACHE_HOME` or `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tinyml/timings.json"
 
 
-def _stored() -> dict[str, dict[str, Any]]:
+def _read_stored() -> dict[str, dict[str, Any]]:
     try:
         content = json.loads(timing_file().read_text())
     except (OSError, ValueError):
@@ -261,7 +264,7 @@ def _stored() -> dict[str, dict[str, Any]]:
 
 
 @cache
-def _machine() -> str:
+def _describe_machine() -> str:
     """Return the CPU model, the number of cores, the instruction sets and torch's version."""
     model = platform.processor()
     if Path("/proc/cpuinfo").exists():

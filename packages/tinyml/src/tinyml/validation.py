@@ -13,14 +13,14 @@ from torch.utils._pytree import tree_leaves
 T = TypeVar("T")
 #: The types of the weights that this package compresses, prunes and adapts.
 FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-#: A function that receives the finished layer's name, the finished count and the total count.
+#: A function of a finished layer's name, the number of finished layers and the number of layers.
 Progress = Callable[[str, int, int], None]
 
 
 def suggestion(name: str, known: Iterable[str]) -> str:
-    """Return the end of an error message that suggests the known name closest to `name`."""
-    alike = difflib.get_close_matches(name, list(known), 1, 0.5)
-    return f"; did you mean {alike[0]!r}?" if alike else ""
+    """Return the end of an error message with the closest known name; empty if none is similar."""
+    matches = difflib.get_close_matches(name, list(known), 1, 0.5)
+    return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
 def first_names(names: Iterable[str]) -> str:
@@ -36,7 +36,7 @@ def check_bits(bits: float, what: str, least: int = 1) -> None:
 
 
 def check_finite(name: str, tensor: Tensor) -> None:
-    """Raise `ValueError` if a tensor contains NaN or infinity, or is not of `FLOAT_TYPES`."""
+    """Raise `ValueError` if a tensor is not of `FLOAT_TYPES`, or contains NaN or infinity."""
     if tensor.dtype not in FLOAT_TYPES:
         raise ValueError(
             f"expected {name} of type float16, bfloat16, float32 or float64, got {tensor.dtype}; "
@@ -59,10 +59,13 @@ def check_strided(what: str, *tensors: Tensor) -> None:
 def require_batches(batches: Iterable[T]) -> list[T]:
     """Return the calibration batches as a list, because they are read several times.
 
-    Raise `ValueError` if there are none, if `batches` is a single batch, or if a tensor is sparse.
+    Raise `ValueError` if there are none, for a single tensor or mapping, and for sparse tensors.
     """
-    read_batches = [] if isinstance(batches, Tensor | Mapping) else list(batches)
-    if not read_batches:
-        raise ValueError("expected a list with at least one batch of inputs to calibrate on")
-    check_strided("batches", *(t for t in tree_leaves(read_batches) if isinstance(t, Tensor)))
-    return read_batches
+    listed = [] if isinstance(batches, Tensor | Mapping) else list(batches)
+    if not listed:
+        raise ValueError(
+            f"expected a list with at least one batch of inputs, got a {type(batches).__name__} "
+            "without batches; pass [batch]"
+        )
+    check_strided("batches", *(t for t in tree_leaves(listed) if isinstance(t, Tensor)))
+    return listed

@@ -1,4 +1,4 @@
-"""One check: two numbers from two named sources and the largest allowed difference."""
+"""A check compares a number from one source with bounds from an independent source."""
 
 from __future__ import annotations
 
@@ -7,6 +7,12 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+#: Pairs of a distance and its place, for example a rank and a parameter.
+Distances = Iterable[tuple[float, str]]
+#: The smallest loss, in nats, to which differences of losses are relative. The rounding errors of
+#: the logits do not decrease with the loss.
+LOSS_SCALE = 1.0
 
 
 @dataclass(frozen=True)
@@ -28,7 +34,7 @@ class Check:
 
     @property
     def passed(self) -> bool:
-        """True if the two sources agree; NaN and infinity never pass."""
+        """True if `actual` is finite and lies within the bounds."""
         # A comparison of numpy numbers returns a numpy bool, which cannot be written as JSON.
         return math.isfinite(self.actual) and bool(self.low <= self.actual <= self.high)
 
@@ -39,14 +45,14 @@ class Check:
     def __str__(self) -> str:
         location = f" at {self.where}" if self.where else ""
         return (
-            f"{self.name}: {self.source} says {self.actual:.9g}{location}, "
-            f"{self.against} {self.expected:.9g}"
+            f"{self.name}: expected {self.expected:.9g} from {self.against}, got {self.actual:.9g} "
+            f"from {self.source}{location}; allowed: {self.low:.9g} to {self.high:.9g}"
         )
 
 
 @dataclass(frozen=True)
 class Sources:
-    """The names of two independent sources, with one method per kind of check between them."""
+    """The names of two independent sources, with a method for each kind of comparison."""
 
     source: str
     against: str
@@ -64,33 +70,38 @@ class Sources:
         margin = tolerance * abs(expected)
         return self.between(name, expected, actual, expected - margin, expected + margin, where)
 
+    def equal_loss(
+        self, name: str, expected: float, actual: float, tolerance: float, where: str = ""
+    ) -> Check:
+        """Return a check that `loss_difference` is at most `tolerance`."""
+        margin = tolerance * max(expected, LOSS_SCALE)
+        return self.between(name, expected, actual, expected - margin, expected + margin, where)
+
     def within(self, name: str, expected: float, actual: float, factor: float) -> Check:
         """Return a check that `actual / expected` lies between `1 / factor` and `factor`."""
         return self.between(name, expected, actual, expected / factor, expected * factor)
 
-    def near(self, name: str, distance: float, tolerance: float, where: str = "") -> Check:
-        """Return a check that a relative distance between two arrays is at most `tolerance`."""
-        return self.between(name, 0.0, distance, 0.0, tolerance, where)
-
     def none(self, name: str, wrong: Iterable[str]) -> Check:
-        """Return a check that `wrong` is empty; its message names the first three entries."""
+        """Return a check that `wrong` is empty. Its `where` lists the first three entries."""
         names = list(wrong)
-        more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-        return self.between(name, 0, len(names), 0, 0, ", ".join(names[:3]) + more)
+        listed = ", ".join(names[:3])
+        if len(names) > 3:
+            listed += f" and {len(names) - 3} more"
+        return self.between(name, 0, len(names), 0, 0, listed)
 
     def all_near(
-        self, name: str, distances: Iterable[tuple[float, str]], tolerance: float
+        self, name: str, distances: Distances, tolerance: float, least: float = 0.0
     ) -> Check:
-        """Return `near` for the pair (distance, where) with the largest distance.
+        """Return a check that the largest distance lies between `least` and `tolerance`.
 
-        NaN counts as the largest. The check fails if there are no pairs.
+        NaN counts as the largest. The check fails if there are no distances.
         """
 
-        def order(pair: tuple[float, str]) -> float:
+        def sort_key(pair: tuple[float, str]) -> float:
             return math.inf if math.isnan(pair[0]) else pair[0]
 
-        distance, where = max(distances, key=order, default=(math.nan, "nothing recorded"))
-        return self.near(name, distance, tolerance, where)
+        distance, where = max(distances, key=sort_key, default=(math.nan, "nothing recorded"))
+        return self.between(name, 0.0, distance, least, tolerance, where)
 
     def all_equal(
         self, name: str, triples: Iterable[tuple[float, float, str]], tolerance: float = 0.0
@@ -100,7 +111,7 @@ class Sources:
         The difference is relative to `expected`. The check fails if there are no triples.
         """
 
-        def order(triple: tuple[float, float, str]) -> float:
+        def sort_key(triple: tuple[float, float, str]) -> float:
             expected, actual, _ = triple
             if expected == actual:
                 return 0.0
@@ -108,25 +119,33 @@ class Sources:
             return math.inf if math.isnan(difference) else difference
 
         nothing = (1.0, math.nan, "nothing recorded")
-        expected, actual, where = max(triples, key=order, default=nothing)
+        expected, actual, where = max(triples, key=sort_key, default=nothing)
         return self.equal(name, expected, actual, tolerance, where)
 
 
-def clock_ratio(ratios: Iterable[float]) -> float:
-    """Return the ratio of two clocks' times at the lower quartile of its deviations from 1.
+def loss_difference(actual: float, expected: float) -> float:
+    """Return the difference of two losses, relative to `expected` or, if larger, `LOSS_SCALE`."""
+    return abs(actual - expected) / max(expected, LOSS_SCALE)
 
-    In some steps another program takes the core between the readings of the two clocks.
+
+def clock_ratio(ratios: Iterable[float]) -> float:
+    """Return the ratio of two clocks' times whose difference from 1 is the lower quartile.
+
+    The difference is larger in steps in which another program uses the core between the readings of
+    the two clocks.
     """
     ordered = sorted(ratios, key=lambda ratio: abs(ratio - 1))
     return ordered[len(ordered) // 4]
 
 
-def same_rows(name: str, expected: Iterable[Any], reported: Iterable[Any]) -> Check:
-    """Return a check that a table has each expected row once, and no other row.
+def compare_rows(name: str, expected: Iterable[Any], reported: Iterable[Any]) -> Check:
+    """Return a check that a table has exactly the expected rows, in any order.
 
     Without this check, a run could hide a bad row by leaving it out.
     """
-    missing, more = Counter([*expected]), Counter([*reported])
-    wrong = [f"missing: {row}" for row in (missing - more).elements()]
-    wrong += [f"not expected: {row}" for row in (more - missing).elements()]
+    # A Counter of a dict would take the values as counts.
+    expected_counts = Counter(list(expected))
+    reported_counts = Counter(list(reported))
+    wrong = [f"missing: {row}" for row in (expected_counts - reported_counts).elements()]
+    wrong += [f"not expected: {row}" for row in (reported_counts - expected_counts).elements()]
     return Sources("rows of the table", "the configuration").none(name, wrong)

@@ -15,8 +15,8 @@ from torch.distributed.pipelining import PipelineStage
 
 
 @contextmanager
-def recorded() -> Iterator[list[str]]:
-    """Yield a list of the passes, "forward" or "backward", that this rank runs in the block."""
+def record_passes() -> Iterator[list[str]]:
+    """Yield a list of "forward" and "backward", the passes of this rank in the `with` statement."""
     events: list[str] = []
 
     def record(kind: str, original: Callable[..., Any]) -> Callable[..., Any]:
@@ -34,17 +34,18 @@ def recorded() -> Iterator[list[str]]:
         yield events
 
 
-def most_in_flight(events: list[str]) -> int:
+def max_in_flight(events: list[str]) -> int:
     """Return the largest number of forward passes whose backward passes have not yet run."""
-    most = flying = 0
+    maximum = 0
+    in_flight = 0
     for kind in events:
-        flying += 1 if kind == "forward" else -1
-        most = max(most, flying)
-    return most
+        in_flight += 1 if kind == "forward" else -1
+        maximum = max(maximum, in_flight)
+    return maximum
 
 
 def expected_in_flight(split: str, rank: int, ranks: int, microbatches: int) -> int | None:
-    """Return the expected result of `most_in_flight` on a rank; None for a split without pipeline.
+    """Return the expected result of `max_in_flight` on a rank; None for a split without pipeline.
 
     GPipe: Huang et al. 2019, section 2.3. 1F1B: Narayanan et al. 2021, section 2.2.1.
     """

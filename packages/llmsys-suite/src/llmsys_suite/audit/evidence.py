@@ -1,6 +1,6 @@
-"""Measurements for the checks of `plan` and `train` that the run itself does not record.
+"""Evidence: measurements of the audit itself for the checks of `plan` and `train`.
 
-The audit measures them with other methods than the run.
+The audit uses other methods than the stages.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite.audit import peers, reference
-from llmsys_suite.audit.inputs import num_heads
+from llmsys_suite.audit.inputs import global_batch, num_heads
 from llmsys_suite.audit.probe import probe, replay
-from llmsys_suite.audit.text import read_parts, row_evidence, split_evidence
+from llmsys_suite.audit.text import read_parts, split_evidence
 from llmsys_suite.audit.training_checks.data import plain_values
 from llmsys_suite.measure import network
 from llmsys_suite.measure.samples import needed_seconds
@@ -30,8 +30,8 @@ from llmsys_suite.variants.initial_weights import initial_weights, seeded
 REPLAYED = 64
 #: Seconds of matrix products, long enough that other programs slow only some of the products.
 PRODUCT_SECONDS = 1.0
-#: Side of the matrices. On a CPU a product is short enough to end before another program takes the
-#: core.
+#: Number of rows and columns of the matrices by type of device. On a CPU the product is so short
+#: that most products end before another program uses the core.
 SIDE = {"cpu": 512, "cuda": 8192}
 
 
@@ -54,30 +54,34 @@ def measure(run: Run) -> dict[str, Any]:
 def recompute(run: Run) -> dict[str, Any]:
     """Return the evidence that this rank computes alone.
 
-    The last rank repeats many steps; rank 0 draws batches, and counts parameters, FLOPs and bytes.
+    The last rank repeats training steps. Rank 0 draws batches, and counts FLOPs and bytes.
     """
     evidence: dict[str, Any] = {}
     with run.in_float32():
         if run.rank == 0:
             train, _ = read_parts(run.config)
             evidence |= {
-                "row_digests": row_evidence(run.config, train),
+                "row_digests": [
+                    reference.row_digests(global_batch(train, run.config, step))
+                    for step in range(run.config.warmup + run.config.steps)
+                ],
                 "initial_scales": initial_scales(run),
                 "model_counts": count_model(run),
             }
         if run.rank == run.world - 1:
-            evidence["trajectory"] = replay(run, initial_weights(run), REPLAYED)
+            losses, rounding_factors = replay(run, initial_weights(run), REPLAYED)
+            evidence |= {"trajectory": losses, "rounding_factors": rounding_factors}
     if run.rank == 0:
-        # Counted in the dtype of the run, because bf16 activations are smaller.
+        # The dtype of the run decides the size of activations.
         evidence["saved_bytes"] = count_saved_bytes(run)
     return evidence
 
 
 def count_model(run: Run) -> dict[str, int]:
-    """Count parameters and the FLOPs of a training step of the reference on the meta device."""
+    """Return the numbers of parameters, tensors and FLOPs per training step of the reference."""
     weights = initial_weights(run)
     config = run.config
-    full, causal = count_flops(weights, config.rows, config.context, num_heads(run.config))
+    full, causal = count_flops(weights, config.rows, config.context, num_heads(config))
     return {
         "parameters": sum(w.numel() for w in weights.values()),
         "block_parameters": sum(w.numel() for n, w in weights.items() if n.startswith("blocks.")),
@@ -88,10 +92,10 @@ def count_model(run: Run) -> dict[str, int]:
 
 
 def count_flops(weights: Weights, rows: int, context: int, heads: int) -> tuple[int, int]:
-    """Return the FLOPs of a training step, with and without the masked attention products.
+    """Return the FLOPs of a training step, with and without the masked attention scores.
 
-    FLOPs are counted on the meta device. Only attention uses batched products. Under a causal mask
-    they need T (T + 1) / 2 of the T^2 pairs of positions.
+    FLOPs are counted on the meta device. Only attention uses batched matrix products. A causal mask
+    leaves T (T + 1) / 2 of the T^2 pairs of positions in these products.
     """
     leaves = {name: w.detach().to("meta").requires_grad_() for name, w in weights.items()}
     tokens = torch.zeros(rows, context, dtype=torch.long, device="meta")
@@ -105,9 +109,9 @@ def count_flops(weights: Weights, rows: int, context: int, heads: int) -> tuple[
 
 
 def count_saved_bytes(run: Run) -> int:
-    """Return the bytes, without parameters, that autograd saves for one part of the batch.
+    """Return the bytes of the tensors, except parameters, that autograd saves in a forward pass.
 
-    `RunConfig.parts` is the number of parts.
+    The pass is over one of `RunConfig.parts` parts of the rows.
     """
     model = seeded(run, run.model)
     rows = run.config.rows // run.config.parts
@@ -129,12 +133,12 @@ def count_saved_bytes(run: Run) -> int:
 
 
 def initial_scales(run: Run) -> list[tuple[float, str]]:
-    """Return (deviation, name) for each initial weight, relative to Glorot's initialization.
+    """Return (deviation, name) for each initial weight.
 
-    A deviation is the difference of standard deviations, in standard errors. Weights beyond three
-    standard deviations are resampled, which narrows the distribution. Embeddings have a standard
-    deviation of 1. Tensors that are not matrices must consist of ones; otherwise the deviation is
-    inf.
+    The deviation is the difference, in standard errors, of the standard deviation from Glorot's,
+    or from 1 for embeddings. Weights beyond three standard deviations are resampled, which narrows
+    the distribution. The deviation of a tensor that is not a matrix is 0 if it consists of ones,
+    and inf otherwise.
     """
     density = math.exp(-4.5) / math.sqrt(2 * math.pi)
     narrowed = math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))
@@ -161,6 +165,6 @@ def product_rate(run: Run) -> float:
     shortest_s = math.inf
     stop_time = time.perf_counter() + PRODUCT_SECONDS
     while time.perf_counter() < stop_time:
-        product = peers.timed(run, partial(torch.mm, a, b.T))
+        product = peers.time_call(run, partial(torch.mm, a, b.T))
         shortest_s = min(shortest_s, needed_seconds(product))
     return max(run.gather(2 * side**3 / shortest_s))

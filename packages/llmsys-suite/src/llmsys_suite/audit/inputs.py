@@ -1,4 +1,4 @@
-"""Inputs of recomputations: batches of the independent sampler, and the run's weights."""
+"""Inputs of the audit's computations: batches of the independent sampler, and weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.text.generation import MODEL
 
 
-def on_device(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def move_to_device(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     """Return tokens and targets on the device of the run."""
     return batch[0].to(run.device), batch[1].to(run.device)
 
@@ -25,25 +25,17 @@ def num_heads(config: RunConfig) -> int:
 
 
 def global_batch(text: reference.Tokens, config: RunConfig, step: int) -> tuple[Tensor, Tensor]:
-    """Return the rows that all variants read in a step, from the independent sampler."""
+    """Return the rows of all ranks in a step of `train`, from the independent sampler."""
     return reference.batch(text, config.rows, config.context, config.seed, step)
 
 
-def in_float64(model: Decoder) -> dict[str, Tensor]:
+def float64_parameters(model: Decoder) -> dict[str, Tensor]:
     """Return the parameters by name, in float64."""
     return {name: p.detach().double() for name, p in model.named_parameters()}
 
 
-def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean cross-entropy in nats per token, computed in float64."""
-    z = logits.double()
-    target_logits = z.gather(-1, targets[..., None])[..., 0]
-    mean: Tensor = (torch.logsumexp(z, -1) - target_logits).mean()
-    return mean
-
-
 def compare_with_file(run: Run, model: Decoder) -> Check:
-    """Compare the weights of `model`, bit by bit, with the file that the stage `learn` wrote."""
+    """Return a check that `model` has the weights of the file that `learn` wrote, bit by bit."""
     stored = load_file(run.out / MODEL)
     different = [n for n, p in model.named_parameters() if not torch.equal(stored[n], p.cpu())]
     weights = Sources("weights of the analyzed model", "the model file")

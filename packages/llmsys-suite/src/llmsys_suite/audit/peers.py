@@ -3,13 +3,13 @@
 The ratios of variants are relative to torch's DDP. If the run slowed this peer, all other variants
 would look fast. The audit therefore times its own DDP and FSDP2 in the same rounds.
 
-Other programs lengthen the wall time of a step. Two other measures hardly depend on them: the time
-that a step needs, which is its wall time without waiting for a core, and its processor time.
-A peer that sleeps needs more time, and a peer that does more work uses more processor time.
+Other programs lengthen the wall time of a step. Two other measures hardly depend on such programs:
+the needed time of a step, which is its wall time without waiting for a core, and its processor
+time. A peer that sleeps needs more time, and a peer that does more work uses more processor time.
 
-A rank may also wait for another thread or rank that waits for a core, which nothing counts. Two
-peers of the same kind wait alike. A peer and another variant do not, so their needed times are
-compared in undisturbed rounds only. With too few of these, only processor time is compared.
+A rank may also wait for another rank that waits for a core. No counter contains this time. It is
+about equal for two peers of the same kind, but not for a peer and another variant. The needed times
+of these two are compared in undisturbed rounds only, and only if there are `LEAST_ROUNDS` of them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
-from operator import itemgetter
 
 import torch
 import torch.nn.functional as F
@@ -39,10 +38,11 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.initial_weights import seeded
 
-#: Variants with which a peer's time is compared; the first one that was trained is used.
-OTHERS = ("ddp bucketed", "ddp flat")
-#: Maximum number of rounds, and number of rounds after which the audit decides whether to stop.
-ROUNDS, ROUNDS_PER_DECISION = 20, 5
+#: A peer's time is compared with the first of these variants that was trained.
+OTHER_VARIANTS = ("ddp bucketed", "ddp flat")
+MAX_ROUNDS = 20
+#: Number of rounds after which the audit decides whether to stop.
+ROUNDS_PER_DECISION = 5
 #: Minimum number of rounds for comparing a peer with another variant.
 LEAST_ROUNDS = 3
 
@@ -59,30 +59,31 @@ class Measure:
     allowed_factor: float
     needs_undisturbed_rounds: bool
 
-    def of_rounds(self, steps: list[Sample]) -> float:
-        """Return the quantile of the durations of the steps."""
-        return sorted(map(self.seconds_of, steps))[int(self.quantile * (len(steps) - 1))]
+    def quantile_seconds(self, steps: list[Sample]) -> float:
+        """Return the quantile of the times of the steps."""
+        ordered = sorted(self.seconds_of(step) for step in steps)
+        return ordered[int(self.quantile * (len(ordered) - 1))]
 
 
-#: Even without its own waits for a core, a rank may wait for another rank that waits for one. The
-#: low quantile of the needed time leaves such rounds out.
+#: The needed time includes waits for another rank that waits for a core. A low quantile leaves out
+#: the rounds in which this wait was long.
 MEASURES = {
     "needed time": Measure(needed_seconds, 0.2, NEEDED_BAND, needs_undisturbed_rounds=True),
     "processor time": Measure(
-        itemgetter(PROCESSOR), 0.5, PROCESSOR_BAND, needs_undisturbed_rounds=False
+        lambda step: float(step[PROCESSOR]), 0.5, PROCESSOR_BAND, needs_undisturbed_rounds=False
     ),
 }
 
 
 def time_peers(run: Run, trained: list[str]) -> dict[str, dict[str, dict[str, float]]]:
-    """Return the time ratios of each trained peer, by measure.
+    """Return {peer: {measure: {divisor: time ratio}}} of each trained peer.
 
-    The entry "audit" is the time of the run's peer divided by that of the audit's peer. For any
-    other entry, the divisor is the time of the variant that its key names. This entry is missing
-    if too few rounds were undisturbed.
+    A ratio is the time of the run's peer divided by the time of the audit's peer, under the key
+    "audit", or by the time of one of `OTHER_VARIANTS`, under its name. The second entry is missing
+    if no such variant was trained or too few rounds were undisturbed.
     """
-    wrappers = {PEER: _replicated, "torch FSDP2": _sharded} if run.world > 1 else {}
-    other = next((name for name in OTHERS if name in trained), None)
+    wrappers = {PEER: _wrap_in_ddp, "torch FSDP2": _wrap_in_fsdp} if run.world > 1 else {}
+    other = next((name for name in OTHER_VARIANTS if name in trained), None)
     return {
         name: _time_peer(run, name, wrap, other)
         for name, wrap in wrappers.items()
@@ -106,10 +107,12 @@ def _time_peer(
         optimizer.step()
         optimizer.zero_grad()
 
-    names = [name] if other is None else [name, other]
-    variants = {name: VARIANTS[name](run, run.model) for name in names}
+    variants = {name: VARIANTS[name](run, run.model)}
+    if other is not None:
+        variants[other] = VARIANTS[other](run, run.model)
     calls: dict[str, Callable[[], object]] = {
-        name: partial(variant.step, tokens, targets) for name, variant in variants.items()
+        variant_name: partial(variant.step, tokens, targets)
+        for variant_name, variant in variants.items()
     }
     run.barrier()
     ratios = _time_ratios(run, name, calls | {"audit": step})
@@ -121,10 +124,9 @@ def _time_peer(
 def _time_ratios(
     run: Run, name: str, calls: Mapping[str, Callable[[], object]]
 ) -> dict[str, dict[str, float]]:
-    """Return the ratio of the time of the call `name` to that of each other call, by measure.
+    """Return {measure: {other: time of the call `name` / time of the call `other`}}.
 
-    Rounds are added, up to `ROUNDS`, until the square of every ratio to the audit's call is within
-    its band.
+    Rounds are added, up to `MAX_ROUNDS`, until `_are_well_inside_bands`.
     """
     for call in calls.values():
         call()
@@ -134,11 +136,11 @@ def _time_ratios(
         del measures["processor time"]
     steps: dict[str, list[Sample]] = {call_name: [] for call_name in calls}
     ratios: dict[str, dict[str, float]] = {}
-    while len(steps[name]) < ROUNDS and not (ratios and _are_well_inside_bands(ratios)):
+    while len(steps[name]) < MAX_ROUNDS and not (ratios and _are_well_inside_bands(ratios)):
         for _ in range(ROUNDS_PER_DECISION):
             for call_name, call in calls.items():
                 index = {"step": len(steps[call_name]), "rank": run.rank}
-                steps[call_name].append(index | timed(run, call))
+                steps[call_name].append(index | time_call(run, call))
         by_rank = run.gather(steps)
         by_call = {call_name: [steps[call_name] for steps in by_rank] for call_name in calls}
         for measure_name, measure in measures.items():
@@ -149,64 +151,72 @@ def _time_ratios(
 def ratios_to_others(
     name: str, measure: Measure, by_call: Mapping[str, Sequence[list[Sample]]]
 ) -> dict[str, float]:
-    """Return the ratio of the time of `name` to that of each other call, as means over ranks.
+    """Return {other: time of the call `name` / time of the call `other`}; times are rank means.
 
-    `by_call` has a list of steps for each rank.
+    `by_call` has a list of steps for each rank. If too few rounds can be compared with a call, its
+    entry is missing.
     """
+    steps_of_name = list(chain(*by_call[name]))
+    fractions = others.foreign_cpu_fractions(steps_of_name)
+    rounds = {step["step"] for step in steps_of_name}
     ratios = {}
-    fractions = others.foreign_cpu_fractions([*chain(*by_call[name])])
-    rounds = {s["step"] for s in chain(*by_call[name])}
-    for other, steps in by_call.items():
+    for other, steps_by_rank in by_call.items():
         if other == name:
             continue
         compared = rounds
         if measure.needs_undisturbed_rounds and other != "audit":
-            both = chain(*by_call[name], *steps)
+            both = chain(steps_of_name, *steps_by_rank)
             compared = rounds - others.disturbed_rounds(both, fractions)
         if len(compared) >= LEAST_ROUNDS:
-            seconds, divisor = (
-                statistics.mean(
-                    measure.of_rounds([s for s in rank_steps if s["step"] in compared])
-                    for rank_steps in ranks
-                )
-                for ranks in (by_call[name], steps)
-            )
-            ratios[other] = seconds / divisor
+            seconds = _mean_seconds(measure, by_call[name], compared)
+            ratios[other] = seconds / _mean_seconds(measure, steps_by_rank, compared)
     return ratios
 
 
+def _mean_seconds(
+    measure: Measure, steps_by_rank: Sequence[list[Sample]], rounds: set[int]
+) -> float:
+    """Return the mean over ranks of the measured time in the rounds."""
+    return statistics.mean(
+        measure.quantile_seconds([step for step in steps if step["step"] in rounds])
+        for steps in steps_by_rank
+    )
+
+
 def _are_well_inside_bands(ratios: dict[str, dict[str, float]]) -> bool:
-    """Return True if further rounds are unlikely to move a ratio out of its band."""
+    """Return True if the square of every ratio to the audit's call lies in the allowed band.
+
+    Further rounds are then unlikely to move the ratio out of the band.
+    """
     return all(
         1 / MEASURES[name].allowed_factor < by_call["audit"] ** 2 < MEASURES[name].allowed_factor
         for name, by_call in ratios.items()
     )
 
 
-def timed(run: Run, call: Callable[[], object]) -> Sample:
-    """Call once, and return the wall time, the processor time and the wait for a core."""
+def time_call(run: Run, call: Callable[[], object]) -> Sample:
+    """Call `call` once; return its wall time, processor time, wait for a core, and the counters."""
     start_time = synchronized_time(run)
     # Both counters are read between the two wall-clock readings, so that the wait does not exceed
     # the wall time.
-    waited, processor = core_wait_seconds(), time.process_time()
+    start_wait = core_wait_seconds()
+    start_processor = time.process_time()
     call()
-    processor, waited = time.process_time() - processor, core_wait_seconds() - waited
-    return {
-        "seconds": synchronized_time(run) - start_time,
-        PROCESSOR: processor,
-        CORE_WAIT: waited,
-        **others.clocks(run.world),
+    sample = {
+        PROCESSOR: time.process_time() - start_processor,
+        CORE_WAIT: core_wait_seconds() - start_wait,
     }
+    sample["seconds"] = synchronized_time(run) - start_time
+    return sample | others.clocks(run.world)
 
 
-def _replicated(decoder: Decoder) -> nn.Module:
+def _wrap_in_ddp(decoder: Decoder) -> nn.Module:
     return nn.parallel.DistributedDataParallel(decoder, gradient_as_bucket_view=True)
 
 
-def _sharded(decoder: Decoder) -> nn.Module:
-    mesh = init_device_mesh(
-        next(decoder.parameters()).device.type, (torch.distributed.get_world_size(),)
-    )
+def _wrap_in_fsdp(decoder: Decoder) -> nn.Module:
+    device = next(decoder.parameters()).device
+    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     for block in decoder.block_list():
         fully_shard(block, mesh=mesh)
     fully_shard(decoder, mesh=mesh)

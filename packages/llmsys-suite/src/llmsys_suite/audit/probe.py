@@ -1,13 +1,14 @@
-"""One step of every variant compared with one process in float64, per parameter and rank.
+"""The probe: two SGD steps of every variant, the first compared with one process in float64.
 
-A probe takes one plain SGD step. Adam would hide a wrong scale, because it divides a gradient by
-its own magnitude. The change of the weights is the gradient that the optimizer received, however it
-was communicated. A second step counts the bytes that are announced in shared memory.
+Adam would hide a wrong scale, because it divides a gradient by its own magnitude. The weight change
+of an SGD step, divided by the learning rate, is the gradient that the optimizer received, however
+it was communicated. The bytes that are announced in shared memory are counted in the second step.
 """
 
 from __future__ import annotations
 
 import hashlib
+import math
 from functools import partial
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.inputs import global_batch, num_heads, on_device
+from llmsys_suite.audit.inputs import global_batch, move_to_device, num_heads
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.measure import network
 from llmsys_suite.ranks.rank import Run
@@ -30,35 +31,35 @@ Weights = dict[str, Tensor]
 
 
 def probe(run: Run) -> dict[str, Any]:
-    """Probe every variant on all ranks; return the evidence of each rank, by variant and kind."""
+    """Probe every variant on all ranks; return {variant: {kind of evidence: [value per rank]}}."""
     start = {name: w.double() for name, w in initial_weights(run).items()}
     # One row per rank is enough, because an error in summing shows for any number of rows.
     batch = reference.batch(
         read_parts(run.config)[0], run.world, run.config.context, run.config.seed, 0
     )
-    _, exact = reference.gradients(start, *on_device(run, batch), num_heads(run.config))
+    _, exact = reference.gradients(start, *move_to_device(run, batch), num_heads(run.config))
     variants = {}
     for name in variants_here(run.device):
-        by_rank = run.gather(_probe_one(run, name, start, exact))
+        by_rank = run.gather(_probe_variant(run, name, start, exact))
         probed = [evidence for evidence in by_rank if evidence is not None]
         variants[name] = {key: [evidence[key] for evidence in probed] for key in probed[0]}
     return variants
 
 
-def _probe_one(run: Run, name: str, start: Weights, exact: Weights) -> dict[str, Any] | None:
+def _probe_variant(run: Run, name: str, start: Weights, exact: Weights) -> dict[str, Any] | None:
     make = partial(torch.optim.SGD, lr=RATE)
     variant = VARIANTS[name](run, run.model, make)
     run.barrier()
     evidence = None
     if not (variant.alone and run.rank):
         batch = run.batch(0, rows=run.world, split=not variant.alone)
-        evidence = _observe(variant, start, exact, *batch)
+        evidence = _take_two_steps(variant, start, exact, *batch)
     variant.close()
     run.barrier()
     return evidence
 
 
-def _observe(
+def _take_two_steps(
     variant: Variant, start: Weights, exact: Weights, tokens: Tensor, targets: Tensor
 ) -> dict[str, Any]:
     variant.prepare()
@@ -70,30 +71,41 @@ def _observe(
     with network.announced() as shared:
         variant.step(tokens, targets)
     return {
-        "weights": reference.furthest(moved, exact),
-        "digest": digest(variant.weights()),
+        "weights": reference.furthest(moved, exact, reference.rounding_floor(exact)),
+        "digest": digest_of_weights(variant.weights()),
         "shared": sum(shared),
     }
 
 
-def digest(weights: Weights) -> str:
-    """Return a digest of the bits of all weights."""
-    bits = hashlib.sha256()
+def digest_of_weights(weights: Weights) -> str:
+    """Return the SHA-256 of the bits of all weights."""
+    digest = hashlib.sha256()
     for name in sorted(weights):
-        plain = weights[name].detach().cpu().contiguous()
-        bits.update(plain.view(torch.uint8).numpy().tobytes())
-    return bits.hexdigest()
+        weight = weights[name].detach().cpu().contiguous()
+        digest.update(weight.view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
 
 
-def replay(run: Run, weights: Weights, steps: int) -> list[float]:
-    """Train the reference for at most `steps` steps of the run and return the losses."""
+def replay(run: Run, weights: Weights, steps: int) -> tuple[list[float], dict[str, float]]:
+    """Train the reference from `weights` for at most `steps` steps of the run.
+
+    Return the losses and, for each weight, the factor by which the tolerance of its change grows
+    because terms of its gradient cancel. See `reference.CANCELLED`.
+    """
     config = run.config
     losses = []
+    floor = 0.0
+    norms = dict.fromkeys(weights, 0.0)
     text, _ = read_parts(config)
     optimizer = reference.AdamW(weights, config.learning_rate)
     for step in range(min(steps, config.warmup + config.steps)):
         batch = global_batch(text, config, step)
-        value, gradients = reference.gradients(weights, *on_device(run, batch), num_heads(config))
+        value, gradients = reference.gradients(
+            weights, *move_to_device(run, batch), num_heads(config)
+        )
         losses.append(value)
+        floor += reference.rounding_floor(gradients)
+        for name, gradient in gradients.items():
+            norms[name] += float(gradient.norm())
         weights = optimizer.step(weights, gradients)
-    return losses
+    return losses, {name: 1 + floor / norm if norm else math.inf for name, norm in norms.items()}

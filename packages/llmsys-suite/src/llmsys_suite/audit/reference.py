@@ -1,9 +1,7 @@
-"""The independent reference of the audit, which computes in the dtype of the weights.
+"""The independent reference of the audit: `plain.py`, run on a few rows at a time.
 
-It runs `plain.py` on a few rows at a time and measures distances.
-
-Except for `measure.distance`, no code is shared with the code under test. Torch provides only
-tensor operations and autograd.
+It computes in the dtype of the weights. Except for `measure.distance`, it shares no code with the
+code under test. Torch provides only tensor operations and autograd.
 """
 
 from __future__ import annotations
@@ -28,19 +26,35 @@ Tokens = Any
 #: Maximum bytes of one layer's attention scores. A batch is split into parts of at most this size,
 #: but of at least one row each.
 SCORE_BYTES = 2**22
+#: Distances of gradients are relative to the gradient's norm plus this fraction of the norm of all
+#: gradients. If the terms of a gradient cancel, its rounding error is relative to the terms, not to
+#: their sum. For example, the gradients of q and k are zero if all tokens are equal. Their measured
+#: errors are at most 2.1e-8 of the norm of all gradients, and CANCELLED * GRADIENT is 1e-7.
+CANCELLED = 0.02
 
 
 def gradients(
     weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int
 ) -> tuple[float, Weights]:
     """Return the loss and its gradient, computed on a few rows at a time to save memory."""
-    total, summed = 0.0, {name: torch.zeros_like(w) for name, w in weights.items()}
+    mean = 0.0
+    summed = {name: torch.zeros_like(w) for name, w in weights.items()}
     for fraction, tokens, targets in _split_rows(tokens_BT, targets_BT, heads):
         value, part = plain.gradients(weights, tokens, targets, heads)
-        total += fraction * value
+        mean += fraction * value
         for name, g in part.items():
             summed[name] += fraction * g
-    return total, summed
+    return mean, summed
+
+
+def norm_of_all(tensors: Weights) -> float:
+    """Return the 2-norm of all elements of the tensors."""
+    return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors.values()))
+
+
+def rounding_floor(gradients: Weights) -> float:
+    """Return the `floor` of `distance` for gradients or moments, some of whose terms cancel."""
+    return CANCELLED * norm_of_all(gradients)
 
 
 @torch.no_grad()
@@ -55,8 +69,9 @@ def _split_rows(
 ) -> Iterator[tuple[float, Tensor, Tensor]]:
     """Yield (fraction of all rows, tokens, targets) for each part of the batch."""
     rows, context = tokens_BT.shape
-    some = max(1, SCORE_BYTES // (8 * heads * context**2))
-    for tokens, targets in zip(tokens_BT.split(some), targets_BT.split(some), strict=True):
+    part_rows = max(1, SCORE_BYTES // (8 * heads * context**2))
+    parts = zip(tokens_BT.split(part_rows), targets_BT.split(part_rows), strict=True)
+    for tokens, targets in parts:
         yield len(tokens) / rows, tokens, targets
 
 
@@ -76,32 +91,35 @@ def patterns(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
     return attention
 
 
-def spread(text: Tokens, rows: int, context: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets, each (rows, context), at equal distances in a text."""
+def evenly_spaced_batch(text: Tokens, rows: int, context: int) -> tuple[Tensor, Tensor]:
+    """Return tokens and targets (rows, context) of windows at equal distances in a text."""
     stride = (len(text) - context - 1) // rows
     windows = torch.tensor([list(text[i * stride : i * stride + context + 1]) for i in range(rows)])
     return windows[:, :-1], windows[:, 1:]
 
 
 def batch(text: Tokens, rows: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
-    """Return tokens and targets of windows at random offsets in a text of any length."""
-    count = len(text) - context - 1
-    if count < 2**28:
+    """Return tokens and targets of windows at the offsets that the run draws from (seed, step).
+
+    With 2^28 windows or more, each offset is computed from two random numbers below 2^24.
+    """
+    num_offsets = len(text) - context - 1
+    if num_offsets < 2**28:
         return plain.batch(text, rows, context, seed, step)
     twister = np.random.MT19937()
     twister._legacy_seeding((seed * 1_000_003 + step) % 2**32)
     drawn = (twister.random_raw(2 * rows) % 2**24).reshape(rows, 2)
-    starts = [int(high << 24 | low) % count for high, low in drawn.tolist()]
+    starts = [int(high << 24 | low) % num_offsets for high, low in drawn.tolist()]
     windows = torch.tensor([list(text[start : start + context + 1]) for start in starts])
     return windows[:, :-1], windows[:, 1:]
 
 
-def row_digests(both: tuple[Tensor, Tensor]) -> list[str]:
-    """Return the `digest` of each row of a global batch."""
-    return [digest(x.tolist(), y.tolist()) for x, y in zip(*both, strict=True)]
+def row_digests(rows: tuple[Tensor, Tensor]) -> list[str]:
+    """Return the `row_digest` of each pair of rows of tokens and targets."""
+    return [row_digest(x.tolist(), y.tolist()) for x, y in zip(*rows, strict=True)]
 
 
-def digest(tokens: Sequence[int], targets: Sequence[int]) -> str:
+def row_digest(tokens: Sequence[int], targets: Sequence[int]) -> str:
     """Return twelve hexadecimal digits of the SHA-256 of one row, with four bytes per token."""
-    row, following = (np.array(list(part), "<i4").tobytes() for part in (tokens, targets))
-    return hashlib.sha256(row + b"\0" + following).hexdigest()[:12]
+    token_bytes, target_bytes = (np.array(row, "<i4").tobytes() for row in (tokens, targets))
+    return hashlib.sha256(token_bytes + b"\0" + target_bytes).hexdigest()[:12]

@@ -14,36 +14,38 @@ from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.folder import RunFolder
 
 #: Stages whose tables contain figures that the report computes, or texts with column separators.
-OTHER_TABLES = ("plan", "audit")
-#: Rounding of a figure to three significant digits.
+UNCHECKED_STAGES = ("plan", "audit")
+#: Largest relative rounding error of a figure with three significant digits, and a margin.
 ROUNDING = 0.0051
 
+#: A stage and the rows of its table.
 Table = tuple[str, list[list[str]]]
 
 
 def shown_figures(folder: RunFolder) -> Check:
-    """Check each row of the tables in report.md and of the unfolded tables in report.html.
+    """Return the check of each row in report.md and in the tables of report.html before details.
 
-    The tables of `OTHER_TABLES` are not checked.
+    The tables of `UNCHECKED_STAGES` are not checked.
     """
     stages = folder.summary["stages"]
     foreign = []
-    for name, read in (("report.md", _markdown_tables), ("report.html", _html_tables)):
+    for name, read_tables in (("report.md", _markdown_tables), ("report.html", _html_tables)):
         path = folder.path / name
-        for stage, rows in read(path.read_text(encoding="utf-8")) if path.exists() else ():
+        if not path.exists():
+            continue
+        for stage, rows in read_tables(path.read_text(encoding="utf-8")):
+            if stage in UNCHECKED_STAGES:
+                continue
             records = list(_records(stages.get(stage)))
-            if stage not in OTHER_TABLES:
-                foreign += [
-                    f"{name}, {stage}: {row[0]}"
-                    for row in rows
-                    if not any(_shows(row, record) for record in records)
-                ]
+            for row in rows:
+                if not any(_shows(row, record) for record in records):
+                    foreign.append(f"{name}, {stage}: {row[0]}")
     tables = Sources("rows of the report's tables", "records of summary.json")
     return tables.none("figures in the report", foreign)
 
 
 def _markdown_tables(text: str) -> Iterator[Table]:
-    """Yield the stage and the rows of each table, without its header."""
+    """Yield the table of each section, without the header."""
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         title, _, body = section.partition("\n")
         lines = [line.strip("|") for line in body.splitlines() if line.startswith("| ")]
@@ -52,8 +54,8 @@ def _markdown_tables(text: str) -> Iterator[Table]:
 
 def _html_tables(text: str) -> Iterator[Table]:
     for stage, body in re.findall(r'<section id="(\w+)">(.*?)</section>', text, re.DOTALL):
-        first = body.partition("<details>")[0]
-        rows = [re.findall("<td>(.*?)</td>", row) for row in first.split("<tr")]
+        unfolded = body.partition("<details>")[0]
+        rows = [re.findall("<td>(.*?)</td>", row) for row in unfolded.split("<tr")]
         yield stage, [[html.unescape(cell) for cell in row] for row in rows if row]
 
 
@@ -67,6 +69,7 @@ def _records(value: Any) -> Iterator[list[Any]]:
 
 
 def _shows(row: list[str], record: list[Any]) -> bool:
+    """Return True if every cell of a row is empty or can be the text of a value of the record."""
     return all(not cell or any(_is_shown(cell, value) for value in record) for cell in row)
 
 

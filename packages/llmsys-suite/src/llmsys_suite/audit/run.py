@@ -1,4 +1,4 @@
-"""The audit: `audit_run` makes all checks; `check_again` repeats those that need only a folder."""
+"""The audit: `audit_run` makes all checks; `check_again` repeats checks from a folder's files."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from llmsys_suite.results import Audit
 
 
 def run(run: Run) -> Audit | None:
-    """Write evidence.json and checks.json on rank 0; a failed check makes the run fail."""
+    """Audit the run, and write evidence.json and checks.json; return the result on rank 0."""
     evidence, checks = audit_run(run)
     if run.folder is None:
         return None
@@ -31,31 +31,31 @@ def run(run: Run) -> Audit | None:
 def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
     """Return the evidence and the checks; ranks other than 0 return no checks.
 
-    Checks that need all ranks run first. Then each rank works without waiting for other ranks.
+    Checks that need all ranks run first. Then each rank computes its part of the checks alone.
     """
-    ran = set(run.results)
-    is_trained = {"plan", "train"} <= ran
+    finished = set(run.results)
+    is_trained = {"plan", "train"} <= finished
     measured = measure(run) if is_trained else {}
     collective = []
     for stage in COLLECTIVE:
         run.wait_for_ranks()
-        if stage in ran:
+        if stage in finished:
             collective += stage_checks(run, stage)
     results = run.gather(run.results)[0]
     recomputed = recompute(run) if is_trained else {}
-    of_single_ranks = _distributed_checks(run, results)
+    by_single_ranks = _distributed_checks(run, results)
     evidence = dict(ChainMap(measured, *run.gather(recomputed))) if is_trained else {}
     if run.folder is None:
         return evidence, []
     return evidence, [
         *recorded_checks(run.folder, results, evidence),
         *collective,
-        *of_single_ranks,
+        *by_single_ranks,
     ]
 
 
 def _distributed_checks(run: Run, results: dict[str, Any]) -> list[Check]:
-    """Return the checks that need only one rank; the first and the last rank divide the stages."""
+    """Return the checks that need one rank only. The last rank makes those of `ON_LAST_RANK`."""
     shared = replace(run, results=results)
     own_checks = {}
     for stage in STAGES.keys() & results.keys() - {*COLLECTIVE}:
@@ -68,15 +68,16 @@ def _distributed_checks(run: Run, results: dict[str, Any]) -> list[Check]:
 def recorded_checks(
     folder: RunFolder, results: dict[str, Any], evidence: dict[str, Any]
 ) -> list[Check]:
-    """Return the checks that need only the files of a folder; without evidence, not of `train`."""
+    """Return the checks that need only a folder's files; those of `train` also need evidence."""
     recorded: list[Check] = []
     if evidence:
         plan, train = results["plan"], results["train"]
         trained = training_checks.checks(folder.config, plan, train, folder.samples(), evidence)
-        recorded += guarded("train", trained)
+        recorded += catch_errors("train", trained)
     for stage in RECORDED:
         if stage in results:
-            recorded += named(stage, guarded(stage, RECORDED[stage](folder, results[stage])))
+            checks = catch_errors(stage, RECORDED[stage](folder, results[stage]))
+            recorded += add_stage_name(stage, checks)
     return recorded
 
 
@@ -86,18 +87,18 @@ def stage_checks(run: Run, stage: str) -> list[Check]:
     An exception in a stage of `COLLECTIVE` propagates, because other ranks may wait.
     """
     checks = STAGES[stage](run, run.results[stage])
-    return named(stage, checks if stage in COLLECTIVE else guarded(stage, checks))
+    return add_stage_name(stage, checks if stage in COLLECTIVE else catch_errors(stage, checks))
 
 
-def named(stage: str, checks: Iterable[Check]) -> list[Check]:
-    """Return the checks with the stage in their names."""
+def add_stage_name(stage: str, checks: Iterable[Check]) -> list[Check]:
+    """Return the checks with "STAGE: " before their names."""
     return [replace(check, name=f"{stage}: {check.name}") for check in checks]
 
 
-def guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
-    """Yield the checks of a stage, and a failed check if they raise an exception."""
+def catch_errors(stage: str, checks: Iterator[Check]) -> Iterator[Check]:
+    """Yield the checks of a stage. If computing them raises an exception, yield a failed check."""
     try:
-        yield from stage_checks
+        yield from checks
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
         yield Sources(stage, "no error").none("what the audit reads", [message])
@@ -106,8 +107,8 @@ def guarded(stage: str, stage_checks: Iterator[Check]) -> Iterator[Check]:
 def check_again(folder: RunFolder) -> list[Check]:
     """Return the checks of a folder, which are recomputed from its files as far as possible.
 
-    Checks that need the ranks of the run are read from its checks.json. Nothing is recomputed if
-    results, evidence or checks are missing, or if the report shows other figures than summary.json.
+    Checks that need the ranks of the run are read from checks.json. If results, evidence or checks
+    are missing, or if the report shows other figures than summary.json, nothing is recomputed.
 
     Raises:
         UsageError: the run is incomplete or was not audited.
@@ -118,26 +119,27 @@ def check_again(folder: RunFolder) -> list[Check]:
         )
     results = folder.results
     if "audit" not in results:
-        raise UsageError(f"{folder.path} was not audited: its run had no stage audit")
+        raise UsageError(f"{folder.path} was not audited; repeat the run with the stage audit")
     stored = [
         Check(**{key: value for key, value in row.items() if key != "passed"})
         for row in folder.read_json("checks.json")
     ]
     evidence = folder.read_json("evidence.json")
-    files = list(_files(folder, evidence, len(stored)))
-    if not all(check.passed for check in files):
-        return files + stored
+    file_checks = list(_check_files(folder, evidence, len(stored)))
+    if not all(check.passed for check in file_checks):
+        return file_checks + stored
     recomputed = {check.name: check for check in recorded_checks(folder, results, evidence)}
     checks = [recomputed.pop(check.name, check) for check in stored]
     # Add the checks that the records allow but the stored list does not contain.
-    return files + checks + list(recomputed.values())
+    return file_checks + checks + list(recomputed.values())
 
 
-def _files(folder: RunFolder, evidence: dict[str, Any], num_stored: int) -> Iterator[Check]:
+def _check_files(folder: RunFolder, evidence: dict[str, Any], num_stored: int) -> Iterator[Check]:
     """Check that a folder has all results, checks and evidence, and that its report shows them."""
     results = folder.results
     missing = [stage for stage in folder.config.stages if stage not in {*results, "report"}]
-    missing += [] if evidence else ["evidence.json"]
+    if not evidence:
+        missing.append("evidence.json")
     yield Sources("files of the run", "its configuration").none("results of every stage", missing)
     checks = Sources("checks.json", "summary.json")
     yield checks.equal("number of checks", results["audit"].checks, num_stored)

@@ -1,7 +1,7 @@
 """An independent reader of the text, and its comparison with the tokens of every rank.
 
-The reader shares no code with `llmsys_suite.text.data`, so that held-out text in the training
-tokens, or a different split point, is detected.
+The reader shares no code with `llmsys_suite.text.data`. The comparison therefore detects held-out
+text in the training tokens, and a different split point.
 """
 
 from __future__ import annotations
@@ -17,8 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from llmsys_suite.audit import reference
-from llmsys_suite.audit.inputs import global_batch
 from llmsys_suite.audit.reference import Tokens
 from llmsys_suite.config import BYTES, RunConfig
 from llmsys_suite.ranks.rank import Run
@@ -74,9 +72,9 @@ def read_bytes(path: Path | None) -> tuple[bytes, bytes]:
 
 
 def split_evidence(run: Run) -> dict[str, Any]:
-    """Return the text digests of all ranks and of the files, and counts of held-out windows.
+    """Return the digests of the text of all ranks and of the files, and counts of held-out windows.
 
-    `repeated` is the number of the `windows` windows that occur in the training text.
+    `repeated` counts the windows that occur in the training text, and `windows` counts all windows.
     """
     tokens = (run.corpus.train.cpu().numpy(), run.corpus.heldout.cpu().numpy())
     digests = run.gather([hashlib.sha256(part.tobytes()).hexdigest() for part in tokens])
@@ -91,17 +89,9 @@ def split_evidence(run: Run) -> dict[str, Any]:
 
 
 def held_out_windows(heldout: bytes) -> Iterator[bytes]:
-    """Yield windows at equal distances in the held-out text."""
+    """Yield at most `WINDOWS` windows at equal distances in the held-out text."""
     length = min(WINDOW_BYTES, len(heldout))
-    count = min(WINDOWS, len(heldout) // length)
-    for number in range(count):
-        start = number * (len(heldout) // count)
+    num_windows = min(WINDOWS, len(heldout) // length)
+    for number in range(num_windows):
+        start = number * (len(heldout) // num_windows)
         yield heldout[start : start + length]
-
-
-def row_evidence(config: RunConfig, train: Tokens) -> list[list[str]]:
-    """Return the digests of the rows of each global batch, from the independent sampler."""
-    return [
-        reference.row_digests(global_batch(train, config, step))
-        for step in range(config.warmup + config.steps)
-    ]

@@ -6,9 +6,9 @@ tests/test_honest.py measured in fault-free runs. The other tolerances are chose
 
 from llmsys_suite.config import RunConfig
 
-#: Distance of each parameter's float32 gradient from float64. Measured: at most 8e-7; factor 6.
+#: Relative distance of each float32 gradient from float64. Measured: at most 8e-7; factor 6.
 GRADIENT = 5e-6
-#: Relative difference of a loss from float64. Measured: at most 4e-7; factor 5.
+#: Difference of a loss from float64. Measured: at most 4e-7; factor 5.
 REPLAYED_LOSS = 2e-6
 #: Differences of weight changes and of losses after n steps, divided by sqrt(n). Adam divides small
 #: gradients by their magnitude, so rounding errors grow with every step. Measured: at most 1e-4 and
@@ -27,11 +27,10 @@ CLOCK = 0.02
 BAND = 1.6
 #: Factor by which a stage's shortest time may be below the audit's shortest time.
 SHORTEST_BAND = 3.0
-#: Maximum seconds for which the audit repeats its timing while the timing disagrees with the
-#: stage's.
-PATIENCE_S = 5.0
-#: Allowed factors between a peer of the run and the audit's, in the seconds that a step needs and
-#: in processor seconds. At a load average of up to 30 on two cores, 20 honest rounds differed by
+#: Maximum seconds for which the audit repeats a timing that disagrees with the stage's timing.
+MAX_RETIMING_S = 5.0
+#: Allowed factors between a peer of the run and the same peer of the audit, in needed time and in
+#: processor time. At a load average of up to 30 on two cores, honest times of 20 rounds differed by
 #: factors of up to 1.32 and 1.18.
 NEEDED_BAND = 1.4
 PROCESSOR_BAND = 1.25

@@ -1,1 +1,1 @@
-"""Parts of the stage `learn`: the state that its checkpoints store, and optional records."""
+"""Parts of the stage `learn`: its variant, its state in checkpoints, evaluation and records."""

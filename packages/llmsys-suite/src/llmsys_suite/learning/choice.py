@@ -12,17 +12,17 @@ from llmsys_suite.splits import Layout, SplitModel
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.single import Variant
 
-#: Variants whose optimizer state is stored on the ranks and can be saved by `zero`.
+#: Variants on several ranks whose optimizer state `zero` can save.
 LEARNERS = tuple(name for name in VARIANTS if name not in (SINGLE, SERVER, "torch FSDP2"))
-#: Variants whose blocks can be compiled; FSDP is excluded: its hooks free and refill parameters.
+#: Variants whose blocks can be compiled. FSDP is excluded, because its hooks free parameters.
 COMPILED = tuple(name for name in LEARNERS if name != "fsdp")
 
 
 def make_variant(run: Run) -> tuple[str, Variant]:
     """Return the name and the object of the variant that `learn` trains.
 
-    It is the split that the configuration requests, or the fastest variant of `train` that can be
-    saved, or the single process on one rank. With `compile` its blocks are compiled.
+    On one rank it is the single process. Otherwise it is the split model of the configuration,
+    or the fastest variant of `train` that can be saved.
     """
     config = run.config
     model = replace(run.model, checkpoint=config.recompute)
@@ -31,10 +31,11 @@ def make_variant(run: Run) -> tuple[str, Variant]:
         variant: Variant = SplitModel(run, model, layout)
         name = "data x pipeline x tensor"
     else:
-        compared = run.results.get("train")
-        rows = compared.rows if compared else []
-        name = fastest(rows, COMPILED if config.compile else LEARNERS) if run.rank == 0 else ""
-        name = run.gather(name)[0] if run.world > 1 else SINGLE
+        # Only rank 0 has the result of `train`.
+        result = run.results.get("train")
+        rows = result.rows if result else []
+        choice = fastest(rows, COMPILED if config.compile else LEARNERS)
+        name = run.gather(choice)[0] if run.world > 1 else SINGLE
         variant = VARIANTS[name](run, model)
     variant.max_norm = config.clip
     if config.compile:
@@ -44,6 +45,6 @@ def make_variant(run: Run) -> tuple[str, Variant]:
 
 
 def fastest(rows: list[dict[str, Any]], allowed: tuple[str, ...] = LEARNERS) -> str:
-    """Return the allowed variant with the smallest median ratio to torch DDP; DDP without rows."""
+    """Return the allowed variant with the smallest median ratio, or torch DDP without rows."""
     ratios = {row["variant"]: row.get("ratio_p50", math.inf) for row in rows}
     return min((name for name in allowed if name in ratios), key=ratios.__getitem__, default=PEER)

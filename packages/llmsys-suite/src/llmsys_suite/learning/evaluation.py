@@ -1,4 +1,4 @@
-"""Evaluation of a model in training: its held-out loss, and text that it writes."""
+"""Evaluation of a model: its held-out loss, and text that it generates."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from llmsys_suite.variants.initial_weights import with_weights
 
 HELDOUT_ROWS = 64
 #: Numbers of tokens in the prompt and in the generated text.
-PROMPT, WRITTEN = 64, 240
+PROMPT_TOKENS, WRITTEN_TOKENS = 64, 240
 
 
 @torch.no_grad()
@@ -30,11 +30,11 @@ def heldout_loss(run: Run, model: torch.nn.Module) -> float:
 
 @torch.no_grad()
 def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
-    """Return a held-out prompt and the text that the model generates after it, on rank 0."""
+    """Return a held-out prompt and the text generated after it; {} on ranks other than 0."""
     if run.rank:
         return {}
     model = with_weights(run, run.model, weights)
-    prompt = run.corpus.heldout[:PROMPT].tolist()
+    prompt = run.corpus.heldout[:PROMPT_TOKENS].tolist()
     codec = codec_of(run.config, run.out)
-    written = generate(model, prompt, WRITTEN)
+    written = generate(model, prompt, WRITTEN_TOKENS)
     return {"prompt": codec.decode(prompt), "written": codec.decode(written)}

@@ -14,13 +14,13 @@ from llmsys_suite.ranks.rank import Run
 
 #: A function that records the values of a step: `log(step, {name: value})`.
 Log = Callable[[int, dict[str, float]], None]
-#: Number of steps of `learn` before the trace, and number of steps in the trace.
+#: Number of steps of `learn` before the traced steps, and number of traced steps.
 SKIPPED, TRACED = 2, 3
 
 
 @contextmanager
 def open_log(run: Run) -> Iterator[Log]:
-    """Yield the log that the configuration names, on rank 0; other ranks discard the values."""
+    """Yield a function that records values; on ranks other than 0 it does nothing."""
     if run.rank or run.config.log is None:
         yield lambda step, values: None
     elif run.config.log == "tensorboard":
@@ -36,7 +36,7 @@ def open_log(run: Run) -> Iterator[Log]:
         finally:
             writer.close()
     else:
-        # Environment variables decide the project and whether wandb is online.
+        # The project, and whether wandb is online, are environment variables of wandb.
         wandb: Any = importlib.import_module("wandb")
         config = run.config.to_json()
         job = wandb.init(dir=str(run.out), name=run.out.name, config=config)
@@ -48,7 +48,7 @@ def open_log(run: Run) -> Iterator[Log]:
 
 @contextmanager
 def traced_steps(run: Run) -> Iterator[profiler.profile | None]:
-    """Yield a profiler whose `step` method must follow each step; None unless `trace` is set.
+    """Yield a profiler, whose method `step` must be called after each step; None without `trace`.
 
     A Chrome trace of `TRACED` steps is written to `trace-RANK.json` in the run folder.
     """
@@ -69,4 +69,4 @@ def traced_steps(run: Run) -> Iterator[profiler.profile | None]:
     ) as recording:
         yield recording
     if not path.exists() and run.rank == 0:
-        print(f"llmsys: {SKIPPED} steps or fewer leave no step to trace", file=sys.stderr)
+        print(f"llmsys: --trace needs more than {SKIPPED} steps of learn", file=sys.stderr)

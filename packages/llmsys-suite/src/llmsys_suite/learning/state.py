@@ -29,17 +29,14 @@ CHECKPOINT = "checkpoint"
 PROBE = "probe"
 #: Number of steps if neither --learn nor a checkpoint specifies it.
 DEFAULT_STEPS = 400
-#: The options that decide entries of the state, if they have other names than these entries.
+#: The options that decide the entries of the state whose names are not the names of options.
 OPTIONS = {"text": "--data and --tokenizer", "total": "--learn"}
-#: Peak learning rate relative to that of `train`, and the fraction of steps in the warm-up.
+#: Peak learning rate divided by that of `train`, and the fraction of steps in the warm-up.
 RATE, WARM = 2.0, 0.05
 
 
-def beginning(config: RunConfig, text: str | None) -> dict[str, Any]:
-    """Return the state of a training run before its first step, as checkpoints store it.
-
-    `text` is the digest of the corpus.
-    """
+def initial_state(config: RunConfig, text: str | None) -> dict[str, Any]:
+    """Return the state of a training run before its first step; `text` is the corpus's digest."""
     return {
         "step": 0, "losses": [], "heldout": [], "total": config.learn or DEFAULT_STEPS,
         "rows": config.rows, "seed": config.seed, "context": config.context, "size": config.size,
@@ -48,17 +45,17 @@ def beginning(config: RunConfig, text: str | None) -> dict[str, Any]:
 
 
 def require_resumable(config: RunConfig, source: Path) -> None:
-    """Raise UsageError if this run cannot continue from a checkpoint, before anything starts."""
+    """Raise UsageError if this run cannot continue from the checkpoint `source`."""
     # Loading the training state needs no model, but zero requires a process group.
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
-        with warnings.catch_warnings(action="ignore"):  # loading reports that weights are unused
+        with warnings.catch_warnings(action="ignore"):  # Loading warns about unused weights.
             state = zero.load_checkpoint(source, torch.nn.Module(), strict=False)
     except (ValueError, RuntimeError) as error:  # RuntimeError: the checkpoint is damaged
         raise UsageError(str(error)) from None
     finally:
         dist.destroy_process_group()
-    # Tokens other than bytes do not exist yet; the stage learn compares them.
+    # Tokens other than bytes do not exist before the run; the stage learn compares their digest.
     text = load_corpus(config.data).digest() if config.tokenizer == BYTES else None
     require_same(state, config, text, source)
 
@@ -66,17 +63,20 @@ def require_resumable(config: RunConfig, source: Path) -> None:
 def require_same(state: dict[str, Any], config: RunConfig, text: str | None, source: Path) -> None:
     """Raise `UsageError` if the run's options contradict the training that saved `source`.
 
-    The checkpoint decides steps, rows and seed, so that learning rates and batches continue.
+    The steps and the rows are not compared if they have their default.
     """
-    expected = beginning(config, text)
-    if lacks := expected.keys() - state.keys():
-        raise UsageError(f"{source} is not a checkpoint of the stage learn: it has no {min(lacks)}")
+    expected = initial_state(config, text)
+    missing = expected.keys() - state.keys()
+    if missing:
+        raise UsageError(
+            f"expected a checkpoint of the stage learn, got {source}, which has no {min(missing)}"
+        )
     not_compared = {"step", "losses", "heldout"}
     if text is None:
         not_compared.add("text")
     if config.learn is None:
         not_compared.add("total")
-    # The default depends on the number of ranks, so it need not equal the checkpoint's rows.
+    # The default depends on the number of ranks, so it may differ from the checkpoint's rows.
     if config.rows == default_rows(config.preset, config.world):
         not_compared.add("rows")
     layout = Layout(config.data_parallel, config.pipeline, config.tensor)
@@ -85,25 +85,25 @@ def require_same(state: dict[str, Any], config: RunConfig, text: str | None, sou
     for name, value in expected.items():
         if name not in not_compared and state[name] != value:
             option = OPTIONS.get(name, name)
-            label = "text" if name == "text" else option  # the value of a text is its digest
+            entry = "text digest" if name == "text" else option
             raise UsageError(
-                f"{source} was begun with {label} {state[name]}, not {value}; set the same {option}"
+                f"{source} has {entry} {state[name]}, got {value}; set the same {option}"
             )
 
 
 def require_finite(loss: float, step: int) -> None:
-    """Raise FloatingPointError if the loss of a step is NaN or infinite, which ends the run."""
+    """Raise FloatingPointError, which ends the run, if the loss of a step is NaN or infinite."""
     if not math.isfinite(loss):
         raise FloatingPointError(
             f"expected a finite loss, got {loss} at step {step} of learn; lower learning_rate in a "
-            "--config file, or limit the gradient with --clip"
+            "--config file, or clip the gradient with --clip"
         )
 
 
 def checkpoint_to_resume(run: Run) -> Path | None:
-    """Return this run's checkpoint after a restart, or the checkpoint of --resume, or None."""
-    restarted_from = run.out / CHECKPOINT
-    return restarted_from if restarts() and restarted_from.exists() else run.config.resume
+    """Return this run's checkpoint after a restart by torchrun, or the one of --resume, or None."""
+    saved = run.out / CHECKPOINT
+    return saved if restarts() and saved.exists() else run.config.resume
 
 
 def is_due(step: int, total: int, times: int) -> bool:
@@ -112,15 +112,14 @@ def is_due(step: int, total: int, times: int) -> bool:
 
 
 def schedule(progress: float) -> float:
-    """Return the learning-rate factor: a linear warm-up times half a cosine from 1 to 0.05."""
+    """Return the learning rate's factor: a linear warm-up times half a cosine from 1 to 0.05."""
     return min(1.0, progress / WARM + 1e-2) * (0.05 + 0.475 * (1 + math.cos(math.pi * progress)))
 
 
 def draw_probed_step(run: Run, first: int, total: int) -> int | None:
-    """Return a random step, equal on all ranks, for the audit to repeat.
+    """Return a random step, equal on all ranks, for the audit; None without audit or steps.
 
-    The result is None without an audit or without steps to train. The first step is drawn only if
-    it is the only one, because the optimizer has no state before it.
+    The step `first` is drawn only if it is the only step, because a new optimizer has no state.
     """
     if "audit" not in run.config.stages or first >= total:
         return None

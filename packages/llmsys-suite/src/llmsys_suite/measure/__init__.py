@@ -1,1 +1,1 @@
-"""Measurement: steps and their phases, interleaved timings and clocks."""
+"""Measurement of steps and their phases, interleaved timings, clocks and counters."""

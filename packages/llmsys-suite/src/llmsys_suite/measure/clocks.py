@@ -1,7 +1,4 @@
-"""The clock of a thread, the waits of the main thread for a core, and the rate of a product.
-
-The clock of a thread stops while another program has the core.
-"""
+"""A clock of the thread, the waits of the main thread for a core, and the rate of a product."""
 
 from __future__ import annotations
 
@@ -9,19 +6,18 @@ import time
 
 import torch
 
+from llmsys_suite.measure.interleaved import now
+
 
 def clock(device: torch.device) -> float:
-    """Return thread seconds on a CPU, or wall seconds after synchronizing a GPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-        return time.perf_counter()
-    return time.thread_time()
+    """Return the thread's processor seconds, or wall seconds after synchronizing a GPU."""
+    return now(device) if device.type == "cuda" else time.thread_time()
 
 
 def core_wait_seconds() -> float:
     """Return the seconds that the main thread of this process has waited for a core.
 
-    The result is 0 if the kernel does not count them.
+    The result is 0 if the kernel does not count these seconds.
     """
     try:
         with open("/proc/self/schedstat") as file:
@@ -31,10 +27,10 @@ def core_wait_seconds() -> float:
 
 
 def product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
-    """Return the best rate, in FLOPs per second, of a large matrix product a @ b.mT.
+    """Return the highest rate, in FLOPs per second, of large matrix products within `seconds`.
 
-    Linear layers multiply in this way. In float16, a CPU without hardware support takes 25 times
-    as long for a @ b.
+    The product is a @ b.mT, which linear layers compute. In float16, a CPU without hardware support
+    takes 25 times as long for a @ b.
     """
     n = 1024 if device.type == "cpu" else 8192
     a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))

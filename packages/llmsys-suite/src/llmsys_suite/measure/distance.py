@@ -1,4 +1,4 @@
-"""Relative distances between tensors, and the largest distance between two sets of tensors."""
+"""Relative distances between tensors, and between two sets of tensors by name."""
 
 from __future__ import annotations
 
@@ -8,29 +8,43 @@ from collections.abc import Mapping
 from torch import Tensor
 
 
-def distance(actual: Tensor, expected: Tensor) -> float:
-    """Return |actual - expected| / |expected| in the 2-norm.
+def distance(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+    """Return |actual - expected| / (|expected| + floor) in the 2-norm.
 
-    The result is infinity if the shapes differ or only `expected` is zero, and 0 if both are zero.
+    The result is infinity if the shapes differ or only the divisor is zero, and 0 for 0 / 0.
     """
     if actual.shape != expected.shape:
         return math.inf
     expected = expected.double()
-    away = (actual.detach().to(expected) - expected).norm()
-    whole = expected.norm()
-    if whole > 0:
-        return float(away / whole)
-    return 0.0 if away == 0 else math.inf
+    error_norm = (actual.detach().to(expected) - expected).norm()
+    divisor = expected.norm() + floor
+    if divisor > 0:
+        return float(error_norm / divisor)
+    return 0.0 if error_norm == 0 else math.inf
 
 
-def furthest(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> tuple[float, str]:
-    """Return the largest distance and a text with its name and both norms.
+def distances(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0
+) -> dict[str, tuple[float, str]]:
+    """Return, by name, the distance of two tensors and a text with the name and both norms.
 
-    NaN counts as the largest. The distance is infinity if the names differ.
+    The distance is infinity for a name that is in only one of the two sets.
     """
-    if missing := expected.keys() ^ actual.keys():
-        return math.inf, f"{min(missing)}: on one side only"
-    distances = {name: distance(actual[name], expected[name]) for name in expected}
-    name = max(distances, key=lambda n: math.inf if math.isnan(distances[n]) else distances[n])
-    norms = (float(side[name].detach().double().norm()) for side in (actual, expected))
-    return distances[name], "{}: norm {:.9g} beside {:.9g}".format(name, *norms)
+    by_name = {}
+    for name in dict.fromkeys([*expected, *actual]):
+        if name not in actual or name not in expected:
+            by_name[name] = math.inf, f"{name}: in only one of the two sets"
+            continue
+        actual_norm = float(actual[name].detach().double().norm())
+        expected_norm = float(expected[name].detach().double().norm())
+        text = f"{name}: norm {actual_norm:.9g}, expected {expected_norm:.9g}"
+        by_name[name] = distance(actual[name], expected[name], floor), text
+    return by_name
+
+
+def furthest(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0
+) -> tuple[float, str]:
+    """Return the largest of the `distances` and its text. NaN counts as the largest."""
+    by_name = distances(actual, expected, floor)
+    return max(by_name.values(), key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])

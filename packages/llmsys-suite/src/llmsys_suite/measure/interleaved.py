@@ -1,7 +1,7 @@
-"""Interleaved timing of several contenders.
+"""Interleaved timing of several functions, called contenders.
 
-Every contender runs in every round, so that a slow second affects all of them alike. Ratios are
-taken within a round.
+Every contender runs in every round, so that a slow second affects all contenders. Ratios are taken
+within a round.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Interleaved:
-    """Seconds by contender and round, and the seconds of all rounds by a second clock."""
+    """Seconds by contender and round, and the seconds of all rounds on a second clock."""
 
     seconds: dict[str, list[float]]
     clocked_s: float
@@ -28,7 +28,7 @@ class Interleaved:
         return statistics.median(self.seconds[name]) * 1e3
 
     def ratio_to(self, peer: str, name: str) -> float:
-        """Return the median over rounds of the contender's time divided by the peer's."""
+        """Return the median over rounds of the time of `name` divided by the time of `peer`."""
         pairs = zip(self.seconds[name], self.seconds[peer], strict=True)
         return statistics.median(a / b for a, b in pairs)
 
@@ -36,7 +36,7 @@ class Interleaved:
 def time_interleaved(
     contenders: Mapping[str, Callable[[], object]], rounds: int, device: torch.device
 ) -> Interleaved:
-    """Time every contender in every round, after one untimed round."""
+    """Return the times of every contender in `rounds` rounds, after one untimed round."""
     seconds: dict[str, list[float]] = {name: [] for name in contenders}
     for contender in contenders.values():
         contender()
@@ -51,7 +51,7 @@ def time_interleaved(
 
 
 def now(device: torch.device) -> float:
-    """Wait until the device has finished its work, then return the time in seconds."""
+    """Wait until the device has finished its work; return the time of a monotonic clock."""
     synchronize(device)
     return time.perf_counter()
 

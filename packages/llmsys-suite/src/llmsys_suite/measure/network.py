@@ -1,8 +1,9 @@
 """Counts of the bytes that this process receives over TCP and sums in shared memory.
 
-The kernel counts the bytes of each TCP socket, independently of what a library reports and of other
-programs on the same interface. NCCL's transports do not use these sockets. In shared memory, each
-rank announces the array that it is about to sum; if the announcements differ, the call fails.
+The kernel counts the bytes of each TCP socket. The count does not depend on reports of a library or
+on other programs on the same interface. Most transports of NCCL do not use TCP sockets. In shared
+memory, each rank announces the array that it is about to sum; if the announcements differ, the call
+fails.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from unittest import mock
 from collectives.shared_memory.arena import Arena
 from collectives.shared_memory.fingerprint import Call
 
-# Buffer size, and offset of tcpi_bytes_received in Linux's struct tcp_info (since 4.1).
-_ROOM, _BYTES_RECEIVED_AT = 256, 128
+#: Bytes to read of Linux's struct tcp_info, and offset of tcpi_bytes_received (since Linux 4.1).
+_BUFFER_BYTES, _BYTES_RECEIVED_OFFSET = 256, 128
 
 
 class Received:
@@ -31,8 +32,8 @@ class Received:
 
     def bytes(self) -> int:
         """Return the bytes received since the creation, on the connections that are still open."""
-        now = _by_connection()
-        return sum(count - self._before.get(name, 0) for name, count in now.items())
+        after = _by_connection()
+        return sum(nbytes - self._before.get(inode, 0) for inode, nbytes in after.items())
 
 
 def available() -> bool:
@@ -42,10 +43,7 @@ def available() -> bool:
 
 @contextmanager
 def announced() -> Iterator[list[int]]:
-    """Yield a list of the bytes of each all-reduce that is announced in shared memory.
-
-    The announcements are recorded inside the block.
-    """
+    """Yield a list that records the bytes of each all-reduce in shared memory in the block."""
     sums: list[int] = []
     announce = Arena.announce
 
@@ -60,6 +58,7 @@ def announced() -> Iterator[list[int]]:
 
 
 def _by_connection() -> dict[int, int]:
+    """Return the bytes that this process has received on each open TCP connection, by inode."""
     counts: dict[int, int] = {}
     if not available():
         return counts
@@ -71,13 +70,14 @@ def _by_connection() -> dict[int, int]:
             # Declare the socket as TCP, so that Python does not query the kernel for its type.
             # Sockets of other protocols fail below, because they have no TCP_INFO.
             connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)
-        except OSError:  # closed by now
+        except OSError:  # another thread has closed the descriptor
             continue
         try:
-            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _ROOM)
-            (counts[status.st_ino],) = struct.unpack_from("Q", info, _BYTES_RECEIVED_AT)
+            info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _BUFFER_BYTES)
+            (counts[status.st_ino],) = struct.unpack_from("Q", info, _BYTES_RECEIVED_OFFSET)
         except (OSError, struct.error):
             pass
         finally:
-            connection.detach()  # not ours to close
+            # Do not close the descriptor, because another object owns it.
+            connection.detach()
     return counts

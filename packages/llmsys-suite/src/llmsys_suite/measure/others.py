@@ -17,16 +17,15 @@ from llmsys_suite.config import ranks_on_this_host
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure.samples import CORE_WAIT
 
-#: A step is disturbed if two conditions hold. Its rank waited for a core for more than the fraction
-#: DISTURBED of the step. Meanwhile other programs used more than the fraction CROWDED of the
-#: machine's busy CPU time.
+#: A step is disturbed if its rank waited for a core for more than the fraction DISTURBED of the
+#: step, and other programs used more than the fraction CROWDED of the busy CPU time.
 DISTURBED, CROWDED = 0.05, 0.1
 
 
 def clocks(world: int) -> dict[str, float]:
     """Return the busy core seconds of this process and of the whole machine.
 
-    The result is {} if the kernel does not count them, or if not all ranks run on one machine.
+    The result is {} if the kernel does not count them, or if the ranks run on several machines.
     """
     if ranks_on_this_host(world) != world:
         return {}
@@ -43,24 +42,24 @@ def foreign_cpu_fractions(samples: list[Sample]) -> dict[int, float]:
     """Return, for each step but the first, the fraction of CPU time that other programs used.
 
     The CPU time is the busy time of all cores since the previous step of the same variant.
-    `samples` are whole steps of one variant on one machine.
+    `samples` are whole steps of one variant on one machine. Steps without clocks are left out.
     """
-    ends: dict[int, dict[int, Sample]] = defaultdict(dict)
+    by_step: dict[int, dict[int, Sample]] = defaultdict(dict)
     for s in samples:
         if "machine_s" in s:
-            ends[s["step"]][s["rank"]] = s
+            by_step[s["step"]][s["rank"]] = s
     fractions = {}
-    for (_, before), (step, after) in pairwise(sorted(ends.items())):
-        ours = sum(s["process_s"] - before[rank]["process_s"] for rank, s in after.items())
-        machine = _machine(after) - _machine(before)
-        fractions[step] = 1 - ours / machine if machine > 0 else 0.0
+    for (_, before), (step, after) in pairwise(sorted(by_step.items())):
+        run_seconds = sum(s["process_s"] - before[rank]["process_s"] for rank, s in after.items())
+        machine_seconds = _machine_seconds(after) - _machine_seconds(before)
+        fractions[step] = 1 - run_seconds / machine_seconds if machine_seconds > 0 else 0.0
     return fractions
 
 
 def disturbed_rounds(steps: Iterable[Sample], fractions: Mapping[int, float]) -> set[int]:
     """Return the indices of the steps that other programs disturbed on any rank.
 
-    `fractions` are those of `foreign_cpu_fractions`. Without one, only the wait for a core counts.
+    `fractions` comes from `foreign_cpu_fractions`. Without a fraction, only the wait counts.
     """
     return {
         s["step"]
@@ -70,5 +69,6 @@ def disturbed_rounds(steps: Iterable[Sample], fractions: Mapping[int, float]) ->
     }
 
 
-def _machine(ranks: dict[int, Sample]) -> float:
+def _machine_seconds(ranks: dict[int, Sample]) -> float:
+    """Return the latest reading of the machine's clock among the samples of a step, by rank."""
     return max(float(s["machine_s"]) for s in ranks.values())

@@ -1,8 +1,8 @@
 """Times of the phases of a step: forward, backward, communication, optimizer.
 
 One context manager times a phase, and labels it for NVTX and for torch.profiler. On a GPU a phase
-is timed by two events of the current stream. Synchronizing inside a step would prevent
-communication and computation from overlapping.
+is timed by two events on the current stream, because a synchronization inside a step would prevent
+communication from overlapping with computation.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from llmsys_suite.measure.samples import WHOLE_STEP
 
 
 class Recorder:
-    """A collector of one rank's samples until `take` returns them."""
+    """A collector of the samples of one rank, which `take` returns."""
 
     def __init__(self, rank: int, device: torch.device) -> None:
         self.rank = rank
@@ -32,22 +32,22 @@ class Recorder:
 
     @contextmanager
     def step(self, *, stage: str, variant: str, step: int, warmup: bool) -> Iterator[Sample]:
-        """Time one whole step; entries that the caller adds to the yielded dict join its sample."""
+        """Time one whole step; yield a dict for further entries of the sample of this step."""
         self._labels = {"stage": stage, "variant": variant, "step": step, "warmup": warmup}
         extra: Sample = {}
         try:
             start_time = now(self.device)
             yield extra
-            self._keep(WHOLE_STEP, now(self.device) - start_time, extra)
+            self._append(WHOLE_STEP, now(self.device) - start_time, extra)
             for name, start_event, stop_event in self._events:
-                self._keep(name, start_event.elapsed_time(stop_event) / 1e3, {})
+                self._append(name, start_event.elapsed_time(stop_event) / 1e3, {})
         finally:
             self._labels = {}
             self._events.clear()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time one phase of the current step; outside of a step, only label it."""
+        """Time and label one phase of the current step; outside of a step, only label it."""
         with named_range(name, self.device):
             if not self._labels:
                 yield
@@ -61,21 +61,21 @@ class Recorder:
                 return
             start_time = time.perf_counter()
             yield
-            self._keep(name, time.perf_counter() - start_time, {})
+            self._append(name, time.perf_counter() - start_time, {})
 
     def take(self) -> list[Sample]:
-        """Return the samples since the last call, and discard them here."""
+        """Return the samples since the last call."""
         taken, self._samples = self._samples, []
         return taken
 
-    def _keep(self, phase: str, seconds: float, extra: Sample) -> None:
+    def _append(self, phase: str, seconds: float, extra: Sample) -> None:
         extra.update(self._labels, rank=self.rank, phase=phase, seconds=seconds)
         self._samples.append(extra)
 
 
 @contextmanager
 def named_range(name: str, device: torch.device) -> Iterator[None]:
-    """Label the block as `name` for torch.profiler, and on a GPU for Nsight."""
+    """Label the `with` block as `name` for torch.profiler, and on a GPU also for Nsight."""
     with torch.profiler.record_function(name):
         if device.type != "cuda":
             yield

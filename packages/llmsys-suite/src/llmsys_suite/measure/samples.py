@@ -8,18 +8,19 @@ from typing import Any
 
 from llmsys_suite.folder import Sample
 
+#: Value of `phase` in the sample of a complete step.
 WHOLE_STEP = "step"
 PHASES = ("forward", "backward", "communication", "optimizer")
-# Rank 0 alone trains on all rows.
+#: The variant in which rank 0 alone trains on all rows.
 SINGLE = "single process"
-# The variant with which all other variants are compared, step by step.
+#: The variant with which all other variants are compared, step by step.
 PEER = "torch DDP"
 SERVER = "parameter server"
 #: Key of the seconds for which a rank waited for a core. The folder's format fixes this name.
 CORE_WAIT = "queued_s"
 #: Key of the processor seconds of all threads of a rank in a step.
 PROCESSOR = "processor_s"
-# Variants in the order in which they run; `variants.VARIANTS` describes them.
+#: Variants in the order in which they run; `variants.VARIANTS` has their classes.
 VARIANT_NAMES = (
     SINGLE,
     PEER,
@@ -38,17 +39,17 @@ VARIANT_NAMES = (
 
 def summarize(samples: list[Sample]) -> list[dict[str, Any]]:
     """Return a row per variant: the slowest rank's step time, phases, ratio to the peer, loss."""
-    whole = step_seconds(samples)
+    by_variant = step_seconds(samples)
     losses = loss_curves(samples)
     rows = []
-    for name, steps in whole.items():
-        measured = [seconds for step, seconds in sorted(steps.items())]
-        row: dict[str, Any] = {"variant": name, "step_ms": statistics.median(measured) * 1e3}
-        row |= ratio_row(steps, whole.get(PEER, {}))
-        shares = phase_shares(samples, name)
-        row |= {f"{phase}_share": shares.get(phase, 0.0) for phase in PHASES}
+    for name, steps in by_variant.items():
+        row: dict[str, Any] = {"variant": name, "step_ms": statistics.median(steps.values()) * 1e3}
+        row |= ratio_row(steps, by_variant.get(PEER, {}))
+        fractions = phase_fractions(samples, name)
+        row |= {f"{phase}_share": fractions.get(phase, 0.0) for phase in PHASES}
         row["final_loss"] = losses[name][-1]
-        if (received := received_bytes(samples, name)) is not None:
+        received = received_bytes(samples, name)
+        if received is not None:
             row["wire_bytes"] = received
         rows.append(row)
     return rows
@@ -60,15 +61,14 @@ def ranks_of(variant: str, world: int) -> int:
 
 
 def utilization(flops_causal: int, peak: float, step_ms: float, ranks: int) -> float:
-    """Return causal FLOPs per second divided by `ranks` times the `peak` of a matrix product."""
+    """Return causal FLOPs per second and rank, divided by `peak`, the rate of a matrix product."""
     return float(flops_causal / (step_ms / 1e3) / (ranks * peak))
 
 
 def received_bytes(samples: list[Sample], variant: str) -> float | None:
     """Return the mean bytes per step that sockets received on the rank that received the most.
 
-    The result is None if sockets are not counted. The rank of a parameter server may receive a push
-    after its step.
+    The result is None if sockets are not counted.
     """
     by_rank: dict[int, list[int]] = defaultdict(list)
     for s in samples:
@@ -90,8 +90,8 @@ def step_seconds(samples: list[Sample]) -> dict[str, dict[int, float]]:
 def needed_seconds(step: Sample) -> float:
     """Return the seconds of a step without those for which its rank waited for a core.
 
-    The rank can also wait between the step and a reading of the counter. The result therefore is at
-    least a hundredth of the step.
+    The result is at least a hundredth of the step, because the counter of waits is read before and
+    after the step and may include waits outside of it.
     """
     seconds: float = step["seconds"]
     return max(seconds - step[CORE_WAIT], 0.01 * seconds)
@@ -110,7 +110,7 @@ def loss_curves(samples: list[Sample]) -> dict[str, list[float]]:
 
 
 def ratio_row(steps: dict[int, float], peer: dict[int, float]) -> dict[str, float]:
-    """Return the median, p10 and p90 of the time divided by torch DDP's in the same round."""
+    """Return the median, p10 and p90 of the time over the peer's by round; {} without rounds."""
     ratios = sorted(steps[step] / peer[step] for step in steps if step in peer)
     if not ratios:
         return {}
@@ -121,11 +121,11 @@ def ratio_row(steps: dict[int, float], peer: dict[int, float]) -> dict[str, floa
     }
 
 
-def phase_shares(samples: list[Sample], variant: str) -> dict[str, float]:
+def phase_fractions(samples: list[Sample], variant: str) -> dict[str, float]:
     """Return the fraction of the step time in each phase, over all ranks and measured steps."""
     totals: dict[str, float] = defaultdict(float)
     for s in samples:
         if s["variant"] == variant and not s["warmup"]:
             totals[s["phase"]] += s["seconds"]
-    whole = totals.pop(WHOLE_STEP)
-    return {phase: seconds / whole for phase, seconds in totals.items()}
+    step_total = totals.pop(WHOLE_STEP)
+    return {phase: seconds / step_total for phase, seconds in totals.items()}

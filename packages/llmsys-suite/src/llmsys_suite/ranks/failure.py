@@ -2,9 +2,9 @@
 
 Note [Failure of a rank]
 ~~~~~~~~~~~~~~~~~~~~~~~~
-A rank that fails must end the run. It cannot rely on collectives for that: the other ranks may wait
-in a collective of another process group, in a queue, or in a loop on the store, and closing this
-rank's connections reaches only some of them.
+A rank that fails must end the run. It cannot rely on collectives: the other ranks may wait in a
+collective of another process group, in a queue, or in a loop on the store. Closing the connections
+of the failed rank ends only some of these waits.
 
 Every rank therefore polls one key of the rendezvous store in a separate thread (`FailureWatch`).
 A rank that fails writes its message under that key (`report_failure`) and ends its process. The
@@ -35,7 +35,7 @@ POLL_SECONDS = 0.2
 
 
 def report_failure(store: dist.Store, message: str) -> str:
-    """Publish `message` to all ranks and return the message of the rank that failed first."""
+    """Publish `message` to all ranks; return the message of the rank that failed first."""
     return store.compare_set(KEY, "", message).decode()
 
 
@@ -52,13 +52,13 @@ def end_with_parent(parent: int) -> None:
 
 @contextmanager
 def collect_stop_requests() -> Iterator[list[int]]:
-    """Yield a list that records SIGTERM, which does not end the process in the `with` statement."""
+    """Yield a list of received SIGTERM signals, which do not end the process meanwhile."""
     signals: list[int] = []
-    before = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
+    previous = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     try:
         yield signals
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous)
 
 
 class FailureWatch:

@@ -1,7 +1,7 @@
 """Start the ranks of a run on this machine, and make sure that all of them end.
 
 Under torchrun the ranks already exist. Without torchrun, the command-line process only launches the
-ranks, so it can outlive them: after a killed worker or Ctrl-C no process remains, and the folder
+ranks and outlives them. After Ctrl-C, or if a rank was killed, no process remains, and the folder
 stays marked incomplete.
 """
 
@@ -29,9 +29,9 @@ SAVING_SECONDS = 15.0
 
 
 def launch(config: RunConfig, module: str = "llmsys_suite.ranks.worker") -> int:
-    """Run `module` in one process per rank; return its exit status.
+    """Run `module` in one process per rank; return the exit status of the run.
 
-    The status is 0 if all processes succeed, 130 after an interrupt, and 1 otherwise.
+    The status is 0 if all processes succeed, 130 after Ctrl-C or SIGTERM, and 1 otherwise.
     """
     # Python lets only the main thread set signal handlers.
     handles_signals = threading.current_thread() is threading.main_thread()
@@ -65,21 +65,21 @@ def _start(module: str, config: RunConfig, rank: int, rendezvous: Path) -> subpr
     # Binding to the address of the host may fail; ranks of one machine need only the loopback.
     environment.setdefault("GLOO_SOCKET_IFNAME", "lo")
     command = [sys.executable, "-m", module, json.dumps(config.to_json())]
-    # In a separate session Ctrl-C reaches only this process, which ends the ranks.
+    # The ranks are in a separate session, so Ctrl-C reaches only this process, which ends them.
     return subprocess.Popen(command, env=environment, start_new_session=True)
 
 
 def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
-    """Wait for all ranks; return 0 if all succeed, or 1 within `FAILURE_SECONDS` of a failure."""
+    """Wait for all ranks; return 0 if all succeed, or 1 about `FAILURE_SECONDS` after a failure."""
     failed_at = None
     while any(rank.poll() is None for rank in ranks):
         codes = [rank.poll() for rank in ranks]
         if failed_at is None and any(codes):
             failed_at = time.monotonic()
-            for number, code in enumerate(codes):
+            for rank_number, code in enumerate(codes):
                 if code is not None and code < 0:
                     name = signal_name(-code)
-                    print(f"rank {number} was killed by {name}", file=sys.stderr)
+                    print(f"rank {rank_number} was killed by {name}", file=sys.stderr)
         # If a rank has raised an exception, it has reported the failure, and the other ranks end by
         # themselves. A killed rank reports nothing, and the other ranks may wait for it.
         if failed_at is not None and time.monotonic() - failed_at > FAILURE_SECONDS:
@@ -89,14 +89,18 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
 
 
 def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
-    """End the ranks that are still running; in the stage `learn` a rank saves a checkpoint first.
+    """End the ranks that are still running.
 
-    After a failure no checkpoint can be saved, so the ranks are killed at once.
+    In the stage `learn`, the ranks save a checkpoint first. After a failure no checkpoint can be
+    saved, so the ranks are killed at once.
     """
     has_failed = any(rank.poll() for rank in ranks)
     for rank in ranks:
         if rank.poll() is None:
-            (rank.kill if has_failed else rank.terminate)()
+            if has_failed:
+                rank.kill()
+            else:
+                rank.terminate()
     stop_time = time.monotonic() + SAVING_SECONDS
     for rank in ranks:
         try:

@@ -1,4 +1,4 @@
-"""Progress of a run on stderr: the start, each tenth and the end of a stage."""
+"""Progress of a run on stderr: the start and the end of each stage, and tenths of some stages."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from contextlib import contextmanager
 
 
 class Progress:
-    """Prints the current stage; enabled on the first rank only."""
+    """A printer of the current stage and its progress, enabled on rank 0 only."""
 
     def __init__(self, *, enabled: bool) -> None:
         self._enabled = enabled
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """Print the name of a stage, and its duration at the end of the block."""
+        """Print the name of a stage, and its duration if the `with` block ends without an error."""
         start_time = time.perf_counter()
         self._print(f"{name} ...")
         yield
         self._print(f"{name} done in {time.perf_counter() - start_time:.1f} s")
 
     def update(self, done: int, total: int, note: str = "") -> None:
-        """Print the progress after the first step and after each tenth of the stage's steps."""
+        """Print `done` of `total` steps after the first step and after each tenth of the steps."""
         if done == 1 or 10 * done // total > 10 * (done - 1) // total:
             self._print(f"  {done}/{total} {note}")
 

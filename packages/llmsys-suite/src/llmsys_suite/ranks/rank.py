@@ -1,4 +1,4 @@
-"""State of one rank that all stages share: its rank, the text, the run folder, the results."""
+"""The state of one rank that all stages share."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from llmsys_suite.text.data import Corpus
 
 @dataclass
 class Run:
-    """State of one rank that all stages share. Only rank 0 has a `folder`."""
+    """The state of one rank that all stages share. Only rank 0 has a `folder`."""
 
     config: RunConfig
     rank: int
@@ -33,9 +33,9 @@ class Run:
     recorder: Recorder
     progress: Progress
     folder: RunFolder | None = None
-    #: Results of each stage, see `results`; None on ranks without a result.
+    #: The result of each finished stage (see `results.py`), or None on ranks without a result.
     results: dict[str, Any] = field(default_factory=dict)
-    #: The trained model for the stages that analyze it; the model of `learn` replaces `train`'s.
+    #: The trained model on rank 0: the model of `learn`, or before it the model of `train`.
     trained: torch.nn.Module | None = None
     #: The trained model compressed by each method, which the audit examines.
     compressed: dict[str, torch.nn.Module] = field(default_factory=dict)
@@ -118,7 +118,7 @@ class Run:
             pause = min(2 * pause, 0.1)
 
     def gather(self, mine: Any) -> list[Any]:
-        """Return the values `mine` of all ranks on every rank, without a time limit."""
+        """Return the values `mine` of all ranks, in the order of ranks, without a time limit."""
         self.wait_for_ranks()
         everyone: list[Any] = [None] * self.world
         dist.all_gather_object(everyone, mine)

@@ -50,11 +50,11 @@ def main() -> int:
 def work(config: RunConfig) -> tuple[int, Path]:
     """Run all stages as this rank; return the exit status and the run folder.
 
-    The status is 1 if a check of the audit failed and 0 otherwise.
+    The status is 1 on rank 0 if a check of the audit failed, and 0 otherwise.
 
-    An exception in any stage ends this process and those of all other ranks with exit status 1:
-    see Note [Failure of a rank]. The process ends without clean-up, because destructors of a
-    process group can wait for ranks that have ended. A UsageError before the first stage is raised.
+    An exception in any stage ends the processes of all ranks with exit status 1: see
+    Note [Failure of a rank]. They end without clean-up, because destructors of a process group can
+    wait for ranks that have ended. A `UsageError` in `begin` is raised instead.
     """
     rank = int(os.environ["RANK"])
     world = int(os.environ["WORLD_SIZE"])
@@ -189,7 +189,7 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
 def select_device(config: RunConfig) -> torch.device:
     """Return the device of this rank; make it the current GPU, or set the number of CPU threads.
 
-    This must be the first use of CUDA: a call before it would allocate memory on the first GPU.
+    This call must be the first use of CUDA. An earlier use would allocate memory on the first GPU.
     """
     if config.device == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
@@ -200,10 +200,11 @@ def select_device(config: RunConfig) -> torch.device:
 
 
 def agree_on_folder(config: RunConfig, rank: int, store: dist.Store) -> RunConfig:
-    """Return `config` with the run folder that rank 0 claims, the same on every rank.
+    """Return `config` with the run folder, the same on every rank.
 
-    Without torchrun, the folder is claimed before the ranks start. Under torchrun rank 0 claims it
-    here; after a restart it finds the first attempt's folder in the store, which outlives ranks.
+    Without torchrun, the folder is claimed before the ranks start. Under torchrun, rank 0 claims it
+    here. After a restart, the ranks read the first attempt's folder from the store, which outlives
+    the ranks.
     """
     if STORE in os.environ:
         return config

@@ -1,4 +1,4 @@
-"""Checks that two runs can be compared: errors and warnings."""
+"""Conditions under which two runs can be compared, and warnings about their differences."""
 
 from __future__ import annotations
 
@@ -14,17 +14,9 @@ from llmsys_suite.results import Audit, Plan, Train
 MUST_AGREE = {
     "env.json": ("processor", "cores", "threads", "gpus"),
     "config.json": (
-        "size",
-        "world",
-        "preset",
-        "backend",
-        "dtype",
-        "rows",
-        "context",
-        "tokenizer",
-        "vocabulary",
+        "size", "world", "preset", "backend", "dtype", "rows", "context", "tokenizer", "vocabulary",
     ),
-}
+}  # fmt: skip
 SHOULD_AGREE = {
     "env.json": ("cpu_flags", "python", "torch", "platform", "driver", "governor", "text"),
     "config.json": ("seed", "steps", "warmup", "learning_rate", "stages"),
@@ -33,25 +25,26 @@ SHOULD_AGREE = {
 
 def warnings(before: RunFolder, after: RunFolder) -> list[str]:
     """Return sentences on failed audits, and on differences that may affect times or losses."""
-    lines = [
-        f"{len(audit.red)} checks of {folder.path} failed: {audit.red[0]}"
-        for folder in dict.fromkeys((before, after))
-        if isinstance(audit := folder.results.get("audit"), Audit) and not audit.passed
-    ]
+    lines = []
+    for folder in dict.fromkeys((before, after)):
+        audit = folder.results.get("audit")
+        if isinstance(audit, Audit) and not audit.passed:
+            failed = f"{len(audit.red)} of {audit.checks} checks"
+            lines.append(f"{failed} of {folder.path} failed; the first is {audit.red[0]}")
     return lines + _differences(before, after, SHOULD_AGREE)
 
 
 def require_comparable(before: RunFolder, after: RunFolder) -> None:
-    """Raise UsageError if two runs cannot be compared.
+    """Raise `UsageError` if two runs cannot be compared.
 
     Both runs must be complete and unedited, and must have trained their variants interleaved. They
-    must agree in the keys of `MUST_AGREE`. A run that is compared with a copy of itself would be
-    "same" without any evidence, so that their samples must differ.
+    must agree in the keys of `MUST_AGREE`. Their samples must differ, because a run and its copy
+    would get the verdict "same" without any evidence.
     """
     for folder in (before, after):
         folder.require_whole()
         if not folder.complete:
-            raise UsageError(f"{folder.path} is an incomplete run; compare complete ones")
+            raise UsageError(f"{folder.path} is an incomplete run; compare complete runs")
         if not isinstance(folder.results.get("train"), Train):
             raise UsageError(
                 f"{folder.path} has no stage train that ended; compare runs of that stage"
@@ -80,12 +73,16 @@ def _differences(
         old, new = before.read_json(file), after.read_json(file)
         for key in keys:
             if old.get(key) != new.get(key):
-                lines.append(f"the runs differ in {key}: {_short(old.get(key), new.get(key))}")
+                lines.append(
+                    f"the runs differ in {key}: {_describe_values(old.get(key), new.get(key))}"
+                )
     return lines
 
 
-def _short(old: Any, new: Any) -> str:
+def _describe_values(old: Any, new: Any) -> str:
+    """Return both values, or of two lists only the entries that the other list does not have."""
     if isinstance(old, list) and isinstance(new, list):
-        less, more = ([str(x) for x in a if x not in b] for a, b in ((old, new), (new, old)))
-        return f"{' '.join(less) or 'nothing'} before, {' '.join(more) or 'nothing'} after"
+        removed = " ".join(str(entry) for entry in old if entry not in new)
+        added = " ".join(str(entry) for entry in new if entry not in old)
+        return f"{removed or 'nothing'} before, {added or 'nothing'} after"
     return f"{old} and {new}"

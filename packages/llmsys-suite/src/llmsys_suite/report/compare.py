@@ -1,8 +1,8 @@
 """Comparison of two runs: which variants became faster or slower, if the samples can decide.
 
-The README and docs/benchmarking.md describe the verdicts. The ratios of two runs of the same code
-differ as a whole because of their memory layout (`APART`). This difference is part of every
-interval, because more rounds do not average it out.
+The README and docs/benchmarking.md describe the verdicts. Two runs of the same code differ in
+memory layout, which changes the ratios of all rounds of a run alike (`STD_BETWEEN_RUNS`). This
+difference is part of every interval, because more rounds do not average it out.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from llmsys_suite.measure.samples import PEER, WHOLE_STEP
 from llmsys_suite.report.comparability import require_comparable
 
 Array = np.ndarray
-#: For each variant, the log of its time over the peer's in each round, and the number of disturbed
-#: rounds.
+#: For each variant, the log of its time over the peer's in each undisturbed round, and the number
+#: of disturbed rounds.
 Ratios = dict[str, tuple[Array, int]]
+#: Number of resamples of the bootstrap.
 RESAMPLES = 400
 #: Fraction of the log ratios that is trimmed at each end before their mean. The mean of the middle
 #: half is as robust as the median and more efficient.
 TRIMMED = 0.25
 #: A verdict needs at least this number and this fraction of undisturbed rounds.
-LEAST_ROUNDS, LEAST_SHARE = 15, 0.5
-#: Observed standard deviation of the ratios between runs of the same code.
-APART = 0.007
+LEAST_ROUNDS = 15
+LEAST_FRACTION = 0.5
+#: Observed standard deviation of the log ratios between runs of the same code.
+STD_BETWEEN_RUNS = 0.007
 #: Probability of a wrong verdict on any variant if the code is the same.
 CHANCE = 0.03
 
@@ -48,7 +50,8 @@ class Comparison:
     ratio: float
     low: float
     high: float
-    #: Undisturbed and disturbed rounds.
+    #: Numbers of undisturbed and disturbed rounds in the run that has too few undisturbed rounds,
+    #: or in the run that has fewer.
     rounds: int
     disturbed: int
     margin: float
@@ -68,10 +71,11 @@ class Comparison:
         return "same" if is_inside else "cannot tell"
 
     def is_slower_by(self, percent: float) -> bool | None:
-        """Return True if the time grew by more than `percent`, and None if the rounds cannot tell.
+        """Return True if the time grew by more than `percent`, and False if it did not.
 
-        The whole interval must lie on one side of the limit, because a missing proof of a
-        difference is not evidence that there is none.
+        The result is None unless the whole interval lies on one side of the limit, because a
+        missing proof of a difference is not evidence that there is none. True also needs the
+        verdict "slower", and False needs enough undisturbed rounds.
         """
         limit = 1 + percent / 100
         if self.low > limit and self.verdict == "slower":
@@ -90,8 +94,8 @@ class Comparison:
             line = f"{self.variant:>20}  {interval}  {self.verdict}"
         if self.verdict == "same":
             return f"{line} within {self.margin:.3g}"
-        if self.disturbed > total * (1 - LEAST_SHARE):
-            return f"{line}: other programs had the cores in {self.disturbed} of {total} rounds"
+        if self.disturbed > total * (1 - LEAST_FRACTION):
+            return f"{line}: other programs used the cores in {self.disturbed} of {total} rounds"
         return line
 
 
@@ -99,8 +103,8 @@ def compare_runs(before: RunFolder, after: RunFolder, *, margin: float = 0.05) -
     """Return one row per variant, except for the peer.
 
     Raises:
-        UsageError: a run is incomplete, edited or of another version, or both are the same run, or
-            the machines or models differ, or the runs have no variant in common.
+        UsageError: the runs cannot be compared (see `require_comparable`), or have no variant in
+            common besides the peer.
     """
     require_comparable(before, after)
     old, new = (round_ratios(folder.samples()) for folder in (before, after))
@@ -126,7 +130,7 @@ def compare_ratios(old: Ratios, new: Ratios, *, margin: float = 0.05) -> list[Co
 
 def has_enough_rounds(rounds: int, disturbed: int) -> bool:
     """Return True if enough rounds were undisturbed to allow a verdict."""
-    return rounds >= max(LEAST_ROUNDS, LEAST_SHARE * (rounds + disturbed))
+    return rounds >= max(LEAST_ROUNDS, LEAST_FRACTION * (rounds + disturbed))
 
 
 def round_ratios(samples: list[Sample]) -> Ratios:
@@ -146,7 +150,8 @@ def round_ratios(samples: list[Sample]) -> Ratios:
     for name, rounds in steps.items():
         if name == PEER:
             continue
-        ratios, disturbed = [], 0
+        ratios = []
+        disturbed = 0
         for step, ours in rounds.items():
             peer = steps[PEER][step]
             pairs = [(s, peer[rank]) for rank, s in ours.items() if rank in peer]
@@ -164,21 +169,21 @@ def _compare(
     before: tuple[Array, int],
     after: tuple[Array, int],
     margin: float,
-    among: int,
+    num_variants: int,
     random: np.random.Generator,
 ) -> Comparison:
-    pairs = [(len(logs), count) for logs, count in (before, after)]
-    # The run with too few rounds decides, or the run with fewer.
-    rounds, disturbed = min(pairs, key=lambda pair: (has_enough_rounds(*pair), pair))
-    if min(pairs)[0] < 2:
+    counts = [(len(logs), num_disturbed) for logs, num_disturbed in (before, after)]
+    # A run without enough rounds decides, otherwise the run with fewer rounds.
+    rounds, disturbed = min(counts, key=lambda pair: (has_enough_rounds(*pair), pair))
+    if min(counts)[0] < 2:
         return Comparison(name, math.nan, 0.0, math.inf, rounds, disturbed, margin)
-    old_mean, new_mean = (float(_trimmed_mean(logs)) for logs, _ in (before, after))
-    log_ratio = new_mean - old_mean
-    errors, freedoms = zip(*(_error(logs, random) for logs, _ in (before, after)), strict=True)
-    error = math.sqrt(sum(e**2 + APART**2 for e in errors))
-    degrees = min(freedoms)
+    log_ratio = float(_trimmed_mean(after[0]) - _trimmed_mean(before[0]))
+    old_error, old_degrees = _estimate_error(before[0], random)
+    new_error, new_degrees = _estimate_error(after[0], random)
+    error = math.sqrt(old_error**2 + new_error**2 + 2 * STD_BETWEEN_RUNS**2)
+    degrees = min(old_degrees, new_degrees)
     half = float(stdtrit(degrees, 0.975)) * error
-    corrected = float(stdtrit(degrees, 1 - CHANCE / (2 * among))) * error
+    corrected = float(stdtrit(degrees, 1 - CHANCE / (2 * num_variants))) * error
     return Comparison(
         name,
         math.exp(log_ratio),
@@ -191,7 +196,7 @@ def _compare(
     )
 
 
-def _error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
+def _estimate_error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
     """Return the bootstrap standard error of the trimmed mean and its degrees of freedom.
 
     The autocorrelation r of the rounds, clipped to the quartiles, reduces the effective number of
@@ -204,7 +209,7 @@ def _error(logs: Array, random: np.random.Generator) -> tuple[float, float]:
     clipped = clipped - clipped.mean()
     correlation = float(clipped[1:] @ clipped[:-1] / max(clipped @ clipped, 1e-300))
     # The estimate from n rounds is too low by about (1 + 4 r) / n and has a standard error of about
-    # 1 / sqrt(n). Half of the standard error is added, to be careful.
+    # 1 / sqrt(n). Half of the standard error is added so that the interval is rather too wide.
     correlation += (1 + 4 * max(correlation, 0.0)) / n + 0.5 / math.sqrt(n)
     correlation = min(max(correlation, 0.0), 0.9)
     effective = n * (1 - correlation) / (1 + correlation)

@@ -12,7 +12,7 @@ from llmsys_suite.folder import FOREIGN, RunFolder
 from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.report import plots
 from llmsys_suite.report.sections import Section, sections
-from llmsys_suite.report.sentences import fastest
+from llmsys_suite.report.sentences import describe_fastest
 from llmsys_suite.report.tables import Results, Row
 from llmsys_suite.report.unaudited import NOT_AUDITED, OF_THE_RUN
 from llmsys_suite.results import Audit, Learn, Plan, Train, cell
@@ -55,9 +55,9 @@ def run(run: Run) -> None:
 
 
 def write_report(folder: RunFolder) -> str:
-    """Write report.md and report.html; return the text of report.md.
+    """Write report.md and report.html, and rewrite the manifest of a complete run.
 
-    The manifest of a complete run is also rewritten.
+    Return the text of report.md.
     """
     stage_sections = list(sections(folder))
     label = OF_THE_RUN if "audit" in folder.results else ""
@@ -91,8 +91,10 @@ def opening(folder: RunFolder) -> Iterator[str]:
     results = folder.results
     config = folder.config
     env = folder.read_json("env.json")
-    if lacks := {"gpus", "processor", "cores", "torch", "python", "date", "load_average"} - {*env}:
-        raise UsageError(f"expected {folder.path / 'env.json'} to have {min(lacks)}; {FOREIGN}")
+    facts = {"gpus", "processor", "cores", "torch", "python", "date", "load_average"}
+    if missing_facts := facts - env.keys():
+        missing_fact = min(missing_facts)
+        raise UsageError(f"expected {folder.path / 'env.json'} to have {missing_fact}; {FOREIGN}")
     where = ", ".join(env["gpus"]) or f"{env['processor']}, {env['cores']} cores"
     ranks = "1 rank" if config.world == 1 else f"{config.world} ranks"
     yield (
@@ -113,13 +115,13 @@ def opening(folder: RunFolder) -> Iterator[str]:
     if isinstance(train := results.get("train"), Train):
         losses = train.losses[SINGLE]
         yield f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} in one process's {_steps(len(losses))}"
-        yield fastest(folder) or "Only one variant was trained."
+        yield describe_fastest(folder) or "Only one variant was trained."
     if isinstance(learn := results.get("learn"), Learn):
         steps, loss = learn.heldout[-1]
         taken = f"{_steps(steps)} of {learn.variant}"
         if begun_at := learn.begun_at:
-            others = steps - begun_at
-            taken = f"{_steps(steps)}, {begun_at} of a checkpoint and {others} of {learn.variant}"
+            num_new = steps - begun_at
+            taken = f"{_steps(steps)}, {begun_at} of a checkpoint and {num_new} of {learn.variant}"
         yield f"held out: {loss:.3f} {config.loss_unit} after {taken}"
 
 
@@ -129,14 +131,16 @@ def _steps(count: int) -> str:
 
 def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
     """Return the HTML page."""
-    results, heading = folder.results, html.escape(title(folder))
+    results = folder.results
+    heading = html.escape(title(folder))
     lines = list(opening(folder))
-    first = "".join(
+    summary = "".join(
         f'<p class="{_css_class(line, results)}">{html.escape(line)}</p>' for line in lines[1:]
     )
-    curve = samples = ""
+    curve = ""
+    samples = ""
     if isinstance(learn := results.get("learn"), Learn):
-        curve = f"<figure>{plots.learning(learn, folder.config.loss_unit)}</figure>"
+        curve = f"<figure>{plots.plot_losses(learn, folder.config.loss_unit)}</figure>"
         samples = (
             "<figure><figcaption>written after training, from held-out text</figcaption><pre>"
             f'<span class="soft">{html.escape(learn.written["prompt"])}</span>'
@@ -153,7 +157,7 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width, initial-scale=1"><title>{heading}</title>'
         f"<style>{STYLE}</style></head>\n<body><h1>{heading}</h1>"
-        f'<p class="soft">{html.escape(lines[0])}</p><div class="two top"><div>{first}</div>'
+        f'<p class="soft">{html.escape(lines[0])}</p><div class="two top"><div>{summary}</div>'
         f"{curve}</div>"
         f"{samples}<nav>{contents}</nav>\n{body}\n"
         f"<details><summary>seconds of each stage</summary>{_table(seconds)}</details>"
@@ -163,7 +167,7 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
 
 
 def _css_class(line: str, results: Results) -> str:
-    """Return the class of a line of `opening`: a failure, an audit without one, or neither."""
+    """Return the CSS classes of a line of `opening`."""
     if line.startswith("FAILED"):
         return "bad"
     audit = results.get("audit")
@@ -179,8 +183,11 @@ def _section(section: Section) -> str:
     parts.append(_table(section.rows) + "</div>")
     if section.unaudited:
         parts.append(f'<p class="soft">{html.escape(section.unaudited)}</p>')
-    for name, inside in section.folded:
-        shown = f"<pre>{html.escape(inside)}</pre>" if isinstance(inside, str) else _table(inside)
+    for name, content in section.folded:
+        if isinstance(content, str):
+            shown = f"<pre>{html.escape(content)}</pre>"
+        else:
+            shown = _table(content)
         parts.append(f"<details><summary>{html.escape(name)}</summary>{shown}</details>")
     return "".join(parts) + "</section>"
 

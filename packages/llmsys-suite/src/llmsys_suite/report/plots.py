@@ -30,8 +30,8 @@ STYLE: dict[Any, Any] = {
 }
 
 
-def figure(draw: Callable[..., Any], alt: str, height: float = 3.0) -> str:
-    """Return the SVG of a plot that `draw` draws; `alt` is its accessible label."""
+def draw_svg(draw: Callable[[Axes], None], alt: str, height: float = 3.0) -> str:
+    """Return the SVG of a plot; `alt` is its accessible label, and `height` is in inches."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -45,13 +45,13 @@ def figure(draw: Callable[..., Any], alt: str, height: float = 3.0) -> str:
     return svg[svg.index("<svg") :].replace("<svg", f'<svg role="img" aria-label="{label}"', 1)
 
 
-def below(axes: Axes, columns: int = 3) -> None:
+def place_legend_below(axes: Axes, columns: int = 3) -> None:
     """Place the legend under the plot, so that it covers no data."""
     axes.legend(ncols=columns, loc="upper center", bbox_to_anchor=(0.5, -0.2))
 
 
-def learning(learn: Learn, unit: str) -> str:
-    """Draw the loss of each step, and the held-out loss."""
+def plot_losses(learn: Learn, unit: str) -> str:
+    """Return a plot of the loss of each step and of the held-out losses."""
 
     def draw(axes: Axes) -> None:
         axes.plot(learn.losses, color=COLORS[0], linewidth=0.7, label="training")
@@ -60,11 +60,11 @@ def learning(learn: Learn, unit: str) -> str:
         axes.set(xlabel="step", ylabel=unit)
         axes.legend()
 
-    return figure(draw, "Loss against steps, held-out loss beside it", height=2.6)
+    return draw_svg(draw, "Loss against steps, held-out loss beside it", height=2.6)
 
 
-def phases(rows: Sequence[dict[str, Any]]) -> str:
-    """Draw the step time of each variant by phase; hidden communication is hatched."""
+def plot_phases(rows: Sequence[dict[str, Any]]) -> str:
+    """Return a plot of each variant's step time by phase; hidden communication is hatched."""
     names = [row["variant"] for row in rows]
 
     def draw(axes: Axes) -> None:
@@ -80,11 +80,11 @@ def phases(rows: Sequence[dict[str, Any]]) -> str:
             min(row.get("hidden_ms", 0.0), row["step_ms"] * row["backward_share"]) for row in rows
         ]
         starts = [end - width for end, width in zip(ends, hidden, strict=True)]
-        some = [i for i, width in enumerate(hidden) if width > 0]
+        hatched = [i for i, width in enumerate(hidden) if width > 0]
         axes.barh(
-            [names[i] for i in some],
-            [hidden[i] for i in some],
-            left=[starts[i] for i in some],
+            [names[i] for i in hatched],
+            [hidden[i] for i in hatched],
+            left=[starts[i] for i in hatched],
             height=0.4,
             facecolor=COLORS[2],
             edgecolor=INK,
@@ -94,13 +94,16 @@ def phases(rows: Sequence[dict[str, Any]]) -> str:
         )
         axes.invert_yaxis()
         axes.set(xlabel="ms, median step of the slowest rank")
-        below(axes, 2)
+        place_legend_below(axes, 2)
 
-    return figure(draw, "Phases of a step of every variant", height=1.4 + 0.26 * len(rows))
+    return draw_svg(draw, "Phases of a step of every variant", height=1.4 + 0.26 * len(rows))
 
 
-def timeline(name: str, points: Sequence[tuple[str, float]]) -> str:
-    """Draw live memory over a training step, with its phases and its peak."""
+def plot_timeline(name: str, points: Sequence[tuple[str, float]]) -> str:
+    """Return a plot of live memory over a training step, with its phases and its peak.
+
+    `points` contains pairs of a phase and MiB.
+    """
 
     def draw(axes: Axes) -> None:
         peak = max(mib for _, mib in points)
@@ -127,20 +130,19 @@ def timeline(name: str, points: Sequence[tuple[str, float]]) -> str:
         axes.set_title(f"{name}: peak {max(live):,.3g} {unit}", fontsize=9, loc="left")
         axes.set_xlabel("operators of a training step")
 
-    return figure(draw, f"Live memory over a training step of {name}", height=2.4)
+    return draw_svg(draw, f"Live memory over a training step of {name}", height=2.4)
 
 
-def isoflop(scale: Scale) -> str:
-    """Draw loss against size per budget, and the interval of the extrapolated size."""
+def plot_isoflop(scale: Scale) -> str:
+    """Return a plot of loss against size per budget, with the extrapolated size's interval."""
 
     def draw(axes: Axes) -> None:
         budgets = list(dict.fromkeys(run["compute_flops"] for run in scale.runs))
         for number, budget in enumerate(budgets):
             runs = [run for run in scale.runs if run["compute_flops"] == budget]
-            x, y = [run["parameters"] for run in runs], [run["loss"] for run in runs]
             axes.plot(
-                x,
-                y,
+                [run["parameters"] for run in runs],
+                [run["loss"] for run in runs],
                 color=COLORS[number % len(COLORS)],
                 linestyle=("-", "--")[number // len(COLORS) % 2],
                 marker="os^Dv"[number % 5],
@@ -150,19 +152,19 @@ def isoflop(scale: Scale) -> str:
             )
         if at := scale.extrapolated:
             label = f"best size at {at['compute_flops']:.0e}, 95 %"
-            # The interval may be unbounded, and a wide one would leave no room for the runs.
+            # The interval may be unbounded, and a wide interval would leave no room for the runs.
             sizes = [run["parameters"] for run in scale.runs]
             low, high = max(at["low"], min(sizes) / 3), min(at["high"], 3 * max(sizes))
             if low < high:
                 axes.axvspan(low, high, color=COLORS[5], alpha=0.2, label=label)
         axes.set(xscale="log", yscale="log", xlabel="parameters", ylabel="held-out nats per byte")
-        _plain_ticks(axes)
-        below(axes, 3)
+        _label_plainly(axes)
+        place_legend_below(axes, 3)
 
-    return figure(draw, "Held-out loss against size for each budget", height=4.0)
+    return draw_svg(draw, "Held-out loss against size for each budget", height=4.0)
 
 
-def _plain_ticks(axes: Axes) -> None:
+def _label_plainly(axes: Axes) -> None:
     """Label logarithmic axes that span about a decade with plain numbers that do not overlap."""
     from matplotlib.ticker import FuncFormatter, LogLocator, MaxNLocator, NullFormatter
 

@@ -8,36 +8,25 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 from typing import Any
 
+from llmsys_suite import results as stage_results
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.report import plots
-from llmsys_suite.report.sentences import fastest, interleaved_against
+from llmsys_suite.report.sentences import compare_interleaved, describe_fastest
 from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, evidence_of, pick, planned
 from llmsys_suite.report.unaudited import unaudited
-from llmsys_suite.results import (
-    Attention,
-    Audit,
-    Compress,
-    Inspect,
-    Learn,
-    Links,
-    Memory,
-    Parallel,
-    Plan,
-    Scale,
-    Skipped,
-    Train,
-    cell,
-)
+from llmsys_suite.results import cell
 
 
 @dataclass(frozen=True)
 class Section:
-    """One stage: a sentence, a picture (SVG), a table, details, and what no check covers."""
+    """The section of one stage; `unaudited` is a sentence on the figures that no check covers."""
 
     title: str
     finding: str
     rows: Sequence[Row] = ()
+    #: An SVG, or an empty string.
     picture: str = ""
+    #: Titles, and the tables or texts that are folded under them.
     folded: Sequence[tuple[str, Sequence[Row] | str]] = ()
     unaudited: str = ""
 
@@ -46,19 +35,19 @@ def sections(folder: RunFolder) -> Iterator[Section]:
     """Yield the sections of the finished stages, in the order in which they ran."""
     results = folder.results
     for stage, result in results.items():
-        if isinstance(result, Skipped):
+        if isinstance(result, stage_results.Skipped):
             section = Section(stage, f"Skipped: {result.skipped}.")
         else:
             section = MAKERS[stage](result, results, folder)
         yield replace(section, unaudited=unaudited(stage) if "audit" in results else "")
 
 
-def _plan(plan: Plan, results: Results, folder: RunFolder) -> Section:
+def _plan(plan: stage_results.Plan, results: Results, folder: RunFolder) -> Section:
     rows = planned(results, evidence_of(folder))
     worst = max(rows, key=lambda row: abs(math.log(row["ratio"])))
     finding = (
         f"Largest deviation: the measured {worst['figure']} is {worst['ratio']:.3g} times the "
-        "planned one."
+        "planned value."
     )
     parts = [
         {"part": name, "MiB": nbytes / MIB} for name, nbytes in plan.training_bytes_by_part.items()
@@ -67,7 +56,7 @@ def _plan(plan: Plan, results: Results, folder: RunFolder) -> Section:
     return Section("plan", finding, rows, folded=[(memory, parts), ("derivation", plan.derivation)])
 
 
-def _links(links: Links, *_: Any) -> Section:
+def _links(links: stage_results.Links, *_: Any) -> Section:
     rows = [row for row in links.rows if row["case"] == "all_reduce"]
     largest = max(row["size_bytes"] for row in rows)
     best = max((r for r in rows if r["size_bytes"] == largest), key=lambda r: r["busbw_gbps"])
@@ -77,34 +66,35 @@ def _links(links: Links, *_: Any) -> Section:
         f"of rounds: {best['ratio_p10']:.3g} to {best['ratio_p90']:.3g})."
     )
     shown = pick(rows, COLUMNS["links"])
-    top = [row for row in shown if row["bytes"] == largest]
-    return Section("links", finding, top, folded=[("all sizes", shown)])
+    largest_rows = [row for row in shown if row["bytes"] == largest]
+    return Section("links", finding, largest_rows, folded=[("all sizes", shown)])
 
 
-def _attention(attention: Attention, *_: Any) -> Section:
+def _attention(attention: stage_results.Attention, *_: Any) -> Section:
     rows = attention.rows
     ours = min((r for r in rows if r["kernel"] != "SDPA"), key=lambda r: r["forward_backward_ms"])
     shown = pick(rows, COLUMNS["attention"])
     return Section(
         "attention",
-        interleaved_against(attention.interleaved, ours["kernel"], "SDPA"),
+        compare_interleaved(attention.interleaved, ours["kernel"], "SDPA"),
         shown,
         folded=[("why this kernel", attention.explain)],
     )
 
 
-def _train(train: Train, _: Results, folder: RunFolder) -> Section:
+def _train(train: stage_results.Train, _: Results, folder: RunFolder) -> Section:
     shown = pick(train.rows, COLUMNS["train"])
     folded = [("tensors that a rank stores after the training, MiB", _stored(train))]
     received = [row for row in train.rows if "wire_bytes" in row]
     if received:
         columns = {"variant": "variant", "wire_bytes": "bytes"}
         folded.append(("bytes that a rank's sockets receive per step", pick(received, columns)))
-    return Section("train", fastest(folder), shown, plots.phases(train.rows), folded)
+    picture = plots.plot_phases(train.rows)
+    return Section("train", describe_fastest(folder), shown, picture, folded)
 
 
-def _stored(train: Train) -> list[Row]:
-    """Return the maximum over ranks of the stored bytes, by variant."""
+def _stored(train: stage_results.Train) -> list[Row]:
+    """Return the maximum over ranks of the stored MiB, by variant and kind of tensor."""
     return [
         {"variant": name}
         | {kind: max(n[kind] for n in final["stored"]) / MIB for kind in final["stored"][0]}
@@ -112,7 +102,7 @@ def _stored(train: Train) -> list[Row]:
     ]
 
 
-def _learn(learn: Learn, _: Results, folder: RunFolder) -> Section:
+def _learn(learn: stage_results.Learn, _: Results, folder: RunFolder) -> Section:
     first, (steps, last) = learn.heldout[0][1], learn.heldout[-1]
     unit = folder.config.loss_unit
     # The steps before a checkpoint may have used another variant and another number of ranks.
@@ -130,81 +120,85 @@ def _learn(learn: Learn, _: Results, folder: RunFolder) -> Section:
     return Section("learn", finding, shown)
 
 
-def _parallel(parallel: Parallel, *_: Any) -> Section:
+def _parallel(parallel: stage_results.Parallel, *_: Any) -> Section:
     rows = parallel.rows
-    best, *others = sorted(rows, key=lambda row: row["iteration_ms"])
+    best, *slower = sorted(rows, key=lambda row: row["iteration_ms"])
     finding = f"{best['split']} takes {cell(best['iteration_ms'])} ms per iteration"
-    if others:
-        ratio = best["iteration_ms"] / others[0]["iteration_ms"]
-        finding += f", {ratio:.2f} of {others[0]['split']}'s time"
-    off, far = max((abs(row["loss"] / row["single_loss"] - 1), row["split"]) for row in rows)
-    finding += f". The largest relative difference from one process's loss is {off:.1e} ({far})."
+    if slower:
+        ratio = best["iteration_ms"] / slower[0]["iteration_ms"]
+        finding += f", {ratio:.2f} of {slower[0]['split']}'s time"
+    worst = max((abs(row["loss"] / row["single_loss"] - 1), row["split"]) for row in rows)
+    finding += f". The largest relative difference from one process's loss is {worst[0]:.1e} "
+    finding += f"({worst[1]})."
     return Section("parallel", finding, pick(rows, COLUMNS["parallel"]))
 
 
-def _memory(memory: Memory, _: Results, folder: RunFolder) -> Section:
-    top = memory.peaks[-1]
+def _memory(memory: stage_results.Memory, _: Results, folder: RunFolder) -> Section:
+    longest = memory.peaks[-1]
     finding = (
-        f"Training {folder.config.size} on {memory.rows} x {top['context']} tokens peaks at "
-        f"{cell(top['training_peak_mib'])} MiB, or {cell(top['checkpointed_peak_mib'])} MiB if "
-        f"blocks are recomputed. Inference peaks at {cell(top['inference_peak_mib'])} MiB."
+        f"Training {folder.config.size} on {memory.rows} x {longest['context']} tokens peaks at "
+        f"{cell(longest['training_peak_mib'])} MiB, or {cell(longest['checkpointed_peak_mib'])} "
+        f"MiB if blocks are recomputed. Inference peaks at {cell(longest['inference_peak_mib'])} "
+        "MiB."
     )
     folded = [("largest at the peak", memory.largest)]
     shown = pick(memory.peaks, COLUMNS["memory"])
-    picture = plots.timeline(f"{folder.config.size}", memory.training_timeline)
+    picture = plots.plot_timeline(folder.config.size, memory.training_timeline)
     return Section("memory", finding, shown, picture, folded)
 
 
-def _scale(scale: Scale, *_: Any) -> Section:
-    at, finding = scale.extrapolated, f"No law: {'; '.join(scale.warnings)}."
+def _scale(scale: stage_results.Scale, *_: Any) -> Section:
+    at = scale.extrapolated
+    finding = f"No law: {'; '.join(scale.warnings)}."
     if at:
-        apart = at["high"] / at["low"] if at["low"] else math.inf
-        interval = f"95 % interval {at['low']:,.0f} to {at['high']:,.0f}, {apart:.1f}-fold"
-        if apart >= 1000:
+        width = at["high"] / at["low"] if at["low"] else math.inf
+        interval = f"95 % interval {at['low']:,.0f} to {at['high']:,.0f}, {width:.1f}-fold"
+        if width >= 1000:
             interval = "95 % interval wider than 1,000-fold"
         finding = (
             f"The best size grows as C^{scale.law['exponent']:.2f}; at {at['compute_flops']:.0e}"
             f" FLOPs it is {at['parameters']:,.0f} ({interval})."
-            + ("" if apart < 2 else " The runs do not determine it closely.")
         )
+        if width >= 2:
+            finding += " The runs do not determine it closely."
     shown = pick(scale.runs, COLUMNS["scale"])
     folded: list[tuple[str, Any]] = [("every run", shown)]
     folded += [("warnings", "\n".join(scale.warnings))] if scale.warnings else []
     by_budget = groupby(shown, key=lambda run: run["FLOPs"])
     best = [min(runs, key=lambda run: run["held out"]) for _, runs in by_budget]
-    return Section("scale", finding, best, plots.isoflop(scale), folded)
+    return Section("scale", finding, best, plots.plot_isoflop(scale), folded)
 
 
-def _inspect(inspect: Inspect, *_: Any) -> Section:
-    real = [head["kind"] for head in inspect.heads if not head["by_chance"]]
-    kinds = f"heads for {', '.join(real)}" if real else "no head beyond chance"
+def _inspect(inspect: stage_results.Inspect, *_: Any) -> Section:
+    significant = [head["kind"] for head in inspect.heads if not head["by_chance"]]
+    kinds = f"heads for {', '.join(significant)}" if significant else "no head beyond chance"
     shown = pick(inspect.heads, COLUMNS["inspect"])
     lens = [("logit lens", inspect.lens)]
     return Section("inspect", f"The trained model has {kinds}.", shown, "", lens)
 
 
-def _compress(compress: Compress, _: Results, folder: RunFolder) -> Section:
+def _compress(compress: stage_results.Compress, _: Results, folder: RunFolder) -> Section:
     rows = compress.rows
     shown = pick(rows, COLUMNS["compress"])
     unit = folder.config.loss_unit
     whole = rows[0]["heldout_loss"]
     near = [row for row in rows if row["heldout_loss"] <= 1.01 * whole]
     if not near:
-        return Section("compress", f"The loss of the uncompressed model is {whole}.", shown)
+        return Section("compress", f"The loss of the uncompressed model is {cell(whole)}.", shown)
     best = max(near, key=lambda row: row["smaller"])
     finding = (
-        f"The smallest file whose loss is at most 1 % higher is that of {best['method']}: "
+        f"The smallest model whose loss is at most 1 % higher is that of {best['method']}: "
         f"{best['smaller']:.2g} times smaller, {best['heldout_loss'] - whole:+.4f} {unit}."
     )
     return Section("compress", finding, shown)
 
 
-def _audit(_: Audit, __: Results, folder: RunFolder) -> Section:
+def _audit(_: stage_results.Audit, __: Results, folder: RunFolder) -> Section:
     checks = folder.read_json("checks.json")
     failed = pick([check for check in checks if not check["passed"]], COLUMNS["audit"])
     finding = f"{len(checks) - len(failed)} of {len(checks)} checks passed."
-    every = pick(checks, COLUMNS["audit"])
-    return Section("audit", finding, failed, folded=[("all checks", every)])
+    shown = pick(checks, COLUMNS["audit"])
+    return Section("audit", finding, failed, folded=[("all checks", shown)])
 
 
 MAKERS: dict[str, Callable[..., Section]] = {

@@ -35,13 +35,13 @@ COLUMNS: dict[str, dict[str, str]] = {
         "chance": "by chance"},
     "compress": {"method": "method", "size_bytes": "bytes", "smaller": "smaller, x",
         "heldout_loss": "held out", "speedup_p50": "speed, x"},
-    "audit": {"name": "check", "source": "source", "actual": "says", "against": "against",
-        "low": "least", "high": "most", "where": "furthest off"},
+    "audit": {"name": "check", "source": "source", "actual": "value", "against": "against",
+        "low": "minimum", "high": "maximum", "where": "largest difference"},
 }  # fmt: skip
 
 
 def pick(rows: Sequence[Row], columns: dict[str, str]) -> list[Row]:
-    """Return the rows with only the keys of `columns`, renamed to its values."""
+    """Return the rows with only the keys of `columns`, renamed to the values of `columns`."""
     return [{new: row[old] for old, new in columns.items() if old in row} for row in rows]
 
 

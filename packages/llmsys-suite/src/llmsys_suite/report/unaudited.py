@@ -30,6 +30,7 @@ UNAUDITED: dict[str, tuple[str, ...]] = {
         "the number and the order of messages, and variants that differ only in them",
         "the initial weights (another seed)",
         "gradients (rounding after the second step that saves no bytes)",
+        "weight changes of parameters whose gradients are rounding errors (any change)",
         "hidden and exposed communication",
         "the boundaries between phases",
         "the time of a variant (computation between its timed steps)",

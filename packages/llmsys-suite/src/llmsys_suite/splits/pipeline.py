@@ -52,7 +52,7 @@ class LayerRange(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Return the residual stream, or logits in the last stage.
 
-        The input is tokens in the first stage and the residual stream in the others.
+        The input is tokens in the first stage, and the residual stream in the other stages.
         """
         with self.autocast():
             rope = self.rope[:, : x.shape[1]]

@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 class SplitModel(Variant):
-    """The part of a model that a rank has in a `Layout`, trained with AdamW by default.
+    """A rank's part of a model that is split by a `Layout`, trained with AdamW by default.
 
-    Raises UsageError if the model cannot be split in this way.
+    Raises `UsageError` if the layout does not fit the model, or the number of rows.
     """
 
     alone = False
@@ -70,16 +70,15 @@ class SplitModel(Variant):
         self.model = self.layers
         # Free the layers of the other ranks.
         del self.decoder
-        self.optimizer = self.make(self.model.parameters())
+        self.optimizer = self.make_optimizer(self.model.parameters())
         #: Created in the first step, because it depends on the number of rows, which a checkpoint
         #: may set.
         self.schedule: Any = None
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return the tokens and targets that this rank's replica trains on in a step of the run."""
-        tokens, targets = self.run.batch(step)
-        replicas, mine = self.data_world, self.data_rank
-        return tokens.chunk(replicas)[mine], targets.chunk(replicas)[mine]
+        tokens, targets = (rows.chunk(self.data_world) for rows in self.run.batch(step))
+        return tokens[self.data_rank], targets[self.data_rank]
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
         """Run forward and backward on this replica's rows; return their mean loss on every rank."""
@@ -114,7 +113,7 @@ class SplitModel(Variant):
 
     def communicate(self) -> None:
         """Average the gradients of this rank's part of the model over the replicas."""
-        if self.replicas.size() == 1:
+        if self.data_world == 1:
             return
         with self.phase("communication"):
             for parameter in self.model.parameters():
@@ -122,14 +121,14 @@ class SplitModel(Variant):
                 grad = parameter.grad
                 local = grad.to_local() if isinstance(grad, DTensor) else grad
                 dist.all_reduce(local, group=self.replicas.get_group())
-                local /= self.replicas.size()
+                local /= self.data_world
 
     def clip(self, max_norm: float) -> None:
         """Scale the gradients so that their norm over the whole model is at most `max_norm`."""
         square = torch.zeros((), device=self.device)
         for parameter in self.model.parameters():
             assert parameter.grad is not None
-            square += _whole(torch.linalg.vector_norm(parameter.grad)).square()
+            square += _unsplit(torch.linalg.vector_norm(parameter.grad)).square()
         dist.all_reduce(square, group=self.pipeline.get_group())
         # The foreach implementation does not mix DTensors with plain tensors.
         nn.utils.clip_grads_with_norm_(
@@ -142,14 +141,15 @@ class SplitModel(Variant):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full, unsplit parameters by name, on every rank."""
-        return self._gathered({name: p.detach() for name, p in self.named_parameters().items()})
+        parameters = self.named_parameters()
+        return self._gather_unsplit({name: p.detach() for name, p in parameters.items()})
 
     def blocks(self) -> list[Block]:
         """Return the blocks of this rank."""
         return self.layers.block_list()
 
     def evaluated_model(self) -> nn.Module:
-        """Return a new, unsplit model with the current weights."""
+        """Return a new, unsplit model with the current weights, on every rank."""
         return with_weights(self.run, self.config, self.weights())
 
     def checkpointed(self) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -159,12 +159,12 @@ class SplitModel(Variant):
         optimizer.param_groups[0]["lr"] = self.optimizer.param_groups[0]["lr"]
         parameters = dict(model.named_parameters())
         for key in ("step", "exp_avg", "exp_avg_sq"):
-            mine = {
+            own_state = {
                 name: self.optimizer.state[p][key]
                 for name, p in self.named_parameters().items()
                 if p in self.optimizer.state
             }
-            for name, value in self._gathered(mine).items():
+            for name, value in self._gather_unsplit(own_state).items():
                 optimizer.state[parameters[name]][key] = value
         return model, optimizer
 
@@ -172,30 +172,30 @@ class SplitModel(Variant):
         """Copy this rank's part from a model and an optimizer that `checkpointed` returned."""
         parameters = dict(model.named_parameters())
         with torch.no_grad():
-            for name, mine in self.named_parameters().items():
-                whole = parameters[name]
-                mine.copy_(_like(whole.detach(), mine))
-                self.optimizer.state[mine] = {
-                    key: _like(value, mine) if value.shape == whole.shape else value
-                    for key, value in optimizer.state[whole].items()
+            for name, parameter in self.named_parameters().items():
+                unsplit = parameters[name]
+                parameter.copy_(_split_like(parameter, unsplit.detach()))
+                self.optimizer.state[parameter] = {
+                    key: _split_like(parameter, value) if value.shape == unsplit.shape else value
+                    for key, value in optimizer.state[unsplit].items()
                 }
 
-    def _gathered(self, mine: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _gather_unsplit(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the unsplit tensors of all pipeline stages of this replica, by name."""
         parts: list[Any] = [None] * self.pipeline.size()
-        named = {name: _whole(tensor).cpu() for name, tensor in mine.items()}
-        dist.all_gather_object(parts, named, group=self.pipeline.get_group())
+        unsplit = {name: _unsplit(tensor).cpu() for name, tensor in tensors.items()}
+        dist.all_gather_object(parts, unsplit, group=self.pipeline.get_group())
         gathered = {name: tensor for part in parts for name, tensor in part.items()}
-        # The optimizer's step counters, which have no dims, stay on the host.
+        # The optimizer's step counters, which are scalars, stay on the host.
         return {name: x.to(self.device) if x.ndim else x for name, x in gathered.items()}
 
 
-def _whole(tensor: Tensor) -> Tensor:
+def _unsplit(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _like(whole: Tensor, split: Tensor) -> Tensor:
-    """Return `whole`, distributed over the ranks like `split`."""
-    if not isinstance(split, DTensor):
-        return whole
-    return distribute_tensor(whole, split.device_mesh, split.placements)
+def _split_like(parameter: Tensor, tensor: Tensor) -> Tensor:
+    """Return an unsplit tensor, distributed over the ranks like `parameter`."""
+    if not isinstance(parameter, DTensor):
+        return tensor
+    return distribute_tensor(tensor, parameter.device_mesh, parameter.placements)

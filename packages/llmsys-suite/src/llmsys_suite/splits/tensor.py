@@ -24,8 +24,8 @@ def split_blocks(blocks: list[Block], mesh: DeviceMesh) -> None:
     whole = Replicate()
     for block in blocks:
         plan: dict[str, ParallelStyle] = {
-            # q, k and v (and gate and up) read one input, so that their input gradients are summed
-            # before one reduction over the ranks.
+            # q, k and v share one replicated input, and so do gate and up. The gradients of this
+            # input are therefore summed on each rank before a single reduction over the ranks.
             "attention": PrepareModuleInput(
                 input_layouts=(whole, None), desired_input_layouts=(whole, None)
             ),

@@ -1,4 +1,4 @@
-"""Attention at the model's shapes: flashattn2, the unfused formula and SDPA."""
+"""Times and errors of attention at the model's shapes: flashattn2, unfused attention and SDPA."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ def run(run: Run) -> Attention | None:
         }
         for name, kernel in KERNELS.items()
     ]
-    why = str(flashattn2.explain(q, k, v, is_causal=True))
-    return Attention(list(q.shape), rows, why, interleaved)
+    explanation = str(flashattn2.explain(q, k, v, is_causal=True))
+    return Attention(list(q.shape), rows, explanation, interleaved)
 
 
 def inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
-    """Return random q, k and v (rows of one rank, heads, context, head_dim)."""
+    """Return random q, k and v, each of shape (rows of one rank, heads, context, head_dim)."""
     config = run.model
     rows = max(1, run.config.rows // run.world)
     shape = (rows, config.num_heads, config.context, config.d_model // config.num_heads)

@@ -1,4 +1,4 @@
-"""The trained model compressed by several methods: bytes, held-out loss and speed of each."""
+"""The trained model, compressed by several methods: bytes, held-out loss and speed of each."""
 
 from __future__ import annotations
 
@@ -30,17 +30,16 @@ METHODS: dict[str, Callable[[nn.Module], nn.Module]] = {
 
 
 def run(run: Run) -> Compress | None:
-    """Measure the size, held-out loss and forward time of each method, on rank 0."""
+    """Return the size, held-out loss and forward time of each method; None without a model."""
     if run.trained is None:
         return None
     tokens, targets = heldout(run)
     with torch.no_grad(), run.in_float32():
-        model = run.trained.eval()
-        models = {method: compress(model) for method, compress in METHODS.items()}
-        run.compressed = models
-        calls = {name: partial(small, tokens) for name, small in models.items()}
+        trained = run.trained.eval()
+        run.compressed = {method: compress(trained) for method, compress in METHODS.items()}
+        calls = {method: partial(model, tokens) for method, model in run.compressed.items()}
         interleaved = time_interleaved(calls, ROUNDS, run.device)
-        rows = [_row(name, small, tokens, targets) for name, small in models.items()]
+        rows = [_row(name, model, tokens, targets) for name, model in run.compressed.items()]
     for row in rows:
         row["smaller"] = rows[0]["size_bytes"] / row["size_bytes"]
         row["speedup_p50"] = 1 / interleaved.ratio_to(BASELINE, row["method"])
@@ -58,11 +57,13 @@ def heldout(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
 def _row(
     name: str, model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor
 ) -> dict[str, Any]:
-    sizes, state = tinyml.size_of(model).sparse_by_name, model.state_dict()
+    """Return the method, the bytes of the state dict and the held-out loss of one model."""
+    sizes = tinyml.size_of(model).sparse_by_name
+    state = model.state_dict()
     return {
         "method": name,
-        # Count only tensors of the state dict, because the model's file omits other buffers. A
-        # tensor is counted as sparse if that is smaller.
+        # Count only state-dict tensors, because the file omits non-persistent buffers. A tensor is
+        # counted as sparse if that is smaller.
         "size_bytes": sum(nbytes for tensor, nbytes in sizes.items() if tensor in state),
         "heldout_loss": float(cross_entropy(model(tokens), targets)),
     }

@@ -1,4 +1,4 @@
-"""Analysis of the trained model: predictions after each layer, and kinds of heads."""
+"""Analysis of the trained model: its predictions after each layer, and kinds of heads."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ KINDS = ("previous", "duplicate", "induction", "first")
 
 @torch.no_grad()
 def run(run: Run) -> Inspect | None:
-    """Analyze the trained model in float32 on rank 0; see `examine`."""
+    """Analyze the trained model in float32; return None on ranks without the model or a folder."""
     if run.trained is None or run.folder is None:
         return None
     with run.in_float32():
@@ -27,16 +27,17 @@ def run(run: Run) -> Inspect | None:
 
 
 def examine(run: Run) -> Inspect:
-    """Return the logit lens and the kinds of heads; write inspect.html."""
+    """Return the logit lens and the best head of each kind; write inspect.html."""
     assert run.folder is not None
     model = run.trained
     assert isinstance(model, Decoder)
     context = min(64, model.config.context)
     tokens, targets = (t.to(run.device) for t in run.corpus.heldout_batch(rows=4, context=context))
     sites = ["embedding", *(f"blocks.{i}" for i in range(len(model.blocks)))]
-    with interp.record(model, *sites) as seen:
+    with interp.record(model, *sites) as recorded:
         model(tokens)
-    lens = interp.logit_lens({s: seen[s] for s in sites}, model.norm, model.head, targets=targets)
+    streams = {site: recorded[site] for site in sites}
+    lens = interp.logit_lens(streams, model.norm, model.head, targets=targets)
     repeated_tokens = repeated(context, model.config.vocabulary).to(run.device)
     heads = interp.detect_heads(attention_patterns(model, repeated_tokens), repeated_tokens)
     patterns = attention_patterns(model, tokens)
@@ -53,7 +54,7 @@ def examine(run: Run) -> Inspect:
 
 
 def lens_rows(lens: Lens) -> Rows:
-    """Return the loss and the entropy, in nats, of the prediction after each layer."""
+    """Return a row per layer: mean loss and mean entropy, in nats, of the prediction after it."""
     assert lens.target_log_probability is not None
     return [
         {"after": name, "target_loss": float(-target.mean()), "entropy": float(entropy.mean())}
@@ -64,7 +65,7 @@ def lens_rows(lens: Lens) -> Rows:
 
 
 def head_rows(heads: HeadScores) -> Rows:
-    """Return each kind's best head: its score, the score expected by chance, and if it is noise."""
+    """Return a row per kind: its best head, and `by_chance`, which is True if it is noise."""
     best = map(heads.best, KINDS)
     return [asdict(head) | {"by_chance": head.is_noise} for head in best]
 
@@ -77,9 +78,9 @@ def attention_patterns(model: Decoder, tokens: Tensor) -> list[Tensor]:
 
 
 def repeated(context: int, vocabulary: int) -> Tensor:
-    """Return four rows of random tokens, each followed by a copy of itself.
+    """Return four rows of context // 2 different random tokens, each followed by its copy.
 
-    Only a head that copies from the context can predict the second half.
+    Only a model that copies from the context can predict the second half.
     """
     generator = torch.Generator().manual_seed(0)
     half = torch.stack([torch.randperm(vocabulary, generator=generator) for _ in range(4)])

@@ -1,8 +1,8 @@
 """A longer training run with the fastest variant, after which the model generates text.
 
 - A batch depends only on (seed, step), and any number of ranks can load a checkpoint of `zero`.
-  Training can therefore continue on other ranks. On SIGTERM a checkpoint is saved before the end.
-- One small all-reduce per step sums the ranks' losses and the number of ranks with a SIGTERM.
+  Training can therefore continue on other ranks. After a SIGTERM, all ranks save and end.
+- One small all-reduce per step sums the losses, and the number of ranks that received SIGTERM.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from llmsys_suite.learning.state import (
     CHECKPOINT,
     PROBE,
     RATE,
-    beginning,
     checkpoint_to_resume,
     draw_probed_step,
+    initial_state,
     is_due,
     require_finite,
     require_same,
@@ -37,22 +37,22 @@ from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.initial_weights import with_weights
 from llmsys_suite.variants.single import Variant
 
-#: A training run of n steps is evaluated on the held-out text every n // EVALUATIONS steps, and
-#: saves a checkpoint every n // SAVES steps (at least 1). Both also follow the last step.
+#: Values of `times` in `is_due` for evaluations on the held-out text and for checkpoints.
 EVALUATIONS, SAVES = 5, 2
 
 
 def run(run: Run) -> Learn | None:
-    """Train from the start or a checkpoint; return losses, held-out losses and generated text."""
+    """Train from the start or a checkpoint; return losses and generated text on rank 0."""
     config = run.config
     name, variant = make_variant(run)
-    text = run.corpus.digest()
-    state = beginning(config, text)
-    if (source := checkpoint_to_resume(run)) is not None:
-        pair = variant.checkpointed()
-        state = zero.load_checkpoint(source, *pair)
-        require_same(state, config, text, source)
-        variant.restore(*pair)
+    text_digest = run.corpus.digest()
+    state = initial_state(config, text_digest)
+    source = checkpoint_to_resume(run)
+    if source is not None:
+        model, optimizer = variant.checkpointed()
+        state = zero.load_checkpoint(source, model, optimizer)
+        require_same(state, config, text_digest, source)
+        variant.restore(model, optimizer)
     begun_at = state["step"]
     probed_step = draw_probed_step(run, begun_at, state["total"])
     if not state["heldout"]:
@@ -69,7 +69,7 @@ def run(run: Run) -> Learn | None:
             if recording is not None:
                 recording.step()
     if begun_at == state["total"]:
-        save(run, variant, state, CHECKPOINT)  # no step has saved one in this run folder
+        save(run, variant, state, CHECKPOINT)  # no step has saved a checkpoint in this run folder
     weights = variant.weights()
     written = sample(run, weights)
     variant.close()
@@ -99,7 +99,7 @@ def train_step(
     stop_requests: list[int],
     log: Log,
 ) -> None:
-    """Take one step; at intervals, evaluate and save. After a SIGTERM, save and stop."""
+    """Take one step; evaluate and save at intervals. After a SIGTERM, raise KeyboardInterrupt."""
     step, total = state["step"], state["total"]
     for group in variant.optimizer.param_groups:
         group["lr"] = RATE * state["learning_rate"] * schedule(step / total)

@@ -19,7 +19,7 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Memory
 
 ROWS = 4
-#: Default vocabulary of `profile`, which is that of the coursework.
+#: Default vocabulary of `profile`, which the exercises in docs/answers.md specify.
 VOCABULARY = 10_000
 MIB = 2**20
 
@@ -54,7 +54,8 @@ def run(run: Run) -> Memory | None:
 def profile(size: str, context: int, vocabulary: int = VOCABULARY) -> dict[str, Any]:
     """Return peaks and timelines in MiB, and the largest allocations, of a size at one context."""
     config = ModelConfig.named(size, vocabulary=vocabulary, context=context)
-    forward, step = inference(config), training(config)
+    forward = inference(config)
+    step = training(config)
     checkpointed = training(replace(config, checkpoint=True))
     return {
         "peaks": {
@@ -73,7 +74,7 @@ def profile(size: str, context: int, vocabulary: int = VOCABULARY) -> dict[str, 
 
 
 def inference(config: ModelConfig) -> LiveMemory:
-    """Return the live memory of one forward pass without gradients."""
+    """Return the live memory of a forward pass without gradients on `ROWS` rows."""
     with torch.device("meta"):
         model = Decoder(config, plain_attention)
         tokens = torch.zeros(ROWS, config.context, dtype=torch.long)
@@ -86,7 +87,7 @@ def inference(config: ModelConfig) -> LiveMemory:
 
 
 def training(config: ModelConfig) -> LiveMemory:
-    """Return the live memory of an AdamW step whose optimizer state already exists."""
+    """Return the live memory of an AdamW step on `ROWS` rows; the optimizer state exists."""
     with torch.device("meta"):
         model = Decoder(config, plain_attention)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
@@ -96,7 +97,7 @@ def training(config: ModelConfig) -> LiveMemory:
 
 
 def thin(timeline: list[tuple[str, int]], points: int = 400) -> list[tuple[str, float]]:
-    """Reduce a timeline in bytes to the maxima, in MiB, of at most `points` intervals."""
+    """Return the maximum, in MiB, of each of at most `points` intervals of a timeline in bytes."""
     stride = max(1, -(-len(timeline) // points))
     intervals = (timeline[i : i + stride] for i in range(0, len(timeline), stride))
     highest = (max(interval, key=lambda point: point[1]) for interval in intervals)

@@ -1,6 +1,6 @@
-"""The model split over ranks with torch's tools: by layers and inside layers.
+"""The model, split over ranks by layers and inside layers with torch's tools.
 
-Every split starts from the initial weights of one process, and its steps are timed.
+Every split starts from the initial weights of the other stages, and its steps are timed.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TRAINED = 2
 
 
 def run(run: Run) -> Parallel | Skipped:
-    """Time `ITERATIONS` steps of each split; return its losses beside the loss of one process."""
+    """Return a row per split: times of `ITERATIONS` steps, its losses, and one process's loss."""
     if run.world < 2:
         return Skipped("splitting a model needs at least two ranks")
     layouts = possible_layouts(run.model, run.world, run.config.rows)
@@ -43,7 +43,7 @@ def run(run: Run) -> Parallel | Skipped:
 
 @torch.no_grad()
 def single_loss(run: Run, tokens: Tensor, targets: Tensor) -> float:
-    """Return the initial loss of one process, which runs as many rows at a time as one rank."""
+    """Return the loss of the initial weights in one process, on as many rows at once as a rank."""
     model = seeded(run, run.model)
     rows = max(1, len(tokens) // run.world)
     total = 0.0
@@ -54,18 +54,19 @@ def single_loss(run: Run, tokens: Tensor, targets: Tensor) -> float:
 
 
 def timed(run: Run, split: SplitModel) -> dict[str, Any]:
-    """Train a split model; return the times of its steps, two losses and the waiting fraction."""
+    """Train a split model; return the times of its steps and two losses."""
     steps = [timed_step(run, split, 0)]
-    start_time, worked = time.perf_counter(), time.process_time()
+    start_time = time.perf_counter()
+    start_processor_time = time.process_time()
     steps += [timed_step(run, split, step) for step in range(1, 1 + ITERATIONS)]
-    passed_s = time.perf_counter() - start_time
-    working = torch.tensor((time.process_time() - worked) / passed_s, device=run.device)
-    dist.all_reduce(working)
+    wall_seconds = time.perf_counter() - start_time
+    processor_seconds = time.process_time() - start_processor_time
     losses, seconds, clocked_s = zip(*steps, strict=True)
     return {
         "seconds": list(seconds[1:]),
         "iteration_ms": statistics.median(seconds[1:]) * 1e3,
-        "waiting": 1 - float(working) / run.world,
+        # The fraction of the wall time in which a rank used no processor.
+        "waiting": 1 - mean_over_ranks(run, processor_seconds / wall_seconds),
         "loss": losses[0],
         "trained_loss": losses[TRAINED],
         "clocked_s": list(clocked_s[1:]),
@@ -76,23 +77,21 @@ def timed_step(run: Run, split: SplitModel, step: int) -> tuple[float, float, fl
     """Take one step; return its loss, and the slowest rank's seconds by each of two clocks."""
     batch = split.batch(step)
     run.barrier()
-    # The audit compares this clock with the first one.
+    # The audit compares this clock with `perf_counter`.
     clock_ns = time.time_ns()
     start_time = time.perf_counter()
     loss = split.step(*batch)
     if run.device.type == "cuda":
         torch.cuda.synchronize()
-    seconds = time.perf_counter() - start_time, (time.time_ns() - clock_ns) / 1e9
-    slowest = torch.tensor(seconds, device=run.device)
+    seconds = time.perf_counter() - start_time
+    clocked_s = (time.time_ns() - clock_ns) / 1e9
+    slowest = torch.tensor((seconds, clocked_s), device=run.device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return mean_loss(run, loss), float(slowest[0]), float(slowest[1])
+    return mean_over_ranks(run, loss), float(slowest[0]), float(slowest[1])
 
 
-def mean_loss(run: Run, loss: float) -> float:
-    """Return the mean loss over the ranks.
-
-    It is the mean over the rows, because each replica has the same number of ranks and rows.
-    """
-    total = torch.tensor(loss, device=run.device, dtype=torch.float64)
+def mean_over_ranks(run: Run, value: float) -> float:
+    """Return the mean over ranks; for losses, the mean over rows, as replicas have equal sizes."""
+    total = torch.tensor(value, device=run.device, dtype=torch.float64)
     dist.all_reduce(total)
     return float(total) / run.world

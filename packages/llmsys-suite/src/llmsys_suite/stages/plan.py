@@ -1,8 +1,7 @@
 """Predicted cost of the run: parameters, FLOPs, memory and bytes on the wire.
 
-`predict` needs no torch and allocates nothing, so it is also used to refuse a run that does not fit
-in memory. `run` adds the measured rate of a matrix product, and the measured peak memory of a real
-step to compare with the predicted peak.
+`predict` does not import torch or build the model, so that it also shows before a run if it fits in
+memory. `run` adds the measured rate of a matrix product and the measured peak memory of a step.
 """
 
 from __future__ import annotations
@@ -19,9 +18,9 @@ from llmsys_suite.results import Plan, Prediction
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
 
-# Memory of Python, torch and its libraries per process.
+#: Memory of Python, torch and its libraries per process.
 PROCESS_BYTES = 700 * 2**20
-# Seconds spent on measuring the rate of a matrix product.
+#: Duration of the measurement of the rate of a matrix product, in seconds.
 PRODUCTS_SECONDS = 0.5
 
 
@@ -50,22 +49,25 @@ def predict(config: RunConfig) -> Prediction:
     traffic = accounting.communication(
         model, accounting.Plan(data=config.world), weights="fp32", gradients="fp32"
     )
+    # Weights, gradients and AdamW's two moments are float32.
     static = 16 * int(parameters.total)
     transient = max(0, int(memory.total) - static)
     # The ranks of a host share its memory, and in `train` and `learn` each has a whole model.
     ranks_here = 1 if on_gpu else ranks_on_this_host(config.world)
     models = ranks_here if "train" in config.stages else 1
-    # The audit times three models at once. Its float64 references need no more memory than these.
+    # The audit times three models at once, which need at least the memory of its float64 model.
     if "audit" in config.stages:
         models *= 3
     shared = transient + (0 if on_gpu else ranks_here * PROCESS_BYTES)
+    # A single rank sends no gradients.
+    gradient_bytes = int(traffic.payload.total) or 4 * int(parameters.total)
     return Prediction(
         parameters=int(parameters.total),
         step_flops_full=int(step.total),
         step_flops_causal=int(causal.total),
         training_peak_bytes=int(memory.total),
         training_bytes_by_part={part.name: int(part.total) for part in memory.parts},
-        gradient_bytes=int(traffic.payload.total) or 4 * int(parameters.total),
+        gradient_bytes=gradient_bytes,
         ddp_wire_bytes_per_rank=int(traffic.wire.total),
         host_peak_bytes=models * static + shared,
         all_variants_bytes=(1 + (len(VARIANT_NAMES) - 1) * ranks_here) * static + shared,
@@ -74,17 +76,17 @@ def predict(config: RunConfig) -> Prediction:
 
 
 def run(run: Run) -> Plan:
-    """Return the predictions and the measurements of the real model and of this machine."""
+    """Return the predictions, and measurements of a real step and of this machine."""
     from llmsys_suite.measure.clocks import product_rate
 
     predicted = predict(run.config)
-    fit = predicted.all_variants_bytes < 0.8 * available_memory_bytes(run.device.type)
+    fits = predicted.all_variants_bytes < 0.8 * available_memory_bytes(run.device.type)
     run.barrier()
     rate = product_rate(run.device, run.compute_dtype, PRODUCTS_SECONDS)
     return Plan(
         **vars(predicted),
         peak=max(run.gather(rate)),
-        variants_fit_together=all(run.gather(fit)),
+        variants_fit_together=all(run.gather(fits)),
         measured_peak_bytes=measured_peak_bytes(run) if run.rank == 0 else 0,
     )
 
@@ -92,7 +94,7 @@ def run(run: Run) -> Plan:
 def measured_peak_bytes(run: Run) -> int:
     """Return the peak bytes of a training step of the real model on this run's device.
 
-    It is the second step, because AdamW creates its state in the first. The bytes are counted
+    The second step is measured, because AdamW creates its state in the first. The bytes are counted
     operator by operator on a CPU, and by the allocator on a GPU.
     """
     import torch

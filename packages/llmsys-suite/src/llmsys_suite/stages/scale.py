@@ -1,8 +1,8 @@
 """Small training runs and the scaling law fitted to them.
 
-The ranks divide the runs. Each run trains on random windows of the text until its budget C = 6 N D
-is spent; the budgets are proportional to `--steps`. D is the number of tokens, and N the number of
-weights without the embedding.
+The ranks divide the runs. Each run trains on random windows of the text until its budget of
+C = 6 N D FLOPs is spent. D is the number of tokens, and N the number of weights without the
+embedding. The budgets are proportional to `--steps`.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Scale
 from llmsys_suite.variants.initial_weights import seeded
 
-# Budgets in FLOPs, each multiplied by `--steps`, and the widths that are trained. The widths lie on
-# both sides of the best one, because a valley whose minimum is at an edge cannot be fitted.
+#: Budgets in FLOPs per step of `--steps`, each with its widths. Each budget has widths below and
+#: above the best width, because a loss curve whose minimum is at an edge cannot be fitted.
 GRID = ((1.35e8, (4, 6, 10, 14)), (2.7e8, (4, 8, 12, 16)), (5.8e8, (6, 10, 14, 20)))
-# Number of seeds, and the factor between the budgets of consecutive seeds. Separate budgets add
-# valleys and degrees of freedom, which narrows the interval more than larger distances between
-# budgets would in the same time.
-SEEDS, APART = 2, 1.1
-# The law is evaluated at BEYOND times the largest budget.
+SEEDS = 2
+#: Factor between the budgets of consecutive seeds. Different budgets add loss curves to the fit,
+#: which narrows its interval more than larger distances between budgets would in the same time.
+APART = 1.1
+#: The law is evaluated at this multiple of the largest budget.
 BEYOND = 3
-ROWS, CONTEXT = 16, 64
-# With one head, any even width is possible.
+ROWS = 16
+CONTEXT = 64
+#: With one head, any even width is possible.
 HEADS = 1
 HELDOUT_ROWS = 256
 #: The budget in FLOPs, the width and the seed of a run.
@@ -35,17 +36,13 @@ PlannedRun = tuple[float, int, int]
 
 
 def run(run: Run) -> Scale | None:
-    """Return the losses of all runs, their IsoFLOP fit and its extrapolation, on rank 0."""
+    """Return a row per run, its loss in nats per byte, and the extrapolated fit, on rank 0."""
     planned = runs_of_rank(planned_runs(run.config), run.rank, run.world)
-    mine = [train_one(run, *arguments) for arguments in planned]
-    gathered = run.gather(mine)
-    rows = sorted(
-        (row for part in gathered for row in part),
-        key=lambda row: (row["compute_flops"], row["parameters"]),
-    )
+    gathered = run.gather([train_one(run, *arguments) for arguments in planned])
     if run.rank != 0:
         return None
-    return fit(rows)
+    rows = [row for rank_rows in gathered for row in rank_rows]
+    return fit(sorted(rows, key=lambda row: (row["compute_flops"], row["parameters"])))
 
 
 def planned_runs(config: RunConfig) -> list[PlannedRun]:
@@ -64,40 +61,40 @@ def runs_of_rank(planned: list[PlannedRun], rank: int, world: int) -> list[Plann
     A step takes about equally long for all of these models.
     """
 
-    def steps(run: PlannedRun) -> float:
+    def relative_steps(run: PlannedRun) -> float:
         budget, width, _ = run
-        return budget / (26 * width**2 + 261 * width)
+        parameters = 26 * width**2 + 261 * width  # without the embedding
+        return budget / parameters
 
-    longest_first = sorted(planned, key=steps, reverse=True)
-    # In every other group of runs the order of the ranks is reversed, so that no rank always gets
-    # the longest run.
+    longest_first = sorted(planned, key=relative_steps, reverse=True)
+    # Every other group of `world` runs is distributed in the reverse order of ranks, so that no
+    # rank always gets the longest run.
     return longest_first[rank :: 2 * world] + longest_first[2 * world - 1 - rank :: 2 * world]
 
 
 def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float]:
-    """Train one width for one budget; return a row with its held-out loss in nats per byte."""
+    """Train a model of one width on one budget; return a row with its held-out loss."""
     config = ModelConfig(
         d_model=width, d_ff=3 * width, num_layers=2, num_heads=HEADS, context=CONTEXT
     )
     model = seeded(run, config, seed)
     parameters = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
     steps = max(1, round(budget / (6 * parameters * ROWS * CONTEXT)))
-    rate = 6e-3 * (64 / width) ** 0.5
-    # The models are so small that launching a kernel per weight and operation would take longer.
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0, fused=True)
+    peak_rate = 6e-3 * (64 / width) ** 0.5
+    # The models are so small that one kernel per weight and operation would take longer.
+    optimizer = torch.optim.AdamW(model.parameters(), lr=peak_rate, weight_decay=0.0, fused=True)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = rate * min(1.0, (step + 1) / 10) * _cosine(step / steps)
+            group["lr"] = peak_rate * min(1.0, (step + 1) / 10) * _cosine(step / steps)
         batch = run.corpus.batch(rows=ROWS, context=CONTEXT, seed=seed, step=step)
         tokens, targets = (t.to(run.device) for t in batch)
         optimizer.zero_grad()
         with run.autocast():
-            loss_in_training = model.loss(tokens, targets)
-        loss_in_training.backward()
+            training_loss = model.loss(tokens, targets)
+        training_loss.backward()
         optimizer.step()
-    tokens, targets = (
-        t.to(run.device) for t in run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=CONTEXT)
-    )
+    batch = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=CONTEXT)
+    tokens, targets = (t.to(run.device) for t in batch)
     with torch.no_grad(), run.in_float32():
         loss = float(model.loss(tokens, targets))
     return {
@@ -112,18 +109,19 @@ def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float
 
 
 def _cosine(progress: float) -> float:
+    """Return half a cosine from 1 to 0.1 as `progress` goes from 0 to 1."""
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
 def fit(rows: list[dict[str, float]]) -> Scale:
-    """Return the IsoFLOP fit of the runs and its warnings, or only the reason if there is none."""
+    """Return the IsoFLOP fit of the runs and its warnings, or only the reason why it failed."""
     import warnings
 
     import scaling
 
     columns = ("parameters", "tokens", "compute_flops", "loss")
     table = {column.removesuffix("_flops"): [row[column] for row in rows] for column in columns}
-    at = BEYOND * max(table["compute"])
+    budget = BEYOND * max(table["compute"])
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
@@ -131,15 +129,15 @@ def fit(rows: list[dict[str, float]]) -> Scale:
             law = scaling.fit_isoflop(runs, nearest=4)
             if law.unidentified:
                 return Scale(rows, [law.unidentified])
-            optimum = law.optimal(at)
+            optimum = law.optimal(budget)
         except ValueError as error:
             return Scale(rows, [str(error)])
     assert optimum.intervals is not None
-    ends = optimum.intervals["parameters"]
-    size = {"parameters": optimum.parameters, "low": ends.low, "high": ends.high}
+    interval = optimum.intervals["parameters"]
+    extrapolated = {"compute_flops": budget, "parameters": optimum.parameters}
     return Scale(
         rows,
         [str(warning.message) for warning in caught],
-        {"scale": law.scale, "exponent": law.exponent},
-        {"compute_flops": at} | size,
+        law={"scale": law.scale, "exponent": law.exponent},
+        extrapolated=extrapolated | {"low": interval.low, "high": interval.high},
     )

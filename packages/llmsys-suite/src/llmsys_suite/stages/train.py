@@ -1,7 +1,6 @@
 """Train the model with every variant of the packages, interleaved step by step.
 
-Interleaving makes ratios reliable on a shared machine, because a slow second affects all variants
-alike. If the variants do not fit in memory together, they run one after another.
+If the variants do not fit in memory together, they run one after another.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ from llmsys_suite.variants.single import Variant
 
 
 def run(run: Run) -> Train | None:
-    """Train every variant; return step times, their ratios, losses and a comparison of weights."""
+    """Train every variant; on rank 0, return times, ratios, losses and a comparison of weights."""
     plan: Plan = run.results["plan"]
     names = variants_here(run.device)
     groups = [names] if plan.variants_fit_together else [[name] for name in names]
@@ -65,13 +64,14 @@ def run(run: Run) -> Train | None:
 
 
 def _train(run: Run, trained: dict[str, Variant]) -> None:
+    """Take all steps of some variants, one step of each variant per round."""
     total = run.config.warmup + run.config.steps
     for step in range(total):
         for name, variant in trained.items():
             takes_part = run.rank == 0 or not variant.alone
-            # Created before the barrier and read after the next one: bytes that other ranks send
-            # before this rank starts the step, or to its server after it, belong to the step too.
-            received = counter(run)
+            # Bytes of this step can arrive before this rank starts it or, at the parameter server,
+            # after this rank has ended it. The counter therefore spans both barriers.
+            received = count_received(run)
             run.barrier()
             batch = run.batch(step, split=not variant.alone)
             sample = timed_step(run, name, variant, step, batch) if takes_part else {}
@@ -85,26 +85,23 @@ def _train(run: Run, trained: dict[str, Variant]) -> None:
 def timed_step(
     run: Run, name: str, variant: Variant, step: int, batch: tuple[Tensor, Tensor]
 ) -> Sample:
-    """Take one step on this rank's rows and return its sample.
-
-    A second clock is read before and after the recorder's, as an independent reference for the
-    audit.
-    """
-    rows = row_digests(*batch)
-    warmup = step < run.config.warmup
-    waited, processor = clocks.core_wait_seconds(), time.process_time()
-    began = time.time()
-    with run.recorder.step(stage="train", variant=name, step=step, warmup=warmup) as sample:
+    """Take one step on this rank's rows; return its sample, with times of a second clock."""
+    digests = row_digests(*batch)
+    is_warmup = step < run.config.warmup
+    core_wait = clocks.core_wait_seconds()
+    processor_time = time.process_time()
+    start_time = time.time()
+    with run.recorder.step(stage="train", variant=name, step=step, warmup=is_warmup) as sample:
         sample["loss"] = variant.step(*batch)
         sample["threads"] = torch.get_num_threads()
-    sample |= {"began": began, "ended": time.time(), "row_digests": rows}
-    sample[PROCESSOR] = time.process_time() - processor
-    sample[CORE_WAIT] = clocks.core_wait_seconds() - waited
+    sample |= {"began": start_time, "ended": time.time(), "row_digests": digests}
+    sample[PROCESSOR] = time.process_time() - processor_time
+    sample[CORE_WAIT] = clocks.core_wait_seconds() - core_wait
     sample |= others.clocks(run.world)
     return sample
 
 
-def counter(run: Run) -> network.Received | None:
-    """Return a counter of the bytes that reach this rank over TCP, if the kernel counts them."""
-    sockets = network.available() and run.config.backend == "gloo"
-    return network.Received() if sockets else None
+def count_received(run: Run) -> network.Received | None:
+    """Return a new counter of received bytes, or None if the kernel or backend has no counts."""
+    has_counts = network.available() and run.config.backend == "gloo"
+    return network.Received() if has_counts else None

@@ -1,4 +1,4 @@
-"""One case of the step benchmark: a model, its options, and its predicted cost."""
+"""One case of the benchmark of a training step: a model, its options and its predicted cost."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import accounting
 
-from llmsys_suite.config import LEAST_CONTEXT, UsageError, size_of
+from llmsys_suite.config import LEAST_CONTEXT, UsageError, require_known, size_of
 from llmsys_suite.model import ModelConfig
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
@@ -21,8 +21,9 @@ class Case:
     """One benchmark case: AdamW steps on one device, on `rows` sequences of `context` tokens.
 
     Attention runs without a fused kernel. `dtype` is the arithmetic of products: fp32, tf32 (CUDA
-    only), or the autocast dtype; the weights are float32.
-    `layers` overrides the number of layers of `size`. Raises UsageError for invalid values.
+    only), or the autocast dtype; the weights are float32. `layers` overrides the number of layers
+    of `size`, and `checkpoint` recomputes blocks in the backward pass. Raises UsageError for
+    invalid values.
     """
 
     size: str = "tiny"
@@ -36,18 +37,15 @@ class Case:
 
     def __post_init__(self) -> None:
         size_of(self.size)
-        for name, known in (("dtype", DTYPES), ("device", ("cpu", "cuda"))):
-            if getattr(self, name) not in known:
-                raise UsageError(
-                    f"{name} {getattr(self, name)!r} is unknown; choose from {', '.join(known)}"
-                )
+        require_known("dtype", self.dtype, DTYPES)
+        require_known("device", self.device, ("cpu", "cuda"))
         if self.dtype == "tf32" and self.device != "cuda":
             raise UsageError("dtype tf32 needs device cuda, got cpu; use fp32")
-        least = {"context": LEAST_CONTEXT, "rows": 1, "layers": 1}
-        for name, low in least.items():
+        minimums = {"context": LEAST_CONTEXT, "rows": 1, "layers": 1}
+        for name, minimum in minimums.items():
             value = getattr(self, name)
-            if value is not None and (type(value) is not int or value < low):
-                raise UsageError(f"expected an integer `{name}` >= {low}, got {value!r}")
+            if value is not None and (type(value) is not int or value < minimum):
+                raise UsageError(f"expected {name} to be an integer >= {minimum}, got {value!r}")
 
     @property
     def model(self) -> ModelConfig:
@@ -63,7 +61,7 @@ class Case:
         return self.rows * self.context
 
     def peak_bytes(self) -> int:
-        """Return the peak memory of a step that accounting predicts."""
+        """Return the peak memory of a step in bytes, which `accounting` predicts for float32."""
         on_gpu = self.device == "cuda"
         return int(
             accounting.peak_memory(
@@ -78,11 +76,11 @@ class Case:
         )
 
     def useful_flops(self) -> int:
-        """Return the FLOPs per step that MFU counts: causal attention, no recomputation."""
+        """Return the FLOPs per step for MFU: without masked scores and recomputation."""
         return int(accounting.flops(self._shape(), batch=self.rows, seq=self.context).total)
 
     def executed_flops(self) -> int:
-        """Return the FLOPs per step that HFU counts, with masked scores and recomputation."""
+        """Return the FLOPs per step for HFU: with masked scores and recomputation."""
         model = self.model
         total = accounting.flops(
             self._shape(),
@@ -91,10 +89,12 @@ class Case:
             attention="full",
             recompute="full" if self.checkpoint else "none",
         ).total
-        # When checkpointing recomputes a block, torch stops before the last matmul, because
-        # backward does not need its output.
-        unread = 2 * self.tokens * model.d_ff * model.d_model * model.num_layers
-        return int(total) - (unread if self.checkpoint else 0)
+        if not self.checkpoint:
+            return int(total)
+        # When torch recomputes a block, it stops before the last product, because the backward pass
+        # does not need its output.
+        skipped = 2 * self.tokens * model.d_ff * model.d_model * model.num_layers
+        return int(total) - skipped
 
     def labels(self) -> dict[str, Any]:
         """Return the columns that identify the case in a table."""

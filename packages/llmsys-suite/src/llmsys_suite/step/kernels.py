@@ -15,28 +15,28 @@ SHOWN = 10
 
 
 def by_phase(step: Step) -> list[dict[str, Any]]:
-    """Return a row per phase of a warmed-up step: its operators and their fractions of the time.
+    """Profile one more step; return a row per phase with its operators and their fractions.
 
-    `timer_ms` includes the overhead of the profiler.
+    `timer_ms` is the wall time of the phase, including the overhead of the profiler.
     """
     activities = [ProfilerActivity.CPU]
     if step.device.type == "cuda":
         activities.append(ProfilerActivity.CUDA)
     rows = []
-    for phase, part in step.parts.items():
+    for name, phase in step.phases.items():
         with profile(activities=activities, acc_events=True) as profiler:
             start_time = now(step.device)
-            part()
+            phase()
             seconds = now(step.device) - start_time
         summary = summarize(profiler.key_averages(), step.device.type)
-        rows.append({"phase": phase, "timer_ms": seconds * 1e3} | summary)
+        rows.append({"phase": name, "timer_ms": seconds * 1e3} | summary)
     return rows
 
 
 def summarize(events: Any, device_type: str) -> dict[str, Any]:
-    """Return the operators with the largest self time, and the fraction of time per kind.
+    """Return the `SHOWN` operators with the largest self time, and the fraction of time per kind.
 
-    Attention is recognized by its batched matmuls, which no other part of the model uses.
+    Attention is recognized by its batched products, which no other part of the model uses.
     """
     # On a GPU the kernels are events too. They are excluded, because their time is also the device
     # time of the operators that launched them.

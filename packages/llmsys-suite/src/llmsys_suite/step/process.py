@@ -1,4 +1,4 @@
-"""Run one case in a new process, so that its first step includes all start-up costs.
+"""A command that measures one case; its first step includes start-up costs.
 
     python -m llmsys_suite.step.process '{"size": "small", "rows": 1}'
 
@@ -23,7 +23,7 @@ from llmsys_suite.step.training import AUTOCAST, Step
 
 
 def measure(case: Case, *, profile: bool = False) -> dict[str, Any]:
-    """Return the seconds of each part of each step, and other facts about the process."""
+    """Return the seconds of each phase of each step, and other measurements of the process."""
     step = Step(case)
     seconds = [step.timed() for _ in range(max(WARMUPS) + STEPS)]
     on_gpu = step.device.type == "cuda"

@@ -1,4 +1,4 @@
-"""`llmsys step`: the requested cases, and their rows as a table."""
+"""The command `llmsys step`: the requested cases, and their rows as a table."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ def benchmark(
 ) -> Iterator[str]:
     """Yield lines of a Markdown table as cases are measured; write the rows to `out`/rows.json.
 
-    Without `out` nothing is written. Raises UsageError for invalid options.
+    Without `out` nothing is written. `limit` is in seconds. Raises UsageError for invalid options.
     """
     if not 0 < limit < math.inf:
-        raise UsageError(f"--time-limit {limit} is not a number of seconds")
+        raise UsageError(f"expected --time-limit to be a number of seconds > 0, got {limit:g}")
     if profile and out is None:
-        raise UsageError("--profile writes operators; name a folder with --out")
+        raise UsageError("--profile needs --out, the folder to which operators are written")
     if device == "cuda" and not count_gpus():
-        raise UsageError("device cuda needs a CUDA device and this machine shows none; use cpu")
+        raise UsageError("--device cuda: torch finds no CUDA device on this machine; use cpu")
     cases = [
         Case(
             size=size,
@@ -54,15 +54,15 @@ def benchmark(
             device=device,
         )
         for size, context, dtype, is_compiled, is_checkpointed in product(
-            SIZES if sizes == "all" else _names(sizes),
-            _numbers(contexts),
-            _names(dtypes),
+            SIZES if sizes == "all" else _split(sizes),
+            _parse_contexts(contexts),
+            _split(dtypes),
             (False, True) if compiled else (False,),
             (False, True) if checkpointed else (False,),
         )
     ]
     if not cases:
-        raise UsageError("no case is requested; name sizes, contexts and dtypes as A,B")
+        raise UsageError("expected at least one size, context and dtype, such as --sizes tiny")
     if out is not None:
         create_folder(out, ROWS, json.dumps(_table(cases, [])))
     yield from _measured_lines(cases, limit, profile, out)
@@ -74,52 +74,54 @@ def benchmark(
 def _measured_lines(
     cases: Sequence[Case], limit: float, profile: bool, out: Path | None
 ) -> Iterator[str]:
-    yield _line(["case", "warm-up", *(f"{p}, ms" for p in PHASES), "tokens/s", "MFU", "note"])
+    """Measure all cases; yield the lines of their table and the name of the written file."""
+    yield _join(["case", "warm-up", *(f"{p}, ms" for p in PHASES), "tokens/s", "MFU", "note"])
     yield "|---" * 8 + "|"
     measured = []
     for row in sweep.measure(cases, limit=limit, profile=profile):
         measured.append(row)
         if out is not None:  # after every row, in case of an interruption
             RunFolder(out).write_json(ROWS, _table(cases, measured))
-        yield _line(_cells(row))
+        yield _join(_cells(row))
     if out is not None:
-        yield f"\n{out}: {ROWS}"
+        yield f"\nwritten to {out / ROWS}"
 
 
 def _table(cases: Sequence[Case], rows: list[Row]) -> dict[str, Any]:
+    """Return the content of rows.json."""
     return {"cases": [asdict(case) for case in cases], "rows": rows}
 
 
 def _cells(row: Row) -> list[str]:
-    def time(phase: str) -> str:
-        if f"{phase}_mean_ms" not in row:
-            return ""
-        spread = f" ± {cell(row[f'{phase}_std_ms'])}" if f"{phase}_std_ms" in row else ""
-        return f"{cell(row[f'{phase}_mean_ms'])}{spread}"
-
-    rate = f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else ""
-    used = f"{row['mfu']:.{1 if row['mfu'] < 0.1 else 0}%}" if "mfu" in row else ""
-    warmup = str(row.get("warmup", ""))
-    return [_name(row), warmup, *map(time, PHASES), rate, used, row["note"]]
-
-
-def _name(row: Row) -> str:
+    """Return the cells of a table's row; cells without a measurement are empty."""
     enabled = [key for key in ("compile", "checkpoint") if row[key]]
-    return ", ".join([row["size"], f"{row['rows']} x {row['context']}", row["dtype"], *enabled])
+    name = ", ".join([row["size"], f"{row['rows']} x {row['context']}", row["dtype"], *enabled])
+    times = []
+    for phase in PHASES:
+        has_times = f"{phase}_mean_ms" in row
+        times.append(
+            f"{cell(row[f'{phase}_mean_ms'])} ± {cell(row[f'{phase}_std_ms'])}" if has_times else ""
+        )
+    rate = f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else ""
+    # An MFU below 10 % has one more digit.
+    mfu = f"{row['mfu']:.{1 if row['mfu'] < 0.1 else 0}%}" if "mfu" in row else ""
+    return [name, str(row.get("warmup", "")), *times, rate, mfu, row["note"]]
 
 
-def _line(cells: Sequence[str]) -> str:
+def _join(cells: Sequence[str]) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def _names(text: str) -> list[str]:
+def _split(text: str) -> list[str]:
+    """Return the different names in a text such as "tiny,small"."""
     return list(dict.fromkeys(name for name in text.split(",") if name))
 
 
-def _numbers(text: str) -> list[int]:
+def _parse_contexts(text: str) -> list[int]:
+    """Return the different numbers in a text such as "128,512"; raise UsageError for others."""
     try:
-        return list(dict.fromkeys(int(number) for number in _names(text)))
+        return list(dict.fromkeys(int(number) for number in _split(text)))
     except ValueError:
         raise UsageError(
-            f"expected whole numbers as contexts, got {text!r}; pass them as 128,512"
+            f"expected --contexts to be integers such as 128,512, got {text}"
         ) from None

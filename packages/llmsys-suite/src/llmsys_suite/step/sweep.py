@@ -1,4 +1,4 @@
-"""Timing of the cases of a benchmark; a case that is not timed gets a row with the reason."""
+"""Timing of the cases of a benchmark. A case that cannot be timed has a row with the reason."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from llmsys_suite.environment import GIB, available_memory_bytes, signal_name
 from llmsys_suite.step.case import PHASES, STEPS, WARMUPS, Case
 
 Row = dict[str, Any]
-#: Fraction of free memory that a case may use. The remainder is for the process itself and for
-#: workspaces of kernels.
+#: Fraction of free memory that a case may use. The process itself and the workspaces of kernels use
+#: the remainder.
 FILLED = 0.8
 
 
@@ -24,10 +24,10 @@ class LeftOut(Exception):
 
 
 def measure(cases: Sequence[Case], *, limit: float = 60.0, profile: bool = False) -> Iterator[Row]:
-    """Yield the rows of each case: one per number of warm-up steps, or one with a refusal.
+    """Yield the rows of each case: one row per number of warm-up steps in `WARMUPS`.
 
-    The `note` of a row is the reason why its case was not timed. `limit` is in seconds per case.
-    With `profile`, rows have `operators`.
+    A case that cannot be timed has one row, whose `note` is the reason. `limit` is in seconds per
+    case. With `profile`, `operators` has the operators of a step.
     """
     for case in cases:
         try:
@@ -41,52 +41,54 @@ def measure(cases: Sequence[Case], *, limit: float = 60.0, profile: bool = False
 
 
 def require_fit(case: Case) -> None:
-    """Raise LeftOut if a case needs more memory than is free."""
+    """Raise LeftOut if a case needs more than the fraction `FILLED` of the free memory."""
     needed, free = case.peak_bytes(), available_memory_bytes(case.device)
     if needed > FILLED * free:
-        raise LeftOut(f"needs {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free")
+        raise LeftOut(f"needs {needed / GIB:.1f} GiB; a case may use {FILLED * free / GIB:.1f} GiB")
 
 
 def in_a_process(case: Case, limit: float, *, profile: bool = False) -> dict[str, Any]:
-    """Return the output of `step.process`; raise `LeftOut` if it fails or exceeds its time."""
+    """Return the output of `step.process`; raise LeftOut if it fails or exceeds `limit` seconds."""
     options = json.dumps(asdict(case) | {"profile": profile})
     command = [sys.executable, "-m", "llmsys_suite.step.process", options]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=limit, check=False)
     except subprocess.TimeoutExpired:
-        raise LeftOut(f"did not end within {limit:g} s") from None
+        raise LeftOut(f"did not end within {limit:g} s; raise --time-limit") from None
+    if done.returncode < 0:
+        # The kernel sends SIGKILL if memory runs out.
+        raise LeftOut(f"ended by {signal_name(-done.returncode)}")
     if done.returncode:
-        if done.returncode < 0:  # usually out of memory
-            raise LeftOut(f"ended by {signal_name(-done.returncode)}")
-        raise LeftOut((done.stderr.strip().splitlines() or ["it ended without a message"])[-1])
+        lines = done.stderr.strip().splitlines()
+        raise LeftOut(lines[-1] if lines else "ended without a message")
     measured: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return measured
 
 
 def row(case: Case, measured: dict[str, Any], warmup: int) -> Row:
     """Return statistics of `STEPS` steps after `warmup` steps: times, rates and utilization."""
-    counted = measured["seconds"][warmup : warmup + STEPS]
+    steps = measured["seconds"][warmup : warmup + STEPS]
     result = case.labels() | {"warmup": warmup}
-    for part, phase in enumerate(PHASES):
-        values = [1e3 * seconds[part] for seconds in counted]
-        result[f"{phase}_mean_ms"] = statistics.mean(values)
-        result[f"{phase}_std_ms"] = statistics.stdev(values)
-    whole = sorted(1e3 * sum(seconds) for seconds in counted)
-    middle = statistics.median(whole)
-    peak = middle / 1e3 * measured["product_rate"]
+    for i, phase in enumerate(PHASES):
+        phase_ms = [1e3 * seconds[i] for seconds in steps]
+        result[f"{phase}_mean_ms"] = statistics.mean(phase_ms)
+        result[f"{phase}_std_ms"] = statistics.stdev(phase_ms)
+    step_ms = sorted(1e3 * sum(seconds) for seconds in steps)
+    median_ms = statistics.median(step_ms)
+    peak_flops = median_ms / 1e3 * measured["product_rate"]
     return result | {
-        "step_p10_ms": whole[len(whole) // 10],
-        "step_p50_ms": middle,
-        "step_p90_ms": whole[-1 - len(whole) // 10],
-        "tokens_per_s": case.tokens / (middle / 1e3),
-        "mfu": case.useful_flops() / peak,
-        "hfu": case.executed_flops() / peak,
+        "step_p10_ms": step_ms[len(step_ms) // 10],
+        "step_p50_ms": median_ms,
+        "step_p90_ms": step_ms[-1 - len(step_ms) // 10],
+        "tokens_per_s": case.tokens / (median_ms / 1e3),
+        "mfu": case.useful_flops() / peak_flops,
+        "hfu": case.executed_flops() / peak_flops,
         "first_step_ms": 1e3 * sum(measured["seconds"][0]),
         "product_rate": measured["product_rate"],
         "peak_gib": measured["peak_bytes"] / GIB,
         "loss": measured["loss"],
         "threads": measured["threads"],
-        "seconds": counted,
+        "seconds": steps,
         "operators": measured["operators"],
         "note": "",
     }

@@ -1,4 +1,4 @@
-"""The three parts of a training step, which can be called and timed one by one."""
+"""A training step in three phases, which can be called and timed one by one."""
 
 from __future__ import annotations
 
@@ -10,19 +10,15 @@ from llmsys_suite.model import Decoder, plain_attention
 from llmsys_suite.step.case import PHASES, Case
 
 #: Dtype of matrix products by the dtype of a case.
-AUTOCAST = {
-    "fp32": torch.float32,
-    "tf32": torch.float32,
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
-}
-#: Initial scale of the loss in float16. torch's default of 65536 overflows in the first steps of an
-#: untrained model, so that the scaler would skip the first timed steps.
+AUTOCAST = dict.fromkeys(("fp32", "tf32"), torch.float32)
+AUTOCAST |= {"bf16": torch.bfloat16, "fp16": torch.float16}
+#: Initial scale of the loss in float16. With torch's default of 65536, gradients of an untrained
+#: model overflow, and the scaler would skip the first timed steps.
 LOSS_SCALE = 1024.0
 
 
 class Step:
-    """A decoder with random tokens, its optimizer, and a loss scaler, which fp16 enables."""
+    """A decoder, its optimizer, random tokens, and a loss scaler, which is enabled for fp16."""
 
     def __init__(self, case: Case) -> None:
         torch.manual_seed(0)
@@ -38,7 +34,7 @@ class Step:
         )
         dtype = AUTOCAST[case.dtype]
         self.autocast = torch.autocast(case.device, dtype=dtype, enabled=dtype != torch.float32)
-        self.parts = dict(zip(PHASES, (self.forward, self.backward, self.optimize), strict=True))
+        self.phases = dict(zip(PHASES, (self.forward, self.backward, self.optimize), strict=True))
 
     def forward(self) -> None:
         """Compute the loss, which `backward` reads."""
@@ -60,15 +56,15 @@ class Step:
         self.scaler.step(self.optimizer)
         self.scaler.update()
         if self.scaler.get_scale() < scale:
-            raise RuntimeError(f"a gradient overflowed float16 at a loss scale of {scale:g}")
+            raise RuntimeError(f"gradients overflowed at a loss scale of {scale:g}; use bf16")
         self.optimizer.zero_grad()
 
     def timed(self) -> list[float]:
-        """Take one step and return the seconds of each part, after synchronizing the device."""
+        """Take one step and return the seconds of each phase, after synchronizing the device."""
         seconds = []
-        for name, part in self.parts.items():
+        for name, phase in self.phases.items():
             with named_range(name, self.device):
                 start_time = now(self.device)
-                part()
+                phase()
                 seconds.append(now(self.device) - start_time)
         return seconds

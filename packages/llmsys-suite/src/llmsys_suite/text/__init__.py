@@ -1,1 +1,1 @@
-"""The text of a run: reading it, encoding it as tokens, and generating more with a model."""
+"""The text of a run: reading, encoding as tokens, and generation with a trained model."""

@@ -1,4 +1,4 @@
-"""Text as byte tokens, and batches of these tokens.
+"""Text as byte tokens, and batches of tokens.
 
 The text is the standard library of this interpreter, a file or a folder. A batch depends only on
 (seed, step), and each rank reads its rows of the batch. Every variant therefore reads the same
@@ -6,7 +6,7 @@ tokens in the same order, at any world size.
 
 A file is mapped into memory, so that a process reads only the windows that it needs. The files of a
 folder are joined in memory. Reading does not import torch, so that a run with too little text is
-refused at once.
+refused within a second.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ if TYPE_CHECKING:
 
 
 #: Files that are mapped into memory.
-Maps = tuple[mmap.mmap, ...]
+MappedFiles = tuple[mmap.mmap, ...]
 #: Maximum total size in bytes of the files of a folder, which are joined in memory.
 LARGEST_FOLDER = 256 * 2**20
-#: Below this number of windows, `torch.randint` draws each start from 32 random bits. Above it, the
-#: bits depend on the version of torch.
+#: Number of windows below which `torch.randint` draws every start from 32 random bits. For more
+#: windows, the number of bits depends on the version of torch.
 FEW_WINDOWS = 2**28
-#: Minimum number of held-out bytes, so that the 256 rows of 64 bytes that `scale` reads all differ.
+#: Minimum number of held-out bytes, so that the 256 rows of `scale` have different starts.
 LEAST_HELDOUT = 512
 #: Number of bytes or tokens read at once to compute a digest.
 DIGEST_CHUNK = 2**24
@@ -43,7 +43,7 @@ DIGEST_CHUNK = 2**24
 
 @dataclass(frozen=True)
 class Text:
-    """The training bytes and the held-out bytes. The last tenth of the text is held out.
+    """The training bytes, and the held-out bytes, which are the last tenth of the text.
 
     Both are views, either of bytes in memory or of a file that is mapped into memory.
     """
@@ -51,7 +51,7 @@ class Text:
     train: memoryview
     heldout: memoryview
     source: str
-    mapped: Maps = ()
+    mapped: MappedFiles = ()
 
     def digest(self) -> str:
         """Return the hexadecimal SHA-256 digest of both parts, with a zero byte after each."""
@@ -63,25 +63,24 @@ class Text:
         return digest.hexdigest()
 
     def corpus(self) -> Corpus:
-        """Return the bytes of both parts as tokens."""
+        """Return the training bytes and the held-out bytes as tokens (uint8)."""
         import torch
 
-        parts = (
-            # Joined bytes are copied once, because a tensor may be written to and `bytes` may not.
-            np.frombuffer(part if self.mapped else bytearray(part), np.uint8)
-            for part in (self.train, self.heldout)
-        )
-        train, heldout = (torch.from_numpy(part) for part in parts)
+        parts: list[memoryview | bytearray] = [self.train, self.heldout]
+        if not self.mapped:
+            # torch expects the memory of a tensor to be writable, and `bytes` are not.
+            parts = [bytearray(part) for part in parts]
+        train, heldout = (torch.from_numpy(np.frombuffer(part, np.uint8)) for part in parts)
         return Corpus(train, heldout, self.mapped)
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The training tokens and the held-out tokens, which may be views of mapped files."""
+    """The training tokens and the held-out tokens, which are views of `mapped` files if any."""
 
     train: Tensor
     heldout: Tensor
-    mapped: Maps = ()
+    mapped: MappedFiles = ()
 
     def digest(self) -> str:
         """Return twelve hexadecimal digits of the SHA-256 of the training tokens."""
@@ -91,14 +90,7 @@ class Corpus:
         return digest.hexdigest()[:12]
 
     def batch(
-        self,
-        *,
-        rows: int,
-        context: int,
-        seed: int,
-        step: int,
-        rank: int = 0,
-        world: int = 1,
+        self, *, rows: int, context: int, seed: int, step: int, rank: int = 0, world: int = 1
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and targets of a rank's rows, each of shape (rows / world, context).
 
@@ -106,26 +98,27 @@ class Corpus:
         the mean of the ranks' losses would not be the loss over all rows.
         """
         if rows % world:
-            raise ValueError(f"{rows} rows do not split evenly over {world} ranks")
+            raise ValueError(f"expected rows to be a multiple of {world} ranks, got {rows}")
         starts = _starts(len(self.train), rows, context, seed, step)
-        mine = starts[rank * rows // world : (rank + 1) * rows // world]
-        return self._windows(self.train, mine, context)
+        rank_starts = starts[rank * rows // world : (rank + 1) * rows // world]
+        return self._windows(self.train, rank_starts, context)
 
     def heldout_batch(self, *, rows: int, context: int) -> tuple[Tensor, Tensor]:
         """Return tokens and targets, each (rows, context), spread evenly over the held-out text.
 
-        Every call returns the same rows. Raises ValueError if the text has fewer different rows,
+        Every call returns the same rows. Raises ValueError if the text has fewer starts of rows,
         because a loss over repeated rows would be reported as a loss over `rows` rows.
         """
         stride = (len(self.heldout) - context - 1) // rows
         if stride < 1:
             raise ValueError(
-                f"{len(self.heldout)} held-out tokens do not contain {rows} different rows of "
-                f"{context}; give more text with --data"
+                f"expected held-out text for {rows} different rows of {context} tokens, got "
+                f"{len(self.heldout)} tokens; pass more text with --data"
             )
         return self._windows(self.heldout, [i * stride for i in range(rows)], context)
 
     def _windows(self, text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
+        """Return the tokens of the rows at `starts`, and the targets, which follow by one token."""
         import torch
 
         windows = torch.stack([text[start : start + context + 1] for start in starts]).long()
@@ -135,11 +128,11 @@ class Corpus:
 
 
 def read_text(path: Path | None = None) -> Text:
-    """Return the bytes of a file, of all files below a folder, or, for None, of Python's modules.
+    """Return the bytes of a file, or of all files below a folder, joined by newlines.
 
-    The modules are the files `*.py` at the top level of the standard library, without packages.
-    Raises UsageError if there is no text, if a file cannot be read, or if the files of a folder
-    exceed `LARGEST_FOLDER`.
+    Without a path, the files are the modules `*.py` at the top level of the standard library.
+    Raises UsageError if the text has fewer than two bytes, if a file cannot be read, or if the
+    files of a folder exceed `LARGEST_FOLDER`.
     """
     if path is not None and path.is_file():
         return _read_file(path)
@@ -148,16 +141,16 @@ def read_text(path: Path | None = None) -> Text:
             files = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
         elif path.is_dir():
             tree = os.walk(path, onerror=_raise)
-            files = sorted(Path(top, name) for top, _, names in tree for name in names)
+            files = sorted(Path(parent, name) for parent, _, names in tree for name in names)
             files = [file for file in files if file.is_file()]
         else:
-            raise UsageError(f"no data at {path}; give a file or a folder, or leave --data out")
+            raise UsageError(f"expected --data to be a file or a folder, got {path}")
         size = sum(file.stat().st_size for file in files)
         if size > LARGEST_FOLDER:
             raise UsageError(
-                f"{path} has {size / 2**20:.0f} MiB in {len(files)} files, and at most "
-                f"{LARGEST_FOLDER / 2**20:.0f} MiB are joined in memory; join the files into one, "
-                "which is read from disk, and pass that file with --data"
+                f"expected a folder of at most {LARGEST_FOLDER / 2**20:.0f} MiB, whose files are "
+                f"joined in memory, got {size / 2**20:.0f} MiB in {path}; pass one file with "
+                "--data, which is read from disk"
             )
         content = b"\n".join(file.read_bytes() for file in files)
     except OSError as error:
@@ -166,7 +159,7 @@ def read_text(path: Path | None = None) -> Text:
 
 
 def _raise(error: OSError) -> NoReturn:
-    """Raise the error of a folder that `os.walk` cannot read and would otherwise leave out."""
+    """Raise the error of a folder that `os.walk` would otherwise leave out."""
     raise error
 
 
@@ -176,40 +169,40 @@ def _read_file(path: Path) -> Text:
             if not path.stat().st_size:
                 # An empty file, or a kernel file such as one in /proc, cannot be mapped.
                 return _split(file.read(), path)
-            # torch expects the memory of a tensor to be writable, as a private copy is.
+            # The mapping is private and writable, because torch expects writable memory.
             mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     return _split(memoryview(mapped), path, (mapped,))
 
 
-def _split(content: bytes | memoryview, source: Path, mapped: Maps = ()) -> Text:
+def _split(content: bytes | memoryview, source: Path, mapped: MappedFiles = ()) -> Text:
     if len(content) < 2:
-        raise UsageError(f"no text in {source}; pass a file or a folder with text")
+        raise UsageError(f"expected text in {source}, got {len(content)} bytes; pass more text")
     content = memoryview(content)
     cut = len(content) * 9 // 10
-    # The name of `.` is empty, and that of the absolute path is not.
+    # A relative path such as `.` can have an empty name; an absolute path does not.
     return Text(content[:cut], content[cut:], source.absolute().name, mapped)
 
 
 def require_text(text: Text, *, context: int) -> None:
     """Raise UsageError if the held-out tenth has fewer than eight rows or `LEAST_HELDOUT` bytes."""
     needed = 10 * max(8 * (context + 1), LEAST_HELDOUT)
-    if len(text.train) + len(text.heldout) < needed:
+    received = len(text.train) + len(text.heldout)
+    if received < needed:
         raise UsageError(
-            f"{text.source} holds {len(text.train)} training bytes and {len(text.heldout)} held "
-            f"out; rows of {context} need {needed} bytes in all, of which a tenth is held out: "
-            "give more text with --data"
+            f"expected at least {needed} bytes of text for a context of {context}, because a tenth "
+            f"is held out, got {received} in {text.source}; pass more text with --data"
         )
 
 
 def load_corpus(path: Path | None = None) -> Corpus:
-    """Return the text at `path`, or the standard library, as byte tokens; see `read_text`."""
+    """Return the text that `read_text` reads, as byte tokens."""
     return read_text(path).corpus()
 
 
-def chunks(part: memoryview, length: int, mapped: Maps = ()) -> Iterator[memoryview]:
-    """Yield a text in chunks of at most `length` items, and release the pages of each chunk."""
+def chunks(part: memoryview, length: int, mapped: MappedFiles = ()) -> Iterator[memoryview]:
+    """Yield chunks of at most `length` items; release the pages of a chunk after its use."""
     for start in range(0, len(part), length):
         yield part[start : start + length]
         _release(mapped)
@@ -229,8 +222,8 @@ def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
     return digests
 
 
-def _release(mapped: Maps) -> None:
-    """Release the pages of mapped files; the kernel reads them again when they are needed.
+def _release(mapped: MappedFiles) -> None:
+    """Release the pages of mapped files; the kernel reads a page again when it is needed.
 
     Otherwise the pages count as memory of the process, up to two MiB per window that was read.
     """
@@ -239,6 +232,7 @@ def _release(mapped: Maps) -> None:
 
 
 def _starts(length: int, rows: int, context: int, seed: int, step: int) -> list[int]:
+    """Return the starts of `rows` windows in `length` tokens, drawn from (seed, step)."""
     import torch
 
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)

@@ -15,11 +15,11 @@ MODEL = "model.safetensors"
 
 
 def model_of(folder: RunFolder) -> Decoder:
-    """Return the decoder that the stage `learn` trained; raise `UsageError` if it has no file."""
+    """Return the decoder that the stage `learn` trained; raise UsageError without its file."""
     from safetensors.torch import load_file
 
     if not (folder.path / MODEL).exists():
-        raise UsageError(f"{folder.path} has no trained model; run the stage learn")
+        raise UsageError(f"expected {folder.path} to have {MODEL}; run the stage learn")
     config = folder.config
     model = Decoder(
         ModelConfig.named(config.size, vocabulary=config.vocabulary, context=config.context)
@@ -47,10 +47,10 @@ def generate_text(
     if not 0 < temperature < math.inf:
         raise UsageError(
             f"expected a temperature above 0 and below infinity, got {temperature:g}; 1 draws from "
-            "the predicted distribution, and 100 from almost equal chances"
+            "the predicted distribution, and 100 draws almost uniformly"
         )
     if not -(2**63) <= seed < 2**64:
-        raise UsageError(f"expected a seed of 64 bits, got {seed}")
+        raise UsageError(f"expected a seed from -2**63 to 2**64 - 1, got {seed}")
     codec = codec or ByteCodec()
     tokens = codec.encode(prompt)
     if not tokens:
@@ -62,13 +62,14 @@ def generate_text(
 def generate(
     model: Decoder, prompt: list[int], max_bytes: int, temperature: float = 0.7, seed: int = 0
 ) -> list[int]:
-    """Return `max_bytes` tokens after `prompt`, each drawn from the predicted distribution."""
+    """Return `max_bytes` tokens after `prompt`, each drawn from softmax(logits / temperature)."""
     device = next(model.parameters()).device
-    generator, written = torch.Generator().manual_seed(seed), list(prompt)
+    generator = torch.Generator().manual_seed(seed)
+    tokens = list(prompt)
     for _ in range(max_bytes):
-        seen = torch.tensor([written[-model.config.context :]], device=device)
-        logits = model(seen)[0, -1].double().cpu()
+        window = torch.tensor([tokens[-model.config.context :]], device=device)
+        logits = model(window)[0, -1].double().cpu()
         # The largest logit becomes 0, so that division by a small temperature cannot yield NaN.
-        chances = ((logits - logits.amax()) / temperature).softmax(-1)
-        written.append(int(torch.multinomial(chances, 1, generator=generator)))
-    return written[len(prompt) :]
+        probabilities = ((logits - logits.amax()) / temperature).softmax(-1)
+        tokens.append(int(torch.multinomial(probabilities, 1, generator=generator)))
+    return tokens[len(prompt) :]

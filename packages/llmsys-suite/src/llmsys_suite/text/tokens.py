@@ -1,8 +1,8 @@
 """Codecs of text: bytes, or tokens that the package `tokenizers` encodes.
 
-For a tokenizer, rank 0 encodes the text once, line by line, and writes the tokens and the tokenizer
-into the run folder. Every rank maps the files of tokens. A byte-pair vocabulary is trained on the
-start of the training text.
+With a tokenizer, rank 0 encodes the text once, line by line, and writes the tokens and the
+tokenizer into the run folder. Every rank maps the files of tokens into memory. A byte-pair
+vocabulary is trained on the start of the training text.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmsys_suite.config import BYTES, RunConfig, UsageError
-from llmsys_suite.text.data import Corpus, Maps, Text, chunks, read_text
+from llmsys_suite.text.data import Corpus, MappedFiles, Text, chunks, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,31 +37,27 @@ INT32 = np.dtype("<i4")
 
 
 class ByteCodec:
-    """Codec whose tokens are bytes.
-
-    Invalid UTF-8 decodes to "·", and so do unprintable characters except for tabs and newlines.
-    """
+    """A codec whose tokens are bytes."""
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text."""
+        """Return the bytes of a text in UTF-8."""
         return list(text.encode(errors="surrogateescape"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of some tokens."""
+        """Return the text, with "·" for invalid UTF-8 and characters that cannot be printed."""
         text = bytes(tokens).decode(errors="replace").replace("\ufffd", "·")
         return "".join(c if c.isprintable() or c in "\t\n" else "·" for c in text)
 
 
 class TokenizerCodec:
-    """Codec of a tokenizer file of the package `tokenizers`."""
+    """The codec of a file of the package `tokenizers`; raises `UsageError` for other files."""
 
     def __init__(self, path: Path) -> None:
         try:
             self._tokenizer: Any = _library().Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain exceptions
             raise UsageError(f"{path} is not a file of the package tokenizers: {error}") from None
-        # Files of other models may truncate long inputs and pad short ones, which would change the
-        # text.
+        # A file may configure truncation and padding, which would change the text.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
 
@@ -81,7 +77,7 @@ class TokenizerCodec:
         return [token for line in encoded for token in line.ids]
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of some tokens."""
+        """Return the text of some tokens, including special tokens."""
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
@@ -91,21 +87,18 @@ def codec_of(config: RunConfig, folder: Path) -> ByteCodec | TokenizerCodec:
 
 
 def require_tokenizer(config: RunConfig) -> None:
-    """Raise UsageError, before anything starts, if the run's text cannot be encoded.
-
-    The package `tokenizers` may be missing, the vocabulary too small, or a line too long.
-    """
+    """Raise UsageError if the tokenizer, its vocabulary or a line of the text is not usable."""
     if config.tokenizer == BYTES:
         return
     if importlib.util.find_spec("tokenizers") is None:
-        raise UsageError(f"--tokenizer {config.tokenizer} needs `pip install tokenizers`")
-    if config.tokenizer != "bpe" and (size := TokenizerCodec(Path(config.tokenizer)).size) > (
-        config.vocabulary
-    ):
-        raise UsageError(
-            f"{config.tokenizer} has tokens up to {size - 1}, which need more than --vocabulary "
-            f"{config.vocabulary}; pass --vocabulary {size}"
-        )
+        raise UsageError("--tokenizer needs a package; run `pip install tokenizers`")
+    if config.tokenizer != "bpe":
+        size = TokenizerCodec(Path(config.tokenizer)).size
+        if size > config.vocabulary:
+            raise UsageError(
+                f"expected --vocabulary >= {size} for the tokens in {config.tokenizer}, got "
+                f"{config.vocabulary}; pass --vocabulary {size}"
+            )
     text = read_text(config.data)
     for part in (text.train, text.heldout):
         for _ in batches_of_lines(part, text.mapped):
@@ -115,34 +108,35 @@ def require_tokenizer(config: RunConfig) -> None:
 def write_tokens(config: RunConfig, folder: Path) -> None:
     """Write the tokenizer, the training tokens and the held-out tokens into the run folder.
 
-    Raises ValueError if a part of the text has too few tokens.
+    Raises ValueError if a part of the text has fewer tokens than eight rows.
     """
     text = read_text(config.data)
     if config.tokenizer == "bpe":
         _train(text, config.vocabulary).save(str(folder / TOKENIZER))
     else:
-        # The text is encoded without special tokens, truncation or padding. The file omits them
-        # too, because an exported model has never seen, for example, a start token.
+        # The text is encoded without special tokens, truncation and padding. The stored file has
+        # none of them either, because the model is not trained on, for example, a start token.
         content = json.loads(Path(config.tokenizer).read_text(encoding="utf-8"))
         content |= dict.fromkeys(("post_processor", "truncation", "padding"))
         (folder / TOKENIZER).write_text(json.dumps(content), encoding="utf-8")
     codec = TokenizerCodec(folder / TOKENIZER)
     for name, part in ((TRAIN, text.train), (HELDOUT, text.heldout)):
-        count = 0
+        num_tokens = 0
         with (folder / name).open("wb") as file:
             for batch in batches_of_lines(part, text.mapped):
                 tokens = np.array(codec.encode_lines(batch), INT32)
                 file.write(tokens.tobytes())
-                count += len(tokens)
-        if count < 8 * (config.context + 1):
+                num_tokens += len(tokens)
+        needed = 8 * (config.context + 1)
+        if num_tokens < needed:
             raise ValueError(
-                f"{text.source} has {count} tokens for {name}; eight rows of {config.context} need "
-                f"{8 * (config.context + 1)}: give more text with --data"
+                f"expected at least {needed} tokens in {name}, eight rows of {config.context}, got "
+                f"{num_tokens} from {text.source}; pass more text with --data"
             )
 
 
 def load(folder: Path) -> Corpus:
-    """Return the tokens that rank 0 has written into the run folder, mapped into memory."""
+    """Return the tokens that `write_tokens` wrote into the run folder, mapped into memory."""
     import torch
 
     mapped = []
@@ -153,31 +147,26 @@ def load(folder: Path) -> Corpus:
     return Corpus(train, heldout, tuple(mapped))
 
 
-def batches_of_lines(part: memoryview, mapped: Maps = ()) -> Iterator[list[bytes]]:
+def batches_of_lines(part: memoryview, mapped: MappedFiles = ()) -> Iterator[list[bytes]]:
     """Yield the lines of a text with their newlines, one list per chunk of `CHUNK_BYTES`.
 
-    The last list has the bytes after the last newline.
-
-    Raises:
-        UsageError: a line is longer than a chunk and does not end in the chunk after its start.
+    A line belongs to the chunk in which it ends. The last list has the bytes after the last
+    newline. Raises UsageError if more than `CHUNK_BYTES` of a line precede the end of a chunk.
     """
-    pending = b""
+    unfinished_line = b""
     for chunk in chunks(part, CHUNK_BYTES, mapped):
-        *whole, pending = (pending + bytes(chunk)).split(b"\n")
-        if len(pending) > CHUNK_BYTES:
+        *lines, unfinished_line = (unfinished_line + bytes(chunk)).split(b"\n")
+        if len(unfinished_line) > CHUNK_BYTES:
             raise UsageError(
                 f"a line of the text is longer than {CHUNK_BYTES / 2**20:.0f} MiB, and tokenizers "
-                "encode whole lines; break it into lines, or train with --tokenizer bytes"
+                "encode complete lines; break the line, or use --tokenizer bytes"
             )
-        yield [line + b"\n" for line in whole]
-    yield [pending]
+        yield [line + b"\n" for line in lines]
+    yield [unfinished_line]
 
 
 def _train(text: Text, vocabulary: int) -> Any:
-    """Return a byte-pair tokenizer that is trained on the start of the training text.
-
-    Its vocabulary has all bytes and the most frequent pairs of tokens.
-    """
+    """Return a byte-pair tokenizer that is trained on the start of the training text."""
     library = _library()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -194,6 +183,7 @@ def _train(text: Text, vocabulary: int) -> Any:
 
 
 def _library() -> Any:
+    """Return the package `tokenizers` with the submodules that `_train` uses."""
     for name in ("models", "pre_tokenizers", "decoders", "trainers"):
         importlib.import_module(f"tokenizers.{name}")
     return importlib.import_module("tokenizers")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmsys_suite.measure.distance import furthest
+from llmsys_suite.measure.distance import distances
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.single import Variant
 from llmsys_suite.variants.stored_tensors import stored_bytes
@@ -19,39 +19,37 @@ Weights = dict[str, Tensor]
 def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
     """Return a comparison of the trained weights, and the bytes that each rank stores.
 
-    All ranks' weights are compared bit by bit with the first rank's. The weight changes of a rank
-    that has a trained model of one process are compared with that model's.
+    The weights of every rank are compared bit by bit with those of rank 0. On rank 0, the change
+    of each weight since `start` is also compared with its change in one process.
     """
     run.barrier()
-    alone = variant.alone
-    takes_part = not (alone and run.rank)
+    takes_part = run.rank == 0 or not variant.alone
     stored = [b for b in run.gather(stored_bytes(variant) if takes_part else None) if b]
-    after = variant.weights() if takes_part else {}
-    bits = {name: _bits(w) for name, w in after.items()}
-    everyone = [digests for digests in run.gather(bits) if digests]
-    differ = [
-        f"rank {rank} {name}"
-        for rank, digests in enumerate(everyone)
-        for name, value in digests.items()
-        if value != everyone[0].get(name)
-    ]
-    distance = (0.0, "")
-    if run.trained is not None and not alone:
-        distance = furthest(
-            {name: w.double() - start[name].double() for name, w in after.items()},
-            {
-                name: w.detach().double() - start[name].double()
-                for name, w in run.trained.named_parameters()
-            },
-        )
+    weights = variant.weights() if takes_part else {}
+    digests = {name: _digest(weight) for name, weight in weights.items()}
+    gathered = [rank_digests for rank_digests in run.gather(digests) if rank_digests]
+    differ = []
+    for rank, rank_digests in enumerate(gathered):
+        for name, digest in rank_digests.items():
+            if digest != gathered[0].get(name):
+                differ.append(f"rank {rank} {name}")
+    from_one_process = {}
+    if run.trained is not None and not variant.alone:
+        trained = {name: p.detach() for name, p in run.trained.named_parameters()}
+        from_one_process = distances(_changes(weights, start), _changes(trained, start))
     return {
-        "ranks": len(everyone),
+        "ranks": len(gathered),
         "differ": differ,
-        "from_one_process": distance,
+        "from_one_process": from_one_process,
         "stored": stored,
     }
 
 
-def _bits(weight: Tensor) -> str:
-    plain = weight.detach().cpu().contiguous().view(torch.uint8).numpy()
-    return hashlib.sha256(plain.tobytes()).hexdigest()[:16]
+def _changes(weights: Weights, start: Weights) -> Weights:
+    return {name: weight.double() - start[name].double() for name, weight in weights.items()}
+
+
+def _digest(weight: Tensor) -> str:
+    """Return sixteen hexadecimal digits of the SHA-256 of the bytes of a weight."""
+    weight_bytes = weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+    return hashlib.sha256(weight_bytes).hexdigest()[:16]

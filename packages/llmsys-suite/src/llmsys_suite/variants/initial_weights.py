@@ -16,7 +16,7 @@ from llmsys_suite.ranks.rank import Run
 def seeded(
     run: Run, config: ModelConfig, seed: int | None = None, attention: Attention | None = None
 ) -> Decoder:
-    """Return a new model with weights drawn from `seed`, which is the run's by default."""
+    """Return a new model on the run's device, with weights drawn from `seed` or the run's seed."""
     drawn = draw(replace(config, checkpoint=False), run.config.seed if seed is None else seed)
     model = copy.deepcopy(drawn).to(run.device)
     model.config = config
@@ -27,20 +27,20 @@ def seeded(
 
 
 def with_weights(run: Run, config: ModelConfig, weights: dict[str, Tensor]) -> Decoder:
-    """Return a new model with a copy of `weights`."""
+    """Return a new model on the run's device, with a copy of `weights`."""
     model = seeded(run, config)
     model.load_state_dict(weights)
     return model
 
 
 def initial_weights(run: Run) -> dict[str, Tensor]:
-    """Return the initial weights of every variant."""
+    """Return the initial weights of every variant, by name."""
     return {name: p.detach() for name, p in seeded(run, run.model).named_parameters()}
 
 
 @lru_cache(maxsize=1)
 def draw(config: ModelConfig, seed: int) -> Decoder:
-    """Return a model with weights drawn from `seed`, cached because drawing is slower than copying.
+    """Return a model with weights drawn from `seed`, cached because drawing is slow.
 
     Callers must copy the model before they change it.
     """

@@ -1,4 +1,4 @@
-"""Data parallelism: each rank has the whole model, and gradients are averaged."""
+"""Data parallelism: each rank trains a whole model, and the ranks average their gradients."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from torch import nn
 from llmsys_suite.variants.single import Variant
 
 
-class Parallel(Variant):
-    """Base of the data-parallel variants: each rank trains on its rows of the batch."""
+class DataParallel(Variant):
+    """The base class of the variants in which each rank trains on its rows of the batch."""
 
     alone = False
 
 
-class Naive(Parallel):
+class Naive(DataParallel):
     """One all-reduce per parameter, after the backward pass."""
 
     def communicate(self) -> None:
-        """Send the gradients one by one."""
+        """Average the gradients one by one."""
         with self.phase("communication"):
             ddp.all_reduce_gradients(self.model, meter=self.meter)
 
@@ -28,14 +28,15 @@ class Flat(Naive):
     """One all-reduce for all gradients, after the backward pass."""
 
     def communicate(self) -> None:
-        """Send all gradients as one message."""
+        """Average all gradients in one message."""
         with self.phase("communication"):
             ddp.all_reduce_gradients_flat(self.model, meter=self.meter)
 
 
-class Bucketed(Parallel):
-    """Buckets of gradients that are sent during the backward pass."""
+class Bucketed(DataParallel):
+    """Buckets of gradients that are averaged during the backward pass."""
 
+    #: Capacity of a bucket in MiB, or None for a separate message per parameter.
     bucket_size_mb: float | None = 1.0
 
     def build(self) -> None:
@@ -51,7 +52,7 @@ class Bucketed(Parallel):
 
 
 class Overlapped(Bucketed):
-    """Each gradient is sent separately as soon as it is ready."""
+    """A separate all-reduce per parameter, as soon as its gradient is ready."""
 
     bucket_size_mb = None
 
@@ -71,10 +72,10 @@ class SharedMemory(Bucketed):
         self.model, self.meter = self.wrapped, self.wrapped.meter
 
 
-class TorchDDP(Parallel):
+class TorchDDP(DataParallel):
     """torch's own DistributedDataParallel, with which the other variants are compared."""
 
     def build(self) -> None:
-        """Wrap the model in torch's DDP, tuned as its documentation advises."""
+        """Wrap the model in torch's DDP, whose buckets also store the gradients to save a copy."""
         super().build()
         self.model = nn.parallel.DistributedDataParallel(self.model, gradient_as_bucket_view=True)

@@ -14,8 +14,9 @@ class ParameterServer(Variant):
     alone = False
 
     def build(self) -> None:
-        """Join the job as a worker; rank 0 runs the server too."""
-        self.joined = paramserver.join(self.model, self.make, paramserver.BulkSynchronous())
+        """Join the job as a worker; rank 0 also runs the server."""
+        synchronization = paramserver.BulkSynchronous()
+        self.joined = paramserver.join(self.model, self.make_optimizer, synchronization)
         self.worker = self.joined.__enter__()
 
     def prepare(self) -> None:

@@ -10,10 +10,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from llmsys_suite.model import Block, Decoder
-from llmsys_suite.variants.replicated import Parallel
+from llmsys_suite.variants.replicated import DataParallel
 
 
-class ShardedState(Parallel):
+class ShardedState(DataParallel):
     """ZeRO stage 1: each rank stores a shard of the optimizer state."""
 
     shard_gradients = False
@@ -22,13 +22,13 @@ class ShardedState(Parallel):
         """Create AdamW with a sharded state."""
         self.optimizer = zero.ShardedOptimizer(
             self.model.parameters(),
-            self.make.func,  # type: ignore[arg-type]
+            self.make_optimizer.func,  # type: ignore[arg-type]
             shard_gradients=self.shard_gradients,
-            **self.make.keywords,
+            **self.make_optimizer.keywords,
         )
 
     def clip(self, max_norm: float) -> None:
-        """Average and clip the gradients. Without clipping, the optimizer's step averages them."""
+        """Average the gradients and clip them. Without clipping, the optimizer's step averages."""
         self.optimizer.clip_grad_norm_(max_norm)
 
 
@@ -38,17 +38,17 @@ class ShardedGradients(ShardedState):
     shard_gradients = True
 
 
-class FullySharded(Parallel):
+class FullySharded(DataParallel):
     """ZeRO stage 3: parameters are sharded as well."""
 
     def build(self) -> None:
         """Wrap the model in zero.FSDP, with one unit per block and one for other parameters."""
         self.wrapped = zero.FSDP(self.model, shard=(Block, Decoder))
         self.model = self.wrapped
-        self.optimizer = self.make(self.model.parameters())
+        self.optimizer = self.make_optimizer(self.model.parameters())
 
     def communicate(self) -> None:
-        """Wait for the gradients' shards."""
+        """Wait until this rank's shards of the gradients are averaged."""
         with self.phase("communication"):
             self.wrapped.finish_gradient_synchronization()
 
@@ -57,8 +57,8 @@ class FullySharded(Parallel):
         return self.wrapped.gather_full_params()
 
 
-class TorchFSDP(Parallel):
-    """torch's own fully_shard (FSDP2) with the units of `FullySharded`, for comparison with it."""
+class TorchFSDP(DataParallel):
+    """torch's own fully_shard (FSDP2), with the same units as `FullySharded`."""
 
     def build(self) -> None:
         """Shard the blocks, then the root."""
@@ -70,5 +70,5 @@ class TorchFSDP(Parallel):
 
     def weights(self) -> dict[str, Tensor]:
         """Return the full parameters, gathered from all ranks."""
-        whole = super().weights().items()
-        return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in whole}
+        parameters = super().weights().items()
+        return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in parameters}

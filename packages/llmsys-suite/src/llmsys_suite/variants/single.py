@@ -1,7 +1,7 @@
-"""Training in one process on the whole batch: the base class of all variants.
+"""The base class of all variants, which trains in one process on the whole batch.
 
-A step consists of prepare, forward and backward, communicate and update. The work of each part is
-recorded in phases.
+A step consists of `prepare`, `forward_backward`, `communicate`, `clip` and `update`. The work of
+these methods is recorded in the phases of `measure.samples.PHASES`.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ if TYPE_CHECKING:
 
 
 class Variant:
-    """A training strategy; the base class is one process on the whole batch."""
+    """A training strategy. The base class trains in one process on the whole batch."""
 
-    #: True if rank 0 trains alone, on all rows.
+    #: True if only rank 0 trains, on all rows of a batch.
     alone = True
 
     def __init__(
@@ -37,9 +37,11 @@ class Variant:
         #: Index of this rank's part of the rows, and the number of parts.
         self.data_rank = run.rank
         self.data_world = run.world
-        #: True if this rank records the digests of its rows; one rank per part of the rows does so.
+        #: True if this rank records the digests of its rows; one rank per part does so.
         self.reports_rows = True
-        self.make = optimizer or partial(torch.optim.AdamW, lr=run.config.learning_rate, fused=True)
+        self.make_optimizer = optimizer or partial(
+            torch.optim.AdamW, lr=run.config.learning_rate, fused=True
+        )
         #: Norm to which the gradient is clipped, or None to disable clipping.
         self.max_norm: float | None = None
         #: Number of sequential parts into which a rank splits its rows.
@@ -51,10 +53,10 @@ class Variant:
 
     def build(self) -> None:
         """Wrap the model and create the optimizer."""
-        self.optimizer: Any = self.make(self.model.parameters())
+        self.optimizer: Any = self.make_optimizer(self.model.parameters())
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Take one training step on this rank's rows and return their mean loss before it."""
+        """Take one training step on this rank's rows; return their mean loss before the step."""
         self.prepare()
         loss = self.forward_backward(tokens, targets)
         self.communicate()
@@ -68,22 +70,22 @@ class Variant:
         """Prepare the forward pass; the base class does nothing."""
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
-        """Run forward and backward as labeled phases and return the mean loss."""
-        mean = 0.0
+        """Run the forward and backward passes; return the mean loss of the rows."""
+        mean_loss = 0.0
         parts = zip(tokens.chunk(self.parts), targets.chunk(self.parts), strict=True)
         for part, part_targets in parts:
             with self.phase("forward"), self.autocast():
                 loss = cross_entropy(self.model(part), part_targets) * (len(part) / len(tokens))
             with self.phase("backward"):
                 loss.backward()
-            mean += float(loss.detach())
-        return mean
+            mean_loss += float(loss.detach())
+        return mean_loss
 
     def communicate(self) -> None:
         """Finish the communication of gradients; the base class does nothing."""
 
     def clip(self, max_norm: float) -> None:
-        """Scale the averaged gradient to at most this norm."""
+        """Scale the averaged gradients so that their total norm is at most `max_norm`."""
         nn.utils.clip_grad_norm_(self.model.parameters(), max_norm)
 
     def update(self) -> None:
@@ -93,16 +95,17 @@ class Variant:
             self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, Tensor]:
-        """Return the full, unsharded parameters by name, on every rank."""
+        """Return the full, unsharded parameters by name; every rank that trains must call this."""
         return {name: p.detach() for name, p in self.decoder.named_parameters()}
 
     def communication_times(self, num_steps: int) -> dict[str, float]:
-        """Return medians of hidden and exposed communication in ms, from ddp's meter.
+        """Return the median hidden and exposed communication times in ms, from ddp's meter.
 
         The medians are over the last `num_steps` steps. The result is {} if the variant does not
         use the meter.
         """
-        if not (steps := [*self.meter.steps][-num_steps:]):
+        steps = list(self.meter.steps)[-num_steps:]
+        if not steps:
             return {}
         return {
             "hidden_ms": 1e3 * statistics.median(step.hidden_seconds for step in steps),
@@ -122,7 +125,7 @@ class Variant:
         return self.model, self.optimizer
 
     def restore(self, model: nn.Module, optimizer: Any) -> None:
-        """Adopt the state that was loaded into the model and optimizer of `checkpointed`."""
+        """Copy the state from the model and optimizer of `checkpointed`, if they are copies."""
 
     def close(self) -> None:
         """Release resources that outlive the last step."""

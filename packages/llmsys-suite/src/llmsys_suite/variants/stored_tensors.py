@@ -1,8 +1,8 @@
 """The bytes that a variant stores on one rank, counted by following references between objects.
 
-Nothing that a package reports is used. Every tensor to which the variant refers, directly or
-through other objects, is counted once by its storage. Tensors that only C++ code refers to are not
-found.
+The count does not rely on reports of a package. The storage of every tensor to which the variant
+refers, directly or through other objects, is counted once. Tensors to which only C++ code refers
+are not found.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
 
 def reachable(start: Any) -> Iterator[Tensor]:
     """Yield every tensor to which `start` refers, directly or through other objects."""
-    seen = {id(start)}
+    found_ids = {id(start)}
     todo = [start]
     while todo:
         visited = todo.pop()
@@ -58,12 +58,13 @@ def reachable(start: Any) -> Iterator[Tensor]:
             if visited.is_leaf and visited.grad is not None:
                 todo.append(visited.grad)
         for inner in _references(visited):
-            if id(inner) not in seen and not isinstance(inner, BEYOND):
-                seen.add(id(inner))
+            if id(inner) not in found_ids and not isinstance(inner, BEYOND):
+                found_ids.add(id(inner))
                 todo.append(inner)
 
 
 def _references(owner: Any) -> list[Any]:
+    """Return the objects to which `owner` refers directly."""
     if isinstance(owner, types.FunctionType):
         # Follow only the closure, because a function also refers to the globals of its module.
         return list(owner.__closure__ or ())

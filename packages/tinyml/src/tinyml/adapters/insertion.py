@@ -1,7 +1,4 @@
-"""Insertion of adapters into a model.
-
-All adapters are created before the first one is installed, so an error leaves the model unchanged.
-"""
+"""Insertion of adapters into a model."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from torch import Tensor, nn
 from tinyml.adapters.lora import LoRA
 from tinyml.adapters.parameter_lora import (
     ParameterLoRA,
-    install,
+    install_parameter_adapters,
     matching_parameters,
     new_adapter,
     parameter_adapters,
@@ -37,8 +34,8 @@ def add_lora(
     """Freeze `model` and add an adapter to every layer of `kinds`, in place; return the model.
 
     The update of a weight is multiplied by `alpha` / `rank`; `alpha` is `rank` by default.
-    `targets` selects layers whose name equals an entry or ends with it after a dot, as "q_proj"
-    does for "blocks.0.q_proj". Every entry must match a layer. `model` itself and layers that
+    `targets` selects layers whose name equals an entry or ends with a dot and the entry: "q_proj"
+    selects "blocks.0.q_proj". Every entry must match a layer. `model` itself and layers that
     `protect` names are not adapted. A layer that the model contains twice has one adapter. An error
     leaves the model unchanged.
 
@@ -48,21 +45,22 @@ def add_lora(
     of the updates of linear layers. Embeddings and single parameters have no dropout, as in peft.
     """
     require_no_adapters(model)
-    wanted = (
-        targets if targets is None else tuple([targets] if isinstance(targets, str) else targets)
-    )
     names = (parameters,) if isinstance(parameters, str) else tuple(parameters)
-    factor = float(rank if alpha is None else alpha)
+    alpha_or_rank = float(rank if alpha is None else alpha)
     single = {
-        (module, key): new_adapter(model, module, key, rank, factor)
+        (module, key): new_adapter(model, module, key, rank, alpha_or_rank)
         for module, key in matching_parameters(model, names)
     }
     protected = protected_modules(model, protect)
-    chosen = [] if names and wanted is None else _chosen(model, tuple(kinds), wanted, protected)
+    listed = (targets,) if isinstance(targets, str) else targets
+    entries = None if listed is None else tuple(listed)
+    chosen: list[nn.Module] = []
+    if entries is not None or not names:
+        chosen = _select_layers(model, tuple(kinds), entries, protected)
     if dropout and not any(is_instance_of(base, (nn.Linear,)) for base in chosen):
         raise ValueError(
-            f"dropout={dropout} would have no effect on embeddings and single parameters, whose "
-            "updates have no dropout; pass dropout=0"
+            f"expected dropout=0 for embeddings and single parameters, got dropout={dropout}, "
+            "which would have no effect; pass dropout=0"
         )
     return insert_adapters(
         model, chosen, lambda base: new_layer_adapter(base, rank, alpha, dropout), single
@@ -83,11 +81,12 @@ def insert_adapters(
     make: Callable[[nn.Module], LoRA],
     parameters: Mapping[tuple[str, str], ParameterLoRA],
 ) -> nn.Module:
-    """Freeze `model` and replace each of `children` by the adapter that `make` returns.
+    """Freeze `model` and replace each of `children` by the adapter that `make` returns, in place.
 
     `parameters` maps (module name, parameter name) to the adapter of a single parameter. All
-    adapters are created before the first is installed. A layer that the model contains twice has
-    one adapter in both positions, because its weight is merged once.
+    adapters are created before the first is installed, so an error leaves the model unchanged. A
+    layer that the model contains twice has one adapter in both positions, because its weight is
+    merged once. Return the model.
     """
     check_supported(model)
     children = list(children)
@@ -105,15 +104,15 @@ def insert_adapters(
         raise
     for parameter in trained:
         parameter.requires_grad_(False)
-    install(model, parameters)
+    install_parameter_adapters(model, parameters)
     return replace_modules(model, replacements)
 
 
 def _check_ties(model: nn.Module, adapted: Collection[Tensor | None]) -> None:
     """Raise `ValueError` for adapted weights that `from_pretrained` may tie again after a merge.
 
-    A configuration can untie the input embedding and the head. It unties all of its tied weights or
-    none of them. Some models, such as T5, and code of users tie other weights as well.
+    A configuration can untie only the input embedding and the head, and only all of these pairs
+    together. Some models, such as T5, and code of users tie other weights as well.
     """
     for module in model.modules():
         if not hasattr(module, "save_pretrained"):
@@ -126,9 +125,9 @@ def _check_ties(model: nn.Module, adapted: Collection[Tensor | None]) -> None:
                 continue
             if len(tied) > 2 or not tying_configs(module) or not _is_head(module, weight):
                 raise ValueError(
-                    f"expected adapters of weights that a configuration can untie, got one of the "
-                    f"weight that {tied} share; exclude the layers with protect, or copy the "
-                    "weight into each layer first"
+                    "expected adapters of weights that a configuration can untie, got an adapter "
+                    f"of the weight that {tied} share; exclude the layers with protect, or copy "
+                    "the weight into each layer first"
                 )
 
 
@@ -158,7 +157,7 @@ def tying_configs(model: nn.Module) -> list[Any]:
     return configs
 
 
-def _chosen(
+def _select_layers(
     model: nn.Module,
     kinds: tuple[type[nn.Module], ...],
     targets: tuple[str, ...] | None,
@@ -167,44 +166,47 @@ def _chosen(
     """Return the layers to adapt.
 
     A layer that the model contains twice is left out if one of its names is protected. Raise
-    `ValueError` if a target matches no layer.
+    `ValueError` if a target matches no layer that can be adapted, or if there is no such layer.
     """
     chosen: dict[nn.Module, None] = {}
     unmatched = set(targets or ())
-    of_protected: set[str] = set()
+    matching_protected: set[str] = set()
     named_modules = list(model.named_modules(remove_duplicate=False))
     protected_layers = {module for name, module in named_modules if name in protected}
-    for full, module in named_modules:
-        matching = [t for t in targets or () if full == t or full.endswith(f".{t}")]
+    for name, module in named_modules:
+        matching = [t for t in targets or () if name == t or name.endswith(f".{t}")]
         if module in protected_layers:
-            of_protected |= set(matching) if is_instance_of(module, kinds) else set()
+            if is_instance_of(module, kinds):
+                matching_protected.update(matching)
             continue
         if targets is not None and not matching:
             continue
         if isinstance(module, Replacement):
             raise ValueError(
                 f"expected layers that adapters can update, got a {type(module).__name__} at "
-                f"{full or 'the root'}; quantize with activations='float', or exclude it with "
+                f"{name or 'the root'}; quantize with activations='float', or exclude it with "
                 "protect"
             )
-        if full and is_instance_of(module, kinds):
+        if name and is_instance_of(module, kinds):
             chosen[module] = None
             unmatched -= set(matching)
-    named = [kind.__name__ for kind in kinds]
-    if excluded := sorted(unmatched & of_protected):
+    kind_names = [kind.__name__ for kind in kinds]
+    if excluded := sorted(unmatched & matching_protected):
         raise ValueError(
             f"expected targets with layers outside of protect, got {excluded}, whose layers are "
             "all protected; remove them from targets or from protect"
         )
     if unmatched:
-        known = [full.rpartition(".")[2] for full, _ in model.named_modules()]
-        like = suggestion(min(unmatched), known)
-        raise ValueError(f"no layer of {named} has a name like {sorted(unmatched)}{like}")
+        known = [name.rpartition(".")[2] for name, _ in named_modules]
+        raise ValueError(
+            f"expected ends of the names of {kind_names} layers as targets, got "
+            f"{sorted(unmatched)}{suggestion(min(unmatched), known)}"
+        )
     if not chosen:
         raise ValueError(
-            f"expected layers of {named} inside the {type(model).__name__}, got none"
-            f"{' outside of protect' if protected else ''}; a single layer is adapted inside a "
-            "module, or by tinyml.LoRA(layer)"
+            f"expected {kind_names} layers inside the {type(model).__name__}, got none"
+            f"{' outside of protect' if protected else ''}; to adapt a single layer, put it into a "
+            "module, or use tinyml.LoRA(layer)"
         )
     return list(chosen)
 
@@ -214,7 +216,7 @@ def require_no_adapters(model: nn.Module) -> None:
     layers = [name for name, layer in model.named_modules() if isinstance(layer, LoRA)]
     if names := sorted([*layers, *parameter_adapters(model)]):
         raise ValueError(
-            f"expected a model without adapters, got one of {names[0] or 'the model'}; call "
+            f"expected a model without adapters, got an adapter of {names[0] or 'the model'}; call "
             "merge_and_unload(model) first, or add all adapters in one call"
         )
 

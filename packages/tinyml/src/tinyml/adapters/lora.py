@@ -35,15 +35,15 @@ from tinyml.validation import check_finite
 
 
 class LoRA(LowRankUpdate, Replacement):
-    """A frozen linear layer or embedding with a trainable update of rank `rank`."""
+    """A frozen linear layer or embedding with a trainable update of rank `rank`.
+
+    The update is multiplied by `alpha` / `rank`; `alpha` is `rank` by default. `dropout` applies to
+    its inputs. Raises `TypeError` for other layers, and if the layer does not return the product or
+    the rows of its weight. Raises `ValueError` if `dropout` would have no effect.
+    """
 
     def __init__(
-        self,
-        base: nn.Module,
-        rank: int = 8,
-        *,
-        alpha: float | None = None,
-        dropout: float = 0.0,
+        self, base: nn.Module, rank: int = 8, *, alpha: float | None = None, dropout: float = 0.0
     ) -> None:
         super().__init__()
         if not is_instance_of(base, (nn.Linear, nn.Embedding)):
@@ -102,10 +102,11 @@ class LoRA(LowRankUpdate, Replacement):
 
         Raise `RuntimeError` if the update was merged and its factors have changed since.
         """
-        if self.merged:
-            self._check_unchanged()
         weight = cast(Tensor, self.base.weight)
-        return weight if self.merged else (weight + self.update).to(weight)
+        if not self.merged:
+            return (weight + self.update).to(weight)
+        self._check_unchanged()
+        return weight
 
     def __getattr__(self, name: str) -> Any:
         # Attention code and other callers read these attributes directly.
@@ -123,8 +124,9 @@ class LoRA(LowRankUpdate, Replacement):
         if isinstance(self.base, nn.Embedding):
             rows = F.embedding(input, self.lora_A.t(), self.base.padding_idx)
             change = self.scaling * (rows @ self.lora_B.t())
-            if (scale := getattr(self.base, "embed_scale", None)) is not None:
-                change = change * torch.as_tensor(scale).to(change)  # Gemma scales its embeddings
+            scale = getattr(self.base, "embed_scale", None)  # Gemma scales its embeddings
+            if scale is not None:
+                change = change * torch.as_tensor(scale).to(change)
         else:
             low = F.linear(self.dropout(input.to(self.lora_A.dtype)), self.lora_A)
             change = self.scaling * F.linear(low, self.lora_B)
@@ -174,7 +176,9 @@ class LoRA(LowRankUpdate, Replacement):
                 "adapter unmerged"
             )
         if self.merged:
-            raise RuntimeError("the update is merged already; unmerge it first")
+            raise RuntimeError(
+                "expected an update that is not merged, got a merged one; unmerge it"
+            )
         if self.base._forward_hooks or self.base._forward_pre_hooks:
             _check_outputs(self.base, self.base)
         check_finite("the merged weight", self.weight)
@@ -183,7 +187,7 @@ class LoRA(LowRankUpdate, Replacement):
     def unmerge(self) -> None:
         """Restore the base weight bit for bit; do nothing if the update is not merged.
 
-        If the layer was converted to another dtype since `merge`, so is the restored weight.
+        If the layer was converted to another dtype since `merge`, the restored weight has it too.
         """
         if self._unmerged_weight is not None:
             (original,) = self._unmerged_weight
@@ -219,7 +223,7 @@ def _check_outputs(base: nn.Module, call: Callable[[Tensor], Any]) -> None:
 
 
 def _require_unmerged(layer: Any, *_: Any) -> None:
-    """Raise `RuntimeError` if the update is merged; a state dict has the base without it."""
+    """Raise `RuntimeError` if the update is merged, because a state dict has the base weight."""
     if layer.merged:
         raise RuntimeError(
             "expected adapters that are not merged for a state dict, got merged ones; call "

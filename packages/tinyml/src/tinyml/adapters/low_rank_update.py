@@ -14,7 +14,7 @@ from tinyml.validation import check_finite, check_strided
 class LowRankUpdate:
     """A base class of modules with factors `lora_A` and `lora_B` and their scaling alpha / r.
 
-    A state dict contains the scaling, because the factors determine the update only with it.
+    A state dict contains the scaling, because the update depends on it as well.
     """
 
     rank: int
@@ -34,7 +34,8 @@ class LowRankUpdate:
 
         `sizes` are (out, in) of each matrix in `weight`; `alpha` is `rank` by default. The factors
         of a 16-bit weight are float32. Raise `ValueError` if the rank is not between 1 and the
-        smaller size, or if alpha or the weight is not finite.
+        smaller size, if alpha is not finite, or if the weight is sparse, not finite or not of
+        `FLOAT_TYPES`.
         """
         check_strided("an adapted weight", weight)
         outputs, inputs = sizes
@@ -53,9 +54,9 @@ class LowRankUpdate:
         nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
 
     def get_extra_state(self) -> Tensor:
-        """Return the factor alpha / r of the update."""
+        """Return the scaling alpha / r of the update."""
         return torch.tensor(self.scaling, dtype=torch.float64, device="cpu")
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Load the factor alpha / r of the update."""
+        """Load the scaling alpha / r of the update."""
         self.scaling = float(state)

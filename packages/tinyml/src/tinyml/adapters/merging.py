@@ -1,8 +1,4 @@
-"""Merging of adapters into the weights that they update, and unmerging.
-
-`merge_and_unload` also removes the adapters. An updated weight differs from the weights that it was
-tied to, so the configuration of a transformers model no longer ties them.
-"""
+"""Merging of adapters into the weights that they update, and unmerging."""
 
 from __future__ import annotations
 
@@ -23,11 +19,12 @@ from tinyml.conversion import check_hooks, replace_modules
 def merge(model: nn.Module) -> nn.Module:
     """Merge every adapter of `model` in place, so that forward passes add no low-rank updates.
 
-    Raise an error, and merge no adapter, if one of them cannot be merged or is already merged.
+    Return the model. If an adapter cannot be merged or is merged already, raise an error before any
+    adapter is merged.
     """
     if names := sorted(parameter_adapters(model)):
         raise ValueError(
-            f"expected adapters of layers only, got one of the parameter {names[0]}; call "
+            f"expected adapters of layers only, got an adapter of the parameter {names[0]}; call "
             "merge_and_unload(model)"
         )
     _merge_all(adapters_of(model))
@@ -45,13 +42,13 @@ def _merge_all(adapters: dict[str, LoRA]) -> None:
 
 
 def merge_and_unload(model: nn.Module) -> nn.Module:
-    """Merge every adapter and restore the plain layers, in place; return the model.
+    """Merge every adapter and remove the adapters, in place; return the model.
 
-    Adapters that are already merged are included. The weights have the same names as before
+    Adapters that are already merged are removed too. The weights have the same names as before
     `add_lora`, so `from_pretrained` can read the result of `save_pretrained`. All parameters remain
     frozen. If an adapter cannot be merged, an error is raised and nothing changes. An adapted
-    weight that was tied to another layer is separate afterwards. The configuration of a
-    transformers model is updated accordingly.
+    weight that was tied to another layer is separate afterwards, and the configuration of a
+    transformers model no longer ties its weights.
     """
     adapters = adapters_of(model)
     bases: dict[nn.Module, nn.Module] = {adapter: adapter.base for adapter in adapters.values()}
@@ -60,13 +57,13 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
         adapter.layer_to_compress()  # raises if a factor has changed since it was merged
     check_updated_parameters(model)
     before = _weights_before(model, adapters)
-    if unmerged := {name: adapter for name, adapter in adapters.items() if not adapter.merged}:
-        _merge_all(unmerged)
+    _merge_all({name: adapter for name, adapter in adapters.items() if not adapter.merged})
     unload_parameters(model)
     model = replace_modules(model, bases)
     # Two adapters have updated one weight, or another module has the weight before the update.
     is_untied = len(set(before)) < len(before) or not set(before).isdisjoint(model.parameters())
-    if is_untied and (configs := tying_configs(model)):
+    configs = tying_configs(model)
+    if is_untied and configs:
         for config in configs:
             config.tie_word_embeddings = False
         _separate_shared_parameters(model)
@@ -74,10 +71,10 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
 
 
 def _separate_shared_parameters(model: nn.Module) -> None:
-    """Copy parameters that several modules share, so that `save_pretrained` writes all of them.
+    """Copy parameters that several modules share, so that `save_pretrained` writes each of them.
 
-    `from_pretrained` of an untied configuration ties none of them. BERT, for example, ties the bias
-    of its head as well.
+    With an untied configuration, `from_pretrained` ties no parameters, and missing ones would be
+    random. BERT, for example, ties the bias of its head as well.
     """
     visited: set[nn.Parameter] = set()
     for module in model.modules():

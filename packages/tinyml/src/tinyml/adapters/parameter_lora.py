@@ -39,7 +39,7 @@ class ParameterLoRA(LowRankUpdate, nn.Module):
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
     def update(self, weight: Tensor) -> Tensor:
-        """Return the update in the weight's shape."""
+        """Return the update of the parameter, in the shape of `weight`."""
         a = self.lora_A.unflatten(0, (-1, self.rank))  # (experts, rank, in)
         b = self.lora_B.unflatten(1, (self.rank, -1))  # (out, rank, experts)
         with without_autocast(a.device):
@@ -53,7 +53,7 @@ class ParameterLoRA(LowRankUpdate, nn.Module):
         return (weight + self.update(weight)).to(weight)
 
     def compute_once(self, owner: nn.Module, _: Any) -> None:
-        """Compute the updated weight before `owner` runs, which may read it once per expert."""
+        """Compute the updated weight before `owner` runs, which may read the weight per expert."""
         weight = cast(Any, owner).parametrizations[self._name_in(owner)].original
         self.discard()
         self._updated = self.forward(weight)
@@ -74,25 +74,28 @@ class ParameterLoRA(LowRankUpdate, nn.Module):
 
 
 def matching_parameters(model: nn.Module, wanted: Iterable[str]) -> list[tuple[str, str]]:
-    """Return (module, parameter) for each parameter whose name matches an entry.
+    """Return (module, parameter) for each parameter whose name matches an entry of `wanted`.
 
-    The name equals the entry, or ends with it after a dot. Parameters of one module are in the
-    order of their registration. Raise `ValueError` if an entry matches no parameter.
+    A name matches if it equals the entry, or ends with a dot and the entry. Parameters of one
+    module are in the order of their registration. Raise `ValueError` if an entry matches none.
     """
-    entries, known = set(wanted), [name for name, _ in model.named_parameters()]
-    matches = [n for n in known if any(f".{n}".endswith(f".{entry}") for entry in entries)]
+    entries = set(wanted)
+    known = [name for name, _ in model.named_parameters()]
     for entry in entries:
         if not any(f".{name}".endswith(f".{entry}") for name in known):
-            raise ValueError(f"no parameter has a name like {entry!r}{suggestion(entry, known)}")
+            raise ValueError(
+                f"expected ends of the names of parameters, got {entry!r}{suggestion(entry, known)}"
+            )
+    matches = [n for n in known if any(f".{n}".endswith(f".{entry}") for entry in entries)]
     return [(module, key) for module, _, key in (name.rpartition(".") for name in matches)]
 
 
 def new_adapter(model: nn.Module, module: str, key: str, rank: int, alpha: float) -> ParameterLoRA:
-    """Return an adapter of a parameter, which is not installed yet."""
+    """Return an adapter for the parameter `key` of the module `module`, without installing it."""
     owner = model.get_submodule(module)
     if not module or hasattr(owner, "parametrizations"):
         raise ValueError(
-            f"expected a parameter of a module inside the model, without parametrizations, got "
+            "expected a parameter of a module inside the model, without parametrizations, got "
             f"{key!r} of {module or 'the model'}"
         )
     weight = owner.get_parameter(key)
@@ -104,8 +107,10 @@ def new_adapter(model: nn.Module, module: str, key: str, rank: int, alpha: float
         raise ValueError(f"{module}.{key}: {error}") from error
 
 
-def install(model: nn.Module, adapters: Mapping[tuple[str, str], ParameterLoRA]) -> None:
-    """Install adapters of parameters, by module and parameter."""
+def install_parameter_adapters(
+    model: nn.Module, adapters: Mapping[tuple[str, str], ParameterLoRA]
+) -> None:
+    """Install adapters, which are given by (module name, parameter name), in place."""
     for (module, key), adapter in adapters.items():
         owner = model.get_submodule(module)
         parametrize.register_parametrization(owner, key, adapter, unsafe=True)

@@ -1,9 +1,9 @@
 """LoRA adapters in peft's format: a folder with two files.
 
-`adapter_model.safetensors` contains the factors, named after their module with the prefix
-"base_model.model.". `adapter_config.json` contains ranks and scalings. Features of peft that these
-adapters do not support (DoRA, trained biases, whole modules) raise an error, because ignoring them
-would change the function.
+`adapter_model.safetensors` contains the factors, whose names are those of their modules with the
+prefix "base_model.model.". `adapter_config.json` contains ranks and scalings. `load_lora` raises an
+error for features of peft that change the function and that these adapters do not support, such as
+DoRA, trained biases and fully trained modules.
 """
 
 from __future__ import annotations
@@ -38,19 +38,22 @@ from tinyml.validation import check_finite, first_names
 
 _PREFIX = "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
-#: Options of peft that change the function of an adapter, and the values that do not change it.
-_REFUSED = {
+#: Options of peft that change the function of an adapter, with the values that do not change it.
+_NEUTRAL_OPTIONS = {
     "use_dora": False, "bias": "none", "modules_to_save": None, "lora_bias": False,
     "trainable_token_indices": None, "layer_replication": None,
     "use_qalora": False, "use_bdlora": None, "alora_invocation_tokens": None,
     "arrow_config": None, "kasa_config": None, "monteclora_config": None,
 }  # fmt: skip
-#: Initializations that do not change the weight of the base.
-_LEAVE_THE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
+#: The values of init_lora_weights for which the weight of the base is unchanged.
+_INITS_OF_FACTORS_ONLY = (True, False, None, "gaussian", "eva", "orthogonal")
 
 
 def save_lora(model: nn.Module, folder: str | Path) -> None:
-    """Write the adapters of `model` into `folder`; each of its two files is replaced atomically."""
+    """Write the adapters of `model` into `folder`; each of the two files is replaced atomically.
+
+    Raise `ValueError` if the model has no adapters, or if it is itself an adapter.
+    """
     check_supported(model)
     adapters = adapters_of(model)
     if "" in adapters:
@@ -58,17 +61,18 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
             "expected adapters inside a module, got a single adapter, which has no name in the file"
         )
     single = parameter_adapters(model)
-    everything: dict[str, LoRA | ParameterLoRA] = {**adapters, **single}
+    all_adapters: dict[str, LoRA | ParameterLoRA] = {**adapters, **single}
     path_of = {name: path for path, name in _names_by_path(list(single)).items()}
     tensors: dict[str, Tensor] = {}
-    for name, adapter in everything.items():
+    for name, adapter in all_adapters.items():
         is_embedding = isinstance(adapter, LoRA) and isinstance(adapter.base, nn.Embedding)
         for key, parameter in (("A", adapter.lora_A), ("B", adapter.lora_B)):
             factor = f"lora_embedding_{key}" if is_embedding else f"lora_{key}.weight"
             path = f"{_PREFIX}{path_of.get(name, name)}.{factor}"
             tensors[path] = parameter.detach().cpu().contiguous()
-    first = next(iter(everything.values()))
-    alphas = {name: adapter.scaling * adapter.rank for name, adapter in everything.items()}
+    first = next(iter(all_adapters.values()))
+    ranks = {name: adapter.rank for name, adapter in all_adapters.items()}
+    alphas = {name: adapter.scaling * adapter.rank for name, adapter in all_adapters.items()}
     alpha = first.scaling * first.rank
     config = {
         "peft_type": "LORA",
@@ -77,8 +81,8 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
         "inference_mode": True,
         "r": first.rank,
         "lora_alpha": alpha,
-        "rank_pattern": _pattern({n: a.rank for n, a in everything.items()}, first.rank),
-        "alpha_pattern": _pattern(alphas, alpha),
+        "rank_pattern": _make_pattern(ranks, first.rank),
+        "alpha_pattern": _make_pattern(alphas, alpha),
         "lora_dropout": max((adapter.dropout.p for adapter in adapters.values()), default=0.0),
         "target_modules": sorted(adapters),
         "target_parameters": sorted(single) or None,
@@ -98,33 +102,34 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
 def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     """Add the adapters in `folder` to `model`, in place; return the model.
 
-    The base is frozen. Raise `ValueError` if `model` has adapters, or if those in the folder do not
-    fit or use unsupported options of peft. Raise `TypeError` if one of them belongs to a layer that
-    cannot have an adapter, such as a convolution. An error leaves the model unchanged.
+    The base is frozen. Raise `ValueError` if `model` has adapters, or if the adapters in the folder
+    do not fit or use unsupported options of peft. Raise `TypeError` if one of them belongs to a
+    layer that cannot have an adapter, such as a convolution. An error leaves the model unchanged.
     """
     folder = Path(folder)
     config = json.loads((folder / _CONFIG).read_text())
     if config.get("peft_type") != "LORA":
         raise ValueError(f"expected peft_type 'LORA' in {folder}, got {config.get('peft_type')!r}")
-    for key, usual in _REFUSED.items():
-        if (config.get(key) or usual) != usual:
+    for key, neutral in _NEUTRAL_OPTIONS.items():
+        if (config.get(key) or neutral) != neutral:
             raise ValueError(
-                f"expected {key}={usual!r} in {folder}, got {config[key]!r}, which these adapters "
-                "cannot express; merge with peft (merge_and_unload) and load the merged model"
+                f"expected {key}={neutral!r} in {folder}, got {config[key]!r}, which these "
+                "adapters cannot express; merge with peft (merge_and_unload) and load the result"
             )
-    if (method := config.get("init_lora_weights", True)) not in _LEAVE_THE_BASE:
+    init = config.get("init_lora_weights", True)
+    if init not in _INITS_OF_FACTORS_ONLY:
         raise ValueError(
-            f"{folder} has init_lora_weights={method!r}, which changes the base; let peft write it "
-            "as a plain adapter (path_initial_model_for_weight_conversion)"
+            f"expected init_lora_weights that does not change the base in {folder}, got {init!r}; "
+            "save with peft's path_initial_model_for_weight_conversion"
         )
     modules = dict(model.named_modules(remove_duplicate=False))
-    pairs = _factors(folder, modules)
+    pairs = _read_factors(folder, modules)
     require_no_adapters(model)
     targeted = matching_parameters(model, config.get("target_parameters") or ())
     names = _names_by_path([f"{module}.{key}" for module, key in targeted])
     if unknown := sorted(pairs.keys() - modules.keys() - names.keys()):
         raise ValueError(
-            f"expected adapters of this model, got names of another model: {first_names(unknown)}"
+            f"expected names of this model, got names of another model: {first_names(unknown)}"
         )
     single = {}
     for path, name in names.items():
@@ -143,14 +148,14 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
                 "got different ones; copy the layer first"
             )
 
-    def make(base: nn.Module) -> LoRA:
+    def make_adapter(base: nn.Module) -> LoRA:
         name = named[base]
         rank, alpha = _rank_and_alpha(name, config)
         adapter = new_layer_adapter(base, rank, alpha, float(config.get("lora_dropout") or 0.0))
         _copy_factors(name, adapter, pairs[name])
         return adapter
 
-    return insert_adapters(model, named, make, single)
+    return insert_adapters(model, named, make_adapter, single)
 
 
 def _names_by_path(names: Sequence[str]) -> dict[str, str]:
@@ -166,11 +171,11 @@ def _names_by_path(names: Sequence[str]) -> dict[str, str]:
     }
 
 
-def _factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
+def _read_factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
     """Return the factors A and B in `folder` by the name of their module.
 
-    Raise `ValueError` if a weight of the base in the folder differs from the model's, if a factor
-    is not finite, and for other tensors.
+    Raise `ValueError` if a weight of the base in the folder differs from the model's weight, if a
+    factor is not finite, or if there are tensors other than factors and weights of the base.
     """
     stored = load_file(folder / _WEIGHTS)
     pairs: dict[str, dict[str, Tensor]] = {}
@@ -183,7 +188,7 @@ def _factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict[str,
             ):
                 raise ValueError(
                     f"expected the model's weight as {key!r} in {folder}, got another value; load "
-                    "it into the model first"
+                    "this weight into the model first"
                 )
             continue
         match = re.fullmatch(
@@ -203,8 +208,8 @@ def _are_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
 
 def _rank_and_alpha(name: str, config: dict[str, Any]) -> tuple[int, float]:
     """Return the rank and the alpha of an adapter, so that alpha / rank is its scaling."""
-    rank: int = _of_pattern(name, config.get("rank_pattern"), config["r"])
-    alpha: float = _of_pattern(name, config.get("alpha_pattern"), config["lora_alpha"])
+    rank: int = _match_pattern(name, config.get("rank_pattern"), config["r"])
+    alpha: float = _match_pattern(name, config.get("alpha_pattern"), config["lora_alpha"])
     if config.get("use_rslora"):  # alpha / sqrt(r) instead of alpha / r
         alpha = alpha * rank**0.5
     return rank, alpha
@@ -217,26 +222,26 @@ def _copy_factors(name: str, adapter: LoRA | ParameterLoRA, pair: dict[str, Tens
     for parameter, factor in ((adapter.lora_A, pair["A"]), (adapter.lora_B, pair["B"])):
         if parameter.shape != factor.shape:
             raise ValueError(
-                f"{name}: expected a factor of shape {tuple(parameter.shape)} for rank "
-                f"{adapter.rank}, got {tuple(factor.shape)}; the adapters are of another model"
+                f"expected a factor of {name} of shape {tuple(parameter.shape)} for rank "
+                f"{adapter.rank}, got {tuple(factor.shape)}; load adapters of this model"
             )
         parameter.copy_(factor)
 
 
-def _pattern(values: dict[str, Any], usual: Any) -> dict[str, Any]:
-    """Return a pattern from which `_of_pattern` returns every value that is not `usual`.
+def _make_pattern(values: dict[str, Any], default: Any) -> dict[str, Any]:
+    """Return a pattern from which `_match_pattern` returns every value that is not `default`.
 
     A name may also match as the end of a longer name, so longer names come first. The keys are
     regular expressions, in which an unescaped dot would match any character.
     """
-    unusual = {re.escape(name): True for name, value in values.items() if value != usual}
-    named = [name for name in values if _of_pattern(name, unusual, False)]
+    different = {re.escape(name): True for name, value in values.items() if value != default}
+    named = [name for name in values if _match_pattern(name, different, False)]
     return {re.escape(name): values[name] for name in sorted(named, key=len, reverse=True)}
 
 
-def _of_pattern(name: str, pattern: dict[str, Any] | None, otherwise: Any) -> Any:
-    """Return the first entry whose key matches the end of the name, as peft does."""
+def _match_pattern(name: str, pattern: dict[str, Any] | None, default: Any) -> Any:
+    """Return the first value whose key matches the end of the name, as in peft, or `default`."""
     for key, value in (pattern or {}).items():
         if re.fullmatch(rf"(.*\.)?({key})", name):
             return value
-    return otherwise
+    return default

@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 from tinyml.validation import check_strided
 
-IGNORED = -100  # the target that torch's cross entropy leaves out
+IGNORED = -100  # the target that `F.cross_entropy` ignores
 
 
 class SoftPrompt(nn.Module):
     """`length` trainable vectors of width `dim` before the embeddings of the tokens.
 
-    `init` (length, dim) contains the initial values, such as the embeddings of a text. The default
-    is normal with standard deviation 0.02.
+    `init` (length, dim) contains the initial values, such as the embeddings of a text. By default,
+    they are normal random numbers with standard deviation 0.02.
     """
 
     def __init__(self, length: int, dim: int, *, init: Tensor | None = None) -> None:
@@ -44,10 +44,10 @@ class SoftPrompt(nn.Module):
         """
         if tokens.shape != carries_loss.shape:
             raise ValueError(
-                f"expected carries_loss with one truth value per token {tuple(tokens.shape)}, got "
-                f"{tuple(carries_loss.shape)}"
+                f"expected carries_loss with one truth value per token, of shape "
+                f"{tuple(tokens.shape)}, got {tuple(carries_loss.shape)}"
             )
-        wanted = torch.where(carries_loss, tokens.long(), IGNORED)
-        prompt = wanted.new_full((len(tokens), len(self.embeddings) - 1), IGNORED)
-        end = wanted.new_full((len(tokens), 1), IGNORED)
-        return torch.cat([prompt, wanted, end], dim=1)
+        targets = torch.where(carries_loss, tokens.long(), IGNORED)
+        prompt = targets.new_full((len(tokens), len(self.embeddings) - 1), IGNORED)
+        end = targets.new_full((len(tokens), 1), IGNORED)
+        return torch.cat([prompt, targets, end], dim=1)

@@ -10,9 +10,10 @@ from pathlib import Path
 
 @contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; rename it to `path` if the body succeeds.
+    """Yield a temporary path next to `path`; rename the file to `path` if the body succeeds.
 
-    If the body raises an error, delete the temporary file. A symbolic link is followed.
+    If the body raises an error, the temporary file is deleted. If `path` is a symbolic link, the
+    file to which it points is replaced.
     """
     path = Path(os.path.realpath(path))  # `Path.resolve` raises an error for links in a circle
     part = path.with_name(f"{path.name}.{os.getpid()}.part")

@@ -19,7 +19,7 @@ from tinyml.export.pretrained_folder import (
     group_size_of,
     pack_int32,
     quantized_linears,
-    unsigned,
+    unsigned_codes,
     write_folder,
 )
 from tinyml.quantization.grid_weight import GridWeight
@@ -42,7 +42,8 @@ def save_awq(model: nn.Module, folder: str | Path) -> None:
     dense = [name for name in linears if name not in grids]
     for name in grids:
         # Readers compare parts of names, so an entry may also exclude a layer with a longer name.
-        if excluded := [other for other in [*dense, *_always_dense(model)] if other in name]:
+        excluded = [other for other in [*dense, *_always_dense(model)] if other in name]
+        if excluded:
             raise ValueError(
                 f"expected layers that readers of the format quantize, got {name}, which they "
                 f"leave dense because of {excluded[0]}; exclude it with protect"
@@ -59,7 +60,7 @@ def save_awq(model: nn.Module, folder: str | Path) -> None:
 
 
 def _always_dense(model: nn.Module) -> list[str]:
-    """Return the layers that transformers never converts.
+    """Return the names of the layers that transformers never converts.
 
     These are the head and the layer of the model's last parameter, unless this parameter is a bias.
     """
@@ -67,13 +68,14 @@ def _always_dense(model: nn.Module) -> list[str]:
     names = [name for name, layer in model.named_modules() if layer is head]
     last, _, key = list(model.named_parameters())[-1][0].rpartition(".")
     if key == "original":  # compressing a weight has moved it after the bias of its layer
-        last, key = last.partition(".parametrizations.")[0], "weight"
-        key = "bias" if model.get_submodule(last).bias is not None else key
+        last = last.partition(".parametrizations.")[0]
+        key = "weight" if model.get_submodule(last).bias is None else "bias"
     return [*names, last] if key == "weight" else names
 
 
 def _tensors(grid: GridWeight) -> dict[str, Tensor]:
-    codes, zero, scale = unsigned(grid)
+    """Return the tensors of a layer in the AWQ format."""
+    codes, zero, scale = unsigned_codes(grid)
     if len(codes) % 8:
         raise ValueError(
             f"expected a multiple of 8 outputs, got {len(codes)}; exclude the layer with protect"

@@ -7,9 +7,9 @@ A row is divided into blocks; each format stores a block in a fixed number of by
     Q4_K  256 weights: float16 d and m, 12 bytes of 6-bit scales s and minima t   w = d s q - m t
           of 8 groups of 32, 128 bytes of codes
 
-In each 16 bytes of 4-bit codes (32 for Q4_K), the low halves are the first 16 (32) weights and the
-high halves are the next ones. Dense weights are rounded as in llama.cpp's reference for Q8_0 and
-Q4_0.
+In each 16 bytes of 4-bit codes (32 for Q4_K), the low halves are the codes of 16 (32) weights, and
+the high halves are those of the next 16 (32). For Q8_0 and Q4_0, dense weights are rounded as in
+llama.cpp's reference.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tinyml.conversion import dense_copy, make_dense, plain_copy
 from tinyml.export.atomic_file import atomic_file
 from tinyml.export.shared_tensors import memory_of, state_tensors
 from tinyml.layers import is_conv1d, layers_of, weight_of
-from tinyml.quantization.grid import wide
+from tinyml.quantization.grid import widen
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.validation import check_finite
 
@@ -44,6 +44,7 @@ _Entry = tuple[int, tuple[int, ...], bytes]
 _BLOCKS: dict[str, tuple[int, int, int]] = {
     "Q4_0": (2, 32, 18), "Q8_0": (8, 32, 34), "Q4_K": (12, 256, 144),
 }  # fmt: skip
+#: The number in the file of each type of dense tensors.
 _DENSE = {
     torch.float32: 0, torch.float16: 1, torch.int8: 24, torch.int16: 25, torch.int32: 26,
     torch.int64: 27, torch.float64: 28, torch.bfloat16: 30,
@@ -71,9 +72,9 @@ def save_gguf(
 
     Dense weights of `nn.Linear` layers are rounded. Weights that were quantized symmetrically to 8
     bits ("Q8_0") or 4 bits ("Q4_0") are stored exactly. Their groups must have a multiple of 32
-    inputs, and their scales must be float16 numbers. Raise `ValueError` for linear weights that are
-    compressed otherwise. Also raise it for weights so large or small that rounding the scales to
-    float16 changes them by more than half a step.
+    inputs, and their scales must be float16 numbers. Raises `ValueError` for linear weights that
+    are compressed otherwise, and if weights are so large or small that rounding the scales to
+    float16 changes a weight by more than half a step.
 
     All other tensors are stored dense and unchanged. These include the weights of layers that
     `protect` names, and of layers whose number of inputs is not a multiple of the block size.
@@ -94,7 +95,11 @@ def save_gguf(
             continue
         check_finite(f"{name}.weight", weight)
         stored = compressed_weight(layer)
-        packed = _rounded(name, weight, kind) if stored is None else _exact(name, stored, kind)
+        packed = (
+            _round_to_blocks(name, weight, kind)
+            if stored is None
+            else _stored_blocks(name, stored, kind)
+        )
         make_dense(rounded, layer)
         weight_of(layer).copy_(torch.from_numpy(dequantize(packed, kind)).view_as(weight))
         blocks[name] = packed
@@ -107,7 +112,7 @@ def save_gguf(
     by_memory: dict[object, Bytes] = {
         memory_of(weight_of(rounded.get_submodule(name))): packed for name, packed in blocks.items()
     }
-    tensors = _entries(state_tensors(rounded), by_memory, kind, names or {})
+    tensors = _file_entries(state_tensors(rounded), by_memory, kind, names or {})
     keys: dict[str, Value] = {"general.architecture": "unknown", "general.quantization_version": 2}
     keys |= metadata or {}
     if keys.get("general.alignment", _ALIGNMENT) != _ALIGNMENT:
@@ -116,11 +121,11 @@ def save_gguf(
             f"{keys['general.alignment']!r}"
         )
     with atomic_file(path) as part:
-        part.write_bytes(_file(keys, tensors))
+        part.write_bytes(_file_bytes(keys, tensors))
     return rounded
 
 
-def _entries(
+def _file_entries(
     state: Mapping[str, Tensor],
     blocks: Mapping[object, Bytes],
     kind: Kind,
@@ -128,9 +133,11 @@ def _entries(
 ) -> dict[str, _Entry]:
     """Return the entries of the file by name: blocks, and all other tensors unchanged.
 
-    `blocks` maps the `memory_of` a dense weight to its packed form.
+    `blocks` contains the packed forms of dense weights by the results of `memory_of`. Raise
+    `ValueError` for tensors and names that llama.cpp cannot read.
     """
-    if unknown := sorted(names.keys() - state.keys()):
+    unknown = sorted(names.keys() - state.keys())
+    if unknown:
         raise ValueError(f"expected names of the state dict in names, got {unknown[0]!r}")
     entries: dict[str, _Entry] = {}
     written: set[object] = set()
@@ -142,13 +149,13 @@ def _entries(
         key = names.get(name, name)
         if key in entries or len(key.encode()) > _LONGEST_NAME:
             raise ValueError(
-                f"expected a separate name of at most {_LONGEST_NAME} bytes for each tensor, which "
-                f"llama.cpp reads, got {key!r}; pass shorter ones in names"
+                f"expected a different name of at most {_LONGEST_NAME} bytes for each tensor, "
+                f"because llama.cpp reads no others, got {key!r}; pass other names in names"
             )
         if tensor.dim() > _MAX_DIMENSIONS:
             raise ValueError(
-                f"expected at most {_MAX_DIMENSIONS} dimensions, which llama.cpp reads, got "
-                f"{name} of shape {tuple(tensor.shape)}"
+                f"expected at most {_MAX_DIMENSIONS} dimensions, because llama.cpp reads no more, "
+                f"got {name} of shape {tuple(tensor.shape)}"
             )
         if memory in blocks:
             entries[key] = _BLOCKS[kind][0], tuple(tensor.shape), blocks[memory].tobytes()
@@ -156,12 +163,12 @@ def _entries(
             data = tensor.detach().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
             entries[key] = _DENSE[tensor.dtype], tuple(tensor.shape) or (1,), data
         else:
-            raise ValueError(f"expected one of {list(_DENSE)}, got {name} of {tensor.dtype}")
+            raise ValueError(f"expected tensors of {list(_DENSE)}, got {name} of {tensor.dtype}")
     return entries
 
 
-def _exact(name: str, stored: nn.Module, kind: Kind) -> Bytes:
-    """Return the blocks of a weight whose stored codes and scales are those of `kind`.
+def _stored_blocks(name: str, stored: nn.Module, kind: Kind) -> Bytes:
+    """Return the blocks of a compressed weight whose codes and scales `kind` stores exactly.
 
     Raise `ValueError` for other formats, and for scales that float16 cannot represent.
     """
@@ -169,35 +176,35 @@ def _exact(name: str, stored: nn.Module, kind: Kind) -> Bytes:
     fits = isinstance(stored, GridWeight) and stored.bits == bits and not stored.rows[1] % 32
     if not isinstance(stored, GridWeight) or not fits or stored.zero is not None:
         raise ValueError(
-            f"expected dense weights, or 8 bits for 'Q8_0' and 4 bits for 'Q4_0' with symmetric "
+            "expected dense weights, or 8 bits for 'Q8_0' and 4 bits for 'Q4_0' with symmetric "
             f"groups of a multiple of 32 inputs, got another format for {kind!r} in {name}"
         )
     scale = stored.scale.half()
     if not torch.equal(scale.to(stored.scale), stored.scale):
         raise ValueError(
-            f"expected scales that float16 contains exactly in {name}; quantize model.half()"
+            f"expected scales of {name} that are float16 numbers, got others; quantize model.half()"
         )
-    codes = stored.whole_numbers().view(-1, 32).cpu().numpy()
+    codes = stored.signed_codes().view(-1, 32).cpu().numpy()
     scale = scale.view(-1).repeat_interleave(stored.rows[1] // 32)
     return _small_blocks(scale.cpu().numpy(), codes, kind)
 
 
-def _rounded(name: str, weight: Tensor, kind: Kind) -> Bytes:
-    """Return the blocks of the dense weight of the layer `name`."""
-    rows = wide(weight.detach()).cpu().numpy()
+def _round_to_blocks(name: str, weight: Tensor, kind: Kind) -> Bytes:
+    """Return the blocks of `kind` for the dense weight of the layer `name`."""
+    rows = widen(weight.detach()).cpu().numpy()
     if kind == "Q4_K":
         return _large_blocks(name, rows.reshape(-1, 8, 32))
     rows = rows.reshape(-1, 32)
     if kind == "Q8_0":
         scale = np.abs(rows).max(1) / np.float32(127)
-        codes = _over(rows, scale[:, None])
+        codes = _divide(rows, scale[:, None])
         codes = np.copysign(np.floor(np.abs(codes) + np.float32(0.5)), codes)
     else:
         extreme = np.take_along_axis(rows, np.abs(rows).argmax(1)[:, None], 1)[:, 0]
         scale = extreme / np.float32(-8)
-        codes = np.trunc(_over(rows, scale[:, None]) + np.float32(8.5)).clip(0, 15) - 8
+        codes = np.trunc(_divide(rows, scale[:, None]) + np.float32(8.5)).clip(0, 15) - 8
     largest_code = 127 if kind == "Q8_0" else 8
-    half = _half(name, scale, largest_code, np.abs(scale).max() / 2)
+    half = _to_float16(name, scale, largest_code, np.abs(scale).max() / 2)
     return _small_blocks(half, codes.astype(np.int16), kind)
 
 
@@ -215,23 +222,23 @@ def _large_blocks(name: str, rows: Numbers) -> Bytes:
     low = np.minimum(rows.min(2), 0)
     step = (rows.max(2) - low) / 15
     half_step = np.abs(rows).max() / 30
-    d = _half(name, step.max(1) / 63, 63 * 15, half_step)
-    m = _half(name, -low.min(1) / 63, 63, half_step)
+    d = _to_float16(name, step.max(1) / 63, 63 * 15, half_step)
+    m = _to_float16(name, -low.min(1) / 63, 63, half_step)
     d_wide, m_wide = d.astype(np.float32)[:, None], m.astype(np.float32)[:, None]
-    scales = np.rint(_over(step, d_wide)).clip(0, 63).astype(np.uint8)
-    minima = np.rint(_over(-low, m_wide)).clip(0, 63).astype(np.uint8)
+    scales = np.rint(_divide(step, d_wide)).clip(0, 63).astype(np.uint8)
+    minima = np.rint(_divide(-low, m_wide)).clip(0, 63).astype(np.uint8)
     shifted = rows + (m_wide * minima)[:, :, None]
-    codes = np.rint(_over(shifted, (d_wide * scales)[:, :, None])).clip(0, 15).astype(np.uint8)
-    # Each block stores eight 6-bit scales and minima in 12 bytes. Byte i of the first four has the
-    # scale i and, above it, the high 2 bits of scale i + 4. The next four are the same for minima.
-    # Byte i of the last four has the low 4 bits of scale i + 4, and above them of the minimum.
-    first = scales[:, :4] | scales[:, 4:] >> 4 << 6
-    second = minima[:, :4] | minima[:, 4:] >> 4 << 6
-    third = scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4
+    codes = np.rint(_divide(shifted, (d_wide * scales)[:, :, None])).clip(0, 15).astype(np.uint8)
+    # Each block stores eight 6-bit scales and minima in 12 bytes. Byte i of the first four has
+    # scale i and, above it, the high 2 bits of scale i + 4; the next four bytes do so for minima.
+    # Byte i of the last four has the low 4 bits of scale i + 4 and, above them, of minimum i + 4.
+    scale_bytes = scales[:, :4] | scales[:, 4:] >> 4 << 6
+    minimum_bytes = minima[:, :4] | minima[:, 4:] >> 4 << 6
+    low_bits = scales[:, 4:] & 15 | (minima[:, 4:] & 15) << 4
     pairs = codes.reshape(-1, 4, 2, 32)
     packed = (pairs[:, :, 0] | pairs[:, :, 1] << 4).reshape(-1, 128)
-    ends = [part.reshape(-1, 1).view(np.uint8) for part in (d, m)]
-    return np.concatenate([*ends, first, second, third, packed], 1)
+    factors = [part.reshape(-1, 1).view(np.uint8) for part in (d, m)]
+    return np.concatenate([*factors, scale_bytes, minimum_bytes, low_bits, packed], 1)
 
 
 def dequantize(blocks: Bytes, kind: Kind) -> Numbers:
@@ -243,20 +250,22 @@ def dequantize(blocks: Bytes, kind: Kind) -> Numbers:
         codes = np.concatenate([blocks[:, 2:] & 15, blocks[:, 2:] >> 4], 1).astype(np.float32)
         return (d * (codes - 8)).reshape(-1)
     m = blocks[:, 2:4].copy().view(np.float16).astype(np.float32)
-    first, second, third = np.split(blocks[:, 4:16], 3, axis=1)
-    scales = np.concatenate([first & 63, third & 15 | first >> 6 << 4], 1).astype(np.float32)
-    minima = np.concatenate([second & 63, third >> 4 | second >> 6 << 4], 1).astype(np.float32)
+    scale_bytes, minimum_bytes, low_bits = np.split(blocks[:, 4:16], 3, axis=1)
+    last_scales = low_bits & 15 | scale_bytes >> 6 << 4
+    last_minima = low_bits >> 4 | minimum_bytes >> 6 << 4
+    scales = np.concatenate([scale_bytes & 63, last_scales], 1).astype(np.float32)
+    minima = np.concatenate([minimum_bytes & 63, last_minima], 1).astype(np.float32)
     packed = blocks[:, 16:].reshape(-1, 4, 1, 32)
     codes = np.concatenate([packed & 15, packed >> 4], 2).reshape(-1, 8, 32).astype(np.float32)
     return ((d * scales)[:, :, None] * codes - (m * minima)[:, :, None]).reshape(-1)
 
 
-def _half(name: str, scale: Numbers, largest_code: int, tolerance: float) -> Numbers:
+def _to_float16(name: str, scale: Numbers, largest_code: int, tolerance: float) -> Numbers:
     """Return the scales of the layer `name` in float16.
 
-    The `tolerance` is half of a step of the layer's largest weights. Raise `ValueError` if float16
-    changes the product of a scale and the largest code by more than this. This happens to scales
-    above 65504, and in layers with tiny weights, whose scales become zero.
+    `tolerance` is half a step of the layer's largest weights. Raise `ValueError` if float16 changes
+    the product of a scale and the largest code by more than `tolerance`. This happens to scales
+    above 65504, and to the scales of tiny weights, which become zero.
     """
     with np.errstate(over="ignore"):
         half = scale.astype(np.float16)
@@ -269,38 +278,38 @@ def _half(name: str, scale: Numbers, largest_code: int, tolerance: float) -> Num
     return half
 
 
-def _over(values: Numbers, scale: Numbers) -> Numbers:
-    """Return values times 1 / scale, or 0 for a scale of 0, as llama.cpp computes it."""
+def _divide(values: Numbers, scale: Numbers) -> Numbers:
+    """Return values times 1 / scale, as llama.cpp computes it, or 0 for a scale of 0."""
     with np.errstate(divide="ignore", over="ignore"):
         inverse = np.where(scale == 0, np.float32(0), np.float32(1) / scale)
     return (values * inverse).astype(np.float32)
 
 
-def _file(keys: Mapping[str, Value], tensors: Mapping[str, _Entry]) -> bytes:
+def _file_bytes(keys: Mapping[str, Value], tensors: Mapping[str, _Entry]) -> bytes:
     """Return a GGUF file of version 3, whose tensors start at multiples of 32 bytes."""
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(keys))]
-    parts += [_string(key) + _value(key, value) for key, value in keys.items()]
+    parts += [_string_bytes(key) + _value_bytes(key, value) for key, value in keys.items()]
     offset = 0
     for name, (kind, shape, data) in tensors.items():
         sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        parts.append(_string(name) + sizes + struct.pack("<IQ", kind, offset))
+        parts.append(_string_bytes(name) + sizes + struct.pack("<IQ", kind, offset))
         offset += len(data) + -len(data) % _ALIGNMENT
     header = b"".join(parts)
     padded = [data + bytes(-len(data) % _ALIGNMENT) for _, _, data in tensors.values()]
     return header + bytes(-len(header) % _ALIGNMENT) + b"".join(padded)
 
 
-def _string(text: str) -> bytes:
+def _string_bytes(text: str) -> bytes:
     encoded = text.encode()
     return struct.pack("<Q", len(encoded)) + encoded
 
 
-def _value(key: str, value: Value) -> bytes:
+def _value_bytes(key: str, value: Value) -> bytes:
     """Return the type and the bytes of a value of the metadata."""
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
     if isinstance(value, str):
-        return struct.pack("<I", 8) + _string(value)
+        return struct.pack("<I", 8) + _string_bytes(value)
     if isinstance(value, float | np.floating) and not _LARGEST < abs(value) < np.inf:
         return struct.pack("<If", 6, value)
     if isinstance(value, int | np.integer) and -(2**31) <= value < 2**32:

@@ -19,7 +19,7 @@ from tinyml.export.pretrained_folder import (
     group_size_of,
     pack_int32,
     quantized_linears,
-    unsigned,
+    unsigned_codes,
     write_folder,
 )
 from tinyml.quantization.grid_weight import GridWeight
@@ -28,10 +28,10 @@ from tinyml.quantization.grid_weight import GridWeight
 def save_gptq(model: nn.Module, folder: str | Path) -> None:
     """Write a transformers model that `gptq` or `quantize` has rounded to 4 or 8 bits.
 
-    The model must be in float16: call `model.half()` before `gptq` or `quantize`. Exactly the
-    linear layers of its numbered blocks must be quantized, because readers of the format assume
-    that: pass `protect=["lm_head"]` and, to `quantize`, `layers=[nn.Linear]`. The tokenizer is not
-    saved.
+    The model must be in float16: call `model.half()` before `gptq` or `quantize`. Readers of the
+    format assume that exactly the linear layers of numbered blocks are quantized: pass
+    `protect=["lm_head"]` and, to `quantize`, `layers=[nn.Linear]`. Raises `ValueError` for other
+    models. The tokenizer is not saved.
     """
     grids = quantized_linears(model, (4, 8))
     for name, layer in model.named_modules():
@@ -43,8 +43,8 @@ def save_gptq(model: nn.Module, folder: str | Path) -> None:
                 else "remove it from protect, or add its type to layers"
             )
             raise ValueError(
-                "expected exactly the linear layers in blocks to be quantized, but "
-                f"{name} is{'' if name in grids else ' not'} quantized; {remedy}"
+                "expected a model whose quantized layers are exactly the linear layers in blocks, "
+                f"got {name}, which is{'' if name in grids else ' not'} quantized; {remedy}"
             )
     first = next(iter(grids.values()))
     settings = {
@@ -60,7 +60,8 @@ def save_gptq(model: nn.Module, folder: str | Path) -> None:
 
 
 def _tensors(grid: GridWeight) -> dict[str, Tensor]:
-    codes, zero, scale = unsigned(grid)
+    """Return the tensors of a layer in the GPTQ format."""
+    codes, zero, scale = unsigned_codes(grid)
     outputs, inputs = codes.shape
     per_word = 32 // grid.bits
     if outputs % per_word or inputs % per_word:

@@ -1,7 +1,7 @@
 """Folders that transformers and vLLM load: packed weights and a `quantization_config`.
 
-The formats store codes of 4 or 8 bits with a float16 scale per output and group of inputs. A weight
-in the file, rounded to float16, is exactly `layer.weight`.
+The formats store codes of 4 or 8 bits with a float16 scale per output and group of inputs. The
+weight that they represent, rounded to float16, is exactly `layer.weight`.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from tinyml.adapters.parameter_lora import parameter_adapters
 from tinyml.compressed_weight import compressed_weight
 from tinyml.conversion import Replacement
 from tinyml.export.atomic_file import atomic_file
-from tinyml.export.shared_tensors import memory_of, separate, state_tensors
+from tinyml.export.shared_tensors import copy_if_shared, memory_of, state_tensors
 from tinyml.pruning.config_sizes import check_described_by_config
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.pack import pack
 
 
 def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, GridWeight]:
-    """Return the quantized linear layers; raise `ValueError` if the formats cannot store them.
+    """Return the grids of the quantized linear layers by name.
 
-    All of them must have the same number of bits, one of `widths`. They must also have the same
-    group size, or all have one scale per output.
+    Raise `ValueError` if the formats cannot store the model. All layers must have the same number
+    of bits, one of `widths`, and either the same group size or one scale per output.
     """
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "save_pretrained"):
@@ -41,15 +41,16 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
         )
     check_described_by_config(model)
     if adapted := sorted(parameter_adapters(model)):
-        raise _cannot_store(adapted[0], "an adapter")
+        raise _storage_error(adapted[0], "an adapter")
     grids: dict[str, GridWeight] = {}
     for name, layer in model.named_modules():
-        if (grid := _storable(name, layer)) is not None:
+        grid = _stored_grid(name, layer)
+        if grid is not None:
             if any(grid is other for other in grids.values()):
-                raise _cannot_store(name, "a weight that two layers share; exclude it with protect")
+                raise _storage_error(name, "a weight of two layers; exclude them with protect")
             grids[name] = grid
     if not grids:
-        raise ValueError("expected a model with quantized linear layers, got none; quantize it")
+        raise ValueError("expected a model with quantized linear layers, got none; call gptq first")
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if kinds != {torch.float16}:
         raise ValueError(
@@ -66,19 +67,22 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
     return grids
 
 
-def _storable(name: str, layer: nn.Module) -> GridWeight | None:
-    """Return the grid of a quantized layer, or None if the layer is not compressed."""
+def _stored_grid(name: str, layer: nn.Module) -> GridWeight | None:
+    """Return the grid of a quantized linear layer, or None if the layer is not compressed.
+
+    Raise `ValueError` for other compressed layers.
+    """
     if isinstance(layer, Replacement):
-        raise _cannot_store(name, f"a {type(layer).__name__}")
+        raise _storage_error(name, f"a {type(layer).__name__}")
     stored = compressed_weight(layer)
     if stored is None:
         return None
     if not isinstance(stored, GridWeight) or not isinstance(layer, nn.Linear):
-        raise _cannot_store(name, f"a {type(layer).__name__} with a {type(stored).__name__}")
+        raise _storage_error(name, f"a {type(layer).__name__} with a {type(stored).__name__}")
     return stored
 
 
-def _cannot_store(name: str, what: str) -> ValueError:
+def _storage_error(name: str, what: str) -> ValueError:
     return ValueError(
         f"expected linear layers that were quantized by gptq or quantize(..., layers=[nn.Linear]), "
         f"got {name} with {what}"
@@ -86,21 +90,21 @@ def _cannot_store(name: str, what: str) -> ValueError:
 
 
 def group_size_of(grids: Mapping[str, GridWeight]) -> int | None:
-    """Return the inputs per scale if all layers have the same number.
+    """Return the number of inputs per scale if all layers have the same number.
 
-    Otherwise, return -1 if every layer has one scale per output, or else None.
+    Otherwise, return -1 if every layer has one scale per output, and None if not.
     """
     sizes = {grid.rows[1] for grid in grids.values()}
     if len(sizes) == 1:
         return sizes.pop()
-    whole_rows = all(grid.rows[1] == grid.shape[1] for grid in grids.values())
-    return -1 if whole_rows else None
+    has_scale_per_output = all(grid.rows[1] == grid.shape[1] for grid in grids.values())
+    return -1 if has_scale_per_output else None
 
 
-def unsigned(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
+def unsigned_codes(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
     """Return unsigned codes (out, in), with zero points and scales (out, groups)."""
     lowest = -(2 ** (grid.bits - 1))
-    codes = grid.whole_numbers().int().view(grid.shape) - lowest
+    codes = grid.signed_codes().int().view(grid.shape) - lowest
     scale = grid.scale.view(grid.shape[0], -1)
     zero = torch.zeros_like(scale, dtype=torch.int32)
     if grid.zero is not None:
@@ -127,22 +131,23 @@ def write_folder(
 ) -> None:
     """Write the weights and the configuration, with `settings` as `quantization_config`.
 
-    The model's generation configuration is also written, because it may differ from the one that
-    readers derive from the model's configuration.
+    `tensors_of` returns the tensors of a quantized layer by their names in the layer. The model's
+    generation configuration is also written, because it may differ from the one that readers derive
+    from the model's configuration.
     """
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
     tied_keys = getattr(model, "_tied_weights_keys", None) or () if tying_configs(model) else ()
     tied = [re.compile(key) for key in tied_keys]
-    seen: set[object] = set()
+    written: set[object] = set()
     for name, tensor in state_tensors(model).items():
         is_packed = name.partition(".parametrizations.")[0] in grids and ".parametriz" in name
         memory = memory_of(tensor)
         # transformers ties only the weights that the model lists, and only by its configuration.
-        is_tied = memory in seen and any(key.search(name) for key in tied)
-        seen.add(memory)
+        is_tied = memory in written and any(key.search(name) for key in tied)
+        written.add(memory)
         if not is_packed and not is_tied:
-            tensors[name] = separate(tensor, storages)
+            tensors[name] = copy_if_shared(tensor, storages)
     for name, grid in grids.items():
         for key, tensor in tensors_of(grid).items():
             tensors[f"{name}.{key}"] = tensor.cpu().contiguous()
@@ -155,5 +160,6 @@ def write_folder(
     with atomic_file(folder / "model.safetensors") as part:
         save_file(tensors, part, {"format": "pt"})
     config.save_pretrained(folder)
-    if (generation := getattr(model, "generation_config", None)) is not None:
-        generation.save_pretrained(folder)
+    generation_config: Any = getattr(model, "generation_config", None)
+    if generation_config is not None:
+        generation_config.save_pretrained(folder)

@@ -1,7 +1,7 @@
 """Compressed models as safetensors files.
 
-Weights are stored packed, as in memory. A floating-point tensor is stored as a bitmap and its
-nonzero elements if that is smaller. Parameters and buffers need at most
+Codes are stored packed, as in memory. A floating-point tensor is stored as a bitmap and its
+elements other than +0.0 if that is smaller. Parameters and buffers need at most
 `size_of(model).sparse_bytes` bytes. The names of the tensors and the formats in the metadata
 describe each layer, so `load` needs only the uncompressed model.
 """
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tinyml.compressed_weight import CompressedWeight, compressed_weight
 from tinyml.conversion import dense_copy, install_weight, replace_modules
 from tinyml.export.atomic_file import atomic_file
-from tinyml.export.shared_tensors import memory_of, separate, state_tensors
+from tinyml.export.shared_tensors import copy_if_shared, memory_of, state_tensors
 from tinyml.layers import is_conv1d
 from tinyml.quantization.fastest_linear import avoid_fused_operators
 from tinyml.quantization.grid_weight import GridWeight
@@ -35,9 +35,12 @@ from tinyml.quantization.rounded_weight import RoundedWeight
 from tinyml.size import as_integers, has_value
 
 _FORMAT = "tinyml-3"
-_CHECKSUM = b'"sha256":"', b"0" * 64
+#: The key of the checksum in the header of the file, and the placeholder of the checksum.
+_CHECKSUM_KEY = b'"sha256":"'
+_NO_CHECKSUM = b"0" * 64
+#: The ends of the names of the bitmap and the elements of a sparse tensor.
 _SPARSE = "!mask", "!values"
-#: The names of the codes of a palette or grid, an `Int4Linear` and an `Int8Linear`.
+#: The ends of the names of the codes of a palette or grid, an `Int4Linear` and an `Int8Linear`.
 _COMPRESSED = "parametrizations.weight.0.codes"
 _INT4 = "grid.codes"
 _INT8 = "weight_codes"
@@ -46,13 +49,16 @@ _INT8 = "weight_codes"
 def save(model: nn.Module, path: str | Path) -> None:
     """Write every tensor of the state dict once, in its compressed form, and a checksum.
 
-    Raise `ValueError` for models from `prepare_qat` that were not converted, for tensors on the
+    Raises `ValueError` for models from `prepare_qat` that were not converted, for tensors on the
     meta device, and for types that safetensors does not store.
     """
     automatic: list[str] = []
     for name, module in model.named_modules():
         if isinstance(module, RoundedWeight):
-            raise ValueError(f"expected a model after training, got {name}; convert it")
+            raise ValueError(
+                f"expected a model without the rounded weights of prepare_qat, got {name}; call "
+                "convert(model) first"
+            )
         if isinstance(module, Int8Linear) and module.always is None:
             automatic.append(name)
     tensors: dict[str, Tensor] = {}
@@ -66,19 +72,19 @@ def save(model: nn.Module, path: str | Path) -> None:
         if _is_format(name, state):
             formats[name] = tensor.tolist()
         elif tensor.numel():
-            first = names.setdefault(memory_of(tensor), name)
-            if first != name:
-                aliases[name] = first
+            stored_name = names.setdefault(memory_of(tensor), name)
+            if stored_name != name:
+                aliases[name] = stored_name
                 continue
             shapes[name] = list(tensor.shape)
-            tensors.update(_sparse_if_smaller(name, separate(tensor, storages)))
+            tensors.update(_sparse_if_smaller(name, copy_if_shared(tensor, storages)))
     metadata = {
         "format": _FORMAT,
         "automatic": json.dumps(automatic),
         "same": json.dumps(aliases),
         "shapes": json.dumps(shapes),
         "formats": json.dumps(formats),
-        "sha256": _CHECKSUM[1].decode(),
+        "sha256": _NO_CHECKSUM.decode(),
     }
     with atomic_file(path) as part:
         try:
@@ -100,12 +106,12 @@ def _checksum(path: str | Path) -> tuple[int, bytes, bytes]:
     with Path(path).open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
         header = file.read(min(length, 2**27))
-        before, separator, after = header.partition(_CHECKSUM[0])
+        before, separator, after = header.partition(_CHECKSUM_KEY)
         if not separator:
             raise ValueError(f"expected a file written by tinyml.save, got {path}")
         start = 8 + len(before) + len(separator)
         digest = hashlib.sha256(length.to_bytes(8, "little"))
-        digest.update(before + separator + _CHECKSUM[1] + after[64:])
+        digest.update(before + separator + _NO_CHECKSUM + after[64:])
         while block := file.read(2**20):
             digest.update(block)
     return start, after[:64], digest.hexdigest().encode()
@@ -118,13 +124,13 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
 
     Each layer is on the device of the layer that it replaces. Weights that `model` ties and the
     file stores separately, as after merging an adapter into one of them, are not tied in the copy.
-    Raise `ValueError` if the file is damaged or has another format, or if `model` is on the meta
-    device.
+    Raises `ValueError` if the file is damaged or has another format, or if `model` is on the meta
+    device. Raises `ValueError` or `RuntimeError` if the tensors do not fit the model.
     """
     if any(tensor.is_meta for tensor in itertools.chain(model.parameters(), model.buffers())):
         raise ValueError(
             f"expected a model whose tensors have values, got a {type(model).__name__} on the meta "
-            "device; create it on the device that is to hold the weights"
+            "device; create the model on the device on which the weights are needed"
         )
     _, written, computed = _checksum(path)
     if written != computed:
@@ -141,8 +147,8 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
         stored = {name: file.get_tensor(name) for name in names}
     shapes = json.loads(metadata["shapes"])
     aliases = json.loads(metadata["same"])
-    state = {name: _dense(name, torch.Size(shape), stored) for name, shape in shapes.items()}
-    state |= {name: state[first] for name, first in aliases.items()}
+    state = {name: _read_dense(name, torch.Size(shape), stored) for name, shape in shapes.items()}
+    state |= {name: state[stored_name] for name, stored_name in aliases.items()}
     formats = json.loads(metadata["formats"])
     for name, value in formats.items():
         # Earlier versions stored -1 - zero_row after the shape of a palette.
@@ -160,22 +166,22 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
         if codes is None or compressed_weight(layer) is not None:
             continue
         if codes.endswith(_COMPRESSED):
-            install_weight(model, layer, _compressed(codes, layer, state))
+            install_weight(model, layer, _read_compressed_weight(codes, layer, state))
             continue
-        first = aliases.get(codes, codes)
-        if first not in by_codes:
-            by_codes[first] = _fastest_linear(codes, layer, state, name in automatic)
-        replacements[layer] = by_codes[first]
+        stored_name = aliases.get(codes, codes)
+        if stored_name not in by_codes:
+            by_codes[stored_name] = _read_fastest_linear(codes, layer, state, name in automatic)
+        replacements[layer] = by_codes[stored_name]
     model = replace_modules(model, replacements)
     avoid_fused_operators(model)
-    # Placeholders without elements are in the model but not in the file.
+    # The model has trainable tensors without elements, which are not in the file.
     empty = {name: t for name, t in state_tensors(model).items() if not t.numel()}
     model.load_state_dict(state | empty)
     return model
 
 
 def _is_format(name: str, state: dict[str, Tensor]) -> bool:
-    """Return True for the extra state of a compressed weight, False for that of other modules."""
+    """Return True if `name` is the extra state of a compressed weight, not of another module."""
     codes = name.removesuffix("_extra_state") + "codes"
     return codes in state and codes.endswith((_COMPRESSED, _INT4))
 
@@ -183,13 +189,14 @@ def _is_format(name: str, state: dict[str, Tensor]) -> bool:
 def _codes_of(layer: str, state: dict[str, Tensor]) -> str | None:
     """Return the name of a layer's codes, or None if its weight is stored in dense form."""
     for suffix in (_COMPRESSED, _INT4, _INT8):
-        if (name := f"{layer}.{suffix}".lstrip(".")) in state:
+        name = f"{layer}.{suffix}".lstrip(".")
+        if name in state:
             return name
     return None
 
 
 def _tie_as_stored(model: nn.Module, state: dict[str, Tensor], aliases: dict[str, str]) -> None:
-    """Tie the parameters of `model` that the file ties, and copy all others, in place."""
+    """Tie the parameters of `model` that the file ties, and separate all others, in place."""
     by_origin: dict[str, nn.Parameter] = {}
     used: set[nn.Parameter] = set()
     for owner, module in model.named_modules():
@@ -203,41 +210,44 @@ def _tie_as_stored(model: nn.Module, state: dict[str, Tensor], aliases: dict[str
             setattr(module, key, by_origin[origin])
 
 
-def _compressed(codes: str, layer: Any, state: dict[str, Tensor]) -> CompressedWeight:
+def _read_compressed_weight(codes: str, layer: Any, state: dict[str, Tensor]) -> CompressedWeight:
     """Return the stored palette or grid of a layer."""
     prefix = codes.removesuffix("codes")
     form = state[f"{prefix}_extra_state"].tolist()
     weight = layer.weight.detach()
-    if (palette := state.get(f"{prefix.removesuffix('0.')}original")) is not None:
+    palette = state.get(f"{prefix.removesuffix('0.')}original")
+    if palette is not None:
         zero_row = state.get(f"{prefix}zero_row")
-        compressed: CompressedWeight = Palette(form, state[codes], palette, zero_row)
+        compressed: Palette | GridWeight = Palette(form, state[codes], palette, zero_row)
     else:
-        scale, zero = state[f"{prefix}scale"].to(weight), state.get(f"{prefix}zero")
+        scale = state[f"{prefix}scale"].to(weight)
+        zero = state.get(f"{prefix}zero")
         compressed = GridWeight(form, state[codes], scale, zero, is_conv1d(layer))
     if compressed.shape != weight.shape:
         raise ValueError(
             f"expected a weight of shape {tuple(compressed.shape)} for {codes}, got "
-            f"{tuple(weight.shape)}; load into the model that the file was made from"
+            f"{tuple(weight.shape)}; load into a model of the same sizes as the saved one"
         )
     return compressed.to(weight.device)
 
 
-def _fastest_linear(
+def _read_fastest_linear(
     codes: str, layer: Any, state: dict[str, Tensor], may_stay_float: bool
 ) -> nn.Module:
-    """Return the stored layer of 8 or 4 bits that replaces a linear layer."""
+    """Return the stored `Int8Linear` or `Int4Linear` that replaces a linear layer."""
     if codes.endswith(_INT8):
         replacement = Int8Linear(layer, may_stay_float=may_stay_float)
-        # `.to(dtype)` does not change the type of the scale, so the layer may have another one.
+        # `.to(dtype)` does not change the type of the scale, so the types may differ.
         stored = state[f"{codes.removesuffix(_INT8)}scale"]
         replacement.scale = replacement.scale.to(stored.dtype)
         return replacement
-    grid = _compressed(codes, layer, state)
+    grid = _read_compressed_weight(codes, layer, state)
     assert isinstance(grid, GridWeight)
     return Int4Linear(grid, layer.bias)
 
 
 def _sparse_if_smaller(name: str, tensor: Tensor) -> dict[str, Tensor]:
+    """Return the tensors in the file for a tensor: itself, or its bitmap and elements."""
     if tensor.is_floating_point():
         stored = has_value(tensor)
         values = tensor[stored]
@@ -246,7 +256,8 @@ def _sparse_if_smaller(name: str, tensor: Tensor) -> dict[str, Tensor]:
     return {name: tensor}
 
 
-def _dense(name: str, shape: torch.Size, stored: dict[str, Tensor]) -> Tensor:
+def _read_dense(name: str, shape: torch.Size, stored: dict[str, Tensor]) -> Tensor:
+    """Return the tensor from which `_sparse_if_smaller` produced the stored tensors."""
     if name in stored:
         return stored[name]
     mask, values = (stored[name + suffix] for suffix in _SPARSE)

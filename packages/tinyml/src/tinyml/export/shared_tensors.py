@@ -8,7 +8,7 @@ from tinyml.conversion import check_supported
 
 
 def state_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Return the state dict; raise `ValueError` if a value is not a tensor with data."""
+    """Return the state dict of `model`; raise `ValueError` if a value is not a tensor with data."""
     check_supported(model)
     state = model.state_dict()
     for name, value in state.items():
@@ -23,17 +23,17 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
 def memory_of(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for tensors with the same elements in the same memory.
 
-    A view of another dtype and a conjugated or negated view have different elements.
+    Views of another dtype, and conjugated and negated views, have different elements.
     """
     view = tensor.dtype, tensor.is_conj(), tensor.is_neg()
     return tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), *view
 
 
-def separate(tensor: Tensor, storages: set[int]) -> Tensor:
+def copy_if_shared(tensor: Tensor, storages: set[int]) -> Tensor:
     """Return a contiguous tensor on the CPU that shares no memory with earlier results.
 
-    `storages` are the addresses of the storages of earlier tensors; this tensor's is added.
-    safetensors refuses tensors that share a part of their memory.
+    `storages` are the addresses of the storages of earlier tensors, to which that of `tensor` is
+    added. safetensors refuses tensors that share memory.
     """
     address = tensor.untyped_storage().data_ptr()
     is_shared = address in storages

@@ -1,4 +1,4 @@
-"""Codes of real numbers, and real factors as a multiplier and a shift."""
+"""Fixed-point arithmetic: int8 codes of real numbers, and factors as a multiplier and a shift."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from torch import Tensor, nn
 SUM_BITS = 22
 
 
-class Scale(nn.Module):
-    """The scale and zero point of int8 codes, as buffers. A code q represents scale (q - zero)."""
+class QuantParams(nn.Module):
+    """The quantization parameters of a value, as buffers: a code q represents scale (q - zero)."""
 
     bits_of_scale: Tensor
     code_of_zero: Tensor
@@ -22,8 +22,8 @@ class Scale(nn.Module):
     def __init__(self, scale: float, zero: int) -> None:
         super().__init__()
         # model.half() would round a float64 buffer, so its bits are stored as int64.
-        as_whole = torch.tensor(scale, dtype=torch.float64, device="cpu").view(torch.int64)
-        self.register_buffer("bits_of_scale", as_whole)
+        float_scale = torch.tensor(scale, dtype=torch.float64, device="cpu")
+        self.register_buffer("bits_of_scale", float_scale.view(torch.int64))
         code_of_zero = torch.tensor(zero, dtype=torch.int32, device="cpu")
         self.register_buffer("code_of_zero", code_of_zero)
 
@@ -38,32 +38,33 @@ class Scale(nn.Module):
         return int(self.code_of_zero)
 
     def codes(self, values: Tensor) -> Tensor:
-        """Return the int8 codes of float values, with halves rounded up, clamped to the range."""
+        """Return the nearest int8 codes of float values; halves are rounded up."""
         codes = (values.double() / self.scale).add_(0.5).floor_() + self.zero
         return codes.clamp(-128, 127).to(torch.int8)
 
 
 def scales_for_bias(
-    rows: Tensor, scale: Tensor, bias: Tensor, before: Scale, after: Scale
+    rows: Tensor, scale: Tensor, bias: Tensor, before: QuantParams, after: QuantParams
 ) -> Tensor:
-    """Return the scales S_w (rows, 1) of a weight: `scale`, or larger ones if the bias needs them.
+    """Return the scales S_w (rows, 1) of a weight: `scale`, or others if the bias needs them.
 
-    The bias is stored in units of S_w S_in. It must fit in 30 bits, even if the weights are tiny. A
-    filter of zeros outputs only its bias, so its scale must not round the bias to zero.
+    The bias is stored in units of S_w S_in, with the scale S_in of `before`. It must fit in 30
+    bits, even if the weights are tiny. A filter of zeros outputs only its bias, so its unit is
+    2^-12 of the output's scale, which rounds the bias finely.
     """
-    least = bias.abs().view(-1, 1) / before.scale / 2**30
-    fine = torch.full_like(least, after.scale / before.scale / 2**12)
-    return torch.maximum(scale, least).where(rows.any(1, keepdim=True), fine)
+    min_scale = bias.abs().view(-1, 1) / before.scale / 2**30
+    bias_scale = torch.full_like(min_scale, after.scale / before.scale / 2**12)
+    return torch.maximum(scale, min_scale).where(rows.any(1, keepdim=True), bias_scale)
 
 
-def shifted(scaled: Tensor, shift: Tensor, after: Scale) -> Tensor:
-    """Return Z + round(scaled / 2^shift), with halves rounded up, clamped to the valid codes."""
+def shift_to_codes(scaled: Tensor, shift: Tensor, after: QuantParams) -> Tensor:
+    """Return Z + round(scaled / 2^shift) as int8, with halves rounded up and clamped to int8."""
     half = torch.where(shift > 0, torch.ones_like(shift) << (shift - 1).clamp(min=0), 0)
     codes = ((scaled + half) >> shift) + after.zero
     return codes.clamp(-128, 127).to(torch.int8)
 
 
-def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
+def to_fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
     """Return positive factors as m / 2^s, with int32 m in [2^30, 2^31) and int64 s.
 
     Shifts are limited to 62. Raise `ValueError` if a factor is 2^30 or more.
@@ -80,8 +81,8 @@ def fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
     return multiplier.to(torch.int32), shift.clamp(max=62)
 
 
-def common_shift(factors: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return factors as m_i / 2^s, where the largest |m_i| is at most 2^22 (`SUM_BITS`).
+def to_common_shift(factors: Sequence[float]) -> tuple[Tensor, Tensor]:
+    """Return factors as int32 m_i and uint8 s, with factors m_i / 2^s and |m_i| <= 2^22.
 
     Raise `ValueError` if a factor is 2^22 or more.
     """

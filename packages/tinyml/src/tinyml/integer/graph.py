@@ -2,9 +2,9 @@
 
 Everything that does not depend on the input, such as the lookup of a palette, is computed while the
 graph is traced. If nothing else reads a product, the batch normalization after it becomes a part of
-its weight and bias; otherwise it becomes a product. If nothing else reads a step, an activation
-after it that only clamps, such as ReLU and ReLU6, is folded into the step. Integers are clamped
-there anyway.
+its weight and bias; otherwise the normalization becomes a product. If nothing else reads a step,
+an activation after it that only clamps, such as ReLU and ReLU6, is folded into the step, because
+the integers of the step are clamped anyway.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from tinyml.exported import ELEMENTWISE, Exported, described, exported, operator_name
+from tinyml.exported import ELEMENTWISE, Exported, describe_node, export_graph, operator_name
 from tinyml.integer.steps import (
     Concatenation,
     Geometry,
@@ -37,15 +37,15 @@ _TRACED_SAMPLES = 23
 def trace(model: nn.Module, example: Tensor) -> list[Step]:
     """Return the steps of `model`, from the input to the output.
 
-    Raise `ValueError` with the name of an operator that has no integer form. Also raise it if a
-    number of samples is written into the model's code, as in `x.view(2, -1)`, except for the number
-    with which the model is traced.
+    Raise `ValueError` with the name of an operator that has no integer form. Also raise it if the
+    model's code contains a number of samples, as in `x.view(2, -1)`, unless this is the number with
+    which the model is traced.
     """
     example = example[:1].repeat(_TRACED_SAMPLES, *[1] * (example.dim() - 1))
-    return _Walk(exported(model, (example,)), len(example)).steps
+    return _Tracer(export_graph(model, (example,)), len(example)).steps
 
 
-class _Walk:
+class _Tracer:
     """A walk through an exported graph that turns every node into a step or a constant."""
 
     def __init__(self, graph: Exported, batch: int) -> None:
@@ -64,7 +64,7 @@ class _Walk:
             elif not self.steps:
                 self._values[node] = self._add_step(Input, node, [])
             else:
-                raise ValueError(f"expected a model with one input, got a second one, {node.name}")
+                raise ValueError(f"expected a model with one input, got another input {node.name}")
         elif node.op == "output":
             self._select_output(list(node.args[0]))  # type: ignore[arg-type]
         elif node.target is operator.getitem:
@@ -72,10 +72,10 @@ class _Walk:
             # a maximum, have no integer form.
             value = self._values[node.args[0]]  # type: ignore[index]
             if isinstance(value, Step) and node.args[1] and node.users:
-                raise self._unknown(node, "only the first result of its operator is supported")
+                raise self._error(node, "only the first result of its operator is supported")
             self._values[node] = value if isinstance(value, Step) else value[node.args[1]]
         elif node.op == "call_function" and not node.name.startswith("_assert"):
-            self._values[node] = self._call(node)
+            self._values[node] = self._convert_call(node)
 
     def _select_output(self, outputs: list[fx.Node]) -> None:
         """Remove unneeded steps. Raise `ValueError` unless one output depends on the input."""
@@ -89,39 +89,40 @@ class _Walk:
                 needed.update(step.sources)
         self.steps = [step for step in self.steps if step in needed]
 
-    def _call(self, node: fx.Node) -> Any:
+    def _convert_call(self, node: fx.Node) -> Any:
         inputs = [n for n in node.all_input_nodes if isinstance(self._values[n], Step)]
         arguments = fx.node.map_arg(node.args, lambda n: self._values[n])
         options = fx.node.map_arg(node.kwargs, lambda n: self._values[n])
         if not inputs:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
-                raise self._unknown(node, "it returns random numbers")
+                raise self._error(node, "it returns random numbers")
             return node.target(*arguments, **options)  # type: ignore[operator]
         name = operator_name(node)
         result_like = node.meta.get("val")
         if isinstance(result_like, Tensor) and not result_like.is_floating_point():
-            raise self._unknown(node, f"its result is {result_like.dtype}, not a float type")
+            raise self._error(node, f"its result is {result_like.dtype}, not a float type")
         rule, names = _RULES.get(name, (None, ""))
-        alone = not any(isinstance(a, Tensor) and a.numel() > 1 for a in arguments)
-        if name in _ELEMENTWISE and alone and len(inputs) == 1 and isinstance(arguments[0], Step):
+        has_tensor = any(_has_several_elements(argument) for argument in arguments)
+        is_unary = len(inputs) == 1 and not has_tensor
+        if name in _ELEMENTWISE and is_unary and isinstance(arguments[0], Step):
 
             def function(x: Tensor) -> Any:
                 return node.target(x, *arguments[1:], **options)
 
             return self._activation(node, arguments[0], function)
         if rule is None:
-            raise self._unknown(node)
+            raise self._error(node)
         try:
-            result: Step = rule(self, node, *self._named(node, arguments, options, names))
+            result: Step = rule(self, node, *self._read_arguments(node, arguments, options, names))
         except (TypeError, AttributeError) as error:  # an argument that no rule supports
-            raise self._unknown(node, "these arguments") from error
+            raise self._error(node, "these arguments") from error
         return result
 
-    def _named(self, node: fx.Node, arguments: Any, options: Any, names: str) -> list[Any]:
+    def _read_arguments(self, node: fx.Node, arguments: Any, options: Any, names: str) -> list[Any]:
         """Return the arguments with these names; None for names that the operator does not have.
 
-        Raise `ValueError` if an argument with another name does not have its default. A rule
-        without names supports all arguments, of which it reads the first.
+        Raise `ValueError` if an argument with another name differs from its default. A rule without
+        names supports all arguments and reads the first.
         """
         schema = node.target._schema.arguments  # type: ignore[union-attr]
         if not names:
@@ -130,19 +131,20 @@ class _Walk:
         explicit = dict(zip(defaults, arguments, strict=False)) | options
         for key, value in explicit.items():
             if key not in names.split() and value != defaults[key]:
-                raise self._unknown(node, f"{key}={value!r} is not supported")
+                raise self._error(node, f"{key}={value!r} is not supported")
         return [(defaults | explicit).get(key) for key in names.split()]
 
-    def _unknown(self, node: fx.Node, why: str = "") -> ValueError:
+    def _error(self, node: fx.Node, why: str = "") -> ValueError:
         return ValueError(
-            f"{described(node)} has no integer form{why and ': ' + why}; see IntegerModel"
+            f"{describe_node(node)} has no integer form{why and ': ' + why}; help(IntegerModel) "
+            "lists the supported operators"
         )
 
     def _shape(self, node: fx.Node) -> tuple[int, ...]:
         """Return the shape of a node's value; raise `ValueError` if the batch is not first."""
         shape = tuple(_fake_result(node).shape)
         if not shape or shape[0] != self._batch:
-            raise self._unknown(node, f"its shape {shape} does not keep the batch first")
+            raise self._error(node, f"its first dimension is not the batch: {shape}")
         return shape
 
     def _add_step(
@@ -155,26 +157,26 @@ class _Walk:
 
     def _conv2d(self, node: fx.Node, x: Any, weight: Any, bias: Any, *window: Any) -> Step:
         if not isinstance(weight, Tensor) or not isinstance(x, Step) or len(x.shape) != 4:
-            raise self._unknown(node, "only images and a constant weight are supported")
+            raise self._error(node, "only images and a constant weight are supported")
         stride, padding, dilation, groups = window
         kernel, dilation = (weight.shape[2], weight.shape[3]), pair(dilation)
         if isinstance(padding, str):
             sides = zip(dilation, kernel, strict=True)
             total = [d * (k - 1) if padding == "same" else 0 for d, k in sides]
             if any(t % 2 for t in total):
-                raise self._unknown(node, "padding='same' of an even kernel is not symmetric")
+                raise self._error(node, "padding='same' of an even kernel is not symmetric")
             padding = [t // 2 for t in total]
         geometry = Geometry(kernel, pair(stride), pair(padding), dilation, groups)
         return self._add_step(MatMul, node, [x], weight, bias, geometry)
 
     def _linear(self, node: fx.Node, x: Any, weight: Any, bias: Any = None) -> Step:
         if not isinstance(weight, Tensor) or not isinstance(x, Step):
-            raise self._unknown(node, "the weight depends on the input")
+            raise self._error(node, "the weight depends on the input")
         return self._add_step(MatMul, node, [x], weight, bias)
 
     def _matmul(self, node: fx.Node, x: Any, weight: Any) -> Step:
         if not isinstance(weight, Tensor) or weight.dim() != 2:
-            raise self._unknown(node, "only x w with a constant matrix w is supported")
+            raise self._error(node, "only x w with a constant matrix w is supported")
         return self._linear(node, x, weight.t())
 
     def _batch_norm(
@@ -182,13 +184,13 @@ class _Walk:
     ) -> Step:
         variance, is_training, eps, *_ = options
         if not isinstance(mean, Tensor) or not isinstance(variance, Tensor) or is_training:
-            raise self._unknown(node, "it has no running statistics")
+            raise self._error(node, "it has no running statistics")
         factor = (variance.double() + eps).rsqrt() * (1 if weight is None else weight.double())
         shift = (0 if bias is None else bias.double()) - mean.double() * factor
         return self._by_channel(node, x, factor, shift)
 
     def _activation(self, node: fx.Node, x: Step, function: Callable[[Tensor], Tensor]) -> Step:
-        """Add a table, or clamp the step before if the activation clamps to a range with zero."""
+        """Add a table, or fold a clamp to a range with zero into `x` if nothing else reads `x`."""
         is_clamp = operator_name(node) in _CLAMPS
         if is_clamp and isinstance(x, _CLAMPED) and self._is_only_reader(node):
             low, high = function(torch.tensor([-1e30, 1e30], device="cpu")).tolist()
@@ -198,9 +200,9 @@ class _Walk:
         return self._add_step(Table, node, [x], function)
 
     def _by_channel(self, node: fx.Node, x: Step, factor: Tensor, shift: Tensor) -> Step:
-        """Fold factor * x + shift per channel (float64) into the product `x`, or add a product."""
+        """Fold factor * x + shift (float64, per channel) into the product `x`, or add a product."""
         if len(x.shape) not in (2, 4):
-            raise self._unknown(node, "2 or 4 dimensions are supported")
+            raise self._error(node, "only 2 or 4 dimensions are supported")
         dtype = _fake_result(node).dtype
         # A linear layer's channels are its last dimension; those of an image are dimension 1.
         is_foldable = isinstance(x, MatMul) and (x.geometry is None) == (len(x.shape) == 2)
@@ -222,20 +224,20 @@ class _Walk:
         source: Any = next(n for n in node.all_input_nodes if isinstance(self._values[n], Step))
         step = self._values[source]
         while len(source.users) == 1:
-            before = [n for n in source.all_input_nodes if self._values[n] is step]
-            if not before:
+            earlier_names = [n for n in source.all_input_nodes if self._values[n] is step]
+            if not earlier_names:
                 return True
-            source = before[0]
+            source = earlier_names[0]
         return False
 
     def _constant(self, node: fx.Node, x: Step, constant: Any) -> Tensor:
-        """Return a constant as one number per channel."""
+        """Return a constant per channel, (channels,); raise `ValueError` for other constants."""
         device = _fake_result(node).device
         value = torch.as_tensor(constant, dtype=torch.float64, device=device)
         shape = (1,) * (len(x.shape) - value.dim()) + tuple(value.shape)
-        fits = len(shape) == len(x.shape) and shape[1] in (1, x.shape[1])
-        if not fits or any(n > 1 for i, n in enumerate(shape) if i != 1):
-            raise self._unknown(node, "the constant is not one number per channel")
+        has_channels = len(shape) == len(x.shape) and shape[1] in (1, x.shape[1])
+        if not has_channels or any(n > 1 for i, n in enumerate(shape) if i != 1):
+            raise self._error(node, "the constant is not one number per channel")
         return value.reshape(-1).expand(x.shape[1])
 
     def _sub(self, node: fx.Node, a: Any, b: Any) -> Step:
@@ -244,11 +246,11 @@ class _Walk:
     def _add(self, node: fx.Node, a: Any, b: Any, sign: float = 1.0) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):
             if a.shape != b.shape:
-                raise self._unknown(node, f"shapes {a.shape} and {b.shape} differ")
+                raise self._error(node, f"shapes {a.shape} and {b.shape} differ")
             return self._add_step(Sum, node, [a, b], (1.0, sign))
         value, constant = (a, b) if isinstance(a, Step) else (b, a)
         value_sign, constant_sign = (1.0, sign) if value is a else (sign, 1.0)
-        if _several(constant):
+        if _has_several_elements(constant):
             shift = constant_sign * self._constant(node, value, constant)
             return self._by_channel(node, value, torch.full_like(shift, value_sign), shift)
         shift = constant_sign * constant
@@ -257,24 +259,26 @@ class _Walk:
     def _mul(self, node: fx.Node, a: Any, b: Any) -> Step:
         if isinstance(a, Step) and isinstance(b, Step):
             if len(a.shape) != len(b.shape):
-                raise self._unknown(node, f"shapes {a.shape} and {b.shape} differ in their number")
+                raise self._error(
+                    node, f"shapes {a.shape} and {b.shape} differ in their number of dimensions"
+                )
             return self._add_step(Mul, node, [a, b])
         value, constant = (a, b) if isinstance(a, Step) else (b, a)
-        if _several(constant):
+        if _has_several_elements(constant):
             factor = self._constant(node, value, constant)
             return self._by_channel(node, value, factor, torch.zeros_like(factor))
         return self._add_step(Table, node, [value], lambda x: constant * x)
 
     def _div(self, node: fx.Node, a: Any, b: Any) -> Step:
         if not isinstance(a, Step) or isinstance(b, Step):
-            raise self._unknown(node, "only division by a constant is supported")
+            raise self._error(node, "only division by a constant is supported")
         return self._mul(node, a, 1 / b)
 
     def _cat(self, node: fx.Node, parts: Sequence[Any], dim: int) -> Step:
         if not all(isinstance(part, Step) for part in parts):
-            raise self._unknown(node, "a tensor that is not computed from the input")
+            raise self._error(node, "a tensor does not depend on the input")
         if dim not in (1, 1 - len(parts[0].shape)):
-            raise self._unknown(node, f"it concatenates along dimension {dim}; only 1 is supported")
+            raise self._error(node, f"it concatenates along dimension {dim}; only 1 is supported")
         return self._add_step(Concatenation, node, parts)
 
     def _max_pool2d(self, node: fx.Node, x: Step, *window: Any) -> Step:
@@ -283,27 +287,27 @@ class _Walk:
     def _avg_pool2d(self, node: fx.Node, x: Step, *options: Any) -> Step:
         *window, counts_padding = options
         if not counts_padding and pair(window[-1]) != (0, 0):
-            raise self._unknown(node, "only count_include_pad=True is supported")
+            raise self._error(node, "only count_include_pad=True is supported")
         return self._pool(node, x, False, *window)
 
     def _pool(
         self, node: fx.Node, x: Step, is_maximum: bool, kernel: Any, stride: Any, padding: Any
     ) -> Step:
         if len(x.shape) != 4:
-            raise self._unknown(node, "only a batch of images is supported")
+            raise self._error(node, "only a batch of images is supported")
         geometry = Geometry(pair(kernel), pair(stride or kernel), pair(padding))
         return self._add_step(Pool, node, [x], geometry, is_maximum)
 
     def _adaptive_avg_pool2d(self, node: fx.Node, x: Step, size: Any) -> Step:
         height, width = pair(size)
         if len(x.shape) != 4 or x.shape[2] % height or x.shape[3] % width:
-            raise self._unknown(node, f"{x.shape[2:]} does not divide into {height, width}")
+            raise self._error(node, f"{x.shape[2:]} does not divide into {height, width}")
         kernel = x.shape[2] // height, x.shape[3] // width
         return self._add_step(Pool, node, [x], Geometry(kernel, kernel), False)
 
     def _mean(self, node: fx.Node, x: Step, dims: Any, keepdim: Any) -> Step:
         if len(x.shape) != 4 or sorted(d % 4 for d in dims or ()) != [2, 3]:
-            raise self._unknown(node, "the mean over rows and columns is supported")
+            raise self._error(node, "only the mean over rows and columns is supported")
         geometry = Geometry((x.shape[2], x.shape[3]))
         mean = Pool(node.name, [x], (*x.shape[:2], 1, 1), geometry, False)
         self.steps.append(mean)
@@ -323,24 +327,24 @@ _WINDOW = "self kernel_size stride padding"
 _RULES: dict[str, tuple[Callable[..., Step], str]] = {
     operator: (rule, names)
     for rule, operators, names in (
-        (_Walk._conv2d, "conv2d", "input weight bias stride padding dilation groups"),
-        (_Walk._linear, "linear", "input weight bias"),
-        (_Walk._matmul, "matmul", "self other"),
-        (_Walk._matmul, "mm", "self mat2"),
-        (_Walk._batch_norm, "batch_norm _native_batch_norm_legit", _NORM),
-        (_Walk._batch_norm, "_native_batch_norm_legit_no_training", _NORM),
-        (_Walk._add, "add", "self other"),
-        (_Walk._sub, "sub", "self other"),
-        (_Walk._mul, "mul", "self other"),
-        (_Walk._div, "div", "self other"),
-        (_Walk._cat, "cat concat concatenate", "tensors dim"),
-        (_Walk._max_pool2d, "max_pool2d max_pool2d_with_indices", _WINDOW),
-        (_Walk._avg_pool2d, "avg_pool2d", f"{_WINDOW} count_include_pad"),
-        (_Walk._adaptive_avg_pool2d, "adaptive_avg_pool2d", "self output_size"),
-        (_Walk._mean, "mean", "self dim keepdim"),
-        (_Walk._reshape, "reshape flatten view _unsafe_view squeeze unsqueeze", ""),
-        (_Walk._identity, "dropout feature_dropout native_dropout alpha_dropout", ""),
-        (_Walk._identity, "clone contiguous alias detach _to_copy to", ""),
+        (_Tracer._conv2d, "conv2d", "input weight bias stride padding dilation groups"),
+        (_Tracer._linear, "linear", "input weight bias"),
+        (_Tracer._matmul, "matmul", "self other"),
+        (_Tracer._matmul, "mm", "self mat2"),
+        (_Tracer._batch_norm, "batch_norm _native_batch_norm_legit", _NORM),
+        (_Tracer._batch_norm, "_native_batch_norm_legit_no_training", _NORM),
+        (_Tracer._add, "add", "self other"),
+        (_Tracer._sub, "sub", "self other"),
+        (_Tracer._mul, "mul", "self other"),
+        (_Tracer._div, "div", "self other"),
+        (_Tracer._cat, "cat concat concatenate", "tensors dim"),
+        (_Tracer._max_pool2d, "max_pool2d max_pool2d_with_indices", _WINDOW),
+        (_Tracer._avg_pool2d, "avg_pool2d", f"{_WINDOW} count_include_pad"),
+        (_Tracer._adaptive_avg_pool2d, "adaptive_avg_pool2d", "self output_size"),
+        (_Tracer._mean, "mean", "self dim keepdim"),
+        (_Tracer._reshape, "reshape flatten view _unsafe_view squeeze unsqueeze", ""),
+        (_Tracer._identity, "dropout feature_dropout native_dropout alpha_dropout", ""),
+        (_Tracer._identity, "clone contiguous alias detach _to_copy to", ""),
     )
     for operator in operators.split()
 }
@@ -356,7 +360,8 @@ def _fake_result(node: fx.Node) -> Tensor:
     return cast(Tensor, value[0] if isinstance(value, tuple | list) else value)
 
 
-def _several(constant: Any) -> bool:
+def _has_several_elements(constant: Any) -> bool:
+    """Return True for a tensor with more than one element."""
     return isinstance(constant, Tensor) and constant.numel() > 1
 
 

@@ -7,7 +7,7 @@ activation is a table of 256 codes. Values of different scales are multiplied by
 before they are added. All weights, scales and tables are buffers, so a state dict contains them.
 
 In torch, products and means are computed by float operators, which are faster. Their float32 or
-float64 results are exact integers, or are rounded exactly as the formulas say.
+float64 results are exact integers, or are rounded exactly as in the formulas.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from torch import Tensor, nn
 
 from tinyml.conversion import without_autocast
 from tinyml.integer.fixed_point import (
-    Scale,
-    common_shift,
-    fixed_point,
+    QuantParams,
     scales_for_bias,
-    shifted,
+    shift_to_codes,
+    to_common_shift,
+    to_fixed_point,
 )
 from tinyml.integer.steps import (
     Concatenation,
@@ -54,7 +54,7 @@ class IntegerMatMul(nn.Module):
     multiplier: Tensor
     shift: Tensor
 
-    def __init__(self, step: MatMul, scales: Sequence[Scale], after: Scale) -> None:
+    def __init__(self, step: MatMul, scales: Sequence[QuantParams], after: QuantParams) -> None:
         super().__init__()
         (before,) = scales
         self.geometry = step.geometry
@@ -64,20 +64,21 @@ class IntegerMatMul(nn.Module):
         rows = weight.detach().double().reshape(len(weight), -1)
         if rows.shape[1] * 128 * 128 >= 2**31:
             raise ValueError(
-                f"sums of {rows.shape[1]} products do not fit in int32; split the layer"
+                "expected fewer than 2^17 products per sum, so that sums fit in int32, got "
+                f"{rows.shape[1]}; split the layer"
             )
-        exact = rows.new_zeros(len(rows)) if bias is None else bias.detach().double()
-        if not torch.isfinite(exact).all():
+        float_bias = rows.new_zeros(len(rows)) if bias is None else bias.detach().double()
+        if not torch.isfinite(float_bias).all():
             raise ValueError("expected finite biases and batch normalizations, got nan or inf")
         grid = grid_of(rows, 8)
-        scale = scales_for_bias(rows, grid.scale, exact, before, after)
+        scale = scales_for_bias(rows, grid.scale, float_bias, before, after)
         codes = Grid(scale, grid.zero, grid.low, grid.high).quantize(rows)
         unit = before.scale * scale.view(-1)
         # Padding has the code of zero, so the constant -Z sum(w) is part of the bias.
-        whole = (exact / unit).round() - before.zero * codes.sum(1)
-        multiplier, shift = fixed_point(unit / after.scale)
+        int_bias = (float_bias / unit).round() - before.zero * codes.sum(1)
+        multiplier, shift = to_fixed_point(unit / after.scale)
         self.register_buffer("weight", codes.to(torch.int8).view(weight.shape))
-        self.register_buffer("bias", whole.clamp(-(2**31), 2**31 - 1).to(torch.int32))
+        self.register_buffer("bias", int_bias.clamp(-(2**31), 2**31 - 1).to(torch.int32))
         self.register_buffer("multiplier", multiplier)
         self.register_buffer("shift", shift.to(torch.uint8))
 
@@ -88,15 +89,16 @@ class IntegerMatMul(nn.Module):
         padded = pad(codes, self.geometry, self.before.zero)
         sums = exact_sums(padded, self.weight, self.geometry)
         # The float64 values of as many images as fit in the processor's cache are computed at once.
-        count = max(1, _CACHED_VALUES // max(1, sums.shape[1:].numel()))
-        parts = [self._requantize(part, (-1, 1, 1)) for part in sums.split(count)]
+        num_images = max(1, _CACHED_VALUES // max(1, sums.shape[1:].numel()))
+        parts = [self._requantize(part, (-1, 1, 1)) for part in sums.split(num_images)]
         return torch.cat(parts)
 
     def _requantize(self, sums: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """Return int8 codes of sums of products; `shape` broadcasts a value per channel to sums."""
         if int(self.shift.max()) > 44:
-            whole = (sums.long() + self.bias.long().view(shape)).clamp(-(2**31), 2**31 - 1)
-            return shifted(
-                whole * self.multiplier.long().view(shape),
+            total = (sums.long() + self.bias.long().view(shape)).clamp(-(2**31), 2**31 - 1)
+            return shift_to_codes(
+                total * self.multiplier.long().view(shape),
                 self.shift.long().view(shape),
                 self.after,
             )
@@ -114,41 +116,41 @@ class RescaledValues(nn.Module):
     multiplier: Tensor
     shift: Tensor
 
-    def __init__(self, step: Step, before: Sequence[Scale], after: Scale) -> None:
+    def __init__(self, step: Step, before: Sequence[QuantParams], after: QuantParams) -> None:
         super().__init__()
         self.before, self.after = nn.ModuleList(before), after
-        multiplier, shift = common_shift(self.factors(step, before, after))
+        multiplier, shift = to_common_shift(self.factors(step, before, after))
         self.register_buffer("multiplier", multiplier)
         self.register_buffer("shift", shift)
 
     @staticmethod
-    def factors(_: Any, before: Sequence[Scale], after: Scale) -> list[float]:
-        """Return the weights of the values in the result, S_i / S_out."""
+    def factors(_: Any, before: Sequence[QuantParams], after: QuantParams) -> list[float]:
+        """Return the factors by which the values are multiplied in the result, S_i / S_out."""
         return [scale.scale / after.scale for scale in before]
 
     @property
     def zeros(self) -> list[int]:
         """Return the code of 0.0 of each value."""
-        return [scale.zero for scale in cast(Iterable[Scale], self.before)]
+        return [scale.zero for scale in cast(Iterable[QuantParams], self.before)]
 
     def scaled(self, codes: Sequence[Tensor]) -> list[Tensor]:
         """Return each value times its integer factor, m_i (q_i - Z_i), as int64."""
-        parts = zip(codes, self.zeros, self.multiplier.long(), strict=True)
-        return [(value.long() - zero) * m for value, zero, m in parts]
+        terms = zip(codes, self.zeros, self.multiplier.long(), strict=True)
+        return [(value.long() - zero) * factor for value, zero, factor in terms]
 
     def requantized(self, total: Tensor) -> Tensor:
         """Return int8 codes: Z + ((total + 2^(s-1)) >> s)."""
-        return shifted(total, self.shift.long(), self.after)
+        return shift_to_codes(total, self.shift.long(), self.after)
 
 
 class IntegerSum(RescaledValues):
     """A sum of values of different scales: Z + ((sum m_i (q_i - Z_i) + 2^(s-1)) >> s)."""
 
     @staticmethod
-    def factors(step: Sum, before: Sequence[Scale], after: Scale) -> list[float]:
-        """Return the weights of the values in the result, with their signs."""
-        weights = RescaledValues.factors(step, before, after)
-        return [sign * weight for sign, weight in zip(step.signs, weights, strict=True)]
+    def factors(step: Sum, before: Sequence[QuantParams], after: QuantParams) -> list[float]:
+        """Return the factors by which the values are multiplied, with the signs of the sum."""
+        factors = RescaledValues.factors(step, before, after)
+        return [sign * factor for sign, factor in zip(step.signs, factors, strict=True)]
 
     def forward(self, *codes: Tensor) -> Tensor:
         """Add int8 values of equal shape."""
@@ -156,7 +158,7 @@ class IntegerSum(RescaledValues):
 
 
 class IntegerCat(RescaledValues):
-    """A concatenation of channels in one scale: Z + ((m_i (q_i - Z_i) + 2^(s-1)) >> s)."""
+    """A concatenation along channels, with one scale: Z + ((m_i (q_i - Z_i) + 2^(s-1)) >> s)."""
 
     def forward(self, *codes: Tensor) -> Tensor:
         """Concatenate int8 values along their channels."""
@@ -167,7 +169,7 @@ class IntegerMul(RescaledValues):
     """An elementwise product: Z + ((m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s)."""
 
     @staticmethod
-    def factors(_: Any, before: Sequence[Scale], after: Scale) -> list[float]:
+    def factors(_: Any, before: Sequence[QuantParams], after: QuantParams) -> list[float]:
         """Return the factor of the product in the result, S_a S_b / S_out."""
         return [before[0].scale * before[1].scale / after.scale]
 
@@ -182,7 +184,7 @@ class IntegerTable(nn.Module):
 
     table: Tensor
 
-    def __init__(self, step: Table, before: Sequence[Scale], after: Scale) -> None:
+    def __init__(self, step: Table, before: Sequence[QuantParams], after: QuantParams) -> None:
         super().__init__()
         codes = torch.arange(-128, 128, device="cpu")
         values = step.run((codes - before[0].zero) * before[0].scale)
@@ -196,22 +198,22 @@ class IntegerTable(nn.Module):
 class IntegerPool(nn.Module):
     """The maximum or mean of int8 windows; the mean rounds halves up."""
 
-    def __init__(self, step: Pool, before: Sequence[Scale], _: Scale) -> None:
+    def __init__(self, step: Pool, before: Sequence[QuantParams], _: QuantParams) -> None:
         super().__init__()
         self.geometry = step.geometry
-        self.largest = step.is_maximum
+        self.is_maximum = step.is_maximum
         self.scale = before[0]
 
     def forward(self, codes: Tensor) -> Tensor:
         """Pool int8 codes (n, channels, height, width)."""
         g = self.geometry
-        fill = -128 if self.largest else self.scale.zero
+        fill = -128 if self.is_maximum else self.scale.zero
         padded = pad(codes, g, fill).float()  # exact for the codes and their sums
-        if self.largest:
+        if self.is_maximum:
             return F.max_pool2d(padded, g.kernel, g.stride).to(torch.int8)
-        count = g.kernel[0] * g.kernel[1]
+        area = g.kernel[0] * g.kernel[1]
         total = F.avg_pool2d(padded, g.kernel, g.stride, divisor_override=1).round().long()
-        rounded = torch.div(2 * total + count, 2 * count, rounding_mode="floor")
+        rounded = torch.div(2 * total + area, 2 * area, rounding_mode="floor")
         return rounded.to(torch.int8)
 
 
@@ -227,8 +229,8 @@ class IntegerReshape(nn.Module):
         return codes.reshape(len(codes), *self.shape)
 
 
-#: The integer layer of each kind of step. Its arguments are the step, the scales of the step's
-#: sources and the scale of the step.
+#: The integer layer of each kind of step. Its arguments are the step, the quantization parameters
+#: of the step's sources and those of the step.
 LAYERS: dict[type[Step], type[nn.Module]] = {
     MatMul: IntegerMatMul,
     Sum: IntegerSum,
@@ -241,18 +243,20 @@ LAYERS: dict[type[Step], type[nn.Module]] = {
 
 
 def exact_sums(codes: Tensor, weight: Tensor, geometry: Geometry | None = None) -> Tensor:
-    """Return the sums of a linear layer, or of a convolution of padded images, as floats.
+    """Return the exact sums of a linear layer, or of a convolution of padded images, as floats.
 
-    They are exact in float32 while no partial sum exceeds 2^24 (Note [Exact products]). Every
-    partial sum is bounded by 128 times the sum of |w| over a filter. Otherwise, and on a GPU, whose
-    convolutions may transform their inputs, float64 is used, whose 53 bits are exact for every sum.
+    They are exact in float32 if no partial sum exceeds 2^24 (Note [Exact products]). A partial sum
+    is at most 128 times the sum of |w| over a filter. Otherwise the sums are computed in float64,
+    whose 53 bits are exact for every sum. This also holds on a GPU, whose convolutions may
+    transform their inputs.
     """
-    largest = 128 * int(weight.long().abs().flatten(1).sum(1).max())
-    is_exact = codes.device.type == "cpu" and largest <= EXACT_IN_FLOAT32
+    max_sum = 128 * int(weight.long().abs().flatten(1).sum(1).max())
+    is_exact = codes.device.type == "cpu" and max_sum <= EXACT_IN_FLOAT32
     dtype = torch.float32 if is_exact else torch.float64
     with without_autocast(codes.device):  # autocast would round the codes to 16 bits
-        if (g := geometry) is None:
+        if geometry is None:
             return F.linear(codes.to(dtype), weight.to(dtype))
+        g = geometry
         # In the channels-last format, sums of one channel may be wrong (pytorch issue 82060).
         layout = torch.channels_last if codes.shape[1] > 1 else torch.contiguous_format
         images = codes.to(dtype, memory_format=layout)

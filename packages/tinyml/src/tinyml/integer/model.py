@@ -16,7 +16,7 @@ from typing import cast
 import torch
 from torch import Tensor, nn
 
-from tinyml.integer.fixed_point import Scale
+from tinyml.integer.fixed_point import QuantParams
 from tinyml.integer.graph import trace
 from tinyml.integer.layers import LAYERS
 from tinyml.integer.steps import MatMul, Pool, Reshape, Step
@@ -27,12 +27,12 @@ from tinyml.validation import check_finite, check_strided, require_batches
 class IntegerModel(nn.Module):
     """The int8 form of a float model of images or features, calibrated on batches of inputs.
 
-    The model is traced by `torch.export`. It may contain Conv2d, Linear, BatchNorm, sums and
-    products of values, concatenation along channels, maximum and mean pooling, and flattening.
-    Activations become tables or clamps if `tinyml.exported.ELEMENTWISE` contains them, such as
-    GELU, powers and `exp`. So do `erf`, `log_sigmoid` and a PReLU with one parameter. The ranges
-    are measured on `batches`, whose first dimension is the batch. Raise `ValueError` for other
-    operators.
+    The model has one input and one output and is traced by `torch.export`. It may contain Conv2d,
+    Linear, BatchNorm, sums and products of values, concatenation along channels, maximum and mean
+    pooling, and reshapes. Activations become tables or clamps if `tinyml.exported.ELEMENTWISE`
+    contains them, such as GELU, powers and `exp`. The same holds for `erf`, `log_sigmoid` and a
+    PReLU with one parameter. The ranges of all values are measured on `batches`, whose first
+    dimension is the batch. Raises `ValueError` for other operators.
     """
 
     def __init__(self, model: nn.Module, batches: Sequence[Tensor]) -> None:
@@ -57,14 +57,14 @@ class IntegerModel(nn.Module):
         self.last_use = {i: n for n, sources in enumerate(self.sources) for i in sources}
 
     @property
-    def input(self) -> Scale:
-        """Return the scale of the input's codes."""
-        return cast(Scale, self.scales[0])
+    def input(self) -> QuantParams:
+        """Return the quantization parameters of the input."""
+        return cast(QuantParams, self.scales[0])
 
     @property
-    def output(self) -> Scale:
-        """Return the scale of the output's codes."""
-        return cast(Scale, self.scales[-1])
+    def output(self) -> QuantParams:
+        """Return the quantization parameters of the output."""
+        return cast(QuantParams, self.scales[-1])
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Return float outputs for float inputs, which are rounded to codes for `integers`."""
@@ -81,7 +81,7 @@ class IntegerModel(nn.Module):
 
     @torch.no_grad()
     def integers(self, codes: Tensor) -> Tensor:
-        """Return the int8 codes of the outputs for int8 codes of inputs, in integer arithmetic."""
+        """Return the int8 codes of the outputs for int8 codes of inputs, by integer arithmetic."""
         if codes.dtype != torch.int8:
             raise TypeError(f"expected int8 codes from quantize(inputs), got {codes.dtype}")
         self._check_shape(codes)
@@ -96,40 +96,42 @@ class IntegerModel(nn.Module):
     def _check_shape(self, inputs: Tensor) -> None:
         if tuple(inputs.shape[1:]) != self.shape:
             expected = ", ".join(map(str, ("batch", *self.shape)))
-            raise ValueError(f"expected inputs ({expected}), got {tuple(inputs.shape)}")
+            raise ValueError(f"expected inputs of shape ({expected}), got {tuple(inputs.shape)}")
 
 
 @torch.no_grad()
-def _calibrated(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step], list[Scale]]:
-    """Return the steps of `model` and the scale of every step."""
+def _calibrated(
+    model: nn.Module, batches: Sequence[Tensor]
+) -> tuple[list[Step], list[QuantParams]]:
+    """Return the steps of `model` and the quantization parameters of every step."""
     values = torch.cat([batch.detach() for batch in require_batches(batches)])
     if not values.numel():
         raise ValueError("expected at least one input to calibrate on, got empty batches")
     steps = trace(model, values)
     # Inputs may be integers, such as the bytes of an image, and the steps compute with floats.
     values_of: dict[Step, Tensor] = {steps[0]: values * 1.0}
-    scales: dict[Step, Scale] = {}
-    last = {source: step for step in steps for source in step.sources}
+    params: dict[Step, QuantParams] = {}
+    last_reader = {source: step for step in steps for source in step.sources}
     for step in steps:
         try:
             if isinstance(step, MatMul):
                 check_finite("the weight", step.weight)
             if step.sources:
                 values_of[step] = step.run(*(values_of[source] for source in step.sources))
-            if isinstance(step, Pool | Reshape):  # the scale does not change
-                scales[step] = scales[step.sources[0]]
+            if isinstance(step, Pool | Reshape):  # these layers do not rescale codes
+                params[step] = params[step.sources[0]]
             else:
-                scales[step] = _scale_of(values_of[step])
+                params[step] = _quant_params_of(values_of[step])
         except ValueError as error:
             raise ValueError(f"{step.name}: {error}") from error
         for source in set(step.sources):
-            if last[source] is step:
+            if last_reader[source] is step:
                 del values_of[source]
-    return steps, [scales[step] for step in steps]
+    return steps, [params[step] for step in steps]
 
 
-def _scale_of(values: Tensor) -> Scale:
-    """Return the scale of codes for these values."""
+def _quant_params_of(values: Tensor) -> QuantParams:
+    """Return quantization parameters whose codes cover the range of these values."""
     check_finite("the values of a layer on the batches", values)
     grid = grid_of(values.double().reshape(1, -1), 8, symmetric=False)
-    return Scale(float(grid.scale), int(grid.zero))
+    return QuantParams(float(grid.scale), int(grid.zero))

@@ -1,4 +1,4 @@
-"""The steps of a float network: products, sums, tables and pools of values."""
+"""The steps of a float network: products, sums, elementwise functions and pooling of values."""
 
 from __future__ import annotations
 
@@ -58,10 +58,10 @@ class MatMul(Step):
 
     def _unclamped(self, *values: Tensor) -> Tensor:
         (value,) = values
-        if (g := self.geometry) is None:
+        if self.geometry is None:
             return F.linear(value, self.weight, self.bias)
-        options = g.stride, g.padding, g.dilation, g.groups
-        return F.conv2d(value, self.weight, self.bias, *options)
+        g = self.geometry
+        return F.conv2d(value, self.weight, self.bias, g.stride, g.padding, g.dilation, g.groups)
 
 
 @dataclass(eq=False)
@@ -116,7 +116,7 @@ class Pool(Step):
 
 
 class Reshape(Step):
-    """A reshape; the first dimension remains the batch."""
+    """A reshape in which the first dimension remains the batch."""
 
     def _unclamped(self, *values: Tensor) -> Tensor:
         (value,) = values

@@ -1,9 +1,9 @@
 """Export of an integer network as one C99 file without float arithmetic.
 
-The program consists of arrays, the functions of `kernels.c` that are needed, the function of the
-network and a `main`. It includes stdint.h and string.h, and stdio.h for `main`. It allocates no
-memory. Its integers are those of the formulas in `integer.layers`, so the results have the same
-bits. Values are stored in one static arena. The memory of a value is reused after its last reader.
+The program consists of arrays, the functions of `kernels.c` that the network needs, the function of
+the network and a `main`. It includes stdint.h and string.h, and stdio.h for `main`. It allocates no
+memory. It computes the formulas in `integer.layers`, so the results have the same bits. Values are
+stored in one static arena. The memory of a value is reused after the last layer that reads it.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _ALIGN = 16
 
 @dataclass(frozen=True)
 class CProgram:
-    """The C source and its memory requirements."""
+    """The C source of a network and its memory requirements."""
 
     source: str
-    #: Weights, biases, multipliers, shifts and tables: all constant arrays, without code.
+    #: The bytes of all constant arrays: weights, biases, multipliers, shifts and tables.
     flash_bytes: int
-    #: The arena of int8 values, which includes copies of the input and the output.
+    #: The bytes of the arena of int8 values, which contains copies of the input and the output.
     ram_bytes: int
 
     def save(self, path: str | Path) -> None:
-        """Write the source; the file is written completely or not at all."""
+        """Write the source to `path`, completely or not at all."""
         with atomic_file(path) as part:
             part.write_text(self.source)
 
@@ -75,7 +75,7 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
         "#include <string.h>",
         f"#define {upper}_INPUT {sizes[0]}",
         f"#define {upper}_OUTPUT {sizes[-1]}",
-        _called(kernels, "\n".join(body)),
+        _select_functions(kernels, "\n".join(body)),
         *arrays.lines,
         f"static int8_t arena[{arena}];",
         f"void {name}(const int8_t *input, int8_t *output);",
@@ -99,8 +99,8 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
     return CProgram("\n".join(lines) + "\n", arrays.bytes, arena)
 
 
-def _called(kernels: str, body: str) -> str:
-    """Return the functions of `kernels` that the body needs; compilers warn of unused ones."""
+def _select_functions(kernels: str, body: str) -> str:
+    """Return the functions of `kernels` that `body` needs; compilers warn of unused functions."""
     functions: list[str] = []
     for function in reversed(re.split(r"(?m)^(?=static )", kernels)):
         name = re.search(r"\w+(?=\()", function)
@@ -118,19 +118,14 @@ class _Arrays:
         self.bytes = 0
 
     def add(self, name: str, kind: str, tensor: Tensor) -> str:
+        """Add an array of the C type `kind`, and return its name."""
         values = tensor.flatten().tolist()
         self.bytes += len(values) * {"int8_t": 1, "uint8_t": 1, "int32_t": 4}[kind]
-        rows = [
-            ",".join(map(_literal, values[first : first + 24]))
-            for first in range(0, len(values), 24)
-        ]
+        literals = ["INT32_MIN" if value == -(2**31) else str(value) for value in values]
+        rows = [",".join(literals[start : start + 24]) for start in range(0, len(values), 24)]
         joined = ",\n    ".join(rows)
         self.lines.append(f"static const {kind} {name}[{len(values)}] = {{\n    {joined}}};")
         return name
-
-
-def _literal(value: int) -> str:
-    return "INT32_MIN" if value == -(2**31) else str(value)
 
 
 @dataclass(frozen=True)
@@ -165,7 +160,7 @@ def _matmul(layer: layers.IntegerMatMul, call: _Call, arrays: _Arrays) -> list[s
 def _pool(layer: layers.IntegerPool, call: _Call, _: _Arrays) -> list[str]:
     g = layer.geometry
     shapes = [*call.input_shapes[0], *g.kernel, *g.stride, *g.padding, *call.output_shape[1:]]
-    numbers = [*shapes, int(layer.largest), layer.scale.zero]
+    numbers = [*shapes, int(layer.is_maximum), layer.scale.zero]
     return [f"pool({call.inputs[0]}, {call.output}, {_comma(numbers)});"]
 
 
@@ -188,9 +183,9 @@ def _cat(layer: layers.IntegerCat, call: _Call, _: _Arrays) -> list[str]:
     lines = []
     start = 0
     for term, shape in zip(_scaled_terms(layer, call), call.input_shapes, strict=True):
-        count = math.prod(shape)
-        lines.append(_loop(count, f"{call.output} + {start}", _requantized(term, layer)))
-        start += count
+        size = math.prod(shape)
+        lines.append(_loop(size, f"{call.output} + {start}", _requantized(term, layer)))
+        start += size
     return lines
 
 
@@ -214,13 +209,13 @@ _STATEMENTS: dict[type[nn.Module], Callable[[Any, _Call, _Arrays], list[str]]] =
 
 
 def _centered(layer: layers.RescaledValues, call: _Call, indices: Sequence[str]) -> list[str]:
-    """Return q_i - Z_i for the element of each input at its index."""
-    parts = zip(call.inputs, indices, layer.zeros, strict=True)
-    return [f"(({name})[{index}] - ({zero}))" for name, index, zero in parts]
+    """Return C code of q_i - Z_i for the element of each input at its index."""
+    terms = zip(call.inputs, indices, layer.zeros, strict=True)
+    return [f"(({name})[{index}] - ({zero}))" for name, index, zero in terms]
 
 
 def _scaled_terms(layer: layers.RescaledValues, call: _Call) -> list[str]:
-    """Return m_i (q_i - Z_i) for element i of each input."""
+    """Return C code of m_i (q_i - Z_i) for element i of each input."""
     values = _centered(layer, call, ["i"] * len(call.inputs))
     pairs = zip(values, layer.multiplier.tolist(), strict=True)
     return [f"(int64_t){value} * ({multiplier})" for value, multiplier in pairs]
@@ -230,38 +225,37 @@ def _requantized(value: str, layer: layers.RescaledValues) -> str:
     return f"requantized({value}, {_comma([int(layer.shift), layer.after.zero])})"
 
 
-def _loop(count: int, output: str, value: str) -> str:
-    return f"for (int i = 0; i < {count}; i++) ({output})[i] = {value};"
+def _loop(size: int, output: str, value: str) -> str:
+    return f"for (int i = 0; i < {size}; i++) ({output})[i] = {value};"
 
 
 def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> str:
-    """Return C code that maps index i of shape `first` to the index in shape `second`."""
+    """Return C code for the index in shape `second` that belongs to index i in shape `first`."""
     if first == second:
         return "i"
     terms = []
-    inner = 1
-    stride = 1
-    for a, b in zip(reversed(first), reversed(second), strict=True):
-        if b != 1:
-            terms.append(f"i / {inner} % {a} * {stride}")
-        inner, stride = inner * a, stride * b
+    first_stride = 1
+    second_stride = 1
+    for first_size, second_size in zip(reversed(first), reversed(second), strict=True):
+        if second_size != 1:
+            terms.append(f"i / {first_stride} % {first_size} * {second_stride}")
+        first_stride *= first_size
+        second_stride *= second_size
     return " + ".join(terms) or "0"
 
 
 def _offsets(model: IntegerModel, sizes: list[int]) -> tuple[list[int], int]:
     """Return the offset of each value and the size of the arena, by first fit among live values."""
-    last = model.last_use | {len(sizes) - 1: len(sizes)}
+    last_use = model.last_use | {len(sizes) - 1: len(sizes)}
     offsets: list[int] = []
-    for value, size in enumerate(sizes):
-        # Layer `value - 1` writes this value while all values that it reads are still live.
-        busy = sorted(
-            (offsets[v], offsets[v] + sizes[v]) for v in range(value) if last.get(v, 0) >= value - 1
-        )
+    for number, size in enumerate(sizes):
+        # Layer `number - 1` writes this value while all values that the layer reads are still live.
+        live = [value for value in range(number) if last_use.get(value, 0) >= number - 1]
         start = 0
-        for a, b in busy:
-            if start + size <= a:
+        for value in sorted(live, key=lambda value: (offsets[value], sizes[value])):
+            if start + size <= offsets[value]:
                 break
-            start = max(start, -(-b // _ALIGN) * _ALIGN)
+            start = max(start, -(-(offsets[value] + sizes[value]) // _ALIGN) * _ALIGN)
         offsets.append(start)
     return offsets, max(offset + size for offset, size in zip(offsets, sizes, strict=True))
 

@@ -1,9 +1,9 @@
 """Export of an integer network as an ONNX file of quantized operators (QDQ).
 
-In this form a float operator between `DequantizeLinear` and `QuantizeLinear` represents an integer
-operator. The runtime rounds halves to even and computes with float32 scales. Therefore a code of a
-layer may differ by one if its exact result is close to the middle between two codes. Later layers
-read this code. Use `to_c` for identical bits. This module needs `onnx`.
+In this form, a float operator between `DequantizeLinear` and `QuantizeLinear` represents an integer
+operator. The runtime rounds halves to even and computes with float32 scales. Therefore a code may
+differ by one if the exact result is close to the middle between two codes, and later layers read
+this code. Use `to_c` for identical bits. `to_onnx` needs the onnx package.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ import torch
 
 from tinyml.export.atomic_file import atomic_file
 from tinyml.integer import layers
-from tinyml.integer.fixed_point import Scale
+from tinyml.integer.fixed_point import QuantParams
 from tinyml.integer.model import IntegerModel
 
 _OPSET, _IR = 17, 10
+#: The name of the int8 codes of a value, and their parameters.
+_Codes = tuple[str, QuantParams]
 
 
 def to_onnx(model: IntegerModel, path: str | Path) -> None:
-    """Write `model`, with int8 codes as "input" and "output" and any batch size."""
+    """Write `model` to `path`, with int8 codes as "input" and "output" and any batch size."""
     if not isinstance(model, IntegerModel):
         raise TypeError(f"expected an IntegerModel, got {type(model).__name__}")
     try:
@@ -32,12 +34,13 @@ def to_onnx(model: IntegerModel, path: str | Path) -> None:
     except ImportError as error:
         raise ImportError("to_onnx needs the onnx package: pip install onnx") from error
     writer = _Writer(onnx.helper, onnx.numpy_helper, onnx.TensorProto)
-    scales = [scale for scale in model.scales if isinstance(scale, Scale)]
+    params = [params for params in model.scales if isinstance(params, QuantParams)]
     names = ["input"]
     for number, (layer, sources) in enumerate(zip(model.layers, model.sources, strict=True)):
-        last = number == len(model.layers) - 1
-        inputs = [(names[i], scales[i]) for i in sources]
-        names.append(writer.layer(layer, inputs, scales[number + 1], number, last))
+        output = "output" if number == len(model.layers) - 1 else f"codes_{number}"
+        inputs = [(names[i], params[i]) for i in sources]
+        writer.add_layer(layer, inputs, params[number + 1], number, output)
+        names.append(output)
     proto, int8 = onnx.helper, onnx.TensorProto.INT8
     graph = proto.make_graph(
         writer.nodes,
@@ -54,6 +57,8 @@ def to_onnx(model: IntegerModel, path: str | Path) -> None:
 
 
 class _Writer:
+    """The nodes and constants of an ONNX graph."""
+
     def __init__(self, helper: Any, arrays: Any, types: Any) -> None:
         self._helper = helper
         self._arrays = arrays
@@ -61,36 +66,36 @@ class _Writer:
         self.nodes: list[Any] = []
         self.constants: list[Any] = []
 
-    def layer(
-        self, layer: Any, inputs: list[tuple[str, Scale]], after: Scale, number: int, last: bool
-    ) -> str:
-        """Add the nodes of one layer and return the name of its codes."""
-        out = "output" if last else f"codes_{number}"
+    def add_layer(
+        self, layer: Any, inputs: list[_Codes], after: QuantParams, number: int, output: str
+    ) -> None:
+        """Add the nodes of one layer, whose int8 codes have the name `output`."""
         if isinstance(layer, layers.IntegerReshape):
             # 0 keeps the size of the batch.
-            shape = self._constant(f"shape_{number}", np.array([0, *layer.shape], np.int64))
-            return self._node("Reshape", [inputs[0][0], shape], out)
-        if isinstance(layer, layers.IntegerTable):
-            table = self._constant(f"table_{number}", layer.table.numpy())
-            wide = self._node("Cast", [inputs[0][0]], f"wide_{number}", to=self._types.INT64)
-            lowest = self._constant(f"lowest_{number}", np.array(128, np.int64))
-            index = self._node("Add", [wide, lowest], f"index_{number}")
-            return self._node("Gather", [table, index], out)
-        floats = [
-            self._dequantize(name, scale, f"{number}_{i}") for i, (name, scale) in enumerate(inputs)
-        ]
-        result = _FLOAT_NODES[type(layer)](self, layer, floats, number)
-        return self._node("QuantizeLinear", [result, *self._scale(after, number)], out)
+            shape = self._add_constant(f"shape_{number}", np.array([0, *layer.shape], np.int64))
+            self._add_node("Reshape", [inputs[0][0], shape], output)
+        elif isinstance(layer, layers.IntegerTable):
+            table = self._add_constant(f"table_{number}", layer.table.numpy())
+            wide = self._add_node("Cast", [inputs[0][0]], f"wide_{number}", to=self._types.INT64)
+            offset = self._add_constant(f"lowest_{number}", np.array(128, np.int64))
+            index = self._add_node("Add", [wide, offset], f"index_{number}")
+            self._add_node("Gather", [table, index], output)
+        else:
+            floats = []
+            for i, (name, params) in enumerate(inputs):
+                floats.append(self._dequantize(name, params, f"{number}_{i}"))
+            result = _FLOAT_NODES[type(layer)](self, layer, floats, number)
+            self._add_node("QuantizeLinear", [result, *self._add_params(after, number)], output)
 
     def _sum(self, layer: layers.IntegerSum, floats: list[str], number: int) -> str:
         is_sum = bool((layer.multiplier >= 0).all())  # only the second value may be subtracted
-        return self._node("Add" if is_sum else "Sub", floats, f"value_{number}")
+        return self._add_node("Add" if is_sum else "Sub", floats, f"value_{number}")
 
     def _cat(self, _: layers.IntegerCat, floats: list[str], number: int) -> str:
-        return self._node("Concat", floats, f"value_{number}", axis=1)
+        return self._add_node("Concat", floats, f"value_{number}", axis=1)
 
     def _mul(self, _: layers.IntegerMul, floats: list[str], number: int) -> str:
-        return self._node("Mul", floats, f"value_{number}")
+        return self._add_node("Mul", floats, f"value_{number}")
 
     def _pool(self, layer: layers.IntegerPool, floats: list[str], number: int) -> str:
         g = layer.geometry
@@ -99,12 +104,17 @@ class _Writer:
             "strides": list(g.stride),
             "pads": [*g.padding, *g.padding],
         }
-        if layer.largest:
-            return self._node("MaxPool", floats, f"value_{number}", **window)
-        mean = self._node("AveragePool", floats, f"mean_{number}", count_include_pad=1, **window)
-        # Means are often halves, which must round up: add a quarter of the smallest step.
+        if layer.is_maximum:
+            return self._add_node("MaxPool", floats, f"value_{number}", **window)
+        mean = self._add_node(
+            "AveragePool", floats, f"mean_{number}", count_include_pad=1, **window
+        )
+        # Means are multiples of 1 / (kernel area) steps. Half steps must round up, so a quarter of
+        # this spacing is added, which does not change how other means are rounded.
         up = np.array(layer.scale.scale / (4 * g.kernel[0] * g.kernel[1]), np.float32)
-        return self._node("Add", [mean, self._constant(f"up_{number}", up)], f"value_{number}")
+        return self._add_node(
+            "Add", [mean, self._add_constant(f"up_{number}", up)], f"value_{number}"
+        )
 
     def _matmul(self, layer: layers.IntegerMatMul, floats: list[str], number: int) -> str:
         before, after = layer.before, layer.after
@@ -117,24 +127,26 @@ class _Writer:
         axis = 0
         if layer.geometry is None:
             weight, axis = weight.t().contiguous(), 1  # MatMul takes (in, out)
-        codes = self._constant(f"weight_{number}", weight.numpy())
-        scale = self._constant(f"weight_scale_{number}", weight_scale)
-        zero = self._constant(f"weight_zero_{number}", np.zeros(len(weight_scale), np.int8))
-        dense = self._node("DequantizeLinear", [codes, scale, zero], f"dense_{number}", axis=axis)
+        codes = self._add_constant(f"weight_{number}", weight.numpy())
+        scale = self._add_constant(f"weight_scale_{number}", weight_scale)
+        zero = self._add_constant(f"weight_zero_{number}", np.zeros(len(weight_scale), np.int8))
+        dense = self._add_node(
+            "DequantizeLinear", [codes, scale, zero], f"dense_{number}", axis=axis
+        )
         bias_scale = weight_scale * np.float32(before.scale)
         parts = [
-            self._constant(f"bias_{number}", bias),
-            self._constant(f"bias_scale_{number}", bias_scale),
-            self._constant(f"bias_zero_{number}", np.zeros(len(bias), np.int32)),
+            self._add_constant(f"bias_{number}", bias),
+            self._add_constant(f"bias_scale_{number}", bias_scale),
+            self._add_constant(f"bias_zero_{number}", np.zeros(len(bias), np.int32)),
         ]
-        added = self._node("DequantizeLinear", parts, f"bias_value_{number}", axis=0)
+        float_bias = self._add_node("DequantizeLinear", parts, f"bias_value_{number}", axis=0)
         if layer.geometry is None:
-            product = self._node("MatMul", [*floats, dense], f"product_{number}")
-            return self._node("Add", [product, added], f"value_{number}")
+            product = self._add_node("MatMul", [*floats, dense], f"product_{number}")
+            return self._add_node("Add", [product, float_bias], f"value_{number}")
         g = layer.geometry
-        return self._node(
+        return self._add_node(
             "Conv",
-            [*floats, dense, added],
+            [*floats, dense, float_bias],
             f"value_{number}",
             kernel_shape=list(g.kernel),
             strides=list(g.stride),
@@ -143,23 +155,24 @@ class _Writer:
             group=g.groups,
         )
 
-    def _dequantize(self, name: str, scale: Scale, label: str) -> str:
-        return self._node("DequantizeLinear", [name, *self._scale(scale, label)], f"float_{label}")
+    def _dequantize(self, name: str, params: QuantParams, label: str) -> str:
+        inputs = [name, *self._add_params(params, label)]
+        return self._add_node("DequantizeLinear", inputs, f"float_{label}")
 
-    def _scale(self, scale: Scale, label: object) -> list[str]:
+    def _add_params(self, params: QuantParams, label: object) -> list[str]:
         number = len(self.constants)
         return [
-            self._constant(f"scale_{label}_{number}", np.array(scale.scale, np.float32)),
-            self._constant(f"zero_{label}_{number}", np.array(scale.zero, np.int8)),
+            self._add_constant(f"scale_{label}_{number}", np.array(params.scale, np.float32)),
+            self._add_constant(f"zero_{label}_{number}", np.array(params.zero, np.int8)),
         ]
 
-    def _constant(self, name: str, value: np.ndarray[Any, Any]) -> str:
-        self.constants.append(
-            self._arrays.from_array(np.ascontiguousarray(value).reshape(value.shape), name)
-        )
+    def _add_constant(self, name: str, value: np.ndarray[Any, Any]) -> str:
+        array = np.ascontiguousarray(value).reshape(value.shape)  # keeps a scalar's shape ()
+        self.constants.append(self._arrays.from_array(array, name))
         return name
 
-    def _node(self, kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
+    def _add_node(self, kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
+        """Add a node, and return the name of its output."""
         self.nodes.append(self._helper.make_node(kind, inputs, [output], **attributes))
         return output
 

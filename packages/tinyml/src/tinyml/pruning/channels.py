@@ -1,9 +1,7 @@
 """Removal of whole channels, hidden units and attention heads: a smaller dense model.
 
-The pruned model equals the dense one in which the weights that read the removed units are zero.
-`check_equal` compares the two before the model is returned. `units` finds the units that share
-weights, `importance` ranks them, and `size_attributes` finds the attributes that contain their
-number.
+The module `units` finds the units that layers share, `importance` ranks them, `size_attributes`
+finds the attributes that contain their number, and `equality` checks the result.
 """
 
 from __future__ import annotations
@@ -21,13 +19,7 @@ from tinyml.layers import is_conv1d, protected_modules
 from tinyml.pruning.config_sizes import update_config
 from tinyml.pruning.equality import check_equal
 from tinyml.pruning.groups import Group, SizeUse
-from tinyml.pruning.importance import (
-    Criterion,
-    Loss,
-    check_criterion,
-    parameter_of,
-    rank_units,
-)
+from tinyml.pruning.importance import Criterion, Loss, check_criterion, parameter_of, rank_units
 from tinyml.pruning.rules import RULES
 from tinyml.pruning.units import Walk
 from tinyml.validation import suggestion
@@ -45,46 +37,49 @@ def prune_channels(
     """Return a smaller copy of `model` without the least important channels, units and heads.
 
     `sparsity` is the fraction of the units to remove from every group of units. It may be a mapping
-    from the name of a layer that writes a group to the group's fraction. At least one unit of each
-    group stays. Layers that `protect` names, and all layers inside them, keep their sizes.
+    from the name of a layer that writes a group to the group's fraction; other groups are then
+    unchanged. At least one unit of each group stays. Layers that `protect` names, and all layers
+    inside them, keep their sizes.
 
     With scope="global", `sparsity` is the fraction of all units. They are ranked by the square root
     of their importance, divided by the mean of the nonzero roots in their group.
 
     `inputs` are a typical example for `model(*inputs)`. By default, a unit's importance is the sum
     of w^2 E[x^2] over the weights w that read it and their inputs x. The module
-    `tinyml.pruning.importance` describes the other criteria. "taylor" needs `loss(model)`, the loss
-    on typical data. Units that are always zero are removed first.
+    `tinyml.pruning.importance` describes the other criteria. For "taylor", `loss` is a function of
+    the model that returns the loss on typical data. Units that are always zero are removed first.
 
     The configuration of a transformers model receives the new sizes. If it cannot express them,
     `save_pretrained` raises an error.
 
     The result is compared with a dense model in which the weights that read the removed units are
-    zero. The outputs are compared at several batch sizes and lengths, and with a cache if the model
-    has one. Only those for `inputs` are compared if the model does not run in float64 on a CPU.
-    Raise `ValueError` if outputs differ, or if an attribute is read both as a number of units and
-    as something else.
+    zero. The outputs are compared at several batch sizes and lengths, and with a cache if a model
+    of tokens has one. If the model does not run in float64 on a CPU, the outputs are compared for
+    `inputs` only. Raises `ValueError` if outputs differ, if no channels can be removed, or if an
+    attribute is read both as a number of units and as something else.
     """
     check_criterion(criterion, loss)
     if scope not in ("group", "global"):
         raise ValueError(f"expected scope 'group' or 'global', got {scope!r}")
     if scope == "global" and isinstance(sparsity, Mapping):
-        raise ValueError("expected one sparsity for scope='global', got one per layer")
+        raise ValueError("expected one sparsity for scope='global', got a mapping of layers")
     model, walk, groups = _ranked_copy(model, inputs, criterion, loss)
     protected = protected_modules(model, protect)
     chosen = [g for g in groups if not protected & {piece.layer for piece in g.slices}]
-    fractions, usual = (sparsity, 0.0) if isinstance(sparsity, Mapping) else ({}, sparsity)
-    for fraction in (usual, *fractions.values()):
+    fractions, default = (sparsity, 0.0) if isinstance(sparsity, Mapping) else ({}, sparsity)
+    for fraction in (default, *fractions.values()):
         if not 0 <= fraction < 1:
             raise ValueError(f"expected 0 <= sparsity < 1, got {fraction}")
     _check_names(fractions, walk, chosen)
     if criterion == "bn_scale":
-        chosen = _normalized(chosen, fractions)
-    by_group = {g: max(fractions.get(name, usual) for name in g.writers) for g in chosen}
-    counts = {g: max(1, g.size - round(f * g.size)) for g, f in by_group.items()}
+        chosen = _groups_with_batch_norm(chosen, fractions)
+    new_sizes: dict[Group, int] = {}
+    for group in chosen:
+        fraction = max(fractions.get(name, default) for name in group.writers)
+        new_sizes[group] = max(1, group.size - round(fraction * group.size))
     if scope == "global":
-        counts = _global_counts(chosen, usual)
-    keep = {g: g.order[: counts.get(g, g.size)].sort().values for g in groups}
+        new_sizes = _global_sizes(chosen, default)
+    keep = {g: g.order[: new_sizes.get(g, g.size)].sort().values for g in groups}
     return _select_units(model, walk, keep, inputs)
 
 
@@ -93,45 +88,64 @@ def _check_names(names: Collection[str], walk: Walk, chosen: Sequence[Group]) ->
     writers = sorted({name for group in chosen for name in group.writers})
     for name in names:
         if name not in writers:
-            group = next((group for group in walk.groups() if name in group.writers), None)
-            why = group and f" ({group.blocked_by or 'they are shared with a layer in protect'})"
+            reason = _reason_against(name, walk)
             raise ValueError(
-                f"expected names among {writers}, got {name!r}, whose channels cannot be removed"
-                f"{why or ''}{suggestion(name, writers)}"
+                f"expected names among {writers}, got {name!r}"
+                f"{reason and f', whose channels cannot be removed: {reason}'}"
+                f"{suggestion(name, writers)}"
             )
 
 
-def _normalized(groups: Sequence[Group], fractions: Mapping[str, float]) -> list[Group]:
-    """Return the groups with a batch normalization, whose scales are not all zero."""
+def _reason_against(name: str, walk: Walk) -> str:
+    """Return why the channels of a layer cannot be removed; empty if it is not such a layer."""
+    group = next((group for group in walk.groups() if name in group.writers), None)
+    if group is None:
+        return walk.layers_without_units.get(name, "")
+    if group.blocked_by:
+        return group.blocked_by
+    if group.size == 1:
+        return "only one unit is left"
+    if not group.layers("reader"):
+        return "no layer reads them"
+    return "they are shared with a layer in protect"
+
+
+def _groups_with_batch_norm(groups: Sequence[Group], fractions: Mapping[str, float]) -> list[Group]:
+    """Return the groups with a batch normalization whose scales are not all zero.
+
+    Raise `ValueError` if there are none, or if `fractions` names a layer of another group.
+    """
     chosen = [group for group in groups if (group.scores > 0).any()]
     others = {name for group in groups if group not in chosen for name in group.writers}
-    if not chosen or others & fractions.keys():
+    without_norm = sorted(others & fractions.keys())
+    if not chosen or without_norm:
         raise ValueError(
-            f"expected a batch normalization after {sorted(fractions) or 'some layer'} for "
+            f"expected a batch normalization after {without_norm or 'some layer'} for "
             "criterion='bn_scale', got no batch normalization; choose another criterion"
         )
     return chosen
 
 
-def _global_counts(groups: Sequence[Group], sparsity: float) -> dict[Group, int]:
+def _global_sizes(groups: Sequence[Group], sparsity: float) -> dict[Group, int]:
     """Return the number of units that remain in each group if all units are ranked together."""
-    counts = {group: group.size for group in groups}
+    sizes = {group: group.size for group in groups}
     ranked: list[tuple[float, int]] = []
     for number, group in enumerate(groups):
-        alive = group.scores[group.scores > 0].sqrt()
-        mean = float(alive.mean()) if len(alive) else 1.0
+        nonzero = group.scores[group.scores > 0].sqrt()
+        mean = float(nonzero.mean()) if len(nonzero) else 1.0
         relative = group.scores.clamp(min=0).sqrt() / mean
+        # Units that are always zero have the score -1 and come first.
         ranked += [(float(score), number) for score in relative.where(group.scores >= 0, -1.0)]
-    left = round(sparsity * len(ranked))
+    num_to_remove = round(sparsity * len(ranked))
     for _, number in sorted(ranked):
-        if left and counts[groups[number]] > 1:
-            counts[groups[number]] -= 1
-            left -= 1
-    return counts
+        if num_to_remove and sizes[groups[number]] > 1:
+            sizes[groups[number]] -= 1
+            num_to_remove -= 1
+    return sizes
 
 
 def sort_channels(model: nn.Module, *inputs: Any) -> nn.Module:
-    """Return a copy with the same function, in which units are sorted by importance per group."""
+    """Return a copy with the same function, whose units are sorted by importance in each group."""
     model, walk, groups = _ranked_copy(model, inputs)
     return _select_units(model, walk, {group: group.order for group in groups}, inputs)
 
@@ -154,10 +168,12 @@ def _ranked_copy(
     written = [group for group in walk.groups() if group.writers]
     groups = [g for g in written if not g.blocked_by and g.layers("reader") and g.size > 1]
     if not groups:
-        why = "; ".join(f"{g.writers[0]}: {g.blocked_by}" for g in written if g.blocked_by)
+        reasons = {group.writers[0]: group.blocked_by for group in written if group.blocked_by}
+        reasons |= walk.layers_without_units
+        listed = "; ".join(f"{name or 'the model'}: {why}" for name, why in reasons.items())
         raise ValueError(
-            f"{type(model).__name__} has no channels between two layers to remove"
-            f"{why and '; ' + why}"
+            f"expected channels between two layers that can be removed, got none in "
+            f"{type(model).__name__}{listed and f' ({listed})'}"
         )
     rank_units(walk, groups, model, inputs, criterion, loss)
     return model, walk, groups
@@ -188,9 +204,9 @@ def _select_units(
 def _chosen_elements(
     keep: Mapping[Group, Tensor], zeroed: nn.Module
 ) -> dict[tuple[str, int], list[tuple[int, int, Tensor]]]:
-    """Return the elements to keep of each tensor and axis as (start, stop, indices).
+    """Return the elements to keep of each tensor and axis as a list of (start, stop, indices).
 
-    The weights in `zeroed` that read removed units are set to zero.
+    Also set the weights in `zeroed` that read removed units to zero.
     """
     chosen: dict[tuple[str, int], list[tuple[int, int, Tensor]]] = {}
     for group, index in keep.items():
@@ -199,13 +215,13 @@ def _chosen_elements(
         for piece in group.slices:
             size = piece.width * group.size
             offsets = torch.arange(piece.width, device="cpu")
-            inside = (index[:, None] * piece.width + offsets).flatten()
+            elements = (index[:, None] * piece.width + offsets).flatten()
             pieces = chosen.setdefault((piece.tensor, piece.axis), [])
-            pieces.append((piece.start, piece.start + size, inside + piece.start))
+            pieces.append((piece.start, piece.start + size, elements + piece.start))
             if piece.role == "reader":
                 read = parameter_of(zeroed, piece.tensor).narrow(piece.axis, piece.start, size)
-                lost = removed.repeat_interleave(piece.width).to(read.device)
-                read.index_fill_(piece.axis, lost.nonzero().flatten(), 0)
+                is_removed = removed.repeat_interleave(piece.width).to(read.device)
+                read.index_fill_(piece.axis, is_removed.nonzero().flatten(), 0)
     return chosen
 
 
@@ -213,48 +229,52 @@ def _select(
     model: nn.Module, name: str, axis: int, pieces: Sequence[tuple[int, int, Tensor]]
 ) -> None:
     """Keep the chosen elements of each piece of a tensor, and all elements between the pieces."""
-    whole = parameter_of(model, name)
+    tensor = parameter_of(model, name)
     end = 0
     parts: list[Tensor] = []
-    for start, stop, inside in sorted(pieces, key=lambda piece: piece[:2]):
-        parts.extend((torch.arange(end, start, device="cpu"), inside))
+    for start, stop, elements in sorted(pieces, key=lambda piece: piece[:2]):
+        parts.extend((torch.arange(end, start, device="cpu"), elements))
         end = stop
-    index = torch.cat([*parts, torch.arange(end, whole.shape[axis], device="cpu")])
+    index = torch.cat([*parts, torch.arange(end, tensor.shape[axis], device="cpu")])
     layer, _, key = name.rpartition(".")
-    _replace(model.get_submodule(layer), key, whole.index_select(axis, index.to(whole.device)))
+    _replace(model.get_submodule(layer), key, tensor.index_select(axis, index.to(tensor.device)))
 
 
 def _new_sizes(
     model: nn.Module, walk: Walk, keep: Mapping[Group, Tensor]
 ) -> dict[tuple[str, str], int]:
-    """Return the attributes that count units, with the numbers that they have after the removal.
+    """Return the attributes (module, name) that count units, with their new numbers of units.
 
     Raise `ValueError` if one attribute would need two numbers.
     """
     new_sizes: dict[tuple[str, str], int] = {}
     for source, uses in walk.size_uses.items():
-        was: int = getattr(model.get_submodule(source.module), source.name)
-        sizes = {use: _new_size(use, was, walk, keep) for use in uses}
-        changed = next((use for use, size in sizes.items() if size != was), None)
+        old_size: int = getattr(model.get_submodule(source.module), source.name)
+        sizes = {use: _new_size(use, old_size, walk, keep) for use in uses}
+        changed = next((use for use, size in sizes.items() if size != old_size), None)
         if changed is None:
             continue
         for use, size in sizes.items():
             if size != sizes[changed]:
                 raise ValueError(
-                    f"{source} = {was} would be {sizes[changed]} in {changed.node} and {size} in "
-                    f"{use.node}; read the two from two attributes, or take the size from a tensor"
+                    f"expected one new size for {source} = {old_size}, got {sizes[changed]} in "
+                    f"{changed.node} and {size} in {use.node}; read the two sizes from two "
+                    "attributes, or from the shape of a tensor"
                 )
         new_sizes[source.module, source.name] = sizes[changed]
     return new_sizes
 
 
-def _new_size(use: SizeUse, was: int, walk: Walk, keep: Mapping[Group, Tensor]) -> int:
-    sizes = []
+def _new_size(use: SizeUse, old_size: int, walk: Walk, keep: Mapping[Group, Tensor]) -> int:
+    """Return the size after the removal, or `old_size` if it does not count units."""
+    if not use.parts:
+        return old_size
+    new_size = 0
     for part, extent in use.parts:
         group = walk.find(part)
-        left = len(keep[group]) if group in keep else group.size
-        sizes.append(extent // group.size * left)
-    return sum(sizes) if sizes else was
+        num_kept = len(keep[group]) if group in keep else group.size
+        new_size += extent // group.size * num_kept
+    return new_size
 
 
 def _replace(layer: Any, key: str, tensor: Tensor) -> None:
@@ -273,7 +293,7 @@ def _replace(layer: Any, key: str, tensor: Tensor) -> None:
 
 
 def _update_sizes(layer: Any, first: int, second: int = 0) -> None:
-    """Update the sizes of a layer whose weight has this shape."""
+    """Update the attributes of a layer whose weight has `first` rows and `second` columns."""
     if is_conv1d(layer):
         layer.nx, layer.nf = first, second
     elif isinstance(layer, nn.Linear):

@@ -4,7 +4,7 @@
 configuration contains the new sizes. The name of a key does not prove its meaning. Therefore a
 model is built from each changed configuration, on the meta device, without memory for weights. The
 change is accepted only if this model has exactly the tensors and attributes of the pruned model.
-Integers that the code does not read may differ.
+Integers that the code was not seen to read may differ (see `SizeReads.read`).
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from tinyml.compressed_weight import called_by_save_pretrained
 
 #: Keys of a configuration, each with a new number.
 _Sizes = dict[str, int]
-_MAX_BUILDS = 256
+#: The largest number of sets of changes that are tried.
+_MAX_SETS = 256
 
 
 def update_config(
@@ -35,25 +36,25 @@ def update_config(
     """
     for name, module in small.named_modules():
         if hasattr(module, "save_pretrained") and hasattr(module, "config"):
-            start = f"{name}." if name else ""
-            inside = {
-                (path.removeprefix(start), key)
+            prefix = f"{name}." if name else ""
+            read_inside = {
+                (path.removeprefix(prefix), key)
                 for path, key in read_integers
-                if f"{path}.".startswith(start)
+                if f"{path}.".startswith(prefix)
             }
-            _update(module, dense.get_submodule(name), inside)
+            _update(module, dense.get_submodule(name), read_inside)
             if name == "":
                 return
 
 
 def _update(small: Any, dense: Any, read_integers: set[tuple[str, str]]) -> None:
-    if _tensors(small) == _tensors(dense):
+    if _tensor_shapes(small) == _tensor_shapes(dense):
         return
-    description = _sizes_of(small, dense, read_integers)
-    if description is None:
+    changes = _find_changes(small, dense, read_integers)
+    if changes is None:
         small.register_state_dict_pre_hook(_refuse_save_pretrained)
         return
-    sizes, unread = description
+    sizes, unread = changes
     for (path, key), value in unread.items():
         setattr(small.get_submodule(path), key, value)
     for module in small.modules():
@@ -65,30 +66,31 @@ def _update(small: Any, dense: Any, read_integers: set[tuple[str, str]]) -> None
         setattr(small.config, key, size)
 
 
-def _sizes_of(
+def _find_changes(
     small: Any, dense: Any, read_integers: set[tuple[str, str]]
 ) -> tuple[_Sizes, dict[tuple[str, str], int]] | None:
-    """Return the changes of the configuration that describe `small`, or None.
+    """Return the changes of the configuration that describe `small`, or None if there are none.
 
-    The second value contains attributes that differ although no code reads them.
+    The second value contains the attributes (module, name) of the model with this configuration
+    that differ from those of `small` and that the code was not seen to read.
     """
-    fixed = _head_dim(dense)
-    before = _built(dense, fixed)
+    head_dim = _unstated_head_dim(dense)
+    before = _build_with_sizes(dense, head_dim)
     if before is None:
         return None
     # Attributes that do not follow from the configuration, such as the data type of a layer.
-    unrelated = _different(_attributes(before), _attributes(dense))
-    options = _options(before, small, dense, fixed)
-    counts = [len(options), *range(1, len(options))]
-    subsets = itertools.chain.from_iterable(itertools.combinations(options, n) for n in counts)
+    unrelated = _differing_keys(_attributes(before), _attributes(dense))
+    options = _candidate_changes(before, small, dense, head_dim)
+    lengths = [len(options), *range(1, len(options))]
+    subsets = itertools.chain.from_iterable(itertools.combinations(options, n) for n in lengths)
     # A subset with two numbers for one key has the same effect as a smaller one.
     distinct = (s for s in subsets if len(s) in (len(dict(s)), len(options)))
-    for subset in itertools.islice(distinct, _MAX_BUILDS):
-        for sizes in (dict(subset), fixed | dict(subset)) if fixed else (dict(subset),):
-            built = _built(dense, sizes)
-            if built is None or _tensors(built) != _tensors(small):
+    for subset in itertools.islice(distinct, _MAX_SETS):
+        for sizes in (dict(subset), head_dim | dict(subset)) if head_dim else (dict(subset),):
+            built = _build_with_sizes(dense, sizes)
+            if built is None or _tensor_shapes(built) != _tensor_shapes(small):
                 continue
-            wrong = _different(_attributes(built), _attributes(small)) - unrelated
+            wrong = _differing_keys(_attributes(built), _attributes(small)) - unrelated
             unread = {key: value for key, value in _attributes(built).items() if key in wrong}
             if wrong == unread.keys() and not any(
                 key in read_integers or type(value) is not int for key, value in unread.items()
@@ -97,19 +99,22 @@ def _sizes_of(
     return None
 
 
-def _options(
-    before: nn.Module, small: nn.Module, dense: Any, fixed: _Sizes
+def _candidate_changes(
+    before: nn.Module, small: nn.Module, dense: Any, head_dim: _Sizes
 ) -> list[tuple[str, int]]:
-    """Return the keys and numbers that change only tensors that differ in `small`.
+    """Return the keys and new numbers that change only tensors whose sizes differ in `small`.
 
-    A number may change by the ratio of the new and old size of any tensor that was changed. Numbers
-    that are invalid alone are included, because they may be valid with other changes.
+    `before` is the model of the old sizes, whose configuration includes `head_dim`. A number may
+    change by the ratio of the new and old size of any dimension that was changed. A key without a
+    number may receive any new size. Numbers that are invalid alone are included, because they may
+    be valid with other changes.
     """
+    new_shapes = _tensor_shapes(small)
     changes = set()
-    for name, shape in _tensors(dense).items():
-        changes |= set(zip(shape, _tensors(small)[name], strict=True))
+    for name, shape in _tensor_shapes(dense).items():
+        changes |= set(zip(shape, new_shapes[name], strict=True))
     ratios = {Fraction(new, old) for old, new in changes if old != new}
-    wrong = _different(_tensors(before), _tensors(small))
+    wrong = _differing_keys(_tensor_shapes(before), new_shapes)
     options: list[tuple[str, int]] = []
     for key, value in vars(dense.config).items():
         if key.endswith("_token_id"):
@@ -121,24 +126,25 @@ def _options(
         else:
             continue
         for number in sorted(numbers - {value}):
-            built = _built(dense, fixed | {key: number})
+            built = _build_with_sizes(dense, head_dim | {key: number})
             if built is not None:
-                has_effect = _tensors(built) != _tensors(before)
-                if not has_effect or not _different(_tensors(built), _tensors(small)) <= wrong:
+                shapes = _tensor_shapes(built)
+                has_effect = shapes != _tensor_shapes(before)
+                if not has_effect or not _differing_keys(shapes, new_shapes) <= wrong:
                     continue
             options.append((key, number))
     return options
 
 
-def _head_dim(dense: Any) -> _Sizes:
-    """Return the width of a head if the configuration can contain it and does not yet."""
+def _unstated_head_dim(dense: Any) -> _Sizes:
+    """Return {"head_dim": width} if all heads have one width and the configuration has none."""
     widths = {getattr(module, "head_dim", None) for module in dense.modules()} - {None}
     if len(widths) != 1 or getattr(dense.config, "head_dim", None) is not None:
         return {}
     return {"head_dim": cast(int, widths.pop())}
 
 
-def _built(model: Any, sizes: _Sizes) -> nn.Module | None:
+def _build_with_sizes(model: Any, sizes: _Sizes) -> nn.Module | None:
     """Return a model with the changed configuration on the meta device; None if it is invalid."""
     config = copy.deepcopy(model.config)
     try:
@@ -152,7 +158,8 @@ def _built(model: Any, sizes: _Sizes) -> nn.Module | None:
         return None
 
 
-def _tensors(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def _tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all parameters and buffers by name."""
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return {name: tuple(tensor.shape) for name, tensor in named}
 
@@ -167,7 +174,8 @@ def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
     }
 
 
-def _different(first: dict[Any, Any], second: dict[Any, Any]) -> set[Any]:
+def _differing_keys(first: dict[Any, Any], second: dict[Any, Any]) -> set[Any]:
+    """Return the keys whose values differ, or that only one of the dictionaries contains."""
     return {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
 
 
@@ -180,8 +188,8 @@ def check_described_by_config(model: nn.Module) -> None:
     """Raise `ValueError` if `model` was pruned to sizes that its configuration cannot express."""
     if _refuse_save_pretrained in model._state_dict_pre_hooks.values():
         raise ValueError(
-            "expected a model that its configuration describes, got a pruned model whose sizes the "
-            "configuration cannot express, so from_pretrained could not load it; prune all layers "
+            "expected a model that its configuration describes, got a pruned model whose sizes no "
+            "configuration expresses, so from_pretrained could not load it; prune all layers "
             "alike, to a number of heads that divides the hidden size, exclude the attention with "
             "protect, or save the model with torch.save"
         )

@@ -1,9 +1,8 @@
-"""Comparison of a pruned model with the dense one whose readers of removed units are zero.
+"""Comparison of a pruned model with a dense model whose weights that read removed units are zero.
 
-The dense model decides which inputs are valid: other batch sizes and lengths are made by repeating
-the example, and the sizes that the dense model rejects are skipped. An example may be too short to
+The models are compared at several batch sizes and lengths, because an example may be too short to
 show a difference: one token attends to itself however its heads are split, and a window has no
-effect on a shorter input.
+effect on a shorter input. Sizes that the dense model rejects are skipped.
 """
 
 from __future__ import annotations
@@ -18,10 +17,11 @@ from torch.utils._pytree import tree_map_only
 
 from tinyml.conversion import evaluation_mode
 from tinyml.exported import tensors_in
-from tinyml.quantization.grid import wide
+from tinyml.quantization.grid import widen
 
-_LONGEST = 1025
+_LONGEST = 1025  # the largest length, unless the example is longer
 _BATCHES = (1, 3)
+#: A function that calls a model with fixed arguments.
 _Call = Callable[[nn.Module], Any]
 
 
@@ -33,29 +33,29 @@ def check_equal(
 
     `sizes` are the old values of the attributes that were changed. Some variants are longer than
     these values, because an attribute may also be an attention window. If the dense model does not
-    run in float64 on the CPU, only `inputs` are compared.
+    run in float64 on the CPU, the outputs are compared for `inputs` only.
     """
-    small, dense, inputs, in_double = _in_double(small, dense, inputs)
+    small, dense, inputs, is_double = _as_double(small, dense, inputs)
     with evaluation_mode(small), evaluation_mode(dense):
-        example = _call(inputs)
-        _compare(small, example, tensors_in(example(dense)), in_double)
+        example = _make_call(inputs)
+        _check_call(small, example, tensors_in(example(dense)), is_double)
         # Indices out of bounds are an error on a CPU, but make a GPU unusable for the process.
-        for calls in _variants(inputs, sizes) if in_double else ():
+        for calls in _variants(inputs, sizes) if is_double else ():
             for call in calls:
                 try:
                     expected = tensors_in(call(dense))
                 except Exception:  # the model's own code may raise anything
                     continue
-                _compare(small, call, expected, in_double)
+                _check_call(small, call, expected, is_double)
                 break
 
 
-def _in_double(
+def _as_double(
     small: nn.Module, dense: nn.Module, inputs: tuple[Any, ...]
 ) -> tuple[nn.Module, nn.Module, tuple[Any, ...], bool]:
-    """Return float64 copies on the CPU and True.
+    """Return float64 copies of the models and inputs on the CPU, and True.
 
-    Return the arguments and False if the dense model does not run in float64 on the CPU.
+    If the dense model does not run in float64 on the CPU, return the arguments and False.
     """
     try:
         other = copy.deepcopy(dense).to("cpu", torch.float64)
@@ -71,15 +71,17 @@ def _to_double(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", torch.float64 if tensor.is_floating_point() else None)
 
 
-def _call(inputs: tuple[Any, ...]) -> _Call:
+def _make_call(inputs: tuple[Any, ...]) -> _Call:
+    """Return a call with `inputs`, which are copied because the model may write into them."""
+
     def call(model: nn.Module) -> Any:
         return model(*tree_map_only(Tensor, Tensor.clone, inputs))
 
     return call
 
 
-def _cached(tokens: Tensor) -> _Call:
-    """Return a call that computes the last position from the cache of the others."""
+def _make_cached_call(tokens: Tensor) -> _Call:
+    """Return a call that computes the last position from the cache of the earlier positions."""
 
     def call(model: nn.Module) -> Any:
         output = model(tokens[:, :-1], use_cache=True)
@@ -98,54 +100,50 @@ def _variants(inputs: tuple[Any, ...], sizes: Sequence[int]) -> Iterator[list[_C
     first = next(iter(tensors_in(inputs)), None)
     if first is None or not first.dim():
         return
-    longer = [[inputs]]
-    single = _resized(inputs, 0, 1)[1] if first.dim() > 1 else inputs
+    longer_inputs = [[inputs]]
+    single = _resize(inputs, 0, 1)[1] if first.dim() > 1 else inputs
     for dim in range(1 if first.dim() > 1 else 0, first.dim()):
-        was = first.shape[dim]
-        if was in first.shape[1:dim]:
+        old_length = first.shape[dim]
+        if old_length in first.shape[1:dim]:
             continue  # dimensions of one size are resized together
-        lengths = {was + 1, *(min(2 * n + 1, _LONGEST) for n in (was, *sizes))}
-        longer.append(
-            [
-                variant
-                for length in sorted(lengths, reverse=True)
-                if length > was
-                for base in (single, inputs)
-                for variant in _resized(base, dim, length)
-            ]
-        )
-        yield [_call(variant) for variant in longer[-1]]
+        lengths = {old_length + 1, *(min(2 * n + 1, _LONGEST) for n in (old_length, *sizes))}
+        alternatives: list[tuple[Any, ...]] = []
+        for length in sorted(lengths, reverse=True):
+            if length > old_length:
+                alternatives += _resize(single, dim, length) + _resize(inputs, dim, length)
+        longer_inputs.append(alternatives)
+        yield [_make_call(variant) for variant in alternatives]
     for batch in _BATCHES:
-        yield [_call(variant) for variant in _resized(inputs, 0, batch)]
+        yield [_make_call(variant) for variant in _resize(inputs, 0, batch)]
         if first.dim() == 2 and not first.is_floating_point():
-            for variants in longer:
-                resized = [tensors_in(_resized(variant, 0, batch)[0])[0] for variant in variants]
-                yield [_cached(tokens) for tokens in resized]
+            for alternatives in longer_inputs:
+                resized = [_resize(variant, 0, batch)[0] for variant in alternatives]
+                yield [_make_cached_call(tensors_in(variant)[0]) for variant in resized]
 
 
-def _resized(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ...]]:
-    """Repeat or cut all tensors along the axes whose size is that of `dim` in the first tensor.
+def _resize(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ...]]:
+    """Return two variants of `inputs` in which dimension `dim` of the first tensor has `size`.
 
-    The batch is the first dimension of a tensor. A length may be any of the other dimensions.
-    Return two variants. In the first, the repetitions of the first tensor differ, because equal
-    tokens hide how attention mixes them. The second repeats exactly, because the model may not
-    accept other numbers.
+    All tensors are repeated or cut along the axes whose size is that of `dim` in the first tensor.
+    The batch is the first dimension of a tensor, and a length is any other dimension. In the first
+    variant, the repetitions of the first tensor differ, because equal tokens hide how attention
+    mixes them. The second repeats exactly, because the model may not accept other values.
     """
-    first = next(iter(tensors_in(inputs)))
-    was = first.shape[dim]
+    first = tensors_in(inputs)[0]
+    old_size = first.shape[dim]
     positions = torch.arange(size, device="cpu")
 
     def resize(tensor: Tensor) -> Tensor:
         for axis in range(tensor.dim()):
-            if tensor.shape[axis] == was and (axis == 0) == (dim == 0):
-                tensor = tensor.index_select(axis, positions % was)
+            if tensor.shape[axis] == old_size and (axis == 0) == (dim == 0):
+                tensor = tensor.index_select(axis, positions % old_size)
         return tensor
 
     def resize_and_vary(tensor: Tensor) -> Tensor:
         resized = resize(tensor)
         if tensor is not first or tensor.dtype == torch.bool:
             return resized
-        repetition = (positions // was).view(-1, *[1] * (tensor.dim() - 1 - dim))
+        repetition = (positions // old_size).view(-1, *[1] * (tensor.dim() - 1 - dim))
         if not tensor.is_floating_point():
             return resized + repetition
         generator = torch.Generator().manual_seed(0)
@@ -155,13 +153,14 @@ def _resized(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ..
     return [tree_map_only(Tensor, function, inputs) for function in (resize_and_vary, resize)]
 
 
-def _compare(small: nn.Module, call: _Call, expected: list[Tensor], in_double: bool) -> None:
+def _check_call(small: nn.Module, call: _Call, expected: list[Tensor], is_double: bool) -> None:
+    """Raise `ValueError` unless the outputs of `call(small)` are close to `expected`."""
     try:
         outputs = tensors_in(call(small))
     except Exception as error:  # the model's own code may raise anything
         raise _size_error(small, str(error)) from error
     is_close = len(outputs) == len(expected) and all(
-        map(_is_close, outputs, expected, [in_double] * len(outputs))
+        _is_close(ours, theirs, is_double) for ours, theirs in zip(outputs, expected, strict=True)
     )
     if not is_close:
         shape = tuple(expected[0].shape) if expected else ()
@@ -170,24 +169,25 @@ def _compare(small: nn.Module, call: _Call, expected: list[Tensor], in_double: b
 
 def _size_error(model: nn.Module, why: str) -> ValueError:
     return ValueError(
-        f"{type(model).__name__} has a size written into its forward ({why}); take it from the "
-        "tensor's shape, or take out what is computed and not returned"
+        f"{type(model).__name__} does not compute the same after pruning ({why}); if its forward "
+        "contains a size as a number, read it from the tensor's shape; remove values that are "
+        "computed but not returned"
     )
 
 
-def _is_close(ours: Tensor, expected: Tensor, in_double: bool) -> bool:
+def _is_close(ours: Tensor, expected: Tensor, is_double: bool) -> bool:
     if ours.shape != expected.shape or ours.dtype != expected.dtype:
         return False
     if not expected.is_floating_point():
         return torch.equal(ours, expected)
     # Parts of a model may compute in float32 although its parameters have 64 bits.
-    if in_double:
+    if is_double:
         tolerance = 1e-5
     elif torch.finfo(expected.dtype).bits > 16:
         tolerance = 1e-3
     else:
         tolerance = 0.1
     same = (ours == expected) | (ours.isnan() & expected.isnan())
-    distance = wide(ours - expected).masked_fill(same, 0).norm()  # norms overflow in float16
-    size = wide(expected).masked_fill(same & ~expected.isfinite(), 0).norm()
+    distance = widen(ours - expected).masked_fill(same, 0).norm()  # norms overflow in float16
+    size = widen(expected).masked_fill(same & ~expected.isfinite(), 0).norm()
     return bool(distance <= tolerance * size)

@@ -10,14 +10,14 @@ A unit must be removed from every tensor along this path:
     conv2.weight  (out, in, 3, 3)   writer, axis 0    |    (x = bn1(conv1(y)) + conv2(y))
     fc.weight     (out, in)         reader, axis 1  --+    (fc(x.mean((2, 3))))
 
-A `Slice` is one line of this picture: a tensor, an axis, and the range of elements in which the
-units are. Writers produce the units, passers transform each unit separately, and readers sum over
+A `Slice` is one line of this picture: a tensor, an axis, and the range of elements that contains
+the units. Writers produce the units, passers transform each unit separately, and readers sum over
 them. `units.Walk` visits the nodes of the exported graph and creates a group for the outputs of
-each product. When an operator combines two values, as the sum above does, it merges their groups.
+each product. It merges the groups of values that an operator combines, as the sum above does.
 
 A unit may be several elements wide: `width` is 64 for heads of 64 elements. Merging groups of
-different sizes makes units coarser, as for grouped-query attention: 8 query heads and 2
-key-value heads become 2 units, each with 4 query heads.
+different sizes makes units coarser. In grouped-query attention, 8 query heads and 2 key-value heads
+become 2 units, each with 4 query heads and 1 key-value head.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ from torch import Tensor, fx
 
 @dataclass
 class Slice:
-    """The elements of a tensor that contain units: `width` per unit along `axis`, from `start`."""
+    """The elements of the parameter or buffer `tensor` that contain units.
+
+    Each unit has `width` elements along `axis`, from the element `start`.
+    """
 
     tensor: str
     axis: int
@@ -41,7 +44,7 @@ class Slice:
 
     @property
     def layer(self) -> str:
-        """Return the module that owns the tensor."""
+        """Return the name of the module that owns the tensor."""
         return self.tensor.rpartition(".")[0]
 
 
@@ -59,24 +62,27 @@ class Group:
     scores: Tensor = field(default_factory=lambda: torch.empty(0))
 
     def layers(self, role: str) -> list[str]:
-        """Return the layers with a slice of this role, without duplicates."""
+        """Return the names of the layers with a slice of this role, without duplicates."""
         return list(dict.fromkeys(s.layer for s in self.slices if s.role == role))
 
     @property
     def writers(self) -> list[str]:
-        """Return the layers that produce the units."""
+        """Return the names of the layers that produce the units."""
         return self.layers("writer")
 
     def coarsen(self, size: int) -> None:
-        """Merge neighboring units so that `size` units remain."""
+        """Merge neighboring units so that `size` units remain; `size` divides their number."""
         for piece in self.slices:
             piece.width *= self.size // size
         self.size = size
 
 
 @dataclass(frozen=True)
-class Along:
-    """The dimension of a value that contains units; `parts` are (group, number of elements)."""
+class Units:
+    """The units in dimension `dim` of a value of the graph.
+
+    `parts` are the groups along this dimension, in order, each with its number of elements.
+    """
 
     dim: int
     parts: tuple[tuple[Group, int], ...]
@@ -84,9 +90,10 @@ class Along:
 
 @dataclass(frozen=True)
 class SizeUse:
-    """A graph node that uses an attribute as a size, and the groups whose units that size counts.
+    """A use of an attribute of a module as a size, or as something else.
 
-    `parts` are (group, number of elements); they are empty if the size does not count units.
+    `node` describes the operation. `parts` are the groups whose units the size counts, each with
+    its number of elements; without such groups, `parts` is empty.
     """
 
     node: str
@@ -95,7 +102,7 @@ class SizeUse:
 
 @dataclass(frozen=True)
 class Product:
-    """A product of a value with a weight, and the dimension of the value that it sums over."""
+    """A product with a weight, which sums over dimension `dim` of the value of `source`."""
 
     node: fx.Node
     source: fx.Node

@@ -28,8 +28,9 @@ from tinyml.pruning.units import Walk
 from tinyml.validation import check_finite
 
 #: The minimum number of noise samples per unit. With fewer, units that are rarely active look dead.
-_SAMPLES = 64
-_SCALES = (0.1, 1.0, 10.0, 100.0)
+_MIN_SAMPLES = 64
+#: The magnitudes of the noise, relative to the root mean square of the input.
+_NOISE_SCALES = (0.1, 1.0, 10.0, 100.0)
 #: A magnitude that a normal number exceeds once in 500 million draws.
 _LARGEST_NORMAL = 6.0
 
@@ -39,13 +40,15 @@ Loss = Callable[[nn.Module], Tensor]
 
 
 def check_criterion(criterion: str, loss: Loss | None) -> None:
-    """Raise `ValueError` for an unknown criterion, and unless "taylor" and a loss come together."""
+    """Raise `ValueError` for an unknown criterion, and if `loss` does not fit the criterion."""
     if criterion not in ("wanda", "magnitude", "bn_scale", "taylor"):
         raise ValueError(
             f"expected criterion 'wanda', 'magnitude', 'bn_scale' or 'taylor', got {criterion!r}"
         )
-    if (loss is None) != (criterion != "taylor"):
-        raise ValueError("expected loss, a function of the model, with criterion='taylor' only")
+    if criterion == "taylor" and loss is None:
+        raise ValueError("expected loss, a function of the model, for criterion='taylor', got None")
+    if criterion != "taylor" and loss is not None:
+        raise ValueError(f"expected loss for criterion='taylor' only, got one for {criterion!r}")
 
 
 def rank_units(
@@ -58,17 +61,18 @@ def rank_units(
 ) -> None:
     """Set the `scores` and the `order` of each group.
 
-    Raise `ValueError` for weights that are not finite or have an unsupported type.
+    Raise `ValueError` for weights or scores that are not finite or not of `FLOAT_TYPES`.
     """
-    for piece in (piece for group in groups for piece in group.slices):
-        if piece.role != "passer":
-            check_finite(piece.tensor, parameter_of(model, piece.tensor))
-    gradients: dict[str, Tensor] = {}
-    if loss is not None:
-        gradients = _gradients(model, loss)
+    for group in groups:
+        for piece in group.slices:
+            if piece.role != "passer":
+                check_finite(piece.tensor, parameter_of(model, piece.tensor))
+    gradients = {} if loss is None else _gradients(model, loss)
     with torch.no_grad():
         _rank_by_example(walk, groups, model, inputs)
-        for group in groups if criterion != "wanda" else ():
+        if criterion == "wanda":
+            return
+        for group in groups:
             scores = torch.zeros(group.size, dtype=torch.float64, device="cpu")
             for piece in group.slices:
                 scores += _score(piece, group.size, model, criterion, gradients)
@@ -80,14 +84,15 @@ def rank_units(
 def _score(
     piece: Slice, size: int, model: nn.Module, criterion: Criterion, gradients: dict[str, Tensor]
 ) -> Tensor:
-    """Return the contribution of a slice to the score of each unit."""
-    # The squares of 16-bit numbers overflow, and those of small ones round to zero.
+    """Return the contribution of a slice to the score of each unit, (size,) in float64."""
+    # The squares of large 16-bit numbers overflow, and those of small ones round to zero.
     weight = parameter_of(model, piece.tensor).detach().double()
     values = weight.square()
     is_counted = piece.role != "passer"
     if criterion == "bn_scale":
-        norm = isinstance(model.get_submodule(piece.layer), nn.modules.batchnorm._BatchNorm)
-        is_counted = norm and piece.tensor.endswith("weight")
+        layer = model.get_submodule(piece.layer)
+        is_norm = isinstance(layer, nn.modules.batchnorm._BatchNorm)
+        is_counted = is_norm and piece.tensor.endswith("weight")
     if criterion == "taylor":
         values = weight * gradients.get(piece.tensor, torch.zeros_like(weight)).double()
         is_counted = piece.role == "writer"
@@ -105,26 +110,27 @@ def _gradients(model: nn.Module, loss: Loss) -> dict[str, Tensor]:
         for parameter in named.values():
             parameter.requires_grad_()
         gradients = torch.autograd.grad(loss(model), list(named.values()), allow_unused=True)
-    for parameter, was in zip(named.values(), trained, strict=True):
-        parameter.requires_grad_(was)
+    for parameter, requires_grad in zip(named.values(), trained, strict=True):
+        parameter.requires_grad_(requires_grad)
     pairs = zip(named, gradients, strict=True)
     return {name: gradient for name, gradient in pairs if gradient is not None}
 
 
 def _rank_by_example(walk: Walk, groups: Sequence[Group], model: nn.Module, inputs: Any) -> None:
+    """Find the dead units and rank the others by the criterion "wanda"."""
     arguments = walk.graph.arguments(inputs)
     probe = _Probe(walk)
     probe.run(*arguments)
     probe.noise = torch.Generator().manual_seed(0)
-    for _ in range(max(2, math.ceil(_SAMPLES / probe.least_samples))):
+    for _ in range(max(2, math.ceil(_MIN_SAMPLES / probe.min_samples))):
         if all(bool(largest.all()) for largest in probe.largest.values()):
             break  # no unit can be dead, and the noise determines nothing else
         probe.run(*arguments)
     for group in groups:
-        _rank(group, model, probe)
+        _rank_by_probe(group, model, probe)
 
 
-def _rank(group: Group, model: nn.Module, probe: _Probe) -> None:
+def _rank_by_probe(group: Group, model: nn.Module, probe: _Probe) -> None:
     norms, scores = torch.zeros(2, group.size, dtype=torch.float64, device="cpu")
     dead = torch.ones(group.size, dtype=torch.bool, device="cpu")
     for piece in group.slices:
@@ -144,7 +150,7 @@ def _rank(group: Group, model: nn.Module, probe: _Probe) -> None:
 
 
 def _set_order(group: Group, scores: Tensor, dead: Tensor, ties: Tensor) -> None:
-    """Order units by score; units of equal score by `ties`, and dead units last.
+    """Order units by descending score, units of equal score by `ties`, and dead units last.
 
     Raise `ValueError` if a score is NaN or infinite, for example because the loss is NaN.
     """
@@ -169,11 +175,12 @@ class _Probe(fx.Interpreter):
         self._products = {product.node: (name, product) for name, product in walk.products.items()}
         #: The generator of the noise that replaces the inputs of products, or None for no noise.
         self.noise: torch.Generator | None = None
-        #: The mean square of each input element on the example, the last run without noise.
+        #: The mean square of each input of the product on the example, in the run without noise.
         self.squares: dict[str, Tensor] = {}
-        #: The largest magnitude of each input element in all runs.
+        #: The largest magnitude of each input of the product in all runs.
         self.largest: dict[str, Tensor] = {}
-        self.least_samples = _SAMPLES
+        #: The least number of samples of an input, at most `_MIN_SAMPLES`.
+        self.min_samples = _MIN_SAMPLES
 
     def run_node(self, n: fx.Node) -> Any:
         """Run one node; the inputs of products are replaced by noise if there is a generator."""
@@ -185,16 +192,15 @@ class _Probe(fx.Interpreter):
         self._record(name, by_element.cpu().double())
         if self.noise is None:
             return super().run_node(n)
-        self.env[product.source] = self._noise_like(
-            value, product.dim, self._noise_scale(name, value)
-        )
+        scale = self._noise_scale(name, value)
+        self.env[product.source] = self._noise_like(value, product.dim, scale)
         result = super().run_node(n)
         self.env[product.source] = value
         return result
 
     def _record(self, name: str, values: Tensor) -> None:
         if self.noise is None:
-            self.least_samples = min(self.least_samples, max(1, values.shape[1]))
+            self.min_samples = min(self.min_samples, max(1, values.shape[1]))
             self.squares[name] = values.square().mean(1)
         largest = values.abs().amax(1)
         self.largest[name] = torch.maximum(largest, self.largest.get(name, largest))
@@ -202,16 +208,16 @@ class _Probe(fx.Interpreter):
     def _noise_scale(self, name: str, value: Tensor) -> float:
         """Return the scale of the noise that replaces an input of a product.
 
-        It is the root mean square of the example's input, but at least 1. It is limited so that the
-        squares of the largest noise do not overflow, in float16 to 0.4.
+        The scale is the root mean square of the example's input, but at least 1. It is limited, in
+        float16 to 0.43, so that the squares of the largest noise do not overflow.
         """
-        most = torch.finfo(value.dtype).max ** 0.5 / (_SCALES[-1] * _LARGEST_NORMAL)
-        return min(most, max(1.0, float(self.squares[name].mean().sqrt())))
+        limit = torch.finfo(value.dtype).max ** 0.5 / (_NOISE_SCALES[-1] * _LARGEST_NORMAL)
+        return min(limit, max(1.0, float(self.squares[name].mean().sqrt())))
 
-    def _noise_like(self, value: Tensor, dim: int, size: float) -> Tensor:
-        """Return normal numbers of several magnitudes, one magnitude per sample."""
+    def _noise_like(self, value: Tensor, dim: int, scale: float) -> Tensor:
+        """Return normal numbers, each sample times `scale` and a random one of `_NOISE_SCALES`."""
         noise = torch.randn(value.shape, generator=self.noise, device="cpu")
         sample_shape = [1 if d == dim else length for d, length in enumerate(value.shape)]
-        scales = size * torch.tensor(_SCALES, device="cpu")
-        number = torch.randint(len(scales), sample_shape, generator=self.noise, device="cpu")
-        return (noise * scales[number]).to(value)
+        scales = scale * torch.tensor(_NOISE_SCALES, device="cpu")
+        choice = torch.randint(len(scales), sample_shape, generator=self.noise, device="cpu")
+        return (noise * scales[choice]).to(value)

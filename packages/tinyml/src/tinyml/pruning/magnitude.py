@@ -1,7 +1,7 @@
 """Magnitude pruning: the weights with the smallest magnitudes are set to zero.
 
-Exactly the requested number of weights is removed, even if some magnitudes are equal. The model
-stays dense; `size_of` reports the size of a sparse file.
+Exactly round(sparsity * n) of the n weights of a layer become zero, even if some magnitudes are
+equal. Weights are stored as dense tensors; `size_of` reports the size of a sparse file.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Masks(dict[str, Tensor]):
             parameter.masked_fill_(~mask.to(parameter.device), 0)  # a product would leave -0.0
 
     def _masked_parameters(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
-        """Return the parameters of a model with their masks, in the order of the masks."""
+        """Return the parameters with their masks; raise `ValueError` if the masks do not fit."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         if missing := sorted(self.keys() - parameters.keys()):
             raise ValueError(
@@ -46,12 +46,12 @@ class Masks(dict[str, Tensor]):
             if parameter.shape != mask.shape:
                 raise ValueError(
                     f"expected a mask of shape {tuple(parameter.shape)} for {name}, got "
-                    f"{tuple(mask.shape)}; these are masks of another model"
+                    f"{tuple(mask.shape)}; apply the masks to the result of prune"
                 )
         return pairs
 
     def keep(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Apply the masks after every step of `optimizer`, for fine-tuning.
+        """Register a hook that applies the masks after every step of `optimizer`, for fine-tuning.
 
         Raise `ValueError` if `optimizer` trains none of the masked weights.
         """
@@ -62,8 +62,9 @@ class Masks(dict[str, Tensor]):
                 "expected an optimizer of the pruned model, which is a copy, got one that trains "
                 "none of the masked weights; create it from model.parameters() after prune"
             )
-        devices = [parameter.device for parameter, _ in pairs]
-        moved = Masks({n: m.to(d) for (n, m), d in zip(self.items(), devices, strict=True)})
+        moved = Masks()
+        for name, (parameter, mask) in zip(self, pairs, strict=True):
+            moved[name] = mask.to(parameter.device)
         optimizer.register_step_post_hook(lambda *_: moved.apply(model))
 
 
@@ -104,7 +105,10 @@ def prune(
 
 
 def smallest_mask(score: Tensor, sparsity: float) -> Tensor:
-    """Return a mask that is False for the round(sparsity * n) smallest scores, in stable order."""
+    """Return a mask that is False for the round(sparsity * n) smallest of the n scores.
+
+    Of equal scores, the first ones are masked. Raise `ValueError` unless 0 <= sparsity <= 1.
+    """
     if not 0 <= sparsity <= 1:
         raise ValueError(f"expected 0 <= sparsity <= 1, got {sparsity}")
     order = score.flatten().argsort(stable=True)

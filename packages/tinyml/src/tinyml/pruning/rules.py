@@ -1,8 +1,8 @@
 """Rules by which operators create units, read them, and pass them on (Note [Dependency groups]).
 
-A rule is called with the walk, the node and the node's arguments. It returns the dimension of the
-result that contains units. Products create new units and read the units that they sum over. Other
-operators pass units on if they do not mix the dimension of the units.
+A rule is called with the walk, the node and the node's arguments. It returns the units in the
+result, or None if it blocks the units of the arguments. Products create new units and read the
+units that they sum over. Other operators pass units on unless they mix or reduce them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from torch import fx
 
 from tinyml.exported import ELEMENTWISE, operator_name, shape_of
-from tinyml.pruning.groups import Along, Group, Product, Slice
+from tinyml.pruning.groups import Group, Product, Slice, Units
 from tinyml.pruning.units import Walk
 
 
@@ -48,7 +48,7 @@ def _conv(
     dilation: Any = 1,
     *rest: Any,
 ) -> Any:
-    if len(shape_of(x)) != len(shape_of(weight)):  # one image without a batch
+    if len(shape_of(x)) != len(shape_of(weight)):  # the input has no batch dimension
         return walk.block(node)
     # In a transposed convolution, `dilation` receives the output padding and `rest` the groups.
     transposed = "transpose" in operator_name(node)
@@ -56,21 +56,24 @@ def _conv(
     if groups == 1:
         axes = (0, 1) if transposed else (1, 0)
         return _product(walk, node, x, weight, bias, axes, 1)
-    along = walk.values[x]
+    units = walk.values[x]
     names = [walk.name_if_used_once(item) for item in (weight, bias) if item is not None]
-    if along is None or along.dim != 1 or None in names:
+    if None in names:
+        return walk.block_product(node, weight, bias)
+    if units is None or units.dim != 1:
         return walk.block(node)
     outputs = shape_of(node)[1]
     if groups == shape_of(x)[1] and not transposed:
-        times = outputs // groups  # a depthwise convolution: `times` filters per channel
-        walk.add_slices(along, [(str(name), 0) for name in names], "passer", times)
-        return Along(1, tuple((group, extent * times) for group, extent in along.parts))
+        expansion = outputs // groups  # the filters per channel of a depthwise convolution
+        walk.add_slices(units, [(str(name), 0) for name in names], "passer", expansion)
+        return Units(1, tuple((group, extent * expansion) for group, extent in units.parts))
     # A unit is one or several groups of the convolution, with their inputs and outputs.
-    if (unit := walk.coarsen_to_blocks(along, groups)) is None:
+    group = walk.coarsen_to_blocks(units, groups)
+    if group is None:
         return walk.block(node)
     for name, elements in zip(names, (shape_of(weight)[0], outputs), strict=False):
-        unit.slices.append(Slice(str(name), 0, 0, elements // unit.size, "passer"))
-    return Along(1, ((unit, outputs),))
+        group.slices.append(Slice(str(name), 0, 0, elements // group.size, "passer"))
+    return Units(1, ((group, outputs),))
 
 
 def _product(
@@ -84,34 +87,35 @@ def _product(
 ) -> Any:
     """Read the units of `x` along `dim`, and create a group for the outputs.
 
-    `axes` are the axes of the weight that contain its inputs and its outputs.
+    `axes` are the axis of the weight that contains its inputs and the axis that contains its
+    outputs. Return the units of the outputs.
     """
     dim = dim % len(shape_of(x))
-    along = walk.values[x]
+    units = walk.values[x]
     name = walk.name_if_used_once(weight)
-    added = None if bias is None else walk.name_if_used_once(bias)
-    if name is None or (bias is not None and added is None):
-        return walk.block(node)
-    if along is not None and along.dim == dim:
-        walk.add_slices(along, [(name, axes[0])], "reader")
+    bias_name = None if bias is None else walk.name_if_used_once(bias)
+    if name is None or (bias is not None and bias_name is None):
+        return walk.block_product(node, weight, bias)
+    if units is not None and units.dim == dim:
+        walk.add_slices(units, [(name, axes[0])], "reader")
     else:
         walk.block(node)
     walk.products[name] = Product(node, x, dim)
     size = shape_of(weight)[axes[1]]
     group = Group(size, [Slice(name, axes[1], 0, 1, "writer")])
-    if added is not None:
-        group.slices.append(Slice(added, 0, 0, 1, "writer"))
+    if bias_name is not None:
+        group.slices.append(Slice(bias_name, 0, 0, 1, "writer"))
     walk.created.append(group)
-    return Along(dim, ((group, size),))
+    return Units(dim, ((group, size),))
 
 
 def _batch_norm(walk: Walk, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any:
-    along = walk.values[x]
+    units = walk.values[x]
     names = [walk.name_if_used_once(item) for item in rest[:4] if item is not None]
-    if along.dim != 1 or None in names:
+    if units.dim != 1 or None in names:
         return walk.block(node)
-    walk.add_slices(along, [(str(name), 0) for name in names], "passer")
-    return along
+    walk.add_slices(units, [(str(name), 0) for name in names], "passer")
+    return units
 
 
 def _group_norm(
@@ -123,43 +127,41 @@ def _group_norm(
     bias: Any = None,
     *_: Any,
 ) -> Any:
-    along = walk.values[x]
+    units = walk.values[x]
     names = [walk.name_if_used_once(item) for item in (weight, bias) if item is not None]
-    if along.dim != 1 or None in names or walk.coarsen_to_blocks(along, groups) is None:
+    if units.dim != 1 or None in names or walk.coarsen_to_blocks(units, groups) is None:
         return walk.block(node)
-    walk.add_slices(along, [(str(name), 0) for name in names], "passer")
-    return along
-
-
-def _elementwise(walk: Walk, node: fx.Node, *_: Any, **__: Any) -> Any:
-    return _broadcast(walk, node, node.all_input_nodes, shape_of(node))
+    walk.add_slices(units, [(str(name), 0) for name in names], "passer")
+    return units
 
 
 def _prelu(walk: Walk, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
-    along, name = walk.values[x], walk.name_if_used_once(weight)
+    units = walk.values[x]
     if math.prod(shape_of(weight)) > 1:
-        if along.dim != 1 or name is None:
+        name = walk.name_if_used_once(weight)
+        if units.dim != 1 or name is None:
             return walk.block(node)
-        walk.add_slices(along, [(name, 0)], "passer")
-    return along
+        walk.add_slices(units, [(name, 0)], "passer")
+    return units
 
 
-def _broadcast(
-    walk: Walk, node: fx.Node, sources: Sequence[fx.Node], shape: tuple[int, ...]
-) -> Any:
-    """Merge the units of values that are broadcast to `shape` and combined element by element.
+def _elementwise(walk: Walk, node: fx.Node, *_: Any, **__: Any) -> Any:
+    """Merge the units of values that are broadcast to one shape and combined element by element.
 
     A value without units must be a parameter with an element per unit, or not vary along the units.
     """
-    with_units, without_units = [], []
-    for source in sources:
-        along, new_dims = walk.values[source], len(shape) - len(shape_of(source))
-        if along is not None:
-            with_units.append(Along(along.dim + new_dims, along.parts))
+    shape = shape_of(node)
+    with_units = []
+    without_units = []
+    for source in node.all_input_nodes:
+        units = walk.values[source]
+        new_dims = len(shape) - len(shape_of(source))
+        if units is not None:
+            with_units.append(Units(units.dim + new_dims, units.parts))
         else:
             without_units.append((source, new_dims))
     dim = with_units[0].dim
-    if any(along.dim != dim for along in with_units):
+    if any(units.dim != dim for units in with_units):
         return walk.block(node)
     for source, new_dims in without_units:
         if dim < new_dims or shape_of(source)[dim - new_dims] == 1:
@@ -182,143 +184,152 @@ def _attention(
     **__: Any,
 ) -> Any:
     """Merge the heads of queries, keys and values (..., heads, tokens, width)."""
-    alongs = [walk.values[item] for item in (q, k, v)]
-    dims = {along.dim if along is not None else -1 for along in alongs}
-    heads = len(shape_of(q)) - 3
+    operands = [walk.values[item] for item in (q, k, v)]
+    dims = {units.dim if units is not None else -1 for units in operands}
+    dim_of_heads = len(shape_of(q)) - 3
     has_mask_per_head = mask is not None and len(shape_of(mask)) > 2 and shape_of(mask)[-3] != 1
-    if dims != {heads} or has_mask_per_head or any(len(along.parts) != 1 for along in alongs):
+    has_several_parts = any(units is not None and len(units.parts) != 1 for units in operands)
+    if dims != {dim_of_heads} or has_mask_per_head or has_several_parts:
         return walk.block(node)
-    return walk.merge(node, alongs, allow_different_sizes=True)
+    return walk.merge(node, operands, allow_different_sizes=True)
 
 
-def _inner(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
-    """Pass units on unless a window of the operator, such as that of `max_pool2d`, covers them."""
-    along = walk.values[x]
+def _window(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+    """Pass units on unless the window of a pooling operator extends over their dimension."""
+    units = walk.values[x]
     window_dims = next(int(letter) for letter in operator_name(node) if letter.isdigit())
-    return along if along.dim < len(shape_of(x)) - window_dims else walk.block(node)
+    return units if units.dim < len(shape_of(x)) - window_dims else walk.block(node)
 
 
 def _pad(walk: Walk, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any, **__: Any) -> Any:
-    along = walk.values[x]
-    return along if along.dim < len(shape_of(x)) - len(sizes) // 2 else walk.block(node)
+    units = walk.values[x]
+    return units if units.dim < len(shape_of(x)) - len(sizes) // 2 else walk.block(node)
 
 
 def _other_dim(walk: Walk, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any, **__: Any) -> Any:
-    """Pass units on if the operator changes another dimension."""
-    along = walk.values[x]
-    return walk.block(node) if dim % len(shape_of(x)) == along.dim else along
+    """Pass units on unless the operator changes their dimension `dim`."""
+    units = walk.values[x]
+    return walk.block(node) if dim % len(shape_of(x)) == units.dim else units
 
 
 def _layer_norm(walk: Walk, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
-    along = walk.values[x]
-    return along if along.dim < len(shape_of(x)) - len(sizes) else walk.block(node)
+    units = walk.values[x]
+    return units if units.dim < len(shape_of(x)) - len(sizes) else walk.block(node)
 
 
 def _mean(
     walk: Walk, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False, **_: Any
 ) -> Any:
-    """Pass units on unless they are reduced; without `dims`, all dimensions are."""
-    along, rank = walk.values[x], len(shape_of(x))
+    """Pass units on unless their dimension is reduced; all are reduced if `dims` is None."""
+    units = walk.values[x]
+    rank = len(shape_of(x))
     reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
-    if along.dim in reduced:
+    if units.dim in reduced:
         return walk.block(node)
-    removed_before = 0 if keepdim else len([dim for dim in reduced if dim < along.dim])
-    return Along(along.dim - removed_before, along.parts)
+    removed_before = 0 if keepdim else len([dim for dim in reduced if dim < units.dim])
+    return Units(units.dim - removed_before, units.parts)
 
 
 def _permute(walk: Walk, node: fx.Node, x: fx.Node, order: Sequence[int]) -> Any:
-    along = walk.values[x]
-    return Along([d % len(order) for d in order].index(along.dim), along.parts)
+    units = walk.values[x]
+    return Units([d % len(order) for d in order].index(units.dim), units.parts)
 
 
 def _transpose(walk: Walk, node: fx.Node, x: fx.Node, a: int = 0, b: int = 1) -> Any:
     rank = len(shape_of(x))
     swapped = {a % rank: b % rank, b % rank: a % rank}
-    along = walk.values[x]
-    return Along(swapped.get(along.dim, along.dim), along.parts)
+    units = walk.values[x]
+    return Units(swapped.get(units.dim, units.dim), units.parts)
 
 
 def _cat(walk: Walk, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> Any:
     """Join units that are concatenated, or merge units if another dimension is concatenated."""
-    parts = [part for part in parts if math.prod(shape_of(part))]
+    parts = [part for part in parts if math.prod(shape_of(part))]  # an empty cache has no elements
     dim = dim % len(shape_of(node))
-    alongs = [walk.values[part] for part in parts]
-    if all(along is None or along.dim == dim for along in alongs):
+    operands = [walk.values[part] for part in parts]
+    if all(units is None or units.dim == dim for units in operands):
         joined: list[tuple[Group, int]] = []
-        for along, part in zip(alongs, parts, strict=True):
-            if along is None:
+        for units, part in zip(operands, parts, strict=True):
+            if units is None:
                 extent = shape_of(part)[dim]
                 joined.append((Group(1, blocked_by="they are not outputs of a layer"), extent))
             else:
-                joined += along.parts
-        return Along(dim, tuple(joined))
-    if None in alongs or len({along.dim for along in alongs}) > 1:
+                joined += units.parts
+        return Units(dim, tuple(joined))
+    if None in operands or len({units.dim for units in operands}) > 1:
         return walk.block(node)
-    return walk.merge(node, alongs)
+    return walk.merge(node, operands)
 
 
 def _split(walk: Walk, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
-    """Divide the units of a fused matrix, such as queries, keys and values, into a group each."""
-    along = walk.values[x]
-    if dim % len(shape_of(x)) != along.dim:
-        return [along] * (max(int(user.args[1]) for user in node.users) + 1)  # type: ignore[arg-type]
-    total = shape_of(x)[along.dim]
-    (group, extent), *more = along.parts
+    """Divide the units of a fused matrix into a group per part: queries, keys and values.
+
+    Return the units of each piece. A split of another dimension passes the units on to all pieces.
+    """
+    units = walk.values[x]
+    if dim % len(shape_of(x)) != units.dim:
+        return [units] * (max(int(user.args[1]) for user in node.users) + 1)  # type: ignore[arg-type]
+    total = shape_of(x)[units.dim]
+    (group, extent), *more = units.parts
     group = walk.find(group)
     widths = [sizes] * (total // sizes) if isinstance(sizes, int) else list(sizes)
     is_single = not more and group.size == extent and {s.width for s in group.slices} == {1}
-    is_written_only = not group.blocked_by and not group.layers("reader") and _is_alone(walk, x)
+    is_written_only = (
+        not group.blocked_by and not group.layers("reader") and _has_single_consumers(walk, x)
+    )
     if not is_single or not is_written_only or sum(widths) != total:
         return walk.block(node)
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     for size in widths:
         slices = [Slice(s.tensor, s.axis, s.start + start, 1, s.role) for s in group.slices]
         walk.created.append(Group(size, slices))
-        pieces.append(Along(along.dim, ((walk.created[-1], size),)))
+        pieces.append(Units(units.dim, ((walk.created[-1], size),)))
         start += size
     group.slices = []
     return pieces
 
 
-def _chunk(walk: Walk, node: fx.Node, x: fx.Node, count: int, dim: int = 0) -> Any:
-    return _split(walk, node, x, -(-shape_of(x)[dim] // count), dim)
+def _chunk(walk: Walk, node: fx.Node, x: fx.Node, num_chunks: int, dim: int = 0) -> Any:
+    return _split(walk, node, x, -(-shape_of(x)[dim] // num_chunks), dim)
 
 
 def _view(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
-    """Return the dimension of the result that starts at the same element as the units' dimension.
+    """Pass units on to the dimension of the result that starts at the same element.
 
-    The dimension may have been flattened with the dimensions after it, or split, for example into
-    (heads, width). For a split, the leading factor is returned.
+    The dimension of the units may be flattened with the dimensions after it, or split, for example
+    into (heads, width). For a split, the units are in the first of these dimensions.
     """
-    along = walk.values[x]
+    units = walk.values[x]
     before = shape_of(x)
     after = shape_of(node)
-    size, lead = before[along.dim], math.prod(before[: along.dim])
+    size = before[units.dim]
+    elements_before = math.prod(before[: units.dim])
     for dim, extent in enumerate(after):
-        if math.prod(after[:dim]) == lead and (extent != 1 or size == 1):
+        if math.prod(after[:dim]) == elements_before and (extent != 1 or size == 1):
             break
     else:
         return walk.block(node)
-    inside = [math.prod(before[along.dim : end]) for end in range(along.dim + 1, len(before) + 1)]
-    outside = [math.prod(after[dim:end]) for end in range(dim + 1, len(after) + 1)]
-    if extent in inside:  # unchanged, or flattened with the dimensions after it
-        times = extent // size
-        return Along(dim, tuple((group, n * times) for group, n in along.parts))
-    if size not in outside or len(along.parts) > 1:
+    flattened = [math.prod(before[units.dim : end + 1]) for end in range(units.dim, len(before))]
+    split = [math.prod(after[dim : end + 1]) for end in range(dim, len(after))]
+    if extent in flattened:  # unchanged, or flattened with the dimensions after it
+        expansion = extent // size
+        return Units(dim, tuple((group, n * expansion) for group, n in units.parts))
+    if size not in split or len(units.parts) > 1:
         return walk.block(node)
-    group = walk.find(along.parts[0][0])  # split, for example into heads
+    group = walk.find(units.parts[0][0])  # split, for example into heads
     group.coarsen(math.gcd(group.size, extent))
-    return Along(dim, ((group, extent),))
+    return Units(dim, ((group, extent),))
 
 
-def _is_alone(walk: Walk, node: fx.Node) -> bool:
-    """Return True if each value with these units, from the products on, has a single consumer."""
+def _has_single_consumers(walk: Walk, node: fx.Node) -> bool:
+    """Return True if `node` and all values before it with its units have a single consumer each."""
     if len(node.users) > 1:
         return False
     if any(product.node is node for product in walk.products.values()):
         return True
     sources = [n for n in node.all_input_nodes if walk.values[n] is not None]
-    return all(_is_alone(walk, source) for source in sources)
+    return all(_has_single_consumers(walk, source) for source in sources)
 
 
 _WINDOWS = (
@@ -326,7 +337,7 @@ _WINDOWS = (
     "adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool2d max_pool2d_with_indices "
     "upsample_nearest2d upsample_bilinear2d"
 )
-_ELEMENTWISE_TOO = (
+_OTHER_ELEMENTWISE = (
     "expand rsqrt erf log_sigmoid add sub mul div maximum minimum where clone contiguous dropout "
     "feature_dropout _to_copy to alias detach masked_fill"
 )
@@ -343,7 +354,7 @@ RULES: dict[str, Callable[..., Any]] = {
         (_layer_norm, "layer_norm rms_norm"),
         (_prelu, "prelu"),
         (_attention, "scaled_dot_product_attention"),
-        (_inner, _WINDOWS),
+        (_window, _WINDOWS),
         (_pad, "pad constant_pad_nd"),
         (_other_dim, "softmax _softmax slice"),
         (_mean, "mean sum amax amin"),
@@ -353,7 +364,7 @@ RULES: dict[str, Callable[..., Any]] = {
         (_split, "split split_with_sizes"),
         (_chunk, "chunk"),
         (_view, "view reshape flatten unflatten _unsafe_view squeeze unsqueeze"),
-        (_elementwise, " ".join(sorted(ELEMENTWISE)) + " " + _ELEMENTWISE_TOO),
+        (_elementwise, " ".join(sorted(ELEMENTWISE)) + " " + _OTHER_ELEMENTWISE),
     )
     for operator in operators.split()
 }

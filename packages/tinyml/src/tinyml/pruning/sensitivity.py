@@ -27,7 +27,7 @@ class Sensitivity:
 
 
 def prune_weight(weight: Tensor, sparsity: float) -> Tensor:
-    """Return the weight with its smallest magnitudes set to zero, the default `compress`."""
+    """Return the weight with its smallest magnitudes set to zero: the default of `compress`."""
     return weight * smallest_mask(weight.abs(), sparsity)
 
 
@@ -44,23 +44,24 @@ def sensitivity(
 ) -> Sensitivity:
     """Return the metric of the model with one layer compressed, for every layer and amount.
 
-    `batches` are pairs (inputs, targets), and `metric(model(inputs), targets)` is a number. The
-    model is in evaluation mode. The result is the mean over the batches, weighted by
+    `batches` are pairs (inputs, targets), and `metric(model(inputs), targets)` is a number for a
+    dense copy of the model in evaluation mode. Metrics are averaged over the batches, weighted by
     `len(targets)`. `compress(weight, amount)` returns the trial weight: pruned to a sparsity by
     default, but any function is possible, such as rounding to `amount` bits. The first dimension of
-    these weights is that of the outputs.
+    these weights contains the outputs of the layer.
     """
-    batches, amounts = list(batches), list(amounts)  # they are read several times
+    batches = list(batches)  # batches and amounts are read several times
+    amounts = list(amounts)
     if not batches:
         raise ValueError("expected at least one (inputs, targets) batch, got none")
     model = dense_copy(model).eval()
     chosen = layers_of(model, layers, protect)
     check_weights(chosen)
-    samples = sum(len(targets) for _, targets in batches)
+    num_samples = sum(len(targets) for _, targets in batches)
 
     def mean_metric() -> float:
         total = sum(float(metric(model(x), targets)) * len(targets) for x, targets in batches)
-        return total / samples
+        return total / num_samples
 
     values: dict[str, dict[float, float]] = {}
     for name, layer in chosen.items():

@@ -3,7 +3,7 @@
 After units are removed, code such as `x.view(b, n, self.num_heads, -1)` needs another number of
 heads. An attribute that merely equals the old number, such as `layer_idx` or a window, must not
 change. Therefore every integer attribute is replaced by a `_Tagged` integer while the model is
-exported. A torch function mode records the sizes of operations that came from these integers.
+exported. A torch function mode records which sizes of tensor operations are tagged integers.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ from torch import Tensor, fx, nn
 from torch.fx.traceback import annotate
 from torch.overrides import TorchFunctionMode
 
+#: The key of the recorded sizes in the metadata of a node.
 _KEY = "tinyml_sizes"
-_SHAPED = ("view", "reshape", "expand")
+_SHAPE_FUNCTIONS = ("view", "reshape", "expand")
 
 
 @dataclass(frozen=True)
 class Source:
-    """The attribute that an integer was read from."""
+    """The attribute from which an integer was read: its module and its name."""
 
     module: str
     name: str
@@ -34,26 +35,25 @@ class Source:
 
 
 class SizeReads(TorchFunctionMode):
-    """A mode that annotates the nodes of the graph whose sizes come from attributes.
-
-    `other_uses` describes, for each attribute, a use that is not a size.
-    """
+    """A mode that annotates the nodes of the graph whose sizes come from attributes."""
 
     def __init__(self) -> None:
         super().__init__()
+        #: A use other than as a size, for each attribute that has one.
         self.other_uses: dict[Source, str] = {}
-        #: All attributes that the code reads, as (module, name).
+        #: The attributes that the code passes to tensor operations, compares or divides, as
+        #: (module, name). Uses by Python alone, as in `range(self.depth)`, are not recorded.
         self.read: set[tuple[str, str]] = set()
 
     def tag(self, model: nn.Module) -> None:
-        """Replace the integer attributes of `model`, which is a copy made for the export."""
+        """Replace the integer attributes of all modules by tagged integers, in place."""
         for path, module in model.named_modules():
             for name, value in vars(module).items():
                 if type(value) is int:
                     module.__dict__[name] = _Tagged.of(value, [Source(path, name)], self)
 
-    def note_other_use(self, sources: Iterable[Source], use: str) -> None:
-        """Record that these attributes are used other than as sizes."""
+    def record_other_use(self, sources: Iterable[Source], use: str) -> None:
+        """Record that these attributes are used other than as sizes, in the operation `use`."""
         for source in sources:
             self.read.add((source.module, source.name))
             self.other_uses.setdefault(Source(source.module, source.name), use)
@@ -65,35 +65,37 @@ class SizeReads(TorchFunctionMode):
         arguments: tuple[Any, ...] = (),
         options: Mapping[str, Any] | None = None,
     ) -> Any:
-        tagged = list(_tagged_in([arguments, options or {}]))
-        plain, named = _untagged(arguments), _untagged(dict(options or {}))
+        keywords = dict(options or {})
+        tagged = list(_tagged_in([arguments, keywords]))
+        untagged_arguments = _untag(arguments)
+        untagged_keywords = _untag(keywords)
         if not tagged:
-            return function(*plain, **named)
+            return function(*untagged_arguments, **untagged_keywords)
         name = getattr(function, "__name__", str(function))
-        sizes = _sizes(name, arguments, options or {})
+        sizes = _sizes_by_key(name, arguments)
         for integer in tagged:
             self.read |= {(source.module, source.name) for source in integer.sources}
             if not any(integer is size for size in sizes.values()):
-                self.note_other_use(integer.sources, name)
+                self.record_other_use(integer.sources, name)
         with annotate({_KEY: {i: s.sources for i, s in sizes.items() if isinstance(s, _Tagged)}}):
-            return function(*plain, **named)
+            return function(*untagged_arguments, **untagged_keywords)
 
 
 def size_sources(node: fx.Node) -> dict[int, tuple[Source, ...]]:
-    """Return the attributes behind the sizes of a node, by dimension of its result.
+    """Return the attributes from which the sizes of a node come, by dimension of its result.
 
-    For a split the keys are the positions of the pieces; -1 stands for all of them.
+    For a split, the keys are the positions of the pieces, or -1 if all pieces have one size.
     """
     custom = node.meta.get("custom") or {}
-    sizes_by_dimension: dict[int, tuple[Source, ...]] = custom.get(_KEY, {})
-    return sizes_by_dimension
+    sources: dict[int, tuple[Source, ...]] = custom.get(_KEY, {})
+    return sources
 
 
-def _sizes(name: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) -> dict[int, Any]:
-    """Return the sizes passed to an operation such as `view`, by the keys of `size_sources`."""
+def _sizes_by_key(name: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
+    """Return the sizes passed to the operation `name`, with the keys of `size_sources`."""
     if len(arguments) < 2 or not isinstance(arguments[0], Tensor):
         return {}
-    if name in _SHAPED:
+    if name in _SHAPE_FUNCTIONS:
         sizes = arguments[1] if isinstance(arguments[1], tuple | list) else arguments[1:]
         return dict(enumerate(sizes))
     if name == "unflatten" and len(arguments) == 3:
@@ -105,13 +107,14 @@ def _sizes(name: str, arguments: tuple[Any, ...], options: Mapping[str, Any]) ->
 
 
 def _tagged_in(value: Any) -> Iterable[_Tagged]:
+    """Yield the tagged integers in nested containers."""
     if isinstance(value, _Tagged):
         yield value
-    for part in _parts(value):
+    for part in _contained_values(value):
         yield from _tagged_in(part)
 
 
-def _parts(value: Any) -> Iterable[Any]:
+def _contained_values(value: Any) -> Iterable[Any]:
     if isinstance(value, tuple | list):
         return value
     if isinstance(value, dict):
@@ -121,17 +124,17 @@ def _parts(value: Any) -> Iterable[Any]:
     return ()
 
 
-def _untagged(value: Any) -> Any:
+def _untag(value: Any) -> Any:
     """Return `value` with plain integers, or `value` itself if it contains no tagged integer."""
     if isinstance(value, _Tagged):
         return int(value)
-    if not any(True for _ in _tagged_in(value)):
+    if not list(_tagged_in(value)):
         return value
     if isinstance(value, slice):
-        return slice(*map(_untagged, _parts(value)))
+        return slice(*map(_untag, _contained_values(value)))
     if isinstance(value, dict):
-        return {key: _untagged(part) for key, part in value.items()}
-    parts = [_untagged(part) for part in value]
+        return {key: _untag(part) for key, part in value.items()}
+    parts = [_untag(part) for part in value]
     return parts if isinstance(value, list) else tuple(parts)
 
 
@@ -149,14 +152,14 @@ class _Tagged(int):
         return tagged
 
     def __deepcopy__(self, _: Any) -> int:
-        return self
+        return self  # a copied model records in the same `SizeReads`
 
 
-def _recording(name: str) -> Callable[..., Any]:
-    """Return a method that records how an integer is used.
+def _recording_method(name: str) -> Callable[..., Any]:
+    """Return the method `name` of `int` with recording.
 
-    An integer result records the attributes of its operands. Any other result, such as that of a
-    comparison or a division, is recorded as a use that is not a size.
+    An integer result is tagged with the attributes of its operands. Any other result, such as that
+    of a comparison or a true division, is recorded as a use other than as a size.
     """
     operation = getattr(int, name)
 
@@ -164,7 +167,7 @@ def _recording(name: str) -> Callable[..., Any]:
         result = operation(int(self), *others)
         if type(result) is not int:
             if result is not NotImplemented:
-                self.reads.note_other_use(self.sources, name.strip("_"))
+                self.reads.record_other_use(self.sources, name.strip("_"))
             return result
         sources = [s for o in (self, *others) if isinstance(o, _Tagged) for s in o.sources]
         derived = [Source(source.module, source.name, derived=True) for source in sources]
@@ -173,10 +176,10 @@ def _recording(name: str) -> Callable[..., Any]:
     return method
 
 
-# `==` is not among them, because code compares sizes only to check them.
+# `==` is not recorded, because code compares sizes for equality only to check them.
 _RECORDED = (
     "add radd sub rsub mul rmul floordiv rfloordiv mod rmod neg pow rpow "
     "lt le gt ge truediv rtruediv float"
 )
 for _name in _RECORDED.split():
-    setattr(_Tagged, f"__{_name}__", _recording(f"__{_name}__"))
+    setattr(_Tagged, f"__{_name}__", _recording_method(f"__{_name}__"))

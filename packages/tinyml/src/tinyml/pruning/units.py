@@ -1,9 +1,8 @@
 """Units that several layers share, found by following a model's graph (Note [Dependency groups]).
 
 A unit is a channel, a feature or a head that can be pruned. A `Walk` visits every node once. The
-rule of the node's operator (see `rules`) returns the dimension of the result that contains units.
-Units cannot be removed if they reach an operator without a rule, an operator that mixes them, or
-the output of the model. `Group.blocked_by` contains the reason.
+rule of the node's operator (see `rules`) returns the units in the result. Units cannot be removed
+if they reach an operator without a rule, an operator that mixes them, or the output of the model.
 """
 
 from __future__ import annotations
@@ -16,8 +15,8 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
-from tinyml.exported import described, exported, operator_name, shape_of
-from tinyml.pruning.groups import Along, Group, Product, SizeUse, Slice
+from tinyml.exported import describe_node, export_graph, module_of, operator_name, shape_of
+from tinyml.pruning.groups import Group, Product, SizeUse, Slice, Units
 from tinyml.pruning.size_attributes import SizeReads, Source, size_sources
 
 _OPERATORS_WITH_SIZES = {
@@ -34,8 +33,8 @@ PRODUCT_OPERATORS = {
 class Walk:
     """A walk through a graph that merges groups whose units must be pruned together.
 
-    `rules` are functions of the walk, a node and the node's arguments, by operator. They create,
-    merge and block groups by the methods of the walk.
+    `rules` maps operators to functions of the walk, a node and the node's arguments. These
+    functions create, merge and block groups by the methods of the walk.
     """
 
     def __init__(
@@ -43,15 +42,18 @@ class Walk:
     ) -> None:
         self._rules = rules
         self.reads = SizeReads()
-        self.graph = exported(model, inputs, self.reads)
+        self.graph = export_graph(model, inputs, self.reads)
         self._merged: dict[Group, Group] = {}
-        #: For each visited node: an `Along`, a list of them for a split, or None if no units are
-        #: followed past the node.
+        #: For each visited node: its `Units`, a list of `Units` for a split, or None if no units
+        #: are followed past the node.
         self.values: dict[fx.Node, Any] = {}
         #: The groups that rules have created, including those that were merged.
         self.created: list[Group] = []
         #: The product of each weight that is used once, by the weight's name.
         self.products: dict[str, Product] = {}
+        #: The reason why the outputs of a layer are not units, by the layer's name.
+        self.layers_without_units: dict[str, str] = {}
+        # Tied weights have several names but one address.
         self._uses_by_address: Counter[int] = Counter()
         for node in self.graph.nodes:
             if node.name in self.graph.constants:
@@ -60,7 +62,7 @@ class Walk:
         self.size_uses: dict[Source, list[SizeUse]] = {}
         for node in self.graph.nodes:
             self.values[node] = self._visit(node)
-            self._note_sizes(node, self.values[node])
+            self._record_size_uses(node, self.values[node])
         for source, use in self.reads.other_uses.items():
             self.size_uses.setdefault(source, []).append(SizeUse(use, ()))
 
@@ -69,21 +71,29 @@ class Walk:
         return list(dict.fromkeys(self.find(group) for group in self.created))
 
     def find(self, group: Group) -> Group:
-        """Return the group into which this group was merged."""
+        """Return the group into which `group` was merged, or `group` itself if it was not."""
         while group in self._merged:
             group = self._merged[group]
         return group
 
     def block(self, node: fx.Node) -> None:
-        """Mark all units that reach this node as not removable."""
+        """Mark the units of the node's inputs as not removable, with the node as the reason."""
         for source in node.all_input_nodes:
             value = self.values[source]
-            for along in value if isinstance(value, list) else [value]:
-                for group, _ in along.parts if along is not None else ():
+            for units in value if isinstance(value, list) else [value]:
+                for group, _ in units.parts if units is not None else ():
                     group = self.find(group)
                     group.blocked_by = group.blocked_by or (
-                        "the model returns them" if node.op == "output" else described(node)
+                        "the model returns them" if node.op == "output" else describe_node(node)
                     )
+
+    def block_product(self, node: fx.Node, weight: fx.Node, bias: fx.Node | None) -> None:
+        """Block a product whose weight or bias is not a parameter that is used once."""
+        reason = "its weight or bias is used several times"
+        if any(item is not None and item.name not in self.graph.names for item in (weight, bias)):
+            reason = "its weight or bias is not a parameter; weight_norm, for example, computes it"
+        self.layers_without_units[module_of(node)] = reason
+        self.block(node)
 
     def name_if_used_once(self, node: Any) -> str | None:
         """Return the name of a parameter or buffer that is used exactly once, or None."""
@@ -94,47 +104,48 @@ class Walk:
 
     def add_slices(
         self,
-        along: Along,
+        units: Units,
         tensors: list[tuple[str, int]],
         role: Literal["passer", "reader"],
-        times: int = 1,
+        expansion: int = 1,
     ) -> None:
-        """Add slices of the tensors, given as (name, axis), to the groups of `along`.
+        """Add slices of the tensors, given as (name, axis), to the groups of `units`.
 
-        For each element of the value along its dimension, a tensor has `times` elements along its
-        axis.
+        A tensor has `expansion` elements along its axis for each element of the value along the
+        dimension of the units.
         """
         start = 0
-        for group, extent in along.parts:
+        for group, extent in units.parts:
             group = self.find(group)
             for name, axis in tensors:
-                width = extent // group.size * times
+                width = extent // group.size * expansion
                 group.slices.append(Slice(name, axis, start, width, role))
-            start += extent * times
+            start += extent * expansion
 
-    def coarsen_to_blocks(self, along: Along, count: int) -> Group | None:
+    def coarsen_to_blocks(self, units: Units, num_blocks: int) -> Group | None:
         """Merge neighboring units in place so that each unit consists of whole blocks.
 
-        The value is cut into `count` equal blocks. Return the group, or None if the value has
-        several groups or `count` is 1.
+        The dimension of the units is divided into `num_blocks` equal blocks. Return the group, or
+        None if the value has several groups or `num_blocks` is 1.
         """
-        if len(along.parts) != 1 or count == 1:
+        if len(units.parts) != 1 or num_blocks == 1:
             return None
-        group = self.find(along.parts[0][0])
-        group.coarsen(math.gcd(group.size, count))
+        group = self.find(units.parts[0][0])
+        group.coarsen(math.gcd(group.size, num_blocks))
         return group
 
     def merge(
-        self, node: fx.Node, alongs: Sequence[Along], allow_different_sizes: bool = False
+        self, node: fx.Node, operands: Sequence[Units], allow_different_sizes: bool = False
     ) -> Any:
         """Merge the groups of several values that must have the same units, part by part.
 
-        If two values differ in the number or the sizes of their parts, `node` blocks the units.
-        With `allow_different_sizes`, parts of different sizes are merged too, because several query
-        heads share a key-value head. The number of parts must still agree.
+        Return the units of the first value. If two values differ in the number or the sizes of
+        their parts, block the units at `node` and return None. With `allow_different_sizes`, parts
+        of different sizes are merged too, because several query heads share a key-value head. The
+        number of parts must still agree.
         """
-        first = alongs[0]
-        for other in alongs[1:]:
+        first = operands[0]
+        for other in operands[1:]:
             has_same_parts = len(first.parts) == len(other.parts) and all(
                 a == b or allow_different_sizes
                 for (_, a), (_, b) in zip(first.parts, other.parts, strict=True)
@@ -154,34 +165,38 @@ class Walk:
             first.blocked_by = first.blocked_by or second.blocked_by
             self._merged[second] = first
 
-    def _note_sizes(self, node: fx.Node, result: Any) -> None:
-        """Record the units that each size counts, if the code reads the size from an attribute."""
+    def _record_size_uses(self, node: fx.Node, result: Any) -> None:
+        """Record the units that each size of `node` counts, if the size comes from an attribute."""
         # A reshape may be exported as a copy and a view with its sizes; only the view uses them.
-        sized = node.op == "call_function" and operator_name(node) in _OPERATORS_WITH_SIZES
-        for index, sources in size_sources(node).items() if sized else ():
+        if node.op != "call_function" or operator_name(node) not in _OPERATORS_WITH_SIZES:
+            return
+        for index, sources in size_sources(node).items():
             if isinstance(result, list):
                 source, _, *dim = node.args
-                rank, units = len(shape_of(source)), result[0].dim  # type: ignore[arg-type]
+                rank = len(shape_of(source))  # type: ignore[arg-type]
+                unit_dim = result[0].dim
                 pieces = result if index == -1 else result[index : index + 1]
-                if (dim or [0])[0] not in (units, units - rank):
+                if (dim or [0])[0] not in (unit_dim, unit_dim - rank):
                     # A split along another dimension counts no units, and may have more pieces.
-                    pieces = [Along(units, ())]
+                    pieces = [Units(unit_dim, ())]
                 for piece in pieces:
-                    self._note_size(node, sources, piece.parts)
+                    self._record_size_use(node, sources, piece.parts)
             else:
-                counts_units = isinstance(result, Along) and result.dim == index
-                self._note_size(node, sources, result.parts if counts_units else ())
+                counts_units = isinstance(result, Units) and result.dim == index
+                self._record_size_use(node, sources, result.parts if counts_units else ())
 
-    def _note_size(
+    def _record_size_use(
         self, node: fx.Node, sources: Sequence[Source], parts: tuple[tuple[Group, int], ...]
     ) -> None:
         for source in sources:
             # The units of a computed size do not show which units the attribute itself counts.
             if not source.derived or not parts:
                 attribute = Source(source.module, source.name)
-                self.size_uses.setdefault(attribute, []).append(SizeUse(described(node), parts))
+                use = SizeUse(describe_node(node), parts)
+                self.size_uses.setdefault(attribute, []).append(use)
 
     def _visit(self, node: fx.Node) -> Any:
+        """Return the units in the result of `node`, as in `values`."""
         if node.op == "output":
             return self.block(node)
         if node.op != "call_function":
@@ -192,7 +207,7 @@ class Walk:
             return value[operator.index(index)] if isinstance(value, list) else value
         name = operator_name(node)
         rule = self._rules.get(name)
-        has_units = any(isinstance(self.values[n], Along) for n in node.all_input_nodes)
+        has_units = any(isinstance(self.values[n], Units) for n in node.all_input_nodes)
         if rule is None or not (has_units or name in PRODUCT_OPERATORS):
             return self.block(node)
         arguments: tuple[Any, ...] = node.args

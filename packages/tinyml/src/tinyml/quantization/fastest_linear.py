@@ -1,9 +1,9 @@
 """Linear layers that use the fastest implementation for the number of tokens on this machine.
 
-"float" is always one of the implementations. If implementations are timed, another one is used only
-if it is clearly faster (see `timing`). Selecting an implementation costs up to 5 microseconds per
-call. Each implementation prepares its own form of the weight at its first use. Prepared weights are
-never in a state dict.
+One of the implementations is "float", which multiplies by the dense weight. If implementations are
+timed, another one is used only if it is clearly faster (see `timing`). Selecting an implementation
+costs up to 5 microseconds per call. Each implementation prepares its own form of the weight at its
+first use. Prepared weights are never in a state dict.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from tinyml.layers import (
     weight_identity,
     weights_of_modules,
 )
-from tinyml.quantization.rounded_weight import same_value
+from tinyml.quantization.rounded_weight import with_gradient_of
 from tinyml.timing import Timing, is_captured, measure, store_timing, stored_timing
 from tinyml.validation import Progress
 
-#: Token counts that `explain` reports and that decide whether a layer is replaced: decoding, a
-#: small batch, and a prompt.
+#: The numbers of tokens that `explain` reports and that decide whether a layer is replaced. They
+#: represent decoding, a small batch and a prompt.
 DECISION_TOKENS = (1, 32, 512)
-#: A selection takes 5 microseconds, more than 2 % of a call that is shorter than this.
+#: A selection takes 5 microseconds, which is more than 2 % of calls that are shorter than this.
 _SMALL_MS = 0.25
 _timings: dict[object, Timing] = {}
 
@@ -81,7 +81,7 @@ class FastestLinear(Replacement):
 
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
-        # A microsecond is a tenth of a small layer's time, so this code is kept minimal.
+        # A microsecond is a tenth of a small layer's time, so this code does as little as possible.
         is_backward = input.requires_grad and torch.is_grad_enabled()
         if is_backward or forward_ad._current_level >= 0:  # a level is open in `torch.func.jvp`
             return self._differentiable(input)
@@ -92,7 +92,7 @@ class FastestLinear(Replacement):
             dense = F.linear(input, self.weight.to(input.dtype))
         with forward_ad._set_fwd_grad_enabled(False):  # `detach` alone passes tangents on
             outputs = self._fastest(input.detach())
-        return same_value(outputs, dense)
+        return with_gradient_of(outputs, dense)
 
     def _fastest(self, input: Tensor) -> Tensor:
         return self.implementations[self.always or self._implementation(input)](self, input)
@@ -113,7 +113,7 @@ class FastestLinear(Replacement):
         return name
 
     def timing(self, inputs: Tensor) -> Timing:
-        """Return the timing for inputs like these, which is measured once.
+        """Return the timing for inputs of this type and number of tokens, measured once.
 
         Numbers of tokens that round up to the same power of two have one timing.
         """
@@ -123,27 +123,27 @@ class FastestLinear(Replacement):
             inputs.dtype, inputs.device, torch.get_num_threads(),
         )  # fmt: skip
         if key not in _timings:
-            text = " ".join(map(str, (type(self).__name__, *key[1:])))
+            stored_key = " ".join(map(str, (type(self).__name__, *key[1:])))
             is_stored = inputs.device.type == "cpu"
-            timing = stored_timing(text) if is_stored else None
+            timing = stored_timing(stored_key) if is_stored else None
             if timing is None or timing.selected not in self.implementations:
-                timing = self._measured(self.example(inputs.numel() // self.in_features, inputs))
+                timing = self._measure(self.example(inputs.numel() // self.in_features, inputs))
                 if is_stored:
-                    store_timing(text, timing)
+                    store_timing(stored_key, timing)
             _timings[key] = timing
         return _timings[key]
 
-    def _measured(self, inputs: Tensor) -> Timing:
+    def _measure(self, inputs: Tensor) -> Timing:
         calls = {name: partial(call, self) for name, call in self.implementations.items()}
 
-        def is_right(name: str) -> bool:
-            """Return True if the results are those in float up to rounding."""
+        def is_correct(name: str) -> bool:
+            """Return True if the results equal those in float up to rounding."""
             expected = calls["float"](inputs).float()
             error = (calls[name](inputs).float() - expected).norm()
             return name == "float" or bool(error <= 0.1 * expected.norm())
 
         with without_autocast(inputs.device):  # stored times must not depend on autocast
-            return measure(calls, inputs, is_right, "float")
+            return measure(calls, inputs, is_correct, "float")
 
     def has_faster_implementation(self) -> bool:
         """Return True if the layer should replace a layer in float.
@@ -171,15 +171,17 @@ class FastestLinear(Replacement):
         return [f"{n} tokens: computed in {self.timing(self.example(n))}" for n in tokens]
 
     def prepared(self, name: str, make: Callable[[], Any]) -> Any:
-        """Return a prepared form of the stored weight, rebuilt after the weight has changed."""
+        """Return the prepared form `name` of the weight; `make` creates it for a changed weight."""
         if is_captured():
             return make()
         # Loading a state dict and moving the module replace the tensors or change their versions.
-        if self._stamp != (stamp := tensor_versions(*self.stored())):
-            self._prepared, self._stamp = {}, stamp
-        if (value := self._prepared.get(name)) is None:
-            value = self._prepared[name] = make()
-        return value
+        stamp = tensor_versions(*self.stored())
+        if self._stamp != stamp:
+            self._prepared = {}
+            self._stamp = stamp
+        if name not in self._prepared:
+            self._prepared[name] = make()
+        return self._prepared[name]
 
     def by_dense_weight(self, inputs: Tensor) -> Tensor:
         """Compute the outputs in float."""
@@ -204,7 +206,7 @@ class FastestLinear(Replacement):
         return self.__dict__ | {"_prepared": {}, "_stamp": [], "_selected": {}}
 
 
-def with_fastest_linears(
+def install_fastest_linears(
     model: nn.Module,
     make: Callable[[nn.Module], FastestLinear | None],
     protected: Collection[str],
@@ -213,38 +215,39 @@ def with_fastest_linears(
     """Replace the linear layers of `model` in place, except those in `protected`; return the model.
 
     `make(layer)` returns the replacement of a layer, or None to leave the layer unchanged. A layer
-    whose replacement may use float is also unchanged if nothing is clearly faster than float.
-    Layers with the same weight and bias have one replacement. Layers that share their weight with a
-    protected layer, subclasses of `nn.Linear`, and embeddings are unchanged.
+    whose replacement may use float is also unchanged if its `has_faster_implementation` returns
+    False. Layers with the same weight and bias have one replacement. Layers that share their weight
+    with a protected layer, subclasses of `nn.Linear`, and embeddings are unchanged.
     """
-    kept_weights = weights_of_modules(model, protected)
+    protected_weights = weights_of_modules(model, protected)
     linears = {
         module: name
         for name, module in model.named_modules()
         if (type(module) is nn.Linear or is_compressed_linear_or_conv1d(module))
-        and weight_identity(module) not in kept_weights
+        and weight_identity(module) not in protected_weights
         and weight_identity(module) is not None  # a computed weight is not stored in its layer
     }
     if not linears:
-        raise ValueError(f"{type(model).__name__} has no nn.Linear to replace")
+        raise ValueError(f"expected a model with nn.Linear layers, got a {type(model).__name__}")
     check_weights({name: linear for linear, name in linears.items()})
     replacements: dict[nn.Module, nn.Module] = {}
     by_weight_and_bias: dict[tuple[int | None, int], FastestLinear | None] = {}
     for done, (linear, name) in enumerate(linears.items(), 1):
-        # A replacement includes a bias, so a weight that is used with two biases needs two.
+        # A weight that is used with two biases needs two replacements, because each has a bias.
         key = weight_identity(linear), id(linear.bias)
         if key not in by_weight_and_bias:
             layer = make(linear)
             is_useful = layer is not None and (layer.always or layer.has_faster_implementation())
             by_weight_and_bias[key] = layer if is_useful else None
-        if (replacement := by_weight_and_bias[key]) is not None:
+        replacement = by_weight_and_bias[key]
+        if replacement is not None:
             replacement.training = linear.training
             replacements[linear] = replacement
         if progress is not None:
             progress(name, done, len(linears))
     model = replace_modules(model, replacements)
     avoid_fused_operators(model)
-    # The forward of a subclass may differ from that of nn.Linear, so it is not replaced.
+    # Subclasses of nn.Linear are not replaced, because their forward may differ.
     subclasses = {module for module in model.modules() if is_instance_of(module, (nn.Linear,))}
     warn_of_dense_weights(model, protected, subclasses - linears.keys())
     return model

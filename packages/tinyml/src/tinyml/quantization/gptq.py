@@ -1,15 +1,15 @@
 """GPTQ: rounding of weights, column by column, with each error compensated in later columns.
 
 The method is that of Frantar et al., "GPTQ", 2023. Each update of the later columns minimizes the
-sum over the data of (W x - Q x)^2. This sum depends on the data only through H = sum x x^T. GPTQ
+sum of |W x - Q x|^2 over the inputs x, which depends on them only through H = sum x x^T. GPTQ
 equals optimal brain quantization in a fixed order. A row of the Cholesky factor of H^-1 replaces
 inverting the remaining part of H at each step. H is singular for few or dependent inputs; its
 diagonal is increased until the factorization succeeds.
 
-With groups of inputs, the grid of a group is fitted to the updated weights when its first column is
-reached. Columns with large inputs may be rounded first, while most other columns can still
-compensate for them. The columns of a group then stay together, so the storage does not change.
-Zeros of the weight stay zeros, so a pruned model remains sparse.
+With groups of inputs, the grid of a group is fitted to the updated weights before the first column
+of the group is rounded. Columns with large inputs may be rounded first, while most other columns
+can still compensate for their errors. The columns of a group then stay together, so the storage
+does not change. Zeros of the weight stay zeros, so a pruned model remains sparse.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tinyml.calibration.replay import visit_layers
 from tinyml.conversion import (
     check_supported,
     evaluation_mode,
@@ -38,8 +39,7 @@ from tinyml.layers import (
     protected_modules,
     weight_of,
 )
-from tinyml.quantization.calibration import visit_layers
-from tinyml.quantization.grid import Grid, as_rows, check_grid_bits, grid_of, wide
+from tinyml.quantization.grid import Grid, as_rows, check_grid_bits, grid_of, widen
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.validation import Progress, check_finite, first_names, require_batches
 
@@ -64,8 +64,8 @@ def gptq(
     Later layers are calibrated on the outputs of rounded layers. Blocks of rounded layers do not
     run again (Note [Replayed blocks]). Tokens at which `batch["attention_mask"]` (batch, seq) is
     zero are padding and do not count. A weight that several layers share is rounded for the inputs
-    of the first one. A layer that receives no inputs other than zeros is rounded to the nearest
-    codes. A warning names the first four of these layers.
+    of the first of these layers. A layer that receives no inputs other than zeros is rounded to the
+    nearest codes. A warning names the first four of these layers.
 
     There is one scale per output, or per group of `group_size` inputs; with symmetric=False there
     is also a zero point. `damping` is the fraction of H's mean diagonal that is added to the
@@ -90,7 +90,7 @@ def gptq(
     def round_layer(name: str, hessian: Tensor | None) -> None:
         layer = layers[name]
         weight = weight_of(layer)
-        rows = as_rows(wide(outputs_first(layer, weight)), group_size)
+        rows = as_rows(widen(outputs_first(layer, weight)), group_size)
         grid = grid_for(rows, weight.dtype)
         if hessian is None or not hessian.any():
             uncalibrated.append(name)
@@ -117,21 +117,21 @@ def gptq(
             progress(name, len(rounded), len(layers))
     if uncalibrated:
         warnings.warn(
-            f"{len(uncalibrated)} layers received no inputs other than zeros and are rounded to "
-            f"the nearest codes: {first_names(uncalibrated)}; calibrate on more batches, or "
-            "protect these layers to leave them dense",
+            "layers that received no inputs other than zeros are rounded to the nearest codes, "
+            f"{len(uncalibrated)} in total: {first_names(uncalibrated)}; calibrate on more "
+            "batches, or protect these layers to leave them dense",
             stacklevel=2,
         )
     for alias in set(aliases.values()).intersection(model.parameters()):
-        alias.data = alias.data.clone()  # a protected weight
+        alias.data = alias.data.clone()  # a protected weight must not share the original's memory
     warn_of_dense_weights(model, protected_modules(model, protect))
     return model
 
 
 def _weight_aliases(model: nn.Module) -> dict[int, nn.Parameter]:
-    """Return, by the id of each linear layer's weight, a parameter that shares its memory.
+    """Return parameters that share the memory of linear layers' weights, by the ids of the weights.
 
-    `copy.deepcopy` with these as its memo does not copy the weights, which are replaced anyway.
+    With this result as its memo, `copy.deepcopy` does not copy the weights, which will be replaced.
     """
     layers = (layer for layer in model.modules() if is_instance_of(layer, (nn.Linear,)))
     weights = (layer._parameters.get("weight") for layer in layers)
@@ -155,8 +155,8 @@ def gptq_codes(
     or per group of inputs. With `refit`, the grid of a group is fitted again before its columns are
     rounded: `refit(rows)` returns the grid of its updated weights `rows` (out, group). `damping` is
     the fraction of H's mean diagonal that is added to the diagonal, at least 1e-12 (see
-    `reversed_cholesky`). Errors are propagated within blocks of columns first and then once to all
-    later columns, which is the same sum with less memory traffic.
+    `reversed_cholesky`). Errors are added within `block` columns first and then once to all later
+    columns, which is the same sum with less memory traffic.
     """
     outputs, inputs = weight.shape
     check_finite("the weight", weight)
@@ -165,7 +165,7 @@ def gptq_codes(
     group = inputs // scale.shape[1]
     order = torch.arange(inputs, device=weight.device)
     if activation_order:
-        order = _by_activation(hessian.diagonal(), group)
+        order = _activation_order(hessian.diagonal(), group)
     if refit is not None:
         block = -(-block // group) * group  # only columns of one block contain all earlier errors
         scale, zero = scale.clone(), zero.clone()
@@ -198,15 +198,15 @@ def gptq_codes(
     return codes, grid
 
 
-def _by_activation(size: Tensor, group: int) -> Tensor:
-    """Return the order of the columns by `size`, the diagonal of H; the largest are first.
+def _activation_order(diagonal: Tensor, group: int) -> Tensor:
+    """Return the columns in descending order of H's diagonal.
 
-    Groups are ordered by the sum of their sizes, and the columns of a group by size.
+    Groups of columns are ordered by their sums, and the columns of a group by their values.
     """
-    by_group = size.view(-1, group)
+    by_group = diagonal.view(-1, group)
     groups = by_group.sum(1).argsort(descending=True, stable=True)
     inside = by_group.argsort(dim=1, descending=True, stable=True)
-    starts = torch.arange(0, len(size), group, device=size.device)[:, None]
+    starts = torch.arange(0, len(diagonal), group, device=diagonal.device)[:, None]
     return (starts + inside)[groups].flatten()
 
 
@@ -214,9 +214,8 @@ def reversed_cholesky(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
     """Return lower triangular L with L L^T = R (G / h + d I) R, for the first d that succeeds.
 
     G is H with rows and columns in `order`, and R reverses the order of rows or columns. h is the
-    mean of H's diagonal, which cancels out in GPTQ's updates. d starts at `damping`, or at 1e-12 if
-    that is larger, and is multiplied by ten until the factorization succeeds. Return the identity
-    if H is zero.
+    mean of H's diagonal, which cancels out in GPTQ's updates. d starts at max(`damping`, 1e-12) and
+    is multiplied by ten until the factorization succeeds. Return the identity if H is zero.
     """
     mean = float(hessian.diagonal().mean())
     if mean <= 0:  # all inputs are zero
@@ -239,11 +238,11 @@ def inverse_factor_rows(lower: Tensor, start: int, end: int) -> Tensor:
     """Return rows `start` to `end` of U, without the columns before `start`, which are zero.
 
     U is upper triangular, with U^T U = (G / h + d I)^-1. With G, L and R of `reversed_cholesky`, it
-    is R L^-1 R. Only the rows of one block of columns are computed at a time, because all of them
+    is R L^-1 R. Only the rows of one block of columns are computed at a time, because all rows
     need as much memory as H.
     """
     size = len(lower)
-    units = lower.new_zeros(end - start, size)
-    units.diagonal(size - end).fill_(1)
-    rows = torch.linalg.solve_triangular(lower, units, upper=False, left=False)
+    identity_rows = lower.new_zeros(end - start, size)
+    identity_rows.diagonal(size - end).fill_(1)
+    rows = torch.linalg.solve_triangular(lower, identity_rows, upper=False, left=False)
     return rows[:, : size - start].flip(0, 1)

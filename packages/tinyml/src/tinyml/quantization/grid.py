@@ -36,7 +36,7 @@ class Grid:
     def stored_as(self, dtype: torch.dtype) -> Grid:
         """Return the grid with scales that `dtype` represents exactly.
 
-        Scales are rounded to the nearest number of `dtype`. Subnormal scales have few digits. They
+        Scales are rounded to the nearest number of `dtype`. Subnormal scales have few digits and
         are rounded up, so that codes reach the largest value of their row.
         """
         rounded = self.scale.to(dtype).to(self.scale.dtype)
@@ -47,13 +47,16 @@ class Grid:
         return Grid(scale, self.zero, self.low, self.high)
 
 
-def wide(tensor: Tensor) -> Tensor:
-    """Return a tensor of at most 16 bits as float32, so that later results are rounded once."""
+def widen(tensor: Tensor) -> Tensor:
+    """Return a tensor of at most 16 bits as float32, so that later results are rounded once.
+
+    Any other tensor is returned unchanged.
+    """
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
 def grid_of(rows: Tensor, bits: int, *, symmetric: bool = True) -> Grid:
-    """Return a grid for each row of a (rows, n) tensor of finite values.
+    """Return the grids of the rows of a (rows, n) tensor of finite values.
 
     If symmetric, Z = 0 and codes range from -(2^(b-1) - 1) to 2^(b-1) - 1, so -q is also a code. If
     not symmetric, S = (rmax - rmin) / (qmax - qmin) and Z = round(qmin - rmin / S). The range from
@@ -91,9 +94,10 @@ def _step(extent: Tensor, steps: int) -> Tensor:
 
 
 def as_rows(weight: Tensor, group_size: int | None = None) -> Tensor:
-    """Reshape a weight so that the elements of a row can share one scale.
+    """Return a weight (out, ...) as rows (rows, n), which have one scale each.
 
-    A row has all inputs of one output, or `group_size` of them.
+    A row has all inputs of one output, or `group_size` of them. Raise `ValueError` if `group_size`
+    does not divide the number of inputs.
     """
     if group_size is None:
         return weight.reshape(weight.shape[0], -1)

@@ -1,7 +1,4 @@
-"""Weights on a uniform grid, stored as packed codes of r = S (q - Z).
-
-The layer's weight becomes a parametrization that unpacks the codes whenever the weight is read.
-"""
+"""Weights on a uniform grid, stored as packed codes of r = S (q - Z)."""
 
 from __future__ import annotations
 
@@ -32,12 +29,13 @@ class GridWeight(CompressedWeight):
     ) -> None:
         """Create a weight from its `format()` and its tensors.
 
-        `scale` and `zero` are (rows, 1), and `codes` are packed. If `transposed`, the weight is
-        (in, out), as that of a `Conv1D`.
+        `scale` and `zero` are (rows, 1), and `codes` are packed. If `transposed`, the shape of the
+        weight is (in, out), as for a `Conv1D`.
         """
         super().__init__()
         self.bits, self.low, *shape = form
         self.shape = torch.Size(shape)
+        #: The shape (rows, n) of the codes; each row has one scale.
         self.rows = torch.Size((len(scale), self.shape.numel() // len(scale)))
         self.transposed = transposed
         self.register_buffer("codes", codes)
@@ -48,7 +46,7 @@ class GridWeight(CompressedWeight):
     def of(
         codes: Tensor, grid: Grid, weight: Tensor, bits: int, *, transposed: bool = False
     ) -> GridWeight:
-        """Return the weight with these codes (rows, n), in the shape and dtype of `weight`.
+        """Return a weight of the shape and dtype of `weight` with these codes (rows, n) on `grid`.
 
         Raise `ValueError` if a value is too large for this dtype.
         """
@@ -56,9 +54,10 @@ class GridWeight(CompressedWeight):
         zero = grid.zero.to(torch.int8) if grid.zero.any() else None
         form = [bits, grid.low, *weight.shape]
         stored = GridWeight(form, pack(codes - grid.low, bits), scale, zero, transposed)
-        furthest = torch.maximum(grid.high - grid.zero, grid.zero - grid.low)
-        largest = scale * furthest.to(scale)
-        if not largest.isfinite().all() and not stored(scale).isfinite().all():
+        most_steps = torch.maximum(grid.high - grid.zero, grid.zero - grid.low)
+        limit = scale * most_steps.to(scale)
+        # Computing all values takes longer, so it is done only if a code of the grid overflows.
+        if not limit.isfinite().all() and not stored(scale).isfinite().all():
             raise ValueError(
                 f"expected weights whose {bits}-bit grid fits in {weight.dtype}, got values of "
                 "the grid that overflow; scale the weights down, or exclude the layer with protect"
@@ -69,14 +68,14 @@ class GridWeight(CompressedWeight):
         """Return the bits, the lowest code and the shape of the weight."""
         return [self.bits, self.low, *self.shape]
 
-    def whole_numbers(self) -> Tensor:
-        """Return the codes q as int16 rows."""
-        count = self.shape.numel()
-        return (unpack(self.codes, self.bits, count).to(torch.int16) + self.low).view(self.rows)
+    def signed_codes(self) -> Tensor:
+        """Return the codes q as int16, (rows, n)."""
+        codes = unpack(self.codes, self.bits, self.shape.numel())
+        return (codes.to(torch.int16) + self.low).view(self.rows)
 
     def forward(self, _: Tensor) -> Tensor:
         """Return the dense weight."""
-        codes = self.whole_numbers()
+        codes = self.signed_codes()
         if self.zero is not None:
             codes = codes - self.zero.to(torch.int16)
         dense = (self.scale * codes).view(self.shape[::-1] if self.transposed else self.shape)

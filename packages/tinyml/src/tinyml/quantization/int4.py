@@ -1,8 +1,8 @@
 """A linear layer of 4-bit weights that may be faster than float for a few tokens.
 
-A single token reads every weight once, so its time is limited by memory reads, and 4 bits are an
-eighth of float32. The kernel is torch's own for CPUs. It takes inputs and scales in bfloat16,
-groups of 32, 64, 128 or 256 inputs, and multiples of 16 outputs.
+A single token reads every weight once, so memory reads limit its time, and 4 bits are an eighth of
+float32. The kernel is torch's own for CPUs. It takes inputs and scales in bfloat16, groups of 32,
+64, 128 or 256 inputs, and multiples of 16 outputs.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Int4Linear(FastestLinear):
     """A layer y = x w^T + bias with 4-bit w = S (q - Z).
 
     The kernel computes the layer if it is clearly faster than float. `grid` is the stored weight.
-    The kernel needs a copy of about the same size, and float needs a dense weight.
+    The kernel needs a copy of about the same size as `grid`, and float needs a dense weight.
     """
 
     def __init__(self, grid: GridWeight, bias: Tensor | None) -> None:
@@ -50,7 +50,7 @@ class Int4Linear(FastestLinear):
 
     def _packed(self) -> tuple[Tensor, Tensor]:
         grid = self.grid
-        codes = grid.whole_numbers().view(self.out_features, self.in_features)
+        codes = grid.signed_codes().view(self.out_features, self.in_features)
         # The kernel's codes are 0 to 15 and represent scale (code - 8) + offset.
         packed = torch._convert_weight_to_int4pack_for_cpu((codes - grid.low).int(), 1)
         zero = torch.zeros_like(grid.scale) if grid.zero is None else grid.zero

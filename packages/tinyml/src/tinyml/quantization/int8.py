@@ -1,8 +1,4 @@
-"""A linear layer that multiplies integers: int8 weights, and inputs rounded dynamically.
-
-The sums of products are exact integers, so the result has the same bits on every machine. The
-implementation of the product changes only the time (see `products`).
-"""
+"""A linear layer that multiplies int8 weights and inputs exactly (Note [Exact products])."""
 
 from __future__ import annotations
 
@@ -14,7 +10,7 @@ from torch import Tensor, nn
 
 from tinyml.layers import outputs_first, weight_of
 from tinyml.quantization.fastest_linear import DECISION_TOKENS, FastestLinear
-from tinyml.quantization.grid import grid_of, wide
+from tinyml.quantization.grid import grid_of, widen
 from tinyml.quantization.products import Int8Weights
 from tinyml.size import as_integers
 from tinyml.validation import check_finite
@@ -23,11 +19,11 @@ from tinyml.validation import check_finite
 class Int8Linear(FastestLinear):
     """A layer y = (q_x q_w^T) s_x s_w + bias, with a scale per token and a scale per output.
 
-    Results have the type of the inputs. With may_stay_float=True, the layer computes in float with
-    the dense weight for numbers of tokens for which the integer product is not clearly faster.
-    `explain` returns the choice and the times. `.to(dtype)` converts the bias and the type of
-    `weight`; the codes and their scales remain the same. Scales are float64 if the weight is, and
-    float32 otherwise.
+    Inputs are rounded to int8 at each call. Results have the type of the inputs. With
+    may_stay_float=True, the layer computes in float with the dense weight for numbers of tokens for
+    which the integer product is not clearly faster. `explain` returns the choice and the times.
+    `.to(dtype)` converts the bias and the type of `weight`; the codes and their scales remain the
+    same. Scales are float64 if the weight is, and float32 otherwise.
     """
 
     weight_codes: Tensor
@@ -37,10 +33,11 @@ class Int8Linear(FastestLinear):
         super().__init__(cast(Tensor | None, linear.bias))
         weight = outputs_first(linear, weight_of(linear))
         self.out_features, self.in_features = weight.shape
-        self.always, self.dtype = None if may_stay_float else "int8", weight.dtype
+        self.always = None if may_stay_float else "int8"
+        self.dtype = weight.dtype
         check_finite("the weight", weight)
-        grid = grid_of(wide(weight), 8)
-        self.register_buffer("weight_codes", grid.quantize(wide(weight)).to(torch.int8))
+        grid = grid_of(widen(weight), 8)
+        self.register_buffer("weight_codes", grid.quantize(widen(weight)).to(torch.int8))
         self.register_buffer("scale", grid.scale.view(-1))
 
     @property
@@ -76,11 +73,11 @@ class Int8Linear(FastestLinear):
     def _multiply(self, inputs: Tensor) -> Tensor:
         if not inputs.is_floating_point():
             raise TypeError(f"expected inputs of a floating-point type, got {inputs.dtype}")
-        tokens = wide(inputs.reshape(-1, self.in_features))
-        least = 128 * torch.finfo(tokens.dtype).tiny  # then the scale is a normal number
-        scale = tokens.abs().amax(1, keepdim=True).clamp_(min=least).div_(127)
+        tokens = widen(inputs.reshape(-1, self.in_features))
+        min_extreme = 128 * torch.finfo(tokens.dtype).tiny  # then the scale is a normal number
+        scale = tokens.abs().amax(1, keepdim=True).clamp_(min=min_extreme).div_(127)
         sums = self._weights().product(tokens.div(scale).round_()).to(tokens.dtype)
-        # The weights' scales first: a large sum times the scale of a large input may overflow.
+        # Multiply by the weights' scales first: a sum times the scale of large inputs may overflow.
         return self.add_bias_and_cast(sums.mul_(self.scale).mul_(scale), inputs)
 
     def _weights(self) -> Int8Weights:

@@ -1,8 +1,8 @@
 """Weights as palettes: at most 2^b shared values and a b-bit code per weight.
 
 In one dimension a cluster is an interval. After one sort and prefix sums, an iteration of Lloyd's
-algorithm costs k binary searches, so it can run until no value changes its cluster. From evenly
-spaced centroids, the error of this fixed point can be several times the optimum. Therefore Lloyd's
+algorithm costs k binary searches, so it can run until no value changes its cluster. If it starts
+at evenly spaced centroids, the final error can be several times the optimum. Therefore Lloyd's
 algorithm starts at the exact optimum for a summary of the values, found by dynamic programming
 (Wang and Song, "Ckmeans.1d.dp", 2011). The gradient of a palette value is the sum of the gradients
 of its weights ("Deep Compression", Han et al., 2016, section 3.3).
@@ -42,10 +42,11 @@ def kmeans_quantize(
 
     def compress(layer: nn.Module, bits: int) -> Palette:
         check_bits(bits, "a palette")
-        weight, row = weight_of(layer), getattr(layer, "padding_idx", None)
+        weight = weight_of(layer)
+        padding_idx = getattr(layer, "padding_idx", None)
         zero_row = None
-        if row is not None and not weight[row].any():
-            zero_row = torch.tensor([row], device=weight.device)
+        if padding_idx is not None and not weight[padding_idx].any():
+            zero_row = torch.tensor([padding_idx], device=weight.device)
         palette, codes = kmeans(weight, 2**bits)
         return Palette([bits, *weight.shape], pack(codes, bits), palette, zero_row)
 
@@ -53,7 +54,7 @@ def kmeans_quantize(
 
 
 class Palette(CompressedWeight):
-    """A weight as packed `codes` into a palette, which is the trainable tensor."""
+    """A weight as a trainable palette and packed `codes`, the indices of palette values."""
 
     codes: Tensor
     #: The index of the row that is zero for any palette, (1,), or None.
@@ -113,9 +114,9 @@ def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         raise ValueError("expected at least one value, all of them finite, got none, nan or inf")
     if values.is_complex():
         raise ValueError(f"expected real values, got {values.dtype}")
-    # Half precision fits in float32, where sorting takes half the time.
-    fits = values.is_floating_point() and values.dtype != torch.float64
-    flat = values.reshape(-1).to(torch.float32 if fits else torch.float64)
+    # Sorting takes half the time in float32, which represents all 16- and 32-bit floats.
+    fits_float32 = values.is_floating_point() and values.dtype != torch.float64
+    flat = values.reshape(-1).to(torch.float32 if fits_float32 else torch.float64)
     ordered = _sorted(flat)
     sums = _sums_from_zero(ordered)
     if not sums[[0, -1]].isfinite().all():
@@ -152,33 +153,33 @@ def _sorted(flat: Tensor) -> Tensor:
 def _sums_from_zero(ordered: Tensor) -> Tensor:
     """Return sums (n + 1,) whose differences are the sums of ranges of n sorted values.
 
-    Each entry is the sum of the values between zero and its position. In sums from the first value,
-    a large negative value would absorb the values after it.
+    Each entry is the sum of the values between zero and the position of the entry. In sums from the
+    least value, a large negative value would absorb the values after it.
     """
-    first = int(torch.searchsorted(ordered, ordered.new_zeros(1)))
+    num_negative = int(torch.searchsorted(ordered, ordered.new_zeros(1)))
     sums = torch.zeros(ordered.numel() + 1, dtype=torch.float64, device=ordered.device)
-    torch.cumsum(ordered[first:], 0, dtype=torch.float64, out=sums[first + 1 :])
+    torch.cumsum(ordered[num_negative:], 0, dtype=torch.float64, out=sums[num_negative + 1 :])
     # Work in place, because large tensors take long to allocate.
-    below = sums[:first]
-    below.copy_(ordered[:first].flip(0)).neg_().cumsum_(0)
-    below.copy_(below.flip(0))
+    negative_sums = sums[:num_negative]
+    negative_sums.copy_(ordered[:num_negative].flip(0)).neg_().cumsum_(0)
+    negative_sums.copy_(negative_sums.flip(0))
     return sums
 
 
 def _boundaries(centroids: Tensor, like: Tensor) -> Tensor:
     """Return the midpoints of neighboring centroids, rounded down to the dtype of `like`.
 
-    A value is at most the midpoint if and only if it is at most the rounded midpoint.
+    A value of this dtype is at most the midpoint if and only if it is at most the rounded midpoint.
     """
-    middles = (centroids[1:] + centroids[:-1]) / 2
-    rounded = middles.to(like)
+    midpoints = (centroids[1:] + centroids[:-1]) / 2
+    rounded = midpoints.to(like)
     below = torch.nextafter(rounded, torch.full_like(rounded, -torch.inf))
-    return torch.where(rounded.double() > middles, below, rounded)
+    return torch.where(rounded.double() > midpoints, below, rounded)
 
 
 @torch.no_grad()
 def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
-    """Return the k centroids with the least squared error for sorted points with counts.
+    """Return the min(k, n) centroids with the least squared error for n sorted points with counts.
 
     cost[c][i] = min over j of cost[c - 1][j - 1] + the error of points j..i around their mean. This
     takes k n^2 steps and memory for about 2 n^2 numbers, so n should be at most several thousand.
@@ -221,7 +222,7 @@ def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
 
 
 def _interval_errors(points: Tensor, counts: Tensor) -> Tensor:
-    """Return error[i, j] of the points j..i around their mean; infinite if j > i.
+    """Return error[i, j], the squared error of the points j..i around their mean; inf if j > i.
 
     Each point is added to the means and errors of all intervals that end there (Welford's update).
     Differences of prefix sums would lose the errors of small points next to an outlier.

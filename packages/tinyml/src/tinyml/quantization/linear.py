@@ -1,4 +1,4 @@
-"""Linear quantization of a model: `quantize` selects weights, bits and products."""
+"""Linear quantization of a model: weights on uniform grids, and optionally faster products."""
 
 from __future__ import annotations
 
@@ -10,15 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.conversion import compress_weights, plain_copy
-from tinyml.layers import (
-    QUANTIZABLE,
-    is_conv1d,
-    outputs_first,
-    protected_modules,
-    weight_of,
-)
-from tinyml.quantization.fastest_linear import FastestLinear, with_fastest_linears
-from tinyml.quantization.grid import as_rows, grid_of, wide
+from tinyml.layers import QUANTIZABLE, is_conv1d, outputs_first, protected_modules, weight_of
+from tinyml.quantization.fastest_linear import FastestLinear, install_fastest_linears
+from tinyml.quantization.grid import as_rows, grid_of, widen
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
@@ -52,8 +46,8 @@ def quantize(
     activations="auto" takes 8 or 4 bits and replaces linear layers only. For each number of tokens,
     a layer uses the product of its codes if this was measured to be clearly faster than float.
     Otherwise, and inside torch.compile, it uses float, which needs a dense weight in memory. Layers
-    without a clearly faster product are unchanged. With 4 bits, `group_size` is 32 by default, and
-    layers whose number of inputs is not a multiple of 32 are then unchanged.
+    without a clearly faster product are unchanged. With 4 bits, `group_size` is 32 by default. With
+    this default, layers are also unchanged if their number of inputs is not a multiple of 32.
 
     `progress(name, done, total)` is called after each layer that "auto" or "dynamic" has replaced
     or left unchanged.
@@ -66,7 +60,7 @@ def quantize(
             f"layers only, got {list(layers)}"
         )
     if activations == "float":
-        compress = partial(_on_grid, group_size=group_size, symmetric=symmetric)
+        compress = partial(_round_to_grid, group_size=group_size, symmetric=symmetric)
         return compress_weights(model, layers, bits, compress, protect)
     is_auto = activations == "auto"
     make_layer: Callable[[nn.Module], FastestLinear | None]
@@ -81,20 +75,22 @@ def quantize(
             f"{activations=}, got {bits=}, {group_size=}, {symmetric=}"
         )
     protected = protected_modules(model, protect)
-    return with_fastest_linears(plain_copy(model), make_layer, protected, progress)
+    return install_fastest_linears(plain_copy(model), make_layer, protected, progress)
 
 
 def _int4_layer(layer: nn.Module, group_size: int | None, symmetric: bool) -> Int4Linear | None:
-    """Return the layer with 4-bit weights, or None if the default group does not fit."""
+    """Return the layer with 4-bit weights, or None if 32 does not divide its number of inputs."""
     if group_size is None and outputs_first(layer, weight_of(layer)).shape[1] % 32:
         return None
-    grid = _on_grid(layer, 4, 32 if group_size is None else group_size, symmetric)
+    grid = _round_to_grid(layer, 4, 32 if group_size is None else group_size, symmetric)
     return Int4Linear(grid, cast(Tensor | None, layer.bias))
 
 
-def _on_grid(layer: nn.Module, bits: int, group_size: int | None, symmetric: bool) -> GridWeight:
+def _round_to_grid(
+    layer: nn.Module, bits: int, group_size: int | None, symmetric: bool
+) -> GridWeight:
     """Return the weight of a layer, rounded to the nearest codes."""
     weight = weight_of(layer)
-    rows = as_rows(wide(outputs_first(layer, weight)), group_size)
+    rows = as_rows(widen(outputs_first(layer, weight)), group_size)
     grid = grid_of(rows, bits, symmetric=symmetric).stored_as(weight.dtype)
     return GridWeight.of(grid.quantize(rows), grid, weight, bits, transposed=is_conv1d(layer))

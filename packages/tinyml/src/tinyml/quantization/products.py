@@ -2,14 +2,14 @@
 
 Note [Exact products]
 Every implementation returns the same integers, so the choice changes the time but never a bit.
-A sum of int8 products is exact in float32 while no partial sum exceeds 2^24. The weights determine
-when this holds: 127 times the sum of |w| along a row bounds every partial sum. If a row exceeds
-this bound, sums are computed in parts, whose totals are added as integers. The sums are also exact
-if torch rounds the inputs of float32 products to bfloat16 or TF32, which represent all codes.
+A sum of int8 products is exact in float32 while no partial sum exceeds 2^24. Every partial sum of a
+row of weights w is at most 127 times the sum of |w|. If this bound exceeds 2^24 for a row, sums are
+computed in parts, whose totals are added as integers. The sums are also exact if torch rounds the
+inputs of float32 products to bfloat16 or TF32, because both represent all codes.
 
 Without int8 dot products (VNNI, AMX), an x86 CPU adds pairs of products in 16 bits, and
-`torch._int_mm` saturates (pytorch issue 136746). It is used only if it returns the right integers
-for extreme weights and inputs.
+`torch._int_mm` saturates (pytorch issue 136746). `torch._int_mm` is used only if it returns the
+exact integers for extreme weights and inputs.
 
 An instruction may exist and still be slow, so the CPU's flags are not used. At the first product of
 a shape class, all supported implementations are timed, and the fastest exact one is used.
@@ -30,13 +30,13 @@ from tinyml.conversion import without_autocast
 from tinyml.timing import Timing, is_captured, measure
 
 EXACT_IN_FLOAT32 = 2**24
-#: Number of products of any codes and inputs whose sum is exact in float32.
+#: The number of products whose sum is exact in float32 for all codes and inputs.
 _EXACT_INPUTS = EXACT_IN_FLOAT32 // (128 * 127)
 #: The smallest sizes of an int8 product. torch 2.11's product returns uninitialized memory for
 #: inner sizes of 1.
-_SMALLEST = 16
+_MIN_SIZE = 16
 
-_chosen: dict[Any, Timing] = {}
+_timings: dict[Any, Timing] = {}
 
 
 class Int8Weights:
@@ -54,12 +54,12 @@ class Int8Weights:
         """Return exact sums of the products of `inputs` with every row of codes."""
         if is_captured():
             return _float64(self, inputs)
-        with without_autocast(inputs.device):  # which rounds the inputs to 16 bits
+        with without_autocast(inputs.device):  # autocast would round the inputs to 16 bits
             return IMPLEMENTATIONS[self.choice(inputs).selected](self, inputs)
 
     @torch.no_grad()
     def choice(self, inputs: Tensor) -> Timing:
-        """Return the timing of the implementations for inputs like these, measured once.
+        """Return the timing of the implementations for the shape class of `inputs`, measured once.
 
         Numbers of tokens that round up to the same power of two have one timing.
         """
@@ -67,14 +67,14 @@ class Int8Weights:
             return Timing("float64", {}, {})
         shape_class = (len(inputs) - 1).bit_length(), *self.codes.shape
         key = shape_class, self.is_exact_in_float32, inputs.device, torch.get_num_threads()
-        if key not in _chosen:
+        if key not in _timings:
             calls = {name: partial(call, self) for name, call in IMPLEMENTATIONS.items()}
-            _chosen[key] = measure(
+            _timings[key] = measure(
                 calls, inputs, lambda name: name != "int8" or self._is_int8_exact(inputs)
             )
-            if _chosen[key].selected != "float32":
+            if _timings[key].selected != "float32":
                 self._dense = None  # the measurement has created it
-        return _chosen[key]
+        return _timings[key]
 
     @cached_property
     def is_exact_in_float32(self) -> bool:
@@ -83,10 +83,10 @@ class Int8Weights:
         return 127 * int(largest) <= EXACT_IN_FLOAT32
 
     def _is_int8_exact(self, inputs: Tensor) -> bool:
-        """Return True if the int8 product is right for extreme weights and inputs of this shape.
+        """Return True if the int8 product is exact for extreme weights and inputs of this shape.
 
         Half of the weight rows are constant (127), so that neighboring products have equal signs
-        where the inputs do, and saturation changes the result.
+        if the inputs do, and saturation changes the result.
         """
         codes = _random_ends(self.codes, -128, 127, seed=0)
         codes[: (len(codes) + 1) // 2] = 127
@@ -98,14 +98,14 @@ class Int8Weights:
         return all(map(torch.equal, sums, exact))
 
     def dense(self) -> Tensor:
-        """Return the codes as float32."""
+        """Return the codes as float32, computed once."""
         if self._dense is None:
             self._dense = self.codes.float()
         return self._dense
 
 
 def _random_ends(like: Tensor, low: int, high: int, seed: int) -> Tensor:
-    """Return random numbers, each of which is `low` or `high`."""
+    """Return a tensor like `like` of random numbers, each of which is `low` or `high`."""
     # `torch.vmap` refuses the random numbers of torch.
     numbers = np.random.default_rng(seed).choice([low, high], like.shape)
     return torch.as_tensor(numbers, dtype=like.dtype, device=like.device)
@@ -113,9 +113,9 @@ def _random_ends(like: Tensor, low: int, high: int, seed: int) -> Tensor:
 
 def _int8(weights: Int8Weights, inputs: Tensor) -> Tensor:
     outputs, width = weights.codes.shape
-    is_supported = min(outputs, width) >= _SMALLEST
+    is_supported = min(outputs, width) >= _MIN_SIZE
     if inputs.is_cuda:
-        is_supported &= len(inputs) > _SMALLEST and not width % 8 and not outputs % 8
+        is_supported &= len(inputs) > _MIN_SIZE and not width % 8 and not outputs % 8
     if not is_supported:
         raise RuntimeError("int8 products do not support this shape")
     return torch._int_mm(inputs.to(torch.int8), weights.codes.t())

@@ -1,8 +1,4 @@
-"""Quantization-aware training: the forward pass rounds, and the gradient passes through.
-
-Layers compute with rounded weights. With `learn_scale` the steps of the grids are parameters.
-`convert` returns a model with the same rounded weights, stored as integers.
-"""
+"""Quantization-aware training: the forward pass rounds, and the gradient passes through."""
 
 from __future__ import annotations
 
@@ -48,20 +44,24 @@ def prepare_qat(
 
 @torch.no_grad()
 def convert(model: nn.Module) -> nn.Module:
-    """Return a copy of a model from `prepare_qat` whose rounded weights are stored as integers."""
+    """Return a copy of a model from `prepare_qat` with the same rounded weights, as stored codes.
+
+    Raise `ValueError` if no layer has a rounded weight, or if a weight is not finite.
+    """
     check_supported(model)
     model = copy.deepcopy(model)
-    is_rounded = False
+    is_converted = False
     for layer in list(model.modules()):
-        # Layers that share a weight are converted with the first of them.
-        if isinstance(rounded := compressed_weight(layer), RoundedWeight):
+        rounded = compressed_weight(layer)
+        # `install_weight` also converts the other layers that share the weight.
+        if isinstance(rounded, RoundedWeight):
             weight = cast(Any, layer).parametrizations.weight.original.detach()
             check_finite("the trained weights", weight)
             rows, grid = rounded.grid(weight)
-            codes, transposed = grid.quantize(rows), rounded.transposed
-            stored = GridWeight.of(codes, grid, weight, rounded.bits, transposed=transposed)
+            bits, transposed = rounded.bits, rounded.transposed
+            stored = GridWeight.of(grid.quantize(rows), grid, weight, bits, transposed=transposed)
             install_weight(model, layer, stored)
-            is_rounded = True
-    if not is_rounded:
+            is_converted = True
+    if not is_converted:
         raise ValueError("expected a model from prepare_qat, got one without rounded layers")
     return model

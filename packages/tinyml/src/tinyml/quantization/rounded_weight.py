@@ -2,10 +2,10 @@
 
 The gradient of the rounding is the straight-through estimator (Bengio et al., 2013). If the grid is
 computed from the extremes of the weights, every weight has this gradient (Jacob et al., 2018,
-section 3.1). The largest weight has it too, even if the rounded quotient of this weight and the
-step is above the largest code. With a learned step, the gradient of weights outside the range is
-zero, and autograd computes the gradient of the step. See equations 3 and 5 and section 2.2 of Esser
-et al., "Learned Step Size Quantization", 2020.
+section 3.1), even if the quotient of the largest weight and the rounded step is above the largest
+code. With a learned step, the gradient of weights outside the range is zero, and autograd computes
+the gradient of the step. See equations 3 and 5 and section 2.2 of Esser et al., "Learned Step Size
+Quantization", 2020.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from tinyml.compressed_weight import CompressedWeight
-from tinyml.quantization.grid import Grid, as_rows, grid_of, wide
+from tinyml.quantization.grid import Grid, as_rows, grid_of, widen
 
 
 class RoundedWeight(CompressedWeight):
@@ -38,7 +38,7 @@ class RoundedWeight(CompressedWeight):
         rows = self._rows(weight.detach())
         high = 2 ** (bits - 1) - 1
         step = 2 * rows.abs().mean(1, keepdim=True) / high**0.5
-        self.step = nn.Parameter(positive(step)) if learn_scale else None
+        self.step = nn.Parameter(make_positive(step)) if learn_scale else None
 
     def right_inverse(self, weight: Tensor) -> Tensor:
         """Return the dense weight, which is the trained tensor."""
@@ -52,10 +52,10 @@ class RoundedWeight(CompressedWeight):
         """Return the weight as rows, and their current grid."""
         rows = self._rows(weight)
         # The extremes of a 16-bit row may have a scale below the normal numbers of its type.
-        grid = grid_of(wide(rows.detach()), self.bits).stored_as(rows.dtype)
+        grid = grid_of(widen(rows.detach()), self.bits).stored_as(rows.dtype)
         grid = Grid(grid.scale.to(rows), grid.zero.to(rows), grid.low, grid.high)
         if self.step is not None:
-            scale = positive(self.step.detach())
+            scale = make_positive(self.step.detach())
             grid = Grid(scale, torch.zeros_like(scale), -grid.high, grid.high)
         return rows, grid
 
@@ -71,36 +71,39 @@ class RoundedWeight(CompressedWeight):
         rows, grid = self.grid(weight)
         if self.step is None:
             rounded = grid.dequantize(grid.quantize(rows.detach()))
-            return self._shaped(same_value(rounded, rows), weight)
-        step = positive(self.step)
-        # LSQ scales the gradient of a step that n values use by (n q_max)^-0.5.
-        step = same_value(step, step * (rows.shape[1] * grid.high) ** -0.5)
+            return self._shaped(with_gradient_of(rounded, rows), weight)
+        step = make_positive(self.step)
+        # LSQ multiplies the gradient of a step that n values use by (n q_max)^-0.5.
+        step = with_gradient_of(step, step * (rows.shape[1] * grid.high) ** -0.5)
         return self._shaped(round_through(rows, step, grid.low, grid.high), weight)
 
 
 def round_through(rows: Tensor, step: Tensor, low: int, high: int) -> Tensor:
-    """Return step * round(rows / step), clamped to the codes, with gradients of rows and step."""
+    """Return step * round(rows / step), with codes clamped to `low` and `high`.
+
+    The gradients are those of rounding by the straight-through estimator, for `rows` and `step`.
+    """
     clipped = (rows / step).clamp(low, high)
-    return step * same_value(clipped.round(), clipped)
+    return step * with_gradient_of(clipped.round(), clipped)
 
 
-def positive(step: Tensor) -> Tensor:
+def make_positive(step: Tensor) -> Tensor:
     """Return the absolute value of a step, at least the smallest normal number."""
     return step.abs().clamp(min=torch.finfo(step.dtype).tiny)
 
 
-def same_value(value: Tensor, gradient_of: Tensor) -> Tensor:
-    """Return exactly `value`, with the gradient of `gradient_of`."""
+def with_gradient_of(value: Tensor, source: Tensor) -> Tensor:
+    """Return exactly `value`, with the gradient of `source`."""
     # `torch.compile` does not support functions with a `jvp`.
-    function = _ValueOf if forward_ad._current_level < 0 else _ValueOfWithTangent
-    return function.apply(value.detach(), gradient_of)
+    function = _GradientOf if forward_ad._current_level < 0 else _GradientAndTangentOf
+    return function.apply(value.detach(), source)
 
 
-class _ValueOf(torch.autograd.Function):
+class _GradientOf(torch.autograd.Function):
     generate_vmap_rule = True  # for `torch.func`
 
     @staticmethod
-    def forward(value: Tensor, gradient_of: Tensor) -> Tensor:
+    def forward(value: Tensor, source: Tensor) -> Tensor:
         return value.clone()
 
     @staticmethod
@@ -112,7 +115,7 @@ class _ValueOf(torch.autograd.Function):
         return None, gradients[0]
 
 
-class _ValueOfWithTangent(_ValueOf):
+class _GradientAndTangentOf(_GradientOf):
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor) -> Tensor:
         return tangents[1].clone()

@@ -1,9 +1,8 @@
-"""Checks of the stages except `plan` and `train`, each with a second method.
+"""Checks of the stages except `plan` and `train`, each with an independent method.
 
 The checks in RECORDED need only the files of a run folder, so that `llmsys audit` repeats them.
-The checks in STAGES need the ranks of the run. If their stage is in COLLECTIVE, they run on all
-ranks, and only those of rank 0 are reported. Otherwise they run on one rank, which has the results
-of rank 0.
+The checks in STAGES need the ranks of the run. The checks of a stage in COLLECTIVE run on all
+ranks, and rank 0 reports them. The checks of any other stage run on one rank.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of `attention`: kernels against the formula in float64, times against the audit's."""
+"""Checks of `attention`: kernels against the formula in float64, times against the audit's own."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from llmsys_suite import results
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.check import Check, Sources, same_rows
+from llmsys_suite.audit.check import Check, Sources, compare_rows
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.config import RunConfig, size_of
 from llmsys_suite.folder import RunFolder
@@ -27,22 +27,22 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
     "flashattn2": flashattn2.flash_attention,
     "flashattn2 tiled": partial(flashattn2.flash_attention, backend="torch"),
 }
-#: Allowed error of attention by dtype of products: about five times the largest error of correct
-#: kernels, which is 1e-6 in float32 (for gradients) and 5e-3 in bf16. tf32 has three more bits than
-#: bf16, so that each rounding is an eighth.
+#: Allowed relative distance of attention from float64 by dtype of products: about five times the
+#: largest distance of correct kernels, which is 1e-6 in float32 (for gradients) and 5e-3 in bf16.
+#: A rounding error of tf32 is an eighth of one of bf16, because tf32 has three more bits.
 ATTENTION = {"fp32": 5e-6, "tf32": 2.5e-2 / 8, "bf16": 2.5e-2}
 
 
 def recorded(folder: RunFolder, result: results.Attention) -> Iterator[Check]:
-    """Check that the table is complete, the shape, and the figures that follow from the timings."""
-    yield same_rows("kernels", KERNELS, [row["kernel"] for row in result.rows])
+    """Check the rows of the table, the shape, and the figures that follow from the timings."""
+    yield compare_rows("kernels", KERNELS, [row["kernel"] for row in result.rows])
     shape = _shape(folder.config)
     wrong = [] if result.shape == shape else [f"{result.shape} instead of {shape}"]
     yield Sources("reported", "the configuration").none("shape", wrong)
     medians = {row["kernel"]: row["forward_backward_ms"] for row in result.rows}
-    yield from timing.totals(result.interleaved, medians)
+    yield from timing.check_totals(result.interleaved, medians)
     ratios = {row["kernel"]: 1 / row["ratio_to_sdpa_p50"] for row in result.rows}
-    yield timing.speedups(result.interleaved, attention.PEER, ratios)
+    yield timing.check_speedups(result.interleaved, attention.PEER, ratios)
 
 
 def checks(run: Run, result: results.Attention) -> Iterator[Check]:
@@ -50,30 +50,32 @@ def checks(run: Run, result: results.Attention) -> Iterator[Check]:
     inputs = _inputs(run)
     exact = reference.attention(*(t.detach().double() for t in inputs))
     # Other inputs detect a kernel that returns a stored result for the inputs of the stage.
-    others = [(t + 0.1).detach() for t in inputs]
-    leaves = [t.double().requires_grad_() for t in others]
+    other_inputs = [(t + 0.1).detach() for t in inputs]
+    leaves = [t.double().requires_grad_() for t in other_inputs]
     out = reference.attention(*leaves)
     expected = [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
-    off = []
+    distances = []
     errors = []
-    others_kernel = []
+    misnamed = []
     for row in result.rows:
         name = row["kernel"]
         kernel = attention.KERNELS[name]
         error = float((kernel(*inputs, is_causal=True).detach() - exact).abs().max())
         errors.append((error, row["max_error"], name))
-        computed = attention.forward_backward(kernel, *(t.requires_grad_() for t in others))
+        computed = attention.forward_backward(kernel, *(t.requires_grad_() for t in other_inputs))
         with torch.no_grad():
-            same = KERNELS[name](*others, is_causal=True)
+            named_out = KERNELS[name](*other_inputs, is_causal=True)
         # Two implementations round differently, so equal bits identify the kernel.
-        if not torch.equal(computed[0], same):
-            others_kernel.append(name)
-        for what, ours, theirs in zip(("out", "dq", "dk", "dv"), computed, expected, strict=True):
-            off.append((reference.distance(ours, theirs), f"{name} {what}"))
+        if not torch.equal(computed[0], named_out):
+            misnamed.append(name)
+        tensors = zip(("out", "dq", "dk", "dv"), computed, expected, strict=True)
+        for tensor_name, actual, exact_tensor in tensors:
+            where = f"{name} {tensor_name}"
+            distances.append((reference.distance(actual, exact_tensor), where))
     kernels = Sources("every kernel", "float64")
-    yield kernels.all_near("outputs and gradients", off, ATTENTION[run.config.dtype])
-    named = Sources("bits of the outputs", "the kernel of this name")
-    yield named.none("kernels", others_kernel)
+    yield kernels.all_near("outputs and gradients", distances, ATTENTION[run.config.dtype])
+    bits = Sources("bits of the outputs", "the kernel of this name")
+    yield bits.none("kernels", misnamed)
     yield Sources("reported", "the audit's own").all_equal("largest error", errors, 0.01)
     yield from _times(run, result, inputs)
 
@@ -86,7 +88,7 @@ def _shape(config: RunConfig) -> list[int]:
 
 
 def _inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
-    """Return q, k and v as the stage draws them."""
+    """Return the q, k and v that the stage draws."""
     shape = _shape(run.config)
     dtype = torch.bfloat16 if run.config.dtype == "bf16" else torch.float32
     torch.manual_seed(run.config.seed)
@@ -98,15 +100,14 @@ def _inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
 def _times(
     run: Run, result: results.Attention, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> Iterator[Check]:
-    """Time each of the `KERNELS` at the shape of the model, and check the reported times."""
+    """Time each of the `KERNELS` on `inputs`, and compare the stage's times with these times."""
     calls = {
         name: partial(attention.forward_backward, kernel, *inputs)
         for name, kernel in KERNELS.items()
     }
-    timings = result.interleaved
 
-    def compare(timed: timing.Rounds) -> list[Check]:
-        shortest = timing.shortest(timings, timed)
-        return [*shortest, *timing.ratios(timings, attention.PEER, timed)]
+    def compare(timed: timing.Rounds) -> Iterator[Check]:
+        yield from timing.check_shortest(result.interleaved, timed)
+        yield from timing.check_ratios(result.interleaved, attention.PEER, timed)
 
-    yield from timing.timed_again(run, calls, compare)
+    yield from timing.check_against_rounds(run, calls, compare)

@@ -1,4 +1,4 @@
-"""Checks of `inspect`: the lens and the heads, recomputed in float64."""
+"""Checks of `inspect`: the lens after the last layer, and previous-token heads, in float64."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from torch import Tensor
 
 from llmsys_suite import results
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.check import Check, Sources, same_rows
-from llmsys_suite.audit.inputs import compare_with_file, in_float64, num_heads
+from llmsys_suite.audit.check import Check, Sources, compare_rows
+from llmsys_suite.audit.inputs import compare_with_file, float64_parameters, num_heads
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS
 from llmsys_suite.config import size_of
@@ -22,43 +22,47 @@ from llmsys_suite.stages import inspect
 
 def recorded(folder: RunFolder, result: results.Inspect) -> Iterator[Check]:
     """Check that the tables of heads and of layers are complete."""
-    yield same_rows("kinds of heads", inspect.KINDS, [row["kind"] for row in result.heads])
+    yield compare_rows("kinds of heads", inspect.KINDS, [row["kind"] for row in result.heads])
     num_layers = size_of(folder.config.size).num_layers
     layers = ["embedding", *(f"blocks.{i}" for i in range(num_layers))]
-    yield same_rows("layers of the lens", layers, [row["after"] for row in result.lens])
+    yield compare_rows("layers of the lens", layers, [row["after"] for row in result.lens])
 
 
 def checks(run: Run, result: results.Inspect) -> Iterator[Check]:
-    """Check the last row of the lens and the previous-token heads in float64."""
+    """Check the analyzed model, the last row of the lens and the previous-token head."""
     if not isinstance(run.trained, Decoder):
         return
     model = run.trained
     yield compare_with_file(run, model)
     heads = num_heads(run.config)
-    weights = in_float64(model)
-    heldout = reference.spread(read_parts(run.config)[1], 4, min(64, model.config.context))
+    weights = float64_parameters(model)
+    heldout = reference.evenly_spaced_batch(
+        read_parts(run.config)[1], 4, min(64, model.config.context)
+    )
     tokens, targets = (t.to(run.device) for t in heldout)
     loss = reference.mean_loss(weights, tokens, targets, heads)
     lens = result.lens[-1]["target_loss"]
     interps = Sources("interp", "the loss in float64")
-    yield interps.equal("lens after the last layer", loss, lens, REPLAYED_LOSS)
+    name = "lens after the last layer"
+    yield interps.equal_loss(name, loss, lens, REPLAYED_LOSS)
     yield from _scores(run, weights, heads, result.heads)
 
 
 def _scores(
     run: Run, weights: dict[str, Tensor], heads: int, rows: results.Rows
 ) -> Iterator[Check]:
-    """Compare the best previous-token head with the attention patterns of all heads in float64."""
+    """Compare the best previous-token head with the float64 attention patterns of all heads."""
     assert isinstance(run.trained, Decoder)
     config = run.trained.config
     repeated = inspect.repeated(min(64, config.context), config.vocabulary).to(run.device)
     patterns = reference.patterns(weights, repeated, heads)
-    by_hand = [layer.diagonal(-1, 2, 3).mean((0, 2)) for layer in patterns]
+    # The mean attention of each head to the token before.
+    expected = [pattern.diagonal(-1, 2, 3).mean((0, 2)) for pattern in patterns]
     rows = [row for row in rows if row["kind"] == "previous"]
     name = "the head for the token before"
-    scores = [(float(by_hand[row["layer"]][row["head"]]), row["score"], name) for row in rows]
+    scores = [(float(expected[row["layer"]][row["head"]]), row["score"], name) for row in rows]
     diagonal = Sources("interp", "its pattern's diagonal")
     yield diagonal.all_equal(f"score of {name}", scores, 1e-4)
-    best = float(torch.stack(by_hand).max())
+    best = float(torch.stack(expected).max())
     largest = Sources("interp", "the largest of all heads")
     yield largest.all_equal(f"choice of {name}", [(best, row["score"], name) for row in rows], 1e-4)

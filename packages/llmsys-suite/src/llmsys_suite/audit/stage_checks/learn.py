@@ -14,14 +14,8 @@ from safetensors.torch import load_file
 from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.inputs import in_float64, num_heads, on_device
+from llmsys_suite.audit.inputs import float64_parameters, move_to_device, num_heads
 from llmsys_suite.audit.stage_checks import probed_step
-from llmsys_suite.audit.stage_checks.probed_step import (
-    learn_batch,
-    rate,
-    read_checkpoint,
-    read_state,
-)
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import LOSS, REPLAYED_LOSS, loss_tolerance
 from llmsys_suite.config import restarts
@@ -55,7 +49,7 @@ def checks(run: Run, result: results.Learn) -> Iterator[Check]:
 
 
 def _configuration(run: Run, result: results.Learn) -> Iterator[Check]:
-    """Compare the steps, the rows and the rate of a training from the start with its options."""
+    """Compare steps, rows and learning rate with the configuration, unless the run was resumed."""
     config = run.config
     if config.resume is not None or restarts():
         return
@@ -67,7 +61,7 @@ def _configuration(run: Run, result: results.Learn) -> Iterator[Check]:
 
 
 def _evaluations(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
-    """Compare tokens and steps of held-out losses with formulas, and the variant with `train`."""
+    """Compare tokens, and steps of held-out losses, with formulas, and the variant with `train`."""
     config = folder.config
     total = len(result.losses)
     tokens = total * result.rows * config.context
@@ -77,8 +71,9 @@ def _evaluations(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
     expected = [0, *(step for step in range(1, total) if step % interval == 0), total]
     at = Sources("evaluations", "the first step, the last and each interval")
     yield at.none("steps of held-out losses", [] if evaluated == expected else [str(evaluated)])
-    chosen = config.tensor * config.pipeline == 1 and config.world > 1
-    if chosen and (train := folder.results.get("train")):
+    train = folder.results.get("train")
+    is_chosen_by_time = config.tensor * config.pipeline == 1 and config.world > 1
+    if train and is_chosen_by_time:
         allowed = choice.COMPILED if config.compile else choice.LEARNERS
         ratios = {
             row["variant"]: row["ratio_p50"]
@@ -91,28 +86,31 @@ def _evaluations(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
 
 
 def _losses(run: Run, result: results.Learn) -> Iterator[Check]:
+    """Compare the last held-out loss, and the first loss of this run, with float64."""
     config = run.config
     heads = num_heads(run.config)
     allowed = loss_tolerance(config, REPLAYED_LOSS)
     _, held_out = read_parts(config)
-    rows = on_device(run, reference.spread(held_out, evaluation.HELDOUT_ROWS, config.context))
+    rows = move_to_device(
+        run, reference.evenly_spaced_batch(held_out, evaluation.HELDOUT_ROWS, config.context)
+    )
     stored = load_file(run.out / MODEL)
     weights = {name: w.to(run.device).double() for name, w in stored.items()}
     exact = reference.mean_loss(weights, *rows, heads)
     file = Sources("reported", "the file's weights in float64")
-    yield file.equal("held-out loss", exact, result.heldout[-1][1], allowed)
+    yield file.equal_loss("held-out loss", exact, result.heldout[-1][1], allowed)
     if result.begun_at == 0:
-        start = in_float64(seeded(run, run.model))
+        start = float64_parameters(seeded(run, run.model))
         float64 = Sources("reported", "float64")
-        exact = reference.mean_loss(start, *learn_batch(run, result, 0), heads)
-        yield float64.equal("first loss", exact, result.losses[0], allowed)
+        exact = reference.mean_loss(start, *probed_step.learn_batch(run, result, 0), heads)
+        yield float64.equal_loss("first loss", exact, result.losses[0], allowed)
     if config.resume is not None and not restarts():
         yield from _continued(run, result, config.resume)
 
 
 def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]:
-    """Compare the start of a resumed training with the checkpoint that it continues."""
-    checkpoint = read_checkpoint(source)
+    """Compare the first step and the first two losses after a resume with the checkpoint."""
+    checkpoint = probed_step.read_checkpoint(source)
     counts = {int(step) for step in checkpoint["step"].values()}
     optimizer = Sources("reported", "step counts in the checkpoint")
     yield optimizer.equal("first step", max(counts, default=0), result.begun_at)
@@ -122,19 +120,20 @@ def _continued(run: Run, result: results.Learn, source: Path) -> Iterator[Check]
     loss, _, weights, _ = probed_step.repeat_step(run, result, checkpoint, step)
     allowed = loss_tolerance(run.config, REPLAYED_LOSS)
     stored = Sources("reported", "the checkpoint's weights in float64")
-    yield stored.equal("first loss after the checkpoint", loss, result.losses[step], allowed)
+    name = "first loss after the checkpoint"
+    yield stored.equal_loss(name, loss, result.losses[step], allowed)
     if step + 1 < len(result.losses):
         # The second loss depends on the first step, which depends on the checkpoint's moments.
-        batch = learn_batch(run, result, step + 1)
+        batch = probed_step.learn_batch(run, result, step + 1)
         loss = reference.mean_loss(weights, *batch, num_heads(run.config))
         moments = Sources("reported", "the checkpoint's moments in float64")
         allowed = loss_tolerance(run.config, LOSS)
         name = "second loss after the checkpoint"
-        yield moments.equal(name, loss, result.losses[step + 1], allowed)
+        yield moments.equal_loss(name, loss, result.losses[step + 1], allowed)
 
 
 def _by_step(folder: RunFolder, result: results.Learn) -> dict[int, dict[int, Any]]:
-    """Return {step: {rank: sample}}; {} if the training continued from its last step."""
+    """Return {step: {rank: sample}} of the steps of this run."""
     by_step: dict[int, dict[int, Any]]
     by_step = {step: {} for step in range(result.begun_at, len(result.losses))}
     for s in folder.samples():
@@ -151,7 +150,7 @@ def _samples(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
     losses = []
     missing = []
     for step, ranks in _by_step(folder, result).items():
-        expected = rate(result.learning_rate, step, total)
+        expected = probed_step.scheduled_rate(result.learning_rate, step, total)
         rates += [(expected, s["learning_rate"], f"step {step}") for s in ranks.values()]
         if set(ranks) != set(range(world)):
             missing.append(f"step {step}")
@@ -160,7 +159,8 @@ def _samples(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
         losses.append((mean, result.losses[step], f"step {step}"))
     yield Sources("samples", "the number of losses").none("every step of every rank", missing)
     if result.begun_at == total:
-        return  # the checkpoint was saved after the last step
+        # The run was resumed from a checkpoint of the last step and took no step.
+        return
     optimizer = Sources("read from the optimizer", "the schedule")
     yield optimizer.all_equal("learning rates", rates, 1e-9)
     ranks_mean = Sources("reported", "the ranks' mean")
@@ -168,16 +168,16 @@ def _samples(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
 
 
 def _rows(run: Run, result: results.Learn) -> Iterator[Check]:
-    """Compare the rows of every step with the rows of the audit's sampler."""
+    """Compare the rows of every step with the audit's sampler, and the text with the checkpoint."""
     foreign = []
     for step, ranks in _by_step(RunFolder(run.out), result).items():
         rows = [digest for rank in sorted(ranks) for digest in ranks[rank]["row_digests"]]
-        if rows != reference.row_digests(learn_batch(run, result, step)):
+        if rows != reference.row_digests(probed_step.learn_batch(run, result, step)):
             foreign.append(f"step {step}")
     sampler = Sources("digests of their batches", "the audit's independent sampler")
     yield sampler.none("ranks' rows", foreign)
     train, _ = read_parts(run.config)
-    text = read_state(run.out / CHECKPOINT).get("text")
+    text = probed_step.read_state(run.out / CHECKPOINT).get("text")
     files = Sources("digest in the checkpoint", "the files, read again")
     is_other = text != hashlib.sha256(train).hexdigest()[:12]
     yield files.none("text of the checkpoint", [str(text)] if is_other else [])
@@ -186,7 +186,7 @@ def _rows(run: Run, result: results.Learn) -> Iterator[Check]:
 def _last_checkpoint(folder: RunFolder, result: results.Learn) -> Iterator[Check]:
     """Compare the last checkpoint with the results, the configuration and the model file."""
     total = len(result.losses)
-    last = read_checkpoint(folder.path / CHECKPOINT)
+    last = probed_step.read_checkpoint(folder.path / CHECKPOINT)
     stored = load_file(folder.path / MODEL)
     steps = {name: int(last["step"].get(name, 0)) for name in stored}
     counts = Sources("step counts in the checkpoint", f"{total} losses")
@@ -210,7 +210,7 @@ def _last_checkpoint(folder: RunFolder, result: results.Learn) -> Iterator[Check
         "size": config.size,
         "clip": config.clip,
     }
-    state = read_state(folder.path / CHECKPOINT)
+    state = probed_step.read_state(folder.path / CHECKPOINT)
     wrong = [name for name, value in expected.items() if state.get(name) != value]
     continued = Sources("checkpoint", "the results and the configuration")
     yield continued.none("state from which a run continues", wrong)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import product
+from itertools import chain, product
 
 import collectives
 import collectives.bench.rows
@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from llmsys_suite import results
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.check import Check, Sources, same_rows
+from llmsys_suite.audit.check import Check, Sources, compare_rows
 from llmsys_suite.audit.tolerances import SUMS
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
@@ -22,19 +22,19 @@ from llmsys_suite.stages import links
 
 
 def recorded(folder: RunFolder, result: results.Links | results.Skipped) -> Iterator[Check]:
-    """Check that the table is complete, and its columns."""
+    """Check that the table is complete, and compare its columns with formulas."""
     world = folder.config.world
     if isinstance(result, results.Skipped):
-        ranks = Sources("the run", "one, of a run without links")
+        ranks = Sources("the run", "a run without links")
         yield ranks.equal("number of ranks if the stage is skipped", 1, world)
         return
     rows = result.rows
     wrong = [f"{r['case']} {r['algorithm']}" for r in rows if r["wrong"]]
-    yield Sources("the bench's own count", "none").none("elements in error", wrong)
+    yield Sources("the bench's own count", "correct sums").none("elements in error", wrong)
     for case in collectives.bench.rows.CASES:
         pairs = [(r["algorithm"], r["size_bytes"]) for r in rows if r["case"] == case]
         names, sizes = {name for name, _ in pairs}, {size for _, size in pairs}
-        yield same_rows(f"{case}: algorithms and sizes", product(names, sizes), pairs)
+        yield compare_rows(f"{case}: algorithms and sizes", product(names, sizes), pairs)
         table = Sources("the table", "the stage")
         yield table.equal(f"{case}: number of sizes", len(links.SIZES), len(sizes))
     yield from _columns(folder.config, rows)
@@ -43,15 +43,15 @@ def recorded(folder: RunFolder, result: results.Links | results.Skipped) -> Iter
 def checks(run: Run, result: results.Links | results.Skipped) -> Iterator[Check]:
     """Compare the sums of every all-reduce algorithm on every rank with float64."""
     rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0] or []
-    off = []
+    errors = []
     for algorithm in dict.fromkeys(r["algorithm"] for r in rows if r["case"] == "all_reduce"):
         for size in dict.fromkeys(r["size_bytes"] for r in rows):
             where = f"{algorithm}, {size} bytes"
-            off.append((_all_reduce_error(run, algorithm, size // 4), where))
-    off = [pair for pairs in run.gather(off) for pair in pairs]
+            errors.append((_all_reduce_error(run, algorithm, size // 4), where))
+    errors_of_ranks = chain(*run.gather(errors))
     if rows:
         algorithms = Sources("every algorithm, every rank", "float64")
-        yield algorithms.all_near("all-reduce", off, SUMS)
+        yield algorithms.all_near("all-reduce", errors_of_ranks, SUMS)
 
 
 def _columns(config: RunConfig, rows: results.Rows) -> Iterator[Check]:
@@ -81,6 +81,8 @@ def _columns(config: RunConfig, rows: results.Rows) -> Iterator[Check]:
 
 
 def _all_reduce_error(run: Run, algorithm: str, count: int) -> float:
+    """Return the relative distance of an all-reduce of `count` random numbers from float64."""
+
     def contribution(rank: int) -> np.ndarray:
         return np.random.default_rng(1000 + rank).standard_normal(count)
 

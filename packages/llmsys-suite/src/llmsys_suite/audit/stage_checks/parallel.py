@@ -1,4 +1,4 @@
-"""Checks of `parallel`: splits against one process in float64, schedules against their events."""
+"""Checks of `parallel`: splits against one process in float64, schedules by their passes."""
 
 from __future__ import annotations
 
@@ -14,18 +14,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from llmsys_suite import results, splits
-from llmsys_suite.audit import events, reference
-from llmsys_suite.audit.check import Check, Sources, clock_ratio, same_rows
-from llmsys_suite.audit.inputs import in_float64, num_heads, on_device
+from llmsys_suite.audit import events, reference, tolerances
+from llmsys_suite.audit.check import Check, Sources, clock_ratio, compare_rows
+from llmsys_suite.audit.inputs import float64_parameters, move_to_device, num_heads
 from llmsys_suite.audit.probe import RATE
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.tolerances import (
-    CLOCK,
-    GRADIENT,
-    LOSS,
-    REPLAYED_LOSS,
-    loss_tolerance,
-)
 from llmsys_suite.config import RunConfig, size_of
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
@@ -43,13 +36,13 @@ class Exact:
 
 
 def recorded(folder: RunFolder, result: results.Parallel | results.Skipped) -> Iterator[Check]:
-    """Check that the table is complete, the bubbles, and the figures that follow from timings."""
+    """Check the rows of the table, the bubbles, and the figures that follow from timings."""
     possible = _possible(folder.config)
     if isinstance(result, results.Skipped):
         skipped = Sources("the model and the ranks", "a stage that is skipped")
         yield skipped.none("possible splits", possible if folder.config.world > 1 else ())
         return
-    yield same_rows("splits", possible, [row["split"] for row in result.rows])
+    yield compare_rows("splits", possible, [row["split"] for row in result.rows])
     for row in result.rows:
         yield from _times(folder.config, row, possible[row["split"]])
 
@@ -59,7 +52,7 @@ def _possible(config: RunConfig) -> dict[str, splits.Layout]:
 
 
 def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Check]:
-    """Take an SGD step with every split, and compare the reported losses with float64."""
+    """Take an SGD step with every split, and check its gradients, schedule and reported losses."""
     rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
     if rows is None:
         return
@@ -69,7 +62,7 @@ def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Che
         name = row["split"]
         layout = possible[name]
         # Gradients of a split are checked in float32, even if the run uses another dtype.
-        with run.in_float32(), events.recorded() as passes:
+        with run.in_float32(), events.record_passes() as passes:
             gradients = _gradients(run, name, layout, exact)
         yield gradients
         yield from _schedule(run, name, layout, passes)
@@ -77,24 +70,24 @@ def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Che
 
 
 def _one_process(run: Run) -> Exact:
-    """Train in float64 on the whole batch; each rank differentiates a part of the rows."""
+    """Train in float64 on the global batch; each rank computes gradients of a part of the rows."""
     config = run.config
     text, _ = read_parts(config)
-    start = trained = in_float64(seeded(run, run.model))
+    start = trained = float64_parameters(seeded(run, run.model))
     optimizer = reference.AdamW(start, config.learning_rate)
     losses = []
     gradients = []
     for step in range(1 + parallel.TRAINED):
         batch = reference.batch(text, config.rows, config.context, config.seed, step)
-        tokens, targets = (part.chunk(run.world)[run.rank] for part in on_device(run, batch))
-        part_loss, slopes = reference.gradients(trained, tokens, targets, num_heads(run.config))
+        tokens, targets = (part.chunk(run.world)[run.rank] for part in move_to_device(run, batch))
+        part_loss, averaged = reference.gradients(trained, tokens, targets, num_heads(config))
         loss = torch.tensor(part_loss, dtype=torch.float64, device=run.device)
-        for mean in (loss, *slopes.values()):
-            dist.all_reduce(mean)
-            mean /= run.world
-        trained = optimizer.step(trained, slopes)
+        for tensor in (loss, *averaged.values()):
+            dist.all_reduce(tensor)
+            tensor /= run.world
+        trained = optimizer.step(trained, averaged)
         losses.append(float(loss))
-        gradients.append(slopes)
+        gradients.append(averaged)
     return Exact(start, gradients[0], losses)
 
 
@@ -105,20 +98,21 @@ def _gradients(run: Run, name: str, layout: splits.Layout, exact: Exact) -> Chec
     split = splits.SplitModel(run, run.model, layout, make)
     split.step(*split.batch(0))
     moved = {n: (exact.start[n] - w.double()) / RATE for n, w in split.weights().items()}
-    distances = run.gather(reference.furthest(moved, exact.gradients))
+    floor = reference.rounding_floor(exact.gradients)
+    distances = run.gather(reference.furthest(moved, exact.gradients, floor))
     ranks = [(distance, f"rank {rank} {where}") for rank, (distance, where) in enumerate(distances)]
     every_rank = Sources("every rank", "float64")
-    return every_rank.all_near(f"{name}: weight change of one SGD step", ranks, GRADIENT)
+    return every_rank.all_near(f"{name}: weight change of one SGD step", ranks, tolerances.GRADIENT)
 
 
 def _schedule(run: Run, name: str, layout: splits.Layout, passes: list[str]) -> Iterator[Check]:
     """Compare the number of passes in flight with the schedule of the same name."""
     microbatches = layout.num_microbatches(run.config.rows // layout.data)
     in_flight = []
-    for rank, most in enumerate(run.gather(events.most_in_flight(passes))):
+    for rank, maximum in enumerate(run.gather(events.max_in_flight(passes))):
         expected = events.expected_in_flight(name, rank, run.world, microbatches)
         if expected is not None:
-            in_flight.append((expected, most, f"rank {rank}"))
+            in_flight.append((expected, maximum, f"rank {rank}"))
     if in_flight:
         order = Sources("events of a step", f"the schedule {name.partition('(')[2].rstrip(')')}")
         yield order.all_equal(f"{name}: passes in flight", in_flight)
@@ -127,14 +121,14 @@ def _schedule(run: Run, name: str, layout: splits.Layout, passes: list[str]) -> 
 def _losses(run: Run, row: results.Row, exact: Exact) -> Iterator[Check]:
     """Compare the losses of a row with those of one process in float64."""
     name = row["split"]
-    in_float64 = Sources("reported", "float64 and AdamW written out")
+    written_out = Sources("reported", "float64 and AdamW written out")
     for key, expected, tolerance in (
-        ("loss", exact.losses[0], REPLAYED_LOSS),
-        ("single_loss", exact.losses[0], REPLAYED_LOSS),
-        ("trained_loss", exact.losses[-1], LOSS * math.sqrt(1 + parallel.TRAINED)),
+        ("loss", exact.losses[0], tolerances.REPLAYED_LOSS),
+        ("single_loss", exact.losses[0], tolerances.REPLAYED_LOSS),
+        ("trained_loss", exact.losses[-1], tolerances.LOSS * math.sqrt(1 + parallel.TRAINED)),
     ):
-        allowed = loss_tolerance(run.config, tolerance)
-        yield in_float64.equal(f"{name}: {key}", expected, row[key], allowed)
+        allowed = tolerances.loss_tolerance(run.config, tolerance)
+        yield written_out.equal_loss(f"{name}: {key}", expected, row[key], allowed)
 
 
 def _times(config: RunConfig, row: results.Row, layout: splits.Layout) -> Iterator[Check]:
@@ -144,7 +138,7 @@ def _times(config: RunConfig, row: results.Row, layout: splits.Layout) -> Iterat
     yield slots.equal(f"{name}: bubble", _bubble(config, layout), row["bubble"], 1e-9)
     pairs = zip(row["seconds"], row["clocked_s"], strict=True)
     clock = Sources("iterations", "another clock around each")
-    yield clock.equal(f"{name}: time", 1, clock_ratio(a / b for a, b in pairs), CLOCK)
+    yield clock.equal(f"{name}: time", 1, clock_ratio(a / b for a, b in pairs), tolerances.CLOCK)
     median_ms = 1e3 * float(np.median(row["seconds"]))
     numpys = Sources("reported", "numpy's, of all iterations")
     yield numpys.equal(f"{name}: median iteration", median_ms, row["iteration_ms"], 1e-9)
@@ -153,7 +147,7 @@ def _times(config: RunConfig, row: results.Row, layout: splits.Layout) -> Iterat
 
 
 def _bubble(config: RunConfig, layout: splits.Layout) -> float:
-    """Return the fraction of idle slots, from their number relative to the work."""
+    """Return the fraction of a step in which a pipeline stage is idle."""
     microbatches = layout.num_microbatches(config.rows // layout.data)
-    idle = accounting.plain.bubble_fraction(layout.pipeline, microbatches)
-    return idle / (1 + idle)
+    idle_per_work = accounting.plain.bubble_fraction(layout.pipeline, microbatches)
+    return idle_per_work / (1 + idle_per_work)

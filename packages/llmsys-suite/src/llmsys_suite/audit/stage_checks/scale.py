@@ -10,8 +10,8 @@ import numpy as np
 
 from llmsys_suite import results
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.check import Check, Sources, same_rows
-from llmsys_suite.audit.inputs import in_float64, on_device
+from llmsys_suite.audit.check import Check, Sources, compare_rows
+from llmsys_suite.audit.inputs import float64_parameters, move_to_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import LOSS, loss_tolerance
 from llmsys_suite.folder import RunFolder
@@ -22,9 +22,9 @@ from llmsys_suite.variants.initial_weights import seeded
 
 
 def recorded(folder: RunFolder, result: results.Scale) -> Iterator[Check]:
-    """Check that no run is missing, the columns by formulas, and the fit by repeating it."""
+    """Check that the table has every run, its columns by formulas, and the fit by repeating it."""
     trained = [(row["compute_flops"], row["width"], row["seed"]) for row in result.runs]
-    yield same_rows("runs", scale.planned_runs(folder.config), trained)
+    yield compare_rows("runs", scale.planned_runs(folder.config), trained)
     yield from _columns(result.runs)
     if result.law:
         yield from fit_checks(result)
@@ -33,33 +33,34 @@ def recorded(folder: RunFolder, result: results.Scale) -> Iterator[Check]:
 
 
 def checks(run: Run, result: results.Scale) -> Iterator[Check]:
-    """Compare the held-out loss of one run with a run that is trained again in float64."""
-    # The seed of the checked run is drawn only now, so that the stage cannot foresee it.
+    """Train the shortest run of a random seed in float64, and compare its held-out loss."""
+    # The stage cannot foresee a seed that is drawn now.
     seed = random.SystemRandom().choice([row["seed"] for row in result.runs])
     runs_of_seed = [row for row in result.runs if row["seed"] == seed]
     row = min(runs_of_seed, key=lambda row: row["steps"])
-    loss = _trained_again(run, row)
+    loss = _train_again(run, row)
     float64 = Sources("reported", "float64, trained again")
     name = f"held-out loss of {row['steps']} steps"
     tolerance = loss_tolerance(run.config, LOSS * math.sqrt(row["steps"]))
-    yield float64.equal(name, loss, row["loss"], tolerance, f"seed {seed}")
+    yield float64.equal_loss(name, loss, row["loss"], tolerance, f"seed {seed}")
 
 
 def _columns(rows: results.Rows) -> Iterator[Check]:
+    """Compare parameters, tokens and FLOPs of every run with formulas."""
     batch = scale.ROWS * scale.CONTEXT
     sizes = []
     tokens = []
     flops = []
     for row in rows:
         width = row["width"]
-        by_hand = 2 * (4 * width**2 + 3 * width * 3 * width + 2 * width) + width + 256 * width
+        parameters = 2 * (4 * width**2 + 3 * width * 3 * width + 2 * width) + width + 256 * width
         where = f"width {width}, {row['compute_flops']:.2g} FLOPs"
-        sizes.append((by_hand, row["parameters"], where))
+        sizes.append((parameters, row["parameters"], where))
         tokens.append((batch * row["steps"], row["tokens"], where))
         spent = 6 * row["parameters"] * row["tokens"] / row["compute_flops"]
-        # The number of steps is rounded, so the budget may be missed by half a step.
-        room = 0.5 / row["steps"] * spent + 1e-9
-        flops.append((max(0.0, abs(spent - 1) - room), where))
+        # The number of steps is rounded, so the FLOPs may differ from the budget by half a step.
+        half_step = 0.5 / row["steps"] * spent + 1e-9
+        flops.append((max(0.0, abs(spent - 1) - half_step), where))
     yield Sources("reported", "by hand").all_equal("parameters of every run", sizes)
     yield Sources("reported", "steps x rows x context").all_equal("tokens of every run", tokens)
     yield Sources("6 N D", "its budget").all_near("FLOPs of every run", flops, 0.0)
@@ -67,7 +68,7 @@ def _columns(rows: results.Rows) -> Iterator[Check]:
 
 def fit_checks(result: results.Scale) -> Iterator[Check]:
     """Compare the law and its extrapolation with fits by numpy."""
-    factor, exponent = _law(result.runs)
+    factor, exponent = _fit_law(result.runs)
     at = result.extrapolated
     numpys = Sources("scaling", "polynomials by numpy")
     yield numpys.equal("exponent", exponent, result.law["exponent"], 1e-6)
@@ -79,7 +80,8 @@ def fit_checks(result: results.Scale) -> Iterator[Check]:
     yield budgets.equal("extrapolated budget", beyond, at["compute_flops"], 1e-9)
 
 
-def _trained_again(run: Run, row: results.Row) -> float:
+def _train_again(run: Run, row: results.Row) -> float:
+    """Return the held-out loss of a run that is repeated in float64."""
     width = int(row["width"])
     steps = int(row["steps"])
     seed = int(row["seed"])
@@ -87,7 +89,7 @@ def _trained_again(run: Run, row: results.Row) -> float:
     shape = ModelConfig(
         d_model=width, d_ff=3 * width, num_layers=2, num_heads=heads, context=scale.CONTEXT
     )
-    weights = in_float64(seeded(run, shape, seed))
+    weights = float64_parameters(seeded(run, shape, seed))
     train, held_out = read_parts(run.config)
     peak = 6e-3 * (64 / width) ** 0.5
     optimizer = reference.AdamW(weights, peak, decay=0.0)
@@ -95,16 +97,17 @@ def _trained_again(run: Run, row: results.Row) -> float:
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
         optimizer.learning_rate = peak * min(1.0, (step + 1) / 10) * cosine
         batch = reference.batch(train, scale.ROWS, scale.CONTEXT, seed, step)
-        _, gradients = reference.gradients(weights, *on_device(run, batch), heads)
+        _, gradients = reference.gradients(weights, *move_to_device(run, batch), heads)
         weights = optimizer.step(weights, gradients)
-    heldout = reference.spread(held_out, scale.HELDOUT_ROWS, scale.CONTEXT)
-    return reference.mean_loss(weights, *on_device(run, heldout), heads)
+    heldout = reference.evenly_spaced_batch(held_out, scale.HELDOUT_ROWS, scale.CONTEXT)
+    return reference.mean_loss(weights, *move_to_device(run, heldout), heads)
 
 
-def _law(rows: results.Rows) -> tuple[float, float]:
-    """Return the factor and the exponent of the size that minimizes the loss, by budget.
+def _fit_law(rows: results.Rows) -> tuple[float, float]:
+    """Return a and b of the size a * C^b that minimizes the loss at the budget C.
 
-    A parabola in log N is fitted around the best run of each budget, and a line through the minima.
+    For each budget, a parabola in log N is fitted to the best run and the runs closest in size. A
+    line is fitted to the logarithms of the minima.
     """
     budgets: dict[float, list[tuple[float, float]]] = {}
     for row in rows:

@@ -1,16 +1,16 @@
-"""Checks of interleaved timings against a second clock, numpy's medians, and the audit's rounds."""
+"""Checks of interleaved timings against a second clock, numpy's medians and the audit's rounds."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import numpy as np
 
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.peers import synchronized_time
-from llmsys_suite.audit.tolerances import BAND, PATIENCE_S, SHORTEST_BAND
+from llmsys_suite.audit.tolerances import BAND, MAX_RETIMING_S, SHORTEST_BAND
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.ranks.rank import Run
 
@@ -20,7 +20,7 @@ Rounds = dict[str, list[float]]
 ROUNDS = 15
 
 
-def totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iterator[Check]:
+def check_totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iterator[Check]:
     """Compare the sum of all timings with a second clock, and reported medians with the timings."""
     rounds = interleaved.seconds
     clocked = interleaved.clocked_s
@@ -34,7 +34,7 @@ def totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iterator[C
         yield medians.all_equal("reported times", reported, 1e-9)
 
 
-def speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) -> Check:
+def check_speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) -> Check:
     """Check each reported speedup over the peer.
 
     A speedup is the reciprocal of the median over rounds of the contender's time divided by the
@@ -49,31 +49,31 @@ def speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) ->
     return rounds.all_equal("reported ratios", triples, 1e-9)
 
 
-def timed_again(
+def check_against_rounds(
     run: Run,
     calls: Mapping[str, Callable[[], object]],
-    compare: Callable[[Rounds], list[Check]],
+    compare: Callable[[Rounds], Iterable[Check]],
     rounds: int = ROUNDS,
 ) -> list[Check]:
-    """Time the calls in interleaved rounds, and return the checks that `compare` makes of them.
+    """Time the calls in interleaved rounds, and return the checks of these times by `compare`.
 
     If a check fails, another program may have disturbed the rounds. Further rounds then follow
-    until all checks pass or `PATIENCE_S` seconds have passed.
+    until all checks pass or `MAX_RETIMING_S` seconds have passed.
     """
-    stop_time = time.monotonic() + PATIENCE_S
-    timed = timed_in_turns(run, calls, rounds)
-    checks = compare(timed)
+    stop_time = time.monotonic() + MAX_RETIMING_S
+    timed = time_rounds(run, calls, rounds)
+    checks = list(compare(timed))
     while not all(check.passed for check in checks) and time.monotonic() < stop_time:
-        for name, seconds in timed_in_turns(run, calls, rounds).items():
+        for name, seconds in time_rounds(run, calls, rounds).items():
             timed[name] += seconds
-        checks = compare(timed)
+        checks = list(compare(timed))
     return checks
 
 
-def timed_in_turns(
+def time_rounds(
     run: Run, calls: Mapping[str, Callable[[], object]], rounds: int = ROUNDS
 ) -> Rounds:
-    """Return the seconds of each call in each round; every round runs each call once."""
+    """Return the seconds of each call in each round. Every round runs each call once."""
     seconds: Rounds = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
@@ -83,10 +83,11 @@ def timed_in_turns(
     return seconds
 
 
-def shortest(interleaved: Interleaved, timed: Rounds) -> Iterator[Check]:
-    """Check that no contender's shortest round is much shorter than in the audit's own rounds.
+def check_shortest(interleaved: Interleaved, timed: Rounds) -> Iterator[Check]:
+    """Check that no contender's shortest time is much shorter than in the audit's own rounds.
 
-    A longer time is allowed, because other programs may have disturbed the stage's rounds.
+    `SHORTEST_BAND` is the allowed factor. A longer time is allowed, because other programs may have
+    disturbed the stage's rounds.
     """
     both = Sources("rounds of the stage", "the audit's own timing")
     for name, rounds in interleaved.seconds.items():
@@ -95,7 +96,7 @@ def shortest(interleaved: Interleaved, timed: Rounds) -> Iterator[Check]:
         yield both.between(f"{name}: shortest time", expected, min(rounds), low, math.inf)
 
 
-def ratios(interleaved: Interleaved, peer: str, timed: Rounds) -> Iterator[Check]:
+def check_ratios(interleaved: Interleaved, peer: str, timed: Rounds) -> Iterator[Check]:
     """Compare the stage's time ratios to `peer` with the ratios of the audit's own rounds.
 
     On a busy machine the ratio varies between rounds. The audit's median must therefore lie

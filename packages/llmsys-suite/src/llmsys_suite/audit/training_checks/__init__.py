@@ -42,7 +42,7 @@ def checks(
     """Yield the check that a record is complete, and all other checks only if it is complete."""
     samples = [s for s in samples if s["stage"] == "train"]
     record = Record(config, plan, train, samples, evidence)
-    missing = record.missing()
+    missing = record.describe_missing()
     yield Sources("records", "the configuration").none("results and samples of every step", missing)
     if not missing:
         for group in GROUPS:

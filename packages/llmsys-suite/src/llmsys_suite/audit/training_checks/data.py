@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any
 
-from llmsys_suite.audit.check import Check, Sources, same_rows
+from llmsys_suite.audit.check import Check, Sources, compare_rows
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.config import RunConfig
 from llmsys_suite.measure.samples import ranks_of
@@ -31,7 +31,7 @@ def plain_values(config: RunConfig) -> dict[str, Any]:
 
 
 def check_text(record: Record) -> Iterator[Check]:
-    """Check that every rank has the text of the files, and that few held-out windows repeat it."""
+    """Check the text of every rank, and that few held-out windows occur in the training text."""
     split = record.evidence["split"]
     different = [
         f"{part} text of rank {rank}"
@@ -42,19 +42,20 @@ def check_text(record: Record) -> Iterator[Check]:
     tokens = Sources("digests of its tokens", "the files, read again")
     yield tokens.none("text of every rank", different)
     fraction = split["repeated"] / split["windows"]
-    windows = Sources("windows of it", "those found in the training text")
-    yield windows.near("held-out text is not training text", fraction, REPEATED)
+    windows = Sources("the fraction of its windows in the training text", "two disjoint texts")
+    name = "held-out text is not training text"
+    yield windows.between(name, 0.0, fraction, 0.0, REPEATED)
 
 
 def check_rows(record: Record) -> Iterator[Check]:
-    """Compare the variants, and the rows of every step with rows of the independent sampler."""
-    yield same_rows("variants", record.probes, [row["variant"] for row in record.train.rows])
+    """Compare the variants with those of the audit, and the rows of every step with its sampler."""
+    yield compare_rows("variants", record.probes, [row["variant"] for row in record.train.rows])
     foreign: list[str] = []
     for name in record.probes:
         digests: dict[int, list[str]] = defaultdict(list)
         for rank in range(ranks_of(name, record.config.world)):
-            for s in record.steps[name, rank]:
-                digests[s["step"]] += s["row_digests"]
+            for sample in record.steps[name, rank]:
+                digests[sample["step"]] += sample["row_digests"]
         for step, expected in enumerate(record.evidence["row_digests"]):
             if digests[step] != expected:
                 foreign.append(f"{name} step {step}")

@@ -15,7 +15,7 @@ SAVED_BYTES = (0.9, 1.5)
 
 
 def check_counts(record: Record) -> Iterator[Check]:
-    """Compare parameters and FLOPs with torch's counts of the reference."""
+    """Compare the numbers of parameters and of FLOPs with counts of the reference."""
     plan, counts = record.plan, record.evidence["model_counts"]
     weights = Sources("plan", "the reference's weights")
     yield weights.equal("parameters", counts["parameters"], plan.parameters)
@@ -28,7 +28,7 @@ def check_counts(record: Record) -> Iterator[Check]:
 
 
 def check_memory(record: Record) -> Iterator[Check]:
-    """Compare predicted bytes with a real step, autograd's saved tensors and stored tensors."""
+    """Check the predicted and the measured peak of a step, and the bytes of weights and moments."""
     plan, parts = record.plan, record.plan.training_bytes_by_part
     step = Sources("plan", "live bytes of a real step")
     yield step.equal(

@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import Any
 
 from llmsys_suite.config import RunConfig
@@ -38,59 +39,67 @@ class Record:
 
     @cached_property
     def steps(self) -> dict[tuple[str, int], list[Sample]]:
-        """The samples of whole steps by variant and rank."""
+        """The samples of whole steps, warm-up included, by variant and rank."""
         steps = defaultdict(list)
-        for s in self.samples:
-            if s["phase"] == WHOLE_STEP:
-                steps[s["variant"], s["rank"]].append(s)
+        for sample in self.samples:
+            if sample["phase"] == WHOLE_STEP:
+                steps[sample["variant"], sample["rank"]].append(sample)
         return steps
 
     def steps_of(self, name: str) -> list[Sample]:
         """Return the samples of a variant's whole steps on all ranks."""
-        return [s for (variant, _), steps in self.steps.items() if variant == name for s in steps]
+        steps_of_ranks = (steps for (variant, _), steps in self.steps.items() if variant == name)
+        return list(chain(*steps_of_ranks))
 
     @cached_property
     def losses(self) -> dict[str, list[float]]:
-        """The losses over the global batch by variant."""
+        """The losses over the global batch of every step, by variant."""
         return loss_curves(self.samples)
 
-    def missing(self) -> list[str]:
-        """Return missing and unexpected losses and samples. Most checks would pass without them."""
-        counted = self.evidence["sockets_count"]
+    def describe_missing(self) -> list[str]:
+        """Return what is missing if losses and samples are not exactly one per step and rank.
+
+        Most checks would pass if there were no samples.
+        """
+        are_sockets_counted = self.evidence["sockets_count"]
         missing = []
         for name in self.probes:
             if len(self.train.losses.get(name, [])) != self.num_steps:
                 missing.append(f"{name}: a loss of every step")
             for rank in range(ranks_of(name, self.config.world)):
-                samples = (s for s in self.steps[name, rank] if "received" in s or not counted)
-                steps = [(s["step"], s["warmup"]) for s in samples]
+                steps = [
+                    (sample["step"], sample["warmup"])
+                    for sample in self.steps[name, rank]
+                    if "received" in sample or not are_sockets_counted
+                ]
                 if steps != [(i, i < self.config.warmup) for i in range(self.num_steps)]:
                     missing.append(f"{name} rank {rank}: one sample of every step")
         return missing
 
     def slowest_seconds(self) -> dict[str, dict[int, float]]:
-        """Return {variant: {step: seconds of the slowest rank}}, measured by the second clock.
+        """Return {variant: {step: seconds of the slowest rank}} by the second clock.
 
-        The time for which the rank waited for a core is subtracted, up to the difference between
-        the two clocks.
+        Warm-up steps are left out. If the second clock measured more time than the recorder, the
+        rank may have waited for a core between their readings. The wait is subtracted, but not more
+        than this difference.
         """
 
-        def seconds(s: Sample) -> float:
-            passed: float = s["ended"] - s["began"]
-            return passed - min(max(0.0, passed - s["seconds"]), s[CORE_WAIT])
+        def clocked_seconds(sample: Sample) -> float:
+            passed: float = sample["ended"] - sample["began"]
+            return passed - min(max(0.0, passed - sample["seconds"]), sample[CORE_WAIT])
 
-        return self.by_step(seconds, max)
+        return self.by_step(clocked_seconds, max)
 
     def by_step(
-        self, seconds: Callable[[Sample], float], of_ranks: Callable[[list[float]], float]
+        self, seconds_of: Callable[[Sample], float], reduce: Callable[[list[float]], float]
     ) -> dict[str, dict[int, float]]:
-        """Return `of_ranks` of the ranks' seconds by variant and step, without warm-up steps."""
-        ranks: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
-        for (name, _), rank_samples in self.steps.items():
-            for s in rank_samples:
-                if not s["warmup"]:
-                    ranks[name][s["step"]].append(seconds(s))
+        """Return {variant: {step: `reduce` of the ranks' seconds}} without warm-up steps."""
+        seconds: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+        for (name, _), samples in self.steps.items():
+            for sample in samples:
+                if not sample["warmup"]:
+                    seconds[name][sample["step"]].append(seconds_of(sample))
         return {
-            name: {step: of_ranks(values) for step, values in steps.items()}
-            for name, steps in ranks.items()
+            name: {step: reduce(of_ranks) for step, of_ranks in steps.items()}
+            for name, steps in seconds.items()
         }

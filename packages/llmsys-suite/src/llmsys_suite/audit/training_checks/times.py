@@ -1,4 +1,4 @@
-"""Checks of times: reported figures against a second clock, peers against the audit's peers."""
+"""Checks of times: recorded times against a second clock, peers against the audit's peers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import combinations
-from operator import itemgetter
 
 from llmsys_suite.audit.check import Check, Sources, clock_ratio
 from llmsys_suite.audit.peers import LEAST_ROUNDS, MEASURES
@@ -21,30 +20,32 @@ from llmsys_suite.measure.samples import PEER, PHASES, SERVER, WHOLE_STEP, ranks
 def check_steps(record: Record) -> Iterator[Check]:
     """Compare the recorder's times with a second clock, and torch's thread count with the audit's.
 
-    Two ranks that report the same readings of the second clock in more than half of the steps have
-    copied one of them. In single steps, ranks can start and end at the same reading.
+    Also check that no rank reports the times of another rank.
     """
-    pairs = []
-    for (name, rank), rank_samples in record.steps.items():
-        ratios = [s["seconds"] / (s["ended"] - s["began"]) for s in rank_samples]
-        pairs.append((1.0, clock_ratio(ratios), f"{name} rank {rank}"))
+    clock_ratios = []
+    threads = []
+    for (name, rank), samples in record.steps.items():
+        where = f"{name} rank {rank}"
+        ratios = [s["seconds"] / (s["ended"] - s["began"]) for s in samples]
+        clock_ratios.append((1.0, clock_ratio(ratios), where))
+        for s in samples:
+            threads.append((record.evidence["threads"], s["threads"], f"{where} step {s['step']}"))
     recorder = Sources("the recorder", "another clock around it")
-    yield recorder.all_equal("time of a step", pairs, CLOCK)
+    yield recorder.all_equal("time of a step", clock_ratios, CLOCK)
     clocks = Sources("clocks of all ranks", "one reading per step")
-    yield clocks.none("copied times", _copied(record))
-    threads = [
-        (record.evidence["threads"], s["threads"], f"{name} rank {rank} step {s['step']}")
-        for (name, rank), samples in record.steps.items()
-        for s in samples
-    ]
+    yield clocks.none("copied times", _find_copied_times(record))
     yield Sources("torch in the step", "torch in the audit").all_equal("threads", threads)
 
 
-def _copied(record: Record) -> list[str]:
-    """Return the variants in which two ranks have equal readings in more than half of the steps."""
+def _find_copied_times(record: Record) -> list[str]:
+    """Return the variants in which two ranks have equal readings in more than half of the steps.
+
+    The readings are those of the second clock. In a few steps, ranks can start and end at the same
+    reading by chance.
+    """
     ranks: dict[str, dict[tuple[float, float], list[int]]] = defaultdict(lambda: defaultdict(list))
-    for (name, rank), rank_samples in record.steps.items():
-        for s in rank_samples:
+    for (name, rank), samples in record.steps.items():
+        for s in samples:
             ranks[name][s["began"], s["ended"]].append(rank)
     copied = []
     for name, ranks_by_reading in ranks.items():
@@ -57,9 +58,13 @@ def _copied(record: Record) -> list[str]:
 
 
 def check_reported_times(record: Record) -> Iterator[Check]:
-    """Check the reported step times, ratios and utilization against a second clock."""
+    """Compare the reported step times, ratios and utilization with a second clock.
+
+    The percentiles of the ratios are compared with the recorder's times. One disturbed reading of
+    the second clock could move them, and `check_steps` compares the recorder with that clock.
+    """
     slowest = record.slowest_seconds()
-    recorded = record.by_step(itemgetter("seconds"), max)
+    recorded = record.by_step(lambda sample: float(sample["seconds"]), max)
     flops = record.evidence["model_counts"]["flops_causal"]
     step_ms = []
     ratios = []
@@ -76,8 +81,6 @@ def check_reported_times(record: Record) -> Iterator[Check]:
             rounds = slowest[name].keys() & slowest[PEER].keys()
             by_round = sorted(slowest[name][r] / slowest[PEER][r] for r in rounds)
             ratios.append((statistics.median(by_round), row.get("ratio_p50", math.nan), name))
-            # One disturbed reading of a clock can move a percentile. Therefore the spread is taken
-            # from the recorder's times, which `check_steps` compares with the other clock.
             by_round = sorted(recorded[name][r] / recorded[PEER][r] for r in rounds)
             tenth = len(by_round) // 10
             spread.append((by_round[tenth], row.get("ratio_p10", math.nan), f"{name}, p10"))
@@ -97,28 +100,30 @@ def check_rounds(record: Record) -> Iterator[Check]:
     Ratios divide times of one round, because a slow second affects neighboring steps alike.
     """
     if not record.plan.variants_fit_together:
-        return  # the report states that the variants ran one after another
-    began: dict[tuple[int, int], float] = {}
-    ended: dict[tuple[int, int], float] = {}
-    for (_, rank), rank_samples in record.steps.items():
-        for s in rank_samples:
+        # The report states that the variants ran one after another.
+        return
+    start_times: dict[tuple[int, int], float] = {}
+    stop_times: dict[tuple[int, int], float] = {}
+    for (_, rank), samples in record.steps.items():
+        for s in samples:
             key = rank, s["step"]
-            began[key] = min(began.get(key, math.inf), s["began"])
-            ended[key] = max(ended.get(key, -math.inf), s["ended"])
+            start_times[key] = min(start_times.get(key, math.inf), s["began"])
+            stop_times[key] = max(stop_times.get(key, -math.inf), s["ended"])
     early = [
         f"rank {rank} step {step}"
-        for (rank, step), began_at in began.items()
-        if began_at < ended.get((rank, step - 1), -math.inf)
+        for (rank, step), start_time in start_times.items()
+        if start_time < stop_times.get((rank, step - 1), -math.inf)
     ]
     clock = Sources("each rank's clock", "the end of the round before")
     yield clock.none("variants are interleaved step by step", early)
 
 
 def check_peers(record: Record) -> Iterator[Check]:
-    """Compare the times of torch's DDP and FSDP2 in the run with the audit's implementations.
+    """Compare the times of torch's DDP and FSDP2 with those of the audit's DDP and FSDP2.
 
     The audit's peers do not run in the stage `train`. Therefore the audit's rounds also time
     another variant, and the peer's ratio to that variant is compared with the ratio in the stage.
+    The second comparison is left out if the stage has too few rounds for it.
     """
     fractions = others.foreign_cpu_fractions(record.steps_of(PEER))
     for name, by_measure in record.evidence["peers"].items():
@@ -130,7 +135,7 @@ def check_peers(record: Record) -> Iterator[Check]:
             )
             means = record.by_step(measure.seconds_of, statistics.mean)
             for other in ratios.keys() - {"audit"}:
-                # The first step, if no warm-up precedes it, creates state and connections.
+                # Step 0 also creates state and connections. It is in `means` without a warm-up.
                 rounds = (means[name].keys() & means[other].keys()) - {0}
                 if measure.needs_undisturbed_rounds:
                     both = [*record.steps_of(name), *record.steps_of(other)]
@@ -148,12 +153,12 @@ def check_peers(record: Record) -> Iterator[Check]:
                 )
 
 
-def bounds_of_median(values: list[float]) -> tuple[float, float]:
-    """Return order statistics that enclose the median of the distribution.
+def bounds_of_median(sample: list[float]) -> tuple[float, float]:
+    """Return two order statistics that enclose the median of the distribution.
 
-    The probability that they do is at least 0.9. It is lower for three and four values.
+    The probability that they do is at least 0.9, except for samples of three and four values.
     """
-    ordered = sorted(values)
+    ordered = sorted(sample)
     left_out = max(0, int(len(ordered) / 2 - math.sqrt(len(ordered))))
     return ordered[left_out], ordered[-1 - left_out]
 
@@ -163,36 +168,40 @@ def check_phases(record: Record) -> Iterator[Check]:
 
     Every step must have all of its phases, and their sum may exceed the step by one thousandth.
     """
-    parts: dict[tuple[str, int, int], list[list[Sample]]] = defaultdict(lambda: [[], []])
+    parts: dict[tuple[str, int, int], list[Sample]] = defaultdict(list)
+    step_seconds: dict[tuple[str, int, int], float] = {}
+    total_seconds: dict[tuple[str, str], float] = defaultdict(float)
     for s in record.samples:
-        if not s["warmup"]:
-            parts[s["variant"], s["rank"], s["step"]][s["phase"] == WHOLE_STEP].append(s)
-    wall = []
+        if s["warmup"]:
+            continue
+        total_seconds[s["variant"], s["phase"]] += s["seconds"]
+        key = s["variant"], s["rank"], s["step"]
+        if s["phase"] == WHOLE_STEP:
+            step_seconds[key] = s["seconds"]
+        else:
+            parts[key].append(s)
+    sums = []
     missing = []
-    for (name, rank, step), (inside, wholes) in parts.items():
+    for (name, rank, step), seconds in step_seconds.items():
+        where = f"{name} rank {rank} step {step}"
+        inside = parts[name, rank, step]
         recorded = {s["phase"] for s in inside}
-        missing += [f"{name} rank {rank} step {step}: {p}" for p in _phases(name) - recorded]
-        for whole in wholes[:1]:
-            length = sum(s["seconds"] for s in inside) / whole["seconds"]
-            wall.append((length, f"{name} rank {rank} step {step}"))
+        missing += [f"{where}: {phase}" for phase in _required_phases(name) - recorded]
+        sums.append((sum(s["seconds"] for s in inside) / seconds, where))
     yield Sources("samples", "the phases of a step").none("phases of every step", missing)
-    total = Sources("their sum over the step", "one")
-    yield total.all_near("time in the phases of a step", wall, 1.001)
-    seconds: dict[tuple[str, str], float] = defaultdict(float)
-    for s in record.samples:
-        if not s["warmup"]:
-            seconds[s["variant"], s["phase"]] += s["seconds"]
-    shares = [
-        (seconds[name, phase] / seconds[name, WHOLE_STEP], row[f"{phase}_share"], f"{name} {phase}")
-        for row in record.train.rows
-        for name in [row["variant"]]
-        for phase in PHASES
-    ]
-    yield Sources("summary", "samples").all_equal("reported shares of phases", shares, 1e-9)
+    total = Sources("the sum of the phases over the step", "the step")
+    yield total.all_near("time in the phases of a step", sums, 1.001)
+    fractions = []
+    for row in record.train.rows:
+        name = row["variant"]
+        for phase in PHASES:
+            fraction = total_seconds[name, phase] / total_seconds[name, WHOLE_STEP]
+            fractions.append((fraction, row[f"{phase}_share"], f"{name} {phase}"))
+    yield Sources("summary", "samples").all_equal("reported shares of phases", fractions, 1e-9)
 
 
-def _phases(variant: str) -> set[str]:
+def _required_phases(variant: str) -> set[str]:
     """Return the phases that every step of a variant has."""
-    # The server updates the parameters.
+    # The parameter server updates the parameters, so its workers have no optimizer phase.
     last = "communication" if variant == SERVER else "optimizer"
     return {"forward", "backward", last}

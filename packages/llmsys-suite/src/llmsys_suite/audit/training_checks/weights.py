@@ -1,4 +1,4 @@
-"""Checks of gradients, weights and losses of every variant, and of the tensors that it stores."""
+"""Checks of each variant's gradients, weights and losses, and of the tensors that it stores."""
 
 from __future__ import annotations
 
@@ -6,37 +6,30 @@ import math
 import sys
 from collections.abc import Iterator
 
-from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.tolerances import (
-    GRADIENT,
-    LOSS,
-    REPLAYED_LOSS,
-    WEIGHT_CHANGE,
-    loss_tolerance,
-    weight_tolerance,
-)
+from llmsys_suite.audit import tolerances
+from llmsys_suite.audit.check import Check, Sources, loss_difference
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.measure.samples import SERVER, SINGLE, ranks_of
 
-#: Allowed deviation of a standard deviation, in standard errors.
+#: Allowed difference between two standard deviations, in standard errors.
 STANDARD_ERRORS = 6.0
 #: Variants that shard the moments of AdamW over the ranks, and those that shard the parameters.
 SHARDED_MOMENTS = ("zero 1", "zero 2", "fsdp", "torch FSDP2")
 SHARDED_PARAMETERS = ("fsdp", "torch FSDP2")
 #: Variants that store a buffer of all gradients between steps.
 BUFFERED = ("ddp overlapped", "ddp bucketed", "ddp shared memory", "zero 1")
-#: Allowed difference of a shard from 1/n of the total: rows of small matrices split unevenly.
+#: Allowed relative difference of a shard from 1/n of the total. Small matrices are split unevenly.
 UNEVEN = 0.2
-#: Number of losses from which the audit expects one in bf16 that differs from float32. One loss
-#: alone may be equal by chance.
+#: Smallest number of steps of which at least one loss in bf16 must differ from float32. The loss of
+#: a single step may be equal by chance.
 LEAST_STEPS = 10
 
 
 def check_initial_weights(record: Record) -> Iterator[Check]:
     """Compare the scale of the initial weights with the initialization of Glorot and Bengio."""
-    scales = [(away, where) for away, where in record.evidence["initial_scales"]]
     glorot = Sources("standard deviations, in standard errors", "sqrt(2 / (in + out))")
-    yield glorot.all_near("scale of the initial weights", scales, STANDARD_ERRORS)
+    deviations = record.evidence["initial_scales"]
+    yield glorot.all_near("scale of the initial weights", deviations, STANDARD_ERRORS)
 
 
 def check_probed_step(record: Record) -> Iterator[Check]:
@@ -45,35 +38,49 @@ def check_probed_step(record: Record) -> Iterator[Check]:
     for row in record.train.rows:
         name = row["variant"]
         probe = record.probes[name]
-        ranks = [(away, f"rank {r} {where}") for r, (away, where) in enumerate(probe["weights"])]
-        yield every_rank.all_near(f"{name}: weight change of one SGD step", ranks, GRADIENT)
+        distances = [
+            (distance, f"rank {rank} {where}")
+            for rank, (distance, where) in enumerate(probe["weights"])
+        ]
+        yield every_rank.all_near(
+            f"{name}: weight change of one SGD step", distances, tolerances.GRADIENT
+        )
         if name != SINGLE:
-            first, *others = probe["digest"]
-            differ = [f"rank {rank}" for rank, d in enumerate(others, start=1) if d != first]
+            digests = probe["digest"]
+            differ = [f"rank {rank}" for rank, d in enumerate(digests) if d != digests[0]]
             yield Sources("every rank", "rank 0").none(
                 f"{name}: weights after two steps, bit by bit", differ
             )
 
 
 def check_final_weights(record: Record) -> Iterator[Check]:
-    """Compare the trained weights of all ranks bit by bit, and with those of one process."""
-    tolerance = weight_tolerance(record.config, WEIGHT_CHANGE * math.sqrt(record.num_steps))
-    # Sums over the rows of several ranks round differently from a sum over all rows. A distance of
-    # 0 therefore fails: the weights were compared with themselves.
-    sums_differ = record.config.world > 1 and record.config.parts == 1
-    least = sys.float_info.min if sums_differ else 0.0
+    """Compare the trained weights of all ranks bit by bit, and their changes with one process's.
+
+    The distance of a weight's change is divided by its rounding factor, see `probe.replay`.
+    """
+    tolerance = tolerances.weight_tolerance(
+        record.config, tolerances.WEIGHT_CHANGE * math.sqrt(record.num_steps)
+    )
+    # Sums over the rows of several ranks round differently from a sum over all rows. Distances of 0
+    # therefore fail, because they show that the weights were compared with themselves.
+    do_sums_differ = record.config.world > 1 and record.config.parts == 1
+    least = sys.float_info.min if do_sums_differ else 0.0
     for row in record.train.rows:
         name = row["variant"]
         if name == SINGLE:
             continue
         final = record.train.final_weights[name]
-        missing = ["ranks are missing"] * (final["ranks"] != record.config.world)
-        yield Sources("every rank", "rank 0").none(
-            f"{name}: trained weights, bit by bit", final["differ"] + missing
-        )
-        distance, where = final["from_one_process"]
-        yield Sources("rank 0", "one process").between(
-            f"{name}: weight change of the training", 0.0, distance, least, tolerance, where
+        differ = list(final["differ"])
+        if final["ranks"] != record.config.world:
+            differ.append("ranks are missing")
+        yield Sources("every rank", "rank 0").none(f"{name}: trained weights, bit by bit", differ)
+        distances = []
+        for weight, factor in record.evidence["rounding_factors"].items():
+            not_compared = math.inf, f"{weight}: not compared"
+            distance, where = final["from_one_process"].get(weight, not_compared)
+            distances.append((distance / factor, where))
+        yield Sources("rank 0", "one process").all_near(
+            f"{name}: weight change of the training", distances, tolerance, least
         )
 
 
@@ -90,7 +97,8 @@ def check_stored_tensors(record: Record) -> Iterator[Check]:
         if record.config.world > 1:
             least += (1 - UNEVEN) * buffers
         if name == SERVER:
-            # The server, on the first rank, stores moments and the last pushes of all workers.
+            # The variant has no optimizer. Its server on rank 0 stores moments and the last pushes
+            # of all workers. Both count as buffers.
             moments = 0.0
             buffers = 12 * whole
             least = parameters
@@ -119,40 +127,43 @@ def check_stored_tensors(record: Record) -> Iterator[Check]:
 
 
 def check_losses(record: Record) -> Iterator[Check]:
-    """Compare losses with one process and the reference, and reported losses with the samples."""
+    """Compare the losses of all variants with one process and with training repeated in float32.
+
+    Also compare the reported losses with the samples. In bf16, the losses of each variant must
+    differ from float32.
+    """
     curves = record.losses
-    alone = curves[SINGLE]
-    tolerance = loss_tolerance(record.config, LOSS * math.sqrt(len(alone)))
-    for name, source, expected in (
-        ("losses, trained again", "AdamW written out in float32", record.evidence["trajectory"]),
-        ("all losses", "one process", alone),
-    ):
-        differences = [
-            (_relative_difference(ours, theirs), f"{variant} step {step}: {ours:.9g}, {theirs:.9g}")
-            for variant, curve in curves.items()
-            for step, (ours, theirs) in enumerate(zip(curve, expected, strict=False))
-        ]
-        yield Sources("samples", source).all_near(name, differences, tolerance)
-    if record.config.dtype == "bf16" and len(alone) >= LEAST_STEPS:
-        exact = [
-            name
-            for name, curve in curves.items()
-            if max(map(_relative_difference, curve, record.evidence["trajectory"])) <= REPLAYED_LOSS
-        ]
-        rounded = Sources("samples", "AdamW written out in float32")
-        yield rounded.none("rounding of bf16 in the losses", exact)
-    reported = [
-        (curve[step], value, f"{variant} step {step}")
-        for variant, curve in curves.items()
-        for step, value in enumerate(record.train.losses[variant])
-    ]
-    reported += [
-        (curves[row["variant"]][-1], row["final_loss"], f"{row['variant']}, final loss")
-        for row in record.train.rows
-    ]
+    one_process = curves[SINGLE]
+    repeated = record.evidence["trajectory"]
+    tolerance = tolerances.loss_tolerance(
+        record.config, tolerances.LOSS * math.sqrt(len(one_process))
+    )
+    written_out = Sources("samples", "AdamW written out in float32")
+    differences = _differences(curves, repeated)
+    yield written_out.all_near("losses, trained again", differences, tolerance)
+    alone = Sources("samples", "one process")
+    yield alone.all_near("all losses", _differences(curves, one_process), tolerance)
+    if record.config.dtype == "bf16" and len(one_process) >= LEAST_STEPS:
+        unrounded = []
+        for variant, curve in curves.items():
+            if max(_differences({variant: curve}, repeated))[0] <= tolerances.REPLAYED_LOSS:
+                unrounded.append(variant)
+        yield written_out.none("rounding of bf16 in the losses", unrounded)
+    reported = []
+    for row in record.train.rows:
+        variant = row["variant"]
+        curve = curves[variant]
+        reported.append((curve[-1], row["final_loss"], f"{variant}, final loss"))
+        for step, loss in enumerate(record.train.losses[variant]):
+            reported.append((curve[step], loss, f"{variant} step {step}"))
     yield Sources("summary", "samples").all_equal("reported losses", reported, 1e-9)
 
 
-def _relative_difference(ours: float, theirs: float) -> float:
-    """Return the relative difference of two losses."""
-    return abs(ours / theirs - 1)
+def _differences(curves: dict[str, list[float]], expected: list[float]) -> list[tuple[float, str]]:
+    """Return (`loss_difference`, description) for each loss of each variant."""
+    differences = []
+    for variant, curve in curves.items():
+        for step, (actual, wanted) in enumerate(zip(curve, expected, strict=False)):
+            where = f"{variant} step {step}: {actual:.9g}, {wanted:.9g}"
+            differences.append((loss_difference(actual, wanted), where))
+    return differences

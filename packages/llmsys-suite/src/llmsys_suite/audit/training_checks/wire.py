@@ -12,15 +12,15 @@ from llmsys_suite.config import RunConfig, size_of
 from llmsys_suite.measure.samples import PEER, SERVER, SINGLE
 
 SHARED_MEMORY = "ddp shared memory"
-#: Broadcasts of the model's buffer per step. `ddp.DDP` copies it before the forward pass and at the
-#: end of the step, and torch's DDP and `zero.FSDP` copy it before the forward pass only.
+#: Broadcasts of the model's buffer per step. `ddp.DDP` broadcasts it before the forward pass and at
+#: the end of the step. Torch's DDP and `zero.FSDP` broadcast it before the forward pass only.
 BROADCASTS = {PEER: 1, "fsdp": 1, "ddp overlapped": 2, "ddp bucketed": 2, SHARED_MEMORY: 2}
 #: Upper bound on the header bytes per tensor and sending rank.
 HEADER_BYTES = 1024
 
 
 def check_shared_memory(record: Record) -> Iterator[Check]:
-    """Compare the bytes that are summed in shared memory with the bytes of the gradients."""
+    """Compare the bytes that `ddp` sums in shared memory with the bytes of the gradients."""
     probe = record.probes.get(SHARED_MEMORY)
     if probe is None or not record.evidence["shares_memory"]:
         return
@@ -44,14 +44,14 @@ def check_sockets(record: Record) -> Iterator[Check]:
     tensors = record.evidence["model_counts"]["tensors"]
     header_bytes = HEADER_BYTES * tensors * max(1, record.config.world - 1)
     kernel = Sources("the kernel's sockets", "the variant's formula")
-    in_samples = []
+    reported = []
     for row in record.train.rows:
         received = _received_bytes(record, row["variant"])
-        in_samples.append((received, row.get("wire_bytes", math.nan), row["variant"]))
+        reported.append((received, row.get("wire_bytes", math.nan), row["variant"]))
         low, high = _expected_bytes(record, row["variant"])
         high += BROADCASTS.get(row["variant"], 0) * _buffer_bytes(record.config)
         if not record.config.warmup:
-            # In its first step zero's FSDP verifies the optimizer, which exchanges more bytes.
+            # In its first step, zero's FSDP exchanges more bytes to verify the optimizer.
             high += record.plan.gradient_bytes
         yield kernel.between(
             f"{row['variant']}: bytes received per step of training",
@@ -60,8 +60,8 @@ def check_sockets(record: Record) -> Iterator[Check]:
             0.99 * low - 64,
             1.01 * high + header_bytes,
         )
-    reported = Sources("summary", "the samples")
-    yield reported.all_equal("reported bytes received per step", in_samples, 1e-9)
+    summary = Sources("summary", "the samples")
+    yield summary.all_equal("reported bytes received per step", reported, 1e-9)
 
 
 def _buffer_bytes(config: RunConfig) -> int:
@@ -83,8 +83,8 @@ def _received_bytes(record: Record, variant: str) -> float:
 def _expected_bytes(record: Record, variant: str) -> tuple[float, float]:
     """Return the minimum and maximum bytes per step of the rank that receives the most.
 
-    In a reduce-scatter or an all-gather each rank receives (n - 1) / n of the data, and in an
-    all-reduce twice as much.
+    In a reduce-scatter or an all-gather over n ranks, each rank receives (n - 1) / n of the data,
+    and in an all-reduce twice as much.
     """
     counts, world = record.evidence["model_counts"], record.config.world
     whole = 4.0 * counts["parameters"]
@@ -98,9 +98,11 @@ def _expected_bytes(record: Record, variant: str) -> tuple[float, float]:
     if variant == SHARED_MEMORY:
         return 0.0, 0.0 if record.evidence["shares_memory"] else 2 * whole
     if variant == "fsdp":
-        # Parameters in forward, those of freed units again in backward, and gradients.
+        # Parameters are received in the forward pass and, if their unit was freed, also in the
+        # backward pass. Gradients are received once.
         return 2 * once, 3 * once
     if variant == "torch FSDP2":
-        # The blocks' parameters are received again in backward, and gloo may all-reduce gradients.
+        # The blocks' parameters are also received in the backward pass, and gloo may all-reduce
+        # gradients.
         return 2 * once + blocks, 3 * once + blocks
     return 2 * once, 2 * once

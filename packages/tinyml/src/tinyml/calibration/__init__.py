@@ -1,0 +1,1 @@
+"""Statistics of the inputs of layers on calibration batches."""
