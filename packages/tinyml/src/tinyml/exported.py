@@ -156,7 +156,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 def operator_name(node: fx.Node) -> str:
-    """Return "conv2d" for calls of `aten.conv2d.default`, and the node's name if it is no call."""
+    """Return "conv2d" for a call of `aten.conv2d.default`, and the name of other nodes."""
     return str(node.target).split(".")[1] if "." in str(node.target) else node.name
 
 
