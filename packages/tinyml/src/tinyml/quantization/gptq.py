@@ -6,10 +6,9 @@ equals optimal brain quantization in a fixed order. A row of the Cholesky factor
 inverting the remaining part of H at each step. H is singular for few or dependent inputs; its
 diagonal is increased until the factorization succeeds.
 
-With groups of inputs, the grid of a group is fitted to the updated weights before the first column
-of the group is rounded. Columns with large inputs may be rounded first, while most other columns
-can still compensate for their errors. The columns of a group then stay together, so the storage
-does not change. Zeros of the weight stay zeros, so a pruned model remains sparse.
+Columns with large inputs may be rounded first, while most other columns can still compensate for
+their errors. The columns of a group then stay together, so the storage does not change. Zeros of
+the weight stay zeros, so a pruned model remains sparse.
 """
 
 from __future__ import annotations
