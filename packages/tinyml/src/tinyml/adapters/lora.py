@@ -177,7 +177,7 @@ class LoRA(LowRankUpdate, Replacement):
                 "adapter unmerged"
             )
         if self.merged:
-            raise RuntimeError("expected an update that is not merged, got a merged one; unmerge")
+            raise RuntimeError("expected an unmerged update, got a merged one; call unmerge()")
         if self.base._forward_hooks or self.base._forward_pre_hooks:
             _check_outputs(self.base, self.base)
         check_finite("the merged weight", self.weight)

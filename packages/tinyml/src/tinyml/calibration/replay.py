@@ -203,7 +203,6 @@ class _Replay:
     def _observe_call(
         self, name: str, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
-        """Add a layer to the stage of this run, or end the run if it receives another input."""
         if name in self._run.reached:
             return
         if name in self.done:

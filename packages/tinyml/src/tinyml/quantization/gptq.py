@@ -153,9 +153,8 @@ def gptq_codes(
     `hessian` is H = sum x x^T (in, in) over the calibration inputs x. `grid` has one row per output
     or per group of inputs. With `refit`, the grid of a group is fitted again before its columns are
     rounded: `refit(rows)` returns the grid of its updated weights `rows` (out, group). `damping` is
-    the fraction of H's mean diagonal that is added to the diagonal, at least 1e-12 (see
-    `reversed_cholesky`). Errors are added within `block` columns first and then once to all later
-    columns, which is the same sum with less memory traffic.
+    that of `reversed_cholesky`. Errors are added within `block` columns first and then once to all
+    later columns, which is the same sum with less memory traffic.
     """
     outputs, inputs = weight.shape
     check_finite("the weight", weight)
