@@ -66,7 +66,7 @@ class CompressedWeight(nn.Module):
         return self.trainable_tensor(weight)
 
     def trainable_tensor(self, weight: Tensor) -> Tensor:
-        """Return the tensor to train in place of `weight`, which is empty if nothing is trained."""
+        """Return the tensor to train in place of `weight`; it is empty if nothing is trained."""
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
     def format(self) -> list[int]:
@@ -96,8 +96,8 @@ def compress_layer(layer: nn.Module, compressed: CompressedWeight) -> None:
     if parametrize.is_parametrized(layer):
         names = list(cast(Any, layer).parametrizations)
         raise ValueError(
-            f"expected a layer without parametrizations, got a {type(layer).__name__} with one of "
-            f"{names}; remove it, or exclude the layer with protect"
+            f"expected a layer without parametrizations, got a {type(layer).__name__} with those "
+            f"of {names}; remove them, or exclude the layer with protect"
         )
     compressed._is_registering = True
     parametrize.register_parametrization(layer, "weight", compressed, unsafe=True)
