@@ -96,8 +96,8 @@ def compress_layer(layer: nn.Module, compressed: CompressedWeight) -> None:
     if parametrize.is_parametrized(layer):
         names = list(cast(Any, layer).parametrizations)
         raise ValueError(
-            f"expected a layer without parametrizations, got a {type(layer).__name__} with those "
-            f"of {names}; remove them, or exclude the layer with protect"
+            f"expected a layer without parametrizations, got a {type(layer).__name__} with one of "
+            f"{names}; remove it, or exclude the layer with protect"
         )
     compressed._is_registering = True
     parametrize.register_parametrization(layer, "weight", compressed, unsafe=True)
