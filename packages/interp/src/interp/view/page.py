@@ -116,7 +116,7 @@ def _token_strings(
 
 
 def _namer(vocabulary: Sequence[str] | None, tokenizer: Tokenizer | None) -> Callable[[int], str]:
-    """Return a function from a token id to its string, or to its digits without any strings."""
+    """Return a function from a token id to its string, or to its digits if strings are unknown."""
     if vocabulary is not None:
         return vocabulary.__getitem__
     decode = getattr(tokenizer, "decode", None)
