@@ -164,8 +164,9 @@ def refuse_groups_devices_and_tensors() -> None:
     group = dist.group.WORLD
     mesh = init_device_mesh("cpu", (1,))
     for arguments, error, message in (
-        ({"group": group, "device_mesh": mesh}, RuntimeError, "both process_group and device_mesh"),
-        ({"group": group, "process_group": group}, RuntimeError, "two names of one argument"),
+        ({"group": group, "device_mesh": mesh}, RuntimeError, "expected one of group"),
+        ({"process_group": group, "device_mesh": mesh}, RuntimeError, "both process_group and dev"),
+        ({"group": group, "process_group": group}, RuntimeError, "got two of them"),
         ({"device_ids": [0, 1]}, ValueError, r"at most one entry in device_ids, got \[0, 1\]"),
         ({"device_ids": [0]}, ValueError, r"a module on one GPU, got a module on \['cpu'\]"),
         ({"devices": [0]}, TypeError, "DDP has no argument 'devices'"),
@@ -176,7 +177,7 @@ def refuse_groups_devices_and_tensors() -> None:
         DDP(nn.Linear(2, 2, device="meta"))
     sharded = nn.Linear(2, 2)
     sharded.weight = nn.Parameter(distribute_tensor(sharded.weight.detach(), mesh, [Shard(0)]))
-    with pytest.raises(ValueError, match="'weight' is a DTensor, which is sharded already"):
+    with pytest.raises(ValueError, match="got DTensor parameter 'weight'"):
         DDP(sharded)
 
 

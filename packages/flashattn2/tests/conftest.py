@@ -34,7 +34,7 @@ def interpreter(monkeypatch):
 
     if torch.cuda.is_available():
         pytest.skip("the interpreter is off if there is a GPU; test_gpu.py runs the kernels")
-    monkeypatch.setattr(dispatch, "IS_BFLOAT16_INTERPRETED", True)
+    monkeypatch.setattr(dispatch, "ALLOW_INTERPRETED_BFLOAT16", True)
     builder = of_triton.InterpreterBuilder
     monkeypatch.setattr(builder, "create_dot", _dot_as_a_gpu_does)
     monkeypatch.setattr(builder, "cast_impl", _cast_as_a_gpu_does(builder.cast_impl))
@@ -55,7 +55,7 @@ def interpreter(monkeypatch):
             return configs.Tile(16, 32, 4, 1), "tma" in arguments[4]
 
         monkeypatch.setattr(launch, "choose", choose)
-        monkeypatch.setattr(launch, "split_count", lambda *_: splits)
+        monkeypatch.setattr(launch, "count_splits", lambda *_: splits)
         monkeypatch.setattr(launch, "device_of", lambda _: launch.Device(227 * 1024, 1, tma))
 
     use()

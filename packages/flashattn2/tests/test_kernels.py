@@ -145,4 +145,4 @@ def test_paper_function_equals_the_reference_and_saves_one_number_per_row(interp
     [(132, 64, 132, 1), (64, 64, 132, 2), (32, 64, 132, 4), (1, 512, 132, 16), (1, 3, 132, 1)],
 )
 def test_splits_fill_the_gpu_with_at_least_four_tiles_each(programs, loop, processors, splits):
-    assert launch.split_count(programs, loop, processors) == splits
+    assert launch.count_splits(programs, loop, processors) == splits

@@ -561,7 +561,7 @@ def refuse_damaged_checkpoints():
     folder = case_folder()
     path = Path(folder, "last")
     first_checkpoint(path)
-    assert "no checkpoint at" in load_it(f"{folder}/none")
+    assert "expected a checkpoint, got" in load_it(f"{folder}/none")
     message = load_it(path, 7)
     assert "0.weight is ((6, 5), torch.float32) in the checkpoint, ((7, 5)" in message
     with pytest.MonkeyPatch.context() as patch:

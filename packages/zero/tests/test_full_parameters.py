@@ -576,7 +576,7 @@ class Hiding(nn.Linear):
 
 def hide_output():
     model = FSDP(nn.Sequential(Hiding(5, 5)))
-    with pytest.raises(TypeError, match="returns a list_iterator in which no tensor is found"):
+    with pytest.raises(TypeError, match="returned a list_iterator, in which FSDP finds no tensor"):
         model(torch.ones(2, 5))
     return True
 

@@ -1044,7 +1044,7 @@ def refuse_unknown(stage):
     skip_trial = "replace FSDP by Sharded" if stage == 3 else "pass Sharded"
     for cls, reason in (
         (Noisy, f"it draws random numbers.*{skip_trial}"),
-        (Counting, "its state 'count' belongs"),
+        (Counting, "its state 'count' does not belong"),
     ):
         with pytest.raises(error, match=f"{cls.__name__} cannot be sharded: {reason}"):
             stepped(stage, cls, 1)
@@ -1077,7 +1077,7 @@ def refuse_unknown(stage):
             ShardedOptimizer(small().parameters(), OfModule)
         counting = ShardedOptimizer(small().parameters(), Counting, elementwise=False)
         counting.step()
-        with pytest.raises(ValueError, match="its state 'count' belongs to no parameter"):
+        with pytest.raises(ValueError, match="its state 'count' does not belong to a parameter"):
             counting.state_dict()
     # A loop over the parameters without an optimizer is allowed.
     if stage == 3:

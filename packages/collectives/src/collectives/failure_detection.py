@@ -83,7 +83,7 @@ class FailureDetector:
         topology: the hosts of the group, and the memory that this rank shares with other ranks.
         point_to_point: the connections for messages between ranks.
         gloo: the connections of gloo's own collectives.
-        deadline: the time by which the store must have answered, a value of time.monotonic.
+        deadline: the time by which the group must be set up, a value of time.monotonic.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class FailureDetector:
     def _collect_reports(
         self, participants: Collection[int], deadline: float, call_number: int
     ) -> tuple[dict[int, Report], dict[int, Report]]:
-        """Return the reports of failed ranks and the reports of ranks that still wait, by rank.
+        """Return the reports of ranks that left or failed, and of ranks that still wait, by rank.
 
         Collection ends at the first of these events:
         - a rank has reported the cause, and its report is returned alone;

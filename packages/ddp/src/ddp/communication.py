@@ -18,8 +18,8 @@ from ddp.process_group import ReduceGroup
 AttributeErrors = Callable[[str, dist.Work | None], AbstractContextManager[None]]
 
 #: The second collective of a bucket is launched once this many further buckets have been launched.
-#: By then the first collective has most likely completed, and all ranks launch their collectives in
-#: the same order.
+#: By then the first collective has most likely completed. The lag is fixed, so all ranks launch
+#: collectives in the same order.
 SECOND_COLLECTIVE_LAG = 2
 
 

@@ -27,7 +27,7 @@ class TorchCompatibility:
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The ranks to average over."""
+        """The process group over which gradients are averaged."""
         return self._replica.group.process_group
 
     @property
@@ -63,13 +63,13 @@ class TorchCompatibility:
         device = self._options.device
         return None if device is None else [device.index]
 
-    # Readers: see the methods of `ReducerFacade`.
+    # Used by the callers of the methods of `ReducerFacade`.
     @property
     def reducer(self) -> ReducerFacade:
         """The part of torch's reducer that trainers call."""
         return ReducerFacade(self._replica)
 
-    # Reader: Lightning's `DDPStrategy.teardown`.
+    # Called by Lightning's `DDPStrategy.teardown`.
     def _get_ddp_logging_data(self) -> dict[str, Any]:
         """Return log data that advises against `static_graph=True`, which is not faster here."""
         return {"can_set_static_graph": False}
@@ -81,17 +81,17 @@ class ReducerFacade:
 
     _replica: Replica
 
-    # Reader: Lightning's `prepare_for_backward`.
+    # Called by Lightning's `prepare_for_backward`.
     def _rebuild_buckets(self) -> bool:
         """Return False: buckets are rebuilt automatically after the first step."""
         return False
 
-    # Reader: Lightning's `DDPStrategy`, after a manual backward pass with `static_graph=True`.
+    # Called by Lightning's `DDPStrategy` after a manual backward pass with `static_graph=True`.
     def _delay_all_reduce(self) -> None:
         """Do nothing: `backward()` has already reduced the first step, unlike in torch's DDP."""
 
-    # Readers: Accelerate's `trigger_sync_in_backward`, Lightning's `prepare_for_backward`, torch's
-    # `PipelineStage`.
+    # Called by Accelerate's `trigger_sync_in_backward`, Lightning's `prepare_for_backward` and
+    # torch's `PipelineStage`.
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Request that the next backward pass synchronizes gradients."""
         self._replica.backward_pass.is_sync_requested = True

@@ -277,8 +277,8 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         if not divide_by_initial_world_size and world_size > MAX_EXACT_RANKS:
             raise ValueError(
                 f"expected at most {MAX_EXACT_RANKS} ranks with divide_by_initial_world_size="
-                f"False, got {world_size}: the number of participating ranks would be rounded; "
-                "pass divide_by_initial_world_size=True"
+                f"False, got {world_size}: the number of participating ranks may be rounded in "
+                "bfloat16; pass divide_by_initial_world_size=True"
             )
         replica.agreement.divide_by_initial_world_size = divide_by_initial_world_size
         return ZeroContribution(replica)

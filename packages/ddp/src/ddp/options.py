@@ -140,10 +140,10 @@ def select_group(
 
     Raises `RuntimeError` if two arguments are passed, or if the mesh has several dimensions.
     """
-    if device_mesh is not None and (group or process_group) is not None:
+    if device_mesh is not None and process_group is not None:
         raise RuntimeError("Cannot specify both process_group and device_mesh arguments.")
-    if group is not None and process_group is not None:
-        raise RuntimeError("group and process_group are two names of one argument; pass only one")
+    if group is not None and (process_group is not None or device_mesh is not None):
+        raise RuntimeError("expected one of group, process_group and device_mesh, got two of them")
     if device_mesh is None:
         return group or process_group
     if device_mesh.ndim != 1:
@@ -226,8 +226,8 @@ def _check_parameter(name: str, parameter: nn.Parameter) -> None:
         raise ValueError(f"parameter {name!r} is on the meta device; call module.to_empty first")
     if hasattr(parameter, "device_mesh"):
         raise ValueError(
-            f"parameter {name!r} is a DTensor, which is sharded already; DDP replicates whole "
-            "tensors"
+            f"expected plain tensors, got DTensor parameter {name!r}; replace it by a plain "
+            "tensor, or use torch's fully_shard"
         )
 
 

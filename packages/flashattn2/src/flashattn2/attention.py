@@ -54,8 +54,8 @@ def flash_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute exact softmax attention in memory linear in the sequence length.
 
-    The Triton kernels multiply float32 inputs in float32 if `torch.get_float32_matmul_precision()`
-    is "highest", and in tf32 otherwise.
+    Dropout and additive masks are not supported.  The Triton kernels multiply float32 inputs in
+    float32 if `torch.get_float32_matmul_precision()` is "highest", and in tf32 otherwise.
 
     Args:
         q: Queries `(batch, heads, seq_q, dim)` or `(batch, seq_q, dim)`.
@@ -79,16 +79,14 @@ def flash_attention(
 
     Returns:
         The output `(batch, heads, seq_q, dim_v)`, in the dtype of the inputs or of autocast, and,
-        with `return_lse`, the log-sum-exp `(batch, heads, seq_q)`; without `heads` if the inputs
-        have no head dimension.  The log-sum-exp is differentiable and has dtype float32, or float64
-        for float64 inputs.  A row that sees no key has a zero output and no gradient, and its
-        log-sum-exp is -inf or the sink.
+        with `return_lse`, the log-sum-exp `(batch, heads, seq_q)`.  If the inputs have no head
+        dimension, neither do the results.  The log-sum-exp is differentiable and has dtype float32,
+        or float64 for float64 inputs.  A row that sees no key has a zero output and contributes
+        zero gradients of q, k and v, and its log-sum-exp is -inf or the sink.
 
     Raises:
         ValueError, TypeError: If an argument is invalid, or the named backend does not support it.
-            Dropout and additive masks are not supported.
-        NotImplementedError: Inside `torch.jit.trace` and `torch.func.vmap`, and for forward-mode
-            and third derivatives.
+        NotImplementedError: In `torch.jit.trace`, `vmap`, and forward-mode or third derivatives.
     """
     sides = window if isinstance(window, tuple) else (window,)
     options = is_causal, scale, softcap, backend, deterministic, type(window), *sides

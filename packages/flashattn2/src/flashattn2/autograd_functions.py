@@ -136,7 +136,7 @@ class _Attention(torch.autograd.Function):
         grad_out, grad_lse = grads
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        run = _AttentionBackward.apply if _is_differentiated_again() else _gradients
+        run = _AttentionBackward.apply if _is_differentiated_again() else _compute_gradients
         d_qkv = run(q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, ctx.choice)
         return *d_qkv, None, None, None, None
 
@@ -169,7 +169,7 @@ class _KernelAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        run = _AttentionBackward.apply if _is_differentiated_again() else _gradients
+        run = _AttentionBackward.apply if _is_differentiated_again() else _compute_gradients
         d_qkv = run(q, k, v, grad_out, None, out, lse, None, None, ctx.spec, ctx.choice)
         return *d_qkv, None, None
 
@@ -201,7 +201,7 @@ class _AttentionBackward(torch.autograd.Function):
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _gradients(*inputs)
+        return _compute_gradients(*inputs)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -255,7 +255,7 @@ class _Undifferentiable(torch.autograd.Function):
         )
 
 
-def _gradients(
+def _compute_gradients(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -319,7 +319,7 @@ class _PaperFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = (x.unsqueeze(1) for x in ctx.saved_tensors)
-        run = _AttentionBackward.apply if _is_differentiated_again() else _gradients
+        run = _AttentionBackward.apply if _is_differentiated_again() else _compute_gradients
         d_qkv = run(q, k, v, dO.unsqueeze(1), None, out, lse, None, None, ctx.spec, ctx.choice)
         return *(d.squeeze(1) for d in d_qkv), None
 

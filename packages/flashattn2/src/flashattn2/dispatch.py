@@ -17,7 +17,7 @@ SMALLEST_HEAD_DIM = 16
 LARGEST_HEAD_DIM = 256
 #: True if Triton's interpreter may run bfloat16.  It computes bfloat16 products incorrectly; the
 #: tests correct the product and set this to True.
-IS_BFLOAT16_INTERPRETED = False
+ALLOW_INTERPRETED_BFLOAT16 = False
 #: The smallest length for which the Gluon kernels were measured to be faster than the Triton
 #: kernels.  At length 512 their backward pass was slower; no length in between was measured.
 LEAST_GLUON_LENGTH = 2048
@@ -107,7 +107,7 @@ def _find_triton_obstacle(q: Tensor, v: Tensor) -> str | None:
     """Return the reason why the Triton kernels do not support the input, or None if they do."""
     if q.dtype == torch.float64:
         return "expected float32, bfloat16 or float16, got torch.float64"
-    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not IS_BFLOAT16_INTERPRETED:
+    if q.dtype == torch.bfloat16 and q.device.type == "cpu" and not ALLOW_INTERPRETED_BFLOAT16:
         return (
             "Triton's interpreter multiplies bfloat16 bit patterns as integers; convert to float32"
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from flashattn2 import autocast
 from flashattn2.backends import aten, tiled
 from flashattn2.dispatch import KERNEL_BACKENDS
-from flashattn2.spec import MAX_ROWS, AttentionSpec
+from flashattn2.spec import DIM_LIMIT, AttentionSpec
 from flashattn2.validation import check_boundaries
 
 
@@ -41,9 +41,9 @@ def forward(
     # Sizes are checked inside the operator: outside of it, a comparison of symbolic sizes would
     # restrict the lengths that an exported program accepts.
     for name, x in (("q", q), ("k", k)):
-        if max(x.shape) >= MAX_ROWS:
+        if max(x.shape) >= DIM_LIMIT:
             raise ValueError(
-                f"expected every dimension of {name} to be at most {MAX_ROWS - 1}, got shape "
+                f"expected every dimension of {name} to be at most {DIM_LIMIT - 1}, got shape "
                 f"{tuple(x.shape)}"
             )
     if cu_q is not None and cu_k is not None:

@@ -15,7 +15,7 @@ from torch import Tensor
 UNBOUNDED = -1
 #: Exclusive upper bound of every dimension and window bound.  The kernels add positions and window
 #: bounds in int32, so each must stay below half of the int32 range.
-MAX_ROWS = 2**30
+DIM_LIMIT = 2**30
 
 #: Bounds of `scale`, `softcap` and their ratio: normal numbers of float32, the dtype of scores.
 FLOAT32_RANGE = 2.0**-126, 2.0**127
@@ -146,6 +146,6 @@ def _window_bounds(window: Window) -> tuple[int, int]:
                 f"expected each side of window to be an int >= 0, the number of keys seen beyond "
                 f"the query's own position, or None for no bound, got {window!r}"
             )
-        # No sequence is long enough for a bound of MAX_ROWS to hide a key.
-        bounds.append(UNBOUNDED if side is None or side >= MAX_ROWS else int(side))
+        # No sequence is long enough for a bound of DIM_LIMIT to hide a key.
+        bounds.append(UNBOUNDED if side is None or side >= DIM_LIMIT else int(side))
     return bounds[0], bounds[1]

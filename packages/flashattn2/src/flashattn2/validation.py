@@ -91,8 +91,8 @@ def check_sinks(sinks: Tensor | None, heads: int, q: Tensor) -> None:
     check_tensors(sinks=sinks)
     if sinks.shape != (heads,) or not sinks.is_floating_point():
         raise ValueError(
-            f"expected sinks to have one floating-point number for each of the {heads} query "
-            f"heads, got {sinks.dtype} of shape {tuple(sinks.shape)}"
+            f"expected sinks to be a floating-point tensor of shape ({heads},), one number per "
+            f"query head, got {sinks.dtype} of shape {tuple(sinks.shape)}"
         )
     check_device("sinks", sinks, q)
     if torch.compiler.is_compiling() or torch._C._are_functorch_transforms_active():
@@ -163,7 +163,9 @@ def _check_matching(q: Tensor, k: Tensor, v: Tensor) -> None:
                 f"with shape {tuple(x.shape)}; {name}.to(q) converts the dtype and device"
             )
     if q.dtype not in DTYPES:
-        raise ValueError(f"expected float64, float32, bfloat16 or float16, got dtype {q.dtype}")
+        raise ValueError(
+            f"expected float64, float32, bfloat16 or float16, got dtype {q.dtype}; convert q, k, v"
+        )
     if q.shape[-1] != k.shape[-1]:
         raise ValueError(
             f"expected q and k to have the same head dim, got head dim {q.shape[-1]} for q and "

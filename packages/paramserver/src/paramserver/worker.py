@@ -52,8 +52,8 @@ class Worker:
         TypeError: `rank` is not an integer, or `module` is not a module.
     """
 
-    # The methods below leave inference mode. Otherwise servers in this process, and the local
-    # optimizer, would create tensors that cannot be updated outside of it.
+    # Methods with this decorator leave inference mode. Otherwise servers in this process and the
+    # local optimizer would create tensors that cannot be updated outside inference mode.
     @torch.inference_mode(False)
     def __init__(
         self,
@@ -119,7 +119,7 @@ class Worker:
     def position(self) -> int:
         """Number of steps that this rank has taken: its position in the data.
 
-        When a rank rejoins, only the steps that its accepted pushes cover count. Without a
+        When a rank rejoins, only the steps covered by its accepted pushes count. Without a
         checkpoint, each push of local steps counts as a whole interval, even if it covers less.
         """
         return self._local.position if self._local else self.pushes

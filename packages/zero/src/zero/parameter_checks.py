@@ -59,7 +59,7 @@ def check_shardable(
 def _check_separate_memory(
     parameters: Sequence[tuple[str, Tensor]], buffers: Sequence[tuple[str, Tensor]] = ()
 ) -> None:
-    """Raise ValueError if a parameter shares memory, because its shard would have other memory.
+    """Raise ValueError if a parameter shares memory, which sharding would separate.
 
     One parameter object in several modules (a tied parameter) is not an error.
     """

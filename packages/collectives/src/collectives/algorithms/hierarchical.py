@@ -1,8 +1,9 @@
 """A two-level algorithm: shared memory inside each host, and a ring of one leader per host.
 
-Only the leaders send messages: with H hosts, a leader sends 2(H-1)/H S bytes in an all-reduce, and
-at most S bytes in a broadcast. Sums of bfloat16 are rounded once per level. float16 and 8-bit
-floats are sent as float32, because the sum of one host could overflow.
+Only the leaders send messages. For H hosts and a message of S bytes, a leader sends 2(H-1)/H S
+bytes in an all-reduce, and at most S bytes in a broadcast. Sums of bfloat16 are rounded once per
+level. An all-reduce converts float16 and 8-bit floats to float32, and complex32 to complex64,
+because the sum of one host could overflow. S is then the size after the conversion.
 """
 
 import time

@@ -216,5 +216,5 @@ def _pieces(flat: Tensor) -> list[Tensor]:
 
 
 def first_line(error: Exception) -> str:
-    """Return an error's message without the C++ stack trace that torch adds."""
+    """Return an error's message without torch's C++ stack trace, or its type if it is empty."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__

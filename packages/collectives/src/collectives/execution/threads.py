@@ -2,16 +2,15 @@
 
 # Note [Threads at exit]
 # ~~~~~~~~~~~~~~~~~~~~~~
-# A daemon thread may return from torch's C++ code while the interpreter ends. It is then terminated
-# inside a C++ destructor, which aborts the process ("terminate called without an active
-# exception"). Every thread of this package may be inside torch. At exit, the queued calls of each
-# group therefore get `CLOSE_SECONDS` to finish, and so does a call on a daemon thread of the user.
-# A group whose calls wait for other ranks is aborted, which ends these waits. Then all threads are
-# joined for at most `EXIT_SECONDS`. A thread whose caller has stopped waiting may never return, for
-# example if a store hangs. On a busy machine, such a thread often returns, but late. The exit
-# therefore waits for it too, for at most `ABANDONED_SECONDS`. A daemon thread of the user that
-# makes another call is ended by `SystemExit`. The main thread can still make calls, in functions
-# that run at exit.
+# A daemon thread may return from torch's C++ code while the interpreter shuts down. It is then
+# terminated inside a C++ destructor, which aborts the process ("terminate called without an active
+# exception"). Every thread of this package may be inside torch. At exit, queued calls, and calls on
+# daemon threads of the user, therefore get `CLOSE_SECONDS` to finish. A group whose calls wait for
+# other ranks is aborted, which ends these waits. Then all threads are joined for at most
+# `EXIT_SECONDS`. A thread whose caller has stopped waiting may never return, for example if a store
+# hangs. On a busy machine, such a thread often returns, but late. The exit therefore waits for it
+# too, for at most `ABANDONED_SECONDS`. A daemon thread of the user that makes another call is ended
+# by `SystemExit`. The main thread can still make calls, in functions that run at exit.
 
 import threading
 import time

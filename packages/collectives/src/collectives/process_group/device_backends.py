@@ -57,9 +57,9 @@ def copy_options(options: Any, **changes: Any) -> Any:
 
 
 def split_options(options: Any, ranks: Sequence[int], name: str, timeout: timedelta) -> Any:
-    """Return torch's options for a group of some ranks of the group that `options` belong to.
+    """Return torch's options for the subgroup that consists of `ranks`.
 
-    `ranks` must contain the rank of this process.
+    `options` are those of the parent group. `ranks` must contain the rank of this process.
     """
     global_ranks = options.global_ranks_in_group or range(options.group_size)
     return copy_options(

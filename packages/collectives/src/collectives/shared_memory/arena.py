@@ -105,8 +105,8 @@ class Arena:
         self._clocks = [memory[_CLOCK : _CLOCK + 8].cast("q") for memory in self._memory]
         # One byte per rank: 1 if it has left the group without an error.
         self._left = [memory[_LEFT : _LEFT + 1] for memory in self._memory]
-        # One number per rank: the number of ranks that it blames if it has left the group after an
-        # error, otherwise 0. `_blamed` has 1 + each of these ranks.
+        # Number of ranks that each rank blames: 0 unless it has left after an error. `_blamed`
+        # stores the blamed ranks, each plus 1, so that 0 means "not yet written".
         self._failures = [memory[_FAILURE : _FAILURE + 8].cast("q") for memory in self._memory]
         self._blamed = [memory[_BLAMED:_DATA].cast("i") for memory in self._memory]
         self._others = [i for i in range(self.world_size) if i != rank]

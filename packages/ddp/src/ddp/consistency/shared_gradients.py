@@ -17,10 +17,10 @@ from ddp.consistency.failure_attribution import FailureAttribution
 def refuse_shared_gradients(
     parameters: Mapping[str, nn.Parameter], rank: int, failures: FailureAttribution
 ) -> None:
-    """Raise `RuntimeError` if two parameters share memory of `.grad`.
+    """Raise `RuntimeError` if the `.grad` tensors of two parameters share memory.
 
-    Autograd would add both gradients to this memory. The sum could be reduced before the second
-    gradient is added.
+    Autograd would accumulate both gradients there, and a bucket could be reduced before the second
+    gradient has been added.
     """
     if _have_separate_ranges(parameters.values()):
         return
@@ -95,7 +95,7 @@ class _Layout(NamedTuple):
 def _find_overlapping_ranges(
     parameters: Mapping[str, nn.Parameter],
 ) -> list[tuple[list[str], tuple[_Layout, ...]]]:
-    """Return names and layouts of each group of gradients in overlapping ranges, by address."""
+    """Return each group of gradients with overlapping ranges as names and layouts, by address."""
     gradients = []
     for name, parameter in parameters.items():
         gradient = parameter.grad

@@ -75,7 +75,7 @@ class StepRecord:
 
     @property
     def exposed_seconds(self) -> float:
-        """Seconds of the wait for gradients after the backward pass."""
+        """Seconds that this rank waited for gradients after the backward pass."""
         return self.waiting[1] - self.waiting[0]
 
     @property

@@ -44,7 +44,7 @@ from flashattn2.spec import AttentionSpec
 
 
 class Tile(NamedTuple):
-    """The tile sizes of one head dim."""
+    """The launch configuration of one head dim."""
 
     #: Rows of the streamed tiles.
     rows: int
@@ -52,7 +52,7 @@ class Tile(NamedTuple):
     stages: int
 
 
-#: The tile sizes of each supported head dim.
+#: The launch configuration of each supported head dim.
 TILES = {64: Tile(128, 2), 128: Tile(64, 2)}
 #: Resident rows of a program: 64, the rows of a wgmma, for each of two warpgroups.
 RESIDENT = 128
@@ -87,8 +87,8 @@ def backward_kernel(
             LEFT, RIGHT, 1,
         )  # fmt: skip
         members, streamed_head = 1, head // group
-    # Among `count` streamed tiles, tiles near to far - 1 need no mask.  All other tiles contain an
-    # edge of the band or the end of the keys.
+    # Among `count` streamed tiles, tiles in [near, far) need no mask.  All other tiles may contain
+    # an edge of the band or the end of the keys.
     count = gl.cdiv(hi - lo, ROWS)
     near = gl.cdiv(all_lo - lo, ROWS)
     far = gl.cdiv(all_hi - lo, ROWS)

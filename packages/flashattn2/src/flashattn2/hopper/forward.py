@@ -49,7 +49,7 @@ from flashattn2.spec import AttentionSpec
 
 
 class Tile(NamedTuple):
-    """The tile sizes of one head dim."""
+    """The launch configuration of one head dim."""
 
     #: Number of warpgroups that compute.
     consumers: int
@@ -63,11 +63,11 @@ class Tile(NamedTuple):
     consumer_registers: int
 
 
-#: The tile sizes of each supported head dim.
+#: The launch configuration of each supported head dim.
 TILES = {64: Tile(2, 128, 3, 240), 128: Tile(2, 128, 2, 240)}
-#: The tile sizes for head dim 64 and at least `LONG` queries without a left bound.  With a third
-#: consumer, the tensor cores stall less on exponentials.  A left bound would need more registers.
-#: For fewer queries, this tile was slower.
+#: The launch configuration for head dim 64 and at least `LONG` queries without a left bound.  With
+#: a third consumer, the tensor cores stall less on exponentials.  A left bound would need more
+#: registers.  For fewer queries, this configuration was slower.
 LONG_TILE = Tile(3, 128, 3, 160)
 LONG = 2048
 #: With a right bound, `LONG_TILE` is used only with the version of Triton with which it was
@@ -196,10 +196,10 @@ def consumer(
     lo, all_lo, all_hi, hi = key_ranges(
         row, last, seq_q, seq_k, left, right, 0, KEYS, LEFT, RIGHT, 1
     )
-    # Tiles run from right to left.  This consumer skips tiles before `first_tile`, whose keys none
-    # of its queries see, and tiles from `stop_tile` on.  Tiles first_tile to near - 1 are masked,
-    # because they may contain the right edge of the band or the end of the keys.  Tiles near to
-    # far - 1 need no mask.  Tiles far to stop_tile - 1 may contain the left edge of the band.
+    # Tiles are processed from right to left.  This consumer skips tiles before `first_tile`, whose
+    # keys none of its queries see, and tiles from `stop_tile` on.  Tiles in [first_tile, near) are
+    # masked, because they may contain the right edge of the band or the end of the keys.  Tiles in
+    # [near, far) need no mask.  Tiles in [far, stop_tile) may contain the left edge of the band.
     stop = start + KEYS
     first_tile = gl.minimum(gl.maximum(stop - hi, 0) // KEYS, count - 1)
     stop_tile = gl.maximum(gl.minimum((stop - lo) // KEYS, count), first_tile + 1)

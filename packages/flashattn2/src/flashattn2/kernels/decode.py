@@ -61,7 +61,7 @@ def decode(
     tiles = launch.count_tiles(by_row, cu_q, block_m)
     loop_tiles = launch.cdiv(capacity, block_n)
     processors = launch.device_of(q.device).processors
-    splits = launch.split_count(tiles * batch * kv_heads, loop_tiles, processors)
+    splits = launch.count_splits(tiles * batch * kv_heads, loop_tiles, processors)
     out = q.new_empty((batch, kv_heads, rows, v_dim))
     lse = q.new_empty((batch, kv_heads, rows), dtype=torch.float32)
     to_out, to_lse = launch.split_outputs(out, splits), launch.split_outputs(lse, splits)

@@ -115,7 +115,7 @@ def plan_launch(
             tiles, loop_tiles = loop_tiles, tiles
         splits = 1
         if not packed:
-            splits = split_count(tiles * q.shape[0] * heads, loop_tiles, device.processors)
+            splits = count_splits(tiles * q.shape[0] * heads, loop_tiles, device.processors)
         if splits == 1:
             break
     is_exact = q.dtype == torch.float32 and precision == "ieee"
@@ -137,11 +137,11 @@ def _paths(device: "Device", packed: bool, tensors: tuple[Tensor, ...]) -> tuple
     return ("tma", "hopper", "pointers")
 
 
-def split_count(programs: int, loop_tiles: int, processors: int) -> int:
-    """Return the largest number of splits whose programs fit on the SMs, 1 to `MAX_SPLITS`.
+def count_splits(programs: int, loop_tiles: int, processors: int) -> int:
+    """Return the number of splits, at most `MAX_SPLITS`, or 1 if the programs already fill the SMs.
 
-    Without splits, each of `programs` programs loops over `loop_tiles` tiles.  Several splits are
-    used only if each of them has at least four tiles.
+    Without splits, each of `programs` programs loops over `loop_tiles` tiles.  The programs of all
+    splits fit on the SMs, and on average a split has at least four tiles.
     """
     if programs >= processors:
         return 1

@@ -76,7 +76,7 @@ def flash_attention_with_kvcache(
         NotImplementedError: Inside `torch.jit.trace`, and inside `make_fx` with `k` and `v`.
     """
     is_paged = block_table is not None
-    new_rows = _signature_of_new_rows(k, v)
+    new_rows = _sign_new_rows(k, v)
     packing = None if cu_seqlens_q is None else getattr(cu_seqlens_q, "shape", type(cu_seqlens_q))
     sides = window if isinstance(window, tuple) else (window,)
     options = is_causal, scale, softcap, backend, is_paged, new_rows, packing, type(window), *sides
@@ -157,7 +157,7 @@ def _choose_backend(
     return choice._replace(backend="aten") if is_per_sequence else choice
 
 
-def _signature_of_new_rows(k: Tensor | None, v: Tensor | None) -> Any:
+def _sign_new_rows(k: Tensor | None, v: Tensor | None) -> Any:
     """Return the part of a call's signature that depends on the new keys and values."""
     if type(k) is Tensor and type(v) is Tensor:
         return k.shape, v.shape, k.dtype, v.dtype, k.layout, v.layout

@@ -13,7 +13,7 @@ from torch.compiler import is_dynamo_compiling
 
 from flashattn2 import autocast
 from flashattn2.compilation import is_recorded, is_untransformed
-from flashattn2.spec import MAX_ROWS
+from flashattn2.spec import DIM_LIMIT
 from flashattn2.validation import DTYPES, check_device, check_heads, check_int32, check_tensors
 
 if TYPE_CHECKING:
@@ -365,7 +365,7 @@ def _count_uses(table: Tensor, is_used: Tensor, pages: int) -> Tensor:
 def _capacity(cache: Tensor, table: Tensor | None) -> int:
     """Return the maximum number of rows per sequence, limited so that positions fit in int32."""
     pages_per_sequence = 1 if table is None else table.shape[1]
-    return min(cache.shape[2] * pages_per_sequence, MAX_ROWS - 1)
+    return min(cache.shape[2] * pages_per_sequence, DIM_LIMIT - 1)
 
 
 def _length_rule(new: int, cache: Tensor, table: Tensor | None) -> str:

@@ -76,8 +76,8 @@ class Core:
         #: Reason for each loss after which training continued, keyed by worker.
         self.lost: dict[int, str] = {}
         self._elastic = elastic
-        #: True if training continues after the loss of a worker. Otherwise the other workers wait
-        #: until the worker rejoins, or training fails if no worker can rejoin.
+        #: True if training continues after the loss of a worker. Otherwise, if `elastic`, the other
+        #: workers wait up to `timeout` seconds for it to rejoin. If not, its loss ends training.
         self._continues_after_loss = allow_missing or (elastic and not consistency.averages)
 
     def handle(
@@ -134,7 +134,7 @@ class Core:
         """
         timed_out: list[tuple[int, Exception]] = []
         for worker, (_, message) in list(self.waits.waiting.items()):
-            silent = self.waits.silent(worker, self.ledger, now)
+            silent = self.waits.find_silent_blockers(worker, self.ledger, now)
             if not silent:
                 continue
             if message.kind is Kind.FINISH and not self.ledger.active:
@@ -165,11 +165,7 @@ class Core:
         return self.waits.next_deadline(self.ledger)
 
     def mark_lost(self, worker: int, reason: str) -> None:
-        """Handle the loss of `worker`, unless it has finished or left.
-
-        Depending on the options of `Core`, training continues without it, the other workers wait
-        until it rejoins, or training fails.
-        """
+        """Handle the loss of an awaited worker as `_continues_after_loss` describes."""
         member = self.ledger.awaited.get(worker)
         if member is None:
             return

@@ -113,7 +113,7 @@ class Ledger:
             return member
         if not self.awaited and self._workers > 1:
             self._append(Start(self._workers))
-        self._append(Join(worker, member.epoch + 1, self._clock_of_join(worker), session))
+        self._append(Join(worker, member.epoch + 1, self._choose_join_clock(worker), session))
         return self.members[worker]
 
     def commit(self, push: Push) -> None:
@@ -254,15 +254,18 @@ class Ledger:
             case Leave(worker):
                 valid = worker in self.awaited
         if not valid:
-            raise ValueError(f"entry {self.stop} of this server's log cannot be {entry}")
+            raise ValueError(
+                f"expected a valid entry {self.stop} of this server's log, got {entry}: a journal "
+                "was restored from an older copy, or a server of another job answered"
+            )
 
     def _may_join(self, entry: Join) -> bool:
         member = self.members.get(entry.worker, Member(active=False))
         if entry.session in member.sessions or entry.epoch != member.epoch + 1:
             return False
-        return entry.clock == self._clock_of_join(entry.worker)
+        return entry.clock == self._choose_join_clock(entry.worker)
 
-    def _clock_of_join(self, worker: int) -> int:
+    def _choose_join_clock(self, worker: int) -> int:
         """Return the clock at which `worker` joins.
 
         An awaited worker continues at its previous clock. Any other worker joins at the clock of

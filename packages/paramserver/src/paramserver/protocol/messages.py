@@ -108,7 +108,7 @@ def check_request(worker: int, message: Message) -> None:
     if kind > Kind.HEARTBEAT:
         raise ValueError(f"expected a request, got {kind!r}")
     if worker == OBSERVER and kind not in (Kind.SYNC, Kind.END):
-        raise ValueError(f"worker {OBSERVER} only observes: expected SYNC or END, got {kind!r}")
+        raise ValueError(f"expected SYNC or END from an observer (worker {OBSERVER}), got {kind!r}")
     numbers = message.epoch, message.clock, message.number, message.position, message.size
     if min(numbers) < 0:
         raise ValueError(f"expected fields >= 0 in {kind!r}, got {str(message.fields())[:80]}")

@@ -248,7 +248,9 @@ class Replica:
         }
 
     def load_snapshot(self, state: Mapping[str, Any]) -> None:
-        """Restore a state that `snapshot` returned. Pending reads are void; workers repeat them.
+        """Restore a state that `snapshot` returned.
+
+        The snapshot contains no pending reads, so workers repeat them.
 
         Raises:
             ValueError: the snapshot is of another policy, optimizer or shard.

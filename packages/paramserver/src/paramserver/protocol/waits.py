@@ -9,11 +9,10 @@ from paramserver.protocol.messages import Kind, Message
 class Waits:
     """The waits of all workers for a server's answers, and the time of each worker's last request.
 
-    A worker is silent if it has sent no request for `timeout` seconds and is not itself waiting.
-
     Args:
         workers: number of workers that take part from the start.
-        timeout: seconds without a request after which other workers stop waiting for a worker.
+        timeout: a wait times out when a worker that blocks it has sent no request for this many
+            seconds since the wait started, and is not itself waiting.
     """
 
     def __init__(self, workers: int, timeout: float) -> None:
@@ -45,8 +44,8 @@ class Waits:
         blockers = ledger.awaited if is_finish else ledger.workers_behind(message.clock)
         return [worker for worker in blockers if worker not in self.waiting]
 
-    def silent(self, worker: int, ledger: Ledger, now: float) -> list[int]:
-        """Return the silent workers for which `worker` waits."""
+    def find_silent_blockers(self, worker: int, ledger: Ledger, now: float) -> list[int]:
+        """Return the workers whose silence has let the wait of `worker` time out."""
         since, message = self.waiting[worker]
         return [w for w in self.blockers(message, ledger) if self._deadline(w, since) <= now]
 

@@ -187,7 +187,9 @@ def open_folder(path: Path) -> Folder:
     """
     path = find_checkpoint(path)
     if not (path / ".metadata").exists():
-        raise FileNotFoundError(f"no checkpoint at {path}: it has no .metadata file")
+        raise FileNotFoundError(
+            f"expected a checkpoint, got {path} without .metadata; pass a folder of save_checkpoint"
+        )
     try:
         metadata = FileSystemReader(path).read_metadata()
     except Exception as error:

@@ -98,8 +98,8 @@ class FSDPModule:
     def __deepcopy__(self, memo: Any) -> Any:
         # Without this method, a copy would first construct a module without arguments.
         raise AssertionError(
-            "a module of fully_shard cannot be copied: copy it before fully_shard, and load the "
-            "state_dict() of this one"
+            "a module passed to fully_shard cannot be copied; copy it before calling fully_shard, "
+            "then load this module's state_dict() into the copy"
         )
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:

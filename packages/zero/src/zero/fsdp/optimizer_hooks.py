@@ -64,7 +64,7 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
 
     Create or update it if necessary. Raise RuntimeError if the optimizer cannot step shards.
     """
-    shard_optimizer, known = _known.get(optimizer, (None, []))
+    shard_optimizer, known = _shard_optimizers.get(optimizer, (None, []))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not is_same_list(parameters, known):
         try:
@@ -76,7 +76,7 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
                 shard_optimizer.update(optimizer)
         except ValueError as error:
             raise RuntimeError(str(error)) from error
-        _known[optimizer] = shard_optimizer, parameters
+        _shard_optimizers[optimizer] = shard_optimizer, parameters
     for state in optimizer.state.values() if shard_optimizer else ():
         # A copy of a gradient or a shard, such as a momentum buffer, must not act like a gradient.
         state.update({k: as_plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
@@ -314,10 +314,10 @@ class ShardOptimizer:
         return {**state_dict, "state": state}
 
 
-#: Maps each optimizer to its ShardOptimizer, or None if the optimizer has no shards, and to the
-#: list of its parameters when this was determined.
-_known: WeakKeyDictionary[torch.optim.Optimizer, tuple[ShardOptimizer | None, list[nn.Parameter]]]
-_known = WeakKeyDictionary()
+#: ShardOptimizer (None if it has no shards) and parameters of each optimizer at its last check.
+_shard_optimizers: WeakKeyDictionary[
+    torch.optim.Optimizer, tuple[ShardOptimizer | None, list[nn.Parameter]]
+] = WeakKeyDictionary()
 
 
 def _needs_full_tensors(

@@ -228,8 +228,8 @@ class UnitSchedule(nn.Module):
         if units and reads_weight_in_backward(module, self._hook_ids[module]):
             if torch.is_grad_enabled() and hides_tensors(output):
                 raise TypeError(
-                    f"{type(module).__name__} returns a {type(output).__name__} in which no tensor "
-                    "is found, so its weights could not be gathered for the backward pass: return "
+                    f"{type(module).__name__} returned a {type(output).__name__}, in which FSDP "
+                    "finds no tensor, so it cannot gather weights for the backward pass: return "
                     "tensors in containers or dataclasses, or register the class as a torch pytree"
                 )
             # During recomputation, position 0 disables prefetching: the backward pass of a segment

@@ -142,7 +142,7 @@ class GradientReducer:
         for bucket, is_dirty_anywhere in zip(self.buckets, dirty_anywhere, strict=True):
             if is_dirty_anywhere:
                 for parameter, piece in bucket.pieces:
-                    self._collect(parameter, [(bucket, piece)])
+                    self._copy_gradient(parameter, [(bucket, piece)])
                 self._queue.launch(bucket)
         for parameter, is_used_anywhere in zip(parameters, used_anywhere, strict=True):
             # A parameter that only other ranks have used gets an average on this rank too.
@@ -258,7 +258,7 @@ class GradientReducer:
             # Two reentrant checkpoints use this parameter. The first part of its gradient may be in
             # flight, so this part stays local until `finish`.
             return
-        self._collect(parameter, self._pieces[parameter])
+        self._copy_gradient(parameter, self._pieces[parameter])
         for bucket, _ in self._pieces[parameter]:
             bucket.missing.discard(parameter)
             if not bucket.missing:
@@ -301,7 +301,7 @@ class GradientReducer:
         for bucket in self._launch_order[self._num_launched :]:
             for parameter, piece in bucket.pieces:
                 if parameter in bucket.missing:
-                    self._collect(parameter, [(bucket, piece)])
+                    self._copy_gradient(parameter, [(bucket, piece)])
             self._queue.launch(bucket)
         # Other ranks may have used these parameters, so this rank has an average of them too.
         for parameter in missing:
@@ -346,7 +346,7 @@ class GradientReducer:
                     ".grad, or skip the step, on every rank or on none"
                 )
 
-    def _collect(self, parameter: nn.Parameter, pieces: list[tuple[Bucket, Piece]]) -> None:
+    def _copy_gradient(self, parameter: nn.Parameter, pieces: list[tuple[Bucket, Piece]]) -> None:
         """Copy a local gradient, or zeros if there is none, into the buffers of its buckets."""
         gradient = parameter.grad
         if isinstance(gradient, AveragedGradient):

@@ -220,8 +220,8 @@ def check_state(optimizer: Optimizer) -> None:
     shared = [key for key in optimizer.state if not isinstance(key, Tensor)]
     if shared:
         raise ValueError(
-            f"{type(optimizer).__name__} cannot be sharded: its state {shared[0]!r} belongs to no "
-            "parameter, so a checkpoint of shards would not have it; use the optimizer unsharded"
+            f"{type(optimizer).__name__} cannot be sharded: its state {shared[0]!r} does not "
+            "belong to a parameter, so a sharded checkpoint would lack it; use it unsharded"
         )
 
 

@@ -48,7 +48,7 @@ def check_ordered(members: Any) -> None:
 
 
 def name_members(members: list[Any]) -> list[tuple[str, Tensor]]:
-    """Return the members of a group with their names, or their numbers if they have no names."""
+    """Return (name, tensor) pairs; a member without a name is called "number <index>"."""
     return [
         entry if isinstance(entry, tuple) else (f"number {index}", entry)
         for index, entry in enumerate(members)
