@@ -48,7 +48,7 @@ def test_rows_have_nccl_tests_columns_and_no_wrong_elements(tmp_path):
     by_algorithm = {row["algorithm"]: row for row in measured if row["case"] == "all_reduce"}
     assert by_algorithm["shared_empty"]["wire_bytes"] < 0.1 * SIZE
     assert 1.0 <= by_algorithm["ring"]["wire_bytes"] / SIZE < 1.1
-    assert "busbw_gbps" in bench.format_table(measured)
+    assert "busbw_gbps" in bench.table(measured)
     plot(measured, tmp_path / "bandwidth.png")
     assert (tmp_path / "bandwidth.png").stat().st_size > 10_000
 

@@ -29,7 +29,7 @@ def test_every_case_reports_its_rows(rows):
             assert row["time_ms"] > 0
             if row["impl"] == "ours":
                 assert row["ratio_p50"] == 1.0
-    assert report.format_table(rows).count("\n\n") == 2
+    assert report.table(rows).count("\n\n") == 2
 
 
 def test_device_without_a_clock_is_refused():

@@ -290,7 +290,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # Under torchrun only rank 0 has rows.
     if not rows:
         return
-    print(format_table(rows))
+    print(table(rows))
     if args.json:
         args.json.write_text(json.dumps(rows, indent=1) + "\n")
     if args.plot:
@@ -299,7 +299,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         plot(rows, args.plot)
 
 
-def format_table(rows: list[Row]) -> str:
+def table(rows: list[Row]) -> str:
     """Return rows as aligned text, with one block per set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):

@@ -27,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             part = arguments.json.with_name(f"{arguments.json.name}.{os.getpid()}.part")
             part.write_text(json.dumps(rows, indent=1) + "\n")
             part.replace(arguments.json)
-    print(format_table(rows))
+    print(table(rows))
 
 
-def format_table(rows: list[Row]) -> str:
+def table(rows: list[Row]) -> str:
     """Return the rows as aligned text, with one block per set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
