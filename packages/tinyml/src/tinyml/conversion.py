@@ -142,9 +142,9 @@ class Replacement(nn.Module):
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
     def layer_to_compress(self) -> nn.Module:
-        """Return the layer to compress in place of this one.
+        """Return the layer whose weight is compressed instead of this module.
 
-        Raise `ValueError` if its dense weight is not stored.
+        Raise `ValueError`, unless a subclass that stores the weight before rounding overrides it.
         """
         raise ValueError(
             f"expected a model whose layers were not replaced, got {type(self).__name__} layers; "
