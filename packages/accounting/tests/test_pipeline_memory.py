@@ -166,6 +166,18 @@ def test_stage_peak_contains_a_second_gradient_of_a_large_table(stage: int) -> N
     agrees("1f1b", 2, stage, vocab_size=8192, seq=8)
 
 
+@pytest.mark.parametrize(
+    ("precision", "size"), [("megatron_bf16", 2), ("amp_bf16", 4), ("deepseek_v3", 2)]
+)
+def test_second_gradient_of_a_table_has_the_dtype_of_its_parameter(
+    precision: str, size: int
+) -> None:
+    shape = Transformer(layers=2, d_model=64, heads=4, d_ff=192, vocab_size=8192)
+    plan = Plan(pipeline=2, microbatches=4)
+    memory = training_memory(shape, plan, stage=0, batch=4, seq=8, precision=precision)
+    assert memory["gradient of the table"].total == 64 * 8192 * size
+
+
 @releases_outputs
 @pytest.mark.exhaustive
 @pytest.mark.parametrize("stage", range(4))

@@ -137,6 +137,6 @@ def test_rank_that_leaves_during_a_check_of_the_peers_is_not_blamed(compiled, mo
 
     waiting._processes[2] = LateProcess()
     # Several ranks may be lost at once; this group also has ranks on another host.
-    with pytest.raises(collectives.RankLost, match="3, 6 lost, as rank 5 reported") as caught:
+    with pytest.raises(collectives.RankLost, match="5 reported the loss of ranks 3, 6") as caught:
         waiting.sync()
     assert caught.value.ranks == (3, 6)

@@ -60,7 +60,7 @@ def model() -> AttentionOnly:
         ),
         (
             lambda: ov_circuit(torch.ones(4, 8), torch.ones(8, 6), heads=3, kv_heads=2),
-            "3 query heads cannot share 2 key-value heads",
+            "3 query heads cannot share 2 key-value heads evenly; check kv_heads=",
         ),
         (
             lambda: qk_circuit(torch.ones(6, 8), torch.ones(6, 8), heads=2, kv_heads=0),

@@ -573,7 +573,7 @@ def patched(model: HookedDecoder, tokens: Tensor, cache: ActivationCache) -> Ten
         *(
             (
                 lambda m, call=call: getattr(m, call)(TOKENS, incl_bwd=True),
-                rf"{call}\(\) has no option 'incl_bwd'; expected .*stop_at_layer",
+                rf"{call}\(\) has no option 'incl_bwd'; expected .*stop_at_layer or a named",
             )
             for call in ("__call__", "run_with_hooks", "run_with_cache")
         ),

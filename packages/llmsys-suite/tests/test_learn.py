@@ -325,6 +325,15 @@ def test_the_fastest_that_can_learn_is_chosen():
     ]
     assert choice.fastest(rows) == "zero 1"
     assert choice.fastest([]) == "torch DDP"
+    # Only rank 0 has the rows and chooses; rank 1 receives the choice.
+    model = ModelConfig.named("mini", context=16)
+    run = mock.Mock(config=RunConfig(size="mini"), model=model, results={}, rank=1, world=2)
+    run.gather.side_effect = lambda mine: ["zero 1", mine]
+    with (
+        mock.patch.object(choice, "fastest", side_effect=AssertionError),
+        mock.patch.dict(choice.VARIANTS, {"zero 1": mock.Mock()}),
+    ):
+        assert choice.make_variant(run)[0] == "zero 1"
 
 
 def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp_path, capsys):

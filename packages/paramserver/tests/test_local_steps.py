@@ -465,7 +465,7 @@ def test_a_worker_of_another_policy_is_refused():
 
 
 def test_local_steps_need_an_optimizer_and_a_number():
-    with pytest.raises(ValueError, match="expected an integer steps >= 1, got 0"):
+    with pytest.raises(ValueError, match="expected steps >= 1, got 0"):
         LocalSteps(0)
     with pytest.raises(ValueError, match="expected a local `optimizer` with LocalSteps"):
         Worker(model(), [], local=LocalSteps(2))

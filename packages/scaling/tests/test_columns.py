@@ -92,14 +92,24 @@ def test_active_parameters_of_a_mixture_of_experts_are_read(active, all_of_them)
         load_runs({all_of_them: N, active: 8 * N, **REST})
 
 
+@pytest.mark.parametrize("folder", ["throughput", "run/log", "train_log"])
+def test_logarithms_beside_their_column_are_not_read(folder):
+    """OLMo exports both columns."""
+    column = f"{folder}/total_training_Gflops"
+    logarithms = {f"{folder}/total_training_log_Gflops": np.log10(C / 1e9)}
+    runs = load_runs({"N": N, "loss": LOSS, column: C / 1e9, **logarithms})
+    np.testing.assert_allclose(runs.compute, C)
+
+
 @pytest.mark.parametrize(
     ("name", "remedy"),
     [
         ("log10_compute", "by a column 'compute' of 10 ** 'log10_compute'"),
-        ("train/log2_flops", "by a column 'compute' of 2 ** 'train/log2_flops'"),
-        ("ln(params)", "by a column 'parameters' of e ** 'ln(params)'"),
-        ("logD", "by a column 'tokens' of base ** 'logD'"),
-        ("log_loss", "confirm a loss in nats with columns={'loss': 'log_loss'}"),
+        ("train/log2_flops", "by a column 'flops' of 2 ** 'train/log2_flops'"),
+        ("ln(params)", "by a column 'params' of e ** 'ln(params)'"),
+        ("logD", "by a column 'd' of base ** 'logD'"),
+        ("total_log_Gflops", "by a column 'gflops' of base ** 'total_log_Gflops'"),
+        ("log_loss", "confirm numbers that are not logarithms with columns={'loss': 'log_loss'}"),
     ],
 )
 def test_refused_logarithms_are_named_with_their_conversion(name, remedy):

@@ -139,7 +139,7 @@ def test_bad_criteria_are_refused():
     with pytest.raises(ValueError, match="one sparsity for scope='global'"):
         prune_channels(network(), {"0": 0.5}, X, scope="global")
     linear = nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2))
-    with pytest.raises(ValueError, match="no batch normalization"):
+    with pytest.raises(ValueError, match="expected a batch normalization with nonzero scales"):
         prune_channels(linear, 0.5, torch.randn(2, 4), criterion="bn_scale")
     with pytest.raises(ValueError, match=r"after \['3'\]"):
         prune_channels(network(), {"3": 0.5}, X, criterion="bn_scale")

@@ -210,7 +210,7 @@ def test_merging_twice_or_a_part_is_refused():
     model = merge(adapted())
     before = snapshot(model)
     with pytest.raises(
-        RuntimeError, match=r"0: .*not merged, got a merged one.*nothing was merged"
+        RuntimeError, match=r"0: .*unmerged update, got a merged one.*nothing was merged"
     ):
         merge(model)
     assert same(snapshot(model), before)

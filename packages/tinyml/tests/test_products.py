@@ -279,6 +279,18 @@ def test_models_may_be_made_and_converted_in_inference_mode(bits, activations):
     assert torch.allclose(model(inputs.double()).float(), expected, rtol=0.1, atol=0.1)
 
 
+def test_prepared_weights_may_be_discarded_by_another_thread():
+    class Discarding(dict):
+        def __setitem__(self, *_):
+            pass
+
+    layer = quantize(nn.Sequential(nn.Linear(64, 32)), 8, activations="dynamic")[0]
+    inputs = torch.randn(4, 64)
+    expected = layer(inputs)
+    layer._prepared = Discarding()
+    assert torch.equal(layer(inputs), expected)
+
+
 def test_an_error_of_the_float_implementation_is_raised():
     model = quantize(nn.Sequential(nn.Linear(64, 32)), 8, activations="dynamic")
     model[0].always = None

@@ -557,7 +557,7 @@ def test_a_save_interrupted_between_its_renames_loads_the_previous():
 
 
 def refuse_damaged_checkpoints():
-    """Load checkpoints that are absent, of another model, newer or damaged."""
+    """Load checkpoints that are missing, of another model, newer or damaged."""
     folder = case_folder()
     path = Path(folder, "last")
     first_checkpoint(path)

@@ -127,7 +127,7 @@ def number(
 ) -> float:
     """Return `value` as a finite float from `least` to `most`; `open` excludes `least` itself.
 
-    Raises `TypeError` if `value` is not a number, and `ValueError` if it is out of range.
+    Raises `TypeError` unless it is a number, and `ValueError` if it is infinite or out of range.
     """
     if isinstance(value, bool | str | None) or not hasattr(value, "__float__"):
         raise TypeError(f"expected {name} to be a number, got {value!r}")

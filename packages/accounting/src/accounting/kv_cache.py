@@ -21,7 +21,7 @@ def kv_cache(
     A layer with a window stores at most the keys of one window; between two tokens, transformers
     stores one key fewer. MLA stores per token the latent, the rotary key that all heads share and,
     with sparse attention, the index key. A recurrent layer stores its state, which is split over
-    the devices. All of them are in `dtype`, and scales of quantized caches are not counted. An
+    the devices. All of these are in `dtype`, and scales of quantized caches are not counted. An
     encoder has no cache. Key and value heads are split over `tensor` devices until each device has
     one head; additional devices store copies. Each device stores the whole cache of MLA. Raises
     `ValueError` if `tensor` is neither a divisor nor a multiple of the number of key heads, or if

@@ -246,7 +246,7 @@ class Communicator:
         self.point_to_point.tag_by(b"")
 
     def abort(self, event: str = "called abort") -> None:
-        """Leave the group at once; calls then fail on all ranks, here with the reason `event`."""
+        """Leave the group at once, so that calls fail on all ranks; `event` is the reason."""
         if not self.is_inherited:
             reason = RankLost([self.rank], f"rank {self.rank} {event}; {UNUSABLE}")
             self.failures.leave_group_with_reason(reason, self.operation)

@@ -266,7 +266,7 @@ class FailureDetector:
     def _find_cause(
         self, error: PeerError, operation: Operation, timeout: float
     ) -> RankLost | Mismatch:
-        """Return the error that names the dead ranks of this host, or ranks that reports blame."""
+        """Return the error for dead ranks of this host, or for the ranks that the reports blame."""
         number = operation.number
         dead = [] if self._arena is None else self._arena.dead_ranks()
         if dead:
@@ -310,7 +310,7 @@ def _error_for(attribution: Attribution, context: str, timeout: float) -> RankLo
         return Mismatch(f"{attribution.difference}; {UNUSABLE}", ranks)
     named = format_ranks(ranks)
     messages = {
-        Cause.REPORTED_LOSS: f"{named} lost, as rank {attribution.reporter} reported",
+        Cause.REPORTED_LOSS: f"rank {attribution.reporter} reported the loss of {named}",
         Cause.LEFT: f"{named} {LEFT_GROUP}",
         Cause.DISCONNECTED: f"the connections of {named} have ended",
         Cause.SILENT: f"{named} did not respond within the timeout of {timeout:g} s",

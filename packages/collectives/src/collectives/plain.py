@@ -65,7 +65,7 @@ def ring_all_reduce(x: Tensor, group: Group = None) -> None:
 
 
 def tree_reduce(x: Tensor, group: Group = None) -> None:
-    """Store the sum on rank 0 and partial sums elsewhere: rank r+d sends to r, d = 1, 2, 4, ..."""
+    """Store the sum on rank 0; for d = 1, 2, 4, ..., rank r + d sends its partial sum to rank r."""
     rank = dist.get_rank(group)
     n = dist.get_world_size(group)
     empty = x[:0]  # The message in the other direction, which `exchange` omits.

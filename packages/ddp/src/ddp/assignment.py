@@ -73,7 +73,7 @@ class BucketAssignment:
         for index in accumulated:
             bucket, slot = self.slots[index]
             if bucket.should_move_in(slot):
-                bucket.move_in(slot)
+                bucket.move_in(slot)  # A new bucket has no aliased gradients.
 
     def _allocate(self, assignment: Sequence[Sequence[int]]) -> None:
         for number, indices in enumerate(assignment):

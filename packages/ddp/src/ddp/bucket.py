@@ -145,7 +145,7 @@ class Bucket:
         self.ready.add(slot)
 
     def fill_with_zeros(self) -> None:
-        """Contribute zeros for all parameters. To keep each `.grad`, call `release` first."""
+        """Contribute zeros for all slots. Call `release` and `preserve_aliased_grads` before."""
         self.gradients.zero_()
         self.ready.update(range(len(self.indices)))
 
@@ -155,7 +155,7 @@ class Bucket:
         return self.gradient_as_view and has_gradient and not self.holds_grad(slot)
 
     def move_in(self, slot: int) -> None:
-        """Move an unscaled gradient into the buffer, where later backward passes add to it."""
+        """Move an unscaled gradient into the buffer. Call `preserve_aliased_grads` before."""
         self.views[slot].copy_(self._checked_gradients([slot])[0])
         self.set_grad_view(slot)
 
@@ -235,7 +235,7 @@ class Bucket:
             self.flags.copy_(torch.tensor([float(flag) for flag in (*rank_flags, *missing)]))
 
     def has_usual_flags(self, world_size: int, *, has_stepped: bool) -> bool:
-        """Return True if all ranks have every gradient and this `has_stepped`, without suspects."""
+        """Return True if all ranks have all gradients and this `has_stepped`, without a suspect."""
         if world_size not in self._expected_flags:
             usual, stepped = self._usual_flags
             self._expected_flags[world_size] = (usual * world_size, stepped * world_size)

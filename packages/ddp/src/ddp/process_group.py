@@ -40,7 +40,7 @@ def resolve_group(group: dist.ProcessGroup | None, all_reduce: AllReduce | None)
     if not dist.is_initialized():
         raise RuntimeError(
             "expected an initialized process group, got none; call "
-            "torch.distributed.init_process_group first, and start the processes with torchrun"
+            "torch.distributed.init_process_group first (torchrun sets its environment variables)"
         )
     group = group or dist.group.WORLD
     if not isinstance(group, dist.ProcessGroup):

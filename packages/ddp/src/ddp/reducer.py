@@ -129,7 +129,7 @@ class Reducer:
             self._parts.start_step()
 
     def rebuild_buckets(self) -> None:
-        """Assign the parameters to new buckets after the first step. Every rank must do so."""
+        """Assign the parameters to new buckets once, after the first step. This is a collective."""
         if self.num_steps != 1:
             return
         try:

@@ -202,7 +202,7 @@ class Replica:
 
     @property
     def ddp(self) -> Wrapper:
-        """The wrapper."""
+        """The wrapper. The reference is weak, so that parameter hooks do not keep it alive."""
         ddp = self._wrapper()
         assert ddp is not None, "the hooks are removed together with the wrapper"
         return ddp

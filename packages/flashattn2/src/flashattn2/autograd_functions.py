@@ -303,7 +303,7 @@ class _PaperFunction(torch.autograd.Function):
     def run(
         ctx: Any, backend: str, Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False
     ) -> Tensor:
-        """Return the output of valid arguments, and save the tensors for the backward pass."""
+        """Check the arguments, save tensors for the backward pass, and return the output."""
         check_dense(Q, K, V)
         if Q.dim() != 3:
             raise ValueError(f"expected Q to be (batch, seq, dim), got shape {tuple(Q.shape)}")

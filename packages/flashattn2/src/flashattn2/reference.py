@@ -25,8 +25,8 @@ def attention_reference(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Compute softmax attention from its definition.
 
-    The arguments and results are those of `flash_attention`, without `deterministic` and `backend`.
-    Products and the log-sum-exp are computed in the dtype of the inputs.  On CPUs with AMX, torch's
+    The arguments and results are those of `flash_attention`, without `deterministic` and `backend`,
+    but products and the log-sum-exp have the dtype of the inputs.  On CPUs with AMX, torch's
     product in bfloat16 may spread a NaN to the previous row; float32 inputs avoid this.
 
     Raises:

@@ -62,14 +62,14 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
 def random_decoder(
     family: str, *, vocabulary: int, d_model: int, layers: int, heads: int, context: int = 1024
 ) -> Decoder:
-    """Return a random decoder like GPT-2, or like Llama with 3 query heads per key head."""
+    """Return a random decoder like "gpt2", or like Llama with 3 query heads per key head."""
     is_gpt2 = family == "gpt2"
     d_head = d_model // heads
     d_keys = d_model if is_gpt2 else heads // 3 * d_head
     d_mlp = 4 * d_model if is_gpt2 else 8 * d_model // 3
     block: dict[str, tuple[int, ...]] = {"norm1": (d_model,), "norm2": (d_model,)}
-    block |= {"attention.q": (d_model, d_model), "attention.o": (d_model, d_model)}
-    block |= {"attention.k": (d_keys, d_model), "attention.v": (d_keys, d_model)}
+    block |= {"attention.q": (d_model, d_model), "attention.k": (d_keys, d_model)}
+    block |= {"attention.v": (d_keys, d_model), "attention.o": (d_model, d_model)}
     block |= {"mlp.up": (d_mlp, d_model), "mlp.down": (d_model, d_mlp)}
     shapes: dict[str, tuple[int, ...]] = {"embed": (vocabulary, d_model), "norm": (d_model,)}
     if is_gpt2:
@@ -100,9 +100,9 @@ def random_decoder(
 def composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
     """Compare K-composition scores of all pairs of heads with those of a peer.
 
-    The columns `peer_mib` and `ours_mib` are the sizes of the largest tensors in runs on the meta
-    device. `products_ms` is the time that the FLOPs of our matrix products take at the rate of one
-    large product.
+    The columns `peer_mib` and `ours_mib` are the sizes of the largest tensors in MiB, in runs on
+    the meta device. `products_ms` is the time that the FLOPs of our matrix products take at the
+    rate of one large product.
     """
     ours = partial(composition_scores, kind="k")
     peer_run, our_run = partial(peer, ov, qk), partial(ours, ov, qk)
@@ -237,7 +237,7 @@ def _sizes(ov: LowRank) -> Row:
 def _compare(
     case: str, sizes: Row, peer: Run, ours: Run, *, pairs: int, peer_scale: float = 1.0
 ) -> Row:
-    """Measure both computations alternately, `pairs` times; return a row with times and our error.
+    """Measure both computations alternately, `pairs` times; return a row of the table.
 
     `peer_scale` is the factor from the peer's sample to all results.
     """

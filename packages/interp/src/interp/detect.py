@@ -100,7 +100,7 @@ class HeadScores:
         return self.top(kind, 1)[0]
 
     def top(self, kind: str, count: int) -> list[DetectedHead]:
-        """Return the `count` heads with the largest scores in descending order, at most all heads.
+        """Return the `count` heads with the largest scores, or all heads, in descending order.
 
         Heads without a score (nan) are last. Raises ValueError for an unknown kind.
         """

@@ -114,7 +114,7 @@ class _AttentionObserver(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             self.store(sdpa_pattern(*args, **kwargs))
         elif func is F.multi_head_attention_forward:
-            # The softmax in this function is not intercepted, so call the function for its weights.
+            # The softmax in this function is not intercepted, so a second call returns its weights.
             options = {"need_weights": True, "average_attn_weights": False, "training": False}
             pattern: Any = func(*args, **{**kwargs, **options})[1]
             self.store(pattern if pattern.ndim == 4 else pattern[None])

@@ -86,10 +86,10 @@ def logit_lens(w: Weights, tokens: Tensor) -> Tensor:
 
 
 def composition_scores(w: Weights, kind: str) -> Tensor:
-    """Return ||W_2 W_1|| / (||W_2|| ||W_1||) of a two-layer model, (heads 0, heads 1).
+    """Return ||W_2 W_1|| / (||W_2|| ||W_1||) of the heads of a two-layer model, (heads, heads).
 
-    W_1 is W_OV of a head in layer 0. W_2 is the matrix by which a head in layer 1 reads its output,
-    for queries ("q"), keys ("k") or values ("v").
+    W_1 is W_OV of a head in layer 0. A head in layer 1 reads the output of the first head through
+    W_2, for queries (kind "q"), keys ("k") or values ("v").
     """
     qk, ov = qk_circuits(w)[1], ov_circuits(w)
     readers = {"q": qk.mT, "k": qk, "v": ov[1]}[kind]
@@ -99,7 +99,7 @@ def composition_scores(w: Weights, kind: str) -> Tensor:
 
 
 def copying_scores(w: Weights) -> Tensor:
-    """Return sum(l) / sum(|l|) over eigenvalues l of W_U W_OV W_E^T per head; 1 is pure copying."""
+    """Return sum(l) / sum(|l|) over eigenvalues l of W_U W_OV W_E^T, (layers, heads)."""
     eigenvalues = torch.linalg.eigvals(w.unembed @ ov_circuits(w) @ w.embed.T)
     score: Tensor = eigenvalues.sum(-1).real / eigenvalues.abs().sum(-1)
     return score

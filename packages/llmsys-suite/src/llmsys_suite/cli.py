@@ -294,7 +294,6 @@ def list_() -> None:
 
 
 def _run_folder(path: Path) -> RunFolder:
-    """Return the folder of a run; raise `UsageError` as `RunFolder.open` does."""
     from llmsys_suite.folder import RunFolder
 
     return RunFolder.open(path)

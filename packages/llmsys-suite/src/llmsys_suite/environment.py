@@ -138,10 +138,11 @@ def diagnosis() -> list[tuple[str, str, str]]:
     rows.append(("CUDA devices", str(torch.cuda.device_count()), ""))
     if torch.cuda.is_available():
         rows.append(("nccl", "yes" if dist.is_nccl_available() else "no", ""))
-        # NCCL exchanges data between the GPUs of a host in /dev/shm; `collectives` does not.
-        free = shutil.disk_usage("/dev/shm").free / 2**20
-        remedy = "" if free > 256 else "NCCL may need more: docker run --shm-size=1g"
-        rows.append(("/dev/shm free", f"{free:.0f} MiB", remedy))
+        # NCCL exchanges data between the GPUs of a host in /dev/shm.
+        if os.path.exists("/dev/shm"):
+            free = shutil.disk_usage("/dev/shm").free / 2**20
+            remedy = "" if free > 256 else "NCCL may need more: docker run --shm-size=1g"
+            rows.append(("/dev/shm free", f"{free:.0f} MiB", remedy))
     return rows
 
 

@@ -61,7 +61,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> RunFolder:
-        """Return the folder of a run; raise UsageError if it is not the folder of a run."""
+        """Return the folder of a run; raise UsageError for other folders and as `require_whole`."""
         if not (path / "summary.json").exists():
             raise UsageError(f"expected a run folder, got {path}, which has no summary.json")
         folder = cls(path)

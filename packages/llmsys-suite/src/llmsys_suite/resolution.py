@@ -108,7 +108,9 @@ def _num_ranks(world: int | None, default: int) -> int:
         )
     launched = int(size)
     if world not in (None, launched):
-        raise UsageError(f"--world {world} contradicts torchrun's WORLD_SIZE={launched}; omit it")
+        raise UsageError(
+            f"--world {world} contradicts torchrun's WORLD_SIZE={launched}; omit --world"
+        )
     return launched
 
 
@@ -130,7 +132,6 @@ def check(config: RunConfig) -> None:
 
 
 def _check_names(config: RunConfig) -> None:
-    """Raise UsageError unless the stages, the size and the dtype are known and fit together."""
     if config.stages != with_dependencies(list(config.stages)):
         required = ", ".join(with_dependencies(list(config.stages)))
         raise UsageError(
@@ -162,7 +163,6 @@ def _check_device(config: RunConfig) -> None:
 
 
 def _check_numbers(config: RunConfig) -> None:
-    """Raise UsageError unless the numbers are in range and the ranks divide the rows."""
     for name, minimum in MINIMUMS.items():
         value = getattr(config, name)
         if name == "learn" and value is None:

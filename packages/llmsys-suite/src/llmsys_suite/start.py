@@ -69,7 +69,6 @@ WITHOUT_MODEL = {"links", "memory", "report"}
 
 
 def _require_memory(config: RunConfig) -> None:
-    """Raise UsageError if the predicted memory of the run exceeds the free memory."""
     from llmsys_suite.stages.plan import predict
 
     if {*config.stages} <= WITHOUT_MODEL:

@@ -23,7 +23,7 @@ import torch
 
 from paramserver.compression import Integers
 from paramserver.optimizers import OptimizerFactory
-from paramserver.running.arguments import require_number
+from paramserver.running.arguments import require_integer, require_number
 
 
 @dataclass(frozen=True)
@@ -44,14 +44,14 @@ class StaleSynchronous:
     and every gradient that the worker has pushed. They may contain newer gradients, too.
 
     Args:
-        bound: number of clocks, at least 0.
+        bound: number of clocks, an integer of at least 0.
     """
 
     bound: int
     averages: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
-        _require_integer("staleness bound", self.bound, minimum=0)
+        object.__setattr__(self, "bound", require_integer("bound", self.bound, 0))
 
 
 @dataclass(frozen=True)
@@ -97,9 +97,9 @@ class LocalSteps:
     averages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        _require_integer("steps", self.steps, minimum=1)
-        _require_integer("fragments", self.fragments, minimum=1)
-        _require_integer("overlap", self.overlap, minimum=0)
+        for name, minimum in (("steps", 1), ("fragments", 1), ("overlap", 0)):
+            integer = require_integer(name, getattr(self, name), minimum)
+            object.__setattr__(self, name, integer)
         if self.steps % self.fragments:
             raise ValueError(
                 f"expected local steps that are a multiple of the {self.fragments} fragments, "
@@ -110,8 +110,7 @@ class LocalSteps:
                 f"expected overlap < {self.interval}, the steps between two exchanges, "
                 f"got {self.overlap}: an exchange must end before the next one starts"
             )
-        require_number("alpha", self.alpha)
-        if not 0 <= self.alpha <= 1:
+        if not 0 <= require_number("alpha", self.alpha) <= 1:
             raise ValueError(f"expected 0 <= alpha <= 1, got {self.alpha}")
 
     @property
@@ -134,8 +133,3 @@ def require_policy(consistency: Consistency | None) -> Consistency:
 def as_local_steps(consistency: Consistency | None) -> LocalSteps | None:
     """Return the policy if it is `LocalSteps`, and None otherwise."""
     return consistency if isinstance(consistency, LocalSteps) else None
-
-
-def _require_integer(name: str, value: int, *, minimum: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise ValueError(f"expected an integer {name} >= {minimum}, got {value!r}")

@@ -50,10 +50,8 @@ class OptimizerSpec:
     master_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        if self.max_norm is not None:
-            require_number("max_norm", self.max_norm)
-            if not self.max_norm > 0:
-                raise ValueError(f"expected max_norm > 0, or None, got {self.max_norm!r}")
+        if self.max_norm is not None and not require_number("max_norm", self.max_norm) > 0:
+            raise ValueError(f"expected max_norm > 0, or None, got {self.max_norm!r}")
         dtype = self.master_dtype
         if dtype is not None and not dtype.is_floating_point:
             raise ValueError(f"expected a floating-point master_dtype, or None, got {dtype}")

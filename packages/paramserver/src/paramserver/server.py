@@ -77,7 +77,7 @@ class Server:
         memory: Tensor | None = None,
     ) -> None:
         workers = require_integer("workers", workers, 0 if elastic else 1)
-        require_timeout(timeout)
+        timeout = require_timeout(timeout)
         self.consistency = require_policy(consistency)
         require_names(parameters)
         self.shard = shard or partition(parameters, 1)[0]

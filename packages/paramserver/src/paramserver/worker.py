@@ -222,7 +222,7 @@ class Worker:
 
     @torch.inference_mode(False)
     def leave(self) -> None:
-        """End this worker's part in the training; the other workers continue without it.
+        """End this worker's part without waiting for the other workers, which continue.
 
         If an exchange that overlaps local steps is in flight, the call first waits for that
         exchange. The exchange ends after the other workers' pushes of the round. If the exchange

@@ -52,7 +52,7 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
 
     `at` contains the budgets in FLOPs whose best models are reported, by default ten and a hundred
     times the largest run. If the runs do not identify an answer, its interval is (0, inf), and the
-    reason is a warning. Raises `ValueError` if no method can fit the runs, such as fewer than five.
+    reason is a warning. Raises `ValueError` if no method can fit the runs.
     """
     require_module("matplotlib", "plot")
     at = list(at) or [float(10 * runs.compute.max()), float(100 * runs.compute.max())]
@@ -130,7 +130,7 @@ def backtest_table(rows: Sequence[BacktestRow]) -> str:
         size = _format(r.size, r.size_interval)
         fitted = [r.method, f"{r.cut:.2g}", r.runs, f"{r.decades:.1f}"]
         lines.append([*fitted, size, f"{r.full_fit_size:.3g}", verdict, losses])
-    head = ["method", "runs up to, FLOPs", "runs", "decades", "best size, largest run", "all runs"]
+    head = ["method", "runs up to, FLOPs", "runs", "decades", "best size at max FLOPs", "all runs"]
     table = _table([*head, "", "losses covered"], lines)
     missed = sum(not row.size_covered for row in rows)
     total = sum(row.losses for row in rows)

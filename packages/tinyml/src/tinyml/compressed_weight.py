@@ -66,7 +66,7 @@ class CompressedWeight(nn.Module):
         return self.trainable_tensor(weight)
 
     def trainable_tensor(self, weight: Tensor) -> Tensor:
-        """Return the tensor to train in place of `weight`, which is empty if nothing is trained."""
+        """Return the tensor to train in place of `weight`; it is empty if nothing is trained."""
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
     def format(self) -> list[int]:

@@ -142,10 +142,7 @@ class Replacement(nn.Module):
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
     def layer_to_compress(self) -> nn.Module:
-        """Return the layer whose weight is compressed instead of this module.
-
-        Raise `ValueError`, unless a subclass that stores the weight before rounding overrides it.
-        """
+        """Return the layer to compress instead of this one; the base class raises `ValueError`."""
         raise ValueError(
             f"expected a model whose layers were not replaced, got {type(self).__name__} layers; "
             "start from the model before it was quantized with activations"
@@ -176,10 +173,7 @@ def dense_copy(model: nn.Module) -> nn.Module:
 
 
 def replace_modules(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> nn.Module:
-    """Replace modules of `model` in place; return the model, or its replacement.
-
-    Raise `ValueError` if a replaced module has hooks (see `check_hooks`).
-    """
+    """Replace modules of `model` in place; return the model, or its replacement."""
     check_hooks(model, replacements)
     if model in replacements:
         return replacements[model]

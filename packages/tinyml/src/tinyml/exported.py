@@ -125,8 +125,6 @@ def _erase_nodes_without_effect(graph: fx.Graph) -> None:
 
 
 class _TensorsOnly(nn.Module):
-    """A wrapper that returns the tensors in the outputs of a model as a list."""
-
     def __init__(self, model: nn.Module, reads: SizeReads | None) -> None:
         super().__init__()
         self.model = model

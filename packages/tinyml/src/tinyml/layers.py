@@ -92,10 +92,9 @@ def layers_of(
     protected = protected_modules(model, protect)
     excluded = weights_of_modules(model, protected)
     for name, module in model.named_modules():
-        key = weight_identity(module)
-        if is_instance_of(module, kinds) and key is not None:
-            if key not in excluded:
-                layers[name] = module
+        key = weight_identity(module) if is_instance_of(module, kinds) else None
+        if key is not None and key not in excluded:
+            layers[name] = module
             excluded.add(key)
     if not layers:
         names = ", ".join(kind.__name__ for kind in kinds)

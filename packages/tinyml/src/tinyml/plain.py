@@ -39,7 +39,7 @@ def choose_grid(minimum: float, maximum: float, bits: int) -> tuple[float, int]:
     """Return the step S and the code Z of zero for values from `minimum` to `maximum`."""
     qmin, qmax = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
     low, high = min(minimum, 0.0), max(maximum, 0.0)  # padding and ReLU need a code of zero
-    step = (high - low) / (qmax - qmin) if high > low else 1.0  # any step represents zeros
+    step = (high - low) / (qmax - qmin) or 1.0  # any step represents zeros
     return step, int(min(max(round(qmin - low / step), qmin), qmax))
 
 

@@ -39,7 +39,7 @@ _CACHE_BYTES = 64 * 2**20
 _LONG_MS = 10.0  # calls that take longer than filling the cache are timed in one state only
 _LEAST_SECONDS = 5e-4  # shorter calls are repeated and averaged
 _WARM_UP = 4  # calls before the timed ones, so that the cache contains the weights
-_TOO_SLOW = 3.0  # without a reference, slower implementations than this ratio are dropped
+_TOO_SLOW = 3.0  # without a reference, the largest ratio to the fastest that is not dropped
 _FIRST_MARGIN = 1.2  # with a reference, the speedup in the first calls must reach this ratio
 
 Implementation = Callable[[Tensor], Tensor]

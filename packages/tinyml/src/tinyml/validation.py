@@ -64,8 +64,8 @@ def require_batches(batches: Iterable[T]) -> list[T]:
     listed = [] if isinstance(batches, Tensor | Mapping) else list(batches)
     if not listed:
         raise ValueError(
-            f"expected a list with at least one batch of inputs, got a {type(batches).__name__} "
-            "without batches; pass [batch]"
+            "expected a list with at least one batch of inputs, got an empty one or a single batch "
+            f"({type(batches).__name__}); pass [batch]"
         )
     check_strided("batches", *(t for t in tree_leaves(listed) if isinstance(t, Tensor)))
     return listed

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-#: Seconds to wait for the reports of other ranks, which detect the same failure.
+#: Seconds to wait for reports: all surviving ranks detect the same failure within this time.
 GRACE_SECONDS = 5.0
 #: Maps each report to the time at which this process first read it. A report that was first read
 #: longer ago than `GRACE_SECONDS` belongs to an earlier failure.

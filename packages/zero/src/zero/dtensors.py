@@ -68,7 +68,7 @@ def shard_rows(whole: Tensor, communicator: Communicator) -> DTensor:
 
 
 def full_value(value: Any) -> Any:
-    """Return a DTensor gathered from all ranks, and any other value unchanged."""
+    """Return a DTensor as a whole tensor, gathered from all ranks, and other values unchanged."""
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
@@ -77,7 +77,7 @@ def full_value(value: Any) -> Any:
 def _whole_state(
     local_state: Sequence[tuple[Run, dict[str, Any]]], shape: torch.Size, communicator: Communicator
 ) -> dict[str, Any]:
-    """Collect the whole optimizer state of one parameter, on the CPU, from all ranks."""
+    """Return the whole optimizer state of one parameter, gathered from all ranks to the CPU."""
     entries = []
     for run, state in local_state:
         for key, value in state.items():

@@ -43,8 +43,8 @@ def direct_reduce_scatter(
     added in rank order, so the result does not depend on timing. Floating-point dtypes narrower
     than 32 bits are summed in float32 and rounded once. Only SUM is supported. The sum is computed
     in `wait()`. Calls are matched between ranks by `tag`. `output` may be this rank's block of
-    `input`. Return a handle if `async_op` is True, otherwise None. Raise ValueError for any other
-    operation, and for sizes or dtypes that do not match.
+    `input`. Return a handle if `async_op` is True, otherwise None. Raise ValueError if `op` is not
+    SUM, and for sizes or dtypes that do not match.
     """
     if op != dist.ReduceOp.SUM:
         raise ValueError(f"expected op=SUM, got {op}: sum, and scale the result instead")

@@ -48,7 +48,7 @@ class DryRun:
 Group = dist.ProcessGroup | DryRun | DeviceMesh | None
 
 
-#: Dtypes that torch's collectives accept on gloo and NCCL; tensors of others are sent as bytes.
+#: Dtypes that gloo and NCCL send and sum. All-gathers and broadcasts send other dtypes as bytes.
 NATIVE_DTYPES = {
     torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128,
     torch.uint8, torch.int8, torch.int32, torch.int64, torch.bool,
@@ -148,8 +148,8 @@ class Communicator:
         if self.is_joining:
             raise RuntimeError(
                 "within Join, ranks without inputs do not take part in reductions and changes of "
-                "single gradients: replace norms, sums, loss scalers and edits by "
-                "ShardedOptimizer.clip_grad_norm_"
+                "single gradients: clip with ShardedOptimizer.clip_grad_norm_, and use no other "
+                "norms, sums, loss scalers or edits"
             )
 
     @property
@@ -208,7 +208,7 @@ class Communicator:
         return self._start("all_reduce", tensor, self._all_reduce, tensor)
 
     def reduce(self, tensor: Tensor, owner: int) -> Work:
-        """Start the sum of `tensor` on group rank `owner`; the tensor may change on other ranks."""
+        """Start the sum of `tensor` over ranks for group rank `owner`; any rank's may change."""
         return self._start("reduce", tensor, dist.reduce, tensor, group_dst=owner)
 
     def broadcast(self, tensor: Tensor, owner: int) -> Work:
@@ -228,12 +228,12 @@ class Communicator:
             flat = torch.cat([buffer.reshape(-1) for buffer in buffers])
             self.broadcast(flat, source).wait()
             parts = flat.split([buffer.numel() for buffer in buffers])
-            # As in torch's DDP, a graph that has saved a buffer stays valid.
+            # As in torch's DDP, a graph stays valid if it has saved a buffer, as batch norms do.
             with torch.autograd._unsafe_preserve_version_counter(tuple(buffers)):
                 for buffer, part in zip(buffers, parts, strict=True):
                     buffer.copy_(part.view(buffer.shape))
 
-    def launch_or_reduction(self, *flag_lists: Sequence[bool]) -> Callable[[], list[list[bool]]]:
+    def launch_flag_reduction(self, *flag_lists: Sequence[bool]) -> Callable[[], list[list[bool]]]:
         """Launch an OR-reduction of the flags over the ranks.
 
         Return a function that waits for the result and returns one list of flags per argument.

@@ -39,7 +39,7 @@ class Ledger(LiveMemory):
     def table(self, allocations: list[Allocation] | None = None, rows: int = 12) -> str:
         """Return the bytes by label, module and operator as text, the largest first.
 
-        The default of `allocations` is the live ones; `at_peak` lists the allocations at the peak.
+        `allocations` defaults to the live tensors; pass `at_peak` for the tensors at the peak.
         A last line sums up the groups beyond the first `rows`.
         """
         sizes: Counter[tuple[str, str, str]] = Counter()

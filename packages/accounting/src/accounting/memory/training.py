@@ -94,23 +94,24 @@ def _stage_memory(model: Transformer, plan: Plan, work: Workload, stage: int) ->
 def _table_gradients(
     model: Transformer, plan: Plan, work: Workload, stage: int
 ) -> Iterator[tuple[int, list[Breakdown]]]:
-    """Yield the moments at which a backward pass adds the gradient of a table to the stored one.
+    """Yield the moments at which a backward pass adds a table's gradient to the stored gradient.
 
-    A moment is a pair of the number of micro-batches whose activations the backward pass has freed,
-    and the temporary tensors. The gradient of the head is computed before those of the blocks, and
-    the gradient of the embedding after them.
+    A moment is a pair: the number of micro-batches whose activations the backward pass has freed,
+    and the temporary tensors. The gradient of the head is computed before the gradients of the
+    blocks, and the gradient of the embedding after them.
     """
     stage_model = plan.stage_model(model, stage)
     if plan.microbatches == 1 or not stage_model.vocab_size:
         return
     entries = split(stage_model.vocab_size * stage_model.embedding_dim, plan.tensor)
-    size = bytes_of(work.kind.gradients)
+    # The dtype is that of the parameter. It is the dtype of the activations for fp8 parameters.
+    size = max(bytes_of(work.kind.weights), bytes_of(work.kind.activations))
     gradient = product("gradient of the table", "B", parameters=entries, bytes=size)
     if stage == 0:
         yield 1, [gradient]
     if stage_model.lm_head:
         # The last two parts are gradients of the loss. Only the gradient of the logits is alive at
-        # this moment. The log-softmax, which is freed, has the same size and counts in its place.
+        # this moment. The log-softmax, which is freed and at least as large, counts in its place.
         end = end_of_model(model, plan, work)
         yield 0, [gradient, replace(end, parts=end.parts[:-2])]
 

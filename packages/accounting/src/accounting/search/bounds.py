@@ -199,9 +199,9 @@ class Bounds:
         return min(few, every), every, block
 
     def _busy_seconds(self, layout: Layout, expert: int) -> tuple[float, float]:
-        """Return the most seconds of a stage without collectives, and its most compute seconds.
+        """Return two maxima over stages: the seconds without collectives, and the compute seconds.
 
-        The two maxima may be those of different stages.
+        Different stages may have the two maxima.
         """
         sequences = self._space.work.batch / layout.data / layout.context
         tokens = sequences * self._space.work.seq

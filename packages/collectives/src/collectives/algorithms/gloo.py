@@ -38,8 +38,8 @@ MAX_GROUPS = 64
 NO_TIMEOUT = timedelta(days=365)
 # Smallest timeout that is passed to gloo, which interprets zero as its default.
 MIN_SECONDS = 1e-3
-# The dtypes that gloo accumulates in the same dtype as this package. gloo would round 16-bit floats
-# at every rank.
+# The dtypes that gloo reduces in the same precision as this package. gloo rounds 16-bit floats at
+# every rank.
 DTYPES = (torch.float32, torch.float64, torch.int32, torch.int64)
 OPTIONS = {
     "all_reduce": dist.AllreduceOptions,

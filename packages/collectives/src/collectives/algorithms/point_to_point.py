@@ -199,7 +199,7 @@ class _State:
 
 
 def close_peers(group: Any, peers: Iterable[int]) -> None:
-    """Close a group's connections to `peers`, as gloo does when one of its waits times out."""
+    """Close a group's connections to `peers`: gloo closes them when one of its waits times out."""
     for peer in peers:
         with suppress(RuntimeError):
             group.recv([_unused_buffer()], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))

@@ -133,7 +133,7 @@ class Topology:
     def _exchange_segments(
         self, key: str, size: int, ranks: Sequence[int]
     ) -> tuple[list[mmap.mmap | None], list[Address]]:
-        """Create a segment; return all ranks' mappings, None if impossible, and their addresses."""
+        """Create a segment; return the mapping, or None, and the address of each rank's segment."""
         segment = None
         # A rank without room for a segment uses messages.
         with suppress(OSError):

@@ -1,7 +1,7 @@
 """The arena: the memory that the ranks of one host share, and the clocks that synchronize them.
 
 Each rank owns a segment: a clock, the number of peers that sleep until this clock changes, the
-announcements that the rank has left the group without or after an error, two cells for the
+announcements that the rank has left the group, without or after an error, two cells for the
 fingerprint of its call, two cells for a note, the ranks that it blames, and two slots of data.
 
 A tick increments the rank's clock and waits until the clocks of all ranks have reached that value.
@@ -311,8 +311,8 @@ class Arena:
         if blamed == [reporter]:
             self._leave_and_raise([position], "left after an error")
         self.leave(blamed)
-        event = f"lost, as rank {reporter} reported"
-        raise RankLost(blamed, f"{format_ranks(blamed)} {event}; {UNUSABLE}")
+        loss = f"rank {reporter} reported the loss of {format_ranks(blamed)}"
+        raise RankLost(blamed, f"{loss}; {UNUSABLE}")
 
     def _raise_lost(self, positions: Sequence[int], event: str) -> None:
         """Raise RankLost, or PeerError if reports of other hosts may name another cause."""

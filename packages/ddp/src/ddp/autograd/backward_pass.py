@@ -45,7 +45,7 @@ class BackwardPass:
     def is_synchronized(self) -> bool | None:
         """True if the current backward pass is synchronized, False if it is not.
 
-        None if no forward pass of the wrapper ran since the last step.
+        None if it reached no output, and no forward pass of the wrapper ran since the last step.
         """
         if self.is_sync_requested:
             return True
@@ -77,7 +77,7 @@ class BackwardPass:
             torch.autograd.Variable._execution_engine.queue_callback(callback)
 
     def end_step(self) -> None:
-        """Forget the requests that the step has fulfilled."""
+        """Forget the decisions and requests that applied to the step."""
         self._forward_decision = None
         self.is_sync_requested = False
 

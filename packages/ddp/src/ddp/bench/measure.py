@@ -1,7 +1,7 @@
 """Interleaved measurement of every design: step time and exposed communication.
 
 The command starts two processes, or one process on a machine with one GPU. In processes that
-torchrun or emulated hosts started, it measures on all of them:
+torchrun or `emulated_hosts.py` has started, it measures the group of all these processes:
 
     python tests/emulated_hosts.py --hosts 2 --rate 2gbit -- python -m ddp.bench
 

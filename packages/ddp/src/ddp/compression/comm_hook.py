@@ -46,7 +46,7 @@ class GradBucket:
         return self._index
 
     def buffer(self) -> Tensor:
-        """Return the gradients of this rank as a flat tensor, or one sparse gradient."""
+        """Return the flat gradients, or one sparse gradient, not divided by the number of ranks."""
         return self._buffer
 
     def set_buffer(self, buffer: Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Parameters that no rank used, an error in the next forward pass as with torch's DDP."""
+"""Parameters that no rank used. As with torch's DDP, they are an error in the next forward pass."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class UnusedParameters:
         self.parameters: dict[str, nn.Parameter] = {}
 
     def record(self, reducer: Reducer, unused: Collection[int], options: Options) -> None:
-        """Record the parameters that no rank used in the last step, by their indices `unused`."""
+        """Record the parameters with the indices `unused`, which no rank used in the last step."""
         self.parameters = {}
         if options.find_unused_parameters or options.static_graph:
             return
@@ -28,7 +28,7 @@ class UnusedParameters:
                 self.parameters[reducer.names[index]] = reducer.parameters[index]
 
     def check_unused(self, trained: Sequence[str], rank: int) -> None:
-        """Raise the error of torch's DDP if the last step recorded unused parameters."""
+        """Raise `RuntimeError`, with the message of torch's DDP, if the last step had any."""
         # The caller may have frozen parameters since the last step.
         names = [name for name, parameter in self.parameters.items() if parameter.requires_grad]
         if not names:

@@ -165,9 +165,9 @@ class AttentionMask(Tensor):
         """Find the rows that are not padding and number their sequences."""
         rule, batch = self.rule, len(self.sequence)
         sequence = self.sequence[:, : self.span()[0]]
-        num_numbers = int(sequence.amax()) + 1 if sequence.numel() else 1
+        numbers_per_entry = int(sequence.amax()) + 1 if sequence.numel() else 1
         # Assign distinct numbers to the sequences of all batch entries.
-        number = sequence + num_numbers * torch.arange(batch, device=sequence.device)[:, None]
+        number = sequence + numbers_per_entry * torch.arange(batch, device=sequence.device)[:, None]
         number = number.masked_fill(sequence == 0, -1)
         if rule.is_bounded or rule.is_packed:
             query_number = number[:, max(rule.first, 0) : rule.first + rule.seq_q]

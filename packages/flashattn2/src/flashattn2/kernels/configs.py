@@ -97,7 +97,7 @@ def choose(
         if sizes is not None:
             tile = prune(kernel, Tile(*sizes), element_bytes, block_d, shared_bytes)
             return tile, path == "tma"
-    raise ValueError(f"no {kernel} tile for {kind}, head dim {block_d}, {paths}: run tests/tune.py")
+    raise ValueError(f'no {kernel} tile for {kind}, dim {block_d} in {paths}; use backend="torch"')
 
 
 def find_sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:

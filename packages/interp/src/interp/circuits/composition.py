@@ -5,7 +5,7 @@
 Here W_1 = W_OV of the earlier head, and W_2 = W_QK^T (queries), W_QK (keys) or W_OV (values) of the
 later head. Let W_i = a_i b_i, with the QR decompositions a_2 = Q_2 R_2 and b_1^T = Q_1 R_1.
 Orthonormal factors do not change the Frobenius norm, so ||W_2 W_1|| = ||(R_2 b_2) (a_1 R_1^T)||.
-One matrix product computes the products in parentheses for all heads of an earlier layer and
+One matrix product multiplies the two factors in parentheses for all heads of an earlier layer and
 several heads of later layers.
 """
 
@@ -83,13 +83,13 @@ def _unit_size(x: Tensor) -> Tensor:
 
 
 def _pair_norms(reads: Tensor, writes: Tensor) -> Tensor:
-    """Return ||reads[l, i] @ writes[h]|| (h, l, i) of `reads` (l, i, r, d), `writes` (h, d, s)."""
+    """Return ||reads[l, i] @ writes[h]||, (h, l, i), for (l, i, r, d) and (h, d, s)."""
     layers, heads, rank, d_model = reads.shape
     columns = writes.movedim(0, 1).reshape(d_model, -1)
     heads_per_product = max(1, _MAX_PRODUCT_ENTRIES // (rank * columns.shape[1]))
     norms = []
     for block in torch.split(reads.reshape(-1, rank, d_model), heads_per_product):
-        product = block.reshape(-1, d_model) @ columns
-        entries = product.view(len(block), rank, len(writes), -1)
-        norms.append(torch.linalg.vector_norm(entries, dim=(1, 3)))
+        product = (block.reshape(-1, d_model) @ columns).view(len(block), rank, len(writes), -1)
+        norms.append(torch.linalg.vector_norm(product, dim=(1, 3)))
+        del product  # The next product reuses this memory.
     return torch.cat(norms).T.reshape(len(writes), layers, heads)

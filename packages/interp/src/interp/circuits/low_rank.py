@@ -119,7 +119,7 @@ class LowRank:
         return q_a @ u, s, vh @ q_b.mT
 
     def eigenvalues(self) -> Tensor:
-        """Return the eigenvalues of `b a`, (..., r): all nonzero eigenvalues of `a b`, and zeros.
+        """Return the complex eigenvalues of `b a`, (..., r), with all nonzero eigenvalues of `a b`.
 
         Raises ValueError for matrices `a b` that are not square, and for nan and inf.
         """
@@ -205,7 +205,7 @@ def _per_query_head(weight: Tensor, heads: int) -> Tensor:
     kv_heads = weight.shape[-3]
     if heads % kv_heads:
         raise ValueError(
-            f"{heads} query heads cannot share {kv_heads} key-value heads; pass kv_heads="
+            f"{heads} query heads cannot share {kv_heads} key-value heads evenly; check kv_heads="
         )
     return weight.repeat_interleave(heads // kv_heads, dim=-3)
 

@@ -23,9 +23,10 @@ class AttentionOnly(Decoder):
 
     It maps tokens (batch, seq) to logits (batch, seq, vocabulary), with `seq` at most `context`.
 
-    `context` is the number of learned positions. `d_head` is `d_model / heads` by default, and
-    `scale`, the scale of the scores, is 1 / sqrt(d_head). `positions="stream"` adds the positions
-    to the stream, and "attention" adds them to the inputs of queries and keys only.
+    `context` is the number of learned positions, and `heads` the number of heads per layer. The
+    size of queries, keys and values, `d_head`, is `d_model / heads` by default. `scale` multiplies
+    the scores, by default by 1 / sqrt(d_head). `positions="stream"` adds the positions to the
+    stream, and "attention" adds them to the inputs of queries and keys only.
 
     Raises ValueError for unknown `positions`, and if `heads` does not divide `d_model` and `d_head`
     is not passed.

@@ -131,7 +131,7 @@ def _require_supported(config: Mapping[str, Any]) -> None:
 
 
 def _find_option(config: Mapping[str, Any], *names: str, default: Any = None) -> Any:
-    """Return the first option of `names` that is set, or `default` if it is not None."""
+    """Return the first option of `names` that is set, or `default`; raise ValueError for None."""
     for name in names:
         if config.get(name) is not None:
             return config[name]

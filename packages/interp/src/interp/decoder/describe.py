@@ -31,8 +31,8 @@ from interp.decoder.rotary import Rotary, rotary_angles
 from interp.decoder.source import Source, weights_of
 from interp.decoder.verify.matching import compute_logits, distance, evaluating, matching_settings
 
-#: Held during a verification, which temporarily replaces the weights of the model: a concurrent
-#: verification would take the random weights for the original ones.
+#: The lock of a verification, which temporarily replaces the weights of the model. A concurrent
+#: verification would take the random weights for the original weights.
 _VERIFICATION = threading.Lock()
 
 

@@ -79,7 +79,7 @@ def canonical_weights(
     weights: dict[str, Tensor] = {}
     for name, part, value in canonical_parts(tensors, d_head=d_head, heads=heads):
         if part in weights and weights[part] is not value and not torch.equal(weights[part], value):
-            raise ValueError(f"two different tensors are {part}; leave {name} or the other out")
+            raise ValueError(f"two different tensors are {part}, one is {name}; leave one out")
         weights[part] = value
     if "unembed.weight" in weights and weights["unembed.weight"] is weights.get("embed.weight"):
         del weights["unembed.weight"]

@@ -57,7 +57,7 @@ class Source:
         """Raise RuntimeError if weights, modules or constants of the model have changed.
 
         Weights that the decoder shares may change in place, because the decoder changes with them.
-        Hooks are not compared. Integers are not compared, because models may count calls in them.
+        Hooks, integer attributes and integer buffers, in which models may count calls, are ignored.
         """
         modules = dict(self.model.named_modules(remove_duplicate=False))
         for name in self.modules.keys() | modules.keys():

@@ -5,7 +5,7 @@ of the package states the formulas and explains restarts, batches and the affect
 
 - `patch_streams` computes one patch per layer and position of the residual stream. `patch_parts`
   computes one patch per layer, head and position of queries, keys, values, outputs or MLPs. Both
-  return the metric after each patch, in the clean run and in the corrupted run.
+  return the metric after each patch, the metric of the clean run and that of the corrupted run.
 - `drop_heads` returns a replacement for `interp.patch` that ablates heads at all positions.
 - `patch_edges` measures the effect of each sender through each receiver.
 - `attribution_patching` and `edge_attribution` estimate effects from one backward pass.

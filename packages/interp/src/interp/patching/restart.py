@@ -50,10 +50,7 @@ class Restart:
         self.projections = dict(recorded)
 
     def __call__(self, start: int, rows: int) -> Tensor:
-        """Run block `start` and later blocks for copies of the prompt.
-
-        The result is the output of the last block, (rows, seq, d_model).
-        """
+        """Return the final stream (rows, seq, d_model) of copies that continue at block `start`."""
         stream = self._inputs[f"blocks.{start}:input"].repeat(rows, 1, 1)
         for block in self.model.layers[start:]:
             stream = block(stream, *self.block_arguments)

@@ -150,13 +150,13 @@ class HookedDecoder(TextConversion, HookManagement):
         """
         require_options("run_with_cache", options, _OPTIONS)
         if names_filter is None:
-            names = self.matching_hooks(lambda name: True)
+            names = self._matching_hooks(lambda name: True)
         elif isinstance(names_filter, str) or callable(names_filter):
-            names = self.matching_hooks(names_filter)
+            names = self._matching_hooks(names_filter)
         else:
             names = []
             for selector in names_filter:
-                names += self.matching_hooks(selector)
+                names += self._matching_hooks(selector)
         output, recorded = self._call(names, input, return_type, **options)
         cache = ActivationCache(recorded, self)
         return output, cache.remove_batch_dim() if remove_batch_dim else cache
@@ -223,10 +223,10 @@ class HookedDecoder(TextConversion, HookManagement):
                     f"expected stop_at_layer from -{num_layers} to {num_layers}, got {stop}"
                 )
             stop = stop % num_layers if stop < 0 else stop
-        names = [name for name in names if self.is_before(name, stop)]
+        names = [name for name in names if self._is_before(name, stop)]
         stored: dict[str, Tensor] = {}
         head_outputs_by_layer: dict[int, Tensor] = {}
-        hooks = [hook for hook in self._hooks if self.is_before(hook.name, stop)]
+        hooks = [hook for hook in self._hooks if self._is_before(hook.name, stop)]
         results = [name for name in names if name.endswith("hook_result")]
         hooks += [Hook(name, partial(_store, stored)) for name in results]
         sites = [name for name in names if name not in results]
@@ -235,7 +235,7 @@ class HookedDecoder(TextConversion, HookManagement):
             positions = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
         with ExitStack() as stack:
             for hook in hooks:
-                stack.enter_context(self.installed(hook, head_outputs_by_layer))
+                stack.enter_context(self._installed(hook, head_outputs_by_layer))
             recording = record(self.decoder, *sites, names="transformer_lens")
             recorded = stack.enter_context(recording)
             if stop is not None:
@@ -284,7 +284,7 @@ class HookedDecoder(TextConversion, HookManagement):
         return weight.repeat_interleave(self.cfg.n_heads // weight.shape[1], dim=1)
 
     def tl_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        """Return names and weights of the model, except norms, experts and latent projections."""
+        """Return an iterator of names and weights, except norms, experts and latent projections."""
         return iter(named_weights(self.decoder).items())
 
     def loss_fn(
@@ -329,8 +329,8 @@ class HookedDecoder(TextConversion, HookManagement):
         a row is filled with this token, unless `stop_at_eos=False`. Hook functions receive the
         prompt first, and then the new token of each call. `verbose` has no effect.
 
-        Raises ValueError for ids that start with padding without an `attention_mask`, for padding
-        at the end, and if `stop_at_eos` is True but no EOS token is known.
+        Raises ValueError for another `return_type`, for ids that start with padding without an
+        `attention_mask`, for padding at the end, and if `stop_at_eos` needs an unknown EOS token.
         """
         eos = getattr(self.tokenizer, "eos_token_id", None)
         eos = eos if eos_token_id is None else eos_token_id

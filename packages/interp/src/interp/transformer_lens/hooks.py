@@ -93,7 +93,7 @@ class HookManagement:
         self._hooks = self._hooks + self._create_hooks(name, hook, dir)
 
     def _create_hooks(self, name: HookSelector, function: HookFunction, dir: str) -> list[Hook]:
-        matches = self.matching_hooks(name)
+        matches = self._matching_hooks(name)
         if dir == "bwd" and callable(name):
             matches = [match for match in matches if not match.endswith("hook_scale")]
         has_scale = any(match.endswith("hook_scale") for match in matches)
@@ -114,7 +114,7 @@ class HookManagement:
         """Choose whether the outputs of single heads, `hook_result`, can be recorded and hooked."""
         self.cfg.use_attn_result = use_attn_result
 
-    def matching_hooks(self, selector: HookSelector) -> list[str]:
+    def _matching_hooks(self, selector: HookSelector) -> list[str]:
         """Return the hook names that a name or a predicate selects.
 
         "hook_in" and "hook_out" of a block are its input and output streams. Raises ValueError for
@@ -139,8 +139,8 @@ class HookManagement:
             return "call set_use_attn_result(True) first"
         return "hook_dict has the hooks; for other methods, use interp's functions with .decoder"
 
-    def is_before(self, name: str, stop: int | None) -> bool:
-        """Return True if a hook's activation is computed before layer `stop`, or if it is None."""
+    def _is_before(self, name: str, stop: int | None) -> bool:
+        """Return True if a hook's activation is computed before layer `stop`, or `stop` is None."""
         if stop is None:
             return True
         if name.startswith("blocks."):
@@ -148,7 +148,7 @@ class HookManagement:
         return not name.startswith("ln_final.")
 
     @contextmanager
-    def installed(self, hook: Hook, head_outputs_by_layer: dict[int, Tensor]) -> Iterator[None]:
+    def _installed(self, hook: Hook, head_outputs_by_layer: dict[int, Tensor]) -> Iterator[None]:
         """Call the function of `hook` in all calls of the decoder inside the context.
 
         `head_outputs_by_layer` contains the latest outputs of the heads of each layer.

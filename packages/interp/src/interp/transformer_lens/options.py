@@ -9,4 +9,5 @@ def require_options(method: str, options: Iterable[str], known: Collection[str])
     """Raise TypeError, with the name of `method`, if an option is not in `known`."""
     for option in options:
         if option not in known:
-            raise TypeError(f"{method}() has no option {option!r}; expected {', '.join(known)}")
+            expected = f"{', '.join(known)} or a named parameter"
+            raise TypeError(f"{method}() has no option {option!r}; expected {expected}")

@@ -8,11 +8,11 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
-#: Pairs of a distance and its place, for example a rank and a parameter.
+#: Pairs of a distance and its location, for example a rank and a parameter.
 Distances = Iterable[tuple[float, str]]
 #: The smallest loss, in nats, to which differences of losses are relative. The rounding errors of
 #: the logits do not decrease with the loss.
-LOSS_SCALE = 1.0
+LEAST_LOSS = 1.0
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class Sources:
         self, name: str, expected: float, actual: float, tolerance: float, where: str = ""
     ) -> Check:
         """Return a check that `loss_difference` is at most `tolerance`."""
-        margin = tolerance * max(expected, LOSS_SCALE)
+        margin = tolerance * max(expected, LEAST_LOSS)
         return self.between(name, expected, actual, expected - margin, expected + margin, where)
 
     def within(self, name: str, expected: float, actual: float, factor: float) -> Check:
@@ -124,8 +124,8 @@ class Sources:
 
 
 def loss_difference(actual: float, expected: float) -> float:
-    """Return the difference of two losses, relative to `expected` or, if larger, `LOSS_SCALE`."""
-    return abs(actual - expected) / max(expected, LOSS_SCALE)
+    """Return the difference of two losses, relative to `expected` or, if larger, `LEAST_LOSS`."""
+    return abs(actual - expected) / max(expected, LEAST_LOSS)
 
 
 def clock_ratio(ratios: Iterable[float]) -> float:

@@ -176,7 +176,6 @@ def ratios_to_others(
 def _mean_seconds(
     measure: Measure, steps_by_rank: Sequence[list[Sample]], rounds: set[int]
 ) -> float:
-    """Return the mean over ranks of the measured time in the rounds."""
     return statistics.mean(
         measure.quantile_seconds([step for step in steps if step["step"] in rounds])
         for steps in steps_by_rank

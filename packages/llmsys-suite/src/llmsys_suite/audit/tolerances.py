@@ -8,7 +8,7 @@ from llmsys_suite.config import RunConfig
 
 #: Relative distance of each float32 gradient from float64. Measured: at most 8e-7; factor 6.
 GRADIENT = 5e-6
-#: Difference of a loss from float64. Measured: at most 4e-7; factor 5.
+#: `loss_difference` of a loss from float64. Measured: at most 4e-7; factor 5.
 REPLAYED_LOSS = 2e-6
 #: Differences of weight changes and of losses after n steps, divided by sqrt(n). Adam divides small
 #: gradients by their magnitude, so rounding errors grow with every step. Measured: at most 1e-4 and

@@ -36,7 +36,7 @@ def open_log(run: Run) -> Iterator[Log]:
         finally:
             writer.close()
     else:
-        # The project, and whether wandb is online, are environment variables of wandb.
+        # Environment variables of wandb set the project, and whether wandb is online.
         wandb: Any = importlib.import_module("wandb")
         config = run.config.to_json()
         job = wandb.init(dir=str(run.out), name=run.out.name, config=config)

@@ -63,7 +63,7 @@ def require_resumable(config: RunConfig, source: Path) -> None:
 def require_same(state: dict[str, Any], config: RunConfig, text: str | None, source: Path) -> None:
     """Raise `UsageError` if the run's options contradict the training that saved `source`.
 
-    The steps and the rows are not compared if they have their default.
+    The steps and the rows are not compared if they have their default, nor the text if it is None.
     """
     expected = initial_state(config, text)
     missing = expected.keys() - state.keys()

@@ -110,7 +110,7 @@ def loss_curves(samples: list[Sample]) -> dict[str, list[float]]:
 
 
 def ratio_row(steps: dict[int, float], peer: dict[int, float]) -> dict[str, float]:
-    """Return the median, p10 and p90 of the time over the peer's by round; {} without rounds."""
+    """Return median, p10 and p90 over rounds of the time over the peer's; {} without rounds."""
     ratios = sorted(steps[step] / peer[step] for step in steps if step in peer)
     if not ratios:
         return {}

@@ -52,7 +52,7 @@ def end_with_parent(parent: int) -> None:
 
 @contextmanager
 def collect_stop_requests() -> Iterator[list[int]]:
-    """Yield a list of received SIGTERM signals, which do not end the process meanwhile."""
+    """Yield a list of received SIGTERM signals, which do not end the process in the block."""
     signals: list[int] = []
     previous = signal.signal(signal.SIGTERM, lambda number, _: signals.append(number))
     try:

@@ -92,9 +92,10 @@ def opening(folder: RunFolder) -> Iterator[str]:
     config = folder.config
     env = folder.read_json("env.json")
     facts = {"gpus", "processor", "cores", "torch", "python", "date", "load_average"}
-    if missing_facts := facts - env.keys():
-        missing_fact = min(missing_facts)
-        raise UsageError(f"expected {folder.path / 'env.json'} to have {missing_fact}; {FOREIGN}")
+    if missing_facts := facts - {*env}:
+        raise UsageError(
+            f"expected {folder.path / 'env.json'} to have {min(missing_facts)}; {FOREIGN}"
+        )
     where = ", ".join(env["gpus"]) or f"{env['processor']}, {env['cores']} cores"
     ranks = "1 rank" if config.world == 1 else f"{config.world} ranks"
     yield (

@@ -37,7 +37,8 @@ from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.initial_weights import with_weights
 from llmsys_suite.variants.single import Variant
 
-#: Values of `times` in `is_due` for evaluations on the held-out text and for checkpoints.
+#: A training run of n steps is evaluated on the held-out text every n // EVALUATIONS steps, and
+#: saves a checkpoint every n // SAVES steps (at least 1). Both also follow the last step.
 EVALUATIONS, SAVES = 5, 2
 
 

@@ -54,7 +54,7 @@ def single_loss(run: Run, tokens: Tensor, targets: Tensor) -> float:
 
 
 def timed(run: Run, split: SplitModel) -> dict[str, Any]:
-    """Train a split model; return the times of its steps and two losses."""
+    """Train a split model; return the times of its steps, two losses and the waiting fraction."""
     steps = [timed_step(run, split, 0)]
     start_time = time.perf_counter()
     start_processor_time = time.process_time()

@@ -1,7 +1,8 @@
 """Predicted cost of the run: parameters, FLOPs, memory and bytes on the wire.
 
-`predict` does not import torch or build the model, so that it also shows before a run if it fits in
-memory. `run` adds the measured rate of a matrix product and the measured peak memory of a step.
+`predict` does not import torch or build the model, so that a run that does not fit in memory is
+refused before it starts. `run` adds the measured rate of a matrix product and the measured peak
+memory of a step.
 """
 
 from __future__ import annotations

@@ -109,7 +109,6 @@ def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float
 
 
 def _cosine(progress: float) -> float:
-    """Return half a cosine from 1 to 0.1 as `progress` goes from 0 to 1."""
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
 
 

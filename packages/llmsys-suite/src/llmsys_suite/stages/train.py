@@ -64,7 +64,6 @@ def run(run: Run) -> Train | None:
 
 
 def _train(run: Run, trained: dict[str, Variant]) -> None:
-    """Take all steps of some variants, one step of each variant per round."""
     total = run.config.warmup + run.config.steps
     for step in range(total):
         for name, variant in trained.items():

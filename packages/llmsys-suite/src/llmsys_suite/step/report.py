@@ -74,7 +74,6 @@ def benchmark(
 def _measured_lines(
     cases: Sequence[Case], limit: float, profile: bool, out: Path | None
 ) -> Iterator[str]:
-    """Measure all cases; yield the lines of their table and the name of the written file."""
     yield _join(["case", "warm-up", *(f"{p}, ms" for p in PHASES), "tokens/s", "MFU", "note"])
     yield "|---" * 8 + "|"
     measured = []
@@ -88,7 +87,6 @@ def _measured_lines(
 
 
 def _table(cases: Sequence[Case], rows: list[Row]) -> dict[str, Any]:
-    """Return the content of rows.json."""
     return {"cases": [asdict(case) for case in cases], "rows": rows}
 
 

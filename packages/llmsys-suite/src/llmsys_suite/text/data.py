@@ -232,7 +232,6 @@ def _release(mapped: MappedFiles) -> None:
 
 
 def _starts(length: int, rows: int, context: int, seed: int, step: int) -> list[int]:
-    """Return the starts of `rows` windows in `length` tokens, drawn from (seed, step)."""
     import torch
 
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)

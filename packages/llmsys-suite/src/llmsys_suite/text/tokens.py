@@ -44,7 +44,10 @@ class ByteCodec:
         return list(text.encode(errors="surrogateescape"))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text, with "·" for invalid UTF-8 and characters that cannot be printed."""
+        """Return the text, with "·" for invalid UTF-8 and unprintable characters.
+
+        Tabs and newlines are not replaced.
+        """
         text = bytes(tokens).decode(errors="replace").replace("\ufffd", "·")
         return "".join(c if c.isprintable() or c in "\t\n" else "·" for c in text)
 

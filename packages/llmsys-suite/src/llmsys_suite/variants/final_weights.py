@@ -50,6 +50,5 @@ def _changes(weights: Weights, start: Weights) -> Weights:
 
 
 def _digest(weight: Tensor) -> str:
-    """Return sixteen hexadecimal digits of the SHA-256 of the bytes of a weight."""
     weight_bytes = weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(weight_bytes).hexdigest()[:16]

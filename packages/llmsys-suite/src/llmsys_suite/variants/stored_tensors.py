@@ -64,7 +64,6 @@ def reachable(start: Any) -> Iterator[Tensor]:
 
 
 def _references(owner: Any) -> list[Any]:
-    """Return the objects to which `owner` refers directly."""
     if isinstance(owner, types.FunctionType):
         # Follow only the closure, because a function also refers to the globals of its module.
         return list(owner.__closure__ or ())

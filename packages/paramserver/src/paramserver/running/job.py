@@ -61,7 +61,7 @@ class Job:
             raise TypeError(f"expected module to be an nn.Module, got {self.module!r:.60}")
         require_integer("workers", self.workers, 0)
         require_integer("servers", self.servers, 1)
-        require_timeout(self.timeout)
+        object.__setattr__(self, "timeout", require_timeout(self.timeout))
 
     def pack(self) -> bytes:
         """Return the job as bytes for another process.

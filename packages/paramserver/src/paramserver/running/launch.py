@@ -101,7 +101,7 @@ def run(
     # Pack the job here. Otherwise, multiprocessing would move the parameters into shared memory,
     # and all workers would share them.
     packed = job.pack()
-    with Processes(context, None, timeout + GRACE_SECONDS) as processes:
+    with Processes(context, None, job.timeout + GRACE_SECONDS) as processes:
         for i, (shard, channels) in enumerate(zip(shards, server_ends, strict=True)):
             processes.start(f"server {i}", _serve, packed, shard, channels)
         for w, channels in enumerate(worker_ends):

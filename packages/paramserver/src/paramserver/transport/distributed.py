@@ -132,6 +132,7 @@ def join(
 
     Raises:
         PeerLost: another rank has failed; the message names it.
+        TypeError: an argument has another type; the message names the argument.
         ValueError: `servers` is empty, or not distinct ranks of `group`.
     """
     rank = dist.get_rank(group)
@@ -165,7 +166,7 @@ def join(
                 name = f"server {number} (rank {host})"
                 tags = (request_tag, reply_tag)
                 channel = DistributedChannel(name, host, tags, nbytes, private)
-                connections.append(RemoteConnection(channel, timeout + GRACE_SECONDS))
+                connections.append(RemoteConnection(channel, job.timeout + GRACE_SECONDS))
                 continue
             server = job.server(shard)
             connections.append(server.connect(rank))
@@ -179,7 +180,7 @@ def join(
             yield worker
     finally:
         for thread in threads:
-            thread.join(min(timeout + GRACE_SECONDS, MAX_WAIT_SECONDS))
+            thread.join(min(job.timeout + GRACE_SECONDS, MAX_WAIT_SECONDS))
 
 
 def _connect_gloo(group: dist.ProcessGroup | None) -> Any:

@@ -112,7 +112,7 @@ class ZeroMQServer:
     def serve(self, report: Callable[[dict[int, str]], object] | None = None) -> None:
         """Answer requests until `stop` is called.
 
-        About every second, `report` receives the reason for the loss of each lost worker.
+        About every second, `report` receives the reasons for the losses, keyed by worker.
         """
         last_report = 0.0
         last_check = time.monotonic()

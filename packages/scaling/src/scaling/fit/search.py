@@ -138,7 +138,7 @@ def estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimat
 
 
 def search(problem: Problem, loss: Loss, delta: float, prove: bool) -> tuple[Array, Proof]:
-    """Return the best parameters (1, P), and how many starts converged and reached them.
+    """Return the best parameters (1, P), and a proof that counts the starts that reached them.
 
     `prove` starts from every point of the exponent grid. Otherwise the starts are the best points
     of the grid or, for more than `SEARCH_ROWS` rows, the optimum of a sample. With at most two

@@ -52,8 +52,9 @@ PETAFLOP_DAY = 86_400e15
 FLOPS = re.compile("([kmgtpezy])(?:ilo|ega|iga|era|eta|xa|etta|otta)?flops?")
 PETAFLOP_DAYS = re.compile(r"(?:petaflops?|pf|pflops?)s?days?$")
 POWER_OF_TEN = re.compile(r"1?e(\d+)")
-LOGARITHMS = ("log", "ln", "log2", "log10", "logn", "logd", "logc")
-
+LOGARITHMS = {"log", "ln", "log2", "log10", "logn", "logd", "logc"}
+#: Inside a path, such as run/log/tokens, `log` is a folder and `ln` a layer norm.
+FOLDER = re.compile(r"(?<=[^a-z0-9])(?:log|ln)[/.]", re.IGNORECASE)
 
 #: Names that are functions of a column, such as 1/tokens, 2*params, exp(loss) and loss - 1.69.
 FUNCTION = re.compile(
@@ -154,10 +155,10 @@ def _logarithm_remedy(present: Iterable[str], missing: Container[str]) -> str:
         if not quantity:
             continue
         base = {"log10": "10", "log2": "2", "ln": "e"}.get(words[start], "base")
-        remedy = f"replace the logarithms {name!r} by a column {quantity!r} of {base} ** {name!r}"
-        if quantity == "loss":
-            remedy += f", or confirm a loss in nats with columns={{'loss': {name!r}}}"
-        remedies.append(f"; {remedy}")
+        remedies.append(
+            f"; replace the logarithms {name!r} by a column {stem!r} of {base} ** {name!r}, or"
+            f" confirm numbers that are not logarithms with columns={{{quantity!r}: {name!r}}}"
+        )
     return "".join(remedies)
 
 
@@ -226,7 +227,7 @@ def recognize(name: str, quantity: str) -> Column | None:
     prefix, _, stem = name.removeprefix("data.").partition(".")
     if prefix in ("params", "metrics") and (column := recognize(stem, quantity)):
         return replace(column, name=name)
-    words = [word for word in split_words(name) if word != "in"]
+    words = [word for word in split_words(FOLDER.sub("", name)) if word != "in"]
     if quantity == "loss":
         return _recognize_loss(name, words)
     if not words or _is_other_measurement(words, quantity):
@@ -276,8 +277,7 @@ def _is_other_measurement(words: list[str], quantity: str) -> bool:
     """Return True if the words of a name describe a rate, a logarithm or another quantity."""
     if "per" in words and words[-1] in WORDS["rates"]:
         return True
-    # Inside a path, such as run/log/tokens, `log` may be a folder and `ln` a layer norm.
-    if "mfu" in words or words[0] in LOGARITHMS or {"log2", "log10"} & {*words}:
+    if "mfu" in words or LOGARITHMS & {*words}:
         return True
     if quantity == "compute":
         return bool({*WORDS["no_compute"]} & set(words))

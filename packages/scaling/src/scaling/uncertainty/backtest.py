@@ -56,12 +56,12 @@ class BacktestRow(ComparesArrays):
 def backtest(
     runs: Runs, *, fractions: Sequence[float] = (0.4, 0.6, 0.8), methods: Sequence[str] = METHODS
 ) -> tuple[BacktestRow, ...]:
-    """Return the predictions by fits of the smallest runs for all larger runs, one row per fit.
+    """Fit the runs below cuts in compute, and return one row per fit with its predictions.
 
-    A fit uses a fraction of the runs, ordered by 6 N D, below a cut in compute. A method that
-    cannot fit the runs below a cut has no row for this cut. Raises `TypeError` if
-    `runs` is not the result of `load_runs`. Raises `ValueError` if a method or a fraction is
-    invalid, or if no method can fit the runs below any cut.
+    Each cut leaves one of the `fractions` of the runs, ordered by 6 N D, and the fit predicts the
+    runs above the cut. A method that cannot fit the runs below a cut has no row for this cut.
+    Raises `TypeError` if `runs` is not the result of `load_runs`. Raises `ValueError` if a method
+    or a fraction is invalid, or if no method can fit the runs below any cut.
     """
     require_runs(runs)
     if unknown := set(methods) - set(METHODS):

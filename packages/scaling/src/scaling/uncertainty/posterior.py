@@ -57,7 +57,7 @@ PRIOR_PRECISION_ROOT = np.array([[0.5, 0.5], [-1.0, 1.0]]) / np.array([[0.6], [0
 #: Number of sampled laws. Another seed changes the ends of an interval by 2 % of its width.
 DRAWS = 4000
 
-#: Maximum number of runs that are used. Of more runs, evenly spaced ones by loss are used.
+#: Maximum number of runs that are used. A larger number of runs is sampled evenly in loss order.
 MAX_SAMPLED_RUNS = 1000
 
 #: Degrees of freedom of the t distribution from which exponents are drawn, and its width divided by

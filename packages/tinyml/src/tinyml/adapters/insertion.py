@@ -165,8 +165,7 @@ def _select_layers(
 ) -> list[nn.Module]:
     """Return the layers to adapt.
 
-    A layer that the model contains twice is left out if one of its names is protected. Raise
-    `ValueError` if a target matches no layer that can be adapted, or if there is no such layer.
+    A layer that the model contains twice is left out if one of its names is protected.
     """
     chosen: dict[nn.Module, None] = {}
     unmatched = set(targets or ())

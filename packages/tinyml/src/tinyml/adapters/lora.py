@@ -38,8 +38,9 @@ class LoRA(LowRankUpdate, Replacement):
     """A frozen linear layer or embedding with a trainable update of rank `rank`.
 
     The update is multiplied by `alpha` / `rank`; `alpha` is `rank` by default. `dropout` applies to
-    its inputs. Raises `TypeError` for other layers, and if the layer does not return the product or
-    the rows of its weight. Raises `ValueError` if `dropout` would have no effect.
+    the inputs of the update. Raises `TypeError` for other layers, and if the layer does not return
+    the product or the rows of its weight. Raises `ValueError` if `dropout` would have no effect,
+    and for an invalid rank, alpha or weight.
     """
 
     def __init__(
@@ -176,9 +177,7 @@ class LoRA(LowRankUpdate, Replacement):
                 "adapter unmerged"
             )
         if self.merged:
-            raise RuntimeError(
-                "expected an update that is not merged, got a merged one; unmerge it"
-            )
+            raise RuntimeError("expected an unmerged update, got a merged one; call unmerge()")
         if self.base._forward_hooks or self.base._forward_pre_hooks:
             _check_outputs(self.base, self.base)
         check_finite("the merged weight", self.weight)
@@ -187,7 +186,7 @@ class LoRA(LowRankUpdate, Replacement):
     def unmerge(self) -> None:
         """Restore the base weight bit for bit; do nothing if the update is not merged.
 
-        If the layer was converted to another dtype since `merge`, the restored weight has it too.
+        If the layer was converted to another dtype since `merge`, so is the restored weight.
         """
         if self._unmerged_weight is not None:
             (original,) = self._unmerged_weight

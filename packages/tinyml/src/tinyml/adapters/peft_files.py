@@ -1,9 +1,7 @@
 """LoRA adapters in peft's format: a folder with two files.
 
 `adapter_model.safetensors` contains the factors, whose names are those of their modules with the
-prefix "base_model.model.". `adapter_config.json` contains ranks and scalings. `load_lora` raises an
-error for features of peft that change the function and that these adapters do not support, such as
-DoRA, trained biases and fully trained modules.
+prefix "base_model.model.". `adapter_config.json` contains ranks and scalings.
 """
 
 from __future__ import annotations
@@ -172,11 +170,7 @@ def _names_by_path(names: Sequence[str]) -> dict[str, str]:
 
 
 def _read_factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict[str, Tensor]]:
-    """Return the factors A and B in `folder` by the name of their module.
-
-    Raise `ValueError` if a weight of the base in the folder differs from the model's weight, if a
-    factor is not finite, or if there are tensors other than factors and weights of the base.
-    """
+    """Return the factors A and B in `folder` by the name of their module."""
     stored = load_file(folder / _WEIGHTS)
     pairs: dict[str, dict[str, Tensor]] = {}
     for key, tensor in stored.items():

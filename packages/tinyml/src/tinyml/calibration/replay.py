@@ -52,7 +52,7 @@ def visit_layers(
 
     `moment` is H, the float64 sum of x x^T over the tokens x of the layer's first call in every
     batch. A batch is the argument of the model, or a mapping of keyword arguments. Tokens at which
-    an `attention_mask` of shape (batch, seq) is zero are left out; other masks are ignored.
+    an `attention_mask` (batch, seq) is zero are left out; masks of other shapes are ignored.
 
     `visit` may change the layer; later layers are calibrated on the outputs of the changed layer.
     Layers that receive the same tensor, such as queries, keys and values, share H. If batches reach
@@ -203,7 +203,6 @@ class _Replay:
     def _observe_call(
         self, name: str, _: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any]
     ) -> None:
-        """Add a layer to the stage of this run, or end the run if it receives another input."""
         if name in self._run.reached:
             return
         if name in self.done:
@@ -244,7 +243,6 @@ class _Replay:
         return outputs
 
     def _record(self, key: tuple[int, str], outputs: Any) -> None:
-        """Record the outputs of a block, and free the records that are no longer needed."""
         number, name = key
         for other in self._blocks:
             if other.startswith(f"{name}.") and (number, other) in self._records:

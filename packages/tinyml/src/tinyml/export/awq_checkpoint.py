@@ -74,7 +74,6 @@ def _always_dense(model: nn.Module) -> list[str]:
 
 
 def _tensors(grid: GridWeight) -> dict[str, Tensor]:
-    """Return the tensors of a layer in the AWQ format."""
     codes, zero, scale = unsigned_codes(grid)
     if len(codes) % 8:
         raise ValueError(

@@ -95,11 +95,10 @@ def save_gguf(
             continue
         check_finite(f"{name}.weight", weight)
         stored = compressed_weight(layer)
-        packed = (
-            _round_to_blocks(name, weight, kind)
-            if stored is None
-            else _stored_blocks(name, stored, kind)
-        )
+        if stored is None:
+            packed = _round_to_blocks(name, weight, kind)
+        else:
+            packed = _stored_blocks(name, stored, kind)
         make_dense(rounded, layer)
         weight_of(layer).copy_(torch.from_numpy(dequantize(packed, kind)).view_as(weight))
         blocks[name] = packed
@@ -133,8 +132,7 @@ def _file_entries(
 ) -> dict[str, _Entry]:
     """Return the entries of the file by name: blocks, and all other tensors unchanged.
 
-    `blocks` contains the packed forms of dense weights by the results of `memory_of`. Raise
-    `ValueError` for tensors and names that llama.cpp cannot read.
+    `blocks` contains the packed forms of dense weights by the results of `memory_of`.
     """
     unknown = sorted(names.keys() - state.keys())
     if unknown:
@@ -168,10 +166,7 @@ def _file_entries(
 
 
 def _stored_blocks(name: str, stored: nn.Module, kind: Kind) -> Bytes:
-    """Return the blocks of a compressed weight whose codes and scales `kind` stores exactly.
-
-    Raise `ValueError` for other formats, and for scales that float16 cannot represent.
-    """
+    """Return the blocks of a compressed weight whose codes and scales `kind` stores exactly."""
     bits = {"Q8_0": 8, "Q4_0": 4}.get(kind)
     fits = isinstance(stored, GridWeight) and stored.bits == bits and not stored.rows[1] % 32
     if not isinstance(stored, GridWeight) or not fits or stored.zero is not None:

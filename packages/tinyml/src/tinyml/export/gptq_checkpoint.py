@@ -60,7 +60,6 @@ def save_gptq(model: nn.Module, folder: str | Path) -> None:
 
 
 def _tensors(grid: GridWeight) -> dict[str, Tensor]:
-    """Return the tensors of a layer in the GPTQ format."""
     codes, zero, scale = unsigned_codes(grid)
     outputs, inputs = codes.shape
     per_word = 32 // grid.bits

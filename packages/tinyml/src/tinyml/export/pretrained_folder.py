@@ -50,7 +50,7 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
                 raise _storage_error(name, "a weight of two layers; exclude them with protect")
             grids[name] = grid
     if not grids:
-        raise ValueError("expected a model with quantized linear layers, got none; call gptq first")
+        raise ValueError("expected quantized linear layers, got none; call gptq or quantize first")
     kinds = {p.dtype for p in model.parameters() if p.is_floating_point()}
     if kinds != {torch.float16}:
         raise ValueError(
@@ -68,10 +68,7 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
 
 
 def _stored_grid(name: str, layer: nn.Module) -> GridWeight | None:
-    """Return the grid of a quantized linear layer, or None if the layer is not compressed.
-
-    Raise `ValueError` for other compressed layers.
-    """
+    """Return the grid of a quantized linear layer, or None if the layer is not compressed."""
     if isinstance(layer, Replacement):
         raise _storage_error(name, f"a {type(layer).__name__}")
     stored = compressed_weight(layer)

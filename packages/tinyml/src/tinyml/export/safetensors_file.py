@@ -100,8 +100,7 @@ def save(model: nn.Module, path: str | Path) -> None:
 def _checksum(path: str | Path) -> tuple[int, bytes, bytes]:
     """Return the offset of a file's checksum, the stored checksum and the computed checksum.
 
-    The checksum is computed over the whole file, with zeros in place of the checksum. Raise
-    `ValueError` if the file does not contain a checksum.
+    The checksum is computed over the whole file, with zeros in place of the checksum.
     """
     with Path(path).open("rb") as file:
         length = int.from_bytes(file.read(8), "little")

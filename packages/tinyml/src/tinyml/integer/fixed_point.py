@@ -58,7 +58,7 @@ def scales_for_bias(
 
 
 def shift_to_codes(scaled: Tensor, shift: Tensor, after: QuantParams) -> Tensor:
-    """Return Z + round(scaled / 2^shift) as int8, with halves rounded up and clamped to int8."""
+    """Return Z + round(scaled / 2^shift), clamped to int8; halves are rounded up."""
     half = torch.where(shift > 0, torch.ones_like(shift) << (shift - 1).clamp(min=0), 0)
     codes = ((scaled + half) >> shift) + after.zero
     return codes.clamp(-128, 127).to(torch.int8)
@@ -82,7 +82,7 @@ def to_fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def to_common_shift(factors: Sequence[float]) -> tuple[Tensor, Tensor]:
-    """Return factors as int32 m_i and uint8 s, with factors m_i / 2^s and |m_i| <= 2^22.
+    """Return int32 m_i and uint8 s for factors m_i / 2^s, where |m_i| <= 2^22 (`SUM_BITS`).
 
     Raise `ValueError` if a factor is 2^22 or more.
     """

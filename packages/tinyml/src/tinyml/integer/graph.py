@@ -224,10 +224,10 @@ class _Tracer:
         source: Any = next(n for n in node.all_input_nodes if isinstance(self._values[n], Step))
         step = self._values[source]
         while len(source.users) == 1:
-            earlier_names = [n for n in source.all_input_nodes if self._values[n] is step]
-            if not earlier_names:
+            earlier = [n for n in source.all_input_nodes if self._values[n] is step]
+            if not earlier:
                 return True
-            source = earlier_names[0]
+            source = earlier[0]
         return False
 
     def _constant(self, node: fx.Node, x: Step, constant: Any) -> Tensor:
@@ -361,7 +361,6 @@ def _fake_result(node: fx.Node) -> Tensor:
 
 
 def _has_several_elements(constant: Any) -> bool:
-    """Return True for a tensor with more than one element."""
     return isinstance(constant, Tensor) and constant.numel() > 1
 
 

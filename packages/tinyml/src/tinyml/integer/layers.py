@@ -246,9 +246,8 @@ def exact_sums(codes: Tensor, weight: Tensor, geometry: Geometry | None = None) 
     """Return the exact sums of a linear layer, or of a convolution of padded images, as floats.
 
     They are exact in float32 if no partial sum exceeds 2^24 (Note [Exact products]). A partial sum
-    is at most 128 times the sum of |w| over a filter. Otherwise the sums are computed in float64,
-    whose 53 bits are exact for every sum. This also holds on a GPU, whose convolutions may
-    transform their inputs.
+    is at most 128 times the sum of |w| over a filter. Otherwise, and always on a GPU, whose
+    convolutions may transform their inputs, the sums are computed in float64, which is exact.
     """
     max_sum = 128 * int(weight.long().abs().flatten(1).sum(1).max())
     is_exact = codes.device.type == "cpu" and max_sum <= EXACT_IN_FLOAT32

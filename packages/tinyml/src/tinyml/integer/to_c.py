@@ -118,7 +118,6 @@ class _Arrays:
         self.bytes = 0
 
     def add(self, name: str, kind: str, tensor: Tensor) -> str:
-        """Add an array of the C type `kind`, and return its name."""
         values = tensor.flatten().tolist()
         self.bytes += len(values) * {"int8_t": 1, "uint8_t": 1, "int32_t": 4}[kind]
         literals = ["INT32_MIN" if value == -(2**31) else str(value) for value in values]

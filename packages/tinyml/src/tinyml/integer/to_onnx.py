@@ -57,8 +57,6 @@ def to_onnx(model: IntegerModel, path: str | Path) -> None:
 
 
 class _Writer:
-    """The nodes and constants of an ONNX graph."""
-
     def __init__(self, helper: Any, arrays: Any, types: Any) -> None:
         self._helper = helper
         self._arrays = arrays
@@ -172,7 +170,6 @@ class _Writer:
         return name
 
     def _add_node(self, kind: str, inputs: list[str], output: str, **attributes: Any) -> str:
-        """Add a node, and return the name of its output."""
         self.nodes.append(self._helper.make_node(kind, inputs, [output], **attributes))
         return output
 

@@ -111,17 +111,14 @@ def _reason_against(name: str, walk: Walk) -> str:
 
 
 def _groups_with_batch_norm(groups: Sequence[Group], fractions: Mapping[str, float]) -> list[Group]:
-    """Return the groups with a batch normalization whose scales are not all zero.
-
-    Raise `ValueError` if there are none, or if `fractions` names a layer of another group.
-    """
+    """Return the groups with a batch normalization whose scales are not all zero."""
     chosen = [group for group in groups if (group.scores > 0).any()]
     others = {name for group in groups if group not in chosen for name in group.writers}
     without_norm = sorted(others & fractions.keys())
     if not chosen or without_norm:
         raise ValueError(
-            f"expected a batch normalization after {without_norm or 'some layer'} for "
-            "criterion='bn_scale', got no batch normalization; choose another criterion"
+            "expected a batch normalization with nonzero scales for criterion='bn_scale' after "
+            f"{without_norm or 'some layer'}, got none; choose another criterion"
         )
     return chosen
 
@@ -183,11 +180,7 @@ def _ranked_copy(
 def _select_units(
     model: nn.Module, walk: Walk, keep: Mapping[Group, Tensor], inputs: tuple[Any, ...]
 ) -> nn.Module:
-    """Reduce `model` in place to the kept units, in the given order, and return it.
-
-    The result is compared with a full-size copy in which the weights that read the removed units
-    are zero. Raise `ValueError` if the outputs of the two models differ.
-    """
+    """Reduce `model` in place to the kept units, in the given order, check and return it."""
     attributes = _new_sizes(model, walk, keep)
     zeroed = copy.deepcopy(model)
     chosen = _chosen_elements(keep, zeroed)
@@ -243,10 +236,7 @@ def _select(
 def _new_sizes(
     model: nn.Module, walk: Walk, keep: Mapping[Group, Tensor]
 ) -> dict[tuple[str, str], int]:
-    """Return the attributes (module, name) that count units, with their new numbers of units.
-
-    Raise `ValueError` if one attribute would need two numbers.
-    """
+    """Return the attributes (module, name) that count units, with their new numbers of units."""
     new_sizes: dict[tuple[str, str], int] = {}
     for source, uses in walk.size_uses.items():
         old_size: int = getattr(model.get_submodule(source.module), source.name)

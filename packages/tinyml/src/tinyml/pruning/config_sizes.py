@@ -159,7 +159,6 @@ def _build_with_sizes(model: Any, sizes: _Sizes) -> nn.Module | None:
 
 
 def _tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of all parameters and buffers by name."""
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return {name: tuple(tensor.shape) for name, tensor in named}
 
@@ -175,7 +174,6 @@ def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
 
 
 def _differing_keys(first: dict[Any, Any], second: dict[Any, Any]) -> set[Any]:
-    """Return the keys whose values differ, or that only one of the dictionaries contains."""
     return {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
 
 
@@ -188,8 +186,8 @@ def check_described_by_config(model: nn.Module) -> None:
     """Raise `ValueError` if `model` was pruned to sizes that its configuration cannot express."""
     if _refuse_save_pretrained in model._state_dict_pre_hooks.values():
         raise ValueError(
-            "expected a model that its configuration describes, got a pruned model whose sizes no "
-            "configuration expresses, so from_pretrained could not load it; prune all layers "
+            "expected a model that its configuration describes, got a pruned model for whose sizes "
+            "no configuration was found, so from_pretrained could not load it; prune all layers "
             "alike, to a number of heads that divides the hidden size, exclude the attention with "
             "protect, or save the model with torch.save"
         )

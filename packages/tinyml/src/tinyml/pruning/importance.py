@@ -61,7 +61,8 @@ def rank_units(
 ) -> None:
     """Set the `scores` and the `order` of each group.
 
-    Raise `ValueError` for weights or scores that are not finite or not of `FLOAT_TYPES`.
+    Raise `ValueError` for weights that are not of `FLOAT_TYPES`, and for infinite or NaN weights
+    and scores.
     """
     for group in groups:
         for piece in group.slices:
@@ -150,11 +151,8 @@ def _rank_by_probe(group: Group, model: nn.Module, probe: _Probe) -> None:
 
 
 def _set_order(group: Group, scores: Tensor, dead: Tensor, ties: Tensor) -> None:
-    """Order units by descending score, units of equal score by `ties`, and dead units last.
-
-    Raise `ValueError` if a score is NaN or infinite, for example because the loss is NaN.
-    """
-    check_finite("the scores of units", scores)
+    """Order units by descending score, units of equal score by `ties`, and dead units last."""
+    check_finite("the scores of units", scores)  # the loss of "taylor" may be NaN
     group.scores = scores.masked_fill(dead, -1.0)
     order = ties.argsort(descending=True, stable=True)
     group.order = order[group.scores[order].argsort(descending=True, stable=True)]

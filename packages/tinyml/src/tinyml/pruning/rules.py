@@ -1,7 +1,7 @@
 """Rules by which operators create units, read them, and pass them on (Note [Dependency groups]).
 
 A rule is called with the walk, the node and the node's arguments. It returns the units in the
-result, or None if it blocks the units of the arguments. Products create new units and read the
+result, or None if no units are followed past the node. Products create new units and read the
 units that they sum over. Other operators pass units on unless they mix or reduce them.
 """
 
@@ -195,7 +195,7 @@ def _attention(
 
 
 def _window(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
-    """Pass units on unless the window of a pooling operator extends over their dimension."""
+    """Pass units on unless the operator pools or resizes their dimension."""
     units = walk.values[x]
     window_dims = next(int(letter) for letter in operator_name(node) if letter.isdigit())
     return units if units.dim < len(shape_of(x)) - window_dims else walk.block(node)
@@ -207,7 +207,7 @@ def _pad(walk: Walk, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any, *
 
 
 def _other_dim(walk: Walk, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any, **__: Any) -> Any:
-    """Pass units on unless the operator changes their dimension `dim`."""
+    """Pass units on unless `dim`, the dimension that the operator changes, is theirs."""
     units = walk.values[x]
     return walk.block(node) if dim % len(shape_of(x)) == units.dim else units
 
@@ -262,7 +262,7 @@ def _cat(walk: Walk, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> A
 
 
 def _split(walk: Walk, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
-    """Divide the units of a fused matrix into a group per part: queries, keys and values.
+    """Divide the units of a fused matrix, such as queries, keys and values, into groups.
 
     Return the units of each piece. A split of another dimension passes the units on to all pieces.
     """

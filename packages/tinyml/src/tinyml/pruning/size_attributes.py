@@ -107,7 +107,6 @@ def _sizes_by_key(name: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
 
 
 def _tagged_in(value: Any) -> Iterable[_Tagged]:
-    """Yield the tagged integers in nested containers."""
     if isinstance(value, _Tagged):
         yield value
     for part in _contained_values(value):

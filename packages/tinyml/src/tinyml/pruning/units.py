@@ -196,7 +196,6 @@ class Walk:
                 self.size_uses.setdefault(attribute, []).append(use)
 
     def _visit(self, node: fx.Node) -> Any:
-        """Return the units in the result of `node`, as in `values`."""
         if node.op == "output":
             return self.block(node)
         if node.op != "call_function":

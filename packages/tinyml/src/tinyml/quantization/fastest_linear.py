@@ -179,9 +179,11 @@ class FastestLinear(Replacement):
         if self._stamp != stamp:
             self._prepared = {}
             self._stamp = stamp
-        if name not in self._prepared:
-            self._prepared[name] = make()
-        return self._prepared[name]
+        # Another thread may replace the dictionary, so the value is not read from it again.
+        value = self._prepared.get(name)
+        if value is None:
+            value = self._prepared[name] = make()
+        return value
 
     def by_dense_weight(self, inputs: Tensor) -> Tensor:
         """Compute the outputs in float."""
@@ -228,7 +230,10 @@ def install_fastest_linears(
         and weight_identity(module) is not None  # a computed weight is not stored in its layer
     }
     if not linears:
-        raise ValueError(f"expected a model with nn.Linear layers, got a {type(model).__name__}")
+        raise ValueError(
+            f"expected nn.Linear layers to replace in the {type(model).__name__}, got none"
+            f"{' outside of protect' if protected else ''}"
+        )
     check_weights({name: linear for linear, name in linears.items()})
     replacements: dict[nn.Module, nn.Module] = {}
     by_weight_and_bias: dict[tuple[int | None, int], FastestLinear | None] = {}

@@ -6,10 +6,9 @@ equals optimal brain quantization in a fixed order. A row of the Cholesky factor
 inverting the remaining part of H at each step. H is singular for few or dependent inputs; its
 diagonal is increased until the factorization succeeds.
 
-With groups of inputs, the grid of a group is fitted to the updated weights before the first column
-of the group is rounded. Columns with large inputs may be rounded first, while most other columns
-can still compensate for their errors. The columns of a group then stay together, so the storage
-does not change. Zeros of the weight stay zeros, so a pruned model remains sparse.
+Columns with large inputs may be rounded first, while most other columns can still compensate for
+their errors. The columns of a group then stay together, so the storage does not change. Zeros of
+the weight stay zeros, so a pruned model remains sparse.
 """
 
 from __future__ import annotations
@@ -154,9 +153,8 @@ def gptq_codes(
     `hessian` is H = sum x x^T (in, in) over the calibration inputs x. `grid` has one row per output
     or per group of inputs. With `refit`, the grid of a group is fitted again before its columns are
     rounded: `refit(rows)` returns the grid of its updated weights `rows` (out, group). `damping` is
-    the fraction of H's mean diagonal that is added to the diagonal, at least 1e-12 (see
-    `reversed_cholesky`). Errors are added within `block` columns first and then once to all later
-    columns, which is the same sum with less memory traffic.
+    that of `reversed_cholesky`. Errors are added within `block` columns first and then once to all
+    later columns, which is the same sum with less memory traffic.
     """
     outputs, inputs = weight.shape
     check_finite("the weight", weight)

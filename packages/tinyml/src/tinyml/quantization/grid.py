@@ -48,10 +48,7 @@ class Grid:
 
 
 def widen(tensor: Tensor) -> Tensor:
-    """Return a tensor of at most 16 bits as float32, so that later results are rounded once.
-
-    Any other tensor is returned unchanged.
-    """
+    """Return a tensor of at most 16 bits as float32, so that later results are rounded once."""
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 

@@ -79,10 +79,7 @@ class RoundedWeight(CompressedWeight):
 
 
 def round_through(rows: Tensor, step: Tensor, low: int, high: int) -> Tensor:
-    """Return step * round(rows / step), with codes clamped to `low` and `high`.
-
-    The gradients are those of rounding by the straight-through estimator, for `rows` and `step`.
-    """
+    """Return step * round(rows / step), with codes clamped to `low` and `high`."""
     clipped = (rows / step).clamp(low, high)
     return step * with_gradient_of(clipped.round(), clipped)
 

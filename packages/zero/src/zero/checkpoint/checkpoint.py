@@ -20,7 +20,7 @@ from torch import nn
 
 from zero.checkpoint import checksums
 from zero.checkpoint.contents import VERSION, read_contents
-from zero.checkpoint.draft import find_current
+from zero.checkpoint.draft import find_checkpoint
 from zero.checkpoint.loading import Loading
 from zero.checkpoint.ownership import (
     Part,
@@ -95,7 +95,7 @@ def _check_group(
 def _header_objects(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
 ) -> dict[str, Any]:
-    """Return the objects that rank 0 writes: group options, other module states, and `extra`."""
+    """Return rank 0's objects: group options, module states that are not parts, and `extra`."""
     objects: dict[str, Any] = {}
     groups = optimizer.param_groups if optimizer else []
     names = find_group_names(model, optimizer) if optimizer else []
@@ -122,7 +122,7 @@ def load_checkpoint(
     prefix: str | None = None,
     group: dist.ProcessGroup | None = None,
 ) -> dict[str, Any]:
-    """Fill model and optimizer from `path`; return the saved `extra`, an empty dict if none was.
+    """Fill model and optimizer from `path`; return the saved `extra` or an empty dictionary.
 
     `path` is a checkpoint of `save_checkpoint`, from any stage and number of ranks, or another
     torch.distributed.checkpoint folder. It may also be a safetensors file, or a folder of such
@@ -132,7 +132,7 @@ def load_checkpoint(
     another format version, or belongs to another model, every rank raises RuntimeError before
     anything is changed. If another job replaces the checkpoint while it is being loaded, every rank
     raises RuntimeError, and the model may have parts of both. For folders of other programs, return
-    all entries that are not tensors and belong neither to the model nor to the optimizer.
+    all entries that are not tensors and belong neither to the model nor to an optimizer.
 
     strict: False skips tensors and optimizer state that only the model or only the checkpoint has,
         with a warning.
@@ -144,7 +144,7 @@ def load_checkpoint(
     opened: list[Loading] = []
 
     def check() -> int:
-        folder = find_current(Path(path))
+        folder = find_checkpoint(Path(path))
         before = fingerprint(folder)
         checksums.verify(folder, dist.get_rank(group), dist.get_world_size(group))
         opened.append(_open(folder, model, optimizer, strict, prefix))
@@ -158,7 +158,7 @@ def load_checkpoint(
 
     def fill() -> None:
         loading.fill()
-        if fingerprint(find_current(Path(path))) != fingerprints[0]:
+        if fingerprint(find_checkpoint(Path(path))) != fingerprints[0]:
             raise RuntimeError(
                 "another job replaced the checkpoint while it was being loaded, so the model may "
                 "have parts of both: load again"

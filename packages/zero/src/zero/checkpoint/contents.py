@@ -65,7 +65,9 @@ def read_contents(
     state_names: Collection[str],
     prefix: str | None,
 ) -> Contents:
-    """Return the contents of a checkpoint under the names of a model, or raise ValueError.
+    """Return the contents of a checkpoint under the names of a model.
+
+    Raise ValueError if names are ambiguous, or for another format version or missing checksums.
 
     names: every name of a tensor of the model.
     state_names: the names of the other states of the model's modules.
@@ -259,7 +261,7 @@ def _find_name(
 
 
 def _find_prefix(stored: Collection[str], names: Collection[str]) -> str:
-    """Return the prefix that fits most stored names, or ""; raise ValueError if it is ambiguous."""
+    """Return the prefix that fits most names, "" if none fits; raise ValueError if several fit."""
     # Maps each prefix to the stored names that become names of the model when it is removed.
     fitting: dict[str, list[str]] = {}
     for name in stored:

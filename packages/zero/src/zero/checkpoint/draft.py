@@ -140,7 +140,7 @@ def previous_path(path: Path) -> Path:
     return path.with_name(f".{path.name}.previous")
 
 
-def find_current(path: Path) -> Path:
+def find_checkpoint(path: Path) -> Path:
     """Return the path of the checkpoint, even if a save was killed between its renames."""
     if path.exists():
         return path  # the name of a link may have a suffix that its target does not have

@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 from zero.checkpoint import checksums
-from zero.checkpoint.draft import Draft, draft_folder, find_current
+from zero.checkpoint.draft import Draft, draft_folder, find_checkpoint
 from zero.checkpoint.ownership import Part
 from zero.checkpoint.planner import LoadPlanner, SavePlanner
 from zero.diagnostics import explain
@@ -185,7 +185,7 @@ def open_folder(path: Path) -> Folder:
     If a save was interrupted between its two renames, the previous checkpoint is returned. Raise
     FileNotFoundError if there is no checkpoint, and ValueError if a file is missing or damaged.
     """
-    path = find_current(path)
+    path = find_checkpoint(path)
     if not (path / ".metadata").exists():
         raise FileNotFoundError(f"no checkpoint at {path}: it has no .metadata file")
     try:

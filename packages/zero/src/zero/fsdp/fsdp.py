@@ -159,8 +159,7 @@ class FSDP(UnitSchedule):
             if name in full:
                 continue
             sharded = find_sharded(parameter)
-            # A parameter without a shard is in `ignored_params`. For a shard, `name` is a tied
-            # name.
+            # A parameter without a shard is in `ignored_params`; a shard is tied under `name`.
             full[name] = full[sharded.name] if sharded else parameter.detach().clone()
         return {name: full[name] for name in self._names}
 

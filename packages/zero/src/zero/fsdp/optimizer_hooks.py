@@ -253,7 +253,7 @@ class ShardOptimizer:
         for communicator, parameters in sharded_of.items():
             has_gradient = [parameter.shard.grad is not None for parameter in parameters]
             self.stepped += compress(parameters, has_gradient)
-            on_some, on_others, options = communicator.launch_or_reduction(
+            on_some, on_others, options = communicator.launch_flag_reduction(
                 has_gradient,
                 [not flag for flag in has_gradient],
                 option_checks.make_checksum_flags(changes),
@@ -282,7 +282,7 @@ class ShardOptimizer:
     def _save_rows(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return a state dict with DTensors of all ranks' state of shards."""
+        """Return a state dict with the state of all ranks' shards in DTensors."""
         state = dict(state_dict["state"])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         for index, parameter in enumerate(parameters):
@@ -300,7 +300,7 @@ class ShardOptimizer:
     def _load_rows(
         self, optimizer: torch.optim.Optimizer, state_dict: dict[str, Any]
     ) -> dict[str, Any]:
-        """Return a state dict with only this rank's part of state that is whole or in DTensors."""
+        """Return a state dict with this rank's part of each value, which is whole or a DTensor."""
         state = dict(state_dict["state"])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]

@@ -102,8 +102,8 @@ GRAD: Any = Tensor.grad
 class Shard(nn.Parameter):
     """The elements of a parameter that this rank stores.
 
-    A plain gradient of the shard's shape becomes a ShardGradient when it is assigned, except while
-    an optimizer steps full tensors. Any other gradient raises RuntimeError.
+    Except while an optimizer steps full tensors, a plain gradient of the shard's shape becomes a
+    ShardGradient when it is assigned. Other shapes and other shards' gradients raise RuntimeError.
 
     Functions of torch follow Note [Operations on a sharded gradient]. The norm of a shard, for
     example, is the norm of the whole parameter.

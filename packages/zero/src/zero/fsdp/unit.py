@@ -189,7 +189,7 @@ class Unit:
         return views
 
     def _is_data_replaced(self, parameter: ShardedParameter, stored: Tensor) -> bool:
-        """Return True if `.data` was replaced; raise RuntimeError if it does not fit."""
+        """Return True for replaced `.data`; raise RuntimeError for a new shape, dtype or device."""
         data = plain_shard(parameter.shard)
         is_at_stored = data.data_ptr() == stored.data_ptr() and has_same_elements(data, stored)
         if is_at_stored or not stored.numel():
@@ -276,7 +276,7 @@ class Unit:
         self._full_versions = {p.full: p.full._version for p in self.parameters}
 
     def reshard(self) -> None:
-        """Free the full parameters if unused; raise RuntimeError if written to or exported."""
+        """Free unused full parameters; raise RuntimeError if they were written to or exported."""
         self._finish_unshard()
         is_in_use = self._num_users > 0 or self.keep_unsharded
         if self.state is UnitState.UNSHARDED and not is_in_use:

@@ -221,8 +221,7 @@ class UnitSchedule(nn.Module):
             self._num_running = max(0, self._num_running - 1)
             raise
         finally:
-            # This is also necessary after an error: the caller may catch it and run another forward
-            # pass.
+            # The caller may catch an error and run another forward pass, so leave in any case.
             self._leave_module(units)
         if module in self.output_dtypes:
             output = cast(self.output_dtypes[module], output, [])
@@ -377,7 +376,7 @@ class UnitSchedule(nn.Module):
             for unit in synced:
                 if unit.gradients.has_unreduced():
                     self._reduce(unit)
-            agreed = self.communicator.launch_or_reduction(
+            agreed = self.communicator.launch_flag_reduction(
                 [used for unit in self.units for used in unit.gradients.is_used]
             )
             self._wait_for_reduction()

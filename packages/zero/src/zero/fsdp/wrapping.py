@@ -210,7 +210,7 @@ def materialize_module(
     module: nn.Module,
     owners: Owners,
 ) -> None:
-    """Allocate and initialize a module's tensors on the meta device, but not its submodules'."""
+    """Replace a module's meta tensors, but not its submodules', by initialized tensors."""
     tensors = {**module._parameters, **module._buffers}
     meta = {name: t for name, t in tensors.items() if t is not None and t.is_meta}
     for name, old in meta.items():
@@ -262,7 +262,7 @@ def original_name(name: str) -> str:
 
 
 def _reset_parameters(module: nn.Module, has_tensors: bool) -> None:
-    """Call a module's `reset_parameters` if its tensors, or a submodule's, were on the meta device.
+    """Call `reset_parameters` if the module had, or a submodule has, tensors on the meta device.
 
     Raise ValueError if a module with such tensors has no such method, or if the method changes
     submodules on the meta device.

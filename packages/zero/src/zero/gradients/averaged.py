@@ -157,7 +157,7 @@ def _accumulate(name: str, gradient: Any, added: Any, *, alpha: float = 1) -> An
     """Add a local gradient to `unreduced`, which will be averaged later; return the gradient.
 
     Autograd adds the gradient of a later backward pass. A parameter's hook may also add a tensor or
-    number. Raise RuntimeError if an averaged gradient is added, or added to a plain tensor.
+    number. Raise RuntimeError if `added` is an average, or if `gradient` is a plain tensor.
     """
     if not isinstance(gradient, AveragedGradient) or isinstance(added, AveragedGradient):
         raise RuntimeError(

@@ -152,7 +152,7 @@ def reduce(name: str, args: Any, kwargs: Any) -> Tensor:
 
 
 def _reduce_elements(name: str, gradient: Any, dtype: torch.dtype | None) -> Tensor:
-    """Return the reduction `name` over the elements of all ranks; raise RuntimeError if complex."""
+    """Return the reduction `name` over all ranks; raise RuntimeError for a complex gradient."""
     if gradient.dtype.is_complex:
         raise RuntimeError(
             f"{name} of a sharded complex gradient is not supported: gather it by "

@@ -28,10 +28,10 @@ class FlatParameters:
     def add(
         self, parameters: list[nn.Parameter], split: Split, reducer: GradientReducer
     ) -> list[nn.Parameter]:
-        """Make parameters of one dtype and device views of a flat tensor; return the shards.
+        """Turn parameters of one dtype and device into views of a flat tensor.
 
-        The parameters get rank 0's values, and `reducer` averages their gradients. Every rank must
-        call this method.
+        Return this rank's shards. The parameters get rank 0's values, and `reducer` averages their
+        gradients. Every rank must call this method.
         """
         numels = [parameter.numel() for parameter in parameters]
         make_partition = partition_by_element if split == "elements" else partition_by_parameter
@@ -64,7 +64,7 @@ class FlatParameters:
         return shards
 
     def restore_views(self) -> list[nn.Parameter]:
-        """Copy any `.data` that the caller has replaced into the flat tensors.
+        """Copy `.data` into the flat tensors wherever the caller has replaced it.
 
         Return the affected parameters. Raise RuntimeError if a shape, dtype or device has changed.
         """
@@ -93,7 +93,7 @@ class FlatParameters:
         return [parameter for parameter, _ in replaced]
 
     def restore_shards(self) -> None:
-        """Copy any `.data` of shards that the optimizer has replaced into the flat tensors."""
+        """Copy `.data` of shards into the flat tensors wherever the optimizer has replaced it."""
         for _, piece, shard, bucket in self.shards:
             start = piece.offset - bucket.span.start
             values = bucket.data[start : start + piece.numel].view(shard.shape)

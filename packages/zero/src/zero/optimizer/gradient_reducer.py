@@ -22,9 +22,9 @@ sources:
 Note [Order of reductions]
 Collectives match only if all ranks launch them in the same order. Every backward pass outside
 `no_sync()` launches every bucket exactly once, even if none of its gradients is ready. The order is
-determined in the first backward pass after `add`: the buckets that became ready on rank 0 in this
-order, and then the other buckets from last to first. If several reducers share a group, they launch
-their buckets when the backward pass ends (`shared_groups.py`).
+determined in the first backward pass after `add`: first the buckets in the order in which they
+became ready on rank 0, then the other buckets from last to first. If several reducers share a
+group, they launch their buckets when the backward pass ends (`shared_groups.py`).
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class GradientReducer:
         self.release_gradients = release_gradients
         #: False under `no_sync()`.
         self.enabled = True
-        #: A function that is called when the first gradient of a backward pass is ready.
+        #: A function that runs at the first gradient of a backward pass, before any collective.
         self.before_backward: Callable[[], object] = lambda: None
         self.buckets: list[Bucket] = []
         #: The parameters' versions when all ranks last had equal values.
@@ -128,7 +128,7 @@ class GradientReducer:
         is_cleared = [p in cleared for p in parameters]
         is_written = [self.versions.get(p, p._version) != p._version for p in parameters]
         is_dirty = [any(p in unreduced for p, _ in bucket.pieces) for bucket in self.buckets]
-        agreed = self.communicator.launch_or_reduction(
+        agreed = self.communicator.launch_flag_reduction(
             is_reached, is_averaged, is_cleared, is_written, is_dirty, flags
         )
         self._queue.drain()

@@ -52,8 +52,8 @@ def choose_split(
     """Return how to split the tensors of `cls(params, **options)` over ranks.
 
     "elements" splits tensors at arbitrary elements, "parameters" assigns each whole parameter to
-    one rank. Raise ValueError if the optimizer cannot be sharded. For a class that is not known, a
-    trial determines this, unless `elementwise` is False.
+    one rank. Raise ValueError if the optimizer cannot be sharded. A trial checks classes that are
+    not listed in this module, unless `elementwise` is False.
 
     device: the device of a trial; by default, the CPU.
     elementwise: see `ShardedOptimizer`.
@@ -135,7 +135,7 @@ def _check_further_arguments(
         if is_plain and is_argument and rebuilt.get(name) != value:
             raise _unverifiable(
                 cls,
-                f"its attribute {name} is {value!r}, but {rebuilt.get(name)!r} if it is "
+                f"its attribute {name} is {value!r}, but {rebuilt.get(name)!r} if the optimizer is "
                 "constructed without the arguments that its signature does not name",
             )
 

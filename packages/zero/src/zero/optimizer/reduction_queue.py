@@ -52,7 +52,7 @@ class ReductionQueue:
         return [t for reduction in self._in_flight for t in (reduction.output, reduction.buffer)]
 
     def launch(self, bucket: Bucket) -> None:
-        """Start averaging a bucket's buffer, after waiting until fewer than `MAX_IN_FLIGHT` run."""
+        """Start averaging a bucket's buffer once fewer than `MAX_IN_FLIGHT` reductions run."""
         while len(self._in_flight) >= MAX_IN_FLIGHT:
             self._finish_oldest()
         buffer = bucket.buffer

@@ -48,7 +48,7 @@ class GroupMember:
         is_reached = [n in living and living[n].in_backward for n in numbers]
         is_alive = [n in living for n in numbers]
         is_deleted = [n not in living for n in numbers]
-        anywhere = self.communicator.launch_or_reduction(is_reached, is_alive, is_deleted)()
+        anywhere = self.communicator.launch_flag_reduction(is_reached, is_alive, is_deleted)()
         reached, alive, deleted = ([*compress(numbers, flags)] for flags in anywhere)
         self._set_numbers(alive)
         if any(number in deleted for number in reached):

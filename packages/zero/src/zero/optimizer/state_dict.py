@@ -71,7 +71,7 @@ def load_state_dict(
             state[number_of[shard]] = {
                 key: run.select(parameter.shape, key, value) for key, value in entry.items()
             }
-    # Copy the options, because another optimizer may use a learning rate in a tensor, for example.
+    # Copy the options, because another optimizer may use the same tensor of a learning rate.
     options = deepcopy([options_of(group) for group in state_dict["param_groups"]])
     inner.load_state_dict(
         {"state": state, "param_groups": number_parameters(options, inner.param_groups)}

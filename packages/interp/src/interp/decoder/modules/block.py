@@ -44,7 +44,7 @@ class DecoderBlock(nn.Module):
         position_ids: Tensor | None = None,
         cache: Cache | None = None,
     ) -> Tensor:
-        """Return the stream after the block; the arguments are those of `DecoderAttention`."""
+        """Return the stream after the block for the stream `x` before it, (batch, seq, d_model)."""
         heads = self.attention(self.norm1(x), padding, position, position_ids, cache)
         after_attention = x + self.attention_out(heads)
         if self.mid is not None:

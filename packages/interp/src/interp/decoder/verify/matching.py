@@ -233,7 +233,7 @@ def compute_logits(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put all modules into evaluation mode, without autocast and warnings; restore it on exit."""
+    """Put all modules into evaluation mode until exit, without autocast and user warnings."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
     device = next(model.parameters()).device.type

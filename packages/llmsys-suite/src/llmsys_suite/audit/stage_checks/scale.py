@@ -46,7 +46,6 @@ def checks(run: Run, result: results.Scale) -> Iterator[Check]:
 
 
 def _columns(rows: results.Rows) -> Iterator[Check]:
-    """Compare parameters, tokens and FLOPs of every run with formulas."""
     batch = scale.ROWS * scale.CONTEXT
     sizes = []
     tokens = []

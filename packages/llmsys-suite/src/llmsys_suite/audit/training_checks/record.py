@@ -57,7 +57,7 @@ class Record:
         return loss_curves(self.samples)
 
     def describe_missing(self) -> list[str]:
-        """Return what is missing if losses and samples are not exactly one per step and rank.
+        """Return the variants and ranks that do not have exactly one loss or sample per step.
 
         Most checks would pass if there were no samples.
         """
