@@ -84,7 +84,7 @@ def model() -> AttentionOnly:
         (lambda: detect_heads([EVEN], TOKENS[None]), r"tokens have shape \(1, 1, 4\)"),
         (
             lambda: detect_heads([EVEN], TOKENS).best("copy"),
-            "expected kind previous, .*, got 'copy'",
+            "expected kind to be one of .'previous', .*, got 'copy'",
         ),
         (
             lambda: logit_lens(torch.ones(2, 4, 3), None, torch.ones(5, 3)),

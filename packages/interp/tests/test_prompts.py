@@ -185,7 +185,7 @@ def test_components_are_refused_inside_a_patch_of_the_stream() -> None:
     for site in ("blocks.0", "blocks.0.attention_out"):
         with (
             patch(decoder, {site: torch.zeros_like}),
-            pytest.raises(ValueError, match=r"do not sum to the final stream.*a patch changes"),
+            pytest.raises(ValueError, match=r"expected components that sum to .*a patch changes"),
         ):
             decoder.components(TOKENS)
     # A patch of what a head reads or writes changes its component.
@@ -417,7 +417,7 @@ def test_heads_are_detected_and_shown_for_texts(name: str, tmp_path: Path) -> No
     [
         ("clean", "a b", r"same number of rows, got \{'clean': 3, .* not single strings"),
         ("right", ["x"], "same number of rows, got .*'right': 1"),
-        ("clean", ["a b", None], "expected a text, got None"),
+        ("clean", ["a b", None], "expected a string, got None"),
         ("right", [3, float("nan")], "expected a text or a token id as an answer, got nan"),
     ],
 )

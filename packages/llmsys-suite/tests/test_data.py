@@ -50,7 +50,7 @@ def test_the_ranks_rows_together_are_the_single_process_batch(world):
 
 
 def test_rows_that_do_not_split_evenly_are_refused():
-    with pytest.raises(ValueError, match="expected rows to be a multiple of 3 ranks, got 8"):
+    with pytest.raises(ValueError, match="expected rows to be a multiple of world=3, got 8"):
         load_corpus().batch(rows=8, context=32, seed=0, step=0, rank=1, world=3)
 
 

@@ -95,7 +95,7 @@ def test_recorded_failure_leaves_the_run_incomplete(folder):
 def test_results_of_another_version_are_refused(folder):
     summary = {"status": "complete", "stages": {"compress": {"rows": []}}}
     folder.write_json("summary.json", summary)
-    with pytest.raises(UsageError, match="stage compress is of another version: 'interleaved'"):
+    with pytest.raises(UsageError, match="compress was written by another version: 'inter"):
         _ = folder.results
 
 

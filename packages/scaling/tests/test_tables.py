@@ -1435,7 +1435,7 @@ def test_metrics_that_are_logged_twice_at_one_step_are_refused():
 
 def test_names_that_occur_flat_and_nested_are_refused():
     record = {"config.lr": 0.1, "config": {"lr": 0.2}, "N": 1e8, "D": 2e9, "loss": 3.0}
-    with pytest.raises(ValueError, match=r"'config\.lr' as a name and as nested mappings"):
+    with pytest.raises(ValueError, match=r"got the key and the path 'config\.lr'"):
         load_runs([record, record])
 
 

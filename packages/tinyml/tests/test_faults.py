@@ -146,7 +146,7 @@ def test_an_assignment_to_a_compressed_weight_is_refused_instead_of_ignored():
 def test_adapters_beside_replaced_layers_are_added_only_if_those_are_protected():
     model = nn.Sequential(nn.Linear(32, 32), nn.Linear(32, 32))
     mixed = quantize(model, activations="dynamic", protect=["1"])
-    with pytest.raises(ValueError, match=r"got a Int8Linear at 0; quantize with activations='flo"):
+    with pytest.raises(ValueError, match=r"got Int8Linear at 0; quantize with activations='flo"):
         add_lora(mixed, 2)
     assert mixed[1].weight.requires_grad
     assert isinstance(add_lora(mixed, 2, protect=["0"])[1], LoRA)

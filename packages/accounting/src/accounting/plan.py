@@ -23,8 +23,8 @@ class Plan:
     `ValueError` for an inconsistent plan.
     """
 
-    #: Number of devices. It sets `data` if `data` is not passed; otherwise it must be the product
-    #: of the degrees.
+    #: Number of devices. It sets `data` if `data` is not passed; otherwise it must equal
+    #: `data * tensor * pipeline * context`.
     devices: int = 0
     data: int = 0
     tensor: int = 1
@@ -89,7 +89,7 @@ class Plan:
     def _check_schedule(self) -> None:
         interleaved = self.schedule == "interleaved"
         if interleaved and self.pipeline == 1:
-            raise ValueError("expected pipeline > 1 with schedule='interleaved', got pipeline=1")
+            raise ValueError("expected pipeline > 1 if interleaved, got 1; pass schedule='1f1b'")
         if (self.virtual_stages > 1) != interleaved:
             raise ValueError(
                 "expected virtual_stages > 1 with schedule='interleaved' and 1 otherwise, got "
@@ -334,7 +334,7 @@ def tensor_parallel_sizes(model: Transformer) -> dict[str, int]:
 
 
 def check_key_heads(model: Transformer, tensor: int) -> None:
-    """Raise `ValueError` if `tensor` is neither a divisor nor a multiple of the key heads."""
+    """Raise `ValueError` unless `tensor` divides the number of key/value heads or vice versa."""
     for group in model.attention_groups if not model.mla else ():
         if group.kv_heads % tensor and tensor % group.kv_heads:
             raise ValueError(

@@ -116,7 +116,7 @@ class HeadScores:
 
     def _scores_of(self, kind: str) -> Tensor:
         if kind not in self.scores:
-            raise ValueError(f"expected kind {', '.join(self.scores)}, got {kind!r}")
+            raise ValueError(f"expected kind to be one of {list(self.scores)}, got {kind!r}")
         return self.scores[kind]
 
 
@@ -243,7 +243,7 @@ def _queries_and_keys(
 
 
 def _visible_keys(pattern: Tensor, chosen: Tensor, is_token: Tensor) -> Tensor:
-    """Return a mask (batch, seq_q, seq_k) of the keys that each query of this layer can see.
+    """Return a mask (batch, seq_q, seq_k) of the keys that each query of this layer can attend to.
 
     A layer whose weights are all 0 beyond some distance is treated as having a sliding window.
     """

@@ -272,7 +272,7 @@ def require_sum(parts: Iterable[Tensor], final: Tensor) -> None:
     total = sum(other_parts, start=first_part)
     if total.shape != final.shape or not _is_close(total, final):
         raise ValueError(
-            "the components do not sum to the final stream; one is missing, or a patch changes the "
-            "stream after they are recorded: pass all components of one run (shapes "
-            f"{tuple(total.shape)} and {tuple(final.shape)})"
+            f"expected components that sum to the final stream {tuple(final.shape)}, got another "
+            f"sum {tuple(total.shape)}; one is missing, or a patch changes the stream after they "
+            "are recorded: pass all components of one run"
         )

@@ -50,7 +50,7 @@ def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
     Raises TypeError if `text` is not a string, and ValueError if the tokenizer returns a batch.
     """
     if not isinstance(text, str):
-        raise TypeError(f"expected a text, got {text!r}; leave out rows without a text")
+        raise TypeError(f"expected a string, got {text!r}; drop rows without a text")
     encoded = tokenizer(text)
     if not isinstance(encoded, Mapping):
         encoded = {"input_ids": encoded}

@@ -180,8 +180,8 @@ def compare(
     fail_above: Annotated[
         float | None,
         typer.Option(
-            help="Exit 0 if every variant is shown to be slower by at most this percentage, 1 if "
-            "a variant is shown to be slower by more, 3 otherwise."
+            help="Exit with 0 if no variant is slower by more than this percentage, 1 if one is, "
+            "and 3 if the samples do not suffice to decide."
         ),
     ] = None,
     margin: Annotated[
@@ -219,8 +219,8 @@ def _status_above(rows: list[Comparison], percent: float) -> int:
     if undecided:
         names = ", ".join(undecided)
         print(
-            f"llmsys: cannot tell whether these are slower by more than {percent:g} %: {names}; "
-            "measure more rounds with --steps",
+            "llmsys: the samples do not show whether these variants are slower by more than "
+            f"{percent:g} %: {names}; measure more rounds with --steps",
             file=sys.stderr,
         )
         return CANNOT_TELL

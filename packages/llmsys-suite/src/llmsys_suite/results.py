@@ -179,7 +179,8 @@ def from_json(stages: Mapping[str, Row]) -> dict[str, Any]:
                 arguments["interleaved"] = Interleaved(**arguments["interleaved"])
             loaded[stage] = kind(**arguments)
         except (KeyError, TypeError) as error:
-            raise UsageError(f"stage {stage} is of another version: {error}") from None
+            message = f"stage {stage} was written by another version: {error}; repeat the run"
+            raise UsageError(message) from None
     return loaded
 
 

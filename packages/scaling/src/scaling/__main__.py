@@ -136,7 +136,7 @@ def _fit(arguments: argparse.Namespace) -> Output:
         from scaling.plot import plot
 
         figure = plot(fit, up_to=max(at))
-        _write(arguments.plot, lambda path: figure.savefig(path, dpi=150))
+        _write_atomically(arguments.plot, lambda path: figure.savefig(path, dpi=150))
     result |= {"method": arguments.method, "runs": len(runs), "warnings": list(fit.warnings)}
     result["at"] = [asdict(optimum) for optimum in best]
     return [runs.explanation, *lines, *map(str, best)], result
@@ -172,7 +172,7 @@ def _report(arguments: argparse.Namespace) -> Output:
     from scaling.page import report
 
     page = report(_load(arguments), at=arguments.at, title=f"Scaling laws of {arguments.runs}")
-    _write(arguments.to, lambda path: path.write_text(page, "utf-8"))
+    _write_atomically(arguments.to, lambda path: path.write_text(page, "utf-8"))
     return [f"written to {arguments.to}"], {"written": str(arguments.to)}
 
 
@@ -185,7 +185,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _write(path: Path, write: Callable[[Path], object]) -> None:
+def _write_atomically(path: Path, write: Callable[[Path], object]) -> None:
     """Write a file under a temporary name, then rename it, so that it is never half written."""
     temporary = path.with_name(f".{path.stem}.part{path.suffix}")
     try:

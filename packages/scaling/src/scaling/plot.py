@@ -50,7 +50,7 @@ def panels(result: Drawable, up_to: float) -> list[Callable[["Axes"], None]]:
     """Return one function per panel of `plot`, which draws the panel on axes."""
     if isinstance(result, ParametricFit | IsoflopFit):
         if result.unidentified:
-            raise ValueError(f"there is no law to draw: {result.unidentified}")
+            raise ValueError(f"expected a fit with an identified law, got {result.unidentified}")
         optima = partial(_plot_optima, fit=result, up_to=up_to)
         if isinstance(result, IsoflopFit):
             return [partial(_plot_valleys, fit=result), optima]

@@ -142,7 +142,7 @@ class Replacement(nn.Module):
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
     def layer_to_compress(self) -> nn.Module:
-        """Return the layer to compress in place of this one; raise `ValueError` if it is lost."""
+        """Return the layer to compress instead of this one; the base class raises `ValueError`."""
         raise ValueError(
             f"expected a model whose layers were not replaced, got {type(self).__name__} layers; "
             "start from the model before it was quantized with activations"

@@ -48,7 +48,7 @@ def activations(
     if work.transformers:
         _check_transformers(model)
     stage_model = plan.stage_model(model, stage)
-    names = _of_layers(stage_model, plan, work)
+    names = _layer_variables(stage_model, plan, work)
     if plan.recompute == "full":
         parts = _rows("block inputs", names)
     else:
@@ -148,8 +148,8 @@ def _sizes(model: Transformer, plan: Plan, work: Workload) -> Table:
     }
 
 
-def _of_layers(model: Transformer, plan: Plan, work: Workload) -> Table:
-    """Return the values of the names that the formulas for layers use."""
+def _layer_variables(model: Transformer, plan: Plan, work: Workload) -> Table:
+    """Return the variables of the layer formulas, as a mapping from name to value."""
     dense = len(model.mlp_layers or ())
     return _sizes(model, plan, work) | {
         "m": model,

@@ -87,7 +87,7 @@ def one_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
 
 
 def fullest_block(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
-    """Return the activations of the block that saves the most, as without recomputation."""
+    """Return the activations of the block that saves the most without recomputation."""
     # A dense layer has no experts to distribute.
     plan = replace(
         plan,

@@ -237,7 +237,7 @@ class _Step:
 
 
 class _Unsharded:
-    """The tensors that ZeRO-3 stores unsharded at some moments of a step."""
+    """The weights and gradients that ZeRO-3 stores unsharded temporarily during a step."""
 
     def __init__(self, model: Transformer, plan: Plan, kind: Precision) -> None:
         self.model = model
@@ -264,8 +264,8 @@ class _Unsharded:
     def gathered(self, blocks: int, *others: Breakdown | None, done: int = 0) -> Breakdown | None:
         """Return the gathered weights of the ends and of `blocks` blocks, with `others`.
 
-        `done` is the number of blocks whose backward is complete. Without ZeRO-3 nothing is
-        gathered, and the result is None.
+        `done` is the number of blocks whose backward is complete. The result is None without
+        ZeRO-3 or with a single data rank, because nothing is gathered.
         """
         if self.plan.zero < 3 or self.plan.data == 1:
             return None

@@ -210,13 +210,13 @@ def largest_single_layer(model: Transformer) -> Transformer:
 
 
 class FsdpGroups(NamedTuple):
-    """The unsharded parameters of the groups that FSDP gathers on a stage.
+    """Unsharded parameter counts of the FSDP groups on a pipeline stage.
 
     The dense weights of a block are sharded over all replicas, and its experts over the ranks with
     the same experts.
     """
 
-    #: Parameters outside the blocks.
+    #: Parameters outside the blocks, such as the embedding, final norm and head.
     ends: int
     #: Parameters of the largest block.
     block: int

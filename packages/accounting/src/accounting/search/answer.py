@@ -28,8 +28,8 @@ from accounting.workload import Workload
 
 #: Default batch in tokens; it is larger if the devices need more sequences.
 TOKENS_PER_STEP = 4 * 2**20
-#: Smallest and largest ratio of published to predicted hours of the trainings of Llama 3.1. The
-#: interval of `days` follows from the interval of a step, without time lost between steps.
+#: Range of published to predicted hours of the trainings of Llama 3.1. `days` is the interval of a
+#: step times the steps, divided by the goodput. Its width covers the error of step times only.
 TRAINING_RATIOS = (1.07, 2.85)
 
 

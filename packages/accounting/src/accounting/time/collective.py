@@ -2,8 +2,8 @@
 
 The payload of a collective is the size of its tensor, counted once; wire bytes are the bytes that
 one device sends. A ring all-reduce over n devices sends 2(n-1)/n of the payload. Reduce-scatter,
-all-gather and all-to-all send (n-1)/n. A double binary tree sends at most twice the payload in log
-n steps.
+all-gather and all-to-all send (n-1)/n. A double binary tree sends the payload in log2 n steps; an
+all-reduce does this twice.
 """
 
 import math

@@ -140,7 +140,7 @@ def attention_flops(model: Transformer, plan: Plan, work: Workload, stage: int) 
 
 
 def _optimizer(model: Transformer, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
-    """Return the seconds in which the optimizer reads and writes all updated states once."""
+    """Return the seconds to read and write each weight, gradient and optimizer state once."""
     seconds_per_byte = 1 / (device.memory_bandwidth * BANDWIDTH_FRACTION)
     count, moved = _updated_parameters(model, plan), 2 * kind.bytes_per_parameter
     return product(

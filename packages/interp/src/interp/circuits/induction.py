@@ -115,13 +115,13 @@ def train_induction(
 ) -> tuple[AttentionOnly, list[float]]:
     """Train a two-layer attention-only model on `repeated_tokens`; return `(model, losses)`.
 
-    `losses` has one loss per step, in nats, of the repeated tokens. The model has 2 heads per
-    layer, 64 dimensions, 48 tokens and a context of 48. Periods are 12 to 23. `seed` determines the
-    result, and torch's global generator is not changed.
+    `losses` contains the mean loss of the repeated tokens at each step, in nats. The model has 2
+    heads per layer, 64 dimensions, a vocabulary of 48 tokens and a context of 48. The periods of
+    the sequences range from 12 to 23. `seed` determines the result; global generators are restored.
     """
     vocabulary, length = 48, 48
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)  # leaves the generators of accelerators as is
         model = AttentionOnly(
             vocabulary=vocabulary,
             context=length,

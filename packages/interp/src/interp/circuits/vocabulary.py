@@ -1,4 +1,4 @@
-"""Circuits from token to token, without a matrix of vocabulary x vocabulary entries.
+"""Token-to-token circuits that never materialize a (vocabulary, vocabulary) matrix.
 
     zero layers      W_U W_E            LowRank(unembed, embed.mT)
     a head, OV       W_U W_OV W_E       unembed @ ov @ embed.mT
@@ -6,8 +6,8 @@
 
 Entry (s, t) of the first matrix is the logit of token s after token t (bigrams). In the second
 matrix, it is the term that the head adds to the logit of s if it attends to t only. In the third
-matrix, it is the score of query s and key t. The matrices are `LowRank`; `embed` and `unembed` are
-weights (vocabulary, d_model). Elhage et al. 2021, "Detecting Copying".
+matrix, it is the attention score of query s and key t, before the scale 1 / sqrt(d_head). The
+matrices are `LowRank`; `embed` and `unembed` are weights (vocabulary, d_model). Elhage et al. 2021.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from interp.decoder.decoder import Decoder
-from interp.patching.batching import require_unchanged_blocks
+from interp.patching.batching import require_unmodified_modules
 from interp.patching.paths import EdgeEffects, Node, measure_edges, projection, sender_changes
 from interp.patching.restart import Restart
 from interp.prompts import (
@@ -87,7 +87,7 @@ def edge_attribution(
     """
     if exact is not None and exact < 0:
         raise ValueError(f"expected exact >= 0, got {exact}")
-    require_unchanged_blocks(model)  # A patch of the softmax would be overwritten by a new softmax.
+    require_unmodified_modules(model)  # A new softmax would overwrite a patched softmax.
     pairs = split_pairs(model, clean, corrupted, metric, tokenizer)
     runs = [Restart(model, prompt, batch=batch) for _, prompt, _ in pairs]
     results, changes = [], []
@@ -214,7 +214,7 @@ def _pattern_effects(
     rows = len(new_keys_or_queries)
     inputs = {part: recorded[f"{site}.{part}"].expand(rows, -1, -1) for part in "qk"}
     inputs[receiver.kind] = new_keys_or_queries
-    padding, _, position_ids = run.layout
+    padding, _, position_ids = run.block_arguments
     old_pattern = recorded[f"{site}.pattern"]  # [1, query heads, seq, seq], without the sink
     scores = attention.scores(inputs["q"], inputs["k"], padding, position_ids)
     pattern = scores.softmax(-1)[..., : old_pattern.shape[-1]]  # [rows, query heads, seq, seq]

@@ -53,7 +53,7 @@ class PatchBatch:
         All modules receive the affected positions only. The attention between its projections is
         an exception: positions interact, so it receives queries, keys and values of whole rows.
         """
-        padding, embeddings, position_ids = self.run.layout
+        padding, embeddings, position_ids = self.run.block_arguments
         if embeddings is not None:  # (1, seq, d_model)
             embeddings = embeddings.flatten(0, -2)[self.affected.nonzero()[:, 1]]
         name = f"blocks.{layer}.attention"
@@ -96,7 +96,7 @@ def run_patches(
     site. The rows of `patches` are (layer, head, position), in ascending order of layers. Raises
     ValueError for a model with hooks or modules of another library.
     """
-    require_unchanged_blocks(run.model)
+    require_unmodified_modules(run.model)
     results = []
     for chunk in patches.split(run.batch):
         batch = PatchBatch(run)
@@ -114,8 +114,8 @@ def run_patches(
     return torch.cat(results)
 
 
-def require_unchanged_blocks(model: Decoder) -> None:
-    """Raise ValueError if a module has a hook or a replaced `forward`, or is of another library.
+def require_unmodified_modules(model: Decoder) -> None:
+    """Raise ValueError for forward hooks, a replaced `forward` and modules of other libraries.
 
     Such code may depend on all positions and rows, but patched runs compute only a part of them.
     """

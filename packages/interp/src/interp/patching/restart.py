@@ -14,8 +14,7 @@ class Restart:
 
     `batch` is the number of streams that callers continue together. Hooks of the model act on the
     recorded pass and on a continuation. Callers that compute parts of blocks reject hooks with
-    `require_unchanged_blocks`. Raises TypeError unless `model` is a `Decoder`, and ValueError for a
-    `batch` below 1.
+    `require_unmodified_modules`. Raises TypeError without a `Decoder`, ValueError if `batch` < 1.
     """
 
     def __init__(self, model: Decoder, prompt: Prompt, *, batch: int) -> None:
@@ -38,11 +37,11 @@ class Restart:
             record(model, *inputs, last_block, *projection_sites) as recorded,
         ):
             forward(model, prompt)
-        #: The inputs of blocks before hooks, which a continuation calls again.
+        #: Block inputs before hooks are applied; a continuation runs the hooks again.
         self._inputs = before_hooks
-        #: The arguments that every block receives after the stream: the padding (1, seq), the
+        #: Arguments of every block besides the stream and the cache: the padding (1, seq), the
         #: position embeddings and the position ids. Each of them may be None.
-        self.layout = received[1], received[2], received[3]
+        self.block_arguments = received[1], received[2], received[3]
         #: The output of the last block, (1, seq, d_model).
         self.final_stream = recorded.pop(last_block)
         #: The stream that each block reads, (1, seq, d_model), after hooks of the input.
@@ -54,5 +53,5 @@ class Restart:
         """Return the final stream (rows, seq, d_model) of copies that continue at block `start`."""
         stream = self._inputs[f"blocks.{start}:input"].repeat(rows, 1, 1)
         for block in self.model.layers[start:]:
-            stream = block(stream, *self.layout)
+            stream = block(stream, *self.block_arguments)
         return stream

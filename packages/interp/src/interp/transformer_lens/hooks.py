@@ -47,7 +47,7 @@ class Hook:
 
 
 class HookManagement:
-    """Methods of a model with hook points; see `HookedDecoder`."""
+    """Base class of `HookedDecoder` that adds, removes and looks up hook functions."""
 
     def __init__(self, decoder: Decoder, cfg: SimpleNamespace) -> None:
         self.decoder = decoder

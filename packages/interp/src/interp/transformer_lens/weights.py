@@ -38,9 +38,9 @@ def _block_weights(block: DecoderBlock) -> dict[str, Tensor]:
 
 
 def _attention_weights(attention: DecoderAttention) -> dict[str, Tensor]:
-    """Return W_Q, W_K, W_V (heads, d_model, d_head), W_O (heads, d_head, d_model) and biases.
+    """Return W_O, and W_Q, W_K and W_V of projections that are `nn.Linear`, with their biases.
 
-    W_K and W_V have one matrix per key head.
+    W_O is (heads, d_head, d_model), and the others are (heads or kv_heads, d_model, d_head).
     """
     weights = {
         "attn.W_O": attention.o.weight.mT.unflatten(0, (attention.heads, -1)),

@@ -64,7 +64,7 @@ def view(
     """
     if isinstance(tokens, str) or tokenizer is not None:
         tokens = prompt_of(cast(Prompt | Texts, tokens), tokenizer)
-    name_of = _namer(vocabulary, tokenizer)
+    name_of = _token_name_function(vocabulary, tokenizer)
     strings = _token_strings(tokens, name_of, example)
     data: dict[str, object] = {"tokens": strings}
     if patterns is not None:
@@ -115,8 +115,10 @@ def _token_strings(
     return [name_of(token) if is_token else "" for token, is_token in pairs]
 
 
-def _namer(vocabulary: Sequence[str] | None, tokenizer: Tokenizer | None) -> Callable[[int], str]:
-    """Return a function from a token id to its string, or to its digits if strings are unknown."""
+def _token_name_function(
+    vocabulary: Sequence[str] | None, tokenizer: Tokenizer | None
+) -> Callable[[int], str]:
+    """Return a function from token ids to strings: decimal ids if nothing else names tokens."""
     if vocabulary is not None:
         return vocabulary.__getitem__
     decode = getattr(tokenizer, "decode", None)

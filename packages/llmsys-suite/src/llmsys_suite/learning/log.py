@@ -20,7 +20,7 @@ SKIPPED, TRACED = 2, 3
 
 @contextmanager
 def open_log(run: Run) -> Iterator[Log]:
-    """Yield a function that records values; on ranks other than 0 it does nothing."""
+    """Yield a function that records values; it does nothing without `--log` or if rank > 0."""
     if run.rank or run.config.log is None:
         yield lambda step, values: None
     elif run.config.log == "tensorboard":

@@ -1,4 +1,4 @@
-"""A clock of the thread, the waits of the main thread for a core, and the rate of a product."""
+"""Thread CPU time, core wait time and matmul throughput."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from llmsys_suite.measure.interleaved import now
 
 
 def clock(device: torch.device) -> float:
-    """Return the thread's processor seconds, or wall seconds after synchronizing a GPU."""
+    """Return the CPU seconds of this thread; on a CUDA device, synchronize and return wall time."""
     return now(device) if device.type == "cuda" else time.thread_time()
 
 

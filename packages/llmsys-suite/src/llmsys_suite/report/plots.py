@@ -64,7 +64,7 @@ def plot_losses(learn: Learn, unit: str) -> str:
 
 
 def plot_phases(rows: Sequence[dict[str, Any]]) -> str:
-    """Return a plot of each variant's step time by phase; hidden communication is hatched."""
+    """Return an SVG bar chart of step times by phase; hidden communication is hatched."""
     names = [row["variant"] for row in rows]
 
     def draw(axes: Axes) -> None:

@@ -17,8 +17,8 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Scale
 from llmsys_suite.variants.initial_weights import seeded
 
-#: Budgets in FLOPs per step of `--steps`, each with its widths. Each budget has widths below and
-#: above the best width, because a loss curve whose minimum is at an edge cannot be fitted.
+#: Pairs of a budget in FLOPs, to be multiplied by `--steps`, and its model widths. Some widths are
+#: below and some above the best width: with the best run at an edge, an optimum is unreliable.
 GRID = ((1.35e8, (4, 6, 10, 14)), (2.7e8, (4, 8, 12, 16)), (5.8e8, (6, 10, 14, 20)))
 SEEDS = 2
 #: Factor between the budgets of consecutive seeds. Different budgets add loss curves to the fit,

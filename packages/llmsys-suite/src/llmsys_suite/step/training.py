@@ -46,11 +46,9 @@ class Step:
         self.scaler.scale(self.loss).backward()
 
     def optimize(self) -> None:
-        """Take a step of AdamW.
+        """Take an AdamW step and clear the gradients.
 
-        Raises:
-            RuntimeError: a float16 gradient overflowed, so that the scaler skipped the step and its
-                time would be too short.
+        Raises RuntimeError if a float16 gradient overflowed, because the scaler skips such a step.
         """
         scale = self.scaler.get_scale()
         self.scaler.step(self.optimizer)

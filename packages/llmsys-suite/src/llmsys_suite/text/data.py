@@ -98,7 +98,7 @@ class Corpus:
         the mean of the ranks' losses would not be the loss over all rows.
         """
         if rows % world:
-            raise ValueError(f"expected rows to be a multiple of {world} ranks, got {rows}")
+            raise ValueError(f"expected rows to be a multiple of world={world}, got {rows}")
         starts = _starts(len(self.train), rows, context, seed, step)
         rank_starts = starts[rank * rows // world : (rank + 1) * rows // world]
         return self._windows(self.train, rank_starts, context)

@@ -18,9 +18,9 @@ from scaling.uncertainty.diagnostics import Diagnostics
 from scaling.units import Array
 
 #: A grid is reported as coarse if the next size below or above the best run differs by more than
-#: this factor. At 2.5, a parabola through noiseless runs of three laws errs by 4 to 13 % at 1e22
-#: FLOPs.
-COARSE_GRID = 2.5
+#: this factor. With this ratio, the best size of a parabola through noiseless runs of three laws is
+#: off by 4 to 13 % at 1e22 FLOPs.
+MAX_SIZE_RATIO = 2.5
 
 #: The runs of a budget determine no curve if the smallest singular value of their columns x and
 #: x^2 / 2 is below this. Here x is log N minus its mean. Three sizes at steps of 1.1 have 0.0021.
@@ -70,7 +70,7 @@ def _sort_and_check(group: Runs, diagnostics: Diagnostics) -> Runs:
     if best in (0, len(x) - 1):
         diagnostics.add("the least 'loss' is at an edge of 'parameters'; train beyond it", location)
     gap = math.exp(np.diff(x)[max(best - 1, 0) : best + 1].max(initial=0.0))
-    if gap > COARSE_GRID:
+    if gap > MAX_SIZE_RATIO:
         diagnostics.add(
             "'parameters' {:.2f}x apart: the best size depends on the form of the curve",
             location,

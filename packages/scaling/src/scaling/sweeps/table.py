@@ -172,7 +172,7 @@ def _choose_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
 
 
 def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
-    """Raise `ValueError` if the rows have several model sizes, lengths or other settings."""
+    """Raise `ValueError` if rows are a history or have several sizes, lengths or other settings."""
     # A diverged run may have stopped early.
     with_loss = table.select(np.isfinite(parse_numbers(table.cells(chosen["loss"]))))
     for name in table.columns:
@@ -286,7 +286,7 @@ def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> 
 
 
 def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
-    """Return the rows and losses by batch size and rate; inf if the cell says that it diverged."""
+    """Return (row, loss) pairs by (batch size, rate); the loss is inf if the run diverged."""
     rows = table.rows.tolist()
     require_unambiguous(chosen["batch_size"], rows, table.cells(chosen["batch_size"]), ".")
     cells = table.cells(chosen["loss"])

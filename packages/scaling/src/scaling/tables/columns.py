@@ -203,8 +203,8 @@ def _has_mixtures(reading: Reading, name: str) -> NDArray[np.bool_]:
     # count experts.
     if stem.endswith(("expert", "experts", "topk")) and "per" not in words:
         return parse_numbers(cells) > 1
-    # The granularity is the number of experts into which one is split. The expansion rate is the
-    # ratio of all parameters to the active ones.
+    # Granularity is the width of the dense MLP divided by that of an expert. The expansion rate is
+    # the ratio of the parameters of the MoE layers to those of the dense MLPs.
     if stem.endswith(("granularity", "expansionrate")):
         return parse_numbers(cells) > 1
     if stem.endswith("activationratio"):  # the ratio of active experts or parameters to all

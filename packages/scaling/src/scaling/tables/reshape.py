@@ -70,7 +70,7 @@ def _flatten(record: Mapping[str, Any], path: str = "") -> Record:
             added = _flatten(nested, f"{path}{name}.")
         if repeated := flat.keys() & added.keys():
             raise ValueError(
-                f"a record has {min(repeated)!r} as a name and as nested mappings; keep one of them"
+                f"expected unique names, got the key and the path {min(repeated)!r}; keep one"
             )
         flat |= added
     return flat

@@ -65,7 +65,7 @@ def _columns_with_unit(reading: Reading) -> set[str]:
 
 
 def _require_smallest(reading: Reading) -> None:
-    """Raise `ValueError` for fewer than `FEWEST` parameters or tokens: their unit is wrong."""
+    """Raise `ValueError` below `FEWEST` parameters or tokens, unless their unit is in `units`."""
     for k in ("parameters", "tokens"):
         # A value that was derived from compute is too small if the compute has a wrong scale.
         origin = k if k in reading.columns else "compute"

@@ -245,7 +245,7 @@ def _possible_settings(reading: Reading) -> list[str]:
     """Return the columns that are not read, and sequence lengths even if they are read."""
     factors = {part for column in reading.columns.values() for part in column.name.split(TIMES)}
     # The factors of the tokens, such as steps and batch size, are read, so they are not unknown.
-    # A sequence length is the exception: it changes the loss at equal tokens.
+    # A sequence length is the exception: unlike a batch size, it is not a known setting.
     used = {name for name in factors if factor_kind(name) != "length"}
     return [name for name in reading.table.columns if name not in used]
 
@@ -253,11 +253,11 @@ def _possible_settings(reading: Reading) -> list[str]:
 def _require_known_settings(
     reading: Reading, groups: NDArray[np.intp], known: Sequence[str]
 ) -> None:
-    """Raise `ValueError` if a column of few values differs in most groups of runs.
+    """Raise `ValueError` if a column of few values varies in half of the groups of repeated runs.
 
-    The column may be a setting under an unusual name, or the runs may be repetitions. `groups` has,
-    for each of the first `len(groups)` rows, the index of its group: the runs with the same design
-    and equal known settings.
+    The column may be a setting under an unusual name, or the runs may be repetitions. `groups[i]`
+    is the group of row i: the runs with the same design and equal known settings. Rows after
+    `len(groups)` are not searched.
     """
     if len(groups) < len(reading.table):
         reading.choices.append(f"only {len(groups)} rows are searched for unknown settings")

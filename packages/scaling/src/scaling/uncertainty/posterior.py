@@ -101,8 +101,8 @@ class Prediction:
     #: The coverage measured for such intervals on published tables; empty if the interval does not
     #: include drift.
     coverage: str = ""
-    #: The reason why the interval is (0, inf); empty if it is not. If the runs do not identify the
-    #: loss, it is nan.
+    #: The reason why the interval is (0, inf), or empty for any other interval. `loss` is nan if
+    #: the runs do not identify the law.
     reason: str = ""
 
     def __str__(self) -> str:

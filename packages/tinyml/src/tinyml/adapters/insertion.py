@@ -182,7 +182,7 @@ def _select_layers(
             continue
         if isinstance(module, Replacement):
             raise ValueError(
-                f"expected layers that adapters can update, got a {type(module).__name__} at "
+                f"expected layers that adapters can update, got {type(module).__name__} at "
                 f"{name or 'the root'}; quantize with activations='float', or exclude it with "
                 "protect"
             )

@@ -223,10 +223,10 @@ def _copy_factors(name: str, adapter: LoRA | ParameterLoRA, pair: dict[str, Tens
 
 
 def _make_pattern(values: dict[str, Any], default: Any) -> dict[str, Any]:
-    """Return a pattern from which `_match_pattern` returns every value that is not `default`.
+    """Return a peft pattern, {regex: value}, with which `_match_pattern` returns `values[name]`.
 
-    A name may also match as the end of a longer name, so longer names come first. The keys are
-    regular expressions, in which an unescaped dot would match any character.
+    A key also matches longer names that end with it. Therefore longer names come first, including
+    those whose value is `default`. Names are escaped, because a dot matches any character.
     """
     different = {re.escape(name): True for name, value in values.items() if value != default}
     named = [name for name in values if _match_pattern(name, different, False)]

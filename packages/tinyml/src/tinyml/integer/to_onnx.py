@@ -107,8 +107,8 @@ class _Writer:
         mean = self._add_node(
             "AveragePool", floats, f"mean_{number}", count_include_pad=1, **window
         )
-        # Means are multiples of 1 / (kernel area) steps. Half steps must round up, so a quarter of
-        # this spacing is added, which does not change how other means are rounded.
+        # Means are multiples of 1 / (kernel area) of a quantization step. Half steps must round up,
+        # so a quarter of this spacing is added, which does not change how other means are rounded.
         up = np.array(layer.scale.scale / (4 * g.kernel[0] * g.kernel[1]), np.float32)
         return self._add_node(
             "Add", [mean, self._add_constant(f"up_{number}", up)], f"value_{number}"

@@ -159,7 +159,7 @@ def _set_order(group: Group, scores: Tensor, dead: Tensor, ties: Tensor) -> None
 
 
 def parameter_of(model: nn.Module, name: str) -> Tensor:
-    """Return the parameter or buffer of this name."""
+    """Return the parameter or buffer called `name`."""
     layer, _, key = name.rpartition(".")
     tensor: Tensor = getattr(model.get_submodule(layer), key)
     return tensor

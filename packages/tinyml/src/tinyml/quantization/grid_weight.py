@@ -65,7 +65,7 @@ class GridWeight(CompressedWeight):
         return stored
 
     def format(self) -> list[int]:
-        """Return the bits, the lowest code and the shape of the weight."""
+        """Return [bits per code, lowest code, *shape], the first argument of `__init__`."""
         return [self.bits, self.low, *self.shape]
 
     def signed_codes(self) -> Tensor:

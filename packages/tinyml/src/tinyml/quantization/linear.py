@@ -32,7 +32,7 @@ def quantize(
     protect: Sequence[str] = (),
     progress: Progress | None = None,
 ) -> nn.Module:
-    """Return a copy of `model` whose weights are `bits`-bit integers on a grid.
+    """Return a copy of `model` whose weights are `bits`-bit integers on a uniform grid.
 
     There is one scale per output channel (row), or per group of `group_size` inputs; with
     symmetric=False there is also a zero point, and `bits` may be 1. Layers of the types in `layers`
@@ -40,17 +40,17 @@ def quantize(
     mapping from layer names to bits, and other layers are unchanged. The model is then smaller but
     not faster.
 
-    activations="dynamic" takes 8 bits and replaces linear layers only. It also rounds their inputs
-    to int8 and multiplies integers (see `Int8Linear`), with the same bits on every machine.
+    activations="dynamic" requires bits=8 and replaces linear layers only. It also rounds their
+    inputs to int8 and multiplies integers (see `Int8Linear`), bit-identically on all machines.
 
-    activations="auto" takes 8 or 4 bits and replaces linear layers only. For each number of tokens,
-    a layer uses the product of its codes if this was measured to be clearly faster than float.
+    activations="auto" requires bits=8 or 4 and replaces linear layers only. For each number of
+    tokens, a layer uses the product of its codes if this was measured to be clearly faster.
     Otherwise, and inside torch.compile, it uses float, which needs a dense weight in memory. Layers
     without a clearly faster product are unchanged. With 4 bits, `group_size` is 32 by default. With
     this default, layers are also unchanged if their number of inputs is not a multiple of 32.
 
-    `progress(name, done, total)` is called after each layer that "auto" or "dynamic" has replaced
-    or left unchanged.
+    With "auto" or "dynamic", `progress(name, done, total)` is called after the decision for each
+    linear layer.
     """
     if activations not in ("float", "dynamic", "auto"):
         raise ValueError(f"expected activations 'float', 'dynamic' or 'auto', got {activations!r}")

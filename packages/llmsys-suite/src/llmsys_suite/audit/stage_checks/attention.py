@@ -29,8 +29,8 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
 }
 #: Allowed relative distance of attention from float64 by dtype of products: about five times the
 #: largest distance of correct kernels, which is 1e-6 in float32 (for gradients) and 5e-3 in bf16.
-#: A rounding error of tf32 is an eighth of one of bf16, because tf32 has three more bits.
-ATTENTION = {"fp32": 5e-6, "tf32": 2.5e-2 / 8, "bf16": 2.5e-2}
+#: tf32 has three more mantissa bits than bf16, so its rounding errors are one eighth as large.
+ATTENTION_TOLERANCE = {"fp32": 5e-6, "tf32": 2.5e-2 / 8, "bf16": 2.5e-2}
 
 
 def recorded(folder: RunFolder, result: results.Attention) -> Iterator[Check]:
@@ -73,7 +73,8 @@ def checks(run: Run, result: results.Attention) -> Iterator[Check]:
             where = f"{name} {tensor_name}"
             distances.append((reference.distance(actual, exact_tensor), where))
     kernels = Sources("every kernel", "float64")
-    yield kernels.all_near("outputs and gradients", distances, ATTENTION[run.config.dtype])
+    tolerance = ATTENTION_TOLERANCE[run.config.dtype]
+    yield kernels.all_near("outputs and gradients", distances, tolerance)
     bits = Sources("bits of the outputs", "the kernel of this name")
     yield bits.none("kernels", misnamed)
     yield Sources("reported", "the audit's own").all_equal("largest error", errors, 0.01)

@@ -13,9 +13,9 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.stages import memory
 
 MIB = 2**20
-#: Allowed relative difference between two methods of counting live bytes. Measured: at most 0.03
+#: Allowed relative difference between counted and predicted peak bytes. Measured: at most 0.03
 #: for sixty shapes and contexts. It is smaller than 0.049, the difference of MB from MiB.
-PEAK_BYTES = 0.04
+PEAK_TOLERANCE = 0.04
 
 
 def recorded(folder: RunFolder, result: results.Memory) -> Iterator[Check]:
@@ -42,6 +42,6 @@ def recorded(folder: RunFolder, result: results.Memory) -> Iterator[Check]:
             peaks.append((predicted / MIB, row[f"{key}_peak_mib"], f"{where}, {key}"))
         stream_mib = 4 * memory.ROWS * row["context"] * size.d_model / MIB
         stream.append((stream_mib, row["residual_stream_mib"], where))
-    yield Sources("counted", "accounting").all_equal("peaks of training", peaks, PEAK_BYTES)
+    yield Sources("counted", "accounting").all_equal("peaks of training", peaks, PEAK_TOLERANCE)
     numbers = Sources("reported", "4 bytes per number")
     yield numbers.all_equal("residual stream", stream, 1e-9)
