@@ -205,7 +205,9 @@ def test_an_edited_folder_is_one_line_and_status_2(finished, tmp_path, command):
     (copy / "samples.jsonl").write_text("")
     status, _, errors = command("compare", out, copy)
     assert status == 2
-    assert errors.strip().endswith("samples.jsonl was changed since its run wrote it")
+    assert errors.strip().endswith(
+        "samples.jsonl was changed, added or deleted; restore it or run again"
+    )
 
 
 def test_the_report_is_made_again_and_a_run_is_not_compared_with_itself(finished, command):

@@ -123,7 +123,7 @@ def test_aten_backend_accepts_values_of_another_head_dim(dtype, dims, layout):
 @pytest.mark.parametrize(
     ("sinks", "error", "message"),
     [
-        (torch.zeros(3), ValueError, r"each of the 4 query heads, got .* of shape \(3,\)"),
+        (torch.zeros(3), ValueError, r"one number per query head, got .* of shape \(3,\)"),
         (torch.zeros(4, dtype=torch.int64), ValueError, r"got torch.int64"),
         (torch.zeros(4, device="meta"), ValueError, r"device of q, cpu, got meta"),
         ([0.0] * 4, TypeError, r"sinks to be a torch.Tensor, got list"),

@@ -219,7 +219,7 @@ def use_methods():
     assert torch.equal(outputs, model(batch(0, 0)))
     # The constructor of a linear layer has required arguments.
     for module in (model, nn.Sequential(fully_shard(nn.Linear(2, 2)))):
-        with pytest.raises(AssertionError, match=r"copy it before fully_shard, and load"):
+        with pytest.raises(AssertionError, match=r"copy it before calling fully_shard, then load"):
             copy.deepcopy(module)
     return True
 
