@@ -66,7 +66,7 @@ def compute_bound_batch(
     if tensor_fraction >= 1:
         raise ValueError(
             f"expected tensor < {d_ff * tensor_axes / alpha:.4g} (d_ff * tensor_axes / alpha), "
-            f"got {tensor:g}; with so many ranks, no batch is compute-bound"
+            f"got {tensor:g}; no batch is compute-bound at this degree"
         )
     per_device = alpha / (tensor * fsdp_axes)
     if comms == "summed":
