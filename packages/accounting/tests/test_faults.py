@@ -134,9 +134,7 @@ def test_unknown_options_list_known_ones() -> None:
     with pytest.raises(ValueError, match="expected exactly one of hardware and peak_flops"):
         mfu(MODEL, tokens_per_second=1, seq=1)
     links = {"flops_per_second": 4.6e14, "axis_bytes_per_second": 1.8e11}
-    with pytest.raises(
-        ValueError, match=r"expected tensor < .*, got 64; no batch is"
-    ):
+    with pytest.raises(ValueError, match=r"expected tensor < .*, got 64; no batch is"):
         compute_bound_batch(fsdp=1, tensor=64, d_ff=1024, **links)
 
 
