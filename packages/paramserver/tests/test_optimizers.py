@@ -243,8 +243,15 @@ def test_workers_of_local_steps_use_schedule_groups_and_clipping():
     assert_equal_parameters(dict(module.named_parameters()), train_alone(FULL, 8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "servers"),
+    [
+        *((torch.float32, 1), (torch.bfloat16, 2)),
+        pytest.param(torch.float32, 2, marks=pytest.mark.exhaustive),
+        pytest.param(torch.bfloat16, 1, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_master_weights_equal_one_process_with_master_weights(dtype, servers):
     spec = OptimizerSpec(ADAMW, SCHEDULERS["cosine"], no_decay, master_dtype=torch.float64)
     modules = [model(dtype) for _ in range(WORKERS)]

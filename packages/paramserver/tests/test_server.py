@@ -185,7 +185,7 @@ class Counting(nn.Module):
         worker.push()
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=20)
 @given(
     bound=st.integers(0, 4),
     workers=st.integers(2, 4),
@@ -556,8 +556,8 @@ def test_wrong_ranks_and_orders_of_servers_are_named():
 @pytest.mark.parametrize(
     ("policy", "servers", "pulls", "pushes"),
     [
-        (Asynchronous(), 1, True, 200),
-        (Asynchronous(), 2, False, 200),
+        (Asynchronous(), 1, True, 120),
+        (Asynchronous(), 2, False, 120),
         *(
             pytest.param(policy, servers, pulls, 10_000, marks=pytest.mark.exhaustive)
             for servers in (1, 2)

@@ -118,7 +118,7 @@ class Turns:
             self.may_push.add(rank)
 
 
-@settings(max_examples=15)
+@settings(max_examples=10)
 @given(data=st.data())
 def test_a_death_at_any_message_leaves_no_half_push(data):
     servers, workers = data.draw(st.integers(2, 3)), data.draw(st.integers(2, 3))
@@ -216,7 +216,7 @@ def test_log_entries_are_discarded_after_all_servers_replay_them():
     assert len(log.entries) < 10
 
 
-@settings(max_examples=20)
+@settings(max_examples=12)
 @given(
     servers=st.integers(1, 3),
     where=st.integers(0, SIZE - 1),
@@ -341,7 +341,7 @@ NUMBER = st.integers(0, 10**12)
 PUSH = st.tuples(NUMBER, NUMBER, NUMBER)
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     start=NUMBER,
     entries=st.lists(
