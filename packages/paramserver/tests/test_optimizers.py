@@ -116,7 +116,13 @@ def train_alone(spec, steps, module=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "servers"), [*((name, 3) for name in SCHEDULERS), ("sequential", 1)]
+    ("name", "servers"),
+    [
+        *((name, 3) for name in ("function", "steps", "one cycle", "sequential")),
+        ("sequential", 1),
+        pytest.param("cosine", 3, marks=pytest.mark.exhaustive),
+        pytest.param("restarts", 3, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_schedule_on_the_servers_equals_one_process(name, servers):
     spec = OptimizerSpec(MOMENTUM, SCHEDULERS[name])
@@ -191,8 +197,15 @@ def test_sparse_gradients_of_local_steps_are_clipped():
     torch.testing.assert_close(module.weight.detach(), rows[:, None].expand(4, 2))
 
 
-@pytest.mark.parametrize("spec", [FULL, OptimizerSpec(MOMENTUM, SCHEDULERS["function"]), NUMPY])
-@pytest.mark.parametrize("snapshot", [False, True])
+@pytest.mark.parametrize(
+    ("spec", "snapshot"),
+    [
+        (FULL, True),
+        (OptimizerSpec(MOMENTUM, SCHEDULERS["function"]), False),
+        (NUMPY, True),
+        *(pytest.param(spec, False, marks=pytest.mark.exhaustive) for spec in (FULL, NUMPY)),
+    ],
+)
 def test_a_schedule_is_resumed_exactly_from_a_journal(tmp_path, spec, snapshot):
     def opened():
         (server,) = servers_of(model(), spec)
