@@ -17,7 +17,7 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from zero.dtensors import Run
 from zero.fsdp.fsdp import find_fsdps
-from zero.fsdp.optimizer_hooks import find_shard_optimizer
+from zero.fsdp.optimizer_hooks import find_optimizer_hooks
 from zero.fsdp.shard import ShardedParameter, as_plain_shard
 from zero.fsdp.wrapping import get_original_name
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
@@ -150,10 +150,10 @@ def find_slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[
             name = _look_up(parameter, names)
             split[shard] = Slot(name, parameter.shape, run, shard, False)
         return [[split[p] for p in group["params"]] for group in optimizer.inner.param_groups]
-    shard_optimizer = find_shard_optimizer(optimizer)
-    if shard_optimizer:
+    hooks = find_optimizer_hooks(optimizer)
+    if hooks:
         for parameter, slot in slot_of.items():
-            slot_of[parameter] = replace(slot, run=shard_optimizer.find_run(parameter))
+            slot_of[parameter] = replace(slot, run=hooks.find_run(parameter))
     return [
         [_look_up(parameter, slot_of) for parameter in group["params"]]
         for group in optimizer.param_groups

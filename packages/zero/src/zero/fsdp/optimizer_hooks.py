@@ -51,7 +51,7 @@ def install_optimizer_hooks() -> None:
 
     @wraps(state_dict)
     def get_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        find_shard_optimizer(optimizer)
+        find_optimizer_hooks(optimizer)
         return state_dict(optimizer)
 
     # Before its first step, an optimizer may have state from its constructor or from a state dict.
@@ -59,12 +59,12 @@ def install_optimizer_hooks() -> None:
     torch.optim.Optimizer.state_dict = get_state_dict  # type: ignore[assignment,method-assign]
 
 
-def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | None:
-    """Return the ShardOptimizer of an optimizer of shards, None for any other optimizer.
+def find_optimizer_hooks(optimizer: torch.optim.Optimizer) -> OptimizerHooks | None:
+    """Return the OptimizerHooks of an optimizer of shards, None for any other optimizer.
 
     Create or update it if necessary. Raise RuntimeError if the optimizer cannot step shards.
     """
-    shard_optimizer, known = _shard_optimizers.get(optimizer, (None, []))
+    hooks, known = _hooks_of.get(optimizer, (None, []))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not is_same_list(parameters, known):
         try:
@@ -72,15 +72,15 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
                 check_not_replaced(f"number {index}", parameter)
             if any(find_sharded(parameter) for parameter in parameters):
                 check_constructed(optimizer)
-                shard_optimizer = shard_optimizer or ShardOptimizer(optimizer)
-                shard_optimizer.update(optimizer)
+                hooks = hooks or OptimizerHooks(optimizer)
+                hooks.update(optimizer)
         except ValueError as error:
             raise RuntimeError(str(error)) from error
-        _shard_optimizers[optimizer] = shard_optimizer, parameters
-    for state in optimizer.state.values() if shard_optimizer else ():
+        _hooks_of[optimizer] = hooks, parameters
+    for state in optimizer.state.values() if hooks else ():
         # A copy of a gradient or a shard, such as a momentum buffer, must not act like a gradient.
         state.update({k: as_plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
-    return shard_optimizer
+    return hooks
 
 
 def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -90,29 +90,29 @@ def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> No
     `_prepare_step` or after `_finish_step`. torch runs global pre-hooks before the optimizer's
     pre-hooks, and global post-hooks after the optimizer's post-hooks.
     """
-    shard_optimizer = find_shard_optimizer(optimizer)
-    if shard_optimizer is not None:
+    hooks = find_optimizer_hooks(optimizer)
+    if hooks is not None:
         # torch's annotation of these ordered dictionaries is `dict`.
         pre_hooks: Any = optimizer._optimizer_step_pre_hooks
         post_hooks: Any = optimizer._optimizer_step_post_hooks
         num_hooks = len(pre_hooks) + len(post_hooks)
         num_hooks += len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
         # Three of the hooks are this function, `_prepare_step` and `_finish_step`.
-        if num_hooks > 3 and shard_optimizer.is_step_within_step(optimizer):
+        if num_hooks > 3 and hooks.is_step_within_step(optimizer):
             raise RuntimeError(
                 f"expected no step hooks, got {num_hooks - 3}: {type(optimizer).__name__}.step "
                 "calls the step of its base class, for which torch runs the hooks again, on this "
                 "rank's elements only; call the functions before and after optimizer.step() instead"
             )
-        before, after = shard_optimizer.step_hook_ids
+        before, after = hooks.step_hook_ids
         pre_hooks.move_to_end(before)
         post_hooks.move_to_end(after, last=False)
 
 
 def _prepare_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Prepare a step of shards, and return its changed arguments; None changes nothing."""
-    shard_optimizer = find_shard_optimizer(optimizer)
-    if shard_optimizer is None or shard_optimizer.is_step_within_step(optimizer):
+    hooks = find_optimizer_hooks(optimizer)
+    if hooks is None or hooks.is_step_within_step(optimizer):
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is not None:
@@ -125,14 +125,14 @@ def _prepare_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> A
         else:
             args = args[0], once, *args[2:]
     end_step()
-    for exchange in shard_optimizer.exchanges:
+    for exchange in hooks.exchanges:
         for parameter in exchange.parameters:
             parameter.unit.check_not_stepping()
-    shard_optimizer.check_gradients_match(optimizer)
-    for exchange in shard_optimizer.exchanges:
+    hooks.check_gradients_match(optimizer)
+    for exchange in hooks.exchanges:
         exchange.gather_full_tensors()
     options = _StepOptions(kwargs)
-    ShardGradient.step_options = shard_optimizer.step_options = ref(options)
+    ShardGradient.step_options = hooks.step_options = ref(options)
     return args, options
 
 
@@ -164,26 +164,26 @@ def _return_once(losses: list[Any]) -> Any:
 
 
 def _finish_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    shard_optimizer = find_shard_optimizer(optimizer)
+    hooks = find_optimizer_hooks(optimizer)
     # The step of a base class, which runs within another step, has other keyword arguments.
-    if shard_optimizer is None or not isinstance(kwargs, _StepOptions):
+    if hooks is None or not isinstance(kwargs, _StepOptions):
         return
     end_step()
-    for exchange in shard_optimizer.exchanges:
+    for exchange in hooks.exchanges:
         for parameter in exchange.scatter_full_tensors():
             # torch's tools require that the state is empty on all ranks or on none.
             optimizer.state.setdefault(parameter, {})
-    for sharded in shard_optimizer.stepped:
+    for sharded in hooks.stepped:
         sharded.unit.mark_changed(sharded)
-    shard_optimizer.stepped = []
-    shard_optimizer.options_after_step = option_checks.list_numeric_options(optimizer)
+    hooks.stepped = []
+    hooks.options_after_step = option_checks.list_numeric_options(optimizer)
 
 
 #: The code of the function by which torch wraps each `step` to run its hooks.
 _HOOKED_STEP: Any = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 
-class ShardOptimizer:
+class OptimizerHooks:
     """State of one optimizer that steps shards, with the hooks of its steps and state dicts."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -314,9 +314,9 @@ class ShardOptimizer:
         return {**state_dict, "state": state}
 
 
-#: ShardOptimizer (None if it has no shards) and parameters of each optimizer at its last check.
-_shard_optimizers: WeakKeyDictionary[
-    torch.optim.Optimizer, tuple[ShardOptimizer | None, list[nn.Parameter]]
+#: OptimizerHooks (None if it has no shards) and parameters of each optimizer at its last check.
+_hooks_of: WeakKeyDictionary[
+    torch.optim.Optimizer, tuple[OptimizerHooks | None, list[nn.Parameter]]
 ] = WeakKeyDictionary()
 
 
