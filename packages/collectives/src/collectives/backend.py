@@ -36,7 +36,7 @@ from collectives.process_group.device_backends import (
     create_backend,
     split_options,
 )
-from collectives.process_group.method_arguments import Options, unwrap_tensor, unwrap_tensor_list
+from collectives.process_group.method_arguments import Options, unwrap_list, unwrap_tensor
 from collectives.process_group.methods import (
     OptionalWork,
     collective_method,
@@ -164,7 +164,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     @collective_method()
     def allgather(self, output_tensors: Any, input_tensors: Any, options: Options) -> OptionalWork:
         """Copy the tensors of all ranks to the output list."""
-        outputs = unwrap_tensor_list(output_tensors)
+        outputs = unwrap_list(output_tensors)
         return lists.all_gather(outputs, unwrap_tensor(input_tensors), self, options.async_op)
 
     @collective_method("root")
@@ -172,7 +172,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Copy the tensors of all ranks to the root's list."""
         return lists.gather(
             unwrap_tensor(input_tensors),
-            unwrap_tensor_list(output_tensors),
+            unwrap_list(output_tensors),
             group=self,
             async_op=options.async_op,
             group_dst=options.root,
@@ -203,7 +203,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         """Copy the i-th tensor of the root's list to rank i."""
         return lists.scatter(
             unwrap_tensor(output_tensors),
-            unwrap_tensor_list(input_tensors),
+            unwrap_list(input_tensors),
             group=self,
             async_op=options.async_op,
             group_src=options.root,
@@ -215,7 +215,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     ) -> OptionalWork:
         """Reduce the i-th tensors of all ranks' lists into the output of rank i."""
         output = unwrap_tensor(output_tensors)
-        inputs = unwrap_tensor_list(input_tensors)
+        inputs = unwrap_list(input_tensors)
         return lists.reduce_scatter(output, inputs, options.op, self, options.async_op)
 
     @collective_method()

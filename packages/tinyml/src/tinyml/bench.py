@@ -180,10 +180,8 @@ def _bench_integer(quick: bool) -> list[Row]:
 
 def _measure_time_ratio(peer: Callable[[], object], ours: Callable[[], object], rounds: int) -> Row:
     """Return quantiles of the ratio of the peer's time to ours, from interleaved measurements."""
-    repeats = max(1, round(0.01 / _measure_seconds(ours, 3)))
-    pairs = [
-        (_measure_seconds(peer, repeats), _measure_seconds(ours, repeats)) for _ in range(rounds)
-    ]
+    repeats = max(1, round(0.01 / _measure(ours, 3)))
+    pairs = [(_measure(peer, repeats), _measure(ours, repeats)) for _ in range(rounds)]
     low, middle, high = np.quantile([a / b for a, b in pairs], [0.1, 0.5, 0.9])
     return {
         "ours_ms": statistics.median(pair[1] for pair in pairs) * 1e3,
@@ -193,7 +191,7 @@ def _measure_time_ratio(peer: Callable[[], object], ours: Callable[[], object], 
     }
 
 
-def _measure_seconds(call: Callable[[], object], repeats: int) -> float:
+def _measure(call: Callable[[], object], repeats: int) -> float:
     _synchronize()
     start = time.perf_counter()
     for _ in range(repeats):

@@ -180,17 +180,13 @@ def _start_function(group: Any, kind: str, op: str, root: int) -> Callable[..., 
         "all_reduce": lambda flat: group.allreduce([flat], options),
         "reduce": lambda flat: group.reduce([flat], options),
         "reduce_scatter": lambda out, flat: group._reduce_scatter_base(out, flat, options),
-        "all_gather": lambda out, flat: group._allgather_base(
-            _view_for_gloo(out), _view_for_gloo(flat), options
-        ),
-        "broadcast": lambda flat: group.broadcast([_view_for_gloo(flat)], options),
-        "all_to_all": lambda out, flat: group.alltoall_base(
-            _view_for_gloo(out), _view_for_gloo(flat), [], []
-        ),
+        "all_gather": lambda out, flat: group._allgather_base(_as_raw(out), _as_raw(flat), options),
+        "broadcast": lambda flat: group.broadcast([_as_raw(flat)], options),
+        "all_to_all": lambda out, flat: group.alltoall_base(_as_raw(out), _as_raw(flat), [], []),
     }
     return functions[kind]
 
 
-def _view_for_gloo(flat: Tensor) -> Tensor:
+def _as_raw(flat: Tensor) -> Tensor:
     """Return a view that gloo can copy: bytes, unless gloo knows the dtype."""
     return flat if flat.dtype in DTYPES else flat.view(torch.uint8)

@@ -81,15 +81,9 @@ def _measure_rounds(
     is_finished = False
     while not is_finished:
         seconds.append([_measure_calls(function, calls, point_to_point) for function in functions])
-        factor = (
-            CLOSE_FACTOR
-            if native and _is_set_on_any_rank(point_to_point, _is_close(seconds))
-            else 1
-        )
+        factor = CLOSE_FACTOR if native and _is_any_set(point_to_point, _is_close(seconds)) else 1
         is_late = time.perf_counter() > start_time + factor * max_seconds
-        is_finished = _is_set_on_any_rank(
-            point_to_point, is_late or len(seconds) >= factor * MAX_ROUNDS
-        )
+        is_finished = _is_any_set(point_to_point, is_late or len(seconds) >= factor * MAX_ROUNDS)
         # The timeout detects ranks that do not respond; it does not limit the measurement.
         point_to_point.restart_deadline()
     return seconds
@@ -115,14 +109,14 @@ def _measure_calls(
     """Return the seconds per call."""
     # The first call is not timed: the previous algorithm has changed caches and threads.
     function()
-    _is_set_on_any_rank(point_to_point, False)
+    _is_any_set(point_to_point, False)
     start_time = time.perf_counter()
     for _ in range(calls):
         function()
     return (time.perf_counter() - start_time) / calls
 
 
-def _is_set_on_any_rank(point_to_point: PointToPoint, flag: bool) -> bool:
+def _is_any_set(point_to_point: PointToPoint, flag: bool) -> bool:
     """Return True if any rank passes True. This synchronizes all ranks."""
     flags = torch.tensor([flag], dtype=torch.uint8, device="cpu")
     tree.all_reduce(point_to_point, flags, "MAX")

@@ -68,7 +68,7 @@ def unwrap_tensor(tensors: Any) -> Tensor:
     return unwrap_tensor(tensors[0])
 
 
-def unwrap_tensor_list(tensor_lists: Any) -> list[Tensor]:
+def unwrap_list(tensor_lists: Any) -> list[Tensor]:
     """Return the argument as a flat list of tensors; `[[t1, t2]]` is accepted as `[t1, t2]`."""
     if not tensor_lists or isinstance(tensor_lists[0], Tensor):
         return list(tensor_lists)

@@ -177,9 +177,7 @@ def _write_reshape(_: layers.IntegerReshape, call: _Call, __: _Arrays) -> list[s
 
 def _write_sum(layer: layers.IntegerSum, call: _Call, _: _Arrays) -> list[str]:
     total = " + ".join(_write_scaled_terms(layer, call))
-    return [
-        _write_loop(math.prod(call.output_shape), call.output, _write_requantized(total, layer))
-    ]
+    return [_write_loop(math.prod(call.output_shape), call.output, _requantize_in_c(total, layer))]
 
 
 def _write_cat(layer: layers.IntegerCat, call: _Call, _: _Arrays) -> list[str]:
@@ -187,7 +185,7 @@ def _write_cat(layer: layers.IntegerCat, call: _Call, _: _Arrays) -> list[str]:
     start = 0
     for term, shape in zip(_write_scaled_terms(layer, call), call.input_shapes, strict=True):
         size = math.prod(shape)
-        lines.append(_write_loop(size, f"{call.output} + {start}", _write_requantized(term, layer)))
+        lines.append(_write_loop(size, f"{call.output} + {start}", _requantize_in_c(term, layer)))
         start += size
     return lines
 
@@ -197,7 +195,7 @@ def _write_mul(layer: layers.IntegerMul, call: _Call, _: _Arrays) -> list[str]:
     values = _write_centered(layer, call, indices)
     product = f"(int64_t){' * '.join(values)} * {int(layer.multiplier)}"
     return [
-        _write_loop(math.prod(call.output_shape), call.output, _write_requantized(product, layer))
+        _write_loop(math.prod(call.output_shape), call.output, _requantize_in_c(product, layer))
     ]
 
 
@@ -226,7 +224,7 @@ def _write_scaled_terms(layer: layers.RescaledValues, call: _Call) -> list[str]:
     return [f"(int64_t){value} * ({multiplier})" for value, multiplier in pairs]
 
 
-def _write_requantized(value: str, layer: layers.RescaledValues) -> str:
+def _requantize_in_c(value: str, layer: layers.RescaledValues) -> str:
     return f"requantized({value}, {_join_numbers([int(layer.shift), layer.after.zero])})"
 
 

@@ -19,13 +19,7 @@ from tinyml.layers import find_protected_modules, is_conv1d
 from tinyml.pruning.config_sizes import update_config
 from tinyml.pruning.equality import check_equal
 from tinyml.pruning.groups import Group, SizeUse
-from tinyml.pruning.importance import (
-    Criterion,
-    Loss,
-    check_criterion,
-    get_parameter_or_buffer,
-    rank_units,
-)
+from tinyml.pruning.importance import Criterion, Loss, check_criterion, get_tensor, rank_units
 from tinyml.pruning.rules import RULES
 from tinyml.pruning.units import Walk
 from tinyml.validation import format_suggestion
@@ -220,9 +214,7 @@ def _choose_elements(
             pieces = chosen.setdefault((piece.tensor, piece.axis), [])
             pieces.append((piece.start, piece.start + size, elements + piece.start))
             if piece.role == "reader":
-                read = get_parameter_or_buffer(zeroed, piece.tensor).narrow(
-                    piece.axis, piece.start, size
-                )
+                read = get_tensor(zeroed, piece.tensor).narrow(piece.axis, piece.start, size)
                 is_removed = removed.repeat_interleave(piece.width).to(read.device)
                 read.index_fill_(piece.axis, is_removed.nonzero().flatten(), 0)
     return chosen
@@ -232,7 +224,7 @@ def _select(
     model: nn.Module, name: str, axis: int, pieces: Sequence[tuple[int, int, Tensor]]
 ) -> None:
     """Keep the chosen elements of each piece of a tensor, and all elements between the pieces."""
-    tensor = get_parameter_or_buffer(model, name)
+    tensor = get_tensor(model, name)
     end = 0
     parts: list[Tensor] = []
     for start, stop, elements in sorted(pieces, key=lambda piece: piece[:2]):

@@ -67,7 +67,7 @@ def rank_units(
     for group in groups:
         for piece in group.slices:
             if piece.role != "passer":
-                check_finite(piece.tensor, get_parameter_or_buffer(model, piece.tensor))
+                check_finite(piece.tensor, get_tensor(model, piece.tensor))
     gradients = {} if loss is None else _compute_gradients(model, loss)
     with torch.no_grad():
         _rank_by_example(walk, groups, model, inputs)
@@ -87,7 +87,7 @@ def _score(
 ) -> Tensor:
     """Return the contribution of a slice to the score of each unit, (size,) in float64."""
     # The squares of large 16-bit numbers overflow, and those of small ones round to zero.
-    weight = get_parameter_or_buffer(model, piece.tensor).detach().double()
+    weight = get_tensor(model, piece.tensor).detach().double()
     values = weight.square()
     is_counted = piece.role != "passer"
     if criterion == "bn_scale":
@@ -138,7 +138,7 @@ def _rank_by_probe(group: Group, model: nn.Module, probe: _Probe) -> None:
         if piece.role != "reader":
             continue
         elements = piece.width * group.size
-        weight = get_parameter_or_buffer(model, piece.tensor).detach().double().cpu()
+        weight = get_tensor(model, piece.tensor).detach().double().cpu()
         rows = weight.narrow(piece.axis, piece.start, elements).movedim(piece.axis, 0).flatten(1)
         power = rows.square().sum(1)
         elements_read = slice(piece.start, piece.start + elements)
@@ -158,7 +158,7 @@ def _set_order(group: Group, scores: Tensor, dead: Tensor, ties: Tensor) -> None
     group.order = order[group.scores[order].argsort(descending=True, stable=True)]
 
 
-def get_parameter_or_buffer(model: nn.Module, name: str) -> Tensor:
+def get_tensor(model: nn.Module, name: str) -> Tensor:
     """Return the parameter or buffer called `name`."""
     layer, _, key = name.rpartition(".")
     tensor: Tensor = getattr(model.get_submodule(layer), key)
