@@ -97,18 +97,18 @@ def rate_at(step: int, steps: int) -> float:
 
 def decoder(size: str) -> Decoder:
     torch.manual_seed(0)
-    return Decoder(ModelConfig.named(size, context=CONTEXT))
+    return Decoder(ModelConfig.from_size(size, context=CONTEXT))
 
 
 def batch(corpus: Corpus, step: int, worker: int) -> tuple[torch.Tensor, torch.Tensor]:
-    return corpus.batch(
+    return corpus.draw_batch(
         rows=ROWS * WORKERS, context=CONTEXT, seed=0, step=step, rank=worker, world=WORKERS
     )
 
 
 def held_out(model: Decoder, corpus: Corpus) -> float:
     with torch.no_grad():
-        return float(model.loss(*corpus.heldout_batch(rows=64, context=CONTEXT)))
+        return float(model.compute_loss(*corpus.build_heldout_batch(rows=64, context=CONTEXT)))
 
 
 def train(worker, steps: int) -> tuple[float, float, int]:
@@ -127,7 +127,7 @@ def train(worker, steps: int) -> tuple[float, float, int]:
         if begin is None:
             begin = start = pulled  # the first pull receives the whole model
         tokens, targets = batch(corpus, step, worker.rank)
-        worker.module.loss(tokens, targets).backward()
+        worker.module.compute_loss(tokens, targets).backward()
         computed = time.perf_counter()
         worker.push()
         exchange_seconds += pulled - start + time.perf_counter() - computed
@@ -391,7 +391,7 @@ def loss_rows(size: str, steps: int, lr: float) -> list[dict[str, object]]:
     for step in range(steps):
         optimizer.param_groups[0]["lr"] = lr * rate_at(step, steps)
         optimizer.zero_grad()
-        model.loss(*global_batch(corpus, step)).backward()
+        model.compute_loss(*global_batch(corpus, step)).backward()
         optimizer.step()
     base_loss = held_out(model, corpus)
     base_bytes = data_parallel_bytes(model, steps)
