@@ -39,7 +39,7 @@ def test_a_search_that_does_not_converge_is_reported_as_such(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:column 'loss' is above 14 nats")
-@settings(max_examples=2, deadline=None, derandomize=True)
+@settings(max_examples=1, deadline=None, derandomize=True)
 @given(law=laws, loss=st.sampled_from(["huber", "lad", "squares"]))
 @example(Law(2.37, 4816, 4816, 0.06, 0.06), "huber")
 def test_any_noiseless_law_is_recovered(law, loss):
@@ -54,7 +54,9 @@ def test_any_noiseless_law_is_recovered(law, loss):
     assert fit.proof.holds
 
 
-@pytest.mark.parametrize("loss", ["huber", "lad", "squares"])
+@pytest.mark.parametrize(
+    "loss", ["huber", "lad", pytest.param("squares", marks=pytest.mark.exhaustive)]
+)
 def test_every_converged_start_reaches_the_best_objective_under_noise(loss):
     fit = fit_parametric(isoflop_runs(noise=5e-3, seed=1), loss, prove=True)
     assert fit.proof.starts == 289
@@ -80,7 +82,7 @@ def hard_runs(count):
 
 def test_fit_law_reports_several_optima_as_fit_parametric_does():
     reports = []
-    for runs in itertools.islice(hard_runs(40), 4, 6):
+    for runs in itertools.islice(hard_runs(40), 5, 6):
         has_several = []
         for fit in (fit_parametric, functools.partial(fit_law, "chinchilla")):
             with warnings.catch_warnings(record=True) as caught:
@@ -207,7 +209,7 @@ def test_start_slightly_above_the_best_objective_has_not_landed(loss, monkeypatc
 
 def test_vanished_term_stays_vanished_if_the_runs_do_not_show_it():
     """Tokens do not lower these losses, so the optimum has no term of B."""
-    runs = isoflop_runs()
+    runs = isoflop_runs(budgets=(1e19, 1e20, 1e21), per_budget=5)
     flat = 2 + 400 * runs.parameters**-0.35 * (1 + 1e-3 * np.log(runs.tokens / 1e9))
     problem = Problem.from_runs(load_runs({"N": runs.parameters, "D": runs.tokens, "loss": flat}))
     theta, proof = search.search(problem, "squares", np.inf, True)
