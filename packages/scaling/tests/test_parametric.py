@@ -39,7 +39,7 @@ def test_a_search_that_does_not_converge_is_reported_as_such(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:column 'loss' is above 14 nats")
-@settings(max_examples=1, deadline=None, derandomize=True)
+@settings(max_examples=2, deadline=None, derandomize=True)
 @given(law=laws, loss=st.sampled_from(["huber", "lad", "squares"]))
 @example(Law(2.37, 4816, 4816, 0.06, 0.06), "huber")
 def test_any_noiseless_law_is_recovered(law, loss):
@@ -54,9 +54,7 @@ def test_any_noiseless_law_is_recovered(law, loss):
     assert fit.proof.holds
 
 
-@pytest.mark.parametrize(
-    "loss", ["huber", "lad", pytest.param("squares", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("loss", ["huber", "lad", "squares"])
 def test_every_converged_start_reaches_the_best_objective_under_noise(loss):
     fit = fit_parametric(isoflop_runs(noise=5e-3, seed=1), loss, prove=True)
     assert fit.proof.starts == 289
