@@ -1,9 +1,4 @@
-"""Comparison of two runs: which variants became faster or slower, if the samples can decide.
-
-The README and docs/benchmarking.md describe the verdicts. Two runs of the same code differ in
-memory layout, which changes the ratios of all rounds of a run alike (`STD_BETWEEN_RUNS`). This
-difference is part of every interval, because more rounds do not average it out.
-"""
+"""Comparison of two runs: which variants became faster or slower, if the samples can decide."""
 
 from __future__ import annotations
 
@@ -33,7 +28,8 @@ TRIMMED = 0.25
 #: A verdict needs at least this number and this fraction of undisturbed rounds.
 LEAST_ROUNDS = 15
 LEAST_FRACTION = 0.5
-#: Observed standard deviation of the log ratios between runs of the same code.
+#: Observed standard deviation of the log ratios between runs of the same code. A cause is memory
+#: layout. It changes all rounds of a run alike, so more rounds do not average the difference out.
 STD_BETWEEN_RUNS = 0.007
 #: Probability of a wrong verdict on any variant if the code is the same.
 CHANCE = 0.03

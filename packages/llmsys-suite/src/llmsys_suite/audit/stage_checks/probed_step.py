@@ -1,8 +1,6 @@
-"""Checks of one random step of `learn`.
+"""Checks of one random step of `learn`, from the checkpoints that the stage saves around it.
 
-The stage saves checkpoints before and after a step that is drawn at run time. This module repeats
-the step in float64 from the first checkpoint, and compares weights and moments with the second. It
-reads both with torch.distributed.checkpoint, not with the package `zero` that wrote them.
+torch.distributed.checkpoint reads them, not the package `zero` that wrote them.
 """
 
 from __future__ import annotations
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from llmsys_suite import results
 from llmsys_suite.audit import reference, tolerances
@@ -160,4 +159,8 @@ def _load_alone(state: dict[str, Any], reader: dcp.FileSystemReader) -> None:
     """Load into `state` in place, without collectives."""
     # torch warns that this process loads alone, which is intended.
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        try:
+            dcp.load(state, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:  # a BaseException, which would end the audit
+            reasons = [repr(reason) for reason, _ in error.failures.values()]
+            raise ValueError(f"{reader.path} is damaged: {', '.join(reasons)}") from error
