@@ -163,9 +163,7 @@ def _find_run_ends(
     """Return the column that identifies the runs of a history, and the index of each run's end.
 
     Return None if the table is not a history, and append the reason to `reading.choices`. Raises
-    `ValueError` if the rows look like checkpoints of training runs and no column has a different
-    name in every row. Also raises `ValueError` if a run repeats some of its token counts, or if the
-    `named` column does not identify runs.
+    `ValueError` if it is unclear whether rows are runs, or if `named` does not identify runs.
     """
     names = {
         "".join(c for c in name.lower() if c.isalnum()): name for name in reading.table.columns

@@ -1,9 +1,4 @@
-"""Exclusion of rows that are not finished runs: a crashed run's last loss is not its final loss.
-
-A column of states is recognized by its name (`state`, `run_state`, `status`, `sys/failed`,
-`exit_code`, …), or otherwise by its values. The following raise `ValueError`: unknown states,
-states that may mean finished or stopped, and rows that summarize other rows, such as their mean.
-"""
+"""Exclusion of rows that are not finished runs: a crashed run's last loss is not its final loss."""
 
 import itertools
 import re

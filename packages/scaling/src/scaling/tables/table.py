@@ -1,7 +1,4 @@
-"""Tables of raw cells, and the state while a table is read.
-
-The line or position of each row is stored, so that later messages can refer to it.
-"""
+"""Tables of raw cells, and the state while a table is read."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
