@@ -73,7 +73,7 @@ def test_own_hardware_is_read_from_a_file(tmp_path: Path) -> None:
     device = find(str(file))
     assert device.name == "Mine"
     assert device.peak("bf16") == 2 * 1_000_000_000 * 10 * 512
-    file.write_text('["H100 NVL"]\nlike = "H100"\nmemory_bytes = 94_000_000_000\n')
+    file.write_text('["H100 NVL"]\nlike = "H100"\nmemory_bytes = 94e9\n')
     device = find(str(file))
     assert (device.memory_bytes, device.peak("bf16")) == (94_000_000_000, find("H100").peak("bf16"))
     assert main(["serve", "layers=2,d_model=64,heads=4,vocab_size=9", "--hardware", str(file)]) == 0

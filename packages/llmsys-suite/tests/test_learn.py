@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 import torch
 from llmsys_suite import cli
+from llmsys_suite.audit.run import catch_errors
 from llmsys_suite.audit.stage_checks import learn as learn_checks
 from llmsys_suite.audit.stage_checks import probed_step
 from llmsys_suite.config import RunConfig, UsageError
@@ -177,7 +178,7 @@ def test_a_training_that_has_ended_is_loaded_and_saved_in_the_new_folder(tmp_pat
 
 
 def failed_checks_of_the_last_checkpoint(folder):
-    """Return the failed checks of a training, and with an entry of its checkpoint missing."""
+    """Return the failed checks of a training, then of checkpoints without an entry or cut short."""
     run = make_run(f"{folder}/run", None)
     with mock.patch.object(evaluation, "WRITTEN_TOKENS", 4):
         result = learn.run(run)
@@ -190,12 +191,17 @@ def failed_checks_of_the_last_checkpoint(folder):
             checks = learn_checks._check_last_checkpoint(run.folder, result)
             return [check.name for check in checks if not check.passed]
 
-    return [failed(kind) for kind in (None, "step", "weight")]
+    incomplete = [failed(kind) for kind in (None, "step", "weight")]
+    for file in (run.out / training_state.CHECKPOINT).glob("*.distcp"):
+        os.truncate(file, 100)
+    (damaged,) = catch_errors("learn", learn_checks._check_last_checkpoint(run.folder, result))
+    return [*incomplete, [damaged.name]]
 
 
 def test_a_checkpoint_without_a_weight_or_its_moments_fails(tmp_path):
     failed = run_on_shared_ranks(failed_checks_of_the_last_checkpoint, 1, str(tmp_path))
-    assert failed == [[[], ["steps of the optimizer"], ["weights of the model file"]]]
+    entries = [[], ["steps of the optimizer"], ["weights of the model file"]]
+    assert failed == [[*entries, ["what the audit reads"]]]
 
 
 GRIDS = [

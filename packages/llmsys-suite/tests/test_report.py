@@ -412,16 +412,18 @@ def test_many_budgets_have_distinct_lines():
 )
 def test_interval_of_the_best_size_may_be_wide_or_unbounded(low, high, words):
     runs = [{"compute_flops": 1e9, "parameters": w, "loss": 3 + 0.01 * w} for w in (8, 12, 16)]
-    at = {"compute_flops": 3e9, "parameters": 20.0, "low": low, "high": high}
+    at = {"compute_flops": 3.148e9, "parameters": 20.0, "low": low, "high": high}
     result = of.Scale(runs, [], {"exponent": 0.5, "scale": 1.0}, at)
     svg = plots.plot_isoflop(result)
-    assert "best size at 3e+09" in svg
+    assert "best size at 3.15e+09" in svg
     labels = re.findall(r"<text[^>]*>([\d,]+)</text>", svg)
     assert labels
     assert all(1 <= float(label.replace(",", "")) <= 100 for label in labels)
     table = [{"FLOPs": 1e9, "held out": 3.0}]
     with mock.patch.object(sections, "pick", return_value=table):
-        assert sections._build_scale(result).finding.endswith(words)
+        finding = sections._build_scale(result).finding
+    assert "at 3.15e+09 FLOPs it is 20" in finding
+    assert finding.endswith(words)
 
 
 def test_a_loss_that_is_not_finite_has_a_sentence():

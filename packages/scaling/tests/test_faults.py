@@ -154,6 +154,7 @@ def test_losses_that_rise_with_compute_do_not_give_negative_sizes():
         (lambda f: bootstrap(f, resamples=10), "expected at least 100 resamples, got 10"),
         (lambda f: bootstrap(f, by="seed"), "expected by='budget' or one label per run"),
         (lambda f: f.runs.without_highest(100), "72 runs, got count = 100"),
+        (lambda f: f.runs.without_highest(72), "count < 72 runs, got count = 72"),
         (lambda f: f.optimal(math.inf), "compute = inf"),
         (lambda f: fit_isoflop(f.runs).optimal(math.nan), "compute = nan"),
         (lambda f: f.posterior.optimal(-1.0), "compute = -1.0"),

@@ -123,9 +123,9 @@ def test_table_in_any_format_gives_the_same_runs(tmp_path_factory, table, data):
     for ours in COLUMNS:
         np.testing.assert_allclose(getattr(runs, ours), columns[ours], rtol=within[ours])
         assert repr(names[ours]) in runs.explanation
-    messages = [str(w.message) for w in caught if "is blank in" in str(w.message)]
+    messages = [str(w.message) for w in caught if "is blank or nan in" in str(w.message)]
     assert len(messages) == (blank > 0)
-    assert not blank or f"is blank in {blank} rows" in messages[0]
+    assert not blank or f"is blank or nan in {blank} rows" in messages[0]
 
 
 BASE = {"N": [1e8, 2e8, 4e8], "D": [1e10, 2e10, 2e10], "loss": [3.4, 3.2, 3.1]}
@@ -164,7 +164,7 @@ def test_data_frames_of_any_library_are_tables(library):
     assert runs.parameters.tolist() == [1e8, 4e8]
     blank = BASE | {"loss": [3.4, None, 3.1]}
     frame = module.table(blank) if library == "pyarrow" else module.DataFrame(blank)
-    with pytest.warns(ScalingWarning, match=r"blank in 1 rows \(2\)"):
+    with pytest.warns(ScalingWarning, match=r"blank or nan in 1 rows \(2\)"):
         assert load_runs(frame).rows == (1, 3)
 
 
@@ -204,7 +204,7 @@ def test_rows_of_one_metric_each_are_read():
     with pytest.warns(ScalingWarning) as caught:
         runs = load_runs(rows)
     messages = " ".join(str(w.message) for w in caught)
-    assert "'eval/loss' is blank in 3 rows" in messages
+    assert "'eval/loss' is blank or nan in 3 rows" in messages
     assert "3 earlier ones are left out" in messages
     np.testing.assert_allclose(runs.parameters, BASE["N"])
     np.testing.assert_allclose(runs.tokens, BASE["D"])
@@ -810,6 +810,34 @@ def test_sweep_is_read_as_its_best_setting_with_all_seeds():
         runs = load_runs(rows)
     assert sorted(runs.loss) == [3.0] * 4 + [3.01] * 4
     assert "least mean loss" in runs.explanation
+    # If a seed of the best rate diverged, its other seed is not read.
+    diverged = [
+        row | {"loss": float("nan") if row["config.lr"] == 2 and row["seed"] else row["loss"]}
+        for row in rows
+    ]
+    crashed = [{"state": "crashed" if r["loss"] != r["loss"] else "finished"} for r in diverged]
+    for ends in ([{}] * 24, crashed):
+        with (
+            pytest.warns(ScalingWarning, match="left out"),
+            pytest.warns(ScalingWarning, match="if possible without a loss of nan, is"),
+        ):
+            runs = load_runs([row | end for row, end in zip(diverged, ends, strict=True)])
+        assert sorted(runs.loss) == [3.1] * 4 + [3.11] * 4
+    only = [row for row in diverged if row["config.lr"] == 2 or row["N"] > 1e8]
+    with (
+        pytest.warns(ScalingWarning, match="left out"),
+        pytest.warns(ScalingWarning, match="other settings"),
+    ):
+        assert sorted(load_runs(only).loss) == [3.0] * 2 + [3.1] * 2 + [3.11] * 2
+    # A blank cell means that the loss is missing.
+    missing = [
+        row | {"loss": None if row["loss"] != row["loss"] else row["loss"]} for row in diverged
+    ]
+    with (
+        pytest.warns(ScalingWarning, match="left out"),
+        pytest.warns(ScalingWarning, match="other settings"),
+    ):
+        assert sorted(load_runs(missing).loss) == [3.0] * 4
     # A rate per size is not a sweep.
     scaled = [row | {"config.lr": 1 / row["N"], "loss": 3 + i / 99} for i, row in enumerate(rows)]
     assert len(load_runs(scaled)) == 24
@@ -1002,7 +1030,7 @@ def test_rows_that_summarize_other_rows_are_refused(column, text):
     # If every row says so, each is the mean of the seeds of a run.
     assert len(load_runs([row | {"stat": text} for row in rows])) == 3
     # A summary without a loss is left out anyway.
-    with pytest.warns(ScalingWarning, match=r"blank in 1 rows \(4\)"):
+    with pytest.warns(ScalingWarning, match=r"blank or nan in 1 rows \(4\)"):
         assert len(load_runs([*rows, summary | {"loss": None}])) == 3
 
 
@@ -1206,7 +1234,7 @@ def test_structured_array_is_a_table_and_plain_array_is_refused():
 
 def test_masked_cells_are_blank():
     loss = np.ma.array(BASE["loss"], mask=[i == 1 for i in range(len(BASE["loss"]))])
-    with pytest.warns(ScalingWarning, match=r"'loss' is blank in 1 rows \(2\)"):
+    with pytest.warns(ScalingWarning, match=r"'loss' is blank or nan in 1 rows \(2\)"):
         assert 2 not in load_runs({**BASE, "loss": loss}).rows
 
 

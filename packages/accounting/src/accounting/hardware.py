@@ -41,7 +41,7 @@ class Hardware:
     name: str
     #: Dense operations per second by dtype.
     peaks: Mapping[str, float]
-    memory_bytes: int
+    memory_bytes: float
     memory_bandwidth: float
     #: Link to the devices of the same node, or along one axis of a torus.
     node_link: Link

@@ -155,7 +155,7 @@ class RunFolder:
         """
         if not (self.path / MANIFEST).exists():
             if self.complete:
-                raise UsageError(f"{self.path} has no {MANIFEST}: another version wrote it")
+                raise UsageError(f"{self.path} has no {MANIFEST}; it was deleted or never written")
             return
         manifest = self.read_json(MANIFEST)
         if not isinstance(manifest, dict) or not isinstance(manifest.get("files"), dict):

@@ -31,11 +31,8 @@ INK = "#010203"
 
 #: Settings of matplotlib for the figures of a page.
 FIGURE_SETTINGS: Any = {
-    "text.color": INK,
-    "axes.edgecolor": INK,
-    "axes.labelcolor": INK,
-    "xtick.color": INK,
-    "ytick.color": INK,
+    **dict.fromkeys(["text.color", "axes.edgecolor", "axes.labelcolor"], INK),
+    **dict.fromkeys(["xtick.color", "ytick.color"], INK),
     "svg.fonttype": "none",
     "svg.hashsalt": "scaling",
 }

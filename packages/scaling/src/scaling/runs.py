@@ -89,10 +89,10 @@ class Runs(ComparesArrays):
     def without_highest(self, count: int) -> "Runs":
         """Return the runs without the `count` highest losses, which are the likeliest outliers.
 
-        Raises `ValueError` unless 0 <= count <= number of runs.
+        Raises `ValueError` unless 0 <= count < number of runs.
         """
-        if not 0 <= count <= len(self):
-            raise ValueError(f"expected 0 <= count <= {len(self)} runs, got count = {count}")
+        if not 0 <= count < len(self):
+            raise ValueError(f"expected 0 <= count < {len(self)} runs, got count = {count}")
         lower = self[np.sort(np.argsort(self.loss, kind="stable")[: len(self) - count])]
         if count:
             line = f"the {count} highest losses are left out: {len(lower)} runs"
@@ -182,6 +182,7 @@ def load_runs(
     total = len(table)
     table = table.select_where(where or {}, name).drop_columns(ignore, name)
     exclusions: list[str] = []
+    started = table
     table = keep_finished(table, where or {}, exclusions)
     if not len(table):
         raise ValueError("; ".join([f"{name} contains no runs", *exclusions]))
@@ -205,7 +206,7 @@ def load_runs(
     require_tokens_of_all_epochs(reading, columns, is_history)
     reading.select(flag_complete_runs(reading.table, reading.exclusions, reading.choices))
     require_one_data_set(reading)
-    keep_best_settings(reading)
+    keep_best_settings(reading, reading.table if is_history else started)
     require_cross_entropy(reading, columns)
     complete_quantities(reading)
     expected = FLOPS_PER_PARAMETER_TOKEN * reading.values["parameters"] * reading.values["tokens"]

@@ -27,7 +27,7 @@ class Fit:
     #: Phase and operator of the peak.
     when: str
     #: Memory of the device.
-    memory_bytes: int
+    memory_bytes: float
     #: The largest memory allocations at the peak, as text.
     table: str
 

@@ -33,7 +33,8 @@ TRIMMED = 0.25
 #: A verdict needs at least this number and this fraction of undisturbed rounds.
 LEAST_ROUNDS = 15
 LEAST_FRACTION = 0.5
-#: Observed standard deviation of the log ratios between runs of the same code.
+#: Observed standard deviation of the log ratios between runs of the same code. A cause is memory
+#: layout. It changes all rounds of a run alike, so more rounds do not average the difference out.
 STD_BETWEEN_RUNS = 0.007
 #: Probability of a wrong verdict on any variant if the code is the same.
 CHANCE = 0.03

@@ -151,7 +151,7 @@ def plot_isoflop(scale: Scale) -> str:
                 label=f"{budget:.2g} FLOPs",
             )
         if at := scale.extrapolated:
-            label = f"best size at {at['compute_flops']:.0e}, 95 %"
+            label = f"best size at {at['compute_flops']:.3g}, 95 %"
             # The interval may be unbounded, and a wide interval would leave no room for the runs.
             sizes = [run["parameters"] for run in scale.runs]
             low, high = max(at["low"], min(sizes) / 3), min(at["high"], 3 * max(sizes))

@@ -165,7 +165,7 @@ def _build_scale(scale: stage_results.Scale, *_: Any) -> Section:
         if width >= 1000:
             interval = "95 % interval wider than 1,000-fold"
         finding = (
-            f"The best size grows as C^{scale.law['exponent']:.2f}; at {at['compute_flops']:.0e}"
+            f"The best size grows as C^{scale.law['exponent']:.2f}; at {at['compute_flops']:.3g}"
             f" FLOPs it is {at['parameters']:,.0f} ({interval})."
         )
         if width >= 2:

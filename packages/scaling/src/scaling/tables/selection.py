@@ -22,7 +22,7 @@ from scaling.tables.names import (
     split_words,
 )
 from scaling.tables.states import parse_flags
-from scaling.tables.table import Reading
+from scaling.tables.table import Reading, Table
 
 #: Maximum number of rows that are searched for unknown settings: a million would take seconds.
 MAX_SEARCHED_ROWS = 5000
@@ -49,14 +49,14 @@ DESIGN_TOLERANCES = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": 
 
 
 def drop_rows_without_loss(reading: Reading) -> None:
-    """Leave out the rows whose loss is blank; raise `ValueError` if no row has a loss."""
+    """Leave out the rows whose loss is blank or nan; raise `ValueError` if no row has a loss."""
     column = reading.columns["loss"].name
     blank = flag_blank_cells(reading.table.columns[column])
     if blank.all():
         raise ValueError(f"{reading.name} contains no runs with a loss in column {column!r}")
     if blank.any():
         reading.exclusions.append(
-            f"column {column!r} is blank in {blank.sum()} rows"
+            f"column {column!r} is blank or nan in {blank.sum()} rows"
             f" ({list_some(reading.table.rows[blank])}): left out"
         )
         reading.without_loss = reading.table.select(blank)
@@ -101,11 +101,14 @@ def _is_quantity_label(reading: Reading, codes: NDArray[np.intp]) -> bool:
     return False
 
 
-def keep_best_settings(reading: Reading) -> None:
+def keep_best_settings(reading: Reading, started: Table) -> None:
     """Leave out all but the best setting of each N and D, if the table is a sweep of settings.
 
     The settings are learning rates, batch sizes and similar. All repetitions of the best setting,
-    such as seeds, are kept: the least loss of several seeds is too low by chance.
+    such as seeds, are kept: the least loss of several seeds is too low by chance. The mean loss of
+    the surviving seeds is also too low if another seed diverged. Therefore, a setting with a
+    diverged seed is the best only if every setting of its size and tokens has one. `started`
+    contains the runs before the unfinished runs were left out.
 
     Raises `ValueError` if another column may be a setting under an unusual name. Also raises
     `ValueError` if a method, such as the optimizer, changes from one size or number of tokens to
@@ -122,18 +125,35 @@ def keep_best_settings(reading: Reading) -> None:
     pairs, of_row = np.unique(np.stack([design, setting]), axis=1, return_inverse=True)
     of_row = of_row.reshape(-1)
     mean = np.bincount(of_row, reading.values["loss"]) / np.bincount(of_row)
-    # The settings are sorted by design and then by mean loss, so the first of each design is best.
-    by_mean = np.lexsort((mean, pairs[0]))
-    best = by_mean[np.diff(pairs[0][by_mean], prepend=-1) > 0]
+    diverged = np.zeros(len(mean), bool)
+    diverged[of_row[_flag_diverged_settings(reading, started, names)]] = True
+    # The first setting of each design in this order is its best.
+    order = np.lexsort((mean, diverged, pairs[0]))
+    best = order[np.diff(pairs[0][order], prepend=-1) > 0]
     keep = np.flatnonzero(np.isin(of_row, best))
     if len(keep) < len(design):
+        condition = ", if possible without a loss of nan," if diverged.any() else ""
         reading.exclusions.append(
             f"columns {names} differ between runs: for each size and tokens, the setting of least"
-            f" mean loss is read, and {len(design) - len(keep)} runs of other settings are left out"
+            f" mean loss{condition} is read, and {len(design) - len(keep)} runs of other settings"
+            " are left out"
         )
     _require_known_settings(reading, of_row[:MAX_SEARCHED_ROWS], names)
     _require_compared_methods(reading, keep, design, names)
     reading.select(keep)
+
+
+def _flag_diverged_settings(
+    reading: Reading, started: Table, names: Sequence[str]
+) -> NDArray[np.bool_]:
+    """Return True for each row whose design and setting equal those of a run with a loss of nan."""
+    losses = started.get_cells(reading.columns["loss"].name)
+    is_nan = [str(loss).strip().lower() == "nan" for loss in losses]
+    if not any(is_nan):
+        return np.zeros(len(reading.table), bool)
+    keys = [part for k, c in reading.columns.items() if k != "loss" for part in c.name.split(TIMES)]
+    codes = encode_settings(started, [*keys, *names])
+    return np.isin(reading.table.rows, started.rows[np.isin(codes, codes[is_nan])])
 
 
 def _encode_methods(reading: Reading, name: str) -> NDArray[np.intp]:

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 
 from llmsys_suite import results
 from llmsys_suite.audit import reference, tolerances
@@ -160,4 +161,8 @@ def _load_alone(state: dict[str, Any], reader: dcp.FileSystemReader) -> None:
     """Load into `state` in place, without collectives."""
     # torch warns that this process loads alone, which is intended.
     with warnings.catch_warnings(action="ignore", category=UserWarning):
-        dcp.load(state, storage_reader=reader, no_dist=True)
+        try:
+            dcp.load(state, storage_reader=reader, no_dist=True)
+        except CheckpointException as error:  # a BaseException, which would end the audit
+            reasons = [repr(reason) for reason, _ in error.failures.values()]
+            raise ValueError(f"{reader.path} is damaged: {', '.join(reasons)}") from error
