@@ -270,6 +270,27 @@ def test_metrics_may_change_their_argument_in_place() -> None:
     torch.testing.assert_close(effects.values, expected.values)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_metrics_may_have_another_type_than_the_model(dtype: torch.dtype) -> None:
+    decoder = attention_only(2, 1.0).to(dtype)
+    metric = logit_difference(None, decoder.unembed, 5, 8)
+    expected = patch_edges(decoder, CLEAN, CORRUPTED, metric).values.float()
+    tolerance = float(expected.abs().max()) * 0.05
+    wide = [lambda streams: metric(streams).float(), lambda streams: metric(streams).double()]
+    for function in (*wide, lambda streams: metric(streams) > 0):
+        effects = patch_edges(decoder, CLEAN, CORRUPTED, function)
+        if function in wide:
+            torch.testing.assert_close(effects.values.float(), expected, atol=tolerance, rtol=0)
+            estimated = edge_attribution(decoder, CLEAN, CORRUPTED, function, exact=None)
+            torch.testing.assert_close(estimated.exact, effects.values)
+        else:
+            with pytest.raises(ValueError, match="one number with a gradient"):
+                edge_attribution(decoder, CLEAN, CORRUPTED, function)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for function in (patch_edges, edge_attribution):
+            assert function(decoder, CLEAN, CORRUPTED, metric).values.isfinite().all()
+
+
 def test_metrics_that_mix_streams_are_refused() -> None:
     decoder = attention_only(2, 1.0)
     metric = logit_difference(None, decoder.unembed, 5, 8)

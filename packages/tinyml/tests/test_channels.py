@@ -109,6 +109,24 @@ def test_skipped_decompositions_would_change_nothing(monkeypatch):
     assert torch.equal(results[0][1], results[1][1])
 
 
+class Halves(nn.Module):
+    def forward(self, x):
+        a, b = x.chunk(2, 1)
+        return a * b.sigmoid()
+
+
+def test_gated_channels_are_pruned_in_both_halves():
+    first, last = conv(3, 8, 3), conv(4, 5, 1)
+    small, same = (
+        prune_channels(nn.Sequential(first, gate, nn.BatchNorm2d(4).double(), last), 0.5, X)
+        for gate in (nn.GLU(1), Halves())
+    )
+    assert small[0].weight.shape == (4, 3, 3, 3)
+    assert torch.equal(small[0].weight, same[0].weight)
+    rows = nn.Sequential(first, nn.GLU(2), conv(8, 5, 1))  # the gate is along the rows
+    assert prune_channels(rows, 0.5, X)[0].out_channels == 4
+
+
 def readers(group):
     return [(part.layer, part.width) for part in group.slices if part.role == "reader"]
 

@@ -242,7 +242,10 @@ def read_gguf(path):
     values = {}
     for _ in range(keys):
         name, kind = text(), take("I")
-        values[name] = text() if kind == 8 else take({4: "I", 5: "i", 6: "f", 7: "?"}[kind])
+        item, length = take("IQ") if kind == 9 else (kind, 1)
+        letter = {4: "I", 5: "i", 6: "f", 7: "?"}.get(item)
+        items = [text() if item == 8 else take(letter) for _ in range(length)]
+        values[name] = items if kind == 9 else items[0]
     entries = []
     for _ in range(count):
         name, dims = text(), take("I")
@@ -301,6 +304,7 @@ def test_gguf_file_has_the_weights_that_are_returned(kind, tmp_path):
     model = network()
     metadata = {"general.architecture": "test", "test.count": np.int64(-3), "test.on": True}
     metadata["test.f"] = torch.finfo(torch.float32).max
+    metadata |= {"tokens": ["a", "é"], "scores": [0.5, -1.0], "types": [1, 3], "on": [True]}
     rounded = save_gguf(
         model,
         tmp_path / "model.gguf",
@@ -390,7 +394,8 @@ def test_quantized_weights_are_stored_exactly(kind, bits, tmp_path):
     ):
         with pytest.raises(ValueError, match=match):
             save_gguf(network(), tmp_path / "wrong.gguf", kind, names=names)
-    for metadata in ({"general.alignment": 64}, {"n": 2**40}, {"n": [1]}, {"n": 1e300}):
+    wrong_values = 2**40, 1e300, [], [1, "a"], [1, -1], {"a": 1}
+    for metadata in ({"general.alignment": 64}, *({"n": value} for value in wrong_values)):
         with pytest.raises(ValueError, match=r"alignment|metadata..n.."):
             save_gguf(network(), tmp_path / "wrong.gguf", kind, metadata=metadata)
     with pytest.raises(ValueError, match="at most 4 dimensions"):

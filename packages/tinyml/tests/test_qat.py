@@ -67,6 +67,15 @@ def test_converting_changes_no_bit(learn_scale, group_size):
     assert size_of(stored).bytes == packed + 4 * rows + 4 * (32 + 4)
 
 
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+def test_a_trained_step_is_at_first_not_larger_than_needed(bits):
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 16, bias=False).requires_grad_(False)
+    fixed, trained = prepare_qat(layer, bits), prepare_qat(layer, bits, learn_scale=True)
+    error = (trained.weight.detach() - layer.weight).norm()
+    assert error <= 1.001 * (fixed.weight - layer.weight).norm()
+
+
 def loss_ratio(bits, learn_scale, seed):
     """Return the loss after training with rounding over the loss after rounding alone."""
     torch.manual_seed(seed)

@@ -63,7 +63,7 @@ def flash_attention(
             attention, `heads` is a multiple of `kv_heads`.
         v: Values `(batch, kv_heads, seq_k, dim_v)` or `(batch, seq_k, dim_v)`.
         is_causal: If True, query `i` sees keys up to `i + seq_k - seq_q` (bottom-right alignment).
-        scale: Factor that multiplies the scores; `dim ** -0.5` by default.
+        scale: Positive factor of the scores; `dim ** -0.5` by default.
         window: `(left, right)`, the numbers of keys that a query sees before and after its own
             position.  None removes a bound, and one int applies to both sides.  If `is_causal` is
             True, the right bound is 0.

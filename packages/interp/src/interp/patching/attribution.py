@@ -157,7 +157,7 @@ def _estimate_edges(
                 for chosen in torch.split(rows, run.batch)
             ]
             effects[key] = torch.cat(chunks)
-        edges.values[rows, column] = effects[key][:, receiver.head]
+        edges.values[rows, column] = effects[key][:, receiver.head].to(edges.values)
     return edges, changes
 
 
@@ -251,10 +251,10 @@ def _compute_gradients(
         with patch(model, added), record(model, last_block, detach=False) as last:
             logits = forward(model, prompt)
         result = metric(logits, last[last_block])
-        if not isinstance(result, Tensor) or result.numel() != 1:
+        if not isinstance(result, Tensor) or result.numel() != 1 or not result.requires_grad:
             shape = tuple(result.shape) if isinstance(result, Tensor) else type(result).__name__
             raise ValueError(
-                f"the metric returned {shape}; it must return one number as a tensor, such as a sum"
+                f"the metric returned {shape}; it must return one number with a gradient"
             )
         gradients = torch.autograd.grad(result, list(zeros.values()), allow_unused=True)
     return {

@@ -121,8 +121,8 @@ def measure_edges(
 ) -> Tensor:
     """Return the exact effects of the edges in the mask `wanted`, and 0 for other edges."""
     model = run.model
-    values = torch.zeros_like(edges.values)
     baseline = measure(metric, run.final_stream)
+    values = baseline.new_zeros(wanted.shape)  # the metric may have another type than the model
     for column, receiver in enumerate(edges.receivers):
         rows = wanted[:, column].nonzero()[:, 0]
         for chosen in torch.split(rows, run.batch):
@@ -207,7 +207,7 @@ def compute_sender_changes(
     outputs = torch.tensor([_get_output_order(node) for node in chosen_senders])
     inputs = torch.tensor([_get_input_order(node, layers, parallel) for node in chosen_receivers])
     exists = (outputs[:, None] < inputs).to(changes[0].device)
-    values = torch.zeros_like(exists, dtype=changes[0].dtype)
+    values = torch.zeros_like(exists, dtype=torch.promote_types(changes[0].dtype, torch.float32))
     edges = EdgeEffects(tuple(chosen_senders), tuple(chosen_receivers), exists, values)
     return edges, torch.cat(changes)[rows]
 

@@ -35,7 +35,7 @@ from tinyml.quantization.grid_weight import GridWeight
 from tinyml.validation import check_finite
 
 Kind = Literal["Q8_0", "Q4_0", "Q4_K"]
-Value = str | bool | int | float
+Value = str | bool | int | float | Sequence[str | bool | int | float]
 Bytes = npt.NDArray[np.uint8]
 Numbers = npt.NDArray[Any]
 #: A tensor in the file: the number of its type, its shape and its bytes.
@@ -82,6 +82,7 @@ def save_gguf(
     `metadata` contains the keys that the reader of the file needs, such as "general.architecture",
     and `names` maps parameter names to names in the file. llama.cpp needs the keys and names of its
     architectures, and for some of them, such as "llama", rows of queries and keys in another order.
+    Values may be lists, such as the tokens of a tokenizer.
     """
     if kind not in _BLOCKS:
         raise ValueError(f"expected kind {', '.join(map(repr, _BLOCKS))}, got {kind!r}")
@@ -302,6 +303,12 @@ def _encode_string(text: str) -> bytes:
 
 def _encode_value(key: str, value: Value) -> bytes:
     """Return the type and the bytes of a value of the metadata."""
+    if isinstance(value, list | tuple):
+        items = [_encode_value(key, item) for item in value]
+        types = {item[:4] for item in items}
+        if len(types) == 1:  # the type of an array's elements is stored once
+            values = b"".join(item[4:] for item in items)
+            return struct.pack("<I", 9) + types.pop() + struct.pack("<Q", len(items)) + values
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
     if isinstance(value, str):
@@ -311,6 +318,6 @@ def _encode_value(key: str, value: Value) -> bytes:
     if isinstance(value, int | np.integer) and -(2**31) <= value < 2**32:
         return struct.pack("<Ii", 5, value) if value < 0 else struct.pack("<II", 4, value)
     raise ValueError(
-        f"expected a string, a truth value, a float32 or a 32-bit integer as metadata[{key!r}], "
-        f"got {value!r}"
+        "expected a string, a truth value, a float32, a 32-bit integer, or a list of values of one "
+        f"of these types and of one sign, as metadata[{key!r}], got {value!r:.200}"
     )

@@ -172,8 +172,8 @@ def _check_call(small: nn.Module, call: _Call, expected: list[Tensor], is_double
 def _make_size_error(model: nn.Module, why: str) -> ValueError:
     return ValueError(
         f"{type(model).__name__} does not compute the same after pruning ({why}); if its forward "
-        "contains a size as a number, read it from the tensor's shape; remove values that are "
-        "computed but not returned"
+        "contains a size as a number, read it from the tensor's shape, or protect the layers that "
+        "write these units; remove values that are computed but not returned"
     )
 
 

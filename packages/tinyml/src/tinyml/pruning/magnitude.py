@@ -62,9 +62,7 @@ class Masks(dict[str, Tensor]):
                 "expected an optimizer of the pruned model, which is a copy, got one that trains "
                 "none of the masked weights; create it from model.parameters() after prune"
             )
-        moved = Masks()
-        for name, (parameter, mask) in zip(self, pairs, strict=True):
-            moved[name] = mask.to(parameter.device)
+        moved = Masks((name, m.to(p.device)) for name, (p, m) in zip(self, pairs, strict=True))
         optimizer.register_step_post_hook(lambda *_: moved.apply(model))
 
 

@@ -118,31 +118,16 @@ def _follow_batch_norm(walk: Walk, node: fx.Node, x: fx.Node, *rest: Any, **_: A
     return units
 
 
-def _follow_group_norm(
-    walk: Walk,
-    node: fx.Node,
-    x: fx.Node,
-    groups: int,
-    weight: Any = None,
-    bias: Any = None,
-    *_: Any,
-) -> Any:
+def _follow_group_norm(walk: Walk, node: fx.Node, x: fx.Node, groups: int, *rest: Any) -> Any:
     units = walk.values[x]
-    names = [walk.find_name_if_used_once(item) for item in (weight, bias) if item is not None]
-    if units.dim != 1 or None in names or walk.coarsen_to_blocks(units, groups) is None:
+    if units.dim != 1 or walk.coarsen_to_blocks(units, groups) is None:
         return walk.block(node)
-    walk.add_slices(units, [(str(name), 0) for name in names], "passer")
-    return units
+    return _follow_batch_norm(walk, node, x, *rest[:2])
 
 
 def _follow_prelu(walk: Walk, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
-    units = walk.values[x]
-    if math.prod(get_shape(weight)) > 1:
-        name = walk.find_name_if_used_once(weight)
-        if units.dim != 1 or name is None:
-            return walk.block(node)
-        walk.add_slices(units, [(name, 0)], "passer")
-    return units
+    has_one_weight = math.prod(get_shape(weight)) == 1
+    return walk.values[x] if has_one_weight else _follow_batch_norm(walk, node, x, weight)
 
 
 def _follow_elementwise(walk: Walk, node: fx.Node, *_: Any, **__: Any) -> Any:
@@ -298,6 +283,14 @@ def _follow_chunk(walk: Walk, node: fx.Node, x: fx.Node, num_chunks: int, dim: i
     return _follow_split(walk, node, x, -(-get_shape(x)[dim] // num_chunks), dim)
 
 
+def _follow_glu(walk: Walk, node: fx.Node, x: fx.Node, dim: int = -1) -> Any:
+    """Merge the units of the two halves, which are multiplied element by element."""
+    if dim % len(get_shape(x)) != walk.values[x].dim:
+        return walk.values[x]
+    halves = _follow_chunk(walk, node, x, 2, dim)
+    return halves if halves is None else walk.merge(node, halves)
+
+
 def _follow_view(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     """Pass units on to the dimension of the result that starts at the same element.
 
@@ -367,6 +360,7 @@ RULES: dict[str, Callable[..., Any]] = {
         (_follow_cat, "cat"),
         (_follow_split, "split split_with_sizes"),
         (_follow_chunk, "chunk"),
+        (_follow_glu, "glu"),
         (_follow_view, "view reshape flatten unflatten _unsafe_view squeeze unsqueeze"),
         (_follow_elementwise, " ".join(sorted(ELEMENTWISE)) + " " + _OTHER_ELEMENTWISE),
     )

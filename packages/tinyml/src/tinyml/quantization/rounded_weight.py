@@ -37,7 +37,8 @@ class RoundedWeight(CompressedWeight):
         self.group_size = group_size
         rows = self._as_rows(weight.detach())
         high = 2 ** (bits - 1) - 1
-        step = 2 * rows.abs().mean(1, keepdim=True) / high**0.5
+        step = 2 * rows.abs().mean(1, keepdim=True) / high**0.5  # as in LSQ
+        step = step.minimum(rows.abs().amax(1, keepdim=True) / high)  # the largest useful step
         self.step = nn.Parameter(make_positive(step)) if learn_scale else None
 
     def right_inverse(self, weight: Tensor) -> Tensor:
