@@ -105,7 +105,16 @@ def remove_parametrizations(module: nn.Module) -> None:
 
 
 def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
-    """Make a compressed weight a dense parameter, in place; return all layers that share it."""
+    """Make a compressed weight a dense parameter, in place; return all layers that share it.
+
+    Raise `ValueError` if a module of `model` is TorchScript, whose weights cannot be replaced.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"expected modules without TorchScript, got {name or 'the root'}, scripted "
+                "or traced; compress the original model, and script or trace the result"
+            )
     sharing = [m for m in model.modules() if get_weight_identity(m) == get_weight_identity(layer)]
     if get_compressed_weight(layer) is not None:
         stored = cast(Any, layer).parametrizations.weight.original
