@@ -304,11 +304,3 @@ def test_a_replaced_layer_keeps_its_mode():
     model = quantize(model, 8, activations="dynamic")
     assert not model[0].training
     assert model[1].training
-
-
-def test_a_compiled_layer_has_the_same_gradient_in_one_graph():
-    model = quantize(nn.Sequential(nn.Linear(24, 8)), 8, activations="dynamic")
-    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
-    inputs = torch.randn(5, 24, requires_grad=True)
-    (gradient,) = torch.autograd.grad(compiled(inputs).square().sum(), inputs)
-    assert torch.allclose(gradient, 2 * model(inputs) @ model[0].weight)
