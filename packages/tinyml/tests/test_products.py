@@ -56,7 +56,7 @@ def int8_time(request, monkeypatch):
         call()
         return request.param if call.func is products.IMPLEMENTATIONS["int8"] else 1.0
 
-    monkeypatch.setattr(timing, "measure_milliseconds", milliseconds)
+    monkeypatch.setattr(timing, "measure_ms", milliseconds)
 
 
 def test_a_wrong_product_is_found_out_and_left_out(monkeypatch, int8_time):

@@ -40,8 +40,8 @@ from collectives.process_group.method_arguments import Options, unwrap_list, unw
 from collectives.process_group.methods import (
     OptionalWork,
     collective_method,
-    make_gloo_method,
-    make_refused_method,
+    forward_to_gloo,
+    refuse_calls,
 )
 from collectives.store import create_fresh_store
 
@@ -400,7 +400,7 @@ REFUSED = {
 }
 
 for _name in GLOO:
-    setattr(CollectivesProcessGroup, _name, make_gloo_method(_name))
+    setattr(CollectivesProcessGroup, _name, forward_to_gloo(_name))
 for _name, _remedy in REFUSED.items():
-    setattr(CollectivesProcessGroup, _name, make_refused_method(_name, NAME, _remedy))
+    setattr(CollectivesProcessGroup, _name, refuse_calls(_name, NAME, _remedy))
 dist.Backend.register_backend(NAME, CollectivesProcessGroup, extended_api=True, devices=["cpu"])

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives.algorithms.reduction import get_accumulation_dtype, reduce_into, split_into_pieces
+from collectives.algorithms.reduction import get_wide_dtype, reduce_into, split_into_pieces
 from collectives.shared_memory import engine
 from collectives.shared_memory.arena import ONE_SHOT_BYTES, SLOT_BYTES, Arena
 
@@ -267,6 +267,6 @@ def _sum_slices(arena: Arena, piece: Tensor, op: str, scratch: Tensor | None) ->
 
 def _allocate_scratch(like: Tensor) -> Tensor | None:
     """Return the scratch tensor of `reduce_into`, or None if it needs none."""
-    wide = get_accumulation_dtype(like.dtype)
+    wide = get_wide_dtype(like.dtype)
     size = max(1, min(like.numel(), WIDE_ELEMENTS))
     return None if wide == like.dtype else torch.empty(size, dtype=wide, device="cpu")

@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from tinyml.adapters.low_rank_update import LowRankUpdate
 from tinyml.compressed_weight import refuse_save_pretrained
 from tinyml.conversion import remove_parametrizations, without_autocast
-from tinyml.validation import check_finite, format_suggestion
+from tinyml.validation import check_finite, suggest_name
 
 
 class ParameterLoRA(LowRankUpdate, nn.Module):
@@ -85,7 +85,7 @@ def match_parameters(model: nn.Module, wanted: Iterable[str]) -> list[tuple[str,
         if not any(f".{name}".endswith(f".{entry}") for name in known):
             raise ValueError(
                 f"expected ends of the names of parameters, got {entry!r}"
-                f"{format_suggestion(entry, known)}"
+                f"{suggest_name(entry, known)}"
             )
     matches = [n for n in known if any(f".{n}".endswith(f".{entry}") for entry in entries)]
     return [(module, key) for module, _, key in (name.rpartition(".") for name in matches)]

@@ -32,7 +32,7 @@ from tinyml.adapters.parameter_lora import (
 from tinyml.conversion import check_supported
 from tinyml.export.atomic_file import atomic_file
 from tinyml.layers import is_conv1d
-from tinyml.validation import check_finite, format_first_names
+from tinyml.validation import check_finite, format_names
 
 _PREFIX = "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -127,8 +127,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     names = _map_paths_to_names([f"{module}.{key}" for module, key in targeted])
     if unknown := sorted(pairs.keys() - modules.keys() - names.keys()):
         raise ValueError(
-            "expected names of this model, got names of another model: "
-            f"{format_first_names(unknown)}"
+            f"expected names of this model, got names of another model: {format_names(unknown)}"
         )
     single = {}
     for path, name in names.items():

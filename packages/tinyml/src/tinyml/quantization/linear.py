@@ -10,13 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.conversion import compress_weights, make_plain_copy
-from tinyml.layers import (
-    QUANTIZABLE,
-    find_protected_modules,
-    get_weight,
-    is_conv1d,
-    put_outputs_first,
-)
+from tinyml.layers import QUANTIZABLE, find_protected, get_weight, is_conv1d, put_outputs_first
 from tinyml.quantization.fastest_linear import FastestLinear, install_fastest_linears
 from tinyml.quantization.grid import as_rows, compute_grid, widen
 from tinyml.quantization.grid_weight import GridWeight
@@ -80,7 +74,7 @@ def quantize(
             f"expected bits=8 with one symmetric scale per channel{alternative} for "
             f"{activations=}, got {bits=}, {group_size=}, {symmetric=}"
         )
-    protected = find_protected_modules(model, protect)
+    protected = find_protected(model, protect)
     return install_fastest_linears(make_plain_copy(model), make_layer, protected, progress)
 
 
