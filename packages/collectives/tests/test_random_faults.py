@@ -53,7 +53,7 @@ EXIT_CODES = {"dies": 7, "raises": 1, **dict.fromkeys(SIGNALS, -signal.SIGKILL)}
 # Time that the exit of a process takes at most, on a busy machine.
 EXIT_SECONDS = 60
 PLACES = ("together", "together", "apart", "pairs")
-REAL_HOST = segment.get_host_identity
+REAL_HOST = segment.identify_host
 
 
 class Call:
@@ -166,7 +166,7 @@ class Stalls:
 
 def emulate_hosts(where, rank):
     a_host = {"together": 0, "apart": 1, "pairs": 2}[where]
-    segment.get_host_identity = (lambda: f"host {rank // a_host}") if a_host else REAL_HOST
+    segment.identify_host = (lambda: f"host {rank // a_host}") if a_host else REAL_HOST
 
 
 def any_model(kind, call, hosts, wire, agree, *, native):

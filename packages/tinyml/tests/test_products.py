@@ -171,7 +171,7 @@ def test_the_dense_codes_stay_for_the_numbers_of_tokens_that_use_them(monkeypatc
     dense = []
     for tokens in (1, 32, 1, 32):
         weights.compute_product(torch.ones(tokens, 16))
-        dense.append(weights._dense)
+        dense.append(vars(weights).get("dense"))
     assert dense[1] is dense[3] is not None
 
 

@@ -355,11 +355,8 @@ class Arena:
 
     def read_lengths(self) -> list[Lengths]:
         """Return all ranks' lengths in an all-to-all; raise Mismatch if they do not match."""
-        heads = [
-            slot[: self.lengths_room].view(torch.int64) for slot in self.get_slots(torch.uint8)
-        ]
-        values = [head[: 2 * self.world_size].tolist() for head in heads]
-        lengths = [Lengths(row[: self.world_size], row[self.world_size :]) for row in values]
+        rows = [slot[: 2 * self.world_size].tolist() for slot in self.get_slots(torch.int64)]
+        lengths = [Lengths(row[: self.world_size], row[self.world_size :]) for row in rows]
         fingerprint.compare_lengths(dict(enumerate(lengths)), self.group_ranks)
         return lengths
 

@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from tinyml.exported import ELEMENTWISE, Exported, describe_node, export_graph, get_operator_name
+from tinyml.exported import ELEMENTWISE, Exported, describe_node, export_graph, get_operator
 from tinyml.integer.steps import (
     Concatenation,
     Geometry,
@@ -97,7 +97,7 @@ class _Tracer:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 raise self._make_error(node, "it returns random numbers")
             return node.target(*arguments, **options)  # type: ignore[operator]
-        name = get_operator_name(node)
+        name = get_operator(node)
         result_like = node.meta.get("val")
         if isinstance(result_like, Tensor) and not result_like.is_floating_point():
             raise self._make_error(node, f"its result is {result_like.dtype}, not a float type")
@@ -193,7 +193,7 @@ class _Tracer:
         self, node: fx.Node, x: Step, function: Callable[[Tensor], Tensor]
     ) -> Step:
         """Add a table, or fold a clamp to a range with zero into `x` if nothing else reads `x`."""
-        is_clamp = get_operator_name(node) in _CLAMPS
+        is_clamp = get_operator(node) in _CLAMPS
         if is_clamp and isinstance(x, _CLAMPED) and self._is_only_reader(node):
             low, high = function(torch.tensor([-1e30, 1e30], device="cpu")).tolist()
             if low <= 0 <= high:

@@ -147,11 +147,6 @@ def sort_channels(model: nn.Module, *inputs: Any) -> nn.Module:
     return _select_units(model, walk, {group: group.order for group in groups}, inputs)
 
 
-def list_channel_groups(model: nn.Module, *inputs: Any) -> list[Group]:
-    """Return the groups of units that can be removed, in the order in which they are written."""
-    return _make_ranked_copy(model, inputs)[2]
-
-
 def _make_ranked_copy(
     model: nn.Module,
     inputs: tuple[Any, ...],

@@ -117,19 +117,17 @@ class FastestLinear(Replacement):
 
         Numbers of tokens that round up to the same power of two have one timing.
         """
-        shape = (inputs.numel() // self.in_features - 1).bit_length(), self.group_size
+        tokens = inputs.numel() // self.in_features
         key = (
-            type(self), *shape, self.in_features, self.out_features,
-            inputs.dtype, inputs.device, torch.get_num_threads(),
+            type(self), (tokens - 1).bit_length(), self.group_size, self.in_features,
+            self.out_features, inputs.dtype, inputs.device, torch.get_num_threads(),
         )  # fmt: skip
         if key not in _timings:
             stored_key = " ".join(map(str, (type(self).__name__, *key[1:])))
             is_stored = inputs.device.type == "cpu"
             timing = find_stored_timing(stored_key) if is_stored else None
             if timing is None or timing.selected not in self.implementations:
-                timing = self._measure(
-                    self.make_example(inputs.numel() // self.in_features, inputs)
-                )
+                timing = self._measure(self.make_example(tokens, inputs))
                 if is_stored:
                     store_timing(stored_key, timing)
             _timings[key] = timing

@@ -65,7 +65,7 @@ def quantize(
     is_auto = activations == "auto"
     make_layer: Callable[[nn.Module], FastestLinear | None]
     if is_auto and bits == 4:
-        make_layer = partial(_make_int4_layer, group_size=group_size, symmetric=symmetric)
+        make_layer = partial(_make_int4, group_size=group_size, symmetric=symmetric)
     elif bits == 8 and group_size is None and symmetric:
         make_layer = partial(Int8Linear, may_stay_float=is_auto)
     else:
@@ -78,9 +78,7 @@ def quantize(
     return install_fastest_linears(make_plain_copy(model), make_layer, protected, progress)
 
 
-def _make_int4_layer(
-    layer: nn.Module, group_size: int | None, symmetric: bool
-) -> Int4Linear | None:
+def _make_int4(layer: nn.Module, group_size: int | None, symmetric: bool) -> Int4Linear | None:
     """Return the layer with 4-bit weights, or None if 32 does not divide its number of inputs."""
     if group_size is None and put_outputs_first(layer, get_weight(layer)).shape[1] % 32:
         return None
