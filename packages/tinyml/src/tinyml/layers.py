@@ -148,7 +148,6 @@ def match_settings(settings: T | Mapping[str, T], layers: Mapping[str, nn.Module
     if unknown := sorted(settings.keys() - layers.keys()):
         raise ValueError(
             f"expected layer names among {sorted(layers)}, got {unknown[0]!r}"
-            f"{suggest_name(unknown[0], layers)}; a shared weight has the name of its first "
-            "layer"
+            f"{suggest_name(unknown[0], layers)}; a shared weight has its first layer's name"
         )
     return {name: settings[name] for name in layers if name in settings}

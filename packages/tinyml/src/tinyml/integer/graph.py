@@ -140,18 +140,14 @@ class _Tracer:
             "lists the supported operators"
         )
 
-    def _get_shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Return the shape of a node's value; raise `ValueError` if the batch is not first."""
-        shape = tuple(_get_fake_result(node).shape)
-        if not shape or shape[0] != self._batch:
-            raise self._make_error(node, f"its first dimension is not the batch: {shape}")
-        return shape
-
     def _add_step(
         self, kind: Callable[..., Step], node: fx.Node, sources: Sequence[Step], *fields: Any
     ) -> Step:
         """Add a step that computes the value of `node`; `fields` are the other fields of `kind`."""
-        step = kind(node.name, list(sources), self._get_shape(node), *fields)
+        shape = tuple(_get_fake_result(node).shape)
+        if not shape or shape[0] != self._batch:
+            raise self._make_error(node, f"its first dimension is not the batch: {shape}")
+        step = kind(node.name, list(sources), shape, *fields)
         self.steps.append(step)
         return step
 
