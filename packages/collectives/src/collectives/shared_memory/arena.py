@@ -109,8 +109,7 @@ class Arena:
         # stores the blamed ranks, each plus 1, so that 0 means "not yet written".
         self._failures = [memory[_FAILURE : _FAILURE + 8].cast("q") for memory in self._memory]
         self._blamed = [memory[_BLAMED:_DATA].cast("i") for memory in self._memory]
-        # Reentrant, because a signal handler may abort the group while its thread leaves it.
-        self._leaving = threading.RLock()
+        self._leaving = threading.RLock()  # a signal handler may leave while its thread leaves
         self._others = [i for i in range(self.world_size) if i != rank]
         # Calls outside of inference mode write to these tensors, even if the first call is inside.
         with torch.inference_mode(False):
