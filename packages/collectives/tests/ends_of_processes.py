@@ -83,7 +83,7 @@ def end_rank(folder: str, name: str, rank: int, where: str) -> object:
     """Run a scenario on this rank, whose process ends afterwards."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     if where == "apart":
-        segment.get_host_identity = lambda: f"host {rank}"
+        segment.identify_host = lambda: f"host {rank}"
         # Default prices, so that "auto" does not measure for seconds.
         collectives.algorithms.dispatch.tune = lambda *_, **__: collectives.CostModel()
     store = dist.FileStore(f"{folder}/{where} {name}", WORLD)

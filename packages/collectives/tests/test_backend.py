@@ -164,7 +164,7 @@ def test_trainer_gives_same_parameters_as_on_gloo():
 def redistributed(hosts):
     """Move random tensors between random placements; the full tensor must stay the same."""
     if hosts > 1:
-        segment.get_host_identity = lambda: f"host {int(os.environ['RANK']) * hosts // 4}"
+        segment.identify_host = lambda: f"host {int(os.environ['RANK']) * hosts // 4}"
         dispatch.tune = lambda *_, **options: collectives.CostModel()
     begin()
     meshes = [init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))]

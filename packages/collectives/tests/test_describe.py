@@ -26,7 +26,7 @@ def test_description_of_a_group_on_one_host():
 
 
 def apart():
-    segment.get_host_identity = lambda: f"host {dist.get_rank()}"
+    segment.identify_host = lambda: f"host {dist.get_rank()}"
     # Each algorithm is measured in one round and at two sizes only.
     tuning.SECONDS_PER_SIZE = 0.0
     tuning.CALLS_PER_ROUND = {1 << 10: 2, 1 << 20: 1}

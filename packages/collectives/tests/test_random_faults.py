@@ -44,9 +44,6 @@ MISMATCHES = ("shape", "dtype", "op", "root", "order")
 HANGS, DEATHS = ("hangs", "is stopped"), ("dies", "is killed", "raises")
 RESTARTED = "is restarted"
 EXITS = ("destroys", "aborts")
-# The outcome of a rank that a signal reaches while it writes to the file store, which it may leave
-# locked or damaged. The error then names the store instead of a rank (README: Limits).
-STORE_LOST = "store lost"
 # Mismatches are twice as frequent, because the processes survive them.
 FAULTS = ("none", *MISMATCHES, *MISMATCHES, *HANGS, *DEATHS, *EXITS, RESTARTED)
 # The faults that a signal causes at a random moment.
@@ -56,7 +53,7 @@ EXIT_CODES = {"dies": 7, "raises": 1, **dict.fromkeys(SIGNALS, -signal.SIGKILL)}
 # Time that the exit of a process takes at most, on a busy machine.
 EXIT_SECONDS = 60
 PLACES = ("together", "together", "apart", "pairs")
-REAL_HOST = segment.get_host_identity
+REAL_HOST = segment.identify_host
 
 
 class Call:
@@ -169,7 +166,7 @@ class Stalls:
 
 def emulate_hosts(where, rank):
     a_host = {"together": 0, "apart": 1, "pairs": 2}[where]
-    segment.get_host_identity = (lambda: f"host {rank // a_host}") if a_host else REAL_HOST
+    segment.identify_host = (lambda: f"host {rank // a_host}") if a_host else REAL_HOST
 
 
 def any_model(kind, call, hosts, wire, agree, *, native):
@@ -184,8 +181,16 @@ def any_model(kind, call, hosts, wire, agree, *, native):
     return CostModel.from_json(agree(model.to_json()))
 
 
-def prepare(port, restart_count):
-    """Prepare this process for sequences; return the store that the ranks of a test share."""
+def connect(port, prefix):
+    """Return a part of the test's store, over a new connection.
+
+    The test's process serves the store. A killed rank can damage a file store.
+    """
+    return dist.PrefixStore(prefix, dist.TCPStore("127.0.0.1", port))
+
+
+def prepare(port, restart_count, first):
+    """Prepare this process for sequences from `first` on; return the store of their ranks."""
     import collectives.backend  # noqa: F401
 
     # The first fit imports scipy, which takes longer than a short timeout on a busy machine.
@@ -199,7 +204,7 @@ def prepare(port, restart_count):
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(restart_count),
     }
-    return dist.FileStore(os.environ["STORE_FILE"], int(os.environ["WORLD_SIZE"]))
+    return connect(port, f"control {restart_count} {first}")
 
 
 def draw(seed, number, world):
@@ -220,17 +225,17 @@ def end_process(pid, seconds):
 
 def restarted_sequence(seed, number, timeout, port, restart_count):
     """Run a sequence whose ranks have been restarted; no call may fail."""
-    control = prepare(port, restart_count)
+    control = prepare(port, restart_count, number)
     choose, fault, odd = draw(seed, number, int(os.environ["WORLD_SIZE"]))
     assert fault == RESTARTED
-    sequence = Sequence(choose, fault, odd, control, number, timeout)
+    sequence = Sequence(choose, fault, odd, control, number, timeout, port)
     sequence.fault = "none"
     return sequence.run()
 
 
 def sequences(seed, first, most, timeout, port, restart_count):
     """Run sequences until one of them ends a process; return this rank's results."""
-    control = prepare(port, restart_count)
+    control = prepare(port, restart_count, first)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     control.set(f"pid/{rank}", str(os.getpid()))
     results = []
@@ -239,7 +244,7 @@ def sequences(seed, first, most, timeout, port, restart_count):
         ends = fault in EXIT_CODES
         survivors = [r for r in range(world) if not (ends and r == odd)]
         try:
-            results.append(Sequence(choose, fault, odd, control, i, timeout).run())
+            results.append(Sequence(choose, fault, odd, control, i, timeout, port).run())
         finally:
             # A rank that hangs does so until the other ranks have their results. No rank waits for
             # a rank that failed its check, or that is stopped.
@@ -261,7 +266,7 @@ class Sequence:
     All ranks draw the same random numbers, so they agree on the calls and on the fault.
     """
 
-    def __init__(self, choose, fault, odd, control, number, timeout):
+    def __init__(self, choose, fault, odd, control, number, timeout, port):
         self.rank, self.world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.fault = fault
         self.is_under_launcher = fault == RESTARTED
@@ -270,6 +275,7 @@ class Sequence:
         self.control = control
         self.number = number
         self.timeout = timeout
+        self.port = port
         self.where = choose.choice(PLACES)
         length = choose.randrange(1, 7)
         #: The index of the call that has the fault, and the seconds until a signal.
@@ -298,8 +304,7 @@ class Sequence:
         # By default, torch connects to the store of the environment, as under torchrun.
         options = {}
         if not self.is_under_launcher:
-            path = f"{os.environ['STORE_FILE']}.{self.number}"
-            options["store"] = dist.FileStore(path, self.world)
+            options["store"] = connect(self.port, f"group {self.number}")
             options |= {"rank": self.rank, "world_size": self.world}
         dist.init_process_group("collectives", timeout=timedelta(seconds=30), **options)
         dist.group.WORLD.set_timeout(timedelta(seconds=self.timeout))
@@ -383,13 +388,11 @@ class Sequence:
         if len(self.errors) == before:
             last.verify()
         try:
-            if self.fault in (*HANGS, *DEATHS) and not self.is_store_lost():
+            if self.fault in (*HANGS, *DEATHS):
                 self.rebuild()
         except collectives.RankLost as error:
             self.errors.append((len(self.calls), "RankLost", error.ranks, str(error)))
         self.stalls.end()
-        if self.fault in ("is killed", "is stopped") and self.is_store_lost():
-            return self.description, STORE_LOST, [], 0.0
         self.check_errors()
         return self.description, self.fault, [text for *_, text in self.errors], self.slowest
 
@@ -398,9 +401,6 @@ class Sequence:
         group, total = collectives.rebuild(timeout=PATIENCE), torch.ones(1000)
         dist.all_reduce(total, group=group)
         assert (total == self.world - 1).all(), self.description
-
-    def is_store_lost(self):
-        return any("the group's store does not answer" in text for *_, text in self.errors)
 
     def check_errors(self):
         """Raise AssertionError unless the errors name the faulty rank, in time."""
@@ -427,7 +427,7 @@ def check(seed, count, timeout):
     counts_by_fault = Counter()
     slowest = 0.0
     done = restarts = 0
-    # The store of a launcher: restarted ranks use the same store.
+    # The store of a launcher, which no fault damages: restarted ranks use the same store.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     while done < count:
         # Not from the numbers that draw the fault, which would determine the number of ranks.
@@ -441,8 +441,7 @@ def check(seed, count, timeout):
         results = [outcome.value for outcome in outcomes if outcome.exit_code is None]
         assert len({len(result) for result in results}) == 1, (subject, results)
         for case in zip(*results, strict=True):
-            faults = {fault for _, fault, *_ in case}
-            counts_by_fault[STORE_LOST if STORE_LOST in faults else case[0][1]] += 1
+            counts_by_fault[case[0][1]] += 1
             slowest = max(slowest, *(seconds for *_, seconds in case))
         done += len(results[0])
         _, fault, odd = draw(seed, done - 1, world)
@@ -487,5 +486,4 @@ def test_faults_in_ten_thousand_random_sequences_are_reported(tenth):
         counts = [counts for counts, _ in pool.map(check, seeds, [100] * 10, [5.0] * 10)]
     counts_by_fault = sum(counts, Counter())
     assert sum(counts_by_fault.values()) == 1000
-    assert counts_by_fault.pop(STORE_LOST, 0) <= 5
     assert set(counts_by_fault) == set(FAULTS)

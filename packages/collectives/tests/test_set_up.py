@@ -1,7 +1,9 @@
 """A group whose set-up fails releases its resources, and the next group can use the same store."""
 
+import fcntl
 import mmap
 import os
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -140,3 +142,36 @@ def test_rank_that_leaves_during_a_check_of_the_peers_is_not_blamed(compiled, mo
     with pytest.raises(collectives.RankLost, match="5 reported the loss of ranks 3, 6") as caught:
         waiting.sync()
     assert caught.value.ranks == (3, 6)
+
+
+def test_threads_that_leave_together_do_not_mix_their_ranks():
+    mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in range(3)]
+    leaving, other = (
+        Arena(mappings, [os.getpid()] * 3, i, group_ranks=range(3), timeout=1.0) for i in range(2)
+    )
+    memory = leaving._blamed[0]
+    second = threading.Thread(target=leaving.leave, args=[[0]])
+
+    class SlowMemory:
+        def __setitem__(self, index, value):
+            memory[index] = value
+            if value == 2:
+                second.start()
+                second.join(0.1)
+
+    leaving._blamed[0] = SlowMemory()
+    leaving.leave([1, 2])
+    second.join()
+    assert other._read_blamed_ranks(0) == [1, 2]
+
+
+def test_engine_is_compiled_although_another_process_keeps_the_lock(tmp_path, monkeypatch):
+    monkeypatch.setattr(engine, "MAX_LOCK_SECONDS", 0.1)
+    compiler = tmp_path / "cc"
+    # The command is: cc FLAGS -o OUTPUT SOURCE.
+    compiler.write_text(f"#!/bin/sh\nshift {len(engine.FLAGS) + 1}\ntouch $1\n")
+    compiler.chmod(0o700)
+    with (tmp_path / "engine.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        engine._compile(str(compiler), tmp_path / "engine.so")
+    assert (tmp_path / "engine.so").exists()

@@ -130,6 +130,30 @@ def test_compiled_and_parallel_models_are_refused(name, wrap, tmp_path):
         assert all(parameter.requires_grad for parameter in model.parameters())
 
 
+SCRIPTED = {
+    "scripted": lambda: torch.jit.script(nn.ReLU()),
+    "traced": lambda: torch.jit.trace(nn.Linear(32, 32), torch.zeros(1, 32)),
+}
+REPLACES_WEIGHTS = {
+    "prune": lambda m: prune(m, 0.5),
+    "kmeans_quantize": lambda m: kmeans_quantize(m, 4),
+    "quantize": lambda m: quantize(m, 8),
+    "gptq": lambda m: gptq(m, [torch.ones(2, 32)]),
+    "prepare_qat": lambda m: prepare_qat(m, 4),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit:FutureWarning")
+@pytest.mark.parametrize("kind", SCRIPTED)
+@pytest.mark.parametrize("name", REPLACES_WEIGHTS)
+def test_torchscript_is_refused_with_the_name_of_the_module(name, kind):
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(SCRIPTED[kind]()), nn.Linear(32, 32))
+    with pytest.raises(
+        ValueError, match=r"without TorchScript, got 1\.0, .*script or trace the re"
+    ):
+        REPLACES_WEIGHTS[name](model)
+
+
 def test_an_assignment_to_a_compressed_weight_is_refused_instead_of_ignored():
     model = nn.Sequential(nn.Linear(8, 8))
     for small in (quantize(model, 4), kmeans_quantize(model, 2)):

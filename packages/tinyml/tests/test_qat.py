@@ -125,15 +125,20 @@ def test_layers_that_share_a_weight_train_it_once():
 
 def test_integer_networks_and_compiled_graphs_of_rounded_weights():
     first, _, last = mlp()
-    inputs = torch.randn(32, first.in_features)
+    inputs = torch.randn(32, first.in_features, requires_grad=True)
     # One layer follows its extremes, and the other one learns its step.
     layers = prepare_qat(first, 8), nn.ReLU(), prepare_qat(last, 8, learn_scale=True)
     rounded = nn.Sequential(*layers).eval()
     integer = IntegerModel(rounded, [inputs])
     assert (integer(inputs) - rounded(inputs)).norm() < 0.05 * rounded(inputs).norm()
+    # The compiled graph also contains a layer that rounds its inputs.
+    last = quantize(nn.Sequential(nn.Linear(last.out_features, 8)), 8, activations="dynamic")
+    model = nn.Sequential(rounded, last)
     torch.compiler.reset()
-    compiled = torch.compile(rounded, backend="aot_eager", fullgraph=True)
-    assert torch.equal(compiled(inputs), rounded(inputs))
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert torch.equal(compiled(inputs), model(inputs))
+    gradients = [torch.autograd.grad(m(inputs).square().sum(), inputs) for m in (compiled, model)]
+    torch.testing.assert_close(*gradients)
 
 
 def test_weights_that_became_nan_in_training_are_not_converted():

@@ -80,10 +80,18 @@ def logits(model):
     [
         (llama, ["q_proj", "v_proj"], torch.float32, True),
         (llama, ["embed_tokens", "down_proj"], torch.bfloat16, False),
-        (lambda: llama(tied=True), ["q_proj"], torch.float32, False),
+        pytest.param(
+            lambda: llama(tied=True), ["q_proj"], torch.float32, False, marks=pytest.mark.exhaustive
+        ),
         (lambda: llama(tied=True), ["lm_head"], torch.bfloat16, True),
-        (lambda: llama(tied=True), ["embed_tokens", "lm_head"], torch.float32, False),
         (lambda: llama(tied=True), ["embed_tokens", "lm_head"], torch.float32, True),
+        pytest.param(
+            lambda: llama(tied=True),
+            ["embed_tokens", "lm_head"],
+            torch.float32,
+            False,
+            marks=pytest.mark.exhaustive,
+        ),
         (gpt2, ["c_attn", "c_proj"], torch.bfloat16, True),
         (gpt2, ["wte"], torch.float32, False),
         (t5, ["q", "wo"], torch.float32, False),

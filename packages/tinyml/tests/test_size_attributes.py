@@ -171,7 +171,7 @@ EXAMPLES = {"batch": TOKENS, "single": TOKENS[:1], "long": LONG, "one token": TO
         *(
             (kind, {Window: "single", Blocks: "long"}.get(kind, "batch"))
             for kind in MODELS
-            if kind not in (Attention, Band, Divided, Product)
+            if kind not in (Attention, Band, Divided, Product, Passed, AllHeads)
         ),
         *(
             pytest.param(kind, example, marks=pytest.mark.exhaustive)

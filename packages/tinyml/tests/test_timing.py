@@ -29,12 +29,10 @@ def clock(monkeypatch):
     """Replace the clock: return a function that sets the time of each call."""
 
     def install(took):
+        monkeypatch.setattr(timing, "measure_ms", lambda call: took(call.func.__name__, "in"))
+        monkeypatch.setattr(timing, "_measure_in_cache", timing.measure_ms)
         monkeypatch.setattr(
-            timing, "measure_milliseconds", lambda call: took(call.func.__name__, "in")
-        )
-        monkeypatch.setattr(timing, "_measure_milliseconds_in_cache", timing.measure_milliseconds)
-        monkeypatch.setattr(
-            timing, "_measure_milliseconds_after", lambda _, call: took(call.func.__name__, "out")
+            timing, "_measure_after", lambda _, call: took(call.func.__name__, "out")
         )
         calls = {"plain": plain, "other": other}
         return measure(calls, torch.zeros(1, 1), always_right, "plain")

@@ -19,7 +19,7 @@ from tinyml import (
     size_of,
     unmerge,
 )
-from tinyml.pruning.channels import list_channel_groups
+from tinyml.pruning.channels import _make_ranked_copy
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -109,7 +109,9 @@ def test_every_method_compresses_every_weight(model, method):
     assert (ours - exact).norm() < 0.6 * exact.norm()
 
 
-@pytest.mark.parametrize("method", ["palettes", "4 bits", "trained"])
+@pytest.mark.parametrize(
+    "method", ["palettes", pytest.param("4 bits", marks=pytest.mark.exhaustive), "trained"]
+)
 @pytest.mark.parametrize("model", [DECODERS[0], DECODERS[2]])
 def test_a_tied_head_stays_tied(model, method, tmp_path):
     dense = MODELS[model]()
@@ -198,7 +200,7 @@ UNITS = {
 def test_heads_and_hidden_units_of_a_decoder_can_be_removed(model):
     dense = (MODELS | {"decoder": decoder})[model]()
     heads, position, parts = UNITS[model]
-    groups = list_channel_groups(dense, TOKENS)
+    groups = _make_ranked_copy(dense, (TOKENS,))[2]
     attentions = [
         g
         for g in groups
@@ -343,13 +345,13 @@ def test_an_error_in_the_model_ends_every_batch():
 
 
 def test_what_is_compressed_can_be_compressed_again():
-    model = gpt2()
+    model = gpt2(n_layer=1)
     once = quantize(model, 8)
     before = once.transformer.h[0].mlp.c_fc.weight.clone()
     recompressed = kmeans_quantize(once, {"transformer.h.0.mlp.c_fc": 2})
     assert len(recompressed.transformer.h[0].mlp.c_fc.weight.unique()) == 4
     assert torch.equal(
-        recompressed.transformer.h[1].mlp.c_fc.weight, once.transformer.h[1].mlp.c_fc.weight
+        recompressed.transformer.h[0].mlp.c_proj.weight, once.transformer.h[0].mlp.c_proj.weight
     )
     assert torch.equal(once.transformer.h[0].mlp.c_fc.weight, before)
     starts = [once, kmeans_quantize(model, 4), prune(model, 0.5).model]

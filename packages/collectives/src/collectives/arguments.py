@@ -85,7 +85,8 @@ def describe_call(
         coalesced: the number of tensors that are coalesced into this call.
     """
     dispatch.validate(comm, kind, algorithm, tensor.dtype, op)
-    if not _writes_outputs(kind, is_root=comm.rank == root):
+    # The root of a broadcast writes nothing, and neither do the other ranks of a reduce.
+    if kind == ("broadcast" if comm.rank == root else "reduce"):
         outputs = ()
     check_tensors(kind, tensor, outputs)
     # Autograd must notice if this call overwrites a tensor that it saved for a backward pass.
@@ -100,13 +101,6 @@ def describe_call(
     return _cached_call(
         kind, tuple(shape), tensor.dtype, op, root, algorithm, False, coalesced, digest
     )
-
-
-def _writes_outputs(kind: str, *, is_root: bool) -> bool:
-    """Return True if a call writes to the output tensors of this rank."""
-    if kind == "broadcast":
-        return not is_root
-    return is_root or kind != "reduce"
 
 
 def get_compared_shape(comm: Communicator, tensor: Tensor) -> tuple[int, ...]:

@@ -182,10 +182,7 @@ def list_ranks_that_left(reports: Mapping[int, Report], call_number: int) -> lis
 
 def _find_reported_cause(reports: Mapping[int, Report], call_number: int) -> Attribution | None:
     """Return the cause that a rank already knows (rules 1 to 3), or None."""
-    causes = {
-        Status.MISMATCH: Cause.REPORTED_MISMATCH,
-        Status.RANK_LOST: Cause.REPORTED_LOSS,
-    }
+    causes = {Status.MISMATCH: Cause.REPORTED_MISMATCH, Status.RANK_LOST: Cause.REPORTED_LOSS}
     for status, cause in causes.items():
         for rank, report in reports.items():
             if report.status is status:
@@ -200,7 +197,7 @@ def _find_difference(reports: Mapping[int, Report], world_size: int) -> Mismatch
     A rank that completed a call may already be in a later one. The ranks are therefore compared at
     the last call that all of them have made.
     """
-    number = _find_last_common_number(reports)
+    number = min((report.call_number for report in reports.values()), default=0)
     lengths = {
         rank: Lengths(*report.lengths)
         for rank, report in reports.items()
@@ -216,7 +213,7 @@ def _find_difference(reports: Mapping[int, Report], world_size: int) -> Mismatch
 
 def _find_earlier_difference(reports: Mapping[int, Report]) -> Mismatch | None:
     """Return the first difference between calls before the last one that all ranks have made."""
-    newest = _find_last_common_number(reports)
+    newest = min((report.call_number for report in reports.values()), default=0)
     oldest = max((r.call_number - len(r.calls) + 1 for r in reports.values()), default=newest)
     for number in range(oldest, newest):
         try:
@@ -224,11 +221,6 @@ def _find_earlier_difference(reports: Mapping[int, Report]) -> Mismatch | None:
         except Mismatch as difference:
             return difference
     return None
-
-
-def _find_last_common_number(reports: Mapping[int, Report]) -> int:
-    """Return the number of the last call that all of these ranks have made."""
-    return min((report.call_number for report in reports.values()), default=0)
 
 
 def _compare_calls(reports: Mapping[int, Report], number: int) -> None:

@@ -37,12 +37,7 @@ from collectives.process_group.device_backends import (
     split_options,
 )
 from collectives.process_group.method_arguments import Options, unwrap_list, unwrap_tensor
-from collectives.process_group.methods import (
-    OptionalWork,
-    collective_method,
-    make_gloo_method,
-    make_refused_method,
-)
+from collectives.process_group.methods import OptionalWork, collective_method, refuse_call, use_gloo
 from collectives.store import create_fresh_store
 
 NAME = "collectives"
@@ -400,7 +395,7 @@ REFUSED = {
 }
 
 for _name in GLOO:
-    setattr(CollectivesProcessGroup, _name, make_gloo_method(_name))
+    setattr(CollectivesProcessGroup, _name, use_gloo(_name))
 for _name, _remedy in REFUSED.items():
-    setattr(CollectivesProcessGroup, _name, make_refused_method(_name, NAME, _remedy))
+    setattr(CollectivesProcessGroup, _name, refuse_call(_name, NAME, _remedy))
 dist.Backend.register_backend(NAME, CollectivesProcessGroup, extended_api=True, devices=["cpu"])

@@ -111,13 +111,13 @@ def _bench_linear(device: str, quick: bool) -> list[Row]:
                 "chosen": layer.explain([tokens])[0].split(" (")[0].split(": ")[-1]
                 if hasattr(layer, "explain")
                 else "float32",
-                **_measure_time_ratio(partial(linear, x), partial(ours, x), rounds),
+                **_measure_ratio(partial(linear, x), partial(ours, x), rounds),
                 "relative_error": float((ours(x) - linear(x)).norm() / linear(x).norm()),
                 "weight_bytes_ratio": linear[0].weight.nbytes / size_of(ours).bytes,
             }
             peer = _quantize_with_torchao(linear) if name == "int8 dynamic" else None
             if peer is not None:
-                torchao_ratio = _measure_time_ratio(partial(peer, x), partial(ours, x), rounds)
+                torchao_ratio = _measure_ratio(partial(peer, x), partial(ours, x), rounds)
                 row["torchao_over_ours_p50"] = torchao_ratio["float32_over_ours_p50"]
                 error = (peer(x) - linear(x)).norm() / linear(x).norm()
                 row["torchao_relative_error"] = float(error)  # sums saturate without VNNI
@@ -161,9 +161,7 @@ def _bench_integer(quick: bool) -> list[Row]:
     model(images)
     integer = IntegerModel(model, [images])
     exact = model(images)
-    ratio = _measure_time_ratio(
-        partial(model, images), partial(integer, images), 2 if quick else 21
-    )
+    ratio = _measure_ratio(partial(model, images), partial(integer, images), 2 if quick else 21)
     program = to_c(integer)
     return [
         {
@@ -178,7 +176,7 @@ def _bench_integer(quick: bool) -> list[Row]:
     ]
 
 
-def _measure_time_ratio(peer: Callable[[], object], ours: Callable[[], object], rounds: int) -> Row:
+def _measure_ratio(peer: Callable[[], object], ours: Callable[[], object], rounds: int) -> Row:
     """Return quantiles of the ratio of the peer's time to ours, from interleaved measurements."""
     repeats = max(1, round(0.01 / _measure(ours, 3)))
     pairs = [(_measure(peer, repeats), _measure(ours, repeats)) for _ in range(rounds)]

@@ -21,13 +21,13 @@ from tinyml.layers import (
     QUANTIZABLE,
     check_weights,
     find_layers,
-    find_protected_modules,
-    get_setting_per_layer,
+    find_protected,
     get_weight,
-    get_weight_identity,
+    identify_weight,
     is_instance_of,
+    match_settings,
 )
-from tinyml.validation import check_strided, format_first_names
+from tinyml.validation import check_strided, format_names
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -47,9 +47,9 @@ def compress_weights(
     model = make_plain_copy(model)
     chosen = find_layers(model, kinds, protect)
     check_weights(chosen)
-    for name, width in get_setting_per_layer(bits, chosen).items():
+    for name, width in match_settings(bits, chosen).items():
         install_weight(model, chosen[name], compress(chosen[name], width))
-    warn_of_dense_weights(model, find_protected_modules(model, protect))
+    warn_of_dense_weights(model, find_protected(model, protect))
     return model
 
 
@@ -91,7 +91,7 @@ def warn_of_dense_weights(
     if sum(dense.values()) > total / 100:
         warnings.warn(
             "matrices that are not weights of plain linear layers, convolutions or embeddings stay "
-            f"dense, {len(dense)} in total: {format_first_names(dense)}; protect their modules to "
+            f"dense, {len(dense)} in total: {format_names(dense)}; protect their modules to "
             "leave them dense without this warning",
             stacklevel=4,
         )
@@ -105,8 +105,17 @@ def remove_parametrizations(module: nn.Module) -> None:
 
 
 def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
-    """Make a compressed weight a dense parameter, in place; return all layers that share it."""
-    sharing = [m for m in model.modules() if get_weight_identity(m) == get_weight_identity(layer)]
+    """Make a compressed weight a dense parameter, in place; return all layers that share it.
+
+    Raise `ValueError` if a module of `model` is TorchScript, whose weights cannot be replaced.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise ValueError(
+                f"expected modules without TorchScript, got {name or 'the root'}, scripted "
+                "or traced; compress the original model, and script or trace the result"
+            )
+    sharing = [m for m in model.modules() if identify_weight(m) == identify_weight(layer)]
     if get_compressed_weight(layer) is not None:
         stored = cast(Any, layer).parametrizations.weight.original
         weight = nn.Parameter(get_weight(layer).clone(), stored.requires_grad)

@@ -87,7 +87,7 @@ def export_graph(
         ) from error
     graph = Exported(program)
     for node in graph.nodes:
-        if "dropout" in get_operator_name(node) and node.args[2:3] == (True,):
+        if "dropout" in get_operator(node) and node.args[2:3] == (True,):
             raise ValueError(
                 f"{describe_node(node)} drops values in evaluation mode too; pass "
                 "training=self.training to the dropout function, or remove it"
@@ -102,12 +102,10 @@ def _should_decompose(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return True
-    if get_operator_name(node) == "batch_norm":  # (x, weight, bias, mean, variance, training, ...)
+    if get_operator(node) == "batch_norm":  # (x, weight, bias, mean, variance, training, ...)
         return bool(node.args[5])
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return get_operator_name(node) not in COMPOSITE and target.has_kernel_for_dispatch_key(
-        composite
-    )
+    return get_operator(node) not in COMPOSITE and target.has_kernel_for_dispatch_key(composite)
 
 
 def _erase_nodes_without_effect(graph: fx.Graph) -> None:
@@ -119,7 +117,7 @@ def _erase_nodes_without_effect(graph: fx.Graph) -> None:
     because `detach_` writes to a tensor.
     """
     for node in list(graph.nodes):
-        name = get_operator_name(node)
+        name = get_operator(node)
         if name == "detach_" and all(user.op != "output" for user in node.users):
             node.replace_all_uses_with(node.all_input_nodes[0])
         if name == "_assert_tensor_metadata" or (name == "detach_" and not node.users):
@@ -155,7 +153,7 @@ def list_tensors(value: Any) -> list[Tensor]:
     return []
 
 
-def get_operator_name(node: fx.Node) -> str:
+def get_operator(node: fx.Node) -> str:
     """Return "conv2d" for a call of `aten.conv2d.default`, and the name of other nodes."""
     return str(node.target).split(".")[1] if "." in str(node.target) else node.name
 

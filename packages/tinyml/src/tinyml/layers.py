@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tinyml.compressed_weight import get_compressed_weight
-from tinyml.validation import check_finite, format_suggestion
+from tinyml.validation import check_finite, suggest_name
 
 T = TypeVar("T")
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -86,13 +86,13 @@ def find_layers(
 
     Layers with compressed weights are included. Layers are left out if other code computes their
     weight, as `weight_norm` does, or if `protect` names a layer that uses their weight (see
-    `find_protected_modules`). Raise `ValueError` if no layer remains.
+    `find_protected`). Raise `ValueError` if no layer remains.
     """
     layers: dict[str, nn.Module] = {}
-    protected = find_protected_modules(model, protect)
-    excluded = get_weight_identities(model, protected)
+    protected = find_protected(model, protect)
+    excluded = identify_weights(model, protected)
     for name, module in model.named_modules():
-        key = get_weight_identity(module) if is_instance_of(module, kinds) else None
+        key = identify_weight(module) if is_instance_of(module, kinds) else None
         if key is not None and key not in excluded:
             layers[name] = module
             excluded.add(key)
@@ -105,7 +105,7 @@ def find_layers(
     return layers
 
 
-def find_protected_modules(model: nn.Module, protect: Sequence[str]) -> set[str]:
+def find_protected(model: nn.Module, protect: Sequence[str]) -> set[str]:
     """Return the names of the modules that `protect` names, and of all modules inside them.
 
     A name is the full name of a module or some consecutive dot-separated parts of it: "lm_head",
@@ -117,14 +117,13 @@ def find_protected_modules(model: nn.Module, protect: Sequence[str]) -> set[str]
         matches = {name for name in names if f".{entry}." in f".{name}."}
         if not matches:
             raise ValueError(
-                f"expected names of modules in protect, got {entry!r}"
-                f"{format_suggestion(entry, names)}"
+                f"expected names of modules in protect, got {entry!r}{suggest_name(entry, names)}"
             )
         protected |= matches
     return protected
 
 
-def get_weight_identity(layer: nn.Module) -> int | None:
+def identify_weight(layer: nn.Module) -> int | None:
     """Return a key that is equal for layers with a shared weight; None without a stored weight."""
     compressed = get_compressed_weight(layer)
     if compressed is not None:
@@ -133,15 +132,13 @@ def get_weight_identity(layer: nn.Module) -> int | None:
     return None if weight is None else id(weight)
 
 
-def get_weight_identities(model: nn.Module, names: Collection[str]) -> set[int | None]:
+def identify_weights(model: nn.Module, names: Collection[str]) -> set[int | None]:
     """Return the identities of the weights of the modules with these names."""
     modules = model.named_modules(remove_duplicate=False)
-    return {get_weight_identity(module) for name, module in modules if name in names} - {None}
+    return {identify_weight(module) for name, module in modules if name in names} - {None}
 
 
-def get_setting_per_layer(
-    settings: T | Mapping[str, T], layers: Mapping[str, nn.Module]
-) -> dict[str, T]:
+def match_settings(settings: T | Mapping[str, T], layers: Mapping[str, nn.Module]) -> dict[str, T]:
     """Return the setting of each layer by name; `settings` is one for all layers, or a mapping.
 
     Layers that a mapping does not name are left out. Raise `ValueError` if a name is unknown.
@@ -151,7 +148,6 @@ def get_setting_per_layer(
     if unknown := sorted(settings.keys() - layers.keys()):
         raise ValueError(
             f"expected layer names among {sorted(layers)}, got {unknown[0]!r}"
-            f"{format_suggestion(unknown[0], layers)}; a shared weight has the name of its first "
-            "layer"
+            f"{suggest_name(unknown[0], layers)}; a shared weight has its first layer's name"
         )
     return {name: settings[name] for name in layers if name in settings}

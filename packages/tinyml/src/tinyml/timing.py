@@ -135,9 +135,9 @@ def _measure_first_calls(
     for name, implementation in implementations.items():
         call = partial(implementation, trial)
         try:  # the first call prepares the weights of an implementation
-            single = measure_milliseconds(call)
+            single = measure_ms(call)
             repeats = 1 if single > _LONG_MS else 3
-            best = min(single, *(measure_milliseconds(call) for _ in range(repeats)))
+            best = min(single, *(measure_ms(call) for _ in range(repeats)))
             first[name] = best * len(inputs) / len(trial)
         except (RuntimeError, AttributeError) as not_supported:
             error = not_supported
@@ -166,11 +166,9 @@ def _measure_rounds(
         if number >= _LEAST_ROUNDS and time.perf_counter() - start > _SECONDS:
             break
         for name, call in calls.items():
-            warm[name].append(
-                measure_milliseconds(call) if is_long else _measure_milliseconds_in_cache(call)
-            )
+            warm[name].append(measure_ms(call) if is_long else _measure_in_cache(call))
             if has_cold_rounds:
-                cold[name].append(_measure_milliseconds_after(fill_the_cache, call))
+                cold[name].append(_measure_after(fill_the_cache, call))
         if reference is not None:
             losses = {
                 name: max(_count_losses(t[name], t[reference]) for t in (warm, cold))
@@ -197,7 +195,7 @@ def is_captured() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def measure_milliseconds(call: Callable[[], object], least_seconds: float = 0.0) -> float:
+def measure_ms(call: Callable[[], object], least_seconds: float = 0.0) -> float:
     """Return the mean milliseconds of calls, which are repeated until `least_seconds` have passed.
 
     Without a GPU, a single thread is timed by processor time, which excludes other programs.
@@ -219,17 +217,15 @@ def measure_milliseconds(call: Callable[[], object], least_seconds: float = 0.0)
     return seconds * 1e3 / num_calls
 
 
-def _measure_milliseconds_in_cache(call: Callable[[], object]) -> float:
+def _measure_in_cache(call: Callable[[], object]) -> float:
     for _ in range(_WARM_UP):
         call()
-    return measure_milliseconds(call, _LEAST_SECONDS)
+    return measure_ms(call, _LEAST_SECONDS)
 
 
-def _measure_milliseconds_after(
-    preparation: Callable[[], object], call: Callable[[], object]
-) -> float:
+def _measure_after(preparation: Callable[[], object], call: Callable[[], object]) -> float:
     preparation()
-    return measure_milliseconds(call)
+    return measure_ms(call)
 
 
 def find_stored_timing(key: str) -> Timing | None:

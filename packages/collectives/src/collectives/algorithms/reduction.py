@@ -53,7 +53,7 @@ def check_dtype(op: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{op} of {dtype} is not defined; pass integers or bool")
     try:
         value = torch.zeros(1, dtype=dtype, device="cpu")
-        total = torch.zeros(1, dtype=get_accumulation_dtype(dtype), device="cpu")
+        total = torch.zeros(1, dtype=get_wide_dtype(dtype), device="cpu")
         reduce_into(op, [value, value], value, total)
     except RuntimeError as error:
         # torch copies some dtypes, such as uint16, but has no arithmetic for them.
@@ -72,7 +72,7 @@ def split_into_pieces(flat: Tensor, length: int) -> list[Tensor]:
     return [flat[start : start + length] for start in range(0, flat.numel(), length)]
 
 
-def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def get_wide_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return float32 for 16-bit and 8-bit floats, complex64 for complex32, otherwise the dtype."""
     if dtype == torch.complex32:
         return torch.complex64

@@ -11,7 +11,7 @@ For n ranks and S bytes (Patarasuk and Yuan, 2009), a rank sends
 In no algorithm does the busiest rank send fewer bytes, so the ring is the choice for long messages.
 
 A ring sends partial sums, so a dtype that accumulates in a wider one would be rounded at every
-step. For such a dtype, `reduce_scatter_directly` sends each slice to its owner instead: the same
+step. For such a dtype, `reduce_directly` sends each slice to its owner instead: the same
 bytes and steps, and one rounding.
 """
 
@@ -21,12 +21,7 @@ import torch
 from torch import Tensor
 
 from collectives.algorithms.point_to_point import PIECE_BYTES, PointToPoint
-from collectives.algorithms.reduction import (
-    average,
-    get_accumulation_dtype,
-    reduce_into,
-    split_into_pieces,
-)
+from collectives.algorithms.reduction import average, get_wide_dtype, reduce_into, split_into_pieces
 
 
 def all_reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
@@ -61,8 +56,8 @@ def _reduce(
     """Reduce slices[rank] into `out`, or in place, which may overwrite the other slices too."""
     rank, world_size = point_to_point.rank, point_to_point.world_size
     result = slices[rank] if out is None else out
-    if get_accumulation_dtype(result.dtype) != result.dtype:
-        reduce_scatter_directly(point_to_point, slices, result, op)
+    if get_wide_dtype(result.dtype) != result.dtype:
+        reduce_directly(point_to_point, slices, result, op)
         return
     if world_size == 1 and out is not None:
         out.copy_(slices[0])
@@ -87,12 +82,12 @@ def _gather(point_to_point: PointToPoint, slices: Sequence[Tensor]) -> None:
         point_to_point.exchange([(right, leaving)], [(left, arriving)])
 
 
-def reduce_scatter_directly(
+def reduce_directly(
     point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor, op: str
 ) -> None:
     """Send each slice to its owner, which reduces the received slices into `out`."""
     rank, world_size = point_to_point.rank, point_to_point.world_size
-    wide = get_accumulation_dtype(out.dtype)
+    wide = get_wide_dtype(out.dtype)
     length = max(1, PIECE_BYTES // world_size // wide.itemsize)
     for start in range(0, max(s.numel() for s in slices), length):
         pieces = [s[start : start + length] for s in slices]

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from torch import Tensor
 
 from collectives.algorithms.point_to_point import PIECE_BYTES, PointToPoint
-from collectives.algorithms.reduction import average, get_accumulation_dtype, split_into_pieces
+from collectives.algorithms.reduction import average, get_wide_dtype, split_into_pieces
 
 
 def list_ranges(rank: int, world_size: int) -> list[tuple[int, int, int]]:
@@ -61,7 +61,7 @@ def reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
 
 def run_in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
     """Run `step` in place on the tensor, or on pieces converted to the accumulation dtype."""
-    wide = get_accumulation_dtype(flat.dtype)
+    wide = get_wide_dtype(flat.dtype)
     if wide == flat.dtype:
         step(flat)
         return

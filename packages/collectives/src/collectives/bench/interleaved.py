@@ -63,10 +63,7 @@ def time_interleaved(
         for i, call in enumerate(contenders.values()):
             if size <= WARM_UP_BYTES:
                 call()
-            if device == "cpu":
-                collectives.barrier()
-            else:
-                dist.barrier()
+            (collectives if device == "cpu" else dist).barrier()
             bytes_before = count_sent_bytes()
             call_seconds = [_measure_call(call, device) for _ in range(repeats)]
             if j >= 0:

@@ -135,7 +135,12 @@ class _Case:
         #: The function of each contender.
         self.calls: dict[str, Callable[..., object]] = {self.native: getattr(dist, FUNCTIONS[kind])}
         ours = getattr(collectives, FUNCTIONS[kind])
-        for name in ("auto", *_list_algorithms(kind, device)):
+        algorithms: Sequence[str] = ()
+        if device == "cpu":  # this package's algorithms run on CPU tensors only
+            topology = get_communicator().topology
+            hosts, is_shared = topology.ranks_per_host, topology.is_single_host
+            algorithms = list_candidates(kind, hosts, shared=is_shared)
+        for name in ("auto", *algorithms):
             self.calls[name] = partial(ours, algorithm=name)
         #: The result and the source of each contender.
         self.tensors = dict.fromkeys(self.calls, (result, source))
@@ -188,21 +193,12 @@ def _measure_rows(kind: str, size: int, device: str, quick: bool) -> list[Row]:
         contenders = {name: partial(run, name) for name in case.calls}
         times = time_interleaved(contenders, size, quick, device)
         for name, row in rows.items():
-            for column, value in _compute_speed(kind, size, times[name]).items():
-                row[prefix + column] = value
-            row[f"{prefix}wrong"] = wrong[name]
+            columns = _compute_speed(kind, size, times[name]) | {"wrong": wrong[name]}
+            row |= {prefix + column: value for column, value in columns.items()}
             # The in-place ratios replace the out-of-place ratios.
             row |= _compute_ratios(times, name, case.native)
     # The choice of "auto" is known only after its calls.
     return [_describe_row(kind, name, size, device) | row for name, row in rows.items()]
-
-
-def _list_algorithms(kind: str, device: str) -> list[str]:
-    """Return the names of this package's algorithms, which run on CPU tensors only."""
-    if device != "cpu":
-        return []
-    topology = get_communicator().topology
-    return list(list_candidates(kind, topology.ranks_per_host, shared=topology.is_single_host))
 
 
 def _make_values(rank: int, device: str) -> Tensor:

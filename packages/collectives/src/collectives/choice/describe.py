@@ -72,15 +72,13 @@ def describe(group: Any = None) -> Description:
     """
     comm = get_communicator(group)
     topology = comm.topology
-    compiled = (
-        "compiled" if engine.get_library() is not None else f"Python ({engine.explain_refusal()})"
-    )
+    reason = engine.explain_refusal()
     return Description(
         rank=comm.rank,
         hosts=tuple(tuple(host) for host in topology.hosts),
         shared_memory=topology.is_single_host,
         why_not_shared=dict(topology.why_not),
-        engine=compiled,
+        engine=f"Python ({reason})" if reason else "compiled",
         models=dict(comm.cost_models),
         timeout_seconds=comm.group_timeout,
     )

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 from collectives.shared_memory import segment as memory
 from collectives.shared_memory.arena import ARENA_BYTES, Arena, is_available
 from collectives.shared_memory.protocol import Shared
-from collectives.shared_memory.segment import HEADER_BYTES, Address, get_host_identity
+from collectives.shared_memory.segment import HEADER_BYTES, Address, identify_host
 from collectives.store import fetch
 
 # Number of views of one allocation that are cached.
@@ -139,9 +139,7 @@ class Topology:
         with suppress(OSError):
             segment = memory.Segment(size) if is_available() else None
         try:
-            address = (
-                segment.address if segment else Address(get_host_identity(), 0, 0, 0, 0, 0, "")
-            )
+            address = segment.address if segment else Address(identify_host(), 0, 0, 0, 0, 0, "")
             texts = self._gather_texts(key, json.dumps(asdict(address)), ranks)
             addresses = [Address(**json.loads(text)) for text in texts]
             mappings: list[mmap.mmap | None] = [None] * len(addresses)

@@ -171,12 +171,9 @@ class CoalescedWork(dist.Work):
         first_error: BaseException | None = None
         for work in self._works:
             try:
-                if seconds:
-                    # Zero would mean the operation's own timeout.
-                    remaining = max(1e-3, deadline - time.monotonic())
-                    work.wait(timedelta(seconds=remaining))
-                else:
-                    work.wait()
+                # Zero means the operation's own timeout.
+                remaining = max(1e-3, deadline - time.monotonic()) if seconds else 0.0
+                work.wait(timedelta(seconds=remaining))
             except Exception as error:
                 first_error = first_error or error
         if first_error is not None:

@@ -68,7 +68,7 @@ def collective_method(*names: str) -> Callable[[Callable[..., OptionalWork]], Me
     return decorate
 
 
-def make_gloo_method(name: str) -> Method:
+def use_gloo(name: str) -> Method:
     """Return a method that calls gloo's method of the same name.
 
     The inherited method would deadlock. It holds the GIL while gloo may wait for its own thread.
@@ -84,7 +84,7 @@ def make_gloo_method(name: str) -> Method:
     return dispatch_by_device(forward)
 
 
-def make_refused_method(name: str, backend: str, remedy: str) -> Method:
+def refuse_call(name: str, backend: str, remedy: str) -> Method:
     """Return a method that raises NotImplementedError.
 
     The inherited method would address gloo only, and so have no effect on the calls of this

@@ -109,6 +109,7 @@ class Arena:
         # stores the blamed ranks, each plus 1, so that 0 means "not yet written".
         self._failures = [memory[_FAILURE : _FAILURE + 8].cast("q") for memory in self._memory]
         self._blamed = [memory[_BLAMED:_DATA].cast("i") for memory in self._memory]
+        self._leaving = threading.RLock()  # a signal handler may leave while its thread leaves
         self._others = [i for i in range(self.world_size) if i != rank]
         # Calls outside of inference mode write to these tensors, even if the first call is inside.
         with torch.inference_mode(False):
@@ -290,12 +291,13 @@ class Arena:
         slower ranks still succeed. `blamed` are the ranks of the group that caused the error, by
         default this rank. Only the first call sets them.
         """
-        if not self._failures[self.rank][0]:
-            ranks = blamed[:_MAX_BLAMED] or [self.group_ranks[self.rank]]
-            for i, rank in enumerate(ranks):
-                self._blamed[self.rank][i] = 1 + rank
-            # Other ranks read the blamed ranks as soon as they read this number.
-            self._failures[self.rank][0] = len(ranks)
+        with self._leaving:  # two threads would mix their ranks
+            if not self._failures[self.rank][0]:
+                ranks = blamed[:_MAX_BLAMED] or [self.group_ranks[self.rank]]
+                for i, rank in enumerate(ranks):
+                    self._blamed[self.rank][i] = 1 + rank
+                # Other ranks read the blamed ranks as soon as they read this number.
+                self._failures[self.rank][0] = len(ranks)
         self._clocks[self.rank][0] = self._shared.completed
 
     def _read_blamed_ranks(self, position: int) -> list[int]:
@@ -352,11 +354,8 @@ class Arena:
 
     def read_lengths(self) -> list[Lengths]:
         """Return all ranks' lengths in an all-to-all; raise Mismatch if they do not match."""
-        heads = [
-            slot[: self.lengths_room].view(torch.int64) for slot in self.get_slots(torch.uint8)
-        ]
-        values = [head[: 2 * self.world_size].tolist() for head in heads]
-        lengths = [Lengths(row[: self.world_size], row[self.world_size :]) for row in values]
+        rows = [slot[: 2 * self.world_size].tolist() for slot in self.get_slots(torch.int64)]
+        lengths = [Lengths(row[: self.world_size], row[self.world_size :]) for row in rows]
         fingerprint.compare_lengths(dict(enumerate(lengths)), self.group_ranks)
         return lengths
 

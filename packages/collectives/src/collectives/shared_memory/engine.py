@@ -17,6 +17,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -29,6 +30,8 @@ from torch import Tensor
 SOURCE = Path(__file__).with_name("engine.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC")
 MAX_COMPILE_SECONDS = 120
+# The longest wait for another process that compiles, which takes seconds.
+MAX_LOCK_SECONDS = 20.0
 # Results of the engine's `run`: WAITING means that a peer has not reached the tick.
 WAITING = 1
 MISMATCH = 2
@@ -188,8 +191,14 @@ def _compile(compiler: str, path: Path) -> None:
     import fcntl  # missing on Windows
 
     # The ranks of a host start at the same time: one rank compiles while the other ranks wait.
+    # A stopped process may keep the lock, so a rank compiles without it after the deadline.
+    deadline = time.monotonic() + MAX_LOCK_SECONDS
     with open(path.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        while not path.exists() and time.monotonic() < deadline:
+            with suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.05)
         if path.exists():
             return
         temporary = path.with_suffix(f".{os.getpid()}")

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives.algorithms.reduction import get_accumulation_dtype, reduce_into, split_into_pieces
+from collectives.algorithms.reduction import get_wide_dtype, reduce_into, split_into_pieces
 from collectives.shared_memory import engine
 from collectives.shared_memory.arena import ONE_SHOT_BYTES, SLOT_BYTES, Arena
 
@@ -63,8 +63,7 @@ def all_reduce(
             _copy_in(arena, piece)
             arena.sync()
         if small or arena.world_size <= 2:
-            parts = [slot[: piece.numel()] for slot in arena.get_slots(piece.dtype)]
-            reduce_into(op, parts, piece, scratch)
+            reduce_into(op, _get_copies(arena, piece), piece, scratch)
         else:
             _sum_slices(arena, piece, op, scratch)
 
@@ -103,8 +102,8 @@ def all_gather(arena: Arena, out: Tensor, local: Tensor, packed: bytes) -> None:
         arena.sync()
         if start == 0:
             arena.read_notes()
-        for part, slot in zip(slices, arena.get_slots(local.dtype), strict=True):
-            part[start : start + width].copy_(slot[: piece.numel()])
+        for part, copied in zip(slices, _get_copies(arena, piece), strict=True):
+            part[start : start + width].copy_(copied)
 
 
 def broadcast(arena: Arena, flat: Tensor, source: int, packed: bytes) -> None:
@@ -119,7 +118,7 @@ def broadcast(arena: Arena, flat: Tensor, source: int, packed: bytes) -> None:
         if i == 0:
             arena.read_notes()
         if arena.rank != source:
-            piece.copy_(arena.get_slots(flat.dtype)[source][: piece.numel()])
+            piece.copy_(_get_copies(arena, piece)[source])
 
 
 def all_to_all(
@@ -243,30 +242,28 @@ def _pack_note(shared: Shared | None) -> bytes:
 
 def _copy_in(arena: Arena, piece: Tensor) -> None:
     """Copy a piece to this rank's slot of the next tick."""
-    arena.get_slots(piece.dtype, ahead=1)[arena.rank][: piece.numel()].copy_(piece)
+    _get_copies(arena, piece, ahead=1)[arena.rank].copy_(piece)
+
+
+def _get_copies(arena: Arena, piece: Tensor, *, ahead: int = 0) -> list[Tensor]:
+    """Return the part for a piece in all ranks' slots of the last tick, or `ahead` ticks later."""
+    return [slot[: piece.numel()] for slot in arena.get_slots(piece.dtype, ahead=ahead)]
 
 
 def _sum_slices(arena: Arena, piece: Tensor, op: str, scratch: Tensor | None) -> None:
     """Reduce this rank's slice of a piece; collect the other slices after the next tick."""
     rank, world_size = arena.rank, arena.world_size
-    parts = [
-        slot[: piece.numel()].tensor_split(world_size)[rank]
-        for slot in arena.get_slots(piece.dtype)
-    ]
-    result = arena.get_slots(piece.dtype, ahead=1)[rank][: piece.numel()].tensor_split(world_size)[
-        rank
-    ]
+    parts = [copied.tensor_split(world_size)[rank] for copied in _get_copies(arena, piece)]
+    result = _get_copies(arena, piece, ahead=1)[rank].tensor_split(world_size)[rank]
     reduce_into(op, parts, result, scratch)
     arena.sync()
-    results = [
-        slot[: piece.numel()].tensor_split(world_size) for slot in arena.get_slots(piece.dtype)
-    ]
+    results = _get_copies(arena, piece)
     for i, part in enumerate(piece.tensor_split(world_size)):
-        part.copy_(results[i][i])
+        part.copy_(results[i].tensor_split(world_size)[i])
 
 
 def _allocate_scratch(like: Tensor) -> Tensor | None:
     """Return the scratch tensor of `reduce_into`, or None if it needs none."""
-    wide = get_accumulation_dtype(like.dtype)
+    wide = get_wide_dtype(like.dtype)
     size = max(1, min(like.numel(), WIDE_ELEMENTS))
     return None if wide == like.dtype else torch.empty(size, dtype=wide, device="cpu")

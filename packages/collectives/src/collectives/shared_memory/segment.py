@@ -50,7 +50,7 @@ class Segment:
         self.mapping[:TOKEN_BYTES] = token
         status = os.fstat(self._descriptor)
         self.address = Address(
-            host=get_host_identity(),
+            host=identify_host(),
             pid=os.getpid(),
             descriptor=self._descriptor,
             device=status.st_dev,
@@ -66,7 +66,7 @@ class Segment:
 
 def open_segment(address: Address) -> mmap.mmap | None:
     """Return a mapping of a peer's segment, or None unless it is proved to be the same memory."""
-    if not address.token or address.host != get_host_identity():
+    if not address.token or address.host != identify_host():
         return None
     path = f"/proc/{address.pid}/fd/{address.descriptor}"
     try:
@@ -83,7 +83,7 @@ def open_segment(address: Address) -> mmap.mmap | None:
     return mapping if mapping[:TOKEN_BYTES].hex() == address.token else None
 
 
-def get_host_identity() -> str:
+def identify_host() -> str:
     """Return an identifier of the running kernel and the network namespace.
 
     Processes in different network namespaces count as different hosts. Without /proc, every call

@@ -16,8 +16,8 @@ from tinyml.adapters.parameter_lora import (
     match_parameters,
 )
 from tinyml.conversion import Replacement, check_supported, replace_modules
-from tinyml.layers import find_protected_modules, is_instance_of
-from tinyml.validation import format_suggestion
+from tinyml.layers import find_protected, is_instance_of
+from tinyml.validation import suggest_name
 
 
 def add_lora(
@@ -51,7 +51,7 @@ def add_lora(
         (module, key): make_parameter_adapter(model, module, key, rank, alpha_or_rank)
         for module, key in match_parameters(model, names)
     }
-    protected = find_protected_modules(model, protect)
+    protected = find_protected(model, protect)
     listed = (targets,) if isinstance(targets, str) else targets
     entries = None if listed is None else tuple(listed)
     chosen: list[nn.Module] = []
@@ -199,7 +199,7 @@ def _select_layers(
         known = [name.rpartition(".")[2] for name, _ in named_modules]
         raise ValueError(
             f"expected ends of the names of {kind_names} layers as targets, got "
-            f"{sorted(unmatched)}{format_suggestion(min(unmatched), known)}"
+            f"{sorted(unmatched)}{suggest_name(min(unmatched), known)}"
         )
     if not chosen:
         raise ValueError(

@@ -24,13 +24,7 @@ from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 from tinyml.adapters.low_rank_update import LowRankUpdate
 from tinyml.compressed_weight import get_compressed_weight
 from tinyml.conversion import Replacement, get_tensor_versions, without_autocast
-from tinyml.layers import (
-    get_weight,
-    get_weight_identity,
-    is_conv1d,
-    is_instance_of,
-    is_product_or_rows,
-)
+from tinyml.layers import get_weight, identify_weight, is_conv1d, is_instance_of, is_product_or_rows
 from tinyml.validation import check_finite
 
 
@@ -171,7 +165,7 @@ class LoRA(LowRankUpdate, Replacement):
                 "the base weight is compressed, and compressing the merged weight would lose a "
                 "part of the update; keep the adapter unmerged, or merge before compressing"
             )
-        if get_weight_identity(self.base) is None:
+        if identify_weight(self.base) is None:
             raise RuntimeError(
                 "the base weight is computed from other tensors and cannot be updated; keep the "
                 "adapter unmerged"

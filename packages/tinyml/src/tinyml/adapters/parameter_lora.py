@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from tinyml.adapters.low_rank_update import LowRankUpdate
 from tinyml.compressed_weight import refuse_save_pretrained
 from tinyml.conversion import remove_parametrizations, without_autocast
-from tinyml.validation import check_finite, format_suggestion
+from tinyml.validation import check_finite, suggest_name
 
 
 class ParameterLoRA(LowRankUpdate, nn.Module):
@@ -54,9 +54,10 @@ class ParameterLoRA(LowRankUpdate, nn.Module):
 
     def compute_once(self, owner: nn.Module, _: Any) -> None:
         """Compute the updated weight before `owner` runs, which may read the weight per expert."""
-        weight = cast(Any, owner).parametrizations[self._find_name_in(owner)].original
+        parametrizations = cast(Any, owner).parametrizations.values()
+        listed = next(listed for listed in parametrizations if listed[-1] is self)
         self.discard()
-        self._updated = self.forward(weight)
+        self._updated = self.forward(listed.original)
 
     def discard(self, *_: Any) -> None:
         """Discard the updated weight after the owner has run.
@@ -67,10 +68,6 @@ class ParameterLoRA(LowRankUpdate, nn.Module):
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_updated": None}  # a copy computes the updated weight again
-
-    def _find_name_in(self, owner: nn.Module) -> str:
-        parametrizations = cast(Any, owner).parametrizations
-        return next(name for name, listed in parametrizations.items() if listed[-1] is self)
 
 
 def match_parameters(model: nn.Module, wanted: Iterable[str]) -> list[tuple[str, str]]:
@@ -85,7 +82,7 @@ def match_parameters(model: nn.Module, wanted: Iterable[str]) -> list[tuple[str,
         if not any(f".{name}".endswith(f".{entry}") for name in known):
             raise ValueError(
                 f"expected ends of the names of parameters, got {entry!r}"
-                f"{format_suggestion(entry, known)}"
+                f"{suggest_name(entry, known)}"
             )
     matches = [n for n in known if any(f".{n}".endswith(f".{entry}") for entry in entries)]
     return [(module, key) for module, _, key in (name.rpartition(".") for name in matches)]

@@ -32,7 +32,7 @@ from tinyml.adapters.parameter_lora import (
 from tinyml.conversion import check_supported
 from tinyml.export.atomic_file import atomic_file
 from tinyml.layers import is_conv1d
-from tinyml.validation import check_finite, format_first_names
+from tinyml.validation import check_finite, format_names
 
 _PREFIX = "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -127,8 +127,7 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     names = _map_paths_to_names([f"{module}.{key}" for module, key in targeted])
     if unknown := sorted(pairs.keys() - modules.keys() - names.keys()):
         raise ValueError(
-            "expected names of this model, got names of another model: "
-            f"{format_first_names(unknown)}"
+            f"expected names of this model, got names of another model: {format_names(unknown)}"
         )
     single = {}
     for path, name in names.items():
@@ -139,8 +138,11 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     named: dict[nn.Module, str] = {}
     for name in pairs:
         other = named.setdefault(modules[name], name)
-        if not _are_equal(pairs[other], pairs[name]) or (
-            _read_rank_and_alpha(other, config) != _read_rank_and_alpha(name, config)
+        first, second = pairs[other], pairs[name]
+        if (
+            first.keys() != second.keys()
+            or not all(torch.equal(first[key], second[key]) for key in first)
+            or _read_rank_and_alpha(other, config) != _read_rank_and_alpha(name, config)
         ):
             raise ValueError(
                 f"expected equal adapters of {other} and {name}, which are one layer of the model, "
@@ -194,11 +196,6 @@ def _read_factors(folder: Path, modules: dict[str, nn.Module]) -> dict[str, dict
         check_finite(key, tensor)
         pairs.setdefault(match[1], {})[match[2]] = tensor
     return pairs
-
-
-def _are_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
-    """Return True if two adapters have the same factors."""
-    return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
 def _read_rank_and_alpha(name: str, config: dict[str, Any]) -> tuple[int, float]:

@@ -168,19 +168,17 @@ class _Replay:
         return stage
 
     def _run_to_next_layer(self, number: int, batch: Any) -> None:
-        while True:
-            self._run = _Run(number)
-            try:
-                _call_model(self._model, batch)
-            except _StopRun:
-                pass
-            except Exception:
-                if not self._placeholders:
-                    raise
-                self._placeholders.clear()  # one of them may have caused the error
-                self._keeps_all = True
-                continue
-            return
+        self._run = _Run(number)
+        try:
+            _call_model(self._model, batch)
+        except _StopRun:
+            pass
+        except Exception:
+            if not self._placeholders:
+                raise
+            self._placeholders.clear()  # one of them may have caused the error
+            self._keeps_all = True
+            self._run_to_next_layer(number, batch)
 
     @contextmanager
     def installed(self) -> Iterator[None]:

@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from tinyml.export.pretrained_folder import (
-    compute_unsigned_codes,
     get_quantized_linears,
     group_size_of,
     pack_int32,
+    to_unsigned_codes,
     write_folder,
 )
 from tinyml.quantization.grid_weight import GridWeight
@@ -74,7 +74,7 @@ def _list_dense_layers(model: nn.Module) -> list[str]:
 
 
 def _pack_tensors(grid: GridWeight) -> dict[str, Tensor]:
-    codes, zero, scale = compute_unsigned_codes(grid)
+    codes, zero, scale = to_unsigned_codes(grid)
     if len(codes) % 8:
         raise ValueError(
             f"expected a multiple of 8 outputs, got {len(codes)}; exclude the layer with protect"

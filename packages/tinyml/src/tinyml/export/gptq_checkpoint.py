@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.export.pretrained_folder import (
-    compute_unsigned_codes,
     get_quantized_linears,
     group_size_of,
     pack_int32,
+    to_unsigned_codes,
     write_folder,
 )
 from tinyml.quantization.grid_weight import GridWeight
@@ -60,7 +60,7 @@ def save_gptq(model: nn.Module, folder: str | Path) -> None:
 
 
 def _pack_tensors(grid: GridWeight) -> dict[str, Tensor]:
-    codes, zero, scale = compute_unsigned_codes(grid)
+    codes, zero, scale = to_unsigned_codes(grid)
     outputs, inputs = codes.shape
     per_word = 32 // grid.bits
     if outputs % per_word or inputs % per_word:

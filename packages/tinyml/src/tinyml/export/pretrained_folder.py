@@ -98,7 +98,7 @@ def group_size_of(grids: Mapping[str, GridWeight]) -> int | None:
     return -1 if has_scale_per_output else None
 
 
-def compute_unsigned_codes(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
+def to_unsigned_codes(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
     """Return unsigned codes (out, in), with zero points and scales (out, groups)."""
     lowest = -(2 ** (grid.bits - 1))
     codes = grid.unpack_signed_codes().int().view(grid.shape) - lowest

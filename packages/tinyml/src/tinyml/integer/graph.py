@@ -16,7 +16,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, fx, nn
 
-from tinyml.exported import ELEMENTWISE, Exported, describe_node, export_graph, get_operator_name
+from tinyml.exported import ELEMENTWISE, Exported, describe_node, export_graph, get_operator
 from tinyml.integer.steps import (
     Concatenation,
     Geometry,
@@ -97,7 +97,7 @@ class _Tracer:
             if torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ()):
                 raise self._make_error(node, "it returns random numbers")
             return node.target(*arguments, **options)  # type: ignore[operator]
-        name = get_operator_name(node)
+        name = get_operator(node)
         result_like = node.meta.get("val")
         if isinstance(result_like, Tensor) and not result_like.is_floating_point():
             raise self._make_error(node, f"its result is {result_like.dtype}, not a float type")
@@ -140,18 +140,14 @@ class _Tracer:
             "lists the supported operators"
         )
 
-    def _get_shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Return the shape of a node's value; raise `ValueError` if the batch is not first."""
-        shape = tuple(_get_fake_result(node).shape)
-        if not shape or shape[0] != self._batch:
-            raise self._make_error(node, f"its first dimension is not the batch: {shape}")
-        return shape
-
     def _add_step(
         self, kind: Callable[..., Step], node: fx.Node, sources: Sequence[Step], *fields: Any
     ) -> Step:
         """Add a step that computes the value of `node`; `fields` are the other fields of `kind`."""
-        step = kind(node.name, list(sources), self._get_shape(node), *fields)
+        shape = tuple(_get_fake_result(node).shape)
+        if not shape or shape[0] != self._batch:
+            raise self._make_error(node, f"its first dimension is not the batch: {shape}")
+        step = kind(node.name, list(sources), shape, *fields)
         self.steps.append(step)
         return step
 
@@ -193,7 +189,7 @@ class _Tracer:
         self, node: fx.Node, x: Step, function: Callable[[Tensor], Tensor]
     ) -> Step:
         """Add a table, or fold a clamp to a range with zero into `x` if nothing else reads `x`."""
-        is_clamp = get_operator_name(node) in _CLAMPS
+        is_clamp = get_operator(node) in _CLAMPS
         if is_clamp and isinstance(x, _CLAMPED) and self._is_only_reader(node):
             low, high = function(torch.tensor([-1e30, 1e30], device="cpu")).tolist()
             if low <= 0 <= high:

@@ -147,22 +147,20 @@ def _write_matmul(layer: layers.IntegerMatMul, call: _Call, arrays: _Arrays) -> 
     before, after = call.input_shapes[0], call.output_shape
     if layer.geometry is None:
         rows, width = math.prod(before[:-1]), before[-1]
-        return [
-            f"multiply({pointers}, {_join_numbers([layer.after.zero, rows, width, after[-1]])});"
-        ]
+        return [f"multiply({pointers}, {_join([layer.after.zero, rows, width, after[-1]])});"]
     g = layer.geometry
     numbers = [
         layer.before.zero, layer.after.zero, *before, after[0],
         *g.kernel, *g.stride, *g.padding, *g.dilation, g.groups, *after[1:],
     ]  # fmt: skip
-    return [f"convolve({pointers}, {_join_numbers(numbers)});"]
+    return [f"convolve({pointers}, {_join(numbers)});"]
 
 
 def _write_pool(layer: layers.IntegerPool, call: _Call, _: _Arrays) -> list[str]:
     g = layer.geometry
     shapes = [*call.input_shapes[0], *g.kernel, *g.stride, *g.padding, *call.output_shape[1:]]
     numbers = [*shapes, int(layer.is_maximum), layer.scale.zero]
-    return [f"pool({call.inputs[0]}, {call.output}, {_join_numbers(numbers)});"]
+    return [f"pool({call.inputs[0]}, {call.output}, {_join(numbers)});"]
 
 
 def _write_table(layer: layers.IntegerTable, call: _Call, arrays: _Arrays) -> list[str]:
@@ -177,7 +175,7 @@ def _write_reshape(_: layers.IntegerReshape, call: _Call, __: _Arrays) -> list[s
 
 def _write_sum(layer: layers.IntegerSum, call: _Call, _: _Arrays) -> list[str]:
     total = " + ".join(_write_scaled_terms(layer, call))
-    return [_write_loop(math.prod(call.output_shape), call.output, _requantize_in_c(total, layer))]
+    return [_write_loop(math.prod(call.output_shape), call.output, _requantize(total, layer))]
 
 
 def _write_cat(layer: layers.IntegerCat, call: _Call, _: _Arrays) -> list[str]:
@@ -185,7 +183,7 @@ def _write_cat(layer: layers.IntegerCat, call: _Call, _: _Arrays) -> list[str]:
     start = 0
     for term, shape in zip(_write_scaled_terms(layer, call), call.input_shapes, strict=True):
         size = math.prod(shape)
-        lines.append(_write_loop(size, f"{call.output} + {start}", _requantize_in_c(term, layer)))
+        lines.append(_write_loop(size, f"{call.output} + {start}", _requantize(term, layer)))
         start += size
     return lines
 
@@ -194,9 +192,7 @@ def _write_mul(layer: layers.IntegerMul, call: _Call, _: _Arrays) -> list[str]:
     indices = [_broadcast(call.output_shape, shape) for shape in call.input_shapes]
     values = _write_centered(layer, call, indices)
     product = f"(int64_t){' * '.join(values)} * {int(layer.multiplier)}"
-    return [
-        _write_loop(math.prod(call.output_shape), call.output, _requantize_in_c(product, layer))
-    ]
+    return [_write_loop(math.prod(call.output_shape), call.output, _requantize(product, layer))]
 
 
 #: For each kind of layer, the C statements that compute it.
@@ -224,8 +220,8 @@ def _write_scaled_terms(layer: layers.RescaledValues, call: _Call) -> list[str]:
     return [f"(int64_t){value} * ({multiplier})" for value, multiplier in pairs]
 
 
-def _requantize_in_c(value: str, layer: layers.RescaledValues) -> str:
-    return f"requantized({value}, {_join_numbers([int(layer.shift), layer.after.zero])})"
+def _requantize(value: str, layer: layers.RescaledValues) -> str:
+    return f"requantized({value}, {_join([int(layer.shift), layer.after.zero])})"
 
 
 def _write_loop(size: int, output: str, value: str) -> str:
@@ -263,5 +259,5 @@ def _assign_offsets(model: IntegerModel, sizes: list[int]) -> tuple[list[int], i
     return offsets, max(offset + size for offset, size in zip(offsets, sizes, strict=True))
 
 
-def _join_numbers(numbers: Iterable[int]) -> str:
+def _join(numbers: Iterable[int]) -> str:
     return ", ".join(str(number) for number in numbers)

@@ -81,7 +81,9 @@ class _Writer:
         else:
             floats = []
             for i, (name, params) in enumerate(inputs):
-                floats.append(self._add_dequantize(name, params, f"{number}_{i}"))
+                label = f"{number}_{i}"
+                codes = [name, *self._add_params(params, label)]
+                floats.append(self._add_node("DequantizeLinear", codes, f"float_{label}"))
             result = _FLOAT_NODES[type(layer)](self, layer, floats, number)
             self._add_node("QuantizeLinear", [result, *self._add_params(after, number)], output)
 
@@ -152,10 +154,6 @@ class _Writer:
             dilations=list(g.dilation),
             group=g.groups,
         )
-
-    def _add_dequantize(self, name: str, params: QuantParams, label: str) -> str:
-        inputs = [name, *self._add_params(params, label)]
-        return self._add_node("DequantizeLinear", inputs, f"float_{label}")
 
     def _add_params(self, params: QuantParams, label: object) -> list[str]:
         number = len(self.constants)

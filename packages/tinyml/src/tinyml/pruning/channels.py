@@ -15,14 +15,14 @@ from torch import Tensor, nn
 
 from tinyml.adapters.insertion import require_no_adapters
 from tinyml.conversion import make_dense_copy
-from tinyml.layers import find_protected_modules, is_conv1d
+from tinyml.layers import find_protected, is_conv1d
 from tinyml.pruning.config_sizes import update_config
 from tinyml.pruning.equality import check_equal
 from tinyml.pruning.groups import Group, SizeUse
 from tinyml.pruning.importance import Criterion, Loss, check_criterion, get_tensor, rank_units
 from tinyml.pruning.rules import RULES
 from tinyml.pruning.units import Walk
-from tinyml.validation import format_suggestion
+from tinyml.validation import suggest_name
 
 
 def prune_channels(
@@ -64,7 +64,7 @@ def prune_channels(
     if scope == "global" and isinstance(sparsity, Mapping):
         raise ValueError("expected one sparsity for scope='global', got a mapping of layers")
     model, walk, groups = _make_ranked_copy(model, inputs, criterion, loss)
-    protected = find_protected_modules(model, protect)
+    protected = find_protected(model, protect)
     chosen = [g for g in groups if not protected & {piece.layer for piece in g.slices}]
     fractions, default = (sparsity, 0.0) if isinstance(sparsity, Mapping) else ({}, sparsity)
     for fraction in (default, *fractions.values()):
@@ -72,7 +72,7 @@ def prune_channels(
             raise ValueError(f"expected 0 <= sparsity < 1, got {fraction}")
     _check_names(fractions, walk, chosen)
     if criterion == "bn_scale":
-        chosen = _find_groups_with_batch_norm(chosen, fractions)
+        chosen = _find_normalized_groups(chosen, fractions)
     new_sizes: dict[Group, int] = {}
     for group in chosen:
         fraction = max(fractions.get(name, default) for name in group.writers)
@@ -92,7 +92,7 @@ def _check_names(names: Collection[str], walk: Walk, chosen: Sequence[Group]) ->
             raise ValueError(
                 f"expected names among {writers}, got {name!r}"
                 f"{reason and f', whose channels cannot be removed: {reason}'}"
-                f"{format_suggestion(name, writers)}"
+                f"{suggest_name(name, writers)}"
             )
 
 
@@ -110,9 +110,7 @@ def _explain_refusal(name: str, walk: Walk) -> str:
     return "they are shared with a layer in protect"
 
 
-def _find_groups_with_batch_norm(
-    groups: Sequence[Group], fractions: Mapping[str, float]
-) -> list[Group]:
+def _find_normalized_groups(groups: Sequence[Group], fractions: Mapping[str, float]) -> list[Group]:
     """Return the groups with a batch normalization whose scales are not all zero."""
     chosen = [group for group in groups if (group.scores > 0).any()]
     others = {name for group in groups if group not in chosen for name in group.writers}
@@ -147,11 +145,6 @@ def sort_channels(model: nn.Module, *inputs: Any) -> nn.Module:
     """Return a copy with the same function, whose units are sorted by importance in each group."""
     model, walk, groups = _make_ranked_copy(model, inputs)
     return _select_units(model, walk, {group: group.order for group in groups}, inputs)
-
-
-def list_channel_groups(model: nn.Module, *inputs: Any) -> list[Group]:
-    """Return the groups of units that can be removed, in the order in which they are written."""
-    return _make_ranked_copy(model, inputs)[2]
 
 
 def _make_ranked_copy(

@@ -17,11 +17,11 @@ from tinyml.layers import (
     PRUNABLE,
     check_weights,
     find_layers,
-    find_protected_modules,
-    get_setting_per_layer,
+    find_protected,
     get_weight,
+    match_settings,
 )
-from tinyml.validation import format_first_names
+from tinyml.validation import format_names
 
 
 class Masks(dict[str, Tensor]):
@@ -39,7 +39,7 @@ class Masks(dict[str, Tensor]):
         if missing := sorted(self.keys() - parameters.keys()):
             raise ValueError(
                 f"expected a model with the dense weights of the masks, got one without "
-                f"{format_first_names(missing)}; apply the masks to the result of prune"
+                f"{format_names(missing)}; apply the masks to the result of prune"
             )
         pairs = [(parameters[name], mask) for name, mask in self.items()]
         for name, (parameter, mask) in zip(self, pairs, strict=True):
@@ -88,7 +88,7 @@ def prune(
     that `protect` names. Biases are never pruned.
     """
     model = make_plain_copy(model)
-    fractions = get_setting_per_layer(sparsity, find_layers(model, layers, protect))
+    fractions = match_settings(sparsity, find_layers(model, layers, protect))
     chosen = {name: model.get_submodule(name) for name in fractions}
     check_weights(chosen)
     masks = Masks()
@@ -98,7 +98,7 @@ def prune(
         masks[key] = mask_smallest(get_weight(layer).abs(), fractions[name])
     masks.apply(model)
     if not isinstance(sparsity, Mapping):
-        warn_of_dense_weights(model, find_protected_modules(model, protect))
+        warn_of_dense_weights(model, find_protected(model, protect))
     return Pruned(model, masks)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import fx
 
-from tinyml.exported import ELEMENTWISE, get_operator_name, get_shape
+from tinyml.exported import ELEMENTWISE, get_operator, get_shape
 from tinyml.pruning.groups import Group, Product, Slice, Units
 from tinyml.pruning.units import Walk
 
@@ -51,7 +51,7 @@ def _follow_conv(
     if len(get_shape(x)) != len(get_shape(weight)):  # the input has no batch dimension
         return walk.block(node)
     # In a transposed convolution, `dilation` receives the output padding and `rest` the groups.
-    transposed = "transpose" in get_operator_name(node)
+    transposed = "transpose" in get_operator(node)
     groups = rest[0] if rest else 1
     if groups == 1:
         axes = (0, 1) if transposed else (1, 0)
@@ -182,7 +182,7 @@ def _follow_attention(
 def _follow_window(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     """Pass units on unless the operator pools or resizes their dimension."""
     units = walk.values[x]
-    window_dims = next(int(letter) for letter in get_operator_name(node) if letter.isdigit())
+    window_dims = next(int(letter) for letter in get_operator(node) if letter.isdigit())
     return units if units.dim < len(get_shape(x)) - window_dims else walk.block(node)
 
 

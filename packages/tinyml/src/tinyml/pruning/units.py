@@ -15,13 +15,7 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
-from tinyml.exported import (
-    describe_node,
-    export_graph,
-    get_module_name,
-    get_operator_name,
-    get_shape,
-)
+from tinyml.exported import describe_node, export_graph, get_module_name, get_operator, get_shape
 from tinyml.pruning.groups import Group, Product, SizeUse, Slice, Units
 from tinyml.pruning.size_attributes import SizeReads, Source, get_size_sources
 
@@ -174,7 +168,7 @@ class Walk:
     def _record_size_uses(self, node: fx.Node, result: Any) -> None:
         """Record the units that each size of `node` counts, if the size comes from an attribute."""
         # A reshape may be exported as a copy and a view with its sizes; only the view uses them.
-        if node.op != "call_function" or get_operator_name(node) not in _OPERATORS_WITH_SIZES:
+        if node.op != "call_function" or get_operator(node) not in _OPERATORS_WITH_SIZES:
             return
         for index, sources in get_size_sources(node).items():
             if isinstance(result, list):
@@ -210,7 +204,7 @@ class Walk:
             value = self.values[node.args[0]]  # type: ignore[index]
             index: Any = node.args[1]
             return value[operator.index(index)] if isinstance(value, list) else value
-        name = get_operator_name(node)
+        name = get_operator(node)
         rule = self._rules.get(name)
         has_units = any(isinstance(self.values[n], Units) for n in node.all_input_nodes)
         if rule is None or not (has_units or name in PRODUCT_OPERATORS):

@@ -28,8 +28,8 @@ from tinyml.conversion import (
 )
 from tinyml.layers import (
     check_weights,
-    get_weight_identities,
-    get_weight_identity,
+    identify_weight,
+    identify_weights,
     is_conv1d,
     is_instance_of,
     is_product_or_rows,
@@ -117,19 +117,17 @@ class FastestLinear(Replacement):
 
         Numbers of tokens that round up to the same power of two have one timing.
         """
-        shape = (inputs.numel() // self.in_features - 1).bit_length(), self.group_size
+        tokens = inputs.numel() // self.in_features
         key = (
-            type(self), *shape, self.in_features, self.out_features,
-            inputs.dtype, inputs.device, torch.get_num_threads(),
+            type(self), (tokens - 1).bit_length(), self.group_size, self.in_features,
+            self.out_features, inputs.dtype, inputs.device, torch.get_num_threads(),
         )  # fmt: skip
         if key not in _timings:
             stored_key = " ".join(map(str, (type(self).__name__, *key[1:])))
             is_stored = inputs.device.type == "cpu"
             timing = find_stored_timing(stored_key) if is_stored else None
             if timing is None or timing.selected not in self.implementations:
-                timing = self._measure(
-                    self.make_example(inputs.numel() // self.in_features, inputs)
-                )
+                timing = self._measure(self.make_example(tokens, inputs))
                 if is_stored:
                     store_timing(stored_key, timing)
             _timings[key] = timing
@@ -224,13 +222,13 @@ def install_fastest_linears(
     False. Layers with the same weight and bias have one replacement. Layers that share their weight
     with a protected layer, subclasses of `nn.Linear`, and embeddings are unchanged.
     """
-    protected_weights = get_weight_identities(model, protected)
+    protected_weights = identify_weights(model, protected)
     linears = {
         module: name
         for name, module in model.named_modules()
         if (type(module) is nn.Linear or is_compressed_linear_or_conv1d(module))
-        and get_weight_identity(module) not in protected_weights
-        and get_weight_identity(module) is not None  # a computed weight is not stored in its layer
+        and identify_weight(module) not in protected_weights
+        and identify_weight(module) is not None  # a computed weight is not stored in its layer
     }
     if not linears:
         raise ValueError(
@@ -242,7 +240,7 @@ def install_fastest_linears(
     by_weight_and_bias: dict[tuple[int | None, int], FastestLinear | None] = {}
     for done, (linear, name) in enumerate(linears.items(), 1):
         # A weight that is used with two biases needs two replacements, because each has a bias.
-        key = get_weight_identity(linear), id(linear.bias)
+        key = identify_weight(linear), id(linear.bias)
         if key not in by_weight_and_bias:
             layer = make(linear)
             is_useful = layer is not None and (layer.always or layer.has_faster_implementation())

@@ -32,7 +32,7 @@ from tinyml.conversion import (
 from tinyml.layers import (
     check_weights,
     find_layers,
-    find_protected_modules,
+    find_protected,
     get_weight,
     is_conv1d,
     is_instance_of,
@@ -40,7 +40,7 @@ from tinyml.layers import (
 )
 from tinyml.quantization.grid import Grid, as_rows, check_grid_bits, compute_grid, widen
 from tinyml.quantization.grid_weight import GridWeight
-from tinyml.validation import Progress, check_finite, format_first_names, require_batches
+from tinyml.validation import Progress, check_finite, format_names, require_batches
 
 
 @torch.inference_mode(mode=False)  # inference tensors do not count their modifications
@@ -117,13 +117,13 @@ def gptq(
     if uncalibrated:
         warnings.warn(
             "layers that received no inputs other than zeros are rounded to the nearest codes, "
-            f"{len(uncalibrated)} in total: {format_first_names(uncalibrated)}; calibrate on more "
+            f"{len(uncalibrated)} in total: {format_names(uncalibrated)}; calibrate on more "
             "batches, or protect these layers to leave them dense",
             stacklevel=2,
         )
     for alias in set(aliases.values()).intersection(model.parameters()):
         alias.data = alias.data.clone()  # a protected weight must not share the original's memory
-    warn_of_dense_weights(model, find_protected_modules(model, protect))
+    warn_of_dense_weights(model, find_protected(model, protect))
     return model
 
 
@@ -158,7 +158,8 @@ def compute_gptq_codes(
     """
     outputs, inputs = weight.shape
     check_finite("the weight", weight)
-    check_finite("the calibration inputs", hessian)
+    # If the diagonal is finite, so are all sums. The check of a whole H would copy it.
+    check_finite("the calibration inputs", hessian.diagonal())
     scale, zero = (part.double().view(outputs, -1) for part in (grid.scale, grid.zero))
     group = inputs // scale.shape[1]
     order = torch.arange(inputs, device=weight.device)

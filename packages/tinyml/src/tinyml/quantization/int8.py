@@ -65,12 +65,10 @@ class Int8Linear(FastestLinear):
         products.
         """
         weights = self._get_weights()
-        products = [
-            f"{n} tokens: {weights.get_timing(self.make_example(n).float())}" for n in tokens
-        ]
+        lines = [f"{n} tokens: {weights.get_timing(self.make_example(n).float())}" for n in tokens]
         if self.always:
-            return products
-        return [f"{a}; {b}" for a, b in zip(super().explain(tokens), products, strict=True)]
+            return lines
+        return [f"{a}; {b}" for a, b in zip(super().explain(tokens), lines, strict=True)]
 
     def _multiply(self, inputs: Tensor) -> Tensor:
         if not inputs.is_floating_point():
@@ -83,8 +81,7 @@ class Int8Linear(FastestLinear):
         return self.add_bias_and_cast(sums.mul_(self.scale).mul_(scale), inputs)
 
     def _get_weights(self) -> Int8Weights:
-        weights: Int8Weights = self.get_prepared("int8", lambda: Int8Weights(self.weight_codes))
-        return weights
+        return cast(Int8Weights, self.get_prepared("int8", lambda: Int8Weights(self.weight_codes)))
 
     implementations: ClassVar[dict[str, Callable[[Any, Tensor], Tensor]]] = {
         "int8": _multiply,

@@ -117,7 +117,9 @@ def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     # Sorting takes half the time in float32, which represents all 16- and 32-bit floats.
     fits_float32 = values.is_floating_point() and values.dtype != torch.float64
     flat = values.reshape(-1).to(torch.float32 if fits_float32 else torch.float64)
-    ordered = _sort(flat)
+    # On a CPU, sorting in numpy uses vector instructions, and sorting in torch does not.
+    is_on_cpu = flat.device.type == "cpu"
+    ordered = torch.from_numpy(np.sort(flat.numpy())) if is_on_cpu else flat.sort().values
     sums = _compute_sums_from_zero(ordered)
     if not sums[[0, -1]].isfinite().all():
         raise ValueError("expected values whose sum is finite in float64, got larger ones")
@@ -141,13 +143,6 @@ def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         centroids = torch.where(counts > 0, means, centroids).sort().values
     codes = torch.bucketize(flat, _compute_boundaries(centroids, flat), out_int32=True)
     return centroids, codes.to(torch.int16).view(values.shape)
-
-
-def _sort(flat: Tensor) -> Tensor:
-    if flat.device.type != "cpu":
-        return flat.sort().values
-    # Sorting in numpy uses vector instructions, and sorting in torch does not.
-    return torch.from_numpy(np.sort(flat.numpy()))
 
 
 def _compute_sums_from_zero(ordered: Tensor) -> Tensor:

@@ -10,13 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.conversion import compress_weights, make_plain_copy
-from tinyml.layers import (
-    QUANTIZABLE,
-    find_protected_modules,
-    get_weight,
-    is_conv1d,
-    put_outputs_first,
-)
+from tinyml.layers import QUANTIZABLE, find_protected, get_weight, is_conv1d, put_outputs_first
 from tinyml.quantization.fastest_linear import FastestLinear, install_fastest_linears
 from tinyml.quantization.grid import as_rows, compute_grid, widen
 from tinyml.quantization.grid_weight import GridWeight
@@ -71,7 +65,7 @@ def quantize(
     is_auto = activations == "auto"
     make_layer: Callable[[nn.Module], FastestLinear | None]
     if is_auto and bits == 4:
-        make_layer = partial(_make_int4_layer, group_size=group_size, symmetric=symmetric)
+        make_layer = partial(_make_int4, group_size=group_size, symmetric=symmetric)
     elif bits == 8 and group_size is None and symmetric:
         make_layer = partial(Int8Linear, may_stay_float=is_auto)
     else:
@@ -80,13 +74,11 @@ def quantize(
             f"expected bits=8 with one symmetric scale per channel{alternative} for "
             f"{activations=}, got {bits=}, {group_size=}, {symmetric=}"
         )
-    protected = find_protected_modules(model, protect)
+    protected = find_protected(model, protect)
     return install_fastest_linears(make_plain_copy(model), make_layer, protected, progress)
 
 
-def _make_int4_layer(
-    layer: nn.Module, group_size: int | None, symmetric: bool
-) -> Int4Linear | None:
+def _make_int4(layer: nn.Module, group_size: int | None, symmetric: bool) -> Int4Linear | None:
     """Return the layer with 4-bit weights, or None if 32 does not divide its number of inputs."""
     if group_size is None and put_outputs_first(layer, get_weight(layer)).shape[1] % 32:
         return None

@@ -42,13 +42,12 @@ _timings: dict[Any, Timing] = {}
 class Int8Weights:
     """int8 codes (outputs, inputs), multiplied by the fastest exact implementation on this machine.
 
-    `product(inputs)` takes integers (tokens, inputs) from -127 to 127, stored as floats, and
-    returns exact sums (tokens, outputs) as float32 or int32 (Note [Exact products]).
+    `compute_product` takes integers (tokens, inputs) from -127 to 127, stored as floats. It returns
+    exact sums (tokens, outputs) as float32 or int32 (Note [Exact products]).
     """
 
     def __init__(self, codes: Tensor) -> None:
         self.codes = codes
-        self._dense: Tensor | None = None
 
     def compute_product(self, inputs: Tensor) -> Tensor:
         """Return exact sums of the products of `inputs` with every row of codes."""
@@ -73,7 +72,7 @@ class Int8Weights:
                 calls, inputs, lambda name: name != "int8" or self._is_int8_exact(inputs)
             )
             if _timings[key].selected != "float32":
-                self._dense = None  # the measurement has created it
+                self.__dict__.pop("dense", None)  # the measurement has created it
         return _timings[key]
 
     @cached_property
@@ -97,11 +96,10 @@ class Int8Weights:
         exact = [_multiply_in_float64(weights, trial) for trial in trials]
         return all(map(torch.equal, sums, exact))
 
-    def get_dense(self) -> Tensor:
-        """Return the codes as float32, computed once."""
-        if self._dense is None:
-            self._dense = self.codes.float()
-        return self._dense
+    @cached_property
+    def dense(self) -> Tensor:
+        """The codes as float32."""
+        return self.codes.float()
 
 
 def _draw_random_ends(like: Tensor, low: int, high: int, seed: int) -> Tensor:
@@ -122,7 +120,7 @@ def _multiply_in_int8(weights: Int8Weights, inputs: Tensor) -> Tensor:
 
 
 def _multiply_in_float32(weights: Int8Weights, inputs: Tensor) -> Tensor:
-    inputs, dense = inputs.float(), weights.get_dense()
+    inputs, dense = inputs.float(), weights.dense
     if weights.is_exact_in_float32:
         return F.linear(inputs, dense)
     # The sums of the parts are exact for all codes, and their total is a sum of integers.
