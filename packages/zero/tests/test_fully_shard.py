@@ -283,7 +283,11 @@ def refuse():
     with pytest.raises(
         RuntimeError, match=r"of ranks \[0\], got ranks \[0, 1\]: pass it as group="
     ):
-        save_checkpoint(case_folder(), alone)
+        save_checkpoint(case_folder(), alone, group=dist.group.WORLD)
+    # By default, a model is saved and loaded by the ranks over which it is sharded.
+    if dist.get_rank() == 0:
+        save_checkpoint(Path(case_folder(), "alone"), alone, extra={"step": 1})
+        assert load_checkpoint(Path(case_folder(), "alone"), alone) == {"step": 1}
     # A mesh may list the ranks in another order than its group.
     reversed_mesh = DeviceMesh("cpu", [1, 0])
     save_checkpoint(case_folder(), zero.FSDP(nn.Linear(2, 2), group=reversed_mesh))

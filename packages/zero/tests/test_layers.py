@@ -185,6 +185,27 @@ def test_a_write_through_data_is_detected_in_forwards_1_2_4_and_lost_in_others()
     assert run_on_shared_ranks(write_data_in_one_forward, 2) == [[1, 2, 4]] * 2
 
 
+def encode_padded():
+    """Evaluate an encoder whose fast path would read parameters of a layer that does not run."""
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    twin = nn.TransformerEncoder(layer, 2).eval()
+    model = FSDP(copy.deepcopy(twin))
+    padding = torch.tensor([[False] * 3 + [True] * 2, [False] * 5])
+    inputs = torch.randn(2, 5, 8)
+    for _ in range(2):
+        with torch.no_grad():
+            expected = twin(inputs, src_key_padding_mask=padding)[~padding]
+            actual = model(inputs, src_key_padding_mask=padding)[~padding]
+        torch.testing.assert_close(actual, expected)
+        loss = model(inputs, src_key_padding_mask=padding)[~padding].square().sum()
+        loss.backward()
+    return True
+
+
+def test_a_padded_transformer_encoder_is_evaluated_as_in_one_process():
+    assert all(run_on_shared_ranks(encode_padded, 2))
+
+
 class Storing(nn.Module):
     """A module that returns None, and on request writes to its weight or raises."""
 

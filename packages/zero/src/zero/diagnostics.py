@@ -98,7 +98,7 @@ def explain(error: Exception, group: dist.ProcessGroup | None, description: str)
     noun = "rank" if len(unresponsive) == 1 else "ranks"
     ranks = ", ".join(map(str, unresponsive))
     return RuntimeError(
-        f"{description} failed on rank {dist.get_rank()}: {noun} {ranks} died or hangs, or raised "
-        "another error, which only its own output shows; restart all ranks from the last "
-        f"checkpoint ({error})"
+        f"{description} failed on rank {dist.get_rank()}: {noun} {ranks} ended (for example "
+        "because of fewer inputs), hangs, or raised an error, which only its own output shows; "
+        f"restart all ranks from the last checkpoint ({error})"
     )

@@ -43,6 +43,7 @@ from zero.fsdp.wrapping import get_original_name
 from zero.optimizer.optimizer_trial import check_state
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.optimizer.state_dict import get_options
+from zero.process_groups import Communicator
 
 
 def save_checkpoint(
@@ -60,8 +61,10 @@ def save_checkpoint(
 
     extra: numbers, strings, tensors and containers of them, as `torch.load(weights_only=True)`
         accepts them.
-    group: the process group over which model and optimizer are sharded; by default, all ranks.
+    group: the process group over which model and optimizer are sharded. By default, it is their
+        group, and all ranks if neither is sharded.
     """
+    group = group or next((c.mesh.get_group() for c in _find_communicators(model, optimizer)), None)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     parts: list[Part] = []
     objects: dict[str, Any] = {}
@@ -80,16 +83,22 @@ def save_checkpoint(
     write_folder(Path(path), parts, objects, group, tied)
 
 
+def _find_communicators(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> list[Communicator]:
+    communicators = [fsdp.communicator for fsdp in find_fsdps(model)]
+    if isinstance(optimizer, ShardedOptimizer):
+        communicators.append(optimizer.communicator)
+    return communicators
+
+
 def _check_group(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, group: dist.ProcessGroup | None
 ) -> None:
     """Raise ValueError if a model or its optimizer is sharded over other ranks than `group`."""
-    communicators = [fsdp.communicator for fsdp in find_fsdps(model)]
-    if isinstance(optimizer, ShardedOptimizer):
-        communicators.append(optimizer.communicator)
     # A mesh may list its ranks in another order than its group.
     ranks = sorted(dist.get_process_group_ranks(group))
-    for communicator in communicators:
+    for communicator in _find_communicators(model, optimizer):
         sharded_over = sorted(communicator.mesh.mesh.tolist())
         if sharded_over != ranks:
             raise ValueError(
@@ -144,8 +153,9 @@ def load_checkpoint(
         with a warning.
     prefix: the prefix of the model's names in other programs' checkpoints. By default, the only
         prefix that fits is used. Raise RuntimeError if several prefixes fit.
-    group: the process group over which model and optimizer are sharded; by default, all ranks.
+    group: see `save_checkpoint`.
     """
+    group = group or next((c.mesh.get_group() for c in _find_communicators(model, optimizer)), None)
     failure = f"checkpoint {path} was not loaded"
     opened: list[Loading] = []
 

@@ -88,8 +88,7 @@ class UnitSchedule(nn.Module):
         self._reducing_unit: Unit | None = None
         self._num_ready_gradients: dict[Unit, int] = {}
         #: A weak reference to the callback that ends the backward pass. Only the engine keeps the
-        #: callback alive, so the reference is dead if an exception has interrupted that backward
-        #: pass.
+        #: callback alive, so the reference is dead if an exception has interrupted that pass.
         self._end_callback: Callable[[], object] = lambda: None
         #: The number of nested hooked modules that are in the forward pass.
         self._num_running = 0
@@ -108,6 +107,11 @@ class UnitSchedule(nn.Module):
             for inner in module.modules():
                 if inner in self.units_of and inner is not module:
                     self._outer_units.setdefault(inner, set()).update(self.units_of[module])
+        encoders = [m for m in self.module.modules() if isinstance(m, nn.TransformerEncoder)]
+        for encoder in encoders:
+            if not self.units_of.keys().isdisjoint(encoder.layers.modules()):
+                # The fast path for padded inputs reads parameters of a layer that does not run.
+                encoder.use_nested_tensor = False
         parameters_of: dict[nn.Module, dict[str, ShardedParameter]] = {}
         for unit in self.units:
             for parameter in unit.parameters:

@@ -40,8 +40,7 @@ class _Plan:
     owners: Owners = field(default_factory=dict)
     #: The first name of each sharded parameter.
     names: dict[nn.Parameter, str] = field(default_factory=dict)
-    #: Maps each module to the sharded module around it, whose forward pass needs its parameters
-    #: full.
+    #: The sharded module around each module, whose forward pass needs its parameters full.
     user: dict[nn.Module, nn.Module] = field(default_factory=dict)
     #: The parameters in each sharded module that no sharded module within it has.
     groups: dict[nn.Module, list[nn.Parameter]] = field(default_factory=dict)

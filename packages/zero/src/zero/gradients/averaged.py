@@ -98,10 +98,10 @@ class AveragedGradient(PartialGradient):
             return self.runs
         if self.unreduced is not None:
             raise RuntimeError(
-                "this gradient is an average plus a local gradient, which a later backward pass "
-                "under no_sync() or a second reentrant checkpoint has added on this rank: run the "
-                "last backward pass of a step outside no_sync(), pass use_reentrant=False to "
-                "checkpoints that share a layer, or use optimizer.clip_grad_norm_, which averages"
+                "this gradient includes a local gradient, which a backward pass under no_sync() or "
+                "a second reentrant checkpoint has added on this rank: run the last backward pass "
+                "of a step outside no_sync(), pass use_reentrant=False to checkpoints that share a "
+                "layer, or use optimizer.clip_grad_norm_, which averages"
             )
         runs = self.source.fetch_runs(self)
         return runs or [(0, 0, torch.empty(0, dtype=self.dtype, device=self.device))]
