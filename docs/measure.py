@@ -81,9 +81,9 @@ def runs_here(name: str) -> list[str]:
 
 def measure(name: str, label: str) -> None:
     """Run one bench of a package and store its rows with the environment they depend on."""
-    from llmsys_suite.environment import environment
+    from llmsys_suite.environment import collect_environment
 
-    facts = environment()
+    facts = collect_environment()
     machine = "gpu" if facts["gpus"] else "cpu"
     folder = RESULTS / f"{date.today().isoformat()}-{machine}"
     folder.mkdir(parents=True, exist_ok=True)

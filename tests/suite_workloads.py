@@ -27,7 +27,7 @@ def _decoder(size: str, device: torch.device, dtype: torch.dtype, *, tokens: int
     torch.set_default_dtype(dtype)
     try:
         with device:
-            model: nn.Module = Decoder(ModelConfig.named(size, context=tokens))
+            model: nn.Module = Decoder(ModelConfig.from_size(size, context=tokens))
     finally:
         torch.set_default_dtype(before)
     batch = torch.randint(256, (1, tokens + 1), device=device)

@@ -19,7 +19,7 @@ from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
 from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.worker import Run
-from llmsys_suite.stages.plan import measured_peak_bytes, predict, transformer
+from llmsys_suite.stages.plan import describe_model, measure_peak_bytes, predict
 from llmsys_suite.text.data import load_corpus
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
@@ -46,28 +46,32 @@ def test_parameters_and_flops_of_every_size_equal_torch_counts(size):
     predicted = predict(config)
     with torch.device("meta"):
         # Plain attention, because a counter may not see into a fused kernel.
-        model = Decoder(ModelConfig.named(size, context=64), plain_attention)
+        model = Decoder(ModelConfig.from_size(size, context=64), plain_attention)
         tokens = torch.zeros(2, 64, dtype=torch.long)
     with FlopCounterMode(display=False) as counter:
-        model.loss(tokens, tokens).backward()
+        model.compute_loss(tokens, tokens).backward()
     assert predicted.parameters == sum(p.numel() for p in model.parameters())
     assert predicted.step_flops_full == counter.get_total_flops()
 
 
 def peak_of_second_step(config, attention, device, *, checkpointed, foreach=False):
     """Return the peak of live bytes in an AdamW step whose optimizer state exists already."""
-    shape = replace(ModelConfig.named(config.size, context=config.context), checkpoint=checkpointed)
+    shape = replace(
+        ModelConfig.from_size(config.size, context=config.context), checkpoint=checkpointed
+    )
     with torch.device(device):
         model = Decoder(shape, attention)
         tokens = torch.zeros(config.rows, config.context, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=foreach)
     make_state(optimizer)
-    return training_step_memory(model, lambda: model.loss(tokens, tokens), optimizer).peak_bytes
+    return training_step_memory(
+        model, lambda: model.compute_loss(tokens, tokens), optimizer
+    ).peak_bytes
 
 
 def predicted_peak(config, *, checkpointed, **options):
     return accounting.peak_memory(
-        transformer(config),
+        describe_model(config),
         accounting.Plan(recompute="full" if checkpointed else "none"),
         batch=config.rows,
         seq=config.context,
@@ -126,7 +130,7 @@ def test_peak_memory_on_the_cpu_is_predicted_within_10_percent(
 @pytest.mark.parametrize("size", ["tiny", "small", "medium"])
 def test_peak_memory_on_a_gpu_is_predicted_within_5_percent(size):
     config = RunConfig(size=size, rows=8, context=512, device="cuda", world=1)
-    measured = measured_peak_bytes(a_run(config))
+    measured = measure_peak_bytes(a_run(config))
     assert predict(config).training_peak_bytes == pytest.approx(measured, rel=0.05)
 
 
@@ -165,7 +169,7 @@ def tokens():
 
 def bytes_reduced_by_ddp():
     model = ddp.DDP(decoder(), bucket_size_mb=0.05)
-    model.module.loss(tokens(), tokens()).backward()
+    model.module.compute_loss(tokens(), tokens()).backward()
     model.finish_gradient_synchronization()
     return model.meter.last.gradient_bytes
 
@@ -174,7 +178,7 @@ def bytes_sent_by_sharded_optimizer():
     model = decoder()
     optimizer = zero.ShardedOptimizer(model.parameters(), torch.optim.AdamW, lr=1e-3)
     optimizer.communicator.bytes.clear()
-    model.loss(tokens(), tokens()).backward()
+    model.compute_loss(tokens(), tokens()).backward()
     optimizer.step()
     return dict(optimizer.communicator.bytes)
 
@@ -228,7 +232,7 @@ def a_small_run():
 
 
 def whole_batch(run):
-    return run.corpus.batch(rows=ROWS, context=CONTEXT, seed=0, step=0)
+    return run.corpus.draw_batch(rows=ROWS, context=CONTEXT, seed=0, step=0)
 
 
 def bytes_of_tensor_parallel():

@@ -21,7 +21,7 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import VARIANT_NAMES
 from llmsys_suite.ranks import launch, worker
-from llmsys_suite.report.tables import evidence_of, planned
+from llmsys_suite.report.tables import build_plan_rows, read_evidence
 from llmsys_suite.stages import links
 from worker_pool import run_ranks
 
@@ -59,7 +59,7 @@ def run_as_rank(values):
     """Run all stages as this rank, with two sizes of messages; return the exit status."""
     os.environ[launch.STORE] = os.environ["STORE_FILE"]
     links.SIZES = (1 << 10, 1 << 20)
-    return worker.work(RunConfig.from_json(values))[0]
+    return worker.run_rank(RunConfig.from_json(values))[0]
 
 
 def launch_in_pool(config):
@@ -109,7 +109,10 @@ def test_a_whole_run_takes_150_seconds_and_what_was_planned(tmp_path):
     assert (out / "report.html").stat().st_size <= 1e6
     assert max(peaks_of(out).values()) <= 1536
     folder = RunFolder.open(out)
-    ratios = {row["figure"]: row["ratio"] for row in planned(folder.results, evidence_of(folder))}
+    ratios = {
+        row["figure"]: row["ratio"]
+        for row in build_plan_rows(folder.results, read_evidence(folder))
+    }
     assert ratios.pop("peak of a step, MiB") == pytest.approx(1, abs=0.1)
     # The counted bytes include the headers of messages.
     assert ratios.pop("DDP's wire, MiB per rank") == pytest.approx(1, abs=0.01)
@@ -160,7 +163,7 @@ def test_the_bench_has_a_flat_row_for_every_variant_of_each_case(finished):
     from llmsys_suite import bench
 
     out, *_ = finished
-    rows = bench.rows(json.loads((out / "summary.json").read_text())["stages"])
+    rows = bench.collect_rows(json.loads((out / "summary.json").read_text())["stages"])
     assert Counter(row["case"] for row in rows) == {
         "train": len(VARIANT_NAMES),
         "attention": 4,
@@ -189,7 +192,7 @@ def test_a_tampered_record_is_red_and_fails(finished):
     victim = next(s for s in samples if s["variant"] == "zero 1" and "loss" in s)
     victim["loss"] *= 1.001
     evidence = folder.read_json("evidence.json")
-    checks = training_checks.checks(
+    checks = training_checks.check_training(
         folder.config, stages["plan"], stages["train"], samples, evidence
     )
     assert [c.name for c in checks if not c.passed] == [

@@ -53,7 +53,7 @@ Row = dict[str, Any]
 
 def main() -> None:
     """Measure, and store the rows with a description of the machine."""
-    from llmsys_suite.environment import environment
+    from llmsys_suite.environment import collect_environment
 
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
@@ -67,7 +67,7 @@ def main() -> None:
         torch.manual_seed(0)
         begin = time.perf_counter()
         rows = CASES[name](arguments.data) if name in NEED_DATA else CASES[name]()
-        facts = {k: v for k, v in environment().items() if k in FACTS}
+        facts = {k: v for k, v in collect_environment().items() if k in FACTS}
         stored = {
             "command": f"python docs/answers/measure.py {name}"
             + (" --data FOLDER" if name in NEED_DATA else ""),
@@ -97,7 +97,7 @@ def warmup() -> list[Row]:
     Values are medians over five processes. A second model in the same, warm processes follows.
     """
     from llmsys_suite.step.case import PHASES, WARMUPS, Case
-    from llmsys_suite.step.sweep import row
+    from llmsys_suite.step.sweep import compute_row
 
     rows = []
     for batch in (4, 32):
@@ -106,7 +106,7 @@ def warmup() -> list[Row]:
         processes = [json.loads(_printed(command)) for _ in range(PROCESSES)]
         for which, process in enumerate(("cold", "warm")):
             for skipped in WARMUPS:
-                measured = [row(case, run[which], skipped) for run in processes]
+                measured = [compute_row(case, run[which], skipped) for run in processes]
                 columns = [f"{phase}_{what}_ms" for phase in PHASES for what in ("mean", "std")]
                 medians = {c: statistics.median(values[c] for values in measured) for c in columns}
                 rows.append({"batch": batch, "process": process, "warmup": skipped} | medians)
@@ -142,7 +142,7 @@ def sizes() -> list[Row]:
     line = _extrapolated(by_size[largest["size"]])
     line["note"] += f": {line['step_p50_ms'] / largest['step_p50_ms']:.2f} of what it takes"
     return [
-        {"needed_gib": by_size[row["size"]].peak_bytes() / 2**30} | _flat(row)
+        {"needed_gib": by_size[row["size"]].predict_peak_bytes() / 2**30} | _flat(row)
         for row in (*rows, line)
     ]
 
@@ -156,15 +156,17 @@ def _extrapolated(case: Case) -> Row:
     from llmsys_suite.step import sweep
     from llmsys_suite.step.case import PHASES
 
-    labels = case.labels() | {"warmup": 5}
+    labels = case.get_labels() | {"warmup": 5}
     few = [replace(case, layers=layers) for layers in FEW]
     try:
         for shallow in few:
             sweep.require_fit(shallow)
-        ran = [sweep.in_a_process(shallow, SECONDS_PER_SIZE) for shallow in few]
+        ran = [sweep.run_in_process(shallow, SECONDS_PER_SIZE) for shallow in few]
     except sweep.LeftOut as reason:
         return labels | {"note": f"not extrapolated: {FEW[1]} layers: {reason}"}
-    ends = [sweep.row(shallow, measured, 5) for shallow, measured in zip(few, ran, strict=True)]
+    ends = [
+        sweep.compute_row(shallow, measured, 5) for shallow, measured in zip(few, ran, strict=True)
+    ]
     beyond = (case.model.num_layers - FEW[0]) / (FEW[1] - FEW[0])
     for key in (*(f"{phase}_mean_ms" for phase in PHASES), "step_p50_ms"):
         low, high = (end[key] for end in ends)
@@ -246,8 +248,8 @@ def layers() -> list[Row]:
     rows = []
     for context in (128, 256, 512):
         measured = memory.profile("2.7B", context)
-        config = ModelConfig.named("2.7B", vocabulary=memory.VOCABULARY, context=context)
-        step = memory.training(config)
+        config = ModelConfig.from_size("2.7B", vocabulary=memory.VOCABULARY, context=context)
+        step = memory.trace_training(config)
         # Blocks without a phase existed before the step: weights, moments and the batch.
         stored = sum(block.nbytes for block in step.at_peak if not block.phase)
         row = {"context": context} | measured["peaks"]
@@ -291,7 +293,7 @@ def _saved_bytes(config: ModelConfig, rows: int, *, autocast: bool) -> int:
         torch.set_autocast_enabled("cuda", autocast)
         try:
             with memory:
-                loss = model.loss(tokens, tokens)
+                loss = model.compute_loss(tokens, tokens)
                 live_bytes = memory.live_bytes
         finally:
             torch.set_autocast_enabled("cuda", False)
@@ -350,7 +352,7 @@ def _autocast_step(config: Any) -> Any:
 
         def loss() -> Tensor:
             with _Autocast() as autocast:
-                value = model.loss(tokens, tokens)
+                value = model.compute_loss(tokens, tokens)
             autocast.cache.clear()
             return value
 
@@ -416,7 +418,7 @@ def mixed_memory() -> list[Row]:
 
     rows = []
     for context in (128, 256, 512):
-        config = ModelConfig.named("2.7B", vocabulary=memory.VOCABULARY, context=context)
+        config = ModelConfig.from_size("2.7B", vocabulary=memory.VOCABULARY, context=context)
         row: Row = {"context": context}
         for name, autocast, cache in (
             ("float32", False, True),
@@ -528,7 +530,7 @@ def model_compiled() -> list[Row]:
 
 def checkpointing() -> list[Row]:
     """Time steps with and without activation checkpointing, and count its planned live bytes."""
-    from llmsys_suite.stages.memory import training
+    from llmsys_suite.stages.memory import trace_training
     from llmsys_suite.step.case import Case
 
     rows = []
@@ -544,7 +546,9 @@ def checkpointing() -> list[Row]:
                     "forward_backward_ms": took[checkpoint],
                     "time_ratio": took[checkpoint] / took[False],
                     "hfu": row["hfu"],
-                    "peak_mib": training(Case(size=size, checkpoint=checkpoint).model).peak_bytes
+                    "peak_mib": trace_training(
+                        Case(size=size, checkpoint=checkpoint).model
+                    ).peak_bytes
                     / 2**20,
                 }
             )
@@ -870,7 +874,7 @@ def sharding() -> list[Row]:
     from llmsys_suite.model import Decoder, ModelConfig
     from zero import FSDP, ShardedOptimizer, memory_report
 
-    config = ModelConfig.named("xl", vocabulary=10_000, context=128)
+    config = ModelConfig.from_size("xl", vocabulary=10_000, context=128)
 
     def replicated(group: Any) -> tuple[nn.Module, torch.optim.Optimizer]:
         model = Decoder(config)
@@ -908,7 +912,7 @@ def sharding() -> list[Row]:
 def isoflop(data: Path) -> list[Row]:
     """Find the optimum of each budget, and extrapolate to 1e23 and 1e24 FLOPs."""
     import scaling
-    from scaling.bench import shortcut
+    from scaling.bench import fit_shortcut
 
     runs = scaling.load_runs(data / "isoflops_curves.json")
     rows: list[Row] = []
@@ -930,7 +934,7 @@ def isoflop(data: Path) -> list[Row]:
         ("best run of each", "minimum"),
         ("the same, with an offset", "minimum-offset"),
     ):
-        size = shortcut(runs, method)
+        size = fit_shortcut(runs, method)
         for compute in (1e23, 1e24):
             rows.append(_optimum(label, compute, size(compute), compute / (6 * size(compute))))
     return rows

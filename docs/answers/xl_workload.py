@@ -15,7 +15,7 @@ def xl(device: torch.device):
 
     torch.manual_seed(0)
     with device:
-        model = Decoder(ModelConfig.named("xl", vocabulary=10_000, context=128))
+        model = Decoder(ModelConfig.from_size("xl", vocabulary=10_000, context=128))
     tokens = torch.randint(10_000, (2, 129), device=device)
 
     def loss(wrapped: nn.Module) -> torch.Tensor:

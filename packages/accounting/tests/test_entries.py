@@ -35,57 +35,64 @@ LINKS: dict[str, Any] = {"flops_per_second": 4.6e14, "axis_bytes_per_second": 1.
 PEAK: dict[str, Any] = {"devices": 2, "peak_flops": 1e12}
 # Arguments of each public function; the first test below fails for a function without any.
 TAKES: dict[str, dict[str, Any]] = {
-    "cli.questions.amount": {"text": "1T"},
-    "cli.questions.differences": {"first": MODEL, "second": MODEL, "seq": 8},
+    "cli.questions.parse_amount": {"text": "1T"},
+    "cli.questions.iter_differences": {"first": MODEL, "second": MODEL, "seq": 8},
     "cli.questions.read_model": {"text": "layers=2,d_model=8,heads=2,vocab_size=9"},
-    "cli.questions.stored_dtype": {"text": "layers=2"},
-    "cli.serving.serving": {"model": MODEL, "gpus": 1, "hardware": "H100", "seq": 8},
+    "cli.questions.read_stored_dtype": {"text": "layers=2"},
+    "cli.serving.estimate_serving": {"model": MODEL, "gpus": 1, "hardware": "H100", "seq": 8},
     "flops.flops": RUN | {"phase": "training", "attention": "full", "recompute": "none"},
     "flops.mfu": {"model": MODEL, "tokens_per_second": 5.0, "seq": 8} | PEAK,
-    "flops.pairs": {"model": MODEL, "seq": 8, "attention": "causal"},
-    "flops.utilization": {"achieved_flops": 1e12, "hardware": "H100", "dtype": "bf16"},
+    "flops.count_pairs": {"model": MODEL, "seq": 8, "attention": "causal"},
+    "flops.compute_utilization": {"achieved_flops": 1e12, "hardware": "H100", "dtype": "bf16"},
     "hardware.find": {"hardware": "H100"},
     "kv_cache.kv_cache": RUN | {"dtype": "int8", "tensor": 2},
-    "memory.activations.activations": RUN | {"plan": Plan(), "precision": "fp32", "stage": 0},
+    "memory.activations.count_activation_bytes": RUN
+    | {"plan": Plan(), "precision": "fp32", "stage": 0},
     "memory.fits.fits": {
         **{"module": torch.nn.Linear(2, 2), "sample": torch.zeros(1, 2), "device": "H100"},
         "rounding": 512,
     },
     "memory.peak.peak_memory": RUN | {"plan": Plan(), "foreach": True},
-    "memory.states.model_states": {**{"count": 9, "data": 2, "zero": 1, "precision": "fp32"}},
+    "memory.states.count_state_bytes": {
+        **{"num_parameters": 9, "data": 2, "zero": 1, "precision": "fp32"}
+    },
     "memory.training.training_memory": RUN | {"plan": Plan(), "stage": 0},
     "parameters.parameters": {"model": MODEL, "active": True},
-    "precision.bytes_of": {"dtype": "fp8"},
-    "precision.recipe": {"precision": "fp32"},
+    "precision.get_itemsize": {"dtype": "fp8"},
+    "precision.get_recipe": {"precision": "fp32"},
     "search.answer.plan_for": {
         **{"model": MODEL, "gpus": 2, "hardware": "H100", "tokens": 1e6, "seq": 8, "batch": 2},
         **{"memory_bytes": 1e9, "usd_per_hour": 2.0, "precision": "megatron_bf16", "tensor": 2},
     },
-    "search.plans.fewest_devices": {
+    "search.plans.find_fewest_devices": {
         **{"model": MODEL, "memory_bytes": 1e9},
         **{"activation_bytes": 1.0, "sharded_activations": 0.5},
     },
     "search.plans.plans_that_fit": RUN | {"hardware": "H100", "devices": 2, "most": 2},
     "time.communication.communication": RUN | {"plan": Plan(data=2), "weights": "bf16", "stage": 0},
-    "time.goodput.goodput": {"work_hours": 9.0, "devices": 2, "interval_hours": 1.0},
+    "time.goodput.compute_goodput": {"work_hours": 9.0, "devices": 2, "interval_hours": 1.0},
     "time.mesh.compute_bound_batch": {
         **{"fsdp": 4, "tensor": 2, "d_ff": 53248, "comms": "summed"},
         **LINKS,
     },
-    "time.published.predicted": {"seconds": 1.0},
+    "time.published.predict_seconds": {"seconds": 1.0},
     "time.roofline.roofline": {"hardware": "H100", "shape": (2, 3, 4), "dtype": "fp16"},
-    "time.step.group_link": {"hardware": HARDWARE["H100"], "stride": 2, "ranks": 3},
+    "time.step.get_group_link": {"hardware": HARDWARE["H100"], "stride": 2, "ranks": 3},
     "time.step.step_time": RUN | {"plan": Plan(data=2), "hardware": "H100"},
 }
 # Internal functions, which are not documented.
 INSIDE = {
     *("memory.backward", "memory.fsdp_pipeline"),
-    *("memory.states.stage_states", "memory.states.fsdp_groups", "memory.states.cast_weights"),
-    *("memory.states.tied_table_gradients", "memory.states.head_gradient"),
-    "memory.states.head_parameters",
+    *(
+        "memory.states.list_stage_states",
+        "memory.states.build_fsdp_groups",
+        "memory.states.count_cast_weight_bytes",
+    ),
+    *("memory.states.count_tied_gradient_bytes", "memory.states.count_head_gradient_bytes"),
+    "memory.states.count_head_parameters",
     *("breakdown", "checks", "cli.main", "memory.live", "model.formulas"),
     *(
-        "model.transformer.matrices",
+        "model.transformer.list_matrices",
         "model.config",
         "model.family",
         "model.family_tables",
@@ -93,33 +100,45 @@ INSIDE = {
         "memory.fake_module",
         "plan",
     ),
-    *("search.space", "memory.states.stages_by_kind"),
+    *("search.space", "memory.states.group_stages_by_kind"),
     *("time.efficiency", "time.collective", "workload"),
-    *("time.communication.state_calls", "time.communication.token_collectives"),
-    *("time.communication.reduced_blocks", "time.step.attention_flops"),
-    *("memory.states.alone", "memory.states.device_parameters", "memory.states.distinct_stages"),
+    *("time.communication.list_state_calls", "time.communication.list_token_collectives"),
+    *("time.communication.count_reduced_blocks", "time.step.count_attention_flops"),
     *(
-        "memory.states.largest_single_layer",
-        "memory.activations.gradients_in_flight",
-        "parameters.by_part",
+        "memory.states.alone",
+        "memory.states.count_device_parameters",
+        "memory.states.list_distinct_stages",
     ),
-    "memory.activations.head_activations",
-    *("search.answer.no_room", "search.plans.least_memory"),
-    *("time.published.ratios", "time.published.modeled", "time.published.learned"),
-    *("time.published.half_width", "time.published.mean_log_ratio", "time.published.group_of"),
     *(
-        "time.published.errors_by_source",
-        "time.published.coverage",
-        "time.published.interval_group",
+        "memory.states.find_largest_single_layer",
+        "memory.activations.count_gradients_in_flight",
+        "parameters.group_by_part",
     ),
-    "flops.attention_operations",
-    *("time.step.collectives_on", "model.registry"),
+    "memory.activations.count_head_activation_bytes",
+    *("search.answer.explain_no_room", "search.plans.find_least_memory"),
+    *(
+        "time.published.list_ratios",
+        "time.published.compute_modeled_seconds",
+        "time.published.learn_factor",
+    ),
+    *(
+        "time.published.compute_half_width",
+        "time.published.compute_mean_log_ratio",
+        "time.published.classify_run",
+    ),
+    *(
+        "time.published.compute_errors_by_source",
+        "time.published.count_covered_runs",
+        "time.published.choose_interval_group",
+    ),
+    "flops.count_attention_operations",
+    *("time.step.iter_linked_collectives", "model.registry"),
 }
 # Arguments that are texts with separate rules.
 FREE = {
-    ("cli.questions.amount", "text"),
+    ("cli.questions.parse_amount", "text"),
     ("cli.questions.read_model", "text"),
-    ("cli.questions.stored_dtype", "text"),
+    ("cli.questions.read_stored_dtype", "text"),
 }
 
 
@@ -160,7 +179,7 @@ RECORDS: dict[type, dict[str, Any]] = {
 }
 # Arguments that may be zero.
 MAY_BE_ZERO = {
-    *("batch", "stage", "count", "zero", "usd_per_hour", "tp"),
+    *("batch", "stage", "num_parameters", "zero", "usd_per_hour", "tp"),
     *("activation_bytes", "sharded_activations", "latency"),
     *("heads", "vocab_size", "devices", "data", "seq"),
     *("q_rank", "index_heads", "width", "shared", "moment_block", "power_watts", "pod"),

@@ -32,7 +32,7 @@ def textbook(
     if softcap is not None:
         s = softcap * torch.tanh(s / softcap)
     queries, keys = (torch.arange(n, device=q.device) for n in s.shape[-2:])
-    hidden = spec.hidden_mask(queries, keys, len(keys) - len(queries))
+    hidden = spec.make_hidden_mask(queries, keys, len(keys) - len(queries))
     if sinks is not None:
         s = torch.cat((s, sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)), -1)
         hidden = torch.nn.functional.pad(hidden, (0, 1))

@@ -60,7 +60,7 @@ driver.set_active(Hopper())
 LAUNCH = forward.forward_kernel = Launch(forward.forward_kernel)
 LAUNCH_BACK = backward.backward_kernel = Launch(backward.backward_kernel)
 # A kernel of Triton's, and no GPU to run it on.
-row_sums.padded_statistics = lambda out, grad_out, grad_lse, lse: [
+row_sums.compute_padded_statistics = lambda out, grad_out, grad_lse, lse: [
     torch.zeros(lse[..., 0].numel(), -(-lse.shape[-1] // 4) * 4)[:, : lse.shape[-1]] for _ in "LD"
 ]
 
@@ -86,7 +86,7 @@ def compile_job(job):
             yield {**job, **code, "scores_of_a_thread": tile // 256}
     else:
         forward.forward(q, k, v, spec)
-        tile = forward.choose(dim, seq_q, spec)
+        tile = forward.choose_tile(dim, seq_q, spec)
         # S of the first tile, P V of the last, and both in each loop: of 64 rows in each consumer.
         loops = 3 if job["left"] else 2
         products = (loops + 1) * 2 * tile.consumers * forward.ROWS * tile.keys * dim

@@ -54,9 +54,9 @@ def interpreter(monkeypatch):
         def choose(*arguments):
             return configs.Tile(16, 32, 4, 1), "tma" in arguments[4]
 
-        monkeypatch.setattr(launch, "choose", choose)
+        monkeypatch.setattr(launch, "choose_tile", choose)
         monkeypatch.setattr(launch, "count_splits", lambda *_: splits)
-        monkeypatch.setattr(launch, "device_of", lambda _: launch.Device(227 * 1024, 1, tma))
+        monkeypatch.setattr(launch, "get_device", lambda _: launch.Device(227 * 1024, 1, tma))
 
     use()
     return use

@@ -29,7 +29,7 @@ def test_every_case_reports_its_rows(rows):
             assert row["time_ms"] > 0
             if row["impl"] == "ours":
                 assert row["ratio_p50"] == 1.0
-    assert report.table(rows).count("\n\n") == 2
+    assert report.format_table(rows).count("\n\n") == 2
 
 
 def test_device_without_a_clock_is_refused():
@@ -64,7 +64,7 @@ def test_failure_of_ours_is_reported_and_the_others_are_timed(error, reason):
 
 
 def test_json_option_writes_only_the_rows(rows, monkeypatch, tmp_path):
-    monkeypatch.setattr(cases, "measured_rows", lambda *_: rows)
+    monkeypatch.setattr(cases, "measure_cases", lambda *_: rows)
     monkeypatch.chdir(tmp_path)
     report.main(["--json", "rows.json"])
     assert [p.name for p in tmp_path.iterdir()] == ["rows.json"]

@@ -160,7 +160,9 @@ def test_tiles_of_ampere_pass_the_gates_of_other_architectures(arch):
     for kernel, dim, options in itertools.product(
         ("forward", "dq", "dkdv"), (64, 128), ({}, shipped.LEFT | shipped.SOFTCAP)
     ):
-        tile, _ = configs.choose(kernel, "ieee", 2, dim, ("pointers",), 99 * 1024, bool(options))
+        tile, _ = configs.choose_tile(
+            kernel, "ieee", 2, dim, ("pointers",), 99 * 1024, bool(options)
+        )
         key = "pointers", "half", kernel
         (job,) = shipped.jobs(key, dim, dataclasses.astuple(tile), options)
         jobs.append({**job, "arch": arch})
@@ -186,7 +188,7 @@ def test_kernels_compile_for_sizes_of_one(every_result):
 def test_head_dims_without_a_tma_tile_are_loaded_by_pointers():
     hopper = ("tma", "hopper", "pointers")
     for rich, tma in ((False, True), (True, False)):
-        tile, by_tma = configs.choose("dkdv", "ieee", 2, 128, hopper, 227 * 1024, rich)
+        tile, by_tma = configs.choose_tile("dkdv", "ieee", 2, 128, hopper, 227 * 1024, rich)
         assert by_tma == tma
         path = "tma" if tma else "hopper"
         assert tile == configs.Tile(*configs.find_sizes((path, "half", "dkdv"), 128, rich))

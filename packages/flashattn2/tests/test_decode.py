@@ -652,7 +652,7 @@ def test_caches_are_refused_if_and_only_if_they_overlap(layout, is_overlapping, 
 
 def test_adjacent_caches_are_not_searched_for_an_overlap(monkeypatch):
     """The search would take a third of the time that Python may take for a decoded token."""
-    monkeypatch.setattr(validation, "_addresses", None)
+    monkeypatch.setattr(validation, "_map_addresses", None)
     caches = torch.zeros(2, 3, 2, 40, 16)
     q, new = torch.randn(3, 2, 1, 16), torch.ones(3, 2, 1, 16)
     for k_cache, v_cache in (caches, caches.flip(0), caches[:, :, :, :20]):

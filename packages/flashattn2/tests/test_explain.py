@@ -83,7 +83,7 @@ def test_precision_follows_the_setting_of_torch():
 )
 def test_left_window_softcap_or_splits_select_the_rich_tile(monkeypatch, spec, seq, table):
     gpu = launch.Device(227 * 1024, 132, uses_tma=True)
-    monkeypatch.setattr(launch, "device_of", lambda _: gpu)
+    monkeypatch.setattr(launch, "get_device", lambda _: gpu)
     x = q(dim=64, dtype=torch.float16, seq=seq)
     plan = launch.plan_launch("dkdv", "ieee", spec, x, x, x, packed=False)
     assert plan.tile == configs.Tile(*table["tma", "half", "dkdv"][64])

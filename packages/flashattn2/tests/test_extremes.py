@@ -132,13 +132,13 @@ def test_gpus_use_tma_tiles_only_with_tma_and_warpgroup_products(monkeypatch, ma
         major=major, shared_memory_per_block_optin=99 * 1024, multi_processor_count=84
     )
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
-    device = launch.device_of.__wrapped__(torch.device("cuda"))
+    device = launch.get_device.__wrapped__(torch.device("cuda"))
     assert device == launch.Device(99 * 1024, 84, uses_tma)
 
 
 def test_tiles_are_pruned_to_the_shared_memory_of_a_gpu(monkeypatch):
     gpu = launch.Device(64 * 1024, 68, uses_tma=False)
-    monkeypatch.setattr(launch, "device_of", lambda _: gpu)
+    monkeypatch.setattr(launch, "get_device", lambda _: gpu)
     from flashattn2.spec import AttentionSpec
 
     for (_, kind, kernel), dims in configs.TILES.items():
@@ -149,5 +149,5 @@ def test_tiles_are_pruned_to_the_shared_memory_of_a_gpu(monkeypatch):
                 kernel, kind, AttentionSpec(1.0, left=9, softcap=2.0), x, x, x, packed=False
             )
             assert not plan.meta.TMA
-            used = configs.shared_memory_bytes(kernel, plan.tile, x.element_size(), dim)
+            used = configs.count_shared_memory_bytes(kernel, plan.tile, x.element_size(), dim)
             assert used <= 64 * 1024 or max(plan.tile.block_m, plan.tile.block_n) == 16

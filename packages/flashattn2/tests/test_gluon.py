@@ -313,13 +313,13 @@ def test_auto_selects_gluon_for_long_sequences_that_fill_the_gpu(machine, monkey
 
     explanation = selected(8, 2048, 2048, is_causal=True)
     assert explanation.backend == "gluon"
-    assert forward.choose(64, 2048, AttentionSpec(1.0)) == forward.LONG_TILE
+    assert forward.choose_tile(64, 2048, AttentionSpec(1.0)) == forward.LONG_TILE
     causal = AttentionSpec(1.0, right=0)
     monkeypatch.setattr(forward, "IS_TRITON_3_6", True)
-    assert forward.choose(64, 2048, causal) == forward.LONG_TILE
+    assert forward.choose_tile(64, 2048, causal) == forward.LONG_TILE
     monkeypatch.setattr(forward, "IS_TRITON_3_6", False)
-    assert forward.choose(64, 2048, causal) == forward.TILES[64]
-    assert forward.choose(64, 2048, AttentionSpec(1.0, left=100)) == forward.TILES[64]
+    assert forward.choose_tile(64, 2048, causal) == forward.TILES[64]
+    assert forward.choose_tile(64, 2048, AttentionSpec(1.0, left=100)) == forward.TILES[64]
     for other in (
         {"seq_k": 2047},
         {"seq_q": 2047},

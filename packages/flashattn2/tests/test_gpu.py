@@ -269,12 +269,12 @@ def test_auto_uses_gluon_for_long_sequences_as_exactly_as_plain(dim):
 
 
 def test_memory_grows_with_the_sequence():
-    from flashattn2.bench.measure import peak_extra_bytes
+    from flashattn2.bench.measure import measure_peak_extra_bytes
 
     def extra(seq):
         q, k, v = (x.requires_grad_() for x in tensors(64, seq, seq))
         grad = torch.ones_like(q)
-        return peak_extra_bytes(
+        return measure_peak_extra_bytes(
             lambda: torch.autograd.grad(flash_attention(q, k, v), (q, k, v), grad), "cuda"
         )
 

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 from flashattn2 import attention_reference, flash_attention
-from flashattn2.bench.measure import peak_extra_bytes
+from flashattn2.bench.measure import measure_peak_extra_bytes
 
 
 def inputs(seq):
@@ -26,13 +26,13 @@ def test_every_byte_is_counted_also_inside_kernels():
         del first
         return torch.empty(250_000, dtype=torch.uint8), second
 
-    assert peak_extra_bytes(three_tensors) == 1_500_000
+    assert measure_peak_extra_bytes(three_tensors) == 1_500_000
     x = torch.randn(100, 100)
     # The product and its softmax are in memory together.
-    assert peak_extra_bytes(lambda: (x @ x).softmax(-1)) == 2 * x.nbytes
+    assert measure_peak_extra_bytes(lambda: (x @ x).softmax(-1)) == 2 * x.nbytes
     # Values and indices are 12 bytes per element; sorting allocates more within.
-    assert peak_extra_bytes(lambda: x.sort()) > 12 * x.numel()
-    assert peak_extra_bytes(lambda: None) == 0
+    assert measure_peak_extra_bytes(lambda: x.sort()) > 12 * x.numel()
+    assert measure_peak_extra_bytes(lambda: None) == 0
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,9 @@ def test_every_byte_is_counted_also_inside_kernels():
 )
 def test_twice_the_sequence_takes_at_most_twice_the_memory(run):
     # Both lengths are several tiles, so the memory of a tile is a part of both peaks.
-    small, large = (peak_extra_bytes(functools.partial(run, *inputs(seq))) for seq in (768, 1536))
+    small, large = (
+        measure_peak_extra_bytes(functools.partial(run, *inputs(seq))) for seq in (768, 1536)
+    )
     assert 0 < large <= 2 * small
     # The scores alone would take this many bytes in float32.
     assert large < 4 * 1536 * 1536
@@ -56,6 +58,6 @@ def test_twice_the_sequence_takes_at_most_twice_the_memory(run):
 )
 def test_tiled_attention_uses_a_fraction_of_plain_memory(seq, factor):
     x = inputs(seq)
-    tiled = peak_extra_bytes(lambda: gradient(flash_attention, backend="torch")(*x))
-    plain = peak_extra_bytes(lambda: gradient(attention_reference)(*x))
+    tiled = measure_peak_extra_bytes(lambda: gradient(flash_attention, backend="torch")(*x))
+    plain = measure_peak_extra_bytes(lambda: gradient(attention_reference)(*x))
     assert factor * tiled <= plain

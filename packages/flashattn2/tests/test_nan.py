@@ -35,7 +35,7 @@ def assert_keeps_nan(out, lse, q, k, v, **options):
     # The reference multiplies hidden values by 0, which leaves NaN; only visible values count here.
     spec = make_spec(16, options.get("is_causal", False), None, options.get("window"), None)
     seq_q, seq_k = q.shape[2], k.shape[2]
-    seen = ~spec.hidden_mask(torch.arange(seq_q), torch.arange(seq_k), seq_k - seq_q)
+    seen = ~spec.make_hidden_mask(torch.arange(seq_q), torch.arange(seq_k), seq_k - seq_q)
     k, v = (x.repeat_interleave(2, dim=1) for x in (k, v))
     row_is_nan = ((q.double() @ k.double().mT).isnan() & seen).any(-1)
     is_nan = row_is_nan[..., None] | (seen.double() @ v.isnan().double() > 0)

@@ -229,7 +229,7 @@ def test_python_before_a_launch_takes_at_most_60_microseconds(monkeypatch):
             return lambda *arguments, **options: None
 
     gpu = launch.Device(227 * 1024, 132, uses_tma=True)
-    monkeypatch.setattr(launch, "device_of", lambda _: gpu)
+    monkeypatch.setattr(launch, "get_device", lambda _: gpu)
     monkeypatch.setattr(forward, "forward_kernel", Skipped())
     # On a GPU, the plans of kernels are stored.  The CPU allocates small tensors quickly.
     monkeypatch.setattr(plan_cache, "KERNEL_BACKENDS", ())

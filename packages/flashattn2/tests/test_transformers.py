@@ -267,19 +267,21 @@ def test_known_masks_are_checked_on_the_cpu_if_another_device_is_the_default():
     """`torch.set_default_device("cuda")` would put a part of the examples on the GPU."""
     from flashattn2.integrations import mask_functions
 
-    known = mask_functions._known_codes.__wrapped__()
+    known = mask_functions._map_known_codes.__wrapped__()
     with torch.device("meta"):
-        assert mask_functions._known_codes.__wrapped__() == known
+        assert mask_functions._map_known_codes.__wrapped__() == known
     assert "and_masks" in known.values()
 
 
 def test_memory_of_a_sliding_mask_is_linear():
-    from flashattn2.bench.measure import peak_extra_bytes
+    from flashattn2.bench.measure import measure_peak_extra_bytes
     from transformers import masking_utils
 
     function = masking_utils.sliding_window_causal_mask_function(64)
     peaks = [
-        peak_extra_bytes(lambda seq=seq: ours.make_mask(1, seq, seq, mask_function=function))
+        measure_peak_extra_bytes(
+            lambda seq=seq: ours.make_mask(1, seq, seq, mask_function=function)
+        )
         for seq in (4096, 8192)
     ]
     assert peaks[0] <= 100 * 4096

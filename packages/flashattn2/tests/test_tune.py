@@ -63,7 +63,7 @@ def test_times_are_those_of_the_triton_kernels_with_the_tile(monkeypatch):
     chosen = []
 
     def attention(q, k, v, backend, **options):
-        chosen.append((backend, launch.choose("forward", "ieee", 2, 64, ("tma",), 2**17)))
+        chosen.append((backend, launch.choose_tile("forward", "ieee", 2, 64, ("tma",), 2**17)))
         return q
 
     randn = torch.randn

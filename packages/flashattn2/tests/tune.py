@@ -65,7 +65,10 @@ def candidates(key, block_d, arch):
         rows, sums = first, 2 if kernel == "dkdv" else 1
         if (sums * rows * block_d + m * n) / (32 * warps) > ALL_REGISTERS:
             continue
-        if configs.shared_memory_bytes(kernel, tile, element_bytes, block_d) <= SHARED_BYTES[arch]:
+        if (
+            configs.count_shared_memory_bytes(kernel, tile, element_bytes, block_d)
+            <= SHARED_BYTES[arch]
+        ):
             is_float32 = path == "pointers" and kind != "half"
             yield (m, n, warps, stages, *([ALL_REGISTERS] if is_float32 else []))
 
@@ -134,14 +137,14 @@ def milliseconds(result, rounds=5):
         "window": (1024, None) if result.get("left") else None,
         "softcap": 30.0 if result.get("softcap") else None,
     }  # fmt: skip
-    chosen = launch.choose
+    chosen = launch.choose_tile
 
     def choose(kernel, precision, *rest):
         if kernel != result["kernel"]:
             return chosen(kernel, precision, *rest)
         return configs.Tile(*result["tile"]), result["tma"]
 
-    launch.choose = choose
+    launch.choose_tile = choose
     torch.set_float32_matmul_precision("high" if result["kind"] == "tf32" else "highest")
     try:
         out = attention(q, k, v, **requested)
@@ -151,7 +154,7 @@ def milliseconds(result, rounds=5):
             run = functools.partial(torch.autograd.grad, out, (q, k, v), out, retain_graph=True)
         return statistics.median(do_bench(run, warmup=5, rep=20) for _ in range(rounds))
     finally:
-        launch.choose = chosen
+        launch.choose_tile = chosen
 
 
 def best(key, block_d, rich, arch, compiled, speed):

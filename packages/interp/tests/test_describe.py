@@ -4,6 +4,7 @@ import copy
 import dataclasses
 import functools
 import pickle
+import warnings
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
@@ -17,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from interp import Decoder, describe, patch, record
 from interp.decoder.fold import fold_decoder
-from interp.decoder.names import roles_of
-from interp.decoder.source import weights_of
+from interp.decoder.names import assign_roles
+from interp.decoder.source import collect_weights
 from interp.decoder.verify import matching
 from interp.decoder.verify.random_weights import RandomWeights, Scale
 from interp.patching import attribution_patching
@@ -316,6 +317,8 @@ def assert_equal_with_sharp_weights(decoder: Decoder, model: nn.Module) -> None:
 @pytest.mark.parametrize(("name", "dtype"), in_both_dtypes(CARRIED, "as usual", "window"))
 def test_detected_or_passed_properties_are_described(name: str, dtype: torch.dtype) -> None:
     changes, settings = CARRIED[name]
+    if settings:  # fewer candidates; the other models show that the activation is detected
+        settings = {"activation": "silu"} | settings
     model = model_of(**changes).to(dtype)
     decoder = describe(model, context=CONTEXT, **settings)
     if dtype == torch.float32:
@@ -344,7 +347,8 @@ def test_the_default_context_is_1024_tokens_and_shorter_for_large_models(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = model_of()
-    decoder = describe(model)
+    known = {"activation": "silu", "rope_theta": 1e4}
+    decoder = describe(model, **known)
     assert decoder.settings.context == 1024
     with pytest.raises(ValueError, match=r"up to 1024 tokens, got 1025; .*context=1025"):
         decoder(torch.zeros(1, 1025, dtype=torch.long))
@@ -352,12 +356,12 @@ def test_the_default_context_is_1024_tokens_and_shorter_for_large_models(
     flops = 2 * sum(parameter.numel() for parameter in model.parameters())
     for affordable, context in ((200, 200), (12, 128)):
         monkeypatch.setattr(matching, "_FORWARD_FLOPS", affordable * flops)
-        assert describe(model).settings.context == context
+        assert describe(model, **known).settings.context == context
     # A tied weight counts once.
     model.head.weight = model.embed.weight
     flops -= 2 * model.embed.weight.numel()
     monkeypatch.setattr(matching, "_FORWARD_FLOPS", 200 * flops)
-    assert describe(model).settings.context == 200
+    assert describe(model, **known).settings.context == 200
 
 
 def test_texts_longer_than_the_verified_length_are_refused() -> None:
@@ -443,13 +447,20 @@ def test_describe_keeps_modes_and_weights() -> None:
     model.train()
     model.blocks[0].eval()
     before = {name: parameter.clone() for name, parameter in model.named_parameters()}
-    describe(model)
+    describe(model, context=CONTEXT)
     assert model.training
     assert model.blocks[1].training
     assert not model.blocks[0].training
     assert not model.blocks[0].attn.training
     for name, parameter in model.named_parameters():
         assert torch.equal(parameter, before[name])
+
+
+def test_warnings_of_the_model_reach_the_caller() -> None:
+    model = model_of()
+    model.register_forward_pre_hook(lambda *_: warnings.warn("an old option", stacklevel=1))
+    with pytest.warns(UserWarning, match="an old option"):
+        describe(model, context=CONTEXT)
 
 
 @pytest.mark.parametrize("shared", ["layer", "mlp", "weight"])
@@ -494,7 +505,7 @@ FAMILIES = {
        "pad_token_id": None},
     "FalconForCausalLM": {
         "vocab_size": 37, "hidden_size": 24, "num_hidden_layers": 2, "num_attention_heads": 4,
-        "new_decoder_architecture": True, "num_kv_heads": 2,
+        "new_decoder_architecture": True, "num_kv_heads": 2, "max_position_embeddings": 32,
         "bos_token_id": None, "eos_token_id": None,
     },
     "OPTForCausalLM": {
@@ -718,7 +729,7 @@ def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -
     model = family(name)
     decoder = describe(model)
     folded = fold_decoder(decoder)
-    weights = {key: x for key, x in weights_of(model).items() if ".1." not in key}
+    weights = {key: x for key, x in collect_weights(model).items() if ".1." not in key}
     for weight in list(weights.values()) if how == "data" else list(weights.values())[:2]:
         before = weight.detach().clone()
         change_in_place(weight, how)
@@ -934,8 +945,8 @@ def test_verification_calls_the_model_once_per_property() -> None:
 
 
 def test_comparisons_of_one_scale_share_random_weights() -> None:
-    tensors = weights_of(model_of())
-    roles = roles_of(tensors)
+    tensors = collect_weights(model_of())
+    roles = assign_roles(tensors)
     settings = describe(model_of(), context=CONTEXT).settings
     random_weights = RandomWeights(tensors, roles, settings, gain_offset=0.0)
     scales = Scale("random"), Scale("large", score_std=20.0)

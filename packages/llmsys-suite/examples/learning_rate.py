@@ -23,12 +23,16 @@ def final_loss(rate: float, batch: int, seed: int, steps: int = 100) -> float:
     model, corpus = Decoder(CONFIG), load_corpus()
     optimizer = torch.optim.AdamW(model.parameters(), lr=rate, weight_decay=0.0)
     for step in range(steps):
-        loss = model.loss(*corpus.batch(rows=batch, context=CONFIG.context, seed=seed, step=step))
+        loss = model.compute_loss(
+            *corpus.draw_batch(rows=batch, context=CONFIG.context, seed=seed, step=step)
+        )
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
     with torch.no_grad():
-        return float(model.loss(*corpus.heldout_batch(rows=64, context=CONFIG.context)))
+        return float(
+            model.compute_loss(*corpus.build_heldout_batch(rows=64, context=CONFIG.context))
+        )
 
 
 def main() -> Sweep:

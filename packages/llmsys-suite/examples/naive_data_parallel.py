@@ -31,8 +31,8 @@ def main() -> float:
     start_time = time.perf_counter()
     for step in range(STEPS):
         where = {"rows": ROWS, "context": 64, "seed": 0, "step": step}
-        tokens, targets = corpus.batch(**where, rank=rank, world=world)
-        loss = model.loss(tokens.to(device), targets.to(device))
+        tokens, targets = corpus.draw_batch(**where, rank=rank, world=world)
+        loss = model.compute_loss(tokens.to(device), targets.to(device))
         loss.backward()
         for parameter in model.parameters():
             dist.all_reduce(parameter.grad)

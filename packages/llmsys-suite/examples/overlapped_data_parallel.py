@@ -31,7 +31,7 @@ def main() -> float:
     start_time = time.perf_counter()
     for step in range(STEPS):
         where = {"rows": ROWS, "context": 64, "seed": 0, "step": step}
-        tokens, targets = corpus.batch(**where, rank=rank, world=world)
+        tokens, targets = corpus.draw_batch(**where, rank=rank, world=world)
         logits = model(tokens.to(device))
         loss = torch.nn.functional.cross_entropy(logits.flatten(0, 1), targets.to(device).flatten())
         loss.backward()

@@ -59,7 +59,7 @@ def main() -> float:
     schedule = ScheduleGPipe(stage, MICROBATCHES, loss_fn=cross_entropy)
     start_time = time.perf_counter()
     for step in range(STEPS):
-        tokens, targets = corpus.batch(rows=ROWS, context=64, seed=0, step=step)
+        tokens, targets = corpus.draw_batch(rows=ROWS, context=64, seed=0, step=step)
         losses: list[torch.Tensor] = []
         inputs = (tokens.to(device),) if rank == 0 else ()
         if rank == world - 1:

@@ -38,14 +38,14 @@ def main() -> float:
     plan = {f"attention.{name}": ColwiseParallel() for name in ("q", "k", "v")}
     plan |= {f"ffn.{name}": ColwiseParallel() for name in ("gate", "up")}
     plan |= {"attention.out": RowwiseParallel(), "ffn.down": RowwiseParallel()}
-    for block in model.block_list():
+    for block in model.list_blocks():
         parallelize_module(block, init_device_mesh(kind, (world,)), plan)
         block.attention.num_heads = config.num_heads // world
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, foreach=False)
     start_time = time.perf_counter()
     for step in range(STEPS):
-        tokens, targets = corpus.batch(rows=ROWS, context=64, seed=0, step=step)
-        loss = model.loss(tokens.to(device), targets.to(device))
+        tokens, targets = corpus.draw_batch(rows=ROWS, context=64, seed=0, step=step)
+        loss = model.compute_loss(tokens.to(device), targets.to(device))
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

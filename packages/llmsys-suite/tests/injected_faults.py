@@ -49,7 +49,7 @@ from llmsys_suite.stages import (
 )
 from llmsys_suite.text.data import Corpus
 from llmsys_suite.variants import VARIANTS, final_weights, single
-from llmsys_suite.variants.initial_weights import initial_weights
+from llmsys_suite.variants.initial_weights import draw_initial_weights
 from llmsys_suite.variants.single import Variant
 
 Patch = AbstractContextManager[Any]
@@ -277,7 +277,7 @@ def keeps_local_late(run: Run) -> Callable[..., None]:
 
 def batches(change: Callable[[dict[str, Any]], dict[str, Any]]) -> Patch:
     return around(
-        Corpus, "batch", lambda original, self, **options: original(self, **change(options))
+        Corpus, "draw_batch", lambda original, self, **options: original(self, **change(options))
     )
 
 
@@ -366,12 +366,12 @@ def headless(model: Any) -> None:
 
 
 def sums_over_microbatches(model: Any) -> None:
-    count = model.layout.num_microbatches(model.run.config.rows)
+    count = model.layout.count_microbatches(model.run.config.rows)
     gradients(model.model, lambda g: g.mul_(count))
 
 
 def one_microbatch_less(loss: Any, model: Any, *_: Any) -> Any:
-    count = model.layout.num_microbatches(model.run.config.rows)
+    count = model.layout.count_microbatches(model.run.config.rows)
     return loss * (count - 1) / count if model.layout.pipeline > 1 else loss
 
 
@@ -529,7 +529,7 @@ def step_of(name: str, patch: Callable[[Any], Patch], then: Callable[[Any], Any]
         then(variant)
         return sample
 
-    return around(train, "timed_step", timed_step)
+    return around(train, "take_timed_step", timed_step)
 
 
 def slowed(variant: Any) -> Patch:
@@ -574,7 +574,7 @@ def half_of_both_peaks(run: Run) -> list[Patch]:
 
     return [
         after(plan, "predict", halved),
-        after(plan, "measured_peak_bytes", lambda n, *_: n // 2),
+        after(plan, "measure_peak_bytes", lambda n, *_: n // 2),
     ]
 
 
@@ -633,7 +633,7 @@ def copies_times(run: Run) -> Patch:
             sample.update(times[0])
         return sample
 
-    return around(train, "timed_step", timed_step)
+    return around(train, "take_timed_step", timed_step)
 
 
 # ---- the table -------------------------------------------------------------------------------
@@ -679,16 +679,16 @@ FAULTS: list[Fault] = [
     Fault("train", "the batches are those of another seed", lambda run:
         batches(lambda options: options | {"seed": options["seed"] + 1})),
     Fault("train", "targets are the tokens themselves", lambda run:
-        after(Corpus, "batch", lambda pair, *_: (pair[0], pair[0].clone()))),
+        after(Corpus, "draw_batch", lambda pair, *_: (pair[0], pair[0].clone()))),
     Fault("train", "each rank loses its last row", lambda run:
         instead(PEER, "forward_backward", loses_a_row)),
     # Time.
     Fault("train", "a rank reports half its time", lambda run:
         recorded(lambda keep, phase, s: keep(phase, s / 2 if run.rank == 1 else s))),
     Fault("train", "steps are timed by the thread's clock", lambda run:
-        mock.patch.object(phases, "now", side_effect=lambda device: time.thread_time())),
+        mock.patch.object(phases, "read_clock", side_effect=lambda device: time.thread_time())),
     Fault("train", "a step's time is that of the fastest rank, and one rank straggles", lambda run:
-        [around(samples, "step_seconds", fastest_rank), straggles((1,), run)]),
+        [around(samples, "compute_step_seconds", fastest_rank), straggles((1,), run)]),
     Fault("train", "step times are in seconds, labeled milliseconds", lambda run:
         after(train, "summarize", lambda rows, *_: [r | {"step_ms": r["step_ms"] / 1e3} for r in rows])),
     Fault("train", "warm-up steps are counted", lambda run:
@@ -698,11 +698,11 @@ FAULTS: list[Fault] = [
     Fault("train", "the samples of one rank's step are lost", lambda run:
         after(Recorder, "take", lambda taken, *_: [s for s in taken if not (s.get("step") == 2 and s["rank"] == 1)])),
     Fault("train", "ratios are the peer's time over ours", lambda run:
-        [after(samples, "ratio_row", lambda row, *_: {k: 1 / v for k, v in row.items()}), straggles((0, 1), run)]),
+        [after(samples, "compute_ratio_row", lambda row, *_: {k: 1 / v for k, v in row.items()}), straggles((0, 1), run)]),
     Fault("train", "the final loss is one rank's", lambda run:
-        around(samples, "loss_curves", lambda original, recorded: original([s for s in recorded if s["rank"] == 0]))),
+        around(samples, "compute_loss_curves", lambda original, recorded: original([s for s in recorded if s["rank"] == 0]))),
     Fault("train", "utilization's numerator is doubled", lambda run:
-        after(train, "utilization", lambda value, *_: 2 * value)),
+        after(train, "compute_utilization", lambda value, *_: 2 * value)),
     Fault("train", "torch DDP is slowed", lambda run:
         instead(PEER, "update", lambda original, v: [time.sleep(0.02), original(v)])),
     Fault("train", "torch DDP does additional work", lambda run:
@@ -716,7 +716,7 @@ FAULTS: list[Fault] = [
     Fault("train", "gradients are sent twice and used once", lambda run:
         around(ddp, "all_reduce_gradients_flat", sends_twice)),
     Fault("train", "bytes of the warm-up count, in the audit too", lambda run:
-        around(samples, "received_bytes", lambda original, recorded, name: original([s | {"warmup": False} for s in recorded], name)), ("fsdp",)),
+        around(samples, "compute_received_bytes", lambda original, recorded, name: original([s | {"warmup": False} for s in recorded], name)), ("fsdp",)),
     # Plan.
     Fault("plan", "parameters without the head", lambda run:
         predicts("parameters", lambda n: n - 256 * run.model.d_model)),
@@ -731,18 +731,18 @@ FAULTS: list[Fault] = [
     Fault("plan", "gradients of two bytes", lambda run:
         predicts("gradient_bytes", lambda n: n // 2)),
     Fault("plan", "the rate of a product is doubled", lambda run:
-        after(clocks, "product_rate", lambda rate, *_: 2 * rate)),
+        after(clocks, "measure_product_rate", lambda rate, *_: 2 * rate)),
     # Learning.
     Fault("learn", "the held-out loss is that of the training text", lambda run:
-        around(Corpus, "heldout_batch", lambda _, self, **shape: self.batch(**shape, seed=0, step=0))),
+        around(Corpus, "build_heldout_batch", lambda _, self, **shape: self.draw_batch(**shape, seed=0, step=0))),
     Fault("learn", "the held-out loss is one rank's", lambda run:
-        after(learn, "heldout_loss", lambda loss, *_: loss * (1 + 1e-4 * run.rank) + 1e-4 * (1 - run.rank))),
+        after(learn, "compute_heldout_loss", lambda loss, *_: loss * (1 + 1e-4 * run.rank) + 1e-4 * (1 - run.rank))),
     Fault("learn", "the file holds the weights before training", lambda run:
-        around(learn, "with_weights", lambda original, run_, config, _: original(run_, config, initial_weights(run_)))),
+        around(learn, "build_model_with", lambda original, run_, config, _: original(run_, config, draw_initial_weights(run_)))),
     Fault("learn", "every other step is skipped", lambda run:
         around(Variant, "update", every_other_step())),
     Fault("learn", "the learning rate does not decay", lambda run:
-        after(learn, "schedule", lambda factor, *_: 1.0)),
+        after(learn, "compute_rate_factor", lambda factor, *_: 1.0)),
     Fault("learn", "Adam's second moment decays twice as fast", lambda run:
         around(Variant, "update", other_beta)),
     Fault("learn", "every rank reads the first rank's rows", lambda run:
@@ -768,7 +768,7 @@ FAULTS: list[Fault] = [
     Fault("attention", "a kernel leaves out the scale", lambda run:
         kernel(lambda f, q, k, v: f(q * q.shape[-1] ** 0.5, k, v))),
     Fault("attention", "times are in seconds, labeled milliseconds", lambda run:
-        after(Interleaved, "median_ms", lambda ms, *_: ms / 1e3)),
+        after(Interleaved, "compute_median_ms", lambda ms, *_: ms / 1e3)),
     Fault("attention", "SDPA is slowed", lambda run:
         mock.patch.dict(attention.KERNELS, {"SDPA": slow_attention})),
     # Parallel.
@@ -790,7 +790,7 @@ FAULTS: list[Fault] = [
     Fault("memory", "bytes are divided by a million, labeled MiB", lambda run:
         mock.patch.object(memory, "MIB", 10**6)),
     Fault("memory", "checkpointing is not applied", lambda run:
-        around(memory, "training", lambda original, config: original(replace(config, checkpoint=False)))),
+        around(memory, "trace_training", lambda original, config: original(replace(config, checkpoint=False)))),
     Fault("memory", "nothing is ever freed", lambda run:
         mock.patch.object(LiveMemory, "_free", return_value=None)),
     # Scale.
@@ -800,14 +800,14 @@ FAULTS: list[Fault] = [
     Fault("scale", "tokens are those of one row", lambda run:
         scaled("tokens", lambda row: row["tokens"] // scale.ROWS)),
     Fault("scale", "the loss is that of the training text", lambda run:
-        around(Corpus, "heldout_batch", lambda _, self, **shape: self.batch(**shape, seed=0, step=0))),
+        around(Corpus, "build_heldout_batch", lambda _, self, **shape: self.draw_batch(**shape, seed=0, step=0))),
     Fault("scale", "the rate does not decay", lambda run:
-        mock.patch.object(scale, "_cosine", return_value=1.0)),
+        mock.patch.object(scale, "_compute_cosine_factor", return_value=1.0)),
     Fault("scale", "the fit leaves out the largest budget", lambda run:
-        around(scale, "fit", without_largest)),
+        around(scale, "fit_law", without_largest)),
     # Inspect.
     Fault("inspect", "patterns are not causal", lambda run:
-        after(inspect, "attention_patterns", lambda layers, *_: [(p + p.flip(-1)) / 2 for p in layers])),
+        after(inspect, "record_attention_patterns", lambda layers, *_: [(p + p.flip(-1)) / 2 for p in layers])),
     Fault("inspect", "the lens is read a layer early", lambda run:
         edit(inspect, lambda result: result.lens.pop())),
     # Compress.
@@ -841,7 +841,7 @@ FAULTS: list[Fault] = [
     Fault("learn", "tokens are those of one rank", lambda run:
         after(learn, "run", lambda result, *_: result and replace(result, tokens=result.tokens // 2))),
     Fault("learn", "the slowest variant is reported as the fastest", lambda run:
-        around(choice, "fastest", lambda _, rows, *__: max((r for r in rows if r["variant"] in choice.LEARNERS), key=lambda r: r["ratio_p50"])["variant"]), ("zero 1",)),
+        around(choice, "choose_fastest", lambda _, rows, *__: max((r for r in rows if r["variant"] in choice.LEARNERS), key=lambda r: r["ratio_p50"])["variant"]), ("zero 1",)),
     Fault("learn", "a gradient is clipped from the second step on", lambda run: around(Variant, "update", clips_late(1))),
     Fault("parallel", "1F1B is GPipe", lambda run:
         mock.patch.dict(SCHEDULES, {"1F1B": SCHEDULES["GPipe"]})),
@@ -858,16 +858,16 @@ FAULTS: list[Fault] = [
         edit(links, lambda result: result.rows.__setitem__(slice(None), [r for r in result.rows if r["case"] != "all_gather"]))),
     Fault("parallel", "the slowest split is left out", lambda run: edit(parallel, lambda result: result.rows.pop())),
     Fault("scale", "runs that do not fit the law are left out", lambda run:
-        around(scale, "fit", lambda original, runs: original(runs[:-1]))),
+        around(scale, "fit_law", lambda original, runs: original(runs[:-1]))),
     Fault("compress", "the worst method is left out", lambda run: edit(compress, lambda result: result.rows.pop())),
     Fault("learn", "a held-out loss is left out", lambda run: edit(learn, lambda result: result.heldout.pop(1))),
     # Instruments, stages and competitors that another outsider changed.
     Fault("train", "torch DDP is slowed in the timed steps only", lambda run: step_of(PEER, slowed, lambda v: None)),
     Fault("train", "the optimizer's step is taken after the timed step", late_update),
     Fault("train", "trained weights are compared with themselves", lambda run:
-        around(final_weights, "distances", lambda original, ours, _: original(ours, ours))),
+        around(final_weights, "iter_distances", lambda original, ours, _: original(ours, ours))),
     Fault("train", "a rank's last bit differs, and digests do not show it", lambda run:
-        [mock.patch.object(final_weights, "_digest", return_value=""), last_bit(run)]),
+        [mock.patch.object(final_weights, "_compute_digest", return_value=""), last_bit(run)]),
     Fault("plan", "half of the moments are reported as activations", lambda run: after(plan, "predict", optimizer_in_activations)),
     Fault("plan", "the planned and the measured peak are halved", half_of_both_peaks),
     Fault("plan", "the clock of the thread is four times too slow, in the audit too", lambda run:
@@ -895,7 +895,7 @@ FAULTS: list[Fault] = [
     Fault("compress", "codebooks of 2 bits have 1", lambda run: mock.patch.dict(compress.METHODS, {"k-means, 2 bits": lambda model: tinyml.kmeans_quantize(model, 1)})),
     # Faults of a fourth outsider.
     Fault("attention", "the inputs are zeros", lambda run:
-        after(attention, "inputs", lambda qkv, *_: tuple(torch.zeros_like(t).requires_grad_() for t in qkv))),
+        after(attention, "draw_inputs", lambda qkv, *_: tuple(torch.zeros_like(t).requires_grad_() for t in qkv))),
     Fault("train", "FSDP sends 400 kB more per step", lambda run:
         instead("fsdp", "update", lambda original, v: [original(v), dist.all_reduce(torch.zeros(100_000))]), ("fsdp",)),
     Fault("train", "one variant starts from other weights", lambda run:
@@ -907,7 +907,7 @@ FAULTS: list[Fault] = [
     # Faults of a fifth outsider.
     Fault("train", "a variant computes with two threads", lambda run: step_of(FLAT, lambda _: _Threads(2), lambda v: None)),
     Fault("train", "the times of rank 0 are reported for all ranks", copies_times),
-    Fault("train", "the model has one head", lambda run: after(ModelConfig, "named", lambda config, *_: replace(config, num_heads=1))),
+    Fault("train", "the model has one head", lambda run: after(ModelConfig, "from_size", lambda config, *_: replace(config, num_heads=1))),
     # Faults in the files of the run folder.
     Fault("folder", "a sample is edited when the run is over", lambda run:
         edited("samples.jsonl", lambda text: text.replace("0.0", "0.1", 1))),

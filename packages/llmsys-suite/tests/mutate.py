@@ -35,8 +35,8 @@ from llmsys_suite.audit import probe
 from llmsys_suite.audit import run as audit
 from llmsys_suite.audit.check import Check
 from llmsys_suite.audit.stage_checks import probed_step
-from llmsys_suite.config import STAGES, RunConfig, UsageError, with_dependencies
-from llmsys_suite.folder import RunFolder, claim
+from llmsys_suite.config import STAGES, RunConfig, UsageError, add_dependencies
+from llmsys_suite.folder import RunFolder, claim_folder
 from llmsys_suite.learning import evaluation
 from llmsys_suite.ranks import worker
 from llmsys_suite.ranks.failure import KEY, report_failure
@@ -45,7 +45,7 @@ from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import links, parallel, plan, scale, train
 from llmsys_suite.text.generation import MODEL
-from llmsys_suite.variants import variants_here
+from llmsys_suite.variants import list_variants
 from llmsys_suite.variants.initial_weights import draw
 from reported_figures import doubled, figures
 
@@ -112,7 +112,7 @@ def inject(
         path = f"{Path(__file__).parent}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         with mock.patch.dict(os.environ, {TASK: json.dumps(task), "PYTHONPATH": path}):
             rows = 8 * world
-            config = claim(
+            config = claim_folder(
                 RunConfig(
                     size="mini",
                     world=world,
@@ -243,7 +243,7 @@ def _honest_outcome(run: Run, seed: int, attempts: int) -> Outcome:
 
 def _require_honest(run: Run, stages: set[str], attempts: int) -> None:
     stages = stages - {"folder"} | {"train"}
-    failed = _failed_in_all(run, {*with_dependencies([*stages])}, attempts)
+    failed = _failed_in_all(run, {*add_dependencies([*stages])}, attempts)
     if failed:
         raise RuntimeError("checks failed without a fault: " + "; ".join(failed))
 
@@ -285,9 +285,9 @@ def _inject(run: Run, fault: Fault, honest: dict[str, Any], out: Path) -> Outcom
     # A fault may change how the initial weights are drawn.
     draw.cache_clear()
     with ExitStack() as stack:
-        few = [name for name in variants_here(run.device) if name in fault.variants]
+        few = [name for name in list_variants(run.device) if name in fault.variants]
         for module in (train, probe):
-            stack.enter_context(mock.patch.object(module, "variants_here", return_value=few))
+            stack.enter_context(mock.patch.object(module, "list_variants", return_value=few))
         patches = fault.make(run)
         for patch in patches if isinstance(patches, list) else [patches]:
             stack.enter_context(patch)
@@ -327,16 +327,16 @@ def inject_figures(run: Run, honest: dict[str, Any]) -> list[Outcome]:
 
 def _evidence(run: Run) -> dict[str, Any]:
     """Return the evidence for the checks of `plan` and `train`, on every rank."""
-    return dict(ChainMap(audit.measure(run), *run.gather(audit.recompute(run))))
+    return dict(ChainMap(audit.measure_evidence(run), *run.gather(audit.compute_evidence(run))))
 
 
 def _stage_checks(run: Run, stage: str) -> list[Check]:
     """Return the checks of a stage on rank 0, which has the results of all stages."""
     checks = []
     if stage in audit.STAGES and (run.rank == 0 or stage in audit.COLLECTIVE):
-        checks += audit.stage_checks(run, stage)
+        checks += audit.make_stage_checks(run, stage)
     if run.folder is not None:
-        checks += audit.recorded_checks(run.folder, {stage: run.results[stage]}, {})
+        checks += audit.make_recorded_checks(run.folder, {stage: run.results[stage]}, {})
     return checks
 
 
@@ -345,7 +345,7 @@ def _training_checks(run: Run, evidence: dict[str, Any]) -> list[Check]:
     if run.folder is None:
         return []
     results = {stage: run.results[stage] for stage in ("plan", "train")}
-    return audit.recorded_checks(run.folder, results, evidence)
+    return audit.make_recorded_checks(run.folder, results, evidence)
 
 
 class _OtherRankFailed(RuntimeError):

@@ -18,12 +18,12 @@ from llmsys_suite.audit.inputs import compare_with_file
 from llmsys_suite.audit.run import catch_errors, check_again
 from llmsys_suite.audit.stage_checks import compress, timing
 from llmsys_suite.audit.stage_checks import scale as scale_checks
-from llmsys_suite.audit.text import held_out_windows, read_bytes
+from llmsys_suite.audit.text import iter_heldout_windows, read_bytes
 from llmsys_suite.audit.training_checks import plan as plan_checks
 from llmsys_suite.audit.training_checks import times
 from llmsys_suite.audit.training_checks import weights as weight_checks
 from llmsys_suite.audit.training_checks import wire as wire_checks
-from llmsys_suite.audit.training_checks.data import plain_values
+from llmsys_suite.audit.training_checks.data import get_json_values
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
@@ -34,9 +34,9 @@ from llmsys_suite.measure.samples import (
     PROCESSOR,
     SINGLE,
     WHOLE_STEP,
-    loss_curves,
+    compute_loss_curves,
+    compute_utilization,
     summarize,
-    utilization,
 )
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.results import Audit, Compress, Plan, Train
@@ -44,7 +44,7 @@ from llmsys_suite.stages import scale
 from llmsys_suite.stages.compress import METHODS
 from llmsys_suite.text.data import read_text
 from llmsys_suite.text.generation import MODEL
-from llmsys_suite.variants.stored_tensors import stored_bytes
+from llmsys_suite.variants.stored_tensors import count_stored_bytes
 from safetensors.torch import save_file
 from tinyml.quantization.int8 import Int8Linear
 
@@ -132,12 +132,12 @@ def honest():
     """(plan, train, samples, evidence) of a run with nothing wrong."""
     samples = honest_samples()
     ends = {n: final(n) for n in NAMES}
-    train = Train(summarize(samples), loss_curves(samples), ends)
+    train = Train(summarize(samples), compute_loss_curves(samples), ends)
     for row in train.rows:
         ranks = 1 if row["variant"] == SINGLE else 2
-        row["mfu"] = utilization(PLAN.step_flops_causal, PLAN.peak, row["step_ms"], ranks)
+        row["mfu"] = compute_utilization(PLAN.step_flops_causal, PLAN.peak, row["step_ms"], ranks)
     evidence = {
-        "config": plain_values(CONFIG),
+        "config": get_json_values(CONFIG),
         "threads": 1,
         "probe": {n: probed(1 if n == SINGLE else 2) for n in NAMES},
         "trajectory": [5.0, 4.0, 3.0, 2.0],
@@ -253,23 +253,23 @@ def test_a_peer_and_another_variant_are_timed_in_undisturbed_rounds(machine_s):
     by_call = {PEER: [rounds(2.0, r) for r in (0, 1)], "audit": [rounds(1.0, r) for r in (0, 1)]}
     by_call["ddp flat"] = [rounds(4.0, 0), rounds(4.0, 1)]
     needed = peers.MEASURES["needed time"]
-    assert peers.ratios_to_others(PEER, needed, by_call) == {"audit": 2.0, "ddp flat": 0.5}
+    assert peers.compute_ratios(PEER, needed, by_call) == {"audit": 2.0, "ddp flat": 0.5}
     for steps in by_call[PEER]:
         for s in steps:
             s[CORE_WAIT] = 0.9 * s["seconds"] * (s["step"] < 8)
-    ratios = peers.ratios_to_others(PEER, needed, by_call)
+    ratios = peers.compute_ratios(PEER, needed, by_call)
     assert ratios["audit"] == pytest.approx(0.4)
     # Alone on the machine, all rounds count; otherwise two, which are too few.
     expected = {0.22: pytest.approx(0.1), 1.0: None}[machine_s]
     assert ratios.get("ddp flat") == expected
-    processor = peers.ratios_to_others(PEER, peers.MEASURES["processor time"], by_call)
+    processor = peers.compute_ratios(PEER, peers.MEASURES["processor time"], by_call)
     assert processor == {"audit": 2.0, "ddp flat": 0.5}
 
 
 def test_the_bounds_of_a_median_narrow_with_the_number_of_rounds():
     ratios = [i / 100 for i in range(101)]
-    assert times.bounds_of_median(ratios) == (0.4, 0.6)
-    assert times.bounds_of_median([1.0, 3.0, 2.0]) == (1.0, 3.0)
+    assert times.compute_median_bounds(ratios) == (0.4, 0.6)
+    assert times.compute_median_bounds([1.0, 3.0, 2.0]) == (1.0, 3.0)
 
 
 def test_a_cold_first_step_does_not_count_as_a_slowed_peer():
@@ -279,7 +279,7 @@ def test_a_cold_first_step_does_not_count_as_a_slowed_peer():
     for s in steps(samples, PEER):
         s["seconds"] += 5.0 * (s["step"] == 0)
     config = replace(CONFIG, warmup=0, steps=4)
-    checks = training_checks.checks(config, plan, train, samples, evidence)
+    checks = training_checks.check_training(config, plan, train, samples, evidence)
     (ratio,) = (c for c in checks if c.name == f"needed time of {PEER} over that of ddp flat")
     assert ratio.passed
     assert ratio.high < 2
@@ -291,11 +291,11 @@ def test_a_folder_with_a_duplicated_file_has_held_out_text_in_the_training_text(
     (tmp_path / "a").write_bytes(text)
     train, heldout = read_bytes(tmp_path)
     assert train + heldout == text
-    assert not any(window in train for window in held_out_windows(heldout))
+    assert not any(window in train for window in iter_heldout_windows(heldout))
     (tmp_path / "b").write_bytes(text)
     read_bytes.cache_clear()
     train, heldout = read_bytes(tmp_path)
-    assert all(window in train for window in held_out_windows(heldout))
+    assert all(window in train for window in iter_heldout_windows(heldout))
 
 
 def test_links_to_missing_files_and_pipes_are_no_part_of_a_text(tmp_path):
@@ -310,7 +310,7 @@ def test_links_to_missing_files_and_pipes_are_no_part_of_a_text(tmp_path):
 @pytest.mark.parametrize(("largest", "passes"), [(127, True), (63, False), (1e9, False)])
 def test_inputs_that_are_not_rounded_to_eight_bits_fail(monkeypatch, largest, passes):
     torch.manual_seed(0)
-    model = Decoder(ModelConfig.named("mini", context=16))
+    model = Decoder(ModelConfig.from_size("mini", context=16))
     small = tinyml.quantize(model, 8, activations="dynamic")
 
     def multiply(layer, inputs):
@@ -319,7 +319,7 @@ def test_inputs_that_are_not_rounded_to_eight_bits_fail(monkeypatch, largest, pa
 
     monkeypatch.setitem(Int8Linear.implementations, "int8", multiply)
     with torch.no_grad():
-        distances = [distance for distance, _ in compress.layer_outputs(model, small)]
+        distances = [distance for distance, _ in compress.compare_layer_outputs(model, small)]
     assert len(distances) == 15
     assert all((distance < compress.ROUNDED_INPUTS) == passes for distance in distances)
 
@@ -327,7 +327,7 @@ def test_inputs_that_are_not_rounded_to_eight_bits_fail(monkeypatch, largest, pa
 def red(plan, train, samples, evidence):
     return [
         c.name
-        for c in training_checks.checks(CONFIG, plan, train, samples, evidence)
+        for c in training_checks.check_training(CONFIG, plan, train, samples, evidence)
         if not c.passed
     ]
 
@@ -366,7 +366,7 @@ def test_heads_of_messages_and_whole_bytes_are_no_alarm_at_any_number_of_ranks(w
 
 
 def test_an_honest_record_passes_every_check_and_each_names_two_sources():
-    checks = list(training_checks.checks(CONFIG, *honest()))
+    checks = list(training_checks.check_training(CONFIG, *honest()))
     assert [str(check) for check in checks if not check.passed] == []
     assert len({check.name for check in checks}) == len(checks) > 40
     assert all(check.source and check.against and check.source != check.against for check in checks)
@@ -402,7 +402,9 @@ def test_a_gradient_that_is_off_names_variant_rank_parameter_and_both_numbers():
     where = "blocks.0.attention.q.weight: norm 0.25, expected 0.125"
     evidence["probe"]["ddp flat"]["weights"][1] = [1.0, where]
     (check,) = (
-        c for c in training_checks.checks(CONFIG, plan, train, samples, evidence) if not c.passed
+        c
+        for c in training_checks.check_training(CONFIG, plan, train, samples, evidence)
+        if not c.passed
     )
     assert "ddp flat: weight change of one SGD step" in str(check)
     assert f"rank 1 {where}" in str(check)
@@ -656,7 +658,9 @@ def remove_received(train, samples, evidence):
 def test_a_part_of_the_record_that_is_missing_is_named(change, named):
     plan, train, samples, evidence = honest()
     change(train, samples, evidence)
-    checks = catch_errors("train", training_checks.checks(CONFIG, plan, train, samples, evidence))
+    checks = catch_errors(
+        "train", training_checks.check_training(CONFIG, plan, train, samples, evidence)
+    )
     (failed,) = (check for check in checks if not check.passed)
     assert named in failed.where or "more" in failed.where
 
@@ -664,7 +668,7 @@ def test_a_part_of_the_record_that_is_missing_is_named(change, named):
 def test_a_configuration_that_was_edited_fails():
     plan, train, samples, evidence = honest()
     edited = replace(CONFIG, learning_rate=1.0)
-    checks = training_checks.checks(edited, plan, train, samples, evidence)
+    checks = training_checks.check_training(edited, plan, train, samples, evidence)
     assert [check.where for check in checks if not check.passed] == ["learning_rate"]
 
 
@@ -753,11 +757,11 @@ def test_a_variant_whose_losses_are_not_rounded_to_bf16_fails(change, failed):
 
 
 def test_a_model_that_is_not_the_trained_one_fails(tmp_path):
-    model = Decoder(ModelConfig.named("mini"))
+    model = Decoder(ModelConfig.from_size("mini"))
     save_file(model.state_dict(), tmp_path / MODEL)
     run = SimpleNamespace(out=tmp_path)
     assert compare_with_file(run, model).passed
-    assert not compare_with_file(run, Decoder(ModelConfig.named("mini"))).passed
+    assert not compare_with_file(run, Decoder(ModelConfig.from_size("mini"))).passed
 
 
 def test_initial_weights_of_another_scale_fail():
@@ -771,12 +775,12 @@ def test_schedules_are_distinguished_by_their_events():
     gpipe = ["forward"] * 4 + ["backward"] * 4
     last_of_1f1b = ["forward", "backward"] * 4
     name = "pipeline ({})".format
-    assert events.max_in_flight(gpipe) == 4
-    assert events.max_in_flight(last_of_1f1b) == 1
-    assert events.expected_in_flight(name("GPipe"), 1, 2, 4) == 4
-    assert events.expected_in_flight(name("1F1B"), 1, 2, 4) == 1
-    assert events.expected_in_flight(name("1F1B"), 0, 2, 4) == 2
-    assert events.expected_in_flight("tensor (Megatron)", 0, 2, 4) is None
+    assert events.count_max_in_flight(gpipe) == 4
+    assert events.count_max_in_flight(last_of_1f1b) == 1
+    assert events.compute_expected_in_flight(name("GPipe"), 1, 2, 4) == 4
+    assert events.compute_expected_in_flight(name("1F1B"), 1, 2, 4) == 1
+    assert events.compute_expected_in_flight(name("1F1B"), 0, 2, 4) == 2
+    assert events.compute_expected_in_flight("tensor (Megatron)", 0, 2, 4) is None
 
 
 @pytest.mark.parametrize(
@@ -835,7 +839,7 @@ def test_every_tensor_that_a_variant_refers_to_is_counted_once():
     view = model.weight.detach()[:5]
     variant.stored = {"in": [(view, torch.zeros(25))], "closure": lambda: hidden}
     hidden = torch.zeros(50)
-    assert stored_bytes(variant) == {
+    assert count_stored_bytes(variant) == {
         "parameters": 400,
         "moments": 800,
         # Weights, gradients, two moments, the step count, and two tensors.
@@ -845,10 +849,10 @@ def test_every_tensor_that_a_variant_refers_to_is_counted_once():
 
 def test_a_check_with_nothing_recorded_is_red():
     sources = Sources("b", "c")
-    assert not sources.all_near("a", [], 1.0).passed
-    assert not sources.all_equal("a", [], 1.0).passed
-    assert not sources.within("a", 1.0, float("nan"), 2.0).passed
-    assert not sources.none("a", ["x"]).passed
+    assert not sources.check_distances("a", [], 1.0).passed
+    assert not sources.check_all_equal("a", [], 1.0).passed
+    assert not sources.check_factor("a", 1.0, float("nan"), 2.0).passed
+    assert not sources.check_none("a", ["x"]).passed
     assert not Check("a", "b", "c", 0, float("inf"), 0, float("inf")).passed
 
 
@@ -862,12 +866,12 @@ def scaling_result():
             loss = 3 - 0.1 * i + 0.05 * (math.log(size) - best) ** 2
             row = {"parameters": size, "tokens": compute / (6 * size), "loss": loss}
             runs.append(row | {"compute_flops": compute})
-    return scale.fit(runs)
+    return scale.fit_law(runs)
 
 
 def test_a_scaling_law_that_is_not_the_one_of_its_runs_fails():
     def failed(result):
-        return [check.name for check in scale_checks.fit_checks(result) if not check.passed]
+        return [check.name for check in scale_checks.check_fit(result) if not check.passed]
 
     result = scaling_result()
     assert failed(result) == []
@@ -880,7 +884,7 @@ def test_a_scaling_law_that_is_not_the_one_of_its_runs_fails():
 def test_runs_that_fix_no_scaling_law_have_the_reason_and_no_law():
     result = scaling_result()
     rising = [row | {"loss": row["parameters"] / 1e9} for row in result.runs]
-    without = scale.fit(rising)
+    without = scale.fit_law(rising)
     assert without.law == {}
     assert "fewer than two budgets have a valley" in without.warnings[0]
 
@@ -893,8 +897,8 @@ def finished(path, change=lambda samples: None):
     folder.append_samples(samples)
     folder.add_stage("plan", plan)
     folder.add_stage("train", train)
-    folder.write_json("evidence.json", evidence | {"config": plain_values(config)})
-    checks = [check.to_json() for check in training_checks.checks(CONFIG, *honest())]
+    folder.write_json("evidence.json", evidence | {"config": get_json_values(config)})
+    checks = [check.to_json() for check in training_checks.check_training(CONFIG, *honest())]
     folder.write_json("checks.json", checks)
     folder.add_stage("audit", Audit(len(checks), []))
     folder.finish()
@@ -980,7 +984,9 @@ def test_a_check_of_numpys_numbers_can_be_kept():
     for actual in (1.0, 2.0):
         expected = np.float64(1.0)
         stored = json.loads(
-            json.dumps(Sources("s", "a").all_equal("n", [(expected, actual, "")], 1e-9).to_json())
+            json.dumps(
+                Sources("s", "a").check_all_equal("n", [(expected, actual, "")], 1e-9).to_json()
+            )
         )
         assert stored["passed"] is (actual == 1.0)
 

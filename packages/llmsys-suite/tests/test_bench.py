@@ -19,7 +19,7 @@ STAGES = {
 
 
 def test_rows_with_different_columns_are_printed_and_written(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(bench, "bench", lambda **_: bench.rows(STAGES))
+    monkeypatch.setattr(bench, "bench", lambda **_: bench.collect_rows(STAGES))
     bench.main(["--json", str(tmp_path / "rows.json")])
     printed = capsys.readouterr().out
     assert "single process    100.5" in printed

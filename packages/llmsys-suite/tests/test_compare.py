@@ -14,11 +14,11 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import others
 from llmsys_suite.measure.samples import CORE_WAIT, PEER, SINGLE
 from llmsys_suite.report import compare
-from llmsys_suite.report.comparability import warnings
+from llmsys_suite.report.comparability import list_warnings
 from llmsys_suite.report.compare import (
     compare_ratios,
     compare_runs,
-    round_ratios,
+    compute_round_ratios,
 )
 from llmsys_suite.results import Audit, Plan, Skipped, Train
 
@@ -241,7 +241,7 @@ def test_a_run_whose_audit_failed_is_warned_of(tmp_path):
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", seed=1)
     b.add_stage("audit", Audit(9, ["step time: one says 1, another 2"]))
     b.finish()
-    (warning,) = warnings(a, b)
+    (warning,) = list_warnings(a, b)
     assert "1 of 9 checks of" in warning
     assert "step time: one says 1, another 2" in warning
 
@@ -255,7 +255,7 @@ def test_real_runs_of_the_same_code_are_not_told_apart_and_five_percent_is_found
     recorded = []
     for name in "ab":
         subprocess.run([*command, tmp_path / name], check=True, timeout=900)
-        recorded.append(round_ratios(RunFolder.open(tmp_path / name).samples()))
+        recorded.append(compute_round_ratios(RunFolder.open(tmp_path / name).samples()))
     left = min(len(logs) for run in recorded for logs, _ in run.values())
     if left < 300:
         pytest.skip(f"other programs had the cores: {left} of 600 rounds are left")
@@ -298,7 +298,7 @@ def test_a_rank_that_waits_for_threads_of_its_own_run_is_not_disturbed(tmp_path)
 
 
 def test_the_work_of_other_programs_is_that_of_the_machine_without_the_ranks(tmp_path):
-    begin = [others.clocks(world=1) | {"step": 0, "rank": 0}]
+    begin = [others.read_busy_clocks(world=1) | {"step": 0, "rank": 0}]
     busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:
         time.sleep(1.0)
@@ -306,8 +306,8 @@ def test_the_work_of_other_programs_is_that_of_the_machine_without_the_ranks(tmp
         for process in busy:
             process.kill()
             process.wait()
-    fractions = others.foreign_cpu_fractions(
-        [*begin, others.clocks(world=1) | {"step": 1, "rank": 0}]
+    fractions = others.compute_foreign_cpu_fractions(
+        [*begin, others.read_busy_clocks(world=1) | {"step": 1, "rank": 0}]
     )
     assert fractions[1] > 0.9
 
@@ -319,7 +319,7 @@ def test_a_ratio_is_of_one_round_and_one_rank():
             "warmup": warmup, "seconds": seconds,
         }  # fmt: skip
 
-    logs, disturbed = round_ratios(
+    logs, disturbed = compute_round_ratios(
         [
             sample(PEER, 0, 0, 1.0),
             sample(PEER, 1, 0, 2.0),
@@ -375,9 +375,9 @@ def test_an_edited_run_is_refused(tmp_path):
 )
 def test_differences_that_may_change_times_are_warned_of(tmp_path, difference, named):
     a, b = make_run(tmp_path / "a"), make_run(tmp_path / "b", **difference)
-    (warning,) = warnings(a, b)
+    (warning,) = list_warnings(a, b)
     assert named in warning
-    assert warnings(a, a) == []
+    assert list_warnings(a, a) == []
 
 
 def test_a_training_that_failed_compares_with_none(tmp_path):

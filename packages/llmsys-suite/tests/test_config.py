@@ -13,8 +13,8 @@ from llmsys_suite.config import (
     RunConfig,
     Size,
     UsageError,
-    size_of,
-    with_dependencies,
+    add_dependencies,
+    get_size,
 )
 from llmsys_suite.config_file import MEANING, read_toml, to_toml
 from llmsys_suite.resolution import resolve
@@ -26,8 +26,8 @@ no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has 
 
 
 def test_a_stage_brings_what_it_reads_in_the_order_of_a_run():
-    assert with_dependencies(["inspect"]) == ("plan", "train", "learn", "inspect", "report")
-    assert with_dependencies(list(STAGES)) == tuple(STAGES)
+    assert add_dependencies(["inspect"]) == ("plan", "train", "learn", "inspect", "report")
+    assert add_dependencies(list(STAGES)) == tuple(STAGES)
 
 
 @no_gpu
@@ -280,17 +280,17 @@ def test_a_wrong_file_is_refused(tmp_path, text, complaint):
 )
 def test_a_size_that_is_neither_a_name_nor_a_shape_is_refused(name):
     with pytest.raises(UsageError, match=r"is unknown.*256x768x6x8"):
-        size_of(name)
+        get_size(name)
 
 
 def test_a_shape_is_a_size_if_heads_have_an_even_width():
-    assert size_of("64x96x3x4") == Size(64, 96, 3, 4)
-    assert size_of("xl") == Size(1600, 6400, 48, 25)
+    assert get_size("64x96x3x4") == Size(64, 96, 3, 4)
+    assert get_size("xl") == Size(1600, 6400, 48, 25)
     config = resolve(["plan"], preset="cpu", size="64x96x3x4")
     assert predict(config).parameters == 2 * 256 * 64 + 3 * (4 * 64**2 + 3 * 64 * 96 + 128) + 64
     for name in ("64x96x3x5", "60x96x3x4"):
         with pytest.raises(UsageError, match=r"does not split into . heads of an even width"):
-            size_of(name)
+            get_size(name)
 
 
 def test_a_size_that_accounting_refuses_is_refused_with_its_name():

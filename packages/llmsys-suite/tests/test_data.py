@@ -10,9 +10,9 @@ import torch
 from llmsys_suite import environment
 from llmsys_suite.config import UsageError
 from llmsys_suite.environment import (
-    control_group_room,
     forget_peak_memory,
-    peak_memory_bytes,
+    read_control_group_room,
+    read_peak_memory_bytes,
 )
 from llmsys_suite.learning import evaluation
 from llmsys_suite.resolution import resolve
@@ -33,7 +33,7 @@ def test_the_standard_library_is_text_of_this_interpreter():
 
 def test_targets_are_the_next_bytes(tmp_path):
     (tmp_path / "text").write_bytes(bytes(range(256)) * 40)
-    tokens, targets = load_corpus(tmp_path).batch(rows=4, context=16, seed=3, step=2)
+    tokens, targets = load_corpus(tmp_path).draw_batch(rows=4, context=16, seed=3, step=2)
     assert tokens.shape == targets.shape == (4, 16)
     assert torch.equal((tokens + 1) % 256, targets)
 
@@ -41,9 +41,9 @@ def test_targets_are_the_next_bytes(tmp_path):
 @pytest.mark.parametrize("world", [2, 3, 6])
 def test_the_ranks_rows_together_are_the_single_process_batch(world):
     corpus = load_corpus()
-    whole, _ = corpus.batch(rows=6, context=32, seed=1, step=5)
+    whole, _ = corpus.draw_batch(rows=6, context=32, seed=1, step=5)
     shares = [
-        corpus.batch(rows=6, context=32, seed=1, step=5, rank=r, world=world)[0]
+        corpus.draw_batch(rows=6, context=32, seed=1, step=5, rank=r, world=world)[0]
         for r in range(world)
     ]
     assert torch.equal(torch.cat(shares), whole)
@@ -51,13 +51,13 @@ def test_the_ranks_rows_together_are_the_single_process_batch(world):
 
 def test_rows_that_do_not_split_evenly_are_refused():
     with pytest.raises(ValueError, match="expected rows to be a multiple of world=3, got 8"):
-        load_corpus().batch(rows=8, context=32, seed=0, step=0, rank=1, world=3)
+        load_corpus().draw_batch(rows=8, context=32, seed=0, step=0, rank=1, world=3)
 
 
 def test_batches_differ_by_step_and_by_seed():
     corpus = load_corpus()
     first, other_step, other_seed = (
-        corpus.batch(rows=2, context=32, seed=seed, step=step)[0]
+        corpus.draw_batch(rows=2, context=32, seed=seed, step=step)[0]
         for seed, step in ((0, 0), (0, 1), (1, 0))
     )
     assert not torch.equal(first, other_step)
@@ -68,7 +68,7 @@ def test_held_out_text_is_never_trained_on(tmp_path):
     (tmp_path / "text").write_bytes(b"a" * 900 + b"z" * 100)
     corpus = load_corpus(tmp_path / "text")
     assert set(corpus.train.tolist()) == {ord("a")}
-    assert set(corpus.heldout_batch(rows=4, context=8)[0].flatten().tolist()) == {ord("z")}
+    assert set(corpus.build_heldout_batch(rows=4, context=8)[0].flatten().tolist()) == {ord("z")}
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])
@@ -114,7 +114,7 @@ def test_held_out_rows_all_differ_in_the_shortest_text_that_a_run_accepts(tmp_pa
     path.write_bytes(content)
     require_text(read_text(path), context=8)
     for rows, context in ((scale.HELDOUT_ROWS, scale.CONTEXT), (evaluation.HELDOUT_ROWS, 8)):
-        tokens, _ = load_corpus(path).heldout_batch(rows=rows, context=context)
+        tokens, _ = load_corpus(path).build_heldout_batch(rows=rows, context=context)
         assert len(tokens.unique(dim=0)) == rows
     path.write_bytes(content[:5119])
     with pytest.raises(UsageError, match=r"at least 5120 bytes of text .*, got 5119"):
@@ -124,7 +124,7 @@ def test_held_out_rows_all_differ_in_the_shortest_text_that_a_run_accepts(tmp_pa
 def test_copies_of_one_held_out_row_are_no_batch(tmp_path):
     (tmp_path / "text").write_bytes(b"to be or not to be, " * 100)
     with pytest.raises(ValueError, match="for 256 different rows of 64 tokens, got 200 tokens"):
-        load_corpus(tmp_path / "text").heldout_batch(rows=256, context=64)
+        load_corpus(tmp_path / "text").build_heldout_batch(rows=256, context=64)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="reads the peak of a process")
@@ -134,18 +134,18 @@ def test_reading_a_large_file_takes_no_memory_of_its_size(tmp_path):
         file.truncate(size)
         file.seek(1000)
         file.write(b"some text")
-    load_corpus(Path(__file__)).batch(rows=4, context=64, seed=0, step=0)  # imports torch
+    load_corpus(Path(__file__)).draw_batch(rows=4, context=64, seed=0, step=0)  # imports torch
     forget_peak_memory()
-    before = peak_memory_bytes()
+    before = read_peak_memory_bytes()
     text = read_text(tmp_path / "text")
-    text.digest()
+    text.compute_digest()
     corpus = load_corpus(tmp_path / "text")
-    corpus.digest()
+    corpus.compute_digest()
     assert bytes(corpus.train[1000:1009].tolist()) == b"some text"
     for step in range(20):
-        corpus.batch(rows=4, context=64, seed=0, step=step)
+        corpus.draw_batch(rows=4, context=64, seed=0, step=step)
     assert len(corpus.train) + len(corpus.heldout) == size
-    assert peak_memory_bytes() - before < 50 * 2**20
+    assert read_peak_memory_bytes() - before < 50 * 2**20
 
 
 @pytest.mark.exhaustive
@@ -171,7 +171,7 @@ def test_the_digest_of_a_mapped_file_is_that_of_its_bytes(tmp_path):
     (tmp_path / "text").write_bytes(content)
     text = read_text(tmp_path / "text")
     expected = hashlib.sha256(content[:23040] + b"\0" + content[23040:] + b"\0").hexdigest()
-    assert text.digest() == expected
+    assert text.compute_digest() == expected
 
 
 @pytest.mark.parametrize(
@@ -195,10 +195,10 @@ def test_the_memory_limit_of_a_container_is_respected(tmp_path, membership, fold
     (group.parent / f"memory.{limit}").write_text("max\n")
     (group.parent / f"memory.{used}").write_text("900\n")
     (tmp_path / "cgroup").write_text(membership)
-    assert control_group_room(str(tmp_path / "cgroup"), str(tmp_path)) == [400]
+    assert read_control_group_room(str(tmp_path / "cgroup"), str(tmp_path)) == [400]
 
 
 def test_a_machine_without_a_memory_limit_has_the_memory_that_is_free(monkeypatch):
-    monkeypatch.setattr(environment, "control_group_room", list)
-    monkeypatch.setattr(environment, "_meminfo", {"MemAvailable": 2**30}.get)
-    assert environment.available_memory_bytes("cpu") == 2**30
+    monkeypatch.setattr(environment, "read_control_group_room", list)
+    monkeypatch.setattr(environment, "_read_meminfo", {"MemAvailable": 2**30}.get)
+    assert environment.read_available_memory_bytes("cpu") == 2**30

@@ -8,7 +8,7 @@ import pytest
 import torch
 from llmsys_suite.audit import evidence
 from llmsys_suite.audit.stage_checks import attention as attention_checks
-from llmsys_suite.audit.tolerances import loss_tolerance, weight_tolerance
+from llmsys_suite.audit.tolerances import compute_loss_tolerance, compute_weight_tolerance
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.rank import Run
@@ -62,7 +62,7 @@ def test_queries_and_keys_stay_in_bf16_after_their_rotation():
         seen.append({q.dtype, k.dtype, v.dtype})
         return nn.functional.scaled_dot_product_attention(q, k, v, is_causal=is_causal)
 
-    model = Decoder(ModelConfig.named("mini", context=16), attention)
+    model = Decoder(ModelConfig.from_size("mini", context=16), attention)
     with torch.autocast("cpu", torch.bfloat16):
         model(torch.randint(256, (2, 16)))
     assert seen == [{torch.bfloat16}] * 2
@@ -89,7 +89,7 @@ def test_saved_bytes_are_counted_in_the_dtype_of_the_run(tmp_path):
     for dtype in ("fp32", "bf16"):
         run = a_run(dtype)
         run.config = replace(run.config, data=text, steps=1, warmup=0)
-        saved[dtype] = evidence.recompute(run)["saved_bytes"]
+        saved[dtype] = evidence.compute_evidence(run)["saved_bytes"]
     assert saved["bf16"] < saved["fp32"]
 
 
@@ -103,7 +103,7 @@ def test_the_held_out_loss_of_scale_is_computed_in_float32(monkeypatch):
             precisions.append((run.config.dtype, torch.get_float32_matmul_precision()))
         return model(tokens).float().square().mean()
 
-    monkeypatch.setattr(Decoder, "loss", loss)
+    monkeypatch.setattr(Decoder, "compute_loss", loss)
     monkeypatch.setattr(scale, "HELDOUT_ROWS", 2)
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("high")
@@ -141,7 +141,7 @@ def test_the_audit_of_attention_allows_the_rounding_of_tf32_in_tf32_only(
     monkeypatch.setattr(attention, "KERNELS", kernels)
     monkeypatch.setattr(attention_checks, "KERNELS", kernels)
     result = attention.run(run)
-    checks = itertools.islice(attention_checks.checks(run, result), 3)
+    checks = itertools.islice(attention_checks.check_stage(run, result), 3)
     assert {check.name: check.passed for check in checks}["outputs and gradients"] == passes
 
 
@@ -156,7 +156,7 @@ def test_tf32_is_refused_without_a_gpu_and_unknown_dtypes_everywhere(monkeypatch
     assert resolve([], preset="gpu", dtype="tf32").dtype == "tf32"
 
 
-@pytest.mark.parametrize("tolerance", [loss_tolerance, weight_tolerance])
+@pytest.mark.parametrize("tolerance", [compute_loss_tolerance, compute_weight_tolerance])
 def test_tolerances_widen_with_the_rounding_of_the_dtype(tolerance):
     exact, half, third = (
         tolerance(RunConfig(dtype=dtype), 5e-6) for dtype in ("fp32", "bf16", "tf32")

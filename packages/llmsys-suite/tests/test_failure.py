@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from llmsys_suite import start
 from llmsys_suite.config import STAGES, RunConfig, UsageError
-from llmsys_suite.folder import FolderTaken, RunFolder, claim
+from llmsys_suite.folder import FolderTaken, RunFolder, claim_folder
 from llmsys_suite.ranks import launch, worker
 from llmsys_suite.ranks.failure import FailureWatch, report_failure
 from llmsys_suite.ranks.launch import INTERRUPTED
@@ -57,13 +57,13 @@ def run_stages(config_values, messages, fail=None):
             exec(others, names)
 
         links.run = failing_stage
-    status, _ = worker.work(RunConfig.from_json(config_values))
+    status, _ = worker.run_rank(RunConfig.from_json(config_values))
     return status
 
 
 def launch_ranks(tmp_path, config, fail=None):
     """Run two ranks that fail; return their exit statuses and messages."""
-    values = json.loads(json.dumps(claim(config).to_json()))
+    values = json.loads(json.dumps(claim_folder(config).to_json()))
     outcomes = try_ranks(
         run_stages, 2, values, str(tmp_path / "messages"), fail, backend="", timeout=120
     )
@@ -118,7 +118,7 @@ def test_failure_in_any_stage_ends_the_run(tmp_path, monkeypatch, capfd, stage, 
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("FAILING_STAGE", stage)
     monkeypatch.setenv("FAILING_ACTION", f"open('{tmp_path}/failed', 'w').close(); {action}")
-    config = claim(RunConfig(stages=tuple(STAGES), size="mini", out=tmp_path / "run"))
+    config = claim_folder(RunConfig(stages=tuple(STAGES), size="mini", out=tmp_path / "run"))
     assert launch.launch(config, "fails_in_stage") == 1
     assert time.time() - (tmp_path / "failed").stat().st_mtime < SECONDS_TO_END
     messages = capfd.readouterr().err
@@ -156,7 +156,7 @@ def test_learn_on_hosts_without_a_shared_file_system_is_refused(tmp_path):
     with pytest.raises(UsageError, match=r"rank 5 on .* does not see the run folder"):
         worker.require_shared_folder(config, 5)
     worker.require_shared_folder(replace(config, stages=("plan", "report")), 5)
-    worker.require_shared_folder(claim(config), 5)
+    worker.require_shared_folder(claim_folder(config), 5)
 
 
 #: Runs as each rank: rank 1 is killed, and rank 0 would work for longer than any test.
@@ -182,7 +182,9 @@ def launch_program(tmp_path, monkeypatch):
         (tmp_path / "program_of_rank.py").write_text(program)
         paths = f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         monkeypatch.setenv("PYTHONPATH", paths)
-        config = claim(RunConfig(stages=("links", "report"), size="mini", out=tmp_path / "run"))
+        config = claim_folder(
+            RunConfig(stages=("links", "report"), size="mini", out=tmp_path / "run")
+        )
         return launch.launch(config, "program_of_rank")
 
     return run
@@ -352,14 +354,14 @@ def test_lost_store_counts_as_a_failure():
 
 def test_folder_is_claimed_by_one_run(tmp_path):
     config = RunConfig(out=tmp_path / "run")
-    claim(config)
+    claim_folder(config)
     with pytest.raises(UsageError, match="is not empty; name another folder"):
-        claim(config)
+        claim_folder(config)
 
 
 def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    outs = [claim(RunConfig()).out for _ in range(3)]
+    outs = [claim_folder(RunConfig()).out for _ in range(3)]
     assert len({*outs}) == 3
     for out in outs:
         assert RunFolder(out).config.out == out
@@ -375,7 +377,7 @@ def test_all_names_that_a_run_tries_are_in_its_refusal(tmp_path, monkeypatch):
 
     monkeypatch.setattr("llmsys_suite.folder._claim", taken)
     with pytest.raises(UsageError) as refused:
-        claim(RunConfig())
+        claim_folder(RunConfig())
     assert str(refused.value).startswith(f"{tried[0]} to {tried[-1]} are not empty; name a folder")
     assert len({*tried}) == 99
 
@@ -383,8 +385,8 @@ def test_all_names_that_a_run_tries_are_in_its_refusal(tmp_path, monkeypatch):
 @pytest.mark.fixed_seed("the module that shifts seeds in child processes imports torch")
 def test_many_processes_claim_one_folder_and_one_succeeds(tmp_path):
     code = (
-        "import sys; from pathlib import Path; from llmsys_suite.folder import claim;"
-        "from llmsys_suite.config import RunConfig; claim(RunConfig(out=Path(sys.argv[1])))"
+        "import sys; from pathlib import Path; from llmsys_suite.folder import claim_folder;"
+        "from llmsys_suite.config import RunConfig; claim_folder(RunConfig(out=Path(sys.argv[1])))"
     )
     command = [sys.executable, "-c", code, str(tmp_path / "run")]
     processes = [subprocess.Popen(command, stderr=subprocess.DEVNULL) for _ in range(4)]

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.environment import available_memory_bytes
+from llmsys_suite.environment import read_available_memory_bytes
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.ranks import worker
 from llmsys_suite.resolution import resolve
@@ -108,8 +108,8 @@ def test_torchrun_ranks_select_their_gpu_before_memory_is_queried(monkeypatch, t
         calls.append("memory")
         return 80 * 2**30
 
-    monkeypatch.setattr(start, "available_memory_bytes", free)
-    monkeypatch.setattr(worker, "work", lambda config: (0, tmp_path))
+    monkeypatch.setattr(start, "read_available_memory_bytes", free)
+    monkeypatch.setattr(worker, "run_rank", lambda config: (0, tmp_path))
     start.execute(resolve(["plan"], preset="gpu", size="mini"))
     assert calls == ["cuda:1", "memory"]
 
@@ -129,7 +129,7 @@ def test_parents_of_gpu_processes_query_memory_in_a_child_and_ranks_query_their_
     assert queries == [sys.executable]
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (2**31, 2**36))
-    assert available_memory_bytes("cuda") == 2**31
+    assert read_available_memory_bytes("cuda") == 2**31
     assert len(queries) == 1
 
 

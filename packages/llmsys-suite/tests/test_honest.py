@@ -15,7 +15,7 @@ from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.text.data import load_corpus
 from llmsys_suite.variants import VARIANTS
-from llmsys_suite.variants.initial_weights import seeded
+from llmsys_suite.variants.initial_weights import build_seeded_model
 from worker_pool import run_ranks
 
 STEPS = 5
@@ -45,26 +45,34 @@ def distances(seeds):
         for probed in probe.probe(run).values():
             for distance, _ in probed["weights"]:
                 largest["gradient"] = max(largest["gradient"], distance)
-        model, batch = seeded(run, run.model), run.batch(0)
-        exact = reference.mean_loss(inputs.float64_parameters(model), *batch, run.model.num_heads)
+        model, batch = build_seeded_model(run, run.model), run.draw_batch(0)
+        exact = reference.compute_mean_loss(
+            inputs.get_float64_parameters(model), *batch, run.model.num_heads
+        )
         with torch.no_grad():
-            largest["loss"] = max(largest["loss"], abs(float(model.loss(*batch)) / exact - 1))
+            largest["loss"] = max(
+                largest["loss"], abs(float(model.compute_loss(*batch)) / exact - 1)
+            )
         largest["moved"] = max(largest["moved"], moved(run))
     return largest
 
 
 def moved(run):
     """Return the distance of the weight changes by Adam on two ranks from those on one."""
-    start = probe.initial_weights(run)
+    start = probe.draw_initial_weights(run)
     ends = []
     for name in ("single process", "ddp flat"):
         variant = VARIANTS[name](run, run.model)
         rank, world = (0, 1) if variant.alone else (run.rank, run.world)
         for step in range(STEPS):
-            batch = partial(run.corpus.batch, rows=8, context=32, seed=run.config.seed, step=step)
+            batch = partial(
+                run.corpus.draw_batch, rows=8, context=32, seed=run.config.seed, step=step
+            )
             variant.step(*batch(rank=rank, world=world))
-        ends.append({n: w.double() - start[n].double() for n, w in variant.weights().items()})
-    return reference.furthest(ends[1], ends[0])[0]
+        ends.append(
+            {n: w.double() - start[n].double() for n, w in variant.gather_weights().items()}
+        )
+    return reference.find_largest_distance(ends[1], ends[0])[0]
 
 
 def assert_between(seeds):

@@ -119,7 +119,7 @@ def test_files_that_do_not_fit_together_are_refused(exported):
 
 def test_the_command_exports_the_trained_model_to_a_new_folder_only(tmp_path):
     run = RunFolder.create(RunConfig(size="mini", context=16, out=tmp_path / "run"), {})
-    trained = Decoder(ModelConfig.named("mini", context=16))
+    trained = Decoder(ModelConfig.from_size("mini", context=16))
     save_file(trained.state_dict(), run.path / MODEL)
     arguments = ["export", str(run.path), str(tmp_path / "model")]
     cli.app(arguments, standalone_mode=False)

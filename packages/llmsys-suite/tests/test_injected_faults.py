@@ -67,7 +67,7 @@ def dry_run():
     """Return a run whose attributes the faults read when they are made."""
     text = torch.zeros(64, dtype=torch.uint8)
     config = RunConfig(size="mini", context=64)
-    model = ModelConfig.named("mini", context=64)
+    model = ModelConfig.from_size("mini", context=64)
     return SimpleNamespace(rank=1, world=2, config=config, model=model, corpus=Corpus(text, text))
 
 

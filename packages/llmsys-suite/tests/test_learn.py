@@ -24,7 +24,7 @@ from llmsys_suite.splits import SplitModel
 from llmsys_suite.stages import learn
 from llmsys_suite.start import execute
 from llmsys_suite.text.data import load_corpus
-from llmsys_suite.text.generation import MODEL, generate_text, model_of
+from llmsys_suite.text.generation import MODEL, generate_text, load_model
 from llmsys_suite.variants import VARIANTS
 from llmsys_suite.variants.single import Variant
 from safetensors.torch import save_file
@@ -142,7 +142,9 @@ def failed_checks_of_continued(resume, forgotten):
         mock.patch.object(evaluation, "WRITTEN_TOKENS", 4),
     ):
         result = learn.run(run)
-    return [c.name for c in learn_checks._continued(run, result, Path(resume)) if not c.passed]
+    return [
+        c.name for c in learn_checks._check_continuation(run, result, Path(resume)) if not c.passed
+    ]
 
 
 def continued_without_moments(folder):
@@ -185,7 +187,7 @@ def failed_checks_of_the_last_checkpoint(folder):
         if kind is not None:
             checkpoint[kind].popitem()
         with mock.patch.object(probed_step, "read_checkpoint", return_value=checkpoint):
-            checks = learn_checks._last_checkpoint(run.folder, result)
+            checks = learn_checks._check_last_checkpoint(run.folder, result)
             return [check.name for check in checks if not check.passed]
 
     return [failed(kind) for kind in (None, "step", "weight")]
@@ -281,7 +283,7 @@ def test_a_run_that_cannot_go_on_is_refused_before_it_begins(tmp_path):
 def test_options_that_contradict_the_checkpoint_are_refused(saved, complaint):
     text = "digest"
     config = RunConfig(size="mini", learn=700)
-    state = training_state.initial_state(config, text)
+    state = training_state.build_initial_state(config, text)
     training_state.require_same(dict(state), config, text, Path("c"))
     with pytest.raises(UsageError, match=complaint):
         training_state.require_same(state | saved, config, text, Path("c"))
@@ -289,7 +291,7 @@ def test_options_that_contradict_the_checkpoint_are_refused(saved, complaint):
 
 def test_rows_that_the_user_has_set_and_that_contradict_the_checkpoint_are_refused():
     text = "digest"
-    state = training_state.initial_state(RunConfig(size="mini", rows=12), text)
+    state = training_state.build_initial_state(RunConfig(size="mini", rows=12), text)
     training_state.require_same(state, RunConfig(size="mini", world=3, rows=12), text, Path("c"))
     training_state.require_same(state, RunConfig(size="mini", world=2, rows=8), text, Path("c"))
     config = RunConfig(size="mini", world=2, rows=16)
@@ -310,7 +312,7 @@ def test_checkpoint_without_the_state_of_a_training_is_refused():
 
 def test_checkpoint_decides_the_number_of_steps_if_no_option_does():
     text = "digest"
-    state = training_state.initial_state(RunConfig(size="mini", learn=900), text)
+    state = training_state.build_initial_state(RunConfig(size="mini", learn=900), text)
     training_state.require_same(state, RunConfig(size="mini"), text, Path("c"))
     with pytest.raises(UsageError, match="has --learn 900, got 500; set the same --learn"):
         training_state.require_same(state, RunConfig(size="mini", learn=500), text, Path("c"))
@@ -323,14 +325,14 @@ def test_the_fastest_that_can_learn_is_chosen():
         {"variant": "ddp flat", "ratio_p50": 0.9},
         {"variant": "single process"},
     ]
-    assert choice.fastest(rows) == "zero 1"
-    assert choice.fastest([]) == "torch DDP"
+    assert choice.choose_fastest(rows) == "zero 1"
+    assert choice.choose_fastest([]) == "torch DDP"
     # Only rank 0 has the rows and chooses; rank 1 receives the choice.
-    model = ModelConfig.named("mini", context=16)
+    model = ModelConfig.from_size("mini", context=16)
     run = mock.Mock(config=RunConfig(size="mini"), model=model, results={}, rank=1, world=2)
     run.gather.side_effect = lambda mine: ["zero 1", mine]
     with (
-        mock.patch.object(choice, "fastest", side_effect=AssertionError),
+        mock.patch.object(choice, "choose_fastest", side_effect=AssertionError),
         mock.patch.dict(choice.VARIANTS, {"zero 1": mock.Mock()}),
     ):
         assert choice.make_variant(run)[0] == "zero 1"
@@ -340,9 +342,9 @@ def test_a_run_s_model_writes_on_from_a_prompt_and_a_run_without_one_says_so(tmp
     folder = RunFolder.create(RunConfig(size="mini", context=16, out=tmp_path), {})
     with pytest.raises(UsageError, match=r"to have model\.safetensors; run the stage learn"):
         cli.app(["sample", str(tmp_path)], standalone_mode=False)
-    trained = Decoder(ModelConfig.named("mini", context=16))
+    trained = Decoder(ModelConfig.from_size("mini", context=16))
     save_file(trained.state_dict(), folder.path / MODEL)
-    model = model_of(folder)
+    model = load_model(folder)
     tokens = torch.arange(16)[None]
     torch.testing.assert_close(model(tokens), trained(tokens))
     written = generate_text(model, "To be", 20)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from accounting.memory.live import LiveMemory
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.stages.memory import inference, thin, training
+from llmsys_suite.stages.memory import thin_timeline, trace_inference, trace_training
 from torch import nn
 
 CONFIG = ModelConfig(d_model=32, d_ff=64, num_layers=6, num_heads=2, vocabulary=64, context=64)
@@ -47,7 +47,7 @@ def test_blocks_are_labeled_with_the_module_that_made_them():
 @pytest.fixture(scope="module")
 def plain():
     """Return the live memory of a training step without checkpointing."""
-    return training(CONFIG)
+    return trace_training(CONFIG)
 
 
 def test_nothing_of_a_training_step_stays_behind(plain):
@@ -62,9 +62,9 @@ def test_nothing_of_a_training_step_stays_behind(plain):
 
 
 def test_checkpointing_lowers_the_peak_and_training_exceeds_inference(plain):
-    checkpointed = training(replace(CONFIG, checkpoint=True))
-    assert inference(CONFIG).peak_bytes < checkpointed.peak_bytes < 0.7 * plain.peak_bytes
+    checkpointed = trace_training(replace(CONFIG, checkpoint=True))
+    assert trace_inference(CONFIG).peak_bytes < checkpointed.peak_bytes < 0.7 * plain.peak_bytes
 
 
 def test_a_thinned_timeline_keeps_the_peak(plain):
-    assert max(mib for _, mib in thin(plain.timeline, 20)) * 2**20 == plain.peak_bytes
+    assert max(mib for _, mib in thin_timeline(plain.timeline, 20)) * 2**20 == plain.peak_bytes

@@ -17,14 +17,14 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import clocks, network
 from llmsys_suite.measure.phases import Recorder
-from llmsys_suite.measure.samples import CORE_WAIT, SINGLE, needed_seconds
+from llmsys_suite.measure.samples import CORE_WAIT, SINGLE, compute_needed_seconds
 from llmsys_suite.ranks.progress import Progress
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import train
-from llmsys_suite.stages.train import _train, count_received, timed_step
+from llmsys_suite.stages.train import _train, count_received, take_timed_step
 from llmsys_suite.text.data import load_corpus
 from llmsys_suite.variants import VARIANTS
-from llmsys_suite.variants.initial_weights import initial_weights
+from llmsys_suite.variants.initial_weights import draw_initial_weights
 from llmsys_suite.variants.single import Variant
 from worker_pool import run_on_shared_ranks, run_ranks
 
@@ -66,14 +66,14 @@ def processor_seconds(folder):
         progress=Progress(enabled=False),
     )
     run.folder = RunFolder.create(config, {}) if rank == 0 else None
-    batch = run.batch(0, split=True)
+    batch = run.draw_batch(0, split=True)
     idle, real = Idle(run, run.model), VARIANTS["ddp flat"](run, run.model)
     overhead, trained = [], []
     for step in range(ROUNDS):
         begin = time.process_time()
         for _ in VARIANTS:
             received = count_received(run)
-            timed_step(run, "idle", idle, step, batch)["received"] = received.bytes()
+            take_timed_step(run, "idle", idle, step, batch)["received"] = received.count_bytes()
         run.flush_samples()
         overhead.append((time.process_time() - begin) / len(VARIANTS))
         begin = time.process_time()
@@ -94,11 +94,11 @@ def test_without_the_counter_of_waits_a_step_needs_its_wall_time(monkeypatch):
     def missing(path):
         raise FileNotFoundError(path)
 
-    waited = clocks.core_wait_seconds()
+    waited = clocks.read_core_wait_seconds()
     monkeypatch.setattr(clocks, "open", missing, raising=False)
-    assert waited >= clocks.core_wait_seconds() == 0.0
-    assert needed_seconds({"seconds": 2.0, CORE_WAIT: 0.0}) == 2.0
-    assert needed_seconds({"seconds": 2.0, CORE_WAIT: 0.5}) == 1.5
+    assert waited >= clocks.read_core_wait_seconds() == 0.0
+    assert compute_needed_seconds({"seconds": 2.0, CORE_WAIT: 0.0}) == 2.0
+    assert compute_needed_seconds({"seconds": 2.0, CORE_WAIT: 0.5}) == 1.5
 
 
 def received_by_a_late_rank(folder, variant):
@@ -129,11 +129,11 @@ def received_by_a_late_rank(folder, variant):
         _train(run, {variant: trained})
         trained.close()
     recorded = run.folder.samples() if rank == 0 else []
-    size = sum(4 * w.numel() for w in initial_weights(run).values())
+    size = sum(4 * w.numel() for w in draw_initial_weights(run).values())
     return size, [s["received"] for s in recorded if "received" in s]
 
 
-@pytest.mark.skipif(not network.available(), reason="this kernel's sockets do not count")
+@pytest.mark.skipif(not network.is_available(), reason="this kernel's sockets do not count")
 @pytest.mark.parametrize("variant", ["ddp bucketed", "parameter server"])
 def test_a_rank_that_is_late_to_its_counter_counts_all_that_it_is_sent(tmp_path, variant):
     ranks = run_on_shared_ranks(received_by_a_late_rank, 2, str(tmp_path / "run"), variant)
@@ -169,7 +169,7 @@ def count_living_variants(folder):
         original(variant, *arguments)
 
     with (
-        mock.patch.object(train, "variants_here", return_value=names),
+        mock.patch.object(train, "list_variants", return_value=names),
         mock.patch.object(Variant, "__init__", construct),
     ):
         train.run(run)
@@ -183,14 +183,14 @@ def test_variants_that_do_not_fit_together_are_freed_one_by_one(tmp_path):
 
 PEAKS = """
 import subprocess, sys
-from llmsys_suite.environment import forget_peak_memory, peak_memory_bytes
+from llmsys_suite.environment import forget_peak_memory, read_peak_memory_bytes
 held = bytearray(300 << 20)
-print(peak_memory_bytes())
-ask = "from llmsys_suite.environment import peak_memory_bytes; print(peak_memory_bytes())"
+print(read_peak_memory_bytes())
+ask = "from llmsys_suite.environment import read_peak_memory_bytes; print(read_peak_memory_bytes())"
 print(subprocess.run([sys.executable, "-c", ask], capture_output=True, text=True).stdout)
 del held
 forget_peak_memory()
-print(peak_memory_bytes())
+print(read_peak_memory_bytes())
 """
 
 

@@ -7,8 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from llmsys_suite.config import SIZES, RunConfig
-from llmsys_suite.model import Decoder, ModelConfig, plain_attention, rotary_table, rotate
-from llmsys_suite.variants.initial_weights import draw, seeded
+from llmsys_suite.model import Decoder, ModelConfig, compute_rotary_table, plain_attention, rotate
+from llmsys_suite.variants.initial_weights import build_seeded_model, draw
 
 CONFIG = ModelConfig(d_model=24, d_ff=40, num_layers=2, num_heads=3, vocabulary=11, context=9)
 
@@ -75,7 +75,7 @@ def test_a_token_changes_nothing_before_it():
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_only():
-    rope = rotary_table(8, 32).double()
+    rope = compute_rotary_table(8, 32).double()
     x, y = torch.randn(2, 8, dtype=torch.float64)
     at = [rotate(torch.stack([x] * 32), rope), rotate(torch.stack([y] * 32), rope)]
     torch.testing.assert_close(at[0].norm(dim=-1), x.norm().expand(32))
@@ -105,9 +105,9 @@ def test_a_shape_that_no_model_can_have_is_refused(change, complaint):
 )
 def test_a_rotation_never_broadcasts(x, table):
     with pytest.raises(ValueError, match="expected rope of shape"):
-        rotate(torch.ones(x), rotary_table(*table))
+        rotate(torch.ones(x), compute_rotary_table(*table))
     with pytest.raises(ValueError, match="need an even head_dim"):
-        rotary_table(3, 7)
+        compute_rotary_table(3, 7)
 
 
 @pytest.mark.parametrize("context", [1, 9])
@@ -125,7 +125,7 @@ def test_checkpointing_gives_the_same_gradients():
         torch.manual_seed(0)
         config = ModelConfig(**{**vars(CONFIG), "checkpoint": checkpoint})
         model = Decoder(config, plain_attention)
-        model.loss(tokens, tokens).backward()
+        model.compute_loss(tokens, tokens).backward()
         gradients.append([p.grad for p in model.parameters()])
     for plain, recomputed in zip(*gradients, strict=True):
         torch.testing.assert_close(plain, recomputed, rtol=0, atol=0)
@@ -145,7 +145,7 @@ def test_checkpointing_gives_the_same_gradients():
 def test_named_sizes_hold_the_parameters_of_their_closed_form(size, millions):
     shape = SIZES[size]
     with torch.device("meta"):
-        model = Decoder(ModelConfig.named(size, vocabulary=10_000))
+        model = Decoder(ModelConfig.from_size(size, vocabulary=10_000))
     d, ff = shape.d_model, shape.d_ff
     layers = shape.num_layers
     closed_form = layers * (4 * d * d + 3 * d * ff + 2 * d) + 2 * 10_000 * d + d
@@ -154,23 +154,27 @@ def test_named_sizes_hold_the_parameters_of_their_closed_form(size, millions):
 
 
 def test_the_tiny_model_has_about_a_million_parameters():
-    model = Decoder(ModelConfig.named("tiny"))
+    model = Decoder(ModelConfig.from_size("tiny"))
     assert 0.8e6 < sum(p.numel() for p in model.parameters()) < 1.2e6
 
 
 def test_initial_weights_are_drawn_once_and_each_model_has_a_copy():
     run = SimpleNamespace(config=RunConfig(size="mini", seed=7), device=torch.device("cpu"))
-    config = ModelConfig.named("mini")
+    config = ModelConfig.from_size("mini")
     torch.manual_seed(7)
     expected = Decoder(config).state_dict()
     draw.cache_clear()
     for checkpoint in (False, True, False):
-        model = seeded(run, replace(config, checkpoint=checkpoint), attention=plain_attention)
+        model = build_seeded_model(
+            run, replace(config, checkpoint=checkpoint), attention=plain_attention
+        )
         assert model.config.checkpoint is checkpoint
-        assert all(block.attention.attend is plain_attention for block in model.block_list())
+        assert all(block.attention.attend is plain_attention for block in model.list_blocks())
         for name, weight in model.state_dict().items():
             assert torch.equal(weight, expected[name])
         with torch.no_grad():
             model.embedding.weight.zero_()
     assert draw.cache_info().misses == 1
-    assert not torch.equal(seeded(run, config, seed=8).head.weight, expected["head.weight"])
+    assert not torch.equal(
+        build_seeded_model(run, config, seed=8).head.weight, expected["head.weight"]
+    )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from llmsys_suite import splits
 from llmsys_suite.audit import reference
-from llmsys_suite.config import Layout, RunConfig, UsageError, group_size
+from llmsys_suite.config import Layout, RunConfig, UsageError, find_group_size
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
 from llmsys_suite.ranks.progress import Progress
@@ -39,7 +39,7 @@ def a_run(config=CONFIG):
 def test_groups_of_ranks_are_as_large_as_the_heads_allow():
     for world, heads, size in ((8, 12, 4), (4, 4, 2), (8, 8, 4), (6, 12, 3), (4, 25, 1), (1, 4, 1)):
         shape = ModelConfig(d_model=2 * heads, d_ff=96, num_layers=2, num_heads=heads)
-        assert group_size(shape, world) == size
+        assert find_group_size(shape, world) == size
 
 
 def test_reference_loss_takes_the_rows_of_one_rank_at_a_time(monkeypatch):
@@ -53,37 +53,40 @@ def test_reference_loss_takes_the_rows_of_one_rank_at_a_time(monkeypatch):
         seen.append(len(tokens))
         return original(self, tokens)
 
-    batch = run.batch(0)
+    batch = run.draw_batch(0)
     torch.manual_seed(run.config.seed)
-    expected = float(Decoder(run.model).loss(*batch).detach())
+    expected = float(Decoder(run.model).compute_loss(*batch).detach())
     monkeypatch.setattr(Decoder, "forward", forward)
-    assert parallel.single_loss(run, *batch) == pytest.approx(expected, rel=1e-6)
+    assert parallel.compute_single_loss(run, *batch) == pytest.approx(expected, rel=1e-6)
     assert seen == [2, 2]
 
 
 def far_from_one_process():
     run = a_run()
     trained = []
-    for layout in splits.possible_layouts(SHAPE, run.world, CONFIG.rows).values():
+    for layout in splits.list_possible_layouts(SHAPE, run.world, CONFIG.rows).values():
         split = splits.SplitModel(run, SHAPE, layout)
         losses = [
-            parallel.mean_over_ranks(run, split.step(*split.batch(step))) for step in range(STEPS)
+            parallel.average_over_ranks(run, split.step(*split.draw_batch(step)))
+            for step in range(STEPS)
         ]
-        trained.append((losses, split.weights()))
+        trained.append((losses, split.gather_weights()))
 
     torch.manual_seed(CONFIG.seed)
     alone = Decoder(SHAPE)
     optimizer = torch.optim.AdamW(alone.parameters(), lr=CONFIG.learning_rate)
     expected = []
     for step in range(STEPS):
-        loss = alone.loss(*run.batch(step))
+        loss = alone.compute_loss(*run.draw_batch(step))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
         expected.append(float(loss.detach()))
     for losses, _ in trained:
         assert losses == pytest.approx(expected, rel=1e-5)
-    return [reference.furthest(w, dict(alone.named_parameters()))[0] for _, w in trained]
+    return [
+        reference.find_largest_distance(w, dict(alone.named_parameters()))[0] for _, w in trained
+    ]
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.exhaustive)])
@@ -96,7 +99,7 @@ def test_a_split_trains_the_weights_of_one_process(world):
 def test_microbatches_are_whole_rows_for_any_number_of_rows():
     for rows in range(1, 20):
         for ranks in (2, 3, 4):
-            count = Layout(pipeline=ranks).num_microbatches(rows)
+            count = Layout(pipeline=ranks).count_microbatches(rows)
             assert rows % count == 0
             assert count == rows or count >= ranks
 

@@ -27,25 +27,25 @@ def test_the_reference_computes_what_the_model_does(seed, vocabulary):
     torch.manual_seed(seed)
     model = Decoder(SHAPE, plain_attention).double()
     tokens, targets = torch.randint(0, vocabulary, (2, 3, 9))
-    loss, gradients = reference.gradients(weights_of(model), tokens, targets, 3)
-    model.loss(tokens, targets).backward()
+    loss, gradients = reference.compute_gradients(weights_of(model), tokens, targets, 3)
+    model.compute_loss(tokens, targets).backward()
     # The model's loss is rounded to float32, and so is its table of rotations.
-    assert float(model.loss(tokens, targets).detach()) == pytest.approx(loss, rel=1e-6)
+    assert float(model.compute_loss(tokens, targets).detach()) == pytest.approx(loss, rel=1e-6)
     computed = {n: p.grad for n, p in model.named_parameters()}
     # If all tokens are equal, the gradients of q and k consist of rounding errors only.
-    floor = reference.rounding_floor(gradients) if vocabulary == 1 else 0.0
-    distance, where = reference.furthest(computed, gradients, floor)
+    floor = reference.compute_rounding_floor(gradients) if vocabulary == 1 else 0.0
+    distance, where = reference.find_largest_distance(computed, gradients, floor)
     assert distance < 2e-6, where
 
 
 def test_rows_taken_a_few_at_a_time_give_the_same_gradients(monkeypatch):
     weights = weights_of(Decoder(SHAPE))
     tokens, targets = torch.randint(0, 256, (2, 4, 9))
-    whole = reference.gradients(weights, tokens, targets, 3)
+    whole = reference.compute_gradients(weights, tokens, targets, 3)
     monkeypatch.setattr(reference, "SCORE_BYTES", 1)
-    parts = reference.gradients(weights, tokens, targets, 3)
+    parts = reference.compute_gradients(weights, tokens, targets, 3)
     assert parts[0] == pytest.approx(whole[0], rel=1e-12)
-    assert reference.furthest(parts[1], whole[1])[0] < 1e-12
+    assert reference.find_largest_distance(parts[1], whole[1])[0] < 1e-12
 
 
 #: The minimal implementation, and norms of differences of tensors.
@@ -68,12 +68,14 @@ def test_the_reference_imports_nothing_of_what_it_checks(module, allowed):
 def test_a_few_rows_at_a_time_are_the_batch(monkeypatch):
     weights = weights_of(Decoder(SHAPE))
     tokens, targets = torch.randint(0, 256, (2, 5, 9))
-    whole, expected = plain.gradients(weights, tokens, targets, SHAPE.num_heads)
+    whole, expected = plain.backpropagate(weights, tokens, targets, SHAPE.num_heads)
     monkeypatch.setattr(reference, "SCORE_BYTES", 8 * SHAPE.num_heads * 9**2 * 2)
-    assert reference.mean_loss(weights, tokens, targets, SHAPE.num_heads) == pytest.approx(whole)
-    value, actual = reference.gradients(weights, tokens, targets, SHAPE.num_heads)
+    assert reference.compute_mean_loss(weights, tokens, targets, SHAPE.num_heads) == pytest.approx(
+        whole
+    )
+    value, actual = reference.compute_gradients(weights, tokens, targets, SHAPE.num_heads)
     assert value == pytest.approx(whole)
-    assert reference.furthest(actual, expected)[0] < 1e-12
+    assert reference.find_largest_distance(actual, expected)[0] < 1e-12
 
 
 @pytest.mark.fixed_seed("the independent sampler has its own generator")
@@ -84,8 +86,8 @@ def test_the_plain_file_is_the_specification_of_the_single_process():
     start = weights_of(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     for step in range(5):
-        batch = load_corpus().batch(rows=4, context=9, seed=0, step=step)
-        loss = model.loss(*batch)
+        batch = load_corpus().draw_batch(rows=4, context=9, seed=0, step=step)
+        loss = model.compute_loss(*batch)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -106,12 +108,12 @@ def test_the_plain_gradient_is_the_slope_of_the_plain_loss():
 def test_the_audits_sampler_draws_what_the_runs_does(seed):
     corpus, text = load_corpus(), read_text().train
     for step in (0, 1, 77):
-        ours = corpus.batch(rows=6, context=32, seed=seed, step=step)
-        theirs = reference.batch(text, 6, 32, seed, step)
+        ours = corpus.draw_batch(rows=6, context=32, seed=seed, step=step)
+        theirs = reference.draw_batch(text, 6, 32, seed, step)
         assert all(map(torch.equal, ours, theirs))
     batches = (
-        corpus.heldout_batch(rows=4, context=32),
-        reference.evenly_spaced_batch(read_text().heldout, 4, 32),
+        corpus.build_heldout_batch(rows=4, context=32),
+        reference.build_evenly_spaced_batch(read_text().heldout, 4, 32),
     )
     assert all(map(torch.equal, *batches))
 
@@ -134,8 +136,8 @@ class Positions:
 def test_the_audits_sampler_draws_what_the_runs_does_from_texts_of_any_length(windows):
     length = windows + 33
     for step in range(3):
-        starts = data._starts(length, 6, 32, 7, step)
-        tokens, targets = reference.batch(Positions(length), 6, 32, 7, step)
+        starts = data._draw_starts(length, 6, 32, 7, step)
+        tokens, targets = reference.draw_batch(Positions(length), 6, 32, 7, step)
         assert tokens[:, 0].tolist() == starts
         assert targets[:, 0].tolist() == [start + 1 for start in starts]
         assert len({*starts}) == 6
@@ -153,23 +155,25 @@ def test_adamw_takes_torchs_steps():
         theirs.grad = torch.randn_like(theirs)
         ours = optimizer.step(ours, {"w": theirs.grad})
         torchs.step()
-    assert reference.distance(ours["w"], theirs.detach()) < 1e-14
+    assert reference.compute_distance(ours["w"], theirs.detach()) < 1e-14
 
 
 def test_attention_row_by_row_is_softmax_of_the_scores():
     q, k, v = torch.randn(3, 2, 2, 7, 4, dtype=torch.float64)
     exact = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-    torch.testing.assert_close(reference.attention(q, k, v), exact)
+    torch.testing.assert_close(reference.compute_attention(q, k, v), exact)
 
 
 def test_a_distance_is_never_small_by_accident():
     ones = torch.ones(3)
-    assert reference.distance(torch.ones(4), ones) == float("inf")
-    assert np.isnan(reference.distance(torch.tensor([1.0, float("nan"), 1.0]), ones))
-    assert reference.furthest({"a": ones}, {"b": ones}, 1.0)[0] == float("inf")
-    assert reference.distance(ones, 0 * ones) == float("inf")
+    assert reference.compute_distance(torch.ones(4), ones) == float("inf")
+    assert np.isnan(reference.compute_distance(torch.tensor([1.0, float("nan"), 1.0]), ones))
+    assert reference.find_largest_distance({"a": ones}, {"b": ones}, 1.0)[0] == float("inf")
+    assert reference.compute_distance(ones, 0 * ones) == float("inf")
     assert np.isnan(
-        reference.furthest({"a": ones * float("nan"), "b": ones}, {"a": ones, "b": ones})[0]
+        reference.find_largest_distance(
+            {"a": ones * float("nan"), "b": ones}, {"a": ones, "b": ones}
+        )[0]
     )
 
 
@@ -179,12 +183,12 @@ def bytes_of_an_all_reduce(count):
     received = network.Received()
     dist.barrier()  # nobody sends before all count
     dist.all_reduce(tensor)
-    count = received.bytes()
+    count = received.count_bytes()
     dist.barrier()  # nobody closes a connection, and its count with it, before all have read
     return count
 
 
-@pytest.mark.skipif(not network.available(), reason="this kernel does not count bytes by socket")
+@pytest.mark.skipif(not network.is_available(), reason="this kernel does not count bytes by socket")
 @pytest.mark.parametrize("world", [2, 3])
 def test_the_kernel_counts_what_a_ring_brings(world):
     expected = 4 * 300_000 * 2 * (world - 1) / world

@@ -15,16 +15,16 @@ from unittest import mock
 import pytest
 from llmsys_suite import results as of
 from llmsys_suite.audit import run as audit
-from llmsys_suite.audit.report_tables import shown_figures
+from llmsys_suite.audit.report_tables import check_shown_figures
 from llmsys_suite.config import STAGES, RunConfig, UsageError
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import CORE_WAIT
 from llmsys_suite.report import page, plots, sections
-from llmsys_suite.report.page import headline, title, write_report
-from llmsys_suite.report.sentences import compare_times, describe_fastest, median_interval
-from llmsys_suite.report.tables import planned
-from llmsys_suite.report.unaudited import NOT_AUDITED, OF_THE_RUN, UNAUDITED, unaudited
+from llmsys_suite.report.page import format_headline, format_title, write_report
+from llmsys_suite.report.sentences import compare_times, compute_median_interval, describe_fastest
+from llmsys_suite.report.tables import build_plan_rows
+from llmsys_suite.report.unaudited import NOT_AUDITED, OF_THE_RUN, UNAUDITED, describe_unaudited
 
 ENVIRONMENT = {
     "date": "a day", "gpus": [], "processor": "abacus", "cores": 2, "torch": "2", "python": "3",
@@ -220,7 +220,7 @@ def test_sentences_follow_from_their_numbers(tmp_path, monkeypatch):
         "The training took the held-out loss from 4.00 to 1.70 nats per byte in 3 steps of 3,072 "
         "tokens in all. A checkpoint contains the first 2 steps; zero 1 took the other 1."
     ) in write_report(folder)
-    assert "after 3 steps, 2 of a checkpoint and 1 of zero 1" in headline(folder.path)
+    assert "after 3 steps, 2 of a checkpoint and 1 of zero 1" in format_headline(folder.path)
     (row, _) = folder.results["parallel"].rows
     folder.add_stage("parallel", of.Parallel([row | {"loss": 6.0}]))
     text = write_report(folder)
@@ -234,18 +234,18 @@ def test_a_predicted_zero_has_no_ratio(tmp_path):
     results["plan"] = replace(results["plan"], ddp_wire_bytes_per_rank=0)
     for row in results["train"].rows:
         row["wire_bytes"] = 50.0
-    assert [row["figure"] for row in planned(results, {})] == ["peak of a step, MiB"]
+    assert [row["figure"] for row in build_plan_rows(results, {})] == ["peak of a step, MiB"]
 
 
 def test_figures_have_three_digits_and_thousands_have_separators():
     values = [0.12345, 999.4, 999.6, 1234.5, 12, 1234, True]
     shown = ["0.123", "999", "1,000", "1,234", "12", "1,234", "yes"]
-    assert [of.cell(value) for value in values] == shown
+    assert [of.format_cell(value) for value in values] == shown
 
 
 def test_the_interval_of_a_median_holds_the_true_one_and_few_rounds_cannot_tell():
     for rounds in (6, 7, 20, 61):
-        middle, low, high = median_interval(range(1, rounds + 1))
+        middle, low, high = compute_median_interval(range(1, rounds + 1))
         assert low <= middle <= high
         # The interval from the order statistics `low` to `high` contains the true median if at
         # least `low` and less than `high` values are below it, each with probability one half.
@@ -254,17 +254,19 @@ def test_the_interval_of_a_median_holds_the_true_one_and_few_rounds_cannot_tell(
     assert "Cannot tell a from b in 5 rounds" in compare_times("a", "b", [0.5] * 5)
     assert compare_times("a", "b", [0.5 + i / 100 for i in range(9)]).endswith("faster.")
     assert compare_times("a", "b", [0.9, 0.95, 1.0, 1.02, 1.1, 1.2, 1.3]).startswith("Cannot tell")
-    assert statistics.median([1, 2]) == median_interval([1, 2])[0]
+    assert statistics.median([1, 2]) == compute_median_interval([1, 2])[0]
 
 
 def test_the_report_of_an_interrupted_run_lists_missing_stages(tmp_path):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), ENVIRONMENT)
     folder.add_stage("plan", of.Skipped("no"))
     write_report(folder)
-    assert "cut off before the end of links, attention, train, learn" in headline(folder.path)
-    assert title(folder) == "A decoder of tiny, trained on text"
+    assert "cut off before the end of links, attention, train, learn" in format_headline(
+        folder.path
+    )
+    assert format_title(folder) == "A decoder of tiny, trained on text"
     untrained = RunFolder.create(RunConfig(out=tmp_path / "memory", stages=("memory",)), {})
-    assert title(untrained) == "A decoder of tiny"
+    assert format_title(untrained) == "A decoder of tiny"
 
 
 def test_a_folder_without_facts_of_its_machine_is_refused(tmp_path):
@@ -279,7 +281,7 @@ def test_failure_is_in_the_report_and_in_the_last_lines(tmp_path):
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), ENVIRONMENT)
     folder.fail("train", "rank 1: ValueError: no")
     assert "FAILED stage train: rank 1: ValueError: no" in write_report(folder)
-    assert "FAILED stage train: rank 1: ValueError: no" in headline(folder.path)
+    assert "FAILED stage train: rank 1: ValueError: no" in format_headline(folder.path)
 
 
 def test_a_run_without_an_audit_says_so_instead_of_listing_some_unaudited_figures(tmp_path):
@@ -288,7 +290,7 @@ def test_a_run_without_an_audit_says_so_instead_of_listing_some_unaudited_figure
     del summary["stages"]["audit"]
     folder.write_json("summary.json", summary)
     markdown = write_report(folder)
-    for text in (markdown, (folder.path / "report.html").read_text(), headline(folder.path)):
+    for text in (markdown, (folder.path / "report.html").read_text(), format_headline(folder.path)):
         assert text.count("not audited") == text.count(NOT_AUDITED) == 1
 
 
@@ -296,8 +298,8 @@ def test_an_audit_without_a_failed_check_is_not_reported_as_a_failed_stage(tmp_p
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), ENVIRONMENT)
     monkeypatch.setattr("llmsys_suite.audit.run.audit_run", lambda run: ({}, []))
     folder.add_stage("audit", audit.run(SimpleNamespace(folder=folder)))
-    assert "audit: 0/0 passed" in headline(folder.path)
-    assert "FAILED stage" not in headline(folder.path)
+    assert "audit: 0/0 passed" in format_headline(folder.path)
+    assert "FAILED stage" not in format_headline(folder.path)
 
 
 @pytest.mark.parametrize(("failed", "kind"), [([], "good"), (["train: losses"], "bad")])
@@ -305,7 +307,7 @@ def test_only_an_audit_without_a_failed_check_is_marked_as_good(tmp_path, failed
     folder = RunFolder.create(RunConfig(out=tmp_path / "run"), ENVIRONMENT)
     folder.add_stage("audit", of.Audit(5, failed))
     line = f'<p class="{kind} finding">audit: {5 - len(failed)}/5 passed</p>'
-    assert line in page.page(folder, [])
+    assert line in page.format_page(folder, [])
 
 
 def test_report_names_the_fastest_variant_in_the_rounds_that_compare_uses(tmp_path):
@@ -349,9 +351,9 @@ def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(reported)
     folder, markdown = reported
     page = (folder.path / "report.html").read_text()
     for stage, entries in UNAUDITED.items():
-        assert unaudited(stage) in markdown
-        assert unaudited(stage) in page
-        assert all(entry in unaudited(stage) for entry in entries)
+        assert describe_unaudited(stage) in markdown
+        assert describe_unaudited(stage) in page
+        assert all(entry in describe_unaudited(stage) for entry in entries)
     assert markdown.count(OF_THE_RUN) == page.count(OF_THE_RUN) == 1
     # The label is visible without opening the details before it.
     assert page.rindex("</details>") < page.index(OF_THE_RUN)
@@ -364,7 +366,7 @@ def test_figures_that_no_check_covers_are_labeled_in_page_and_markdown(reported)
 )
 def test_a_figure_in_the_report_that_no_record_has_fails(reported, tmp_path, name, row):
     whole, _ = reported
-    assert shown_figures(whole).passed
+    assert check_shown_figures(whole).passed
     folder = RunFolder(tmp_path)
     for file in ("summary.json", "report.md", "report.html"):
         text = (whole.path / file).read_text()
@@ -372,7 +374,7 @@ def test_a_figure_in_the_report_that_no_record_has_fails(reported, tmp_path, nam
             assert row in text
             text = text.replace(row, row.replace("80", "81"))
         (tmp_path / file).write_text(text)
-    check = shown_figures(folder)
+    check = check_shown_figures(folder)
     assert (check.passed, check.where) == (False, f"{name}, train: zero 1")
 
 
@@ -419,7 +421,7 @@ def test_interval_of_the_best_size_may_be_wide_or_unbounded(low, high, words):
     assert all(1 <= float(label.replace(",", "")) <= 100 for label in labels)
     table = [{"FLOPs": 1e9, "held out": 3.0}]
     with mock.patch.object(sections, "pick", return_value=table):
-        assert sections._scale(result).finding.endswith(words)
+        assert sections._build_scale(result).finding.endswith(words)
 
 
 def test_a_loss_that_is_not_finite_has_a_sentence():

@@ -70,8 +70,8 @@ def test_ranks_that_read_different_texts_are_refused():
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
 def test_ranks_divide_the_runs_of_the_scaling_law_by_their_steps(world):
-    planned = scale.planned_runs(RunConfig(world=world))
-    assigned = [scale.runs_of_rank(planned, rank, world) for rank in range(world)]
+    planned = scale.plan_runs(RunConfig(world=world))
+    assigned = [scale.select_runs(planned, rank, world) for rank in range(world)]
     assert sorted(run for runs in assigned for run in runs) == sorted(planned)
     # The number of steps is proportional to the budget over the parameters.
     steps = [

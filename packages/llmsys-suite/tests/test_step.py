@@ -37,7 +37,7 @@ def process_output(seconds, rate=1e9):
 def test_ten_steps_after_each_number_of_others_are_what_numpy_makes_of_them():
     seconds = np.random.default_rng(0).uniform(0.01, 0.02, (15, 3))
     for warmup in (0, 1, 2, 5):
-        row = sweep.row(MINI, process_output(seconds), warmup)
+        row = sweep.compute_row(MINI, process_output(seconds), warmup)
         counted = seconds[warmup : warmup + 10] * 1e3
         for part, phase in enumerate(("forward", "backward", "optimizer")):
             assert row[f"{phase}_mean_ms"] == pytest.approx(counted[:, part].mean())
@@ -52,7 +52,7 @@ def test_ten_steps_after_each_number_of_others_are_what_numpy_makes_of_them():
 def test_no_timed_step_in_float16_is_skipped():
     step = Step(Case(size="mini", context=16, rows=2, dtype="fp16"))
     before = step.model.head.weight.detach().clone()
-    step.timed()
+    step.take_timed_step()
     assert not torch.equal(step.model.head.weight, before)
 
 
@@ -72,8 +72,8 @@ def test_the_flops_that_utilization_counts_are_those_that_torch_executes(checkpo
     with FlopCounterMode(display=False) as counter:
         step.forward()
         step.backward()
-    assert case.executed_flops() == counter.get_total_flops()
-    assert case.useful_flops() == Case(size="mini", context=16, rows=2).useful_flops()
+    assert case.count_executed_flops() == counter.get_total_flops()
+    assert case.count_useful_flops() == Case(size="mini", context=16, rows=2).count_useful_flops()
 
 
 @pytest.mark.parametrize("checkpoint", [False, True])
@@ -84,8 +84,10 @@ def test_the_predicted_peak_is_that_of_the_step(checkpoint):
         tokens = torch.zeros(case.rows, case.context, dtype=torch.long)
     optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
     make_state(optimizer)
-    peak = training_step_memory(model, lambda: model.loss(tokens, tokens), optimizer).peak_bytes
-    assert case.peak_bytes() == pytest.approx(peak, rel=0.15)
+    peak = training_step_memory(
+        model, lambda: model.compute_loss(tokens, tokens), optimizer
+    ).peak_bytes
+    assert case.predict_peak_bytes() == pytest.approx(peak, rel=0.15)
 
 
 def run_here(command, **options):
@@ -109,7 +111,7 @@ def run_here(command, **options):
 )
 def test_a_case_runs_in_a_separate_process_and_lists_operators(run, monkeypatch):
     monkeypatch.setattr(sweep.subprocess, "run", run)
-    ran = sweep.in_a_process(MINI, 120, profile=True)
+    ran = sweep.run_in_process(MINI, 120, profile=True)
     assert len(ran["seconds"]) == 15
     for phase in ran["operators"]:
         assert 1 <= len(phase["top"]) <= 10
@@ -119,11 +121,11 @@ def test_a_case_runs_in_a_separate_process_and_lists_operators(run, monkeypatch)
 
 
 def test_a_case_that_does_not_fit_or_end_is_a_row_with_the_reason(monkeypatch):
-    monkeypatch.setattr(sweep, "available_memory_bytes", lambda device: 2**30)
+    monkeypatch.setattr(sweep, "read_available_memory_bytes", lambda device: 2**30)
     with pytest.raises(sweep.LeftOut, match=r"needs [\d.]+ GiB; a case may use 0.8 GiB"):
         sweep.require_fit(Case(size="2.7B"))
     with pytest.raises(sweep.LeftOut, match=r"did not end within 0.01 s"):
-        sweep.in_a_process(MINI, 0.01)
+        sweep.run_in_process(MINI, 0.01)
     (row,) = sweep.measure([Case(size="xl")])
     assert "needs" in row["note"]
 
@@ -141,7 +143,7 @@ def test_the_reason_of_a_failed_process_is_reported(monkeypatch, status, message
     ends = subprocess.CompletedProcess([], status, "", message)
     monkeypatch.setattr(sweep.subprocess, "run", lambda *a, **k: ends)
     with pytest.raises(sweep.LeftOut, match=why):
-        sweep.in_a_process(MINI, 60)
+        sweep.run_in_process(MINI, 60)
 
 
 def test_precision_and_checkpointing_are_those_of_the_case():
@@ -150,7 +152,7 @@ def test_precision_and_checkpointing_are_those_of_the_case():
         Step(Case(size="mini", checkpoint=True)),
     )
     assert half.scaler.is_enabled()
-    half.timed()
+    half.take_timed_step()
     plain = Step(Case(size="mini"))
     for step in (plain, checkpointed):
         step.forward()
@@ -216,15 +218,15 @@ def test_a_case_that_cannot_be_timed_is_refused_in_one_line(
 def test_times_in_the_table_have_no_exponent():
     times = {f"{phase}_mean_ms": 999.7 for phase in PHASES}
     times |= {f"{phase}_std_ms": 99.7 for phase in PHASES}
-    cells = report._cells(Case().labels() | times | {"note": ""})
+    cells = report._format_cells(Case().get_labels() | times | {"note": ""})
     assert cells[2:5] == ["1,000 ± 99.7"] * 3
 
 
 def test_the_tables_are_printed_and_kept(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        sweep, "in_a_process", lambda case, *_, **k: process.measure(case, profile=k["profile"])
+        sweep, "run_in_process", lambda case, *_, **k: process.measure(case, profile=k["profile"])
     )
-    monkeypatch.setattr(process, "product_rate", lambda *_: 1e10)
+    monkeypatch.setattr(process, "measure_product_rate", lambda *_: 1e10)
     out = tmp_path / "rows"
     lines = list(
         report.benchmark(

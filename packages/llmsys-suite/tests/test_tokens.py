@@ -35,12 +35,12 @@ def encoded(tmp_path):
 
 def test_tokens_of_both_parts_together_are_the_text(encoded):
     config, folder = encoded
-    codec, corpus = tokens.codec_of(config, folder), tokens.load(folder)
+    codec, corpus = tokens.load_codec(config, folder), tokens.load(folder)
     decoded = [codec.decode(part.tolist()) for part in (corpus.train, corpus.heldout)]
     assert "".join(decoded) == (folder / "text").read_text()
     assert 256 < int(corpus.train.max()) < config.vocabulary
     assert len(corpus.train) < len(decoded[0]) / 2
-    read, targets = corpus.batch(rows=4, context=16, seed=0, step=0)
+    read, targets = corpus.draw_batch(rows=4, context=16, seed=0, step=0)
     assert torch.equal(read[:, 1:], targets[:, :-1])
 
 
@@ -48,7 +48,7 @@ def test_the_vocabulary_is_trained_on_the_training_text_only(tmp_path):
     (tmp_path / "text").write_text(SENTENCES + "zyzzyva " * 250)
     config = replace(CONFIG, data=tmp_path / "text", vocabulary=400)
     tokens.write_tokens(config, tmp_path)
-    codec = tokens.codec_of(config, tmp_path)
+    codec = tokens.load_codec(config, tmp_path)
     assert len(codec.encode("the cat")) == 2
     assert len(codec.encode("zyzzyva")) == len("zyzzyva")
 
@@ -56,11 +56,11 @@ def test_the_vocabulary_is_trained_on_the_training_text_only(tmp_path):
 @pytest.mark.parametrize("chunk", [4, 5, 100])
 def test_lines_keep_their_ends_and_long_ones_are_refused(monkeypatch, chunk):
     monkeypatch.setattr(tokens, "CHUNK_BYTES", chunk)
-    batches = [*tokens.batches_of_lines(b"ab\ncde\n\nfg\r\nh")]
+    batches = [*tokens.iter_line_batches(b"ab\ncde\n\nfg\r\nh")]
     lines = [line for batch in batches for line in batch if line]
     assert lines == [b"ab\n", b"cde\n", b"\n", b"fg\r\n", b"h"]
     with pytest.raises(UsageError, match="a line of the text is longer than"):
-        [*tokens.batches_of_lines(b"a" * 201)]
+        [*tokens.iter_line_batches(b"a" * 201)]
 
 
 def test_a_text_with_a_long_line_is_refused_before_the_run(monkeypatch, tmp_path):
@@ -148,7 +148,7 @@ def test_a_run_with_a_trained_tokenizer_learns_and_writes_text(tmp_path, capsys)
     cli.app(["export", str(folder.path), str(tmp_path / "model")], standalone_mode=False)
     transformers = pytest.importorskip("transformers")
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "model")
-    codec = tokens.codec_of(config, folder.path)
+    codec = tokens.load_codec(config, folder.path)
     assert theirs.encode("import os\n", add_special_tokens=False) == codec.encode("import os\n")
 
 
@@ -168,7 +168,7 @@ def test_a_file_that_cuts_and_pads_inputs_changes_nothing_of_the_text(tmp_path):
     config = replace(CONFIG, data=text, tokenizer=str(tmp_path / "other.json"))
     config = replace(config, out=tmp_path / "run")
     tokens.write_tokens(config, tmp_path / "run")
-    corpus, codec = tokens.load(tmp_path / "run"), tokens.codec_of(config, config.out)
+    corpus, codec = tokens.load(tmp_path / "run"), tokens.load_codec(config, config.out)
     stored = Tokenizer.from_file(str(tmp_path / "run" / tokens.TOKENIZER))
     assert stored.encode("the cat sat on the mat").ids == codec.encode("the cat sat on the mat")
     parts = (corpus.train, corpus.heldout)

@@ -7,7 +7,7 @@ import types
 import pytest
 import torch
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.learning.log import TRACED, open_log, traced_steps
+from llmsys_suite.learning.log import TRACED, open_log, trace_steps
 from llmsys_suite.resolution import check
 
 
@@ -75,7 +75,7 @@ def test_a_log_whose_program_is_missing_is_refused_before_the_run(monkeypatch):
 
 
 def test_three_steps_are_written_as_a_trace_of_the_rank(tmp_path):
-    with traced_steps(a_run(tmp_path, rank=1, trace=True)) as recording:
+    with trace_steps(a_run(tmp_path, rank=1, trace=True)) as recording:
         for step in range(8):
             with torch.profiler.record_function(f"step {step} of the test"):
                 torch.ones(4).sum()
@@ -83,5 +83,5 @@ def test_three_steps_are_written_as_a_trace_of_the_rank(tmp_path):
     events = json.loads((tmp_path / "trace-1.json").read_text())["traceEvents"]
     names = {event["name"] for event in events}
     assert sum(f"step {step} of the test" in names for step in range(8)) == TRACED
-    with traced_steps(a_run(tmp_path)) as recording:
+    with trace_steps(a_run(tmp_path)) as recording:
         assert recording is None

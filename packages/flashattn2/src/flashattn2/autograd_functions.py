@@ -42,7 +42,7 @@ def run_attention(
         if forward_ad._current_level >= 0:
             # An operator of `torch.library` would drop the tangents without an error.
             _refuse_forward_mode()
-        out, lse = forward_op(q, k, v, cu_q, cu_k, *spec.scalars(), *choice)
+        out, lse = forward_op(q, k, v, cu_q, cu_k, *spec.to_scalars(), *choice)
     elif is_untransformed() and not is_differentiated:
         out, lse = _run(q, k, v, cu_q, cu_k, spec, choice)
     else:
@@ -84,7 +84,7 @@ def _run(
     if _can_call_kernel_directly(choice, cu_q):
         return aten.forward(q, k, v, spec.scale, spec.has_right_bound())
     run: Callable[..., Any] = forward_op if needs_operator(q, k, v) else forward
-    out, lse = run(q, k, v, cu_q, cu_k, *spec.scalars(), *choice)
+    out, lse = run(q, k, v, cu_q, cu_k, *spec.to_scalars(), *choice)
     return out, lse
 
 
@@ -219,7 +219,7 @@ class _AttentionBackward(torch.autograd.Function):
         t_q, t_k, t_v = tangents
         with torch.no_grad():
             g_q, g_out, g_lse, g_k, g_v = map_sequences(
-                functools.partial(derivatives.double_backward, spec=ctx.spec),
+                functools.partial(derivatives.compute_double_backward, spec=ctx.spec),
                 [q, out, lse, grad_out, grad_lse, t_q],
                 [k, v, t_k, t_v],
                 cu_q,
@@ -270,12 +270,12 @@ def _compute_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v from the selected backend."""
     if grad_lse is None and _can_call_kernel_directly(choice, cu_q):
-        return aten.gradients(q, k, v, out, lse, grad_out, spec)
+        return aten.compute_gradients(q, k, v, out, lse, grad_out, spec)
     run: Callable[..., Any] = backward_op
     if not needs_operator(q, k, v, grad_out):
         _refuse_batched(grad_out, grad_lse)
         run = backward
-    dq, dk, dv = run(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *spec.scalars(), *choice)
+    dq, dk, dv = run(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *spec.to_scalars(), *choice)
     return dq, dk, dv
 
 
@@ -310,7 +310,7 @@ class _PaperFunction(torch.autograd.Function):
         spec = make_spec(Q.shape[-1], is_causal, None, None, None)
         q, k, v = (x.unsqueeze(1) for x in (Q, K, V))
         choice, _ = select_backend(q, k, v, spec, backend=backend)
-        out, lse = forward_op(q, k, v, None, None, *spec.scalars(), *choice)
+        out, lse = forward_op(q, k, v, None, None, *spec.to_scalars(), *choice)
         ctx.spec, ctx.choice = spec, choice
         output: Tensor = out.squeeze(1)
         ctx.save_for_backward(Q, K, V, output, lse.squeeze(1))

@@ -18,11 +18,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from flashattn2.backends.tiled import Tiles, compute_scores, flatten_heads, group_queries, row_lse
+from flashattn2.backends.tiled import (
+    Tiles,
+    compute_row_lse,
+    compute_scores,
+    flatten_heads,
+    group_queries,
+)
 from flashattn2.spec import AttentionSpec
 
 
-def double_backward(
+def compute_double_backward(
     q: Tensor,
     out: Tensor,
     lse: Tensor,
@@ -50,7 +56,7 @@ def double_backward(
     tq_ = group_queries(t_q, k) * spec.scale
     tk_ = flatten_heads(t_k)
     tv_ = flatten_heads(t_v)
-    out_, lse_ = group_queries(out, k), row_lse(lse, k)
+    out_, lse_ = group_queries(out, k), compute_row_lse(lse, k)
     do_, dl_ = group_queries(grad_out, k), grad_lse.to(q_.dtype).reshape(lse_.shape)
     delta = torch.linalg.vecdot(do_, out_)
     gq = torch.zeros_like(q_)
@@ -59,15 +65,15 @@ def double_backward(
     t_out = torch.zeros_like(out_)
     t_lse = torch.zeros_like(lse_)
     by_row = (q_, tq_, out_, do_, lse_, dl_, delta)
-    for rows in tiles.queries():
+    for rows in tiles.iter_queries():
         q_i, tq_i, o_i, do_i, l_i, dl_i, d_i = (x[:, :, rows].flatten(1, 2) for x in by_row)
         gq_i, to_i = torch.zeros_like(q_i), torch.zeros_like(o_i)
         # The first pass over the keys accumulates these row sums, which the second pass needs.
         tl_i, py_i, pdp_i = (torch.zeros_like(l_i) for _ in range(3))
         for last_pass in (False, True):
-            for columns, hidden in tiles.keys(rows, q.device):
+            for columns, hidden in tiles.iter_keys(rows, q.device):
                 k_j, v_j, tk_j, tv_j = (x[:, columns] for x in (k_, v_, tk_, tv_))
-                p, slope, bend = _probabilities(q_i, k_j, l_i, spec, hidden)
+                p, slope, bend = _compute_probabilities(q_i, k_j, l_i, spec, hidden)
                 ds = tq_i @ k_j.mT + q_i @ tk_j.mT
                 x = slope * ds
                 dp = do_i @ v_j.mT
@@ -100,7 +106,7 @@ def double_backward(
     )
 
 
-def _probabilities(
+def _compute_probabilities(
     q_i: Tensor, k_j: Tensor, l_i: Tensor, spec: AttentionSpec, hidden: Tensor | None
 ) -> tuple[Tensor, Tensor | float, Tensor | float]:
     """Return one tile of P and the softcap's first and second derivatives at its scores.

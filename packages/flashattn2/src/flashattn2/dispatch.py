@@ -69,7 +69,7 @@ def select_backend(
                 f'backend "{backend}" does not support this call: {obstacle}; pass '
                 'backend="torch" or "auto"'
             )
-    return BackendChoice(backend, _float32_precision(), deterministic), reason
+    return BackendChoice(backend, _get_float32_precision(), deterministic), reason
 
 
 def _is_gluon_faster(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec, packed: bool) -> bool:
@@ -98,7 +98,7 @@ def _find_obstacle(
 
 
 @constant_in_graphs
-def _float32_precision() -> str:
+def _get_float32_precision() -> str:
     """Return the precision of float32 products that torch's setting selects: "ieee" or "tf32"."""
     return "ieee" if torch.get_float32_matmul_precision() == "highest" else "tf32"
 

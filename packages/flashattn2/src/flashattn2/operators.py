@@ -78,8 +78,8 @@ def _(q: Tensor, k: Tensor, v: Tensor, *options: Any) -> tuple[Tensor, Tensor]:
     if backend in KERNEL_BACKENDS:
         from flashattn2.kernels import launch
 
-        out = launch.empty_like_layout(q, v.shape[-1])
-    lse = q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
+        out = launch.make_empty_like(q, v.shape[-1])
+    lse = q.new_empty(q.shape[:-1], dtype=get_lse_dtype(q))
     if backend == "aten" and cu_q is None:
         out, lse = aten.forward_or_tiled(q, k, v, AttentionSpec(*options[2:6]))
     return out, lse
@@ -152,7 +152,7 @@ def _(
     if backend in KERNEL_BACKENDS:
         from flashattn2.kernels import launch
 
-        dq, dk, dv = (launch.empty_like_layout(x) for x in (q, k, v))
+        dq, dk, dv = (launch.make_empty_like(x) for x in (q, k, v))
         return dq, dk, dv
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
@@ -205,6 +205,6 @@ def map_sequences(
     return tuple(torch.cat(part, dim=2) for part in zip(*parts, strict=True))
 
 
-def lse_dtype(q: Tensor) -> torch.dtype:
+def get_lse_dtype(q: Tensor) -> torch.dtype:
     """Return the dtype of the log-sum-exp: float64 for float64 inputs, otherwise float32."""
     return torch.float64 if q.dtype == torch.float64 else torch.float32

@@ -21,16 +21,16 @@ def attention(Q: Tensor, K: Tensor, V: Tensor, is_causal: bool = False) -> Tenso
     """Return softmax(QK^T / sqrt(d)) V from its definition, with all N x M scores in memory."""
     S = Q @ K.mT / Q.shape[-1] ** 0.5
     if is_causal:
-        S = S.masked_fill(causal_mask(0, S.shape[-2], 0, S.shape[-1]), -torch.inf)
+        S = S.masked_fill(make_mask(0, S.shape[-2], 0, S.shape[-1]), -torch.inf)
     return S.softmax(-1) @ V
 
 
-def causal_mask(i: int, i_end: int, j: int, j_end: int) -> Tensor:
+def make_mask(i: int, i_end: int, j: int, j_end: int) -> Tensor:
     """Return a mask `[i_end - i, j_end - j]` that is True where the key comes after the query."""
     return torch.arange(j, j_end) > torch.arange(i, i_end)[:, None]
 
 
-def tile_ranges(length: int) -> list[tuple[int, int]]:
+def list_tile_ranges(length: int) -> list[tuple[int, int]]:
     """Return the row range `(start, stop)` of each tile."""
     return [(start, min(start + B, length)) for start in range(0, length, B)]
 
@@ -39,7 +39,7 @@ def compute_scores(Q_i: Tensor, K_j: Tensor, i: int, j: int, is_causal: bool) ->
     """Return one tile of S, at most `[batch, B, B]`."""
     S_ij = Q_i @ K_j.mT / Q_i.shape[-1] ** 0.5
     if is_causal:
-        S_ij = S_ij.masked_fill(causal_mask(i, i + Q_i.shape[-2], j, j + K_j.shape[-2]), -torch.inf)
+        S_ij = S_ij.masked_fill(make_mask(i, i + Q_i.shape[-2], j, j + K_j.shape[-2]), -torch.inf)
     return S_ij
 
 
@@ -47,12 +47,12 @@ def forward_pass(Q: Tensor, K: Tensor, V: Tensor, is_causal: bool) -> tuple[Tens
     """Return the output O `[batch, N, d]` and the log-sum-exp L `[batch, N]`: Algorithm 1."""
     O = torch.empty_like(Q)
     L = Q.new_empty(Q.shape[:-1])
-    for i, i_end in tile_ranges(Q.shape[-2]):
+    for i, i_end in list_tile_ranges(Q.shape[-2]):
         Q_i = Q[:, i:i_end]
         O_i = torch.zeros_like(Q_i)  # running sum of exp(S - m) V
         l_i = Q_i.new_zeros(Q_i.shape[:-1])  # running sum of exp(S - m)
         m_i = torch.full_like(l_i, -torch.inf)  # running maximum of S
-        for j, j_end in tile_ranges(K.shape[-2]):
+        for j, j_end in list_tile_ranges(K.shape[-2]):
             if is_causal and j >= i_end:
                 break  # all later tiles are hidden; skipping them saves half of the work
             S_ij = compute_scores(Q_i, K[:, j:j_end], i, j, is_causal)
@@ -76,10 +76,10 @@ def backward_pass(
     dK = torch.zeros_like(K)
     dV = torch.zeros_like(V)
     D = (dO * O).sum(-1)  # = rowsum(P * dP), subtracted from dP by the derivative of softmax
-    for j, j_end in tile_ranges(K.shape[-2]):
+    for j, j_end in list_tile_ranges(K.shape[-2]):
         K_j = K[:, j:j_end]
         V_j = V[:, j:j_end]
-        for i, i_end in tile_ranges(Q.shape[-2]):
+        for i, i_end in list_tile_ranges(Q.shape[-2]):
             if is_causal and j >= i_end:
                 continue
             Q_i = Q[:, i:i_end]

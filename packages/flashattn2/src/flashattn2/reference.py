@@ -48,7 +48,7 @@ def attention_reference(
     seq_q, seq_k = s.shape[-2:]
     queries = torch.arange(seq_q, device=q.device)
     keys = torch.arange(seq_k, device=q.device)
-    hidden = spec.hidden_mask(queries, keys, seq_k - seq_q)
+    hidden = spec.make_hidden_mask(queries, keys, seq_k - seq_q)
     if sinks is not None:
         # A sink is the score of an additional key whose value is zero.
         column = sinks.to(s.dtype)[:, None, None].expand(*s.shape[:-1], 1)

@@ -48,11 +48,11 @@ class AttentionSpec:
             return False
         return True
 
-    def scalars(self) -> tuple[float, int, int, float]:
+    def to_scalars(self) -> tuple[float, int, int, float]:
         """Return the fields in order, as `torch.library` operators accept them."""
         return self.scale, self.left, self.right, self.softcap
 
-    def key_ranges(
+    def compute_key_ranges(
         self, first_query: int, stop_query: int, shift: int, seq_k: int
     ) -> tuple[int, int, int, int]:
         """Return the bounds of the keys that the queries `first_query` to `stop_query - 1` see.
@@ -73,7 +73,7 @@ class AttentionSpec:
             all_stop = min(seq_k, nearest + self.right + 1)
         return start, all_start, all_stop, stop
 
-    def hidden_mask(self, queries: Tensor, keys: Tensor, shift: int) -> Tensor:
+    def make_hidden_mask(self, queries: Tensor, keys: Tensor, shift: int) -> Tensor:
         """Return a boolean mask `(queries, keys)` that is True for hidden keys."""
         distance = keys[None, :] - queries[:, None] - shift
         hidden = torch.zeros_like(distance, dtype=torch.bool)
@@ -104,7 +104,7 @@ def make_spec(
                 "expected scale / softcap within the normal range of float32, got scale "
                 f"{scale} and softcap {softcap}"
             )
-    left, right = _window_bounds(window)
+    left, right = _parse_window(window)
     return AttentionSpec(float(scale), left, 0 if is_causal else right, float(softcap))
 
 
@@ -125,7 +125,7 @@ def _check_positive(name: str, value: float, default: str) -> None:
         )
 
 
-def _window_bounds(window: Window) -> tuple[int, int]:
+def _parse_window(window: Window) -> tuple[int, int]:
     """Return `(left, right)`, with `UNBOUNDED` for a side without a bound.
 
     Raise ValueError unless the window, or each side of a pair, is None or an int >= 0.

@@ -38,10 +38,10 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
             learn=8 if quick else None,
             out=Path(scratch) / "run",
         )
-        return rows(run(config).summary["stages"])
+        return collect_rows(run(config).summary["stages"])
 
 
-def rows(stages: dict[str, Any]) -> list[Row]:
+def collect_rows(stages: dict[str, Any]) -> list[Row]:
     """Return the rows of the stages in `CASES`, each with its stage as the column `case`."""
     return [{"case": case, **row} for case in CASES for row in stages[case]["rows"]]
 

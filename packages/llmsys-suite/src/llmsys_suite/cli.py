@@ -37,19 +37,19 @@ def main() -> None:
         sys.exit(USAGE_ERROR)
 
 
-def _path(text: str) -> Path:
+def _parse_path(text: str) -> Path:
     """Return a path; raise ValueError for an empty string, which would name the current folder."""
     if not text:
         raise ValueError("expected a path, got an empty string; leave the option out")
     return Path(text)
 
 
-def _field(name: str, **parameters: Any) -> Any:
+def _make_field_option(name: str, **parameters: Any) -> Any:
     """Return an option of `run` that sets a field of the configuration."""
     return typer.Option(f"--{name}", help=MEANING[name], **parameters)
 
 
-def _flag(name: str) -> Any:
+def _make_flag_option(name: str) -> Any:
     """Return an option of `run` that sets a field: True for `--name`, False for `--no-name`."""
     return typer.Option(f"--{name}/--no-{name}", help=MEANING[name])
 
@@ -58,27 +58,27 @@ def _flag(name: str) -> Any:
 def run(
     context: typer.Context,
     stages: Annotated[list[str] | None, typer.Argument(help=MEANING["stages"])] = None,
-    preset: Annotated[str | None, _field("preset")] = None,
-    size: Annotated[str | None, _field("size")] = None,
-    world: Annotated[int | None, _field("world")] = None,
-    backend: Annotated[str | None, _field("backend")] = None,
-    dtype: Annotated[str | None, _field("dtype")] = None,
-    steps: Annotated[int | None, _field("steps")] = None,
-    warmup: Annotated[int | None, _field("warmup")] = None,
-    learn: Annotated[int | None, _field("learn")] = None,
-    tensor: Annotated[int | None, _field("tensor")] = None,
-    pipeline: Annotated[int | None, _field("pipeline")] = None,
-    recompute: Annotated[bool | None, _flag("recompute")] = None,
-    compile: Annotated[bool | None, _flag("compile")] = None,
-    clip: Annotated[float | None, _field("clip")] = None,
-    trace: Annotated[bool | None, _flag("trace")] = None,
-    log: Annotated[str | None, _field("log")] = None,
-    resume: Annotated[Path | None, _field("resume", parser=_path)] = None,
-    seed: Annotated[int | None, _field("seed")] = None,
-    data: Annotated[Path | None, _field("data", parser=_path)] = None,
-    tokenizer: Annotated[str | None, _field("tokenizer")] = None,
-    vocabulary: Annotated[int | None, _field("vocabulary")] = None,
-    out: Annotated[Path | None, _field("out", parser=_path)] = None,
+    preset: Annotated[str | None, _make_field_option("preset")] = None,
+    size: Annotated[str | None, _make_field_option("size")] = None,
+    world: Annotated[int | None, _make_field_option("world")] = None,
+    backend: Annotated[str | None, _make_field_option("backend")] = None,
+    dtype: Annotated[str | None, _make_field_option("dtype")] = None,
+    steps: Annotated[int | None, _make_field_option("steps")] = None,
+    warmup: Annotated[int | None, _make_field_option("warmup")] = None,
+    learn: Annotated[int | None, _make_field_option("learn")] = None,
+    tensor: Annotated[int | None, _make_field_option("tensor")] = None,
+    pipeline: Annotated[int | None, _make_field_option("pipeline")] = None,
+    recompute: Annotated[bool | None, _make_flag_option("recompute")] = None,
+    compile: Annotated[bool | None, _make_flag_option("compile")] = None,
+    clip: Annotated[float | None, _make_field_option("clip")] = None,
+    trace: Annotated[bool | None, _make_flag_option("trace")] = None,
+    log: Annotated[str | None, _make_field_option("log")] = None,
+    resume: Annotated[Path | None, _make_field_option("resume", parser=_parse_path)] = None,
+    seed: Annotated[int | None, _make_field_option("seed")] = None,
+    data: Annotated[Path | None, _make_field_option("data", parser=_parse_path)] = None,
+    tokenizer: Annotated[str | None, _make_field_option("tokenizer")] = None,
+    vocabulary: Annotated[int | None, _make_field_option("vocabulary")] = None,
+    out: Annotated[Path | None, _make_field_option("out", parser=_parse_path)] = None,
     config_file: Annotated[
         Path | None, typer.Option("--config", help="A TOML file; options override its fields.")
     ] = None,
@@ -96,9 +96,9 @@ def run(
     stages_in_file = options.pop("stages", [])
     status, folder = execute(resolve(stages or stages_in_file, **options))
     if is_rank_0 and (folder / "report.md").exists():
-        from llmsys_suite.report.page import headline
+        from llmsys_suite.report.page import format_headline
 
-        print(headline(folder))
+        print(format_headline(folder))
     raise typer.Exit(status)
 
 
@@ -154,7 +154,7 @@ def report(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> Non
     """Rewrite report.md and report.html of a run, and print report.md."""
     from llmsys_suite.report.page import write_report
 
-    print(write_report(_run_folder(folder)))
+    print(write_report(_open_run_folder(folder)))
 
 
 @app.command()
@@ -165,7 +165,7 @@ def audit(folder: Annotated[Path, typer.Argument(help="A run folder.")]) -> None
     """
     from llmsys_suite.audit.run import check_again
 
-    checks = check_again(_run_folder(folder))
+    checks = check_again(_open_run_folder(folder))
     failed = [check for check in checks if not check.passed]
     for check in failed:
         print(f"FAILED {check}")
@@ -192,24 +192,24 @@ def compare(
     ] = 5.0,
 ) -> None:
     """Print which variants became faster or slower, and whether the samples suffice to decide."""
-    from llmsys_suite.report.comparability import warnings
+    from llmsys_suite.report.comparability import list_warnings
     from llmsys_suite.report.compare import compare_runs
 
     if fail_above is not None and not fail_above >= 0:
         raise UsageError(f"expected --fail-above to be a percentage >= 0, got {fail_above:g}")
     if not 0 < margin < 100:
         raise UsageError(f"expected 0 < --margin < 100, a percentage, got {margin:g}")
-    old, new = _run_folder(before), _run_folder(after)
+    old, new = _open_run_folder(before), _open_run_folder(after)
     rows = compare_runs(old, new, margin=margin / 100)
-    for warning in warnings(old, new):
+    for warning in list_warnings(old, new):
         print(f"llmsys: {warning}", file=sys.stderr)
     for row in rows:
         print(row)
     if fail_above is not None:
-        raise typer.Exit(_status_above(rows, fail_above))
+        raise typer.Exit(_report_fail_above(rows, fail_above))
 
 
-def _status_above(rows: list[Comparison], percent: float) -> int:
+def _report_fail_above(rows: list[Comparison], percent: float) -> int:
     """Return the exit status of `--fail-above`; print the slower or the undecided variants."""
     slower = [row.variant for row in rows if row.is_slower_by(percent)]
     undecided = [row.variant for row in rows if row.is_slower_by(percent) is None]
@@ -244,11 +244,11 @@ def sample(
     seed: Annotated[int, typer.Option(help="Seed of the random draws.")] = 0,
 ) -> None:
     """Print a prompt and the text that the trained model of a run generates after it."""
-    from llmsys_suite.text.generation import generate_text, model_of
-    from llmsys_suite.text.tokens import codec_of
+    from llmsys_suite.text.generation import generate_text, load_model
+    from llmsys_suite.text.tokens import load_codec
 
-    run_folder = _run_folder(folder)
-    codec, model = codec_of(run_folder.config, folder), model_of(run_folder)
+    run_folder = _open_run_folder(folder)
+    codec, model = load_codec(run_folder.config, folder), load_model(run_folder)
     written = generate_text(
         model, prompt, max_bytes, temperature=temperature, seed=seed, codec=codec
     )
@@ -262,19 +262,19 @@ def export(
 ) -> None:
     """Write the trained model as a Hugging Face folder, which AutoModelForCausalLM loads."""
     from llmsys_suite.hugging_face import export_model
-    from llmsys_suite.text.generation import model_of
+    from llmsys_suite.text.generation import load_model
 
-    run_folder = _run_folder(folder)
+    run_folder = _open_run_folder(folder)
     tokenizer = folder / "tokenizer.json"
-    export_model(model_of(run_folder), out, tokenizer if tokenizer.exists() else None)
+    export_model(load_model(run_folder), out, tokenizer if tokenizer.exists() else None)
 
 
 @app.command()
 def doctor() -> None:
     """Print the facts about this machine that affect a run, with remedies for problems."""
-    from llmsys_suite.environment import diagnosis
+    from llmsys_suite.environment import diagnose_machine
 
-    for fact, value, remedy in diagnosis():
+    for fact, value, remedy in diagnose_machine():
         print(f"{fact:>16}  {value}" + (f"   -> {remedy}" if remedy else ""))
 
 
@@ -293,7 +293,7 @@ def list_() -> None:
     print("Any other size is written as d_model x d_ff x layers x heads, such as 256x768x6x8.")
 
 
-def _run_folder(path: Path) -> RunFolder:
+def _open_run_folder(path: Path) -> RunFolder:
     from llmsys_suite.folder import RunFolder
 
     return RunFolder.open(path)

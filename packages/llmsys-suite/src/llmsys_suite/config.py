@@ -24,7 +24,7 @@ class Size:
     num_layers: int
     num_heads: int
 
-    def described(self, *, layers: int | None = None, vocabulary: int = 256) -> Transformer:
+    def to_transformer(self, *, layers: int | None = None, vocabulary: int = 256) -> Transformer:
         """Return this size as an `accounting.Transformer`; `layers` replaces `num_layers`."""
         import accounting
 
@@ -56,7 +56,7 @@ def require_known(name: str, value: str, known: Collection[str]) -> None:
         raise UsageError(f"{name} {value!r} is unknown; choose from {', '.join(known)}")
 
 
-def size_of(name: str) -> Size:
+def get_size(name: str) -> Size:
     """Return the size that `name` selects in `SIZES` or describes as WIDTHxFFxLAYERSxHEADS.
 
     Raises:
@@ -78,7 +78,7 @@ def size_of(name: str) -> Size:
             f"even width; make it a multiple of {2 * size.num_heads}"
         )
     try:
-        size.described()
+        size.to_transformer()
     except ValueError as error:
         raise UsageError(f"size {name}: {error}") from None
     return size
@@ -98,7 +98,7 @@ class Layout:
     #: The order of forward and backward passes in the pipeline: "GPipe" or "1F1B".
     schedule: str = "1F1B"
 
-    def why_not(self, size: Size, rows: int) -> str:
+    def explain_refusal(self, size: Size, rows: int) -> str:
         """Return the reason why this layout does not fit a model and `rows`, or an empty string."""
         if size.num_layers < self.pipeline:
             return f"{size.num_layers} layers do not split into {self.pipeline} pipeline stages"
@@ -113,7 +113,7 @@ class Layout:
             return f"{per_replica} rows per replica are fewer than {self.pipeline} pipeline stages"
         return ""
 
-    def num_microbatches(self, rows: int) -> int:
+    def count_microbatches(self, rows: int) -> int:
         """Return the number of microbatches into which a pipeline splits `rows` rows.
 
         A microbatch has two rows. It has one row if `rows` is odd, or if there would be fewer
@@ -121,29 +121,29 @@ class Layout:
         """
         return rows // 2 if rows % 2 == 0 and rows // 2 >= self.pipeline else rows
 
-    def bubble(self, rows: int) -> float:
+    def compute_bubble(self, rows: int) -> float:
         """Return the fraction (p - 1) / (m + p - 1) of a step in which a pipeline rank is idle.
 
         A pipeline of p ranks computes m microbatches, and communication is assumed to take no time
         (Narayanan et al. 2021, section 2.2).
         """
         idle = self.pipeline - 1
-        return idle / (self.num_microbatches(rows) + idle)
+        return idle / (self.count_microbatches(rows) + idle)
 
 
-def possible_layouts(size: Size, world: int, rows: int) -> dict[str, Layout]:
+def list_possible_layouts(size: Size, world: int, rows: int) -> dict[str, Layout]:
     """Return the layouts that the stage `parallel` compares and that fit the model, by name."""
     layouts = {
         "pipeline (GPipe)": Layout(pipeline=world, schedule="GPipe"),
         "pipeline (1F1B)": Layout(pipeline=world),
         "tensor (Megatron)": Layout(tensor=world),
     }
-    if (group := group_size(size, world)) > 1:
+    if (group := find_group_size(size, world)) > 1:
         layouts["data x tensor"] = Layout(data=world // group, tensor=group)
-    return {name: split for name, split in layouts.items() if not split.why_not(size, rows)}
+    return {name: split for name, split in layouts.items() if not split.explain_refusal(size, rows)}
 
 
-def group_size(size: Size, world: int) -> int:
+def find_group_size(size: Size, world: int) -> int:
     """Return the largest divisor of `world` below it, or 1, that divides num_heads and d_ff.
 
     For example, a model with twelve heads trains on eight ranks in two groups of four.
@@ -247,12 +247,12 @@ class RunConfig:
         return cls(**values | paths | {"stages": tuple(values["stages"])})
 
 
-def default_rows(preset: str, world: int) -> int:
+def compute_default_rows(preset: str, world: int) -> int:
     """Return the default number of rows of the global batch."""
     return (16 if preset == "gpu" else 4) * world
 
 
-def with_dependencies(stages: list[str]) -> tuple[str, ...]:
+def add_dependencies(stages: list[str]) -> tuple[str, ...]:
     """Return `stages`, their dependencies and `report`, in the order of a run.
 
     Raises UsageError for an unknown stage.
@@ -270,12 +270,12 @@ def with_dependencies(stages: list[str]) -> tuple[str, ...]:
     return tuple(stage for stage in STAGES if stage in selected)
 
 
-def restarts() -> int:
+def count_restarts() -> int:
     """Return how often torchrun has restarted this run."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))
 
 
-def ranks_on_this_host(world: int) -> int:
+def count_ranks_on_this_host(world: int) -> int:
     """Return how many of `world` ranks run on this host; without torchrun, all of them."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", world))
 

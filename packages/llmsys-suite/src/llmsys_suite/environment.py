@@ -17,7 +17,7 @@ from typing import Any
 GIB = 2**30
 
 
-def environment() -> dict[str, Any]:
+def collect_environment() -> dict[str, Any]:
     """Return the facts about the machine that are stored with every result."""
     import torch
 
@@ -26,14 +26,14 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "platform": platform.platform(),
-        "processor": _cpuinfo("model name") or platform.processor() or platform.machine(),
-        "cpu_flags": _flags(),
-        "cores": usable_cores(),
-        "memory_gib": round(_meminfo("MemTotal") / GIB, 1),
+        "processor": _read_cpuinfo("model name") or platform.processor() or platform.machine(),
+        "cpu_flags": _list_cpu_flags(),
+        "cores": count_usable_cores(),
+        "memory_gib": round(_read_meminfo("MemTotal") / GIB, 1),
         "threads": torch.get_num_threads(),
-        "governor": _first_line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
-        "clock_mhz": _cpuinfo("cpu MHz"),
-        "driver": _driver(),
+        "governor": _read_first_line("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "clock_mhz": _read_cpuinfo("cpu MHz"),
+        "driver": _read_driver_version(),
         "load_average": round(os.getloadavg()[0], 2),
         "gpus": [],
     }
@@ -44,14 +44,14 @@ def environment() -> dict[str, Any]:
     return facts
 
 
-def usable_cores() -> int:
+def count_usable_cores() -> int:
     """Return the number of cores on which this process may run."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
 
 
-def available_memory_bytes(device: str) -> int:
+def read_available_memory_bytes(device: str) -> int:
     """Return the bytes that a new process can allocate on the current GPU or in host memory."""
     if device == "cuda":
         if "RANK" not in os.environ:
@@ -62,10 +62,10 @@ def available_memory_bytes(device: str) -> int:
         import torch
 
         return int(torch.cuda.mem_get_info()[0])
-    return min([_meminfo("MemAvailable"), *control_group_room()])
+    return min([_read_meminfo("MemAvailable"), *read_control_group_room()])
 
 
-def control_group_room(
+def read_control_group_room(
     membership: str = "/proc/self/cgroup", mount: str = "/sys/fs/cgroup"
 ) -> list[int]:
     """Return the bytes that each limited control group of this process can still allocate.
@@ -74,7 +74,7 @@ def control_group_room(
     because the kernel can discard them.
     """
     room = []
-    for line in _lines(membership):
+    for line in _read_lines(membership):
         _, controllers, path = line.split(":", 2)
         if not controllers:
             root = Path(mount)
@@ -90,17 +90,19 @@ def control_group_room(
         for folder in (group, *group.parents):
             if not folder.is_relative_to(root):
                 break
-            bounds = [_first_line(str(folder / f"memory.{name}")) for name in (limit, used)]
+            bounds = [_read_first_line(str(folder / f"memory.{name}")) for name in (limit, used)]
             if all(bound.isdigit() for bound in bounds):
                 total, in_use = map(int, bounds)
-                files = dict(line.split(" ", 1) for line in _lines(str(folder / "memory.stat")))
+                files = dict(
+                    line.split(" ", 1) for line in _read_lines(str(folder / "memory.stat"))
+                )
                 room.append(max(0, total - in_use + int(files.get(cached, 0))))
     return room
 
 
-def peak_memory_bytes() -> int:
+def read_peak_memory_bytes() -> int:
     """Return the peak resident memory of this process in bytes since `forget_peak_memory`."""
-    for line in _lines("/proc/self/status"):
+    for line in _read_lines("/proc/self/status"):
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
     # This value is a fallback, because it starts at the parent's memory and cannot be reset.
@@ -113,7 +115,7 @@ def forget_peak_memory() -> None:
         Path("/proc/self/clear_refs").write_text("5")
 
 
-def signal_name(number: int) -> str:
+def get_signal_name(number: int) -> str:
     """Return the name of a signal, or "signal N", because most real-time signals have no name."""
     try:
         return signal.Signals(number).name
@@ -121,17 +123,17 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def diagnosis() -> list[tuple[str, str, str]]:
+def diagnose_machine() -> list[tuple[str, str, str]]:
     """Return the lines of `llmsys doctor` as (fact, value, remedy or an empty string)."""
     import torch
     import torch.distributed as dist
 
-    facts = environment()
+    facts = collect_environment()
     rows = [(key, str(facts[key]), "") for key in ("python", "torch", "processor", "cores")]
-    memory = available_memory_bytes("cpu") / GIB
+    memory = read_available_memory_bytes("cpu") / GIB
     remedy = "" if memory > 4 else "close other programs until 4 GiB are free"
     rows.append(("memory free", f"{memory:.1f} GiB", remedy))
-    is_busy = facts["load_average"] > 0.5 * usable_cores()
+    is_busy = facts["load_average"] > 0.5 * count_usable_cores()
     remedy = "other programs are running: use ratios, not times" if is_busy else ""
     rows.append(("load average", str(facts["load_average"]), remedy))
     rows.append(("gloo", "yes" if dist.is_gloo_available() else "no", ""))
@@ -146,39 +148,39 @@ def diagnosis() -> list[tuple[str, str, str]]:
     return rows
 
 
-def _cpuinfo(field: str) -> str:
-    for line in _lines("/proc/cpuinfo"):
+def _read_cpuinfo(field: str) -> str:
+    for line in _read_lines("/proc/cpuinfo"):
         if line.startswith(field):
             return line.split(":", 1)[1].strip()
     return ""
 
 
-def _flags() -> list[str]:
+def _list_cpu_flags() -> list[str]:
     """Return the CPU's vector and matrix extensions, which decide the speed of products."""
-    flags = _cpuinfo("flags").split() or _cpuinfo("Features").split()
+    flags = _read_cpuinfo("flags").split() or _read_cpuinfo("Features").split()
     kinds = ("avx", "amx", "fma", "sse4", "asimd", "sve", "i8mm", "bf16", "f16c")
     return sorted(flag for flag in flags if flag.startswith(kinds))
 
 
-def _driver() -> str:
+def _read_driver_version() -> str:
     """Return the version of the GPU's kernel module."""
-    words = _first_line("/proc/driver/nvidia/version").split()
+    words = _read_first_line("/proc/driver/nvidia/version").split()
     return next((word for word in words if word[:1].isdigit() and "." in word), "")
 
 
-def _first_line(path: str) -> str:
-    return next(iter(_lines(path)), "")
+def _read_first_line(path: str) -> str:
+    return next(iter(_read_lines(path)), "")
 
 
-def _lines(path: str) -> list[str]:
+def _read_lines(path: str) -> list[str]:
     try:
         return Path(path).read_text().splitlines()
     except OSError:
         return []
 
 
-def _meminfo(field: str) -> int:
-    for line in _lines("/proc/meminfo"):
+def _read_meminfo(field: str) -> int:
+    for line in _read_lines("/proc/meminfo"):
         if line.startswith(field + ":"):
             return int(line.split()[1]) * 1024
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

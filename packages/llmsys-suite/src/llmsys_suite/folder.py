@@ -48,7 +48,7 @@ class RunFolder:
     @classmethod
     def create(cls, config: RunConfig, environment: dict[str, Any]) -> RunFolder:
         """Claim the folder of `config`, write `environment` into it, and return it."""
-        out = claim(config).out
+        out = claim_folder(config).out
         assert out is not None
         folder = cls(out)
         folder.write_json("env.json", environment)
@@ -145,7 +145,7 @@ class RunFolder:
     def seal(self) -> None:
         """Write the manifest: the format, and the digest of every file outside of subfolders."""
         files = sorted(path for path in self.path.iterdir() if path.is_file())
-        digests = {path.name: _digest(path) for path in files if path.name != MANIFEST}
+        digests = {path.name: _compute_digest(path) for path in files if path.name != MANIFEST}
         self.write_json(MANIFEST, {"format": FORMAT, "files": digests})
 
     def require_whole(self) -> None:
@@ -168,7 +168,7 @@ class RunFolder:
         digests = manifest["files"]
         for name in dict.fromkeys((*RECORDS, *digests)):
             path = self.path / name
-            if digests.get(name) != (_digest(path) if path.exists() else None):
+            if digests.get(name) != (_compute_digest(path) if path.exists() else None):
                 raise UsageError(f"{path} was changed, added or deleted; restore it or run again")
 
     def append_samples(self, samples: Iterable[Sample]) -> None:
@@ -185,7 +185,7 @@ class RunFolder:
         return samples
 
 
-def claim(config: RunConfig) -> RunConfig:
+def claim_folder(config: RunConfig) -> RunConfig:
     """Create the run folder for this run alone, and return `config` with its path.
 
     Without `config.out` the folder is `runs/DATE-TIME`, with a number appended if another run of
@@ -230,29 +230,29 @@ def create_folder(folder: Path, name: str, text: str) -> None:
 
 def to_text(value: Any, indent: int | None = None) -> str:
     """Return a value as JSON text. NaN and infinities become objects that `from_text` converts."""
-    return json.dumps(_tagged(value), indent=indent, allow_nan=False)
+    return json.dumps(_tag_nonfinite(value), indent=indent, allow_nan=False)
 
 
 def from_text(text: str) -> Any:
     """Return the value of a JSON text that `to_text` returned."""
-    return json.loads(text, object_hook=_untagged)
+    return json.loads(text, object_hook=_untag_nonfinite)
 
 
-def _tagged(value: Any) -> Any:
+def _tag_nonfinite(value: Any) -> Any:
     """Return a copy in which each float that is not finite is an object with the key "float"."""
     if isinstance(value, dict):
-        return {key: _tagged(inner) for key, inner in value.items()}
+        return {key: _tag_nonfinite(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):
-        return [_tagged(inner) for inner in value]
+        return [_tag_nonfinite(inner) for inner in value]
     if isinstance(value, float) and not math.isfinite(value):
         return {"float": json.dumps(value)}
     return value
 
 
-def _untagged(values: dict[str, Any]) -> Any:
+def _untag_nonfinite(values: dict[str, Any]) -> Any:
     return float(values["float"]) if values.keys() == {"float"} else values
 
 
-def _digest(path: Path) -> str:
+def _compute_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

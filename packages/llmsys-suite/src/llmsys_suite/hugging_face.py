@@ -50,8 +50,8 @@ def export_model(model: Decoder, folder: Path, tokenizer: Path | None = None) ->
     """
     from safetensors.torch import save_file
 
-    create_folder(folder, "config.json", json.dumps(_config(model.config), indent=1) + "\n")
-    tensors = {transformers_name(name): p.detach() for name, p in model.named_parameters()}
+    create_folder(folder, "config.json", json.dumps(_build_config(model.config), indent=1) + "\n")
+    tensors = {get_transformers_name(name): p.detach() for name, p in model.named_parameters()}
     save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
     if tokenizer is not None:
         shutil.copy(tokenizer, folder / "tokenizer.json")
@@ -90,13 +90,13 @@ def import_model(folder: Path) -> Decoder:
         raise UsageError(f"{folder} cannot be read as a Llama model: {error}") from None
     received = {name: value for name, value in config.items() if value is not None}
     received |= {"rope_theta": ROPE_BASE, "rope_parameters": rope}
-    for name, value in _config(shape).items():
+    for name, value in _build_config(shape).items():
         actual = received.get(name, TRANSFORMERS_DEFAULTS.get(name, value))
         if name not in WITHOUT_EFFECT and actual != value:
             raise UsageError(f"{folder}/config.json: expected {name} {value!r}, got {actual!r}")
     try:
         model.load_state_dict(
-            {name: stored.pop(transformers_name(name)) for name in model.state_dict()}
+            {name: stored.pop(get_transformers_name(name)) for name in model.state_dict()}
         )
     except (KeyError, RuntimeError) as error:
         reason = str(error).splitlines()[-1].strip()
@@ -106,7 +106,7 @@ def import_model(folder: Path) -> Decoder:
     return model
 
 
-def _config(shape: ModelConfig) -> dict[str, Any]:
+def _build_config(shape: ModelConfig) -> dict[str, Any]:
     """Return the content of config.json for a shape."""
     return {
         "architectures": ["LlamaForCausalLM"],
@@ -133,7 +133,7 @@ def _config(shape: ModelConfig) -> dict[str, Any]:
     }
 
 
-def transformers_name(name: str) -> str:
+def get_transformers_name(name: str) -> str:
     """Return the name in transformers of a parameter of this package."""
     block = re.fullmatch(r"blocks\.(\d+)\.(.+)\.weight", name)
     if block:

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llmsys_suite.config import Size, size_of
+from llmsys_suite.config import Size, get_size
 
 #: f(q, k, v, *, is_causal) -> (B, H, T, K); each argument is (B, H, T, K).
 Attention = Callable[..., Any]
@@ -46,12 +46,12 @@ class ModelConfig(Size):
                 f"expected d_model to be a multiple of {2 * self.num_heads}, twice the number of "
                 f"heads, got {self.d_model}"
             )
-        rotary_frequencies(self.d_model // self.num_heads)
+        compute_rotary_frequencies(self.d_model // self.num_heads)
 
     @classmethod
-    def named(cls, size: str, *, vocabulary: int = 256, context: int = 128) -> ModelConfig:
-        """Return the shape of a size that `config.size_of` accepts."""
-        return cls(**vars(size_of(size)), vocabulary=vocabulary, context=context)
+    def from_size(cls, size: str, *, vocabulary: int = 256, context: int = 128) -> ModelConfig:
+        """Return the shape of a size that `config.get_size` accepts."""
+        return cls(**vars(get_size(size)), vocabulary=vocabulary, context=context)
 
 
 def plain_attention(q_BHTK: Tensor, k_BHTK: Tensor, v_BHTK: Tensor, *, is_causal: bool) -> Tensor:
@@ -77,7 +77,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(config, attention) for _ in range(config.num_layers))
         self.norm = nn.RMSNorm(config.d_model, eps=NORM_EPSILON)
         self.head = nn.Linear(config.d_model, config.vocabulary, bias=False)
-        rope = rotary_table(config.d_model // config.num_heads, config.context)
+        rope = compute_rotary_table(config.d_model // config.num_heads, config.context)
         self.register_buffer("rope", rope, persistent=False)
         self.apply(self._initialize)
 
@@ -98,11 +98,11 @@ class Decoder(nn.Module):
         logits_BTV: Tensor = self.head(self.norm(x_BTD))
         return logits_BTV
 
-    def block_list(self) -> list[Block]:
+    def list_blocks(self) -> list[Block]:
         """Return the blocks in order."""
         return [block for block in self.blocks if isinstance(block, Block)]
 
-    def loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+    def compute_loss(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
         """Return the mean cross-entropy in nats per token."""
         return cross_entropy(self(tokens_BT), targets_BT)
 
@@ -183,7 +183,7 @@ class SwiGLU(nn.Module):
         return out_BTD
 
 
-def rotary_frequencies(head_dim: int) -> Tensor:
+def compute_rotary_frequencies(head_dim: int) -> Tensor:
     """Return the angle per position, in radians, of each pair of dims; shape (head_dim / 2,).
 
     See Su et al. 2021, section 3.2. Raises ValueError if `head_dim` is odd.
@@ -198,15 +198,15 @@ def rotary_frequencies(head_dim: int) -> Tensor:
     return ROPE_BASE ** (-even_dims / head_dim)
 
 
-def rotary_table(head_dim: int, context: int) -> Tensor:
+def compute_rotary_table(head_dim: int, context: int) -> Tensor:
     """Return cosines and sines of the rotary angles: float32, (2, context, head_dim / 2)."""
     position = torch.arange(context, dtype=torch.float64)
-    angle = position[:, None] * rotary_frequencies(head_dim).to(position.device)
+    angle = position[:, None] * compute_rotary_frequencies(head_dim).to(position.device)
     return torch.stack((angle.cos(), angle.sin())).float()
 
 
 def rotate(x_BHTK: Tensor, rope: Tensor) -> Tensor:
-    """Rotate dims i and i + K / 2 of each position by the angles in `rope`, see `rotary_table`.
+    """Rotate dims i and i + K / 2 of each position by the angles of `compute_rotary_table`.
 
     Raises ValueError if K is odd or `rope` is not of shape (2, T, K / 2).
     """

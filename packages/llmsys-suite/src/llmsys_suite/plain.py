@@ -13,7 +13,7 @@ from torch import Tensor
 Weights = dict[str, Tensor]
 
 
-def batch(text: bytes, rows: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
+def draw_batch(text: bytes, rows: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
     """Return tokens and targets (rows, context) of windows at offsets drawn from (seed, step)."""
     twister = np.random.MT19937()
     twister._legacy_seeding((seed * 1_000_003 + step) % 2**32)  # like torch.manual_seed
@@ -22,7 +22,9 @@ def batch(text: bytes, rows: int, context: int, seed: int, step: int) -> tuple[T
     return windows[:, :-1], windows[:, 1:]
 
 
-def logits(w: Weights, tokens: Tensor, heads: int, patterns: list[Tensor] | None = None) -> Tensor:
+def compute_logits(
+    w: Weights, tokens: Tensor, heads: int, patterns: list[Tensor] | None = None
+) -> Tensor:
     """Return logits (B, T, V); append the attention (B, H, T, T) of each block to `patterns`."""
     x_BTD = w["embedding.weight"][tokens]
     for block in (f"blocks.{i}." for i in range((len(w) - 3) // 9)):  # 9 weights per block, 3 more
@@ -43,9 +45,9 @@ def logits(w: Weights, tokens: Tensor, heads: int, patterns: list[Tensor] | None
     return norm(x_BTD, w["norm.weight"]) @ w["head.weight"].T
 
 
-def loss(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> Tensor:
+def compute_loss(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> Tensor:
     """Return the mean cross-entropy per token, in nats."""
-    z_BTV = logits(w, tokens, heads)
+    z_BTV = compute_logits(w, tokens, heads)
     return (z_BTV.logsumexp(-1, keepdim=True) - z_BTV.gather(-1, targets[..., None])).mean()
 
 
@@ -64,10 +66,10 @@ def rotate(x_BHTK: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), -1)
 
 
-def gradients(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> tuple[float, Weights]:
+def backpropagate(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> tuple[float, Weights]:
     """Return the loss and its gradient with respect to every weight."""
     leaves = {name: x.detach().requires_grad_() for name, x in w.items()}
-    value = loss(leaves, tokens, targets, heads)
+    value = compute_loss(leaves, tokens, targets, heads)
     grads = torch.autograd.grad(value, list(leaves.values()))
     return float(value.detach()), dict(zip(leaves, grads, strict=True))
 
@@ -103,7 +105,7 @@ def train(
     measured = []
     for step in range(steps):
         start_time = time.perf_counter()
-        value, grads = gradients(w, *batch(text, *shape, seed=0, step=step), heads)
+        value, grads = backpropagate(w, *draw_batch(text, *shape, seed=0, step=step), heads)
         w = optimizer.step(w, grads)
         measured.append((value, time.perf_counter() - start_time))
     return w, measured
@@ -111,8 +113,8 @@ def train(
 
 def check_gradients(w: Weights, tokens: Tensor, targets: Tensor, heads: int) -> float:
     """Return the relative error of the gradient g, by finite differences of the loss along g."""
-    _, g = gradients(w, tokens, targets, heads)
-    w_plus = {n: w[n] + 1e-4 * g[n] for n in w}
-    w_minus = {n: w[n] - 1e-4 * g[n] for n in w}
-    rise = float(loss(w_plus, tokens, targets, heads) - loss(w_minus, tokens, targets, heads))
-    return abs(rise / (2e-4 * sum(float((x * x).sum()) for x in g.values())) - 1)
+    _, g = backpropagate(w, tokens, targets, heads)
+    plus, minus = ({n: w[n] + h * g[n] for n in w} for h in (1e-4, -1e-4))
+    higher, lower = (float(compute_loss(x, tokens, targets, heads)) for x in (plus, minus))
+    squares = sum(float((x * x).sum()) for x in g.values())
+    return abs((higher - lower) / (2e-4 * squares) - 1)

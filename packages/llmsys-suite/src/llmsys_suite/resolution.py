@@ -20,11 +20,11 @@ from llmsys_suite.config import (
     Layout,
     RunConfig,
     UsageError,
+    add_dependencies,
+    compute_default_rows,
     count_gpus,
-    default_rows,
+    get_size,
     require_known,
-    size_of,
-    with_dependencies,
 )
 
 #: Minimum of each integer field of a configuration.
@@ -73,15 +73,15 @@ def resolve(
     preset = preset or ("gpu" if gpus else "cpu")
     options = {name: value for name, value in options.items() if value is not None}
     options |= {name: Path(options[name]) for name in ("data", "resume") if name in options}
-    world = _num_ranks(world, default=gpus if preset == "gpu" else 2)
+    world = _resolve_num_ranks(world, default=gpus if preset == "gpu" else 2)
     if backend == "auto":
         backend = "nccl" if preset == "gpu" else "gloo"
     config = RunConfig(
-        stages=with_dependencies(stages or list(STAGES)),
+        stages=add_dependencies(stages or list(STAGES)),
         preset=preset,
         world=world,
         backend=backend,
-        rows=default_rows(preset, world),
+        rows=compute_default_rows(preset, world),
         out=None if out is None else Path(out),
     )
     if preset == "gpu":
@@ -93,7 +93,7 @@ def resolve(
     return config
 
 
-def _num_ranks(world: int | None, default: int) -> int:
+def _resolve_num_ranks(world: int | None, default: int) -> int:
     """Return the number of ranks of torchrun; without torchrun, the requested or default number.
 
     Raises UsageError if `world` contradicts torchrun, or if RANK is set without a valid WORLD_SIZE.
@@ -132,12 +132,12 @@ def check(config: RunConfig) -> None:
 
 
 def _check_names(config: RunConfig) -> None:
-    if config.stages != with_dependencies(list(config.stages)):
-        required = ", ".join(with_dependencies(list(config.stages)))
+    if config.stages != add_dependencies(list(config.stages)):
+        required = ", ".join(add_dependencies(list(config.stages)))
         raise UsageError(
             f"expected the stages {required}, in this order, got {', '.join(config.stages)}"
         )
-    size_of(config.size)
+    get_size(config.size)
     require_known("dtype", config.dtype, DTYPES)
     if config.dtype == "tf32" and config.device != "cuda":
         raise UsageError(f"dtype tf32 needs a CUDA device, got preset {config.preset}; use fp32")
@@ -221,7 +221,7 @@ def _check_learn(config: RunConfig) -> None:
     if config.world % (config.pipeline * config.tensor):
         raise UsageError(f"{split}: their product must divide the {config.world} ranks")
     layout = Layout(config.data_parallel, config.pipeline, config.tensor)
-    if reason := layout.why_not(size_of(config.size), config.rows):
+    if reason := layout.explain_refusal(get_size(config.size), config.rows):
         raise UsageError(f"{split}: {reason}")
     if config.clip is not None and not 0 < config.clip < math.inf:
         raise UsageError(f"expected a finite --clip > 0, got {config.clip}")

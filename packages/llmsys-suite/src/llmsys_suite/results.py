@@ -184,7 +184,7 @@ def from_json(stages: Mapping[str, Row]) -> dict[str, Any]:
     return loaded
 
 
-def cell(value: Any) -> str:
+def format_cell(value: Any) -> str:
     """Return the text of a table cell: a float has three digits, or all before the point."""
     if isinstance(value, bool):
         return "yes" if value else "no"

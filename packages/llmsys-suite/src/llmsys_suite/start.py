@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.environment import GIB, available_memory_bytes
-from llmsys_suite.folder import RunFolder, claim
+from llmsys_suite.environment import GIB, read_available_memory_bytes
+from llmsys_suite.folder import RunFolder, claim_folder
 from llmsys_suite.resolution import check
 from llmsys_suite.text.data import read_text, require_text
 from llmsys_suite.text.tokens import require_tokenizer
@@ -54,12 +54,12 @@ def execute(config: RunConfig) -> tuple[int, Path]:
 
         require_resumable(config, config.resume)
     if "RANK" in os.environ:
-        from llmsys_suite.ranks.worker import work
+        from llmsys_suite.ranks.worker import run_rank
 
-        return work(config)
+        return run_rank(config)
     from llmsys_suite.ranks.launch import launch
 
-    config = claim(config)
+    config = claim_folder(config)
     assert config.out is not None
     return launch(config), config.out
 
@@ -74,7 +74,7 @@ def _require_memory(config: RunConfig) -> None:
     if {*config.stages} <= WITHOUT_MODEL:
         return
     needed = predict(config).host_peak_bytes
-    available = available_memory_bytes(config.device)
+    available = read_available_memory_bytes(config.device)
     if needed > available:
         # Each GPU serves one rank, so fewer ranks would not free memory on it.
         remedy = "a smaller --size" + ("" if config.device == "cuda" else " or --world")

@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from paramserver.arguments import require_integer
 from paramserver.consistency import LocalSteps, as_local_steps
-from paramserver.local_training import LocalTraining
+from paramserver.local_steps.local_training import LocalTraining
 from paramserver.optimizers import OptimizerFactory
-from paramserver.parameters import require_unchanged, trainable_parameters
+from paramserver.parameters import get_trainable_parameters, require_unchanged
 from paramserver.partition import partition
 from paramserver.payload import Changes, Gradients
-from paramserver.protocol.replica import layout
-from paramserver.running.arguments import require_integer
+from paramserver.protocol.replica import format_layout
 from paramserver.server import Server
 from paramserver.transport.connection import Connection
 from paramserver.transport.exchange import Exchange
@@ -84,13 +84,13 @@ class Worker:
             )
         self.module = module
         self.rank = rank
-        self._parameters = trainable_parameters(module)
+        self._parameters = get_trainable_parameters(module)
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
         self._connections = [
             s.connect(rank, module) if isinstance(s, Server) else s for s in servers
         ]
         shards = partition(self._parameters, len(servers))
-        layouts = [layout(shard, local) for shard in shards]
+        layouts = [format_layout(shard, local) for shard in shards]
         payload_type = partial(Changes, local) if local else Gradients
         self._payload: Gradients = payload_type(self._parameters, shards, self._connections)
         self._has_finished = False
@@ -104,10 +104,7 @@ class Worker:
 
     @property
     def clock(self) -> int:
-        """Logical time: the clock at which this worker joined plus its accepted pushes since then.
-
-        The policy compares the clocks of workers.
-        """
+        """Logical time: the clock when this worker joined plus its accepted pushes since then."""
         return self._exchange.session.clock
 
     @property

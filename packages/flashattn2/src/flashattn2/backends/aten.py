@@ -128,14 +128,14 @@ def backward(
     """
     if grad_lse is not None or find_obstacle(q, k, spec):
         return tiled.backward(q, k, v, out, lse, grad_out, grad_lse, spec)
-    return gradients(q, k, v, out, lse, grad_out, spec)
+    return compute_gradients(q, k, v, out, lse, grad_out, spec)
 
 
-def gradients(
+def compute_gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v of an input that the kernel supports."""
-    grads = _kernel_gradients(q, k, v, out, lse, grad_out, spec)
+    grads = _compute_kernel_gradients(q, k, v, out, lse, grad_out, spec)
     if type(lse) is Tensor and not lse.amax() < torch.inf:
         # The softmax of a row with an infinite score is NaN.  See Note [Lost NaN].
         lse = lse.masked_fill(lse == torch.inf, torch.nan)
@@ -146,13 +146,13 @@ def gradients(
     return grads
 
 
-def _kernel_gradients(
+def _compute_kernel_gradients(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, grad_out: Tensor, spec: AttentionSpec
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Return the gradients of q, k and v by the kernel."""
     if q.dtype == torch.float16:
         q, k, v, out, grad_out = (x.float() for x in (q, k, v, out, grad_out))
-        dq, dk, dv = _kernel_gradients(q, k, v, out, lse, grad_out, spec)
+        dq, dk, dv = _compute_kernel_gradients(q, k, v, out, lse, grad_out, spec)
         return dq.half(), dk.half(), dv.half()
     dim, v_dim = q.shape[-1], v.shape[-1]
     if not q.stride(-1) == k.stride(-1) == v.stride(-1) == grad_out.stride(-1) == 1:

@@ -4,7 +4,7 @@ The forward pass stores no scores, only the log-sum-exp L of each row; the backw
 each tile of P from L.  Tiles outside the band are skipped, tiles on its edge are masked, and the
 other tiles need no mask.  The query heads of one key head are rows of the same tile, so
 grouped-query attention uses the same matrix products with more rows.  For float32 and float64
-inputs the backward pass differs from Algorithm 2: see `row_sums`.
+inputs the backward pass differs from Algorithm 2: see `compute_row_sums`.
 
 Shapes: n = batch · kv_heads, g = query heads per key head, t and u = rows of a query and key tile.
 """
@@ -32,12 +32,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     lse = q_.new_full(q.shape[:-1], -torch.inf)
     out_ = out.view(*q_.shape[:-1], v.shape[-1])
     lse_ = lse.view(q_.shape[:-1])
-    for rows in tiles.queries():
+    for rows in tiles.iter_queries():
         q_i = q_[:, :, rows].flatten(1, 2)  # [n, g·t, d]
         o_i = q_i.new_zeros(*q_i.shape[:-1], v.shape[-1])  # [n, g·t, d_v]
         m_i = q_i.new_full(q_i.shape[:2], -torch.inf)  # the row maximum so far
         l_i = torch.zeros_like(m_i)  # the row sum so far, relative to the maximum
-        for columns, hidden in tiles.keys(rows, q.device):
+        for columns, hidden in tiles.iter_keys(rows, q.device):
             s_ij = compute_scores(q_i, k_[:, columns], spec, hidden)  # [n, g·t, u]
             m_new = torch.maximum(m_i, s_ij.amax(-1))
             # The maximum is -inf while all scores are, and -inf - -inf would be NaN.
@@ -72,22 +72,22 @@ def backward(
     q_ = group_queries(q, k)
     k_ = flatten_heads(k)
     v_ = flatten_heads(v)
-    do_, lse_ = group_queries(grad_out, k), row_lse(lse, k)
-    delta = row_delta(out, grad_out, grad_lse, k)
+    do_, lse_ = group_queries(grad_out, k), compute_row_lse(lse, k)
+    delta = compute_row_delta(out, grad_out, grad_lse, k)
     dl_ = None if grad_lse is None else _group_rows(grad_lse, k)
     # Gradients are contiguous, as in the operator's fake kernel; `zeros_like` would keep strides.
     dq = q_.new_zeros(q_.shape)
     dk = k_.new_zeros(k_.shape)
     dv = v_.new_zeros(v_.shape)
-    for rows in tiles.queries():
+    for rows in tiles.iter_queries():
         q_i, do_i = q_[:, :, rows].flatten(1, 2), do_[:, :, rows].flatten(1, 2)  # [n, g·t, d]
         l_i, d_i = (x[:, :, rows].flatten(1, 2)[..., None] for x in (lse_, delta))
         norm_i = None
         if q.dtype == q_.dtype:
-            norm_i, pdp_i = row_sums(q_i, k_, v_, l_i, do_i, tiles, rows)
+            norm_i, pdp_i = compute_row_sums(q_i, k_, v_, l_i, do_i, tiles, rows)
             d_i = pdp_i if dl_ is None else pdp_i - dl_[:, :, rows].flatten(1, 2)[..., None]
         dq_i = torch.zeros_like(q_i)
-        for columns, hidden in tiles.keys(rows, q.device):
+        for columns, hidden in tiles.iter_keys(rows, q.device):
             k_j, v_j = k_[:, columns], v_[:, columns]  # [n, u, d]
             s_ij = compute_scores(q_i, k_j, spec, hidden)  # [n, g·t, u]
             slope = 1 - (s_ij / spec.softcap) ** 2 if spec.softcap else None
@@ -105,7 +105,7 @@ def backward(
     return dq.view(q.shape).to(q.dtype), dk.view(k.shape).to(k.dtype), dv.view(v.shape).to(v.dtype)
 
 
-def row_sums(
+def compute_row_sums(
     q_i: Tensor, k: Tensor, v: Tensor, l_i: Tensor, do_i: Tensor, tiles: "Tiles", rows: slice
 ) -> tuple[Tensor, Tensor]:
     """Return 1 / rowsum(P) and the normalized rowsum(P ∘ dP), both `[n, g·t, 1]`.
@@ -117,7 +117,7 @@ def row_sums(
     cost is two matrix products in addition to the five of Algorithm 2.
     """
     p_i, pdp_i = torch.zeros_like(l_i), torch.zeros_like(l_i)
-    for columns, hidden in tiles.keys(rows, q_i.device):
+    for columns, hidden in tiles.iter_keys(rows, q_i.device):
         p_ij = compute_scores(q_i, k[:, columns], tiles.spec, hidden).sub_(l_i).exp_()
         p_i += p_ij.sum(-1, keepdim=True)
         pdp_i += p_ij.mul_(do_i @ v[:, columns].mT).sum(-1, keepdim=True)
@@ -134,18 +134,18 @@ class Tiles:
     seq_q: int
     seq_k: int
 
-    def queries(self) -> Iterator[slice]:
+    def iter_queries(self) -> Iterator[slice]:
         """Yield the row range of each tile of queries, in order."""
         for start in range(0, self.seq_q, TILE):
             yield slice(start, min(start + TILE, self.seq_q))
 
-    def keys(self, rows: slice, device: torch.device) -> Iterator[tuple[slice, Tensor | None]]:
+    def iter_keys(self, rows: slice, device: torch.device) -> Iterator[tuple[slice, Tensor | None]]:
         """Yield each tile of keys that the rows see and its mask of hidden keys.
 
         The mask is None if every row sees all keys of the tile.
         """
         shift = self.seq_k - self.seq_q
-        start, all_start, all_stop, stop = self.spec.key_ranges(
+        start, all_start, all_stop, stop = self.spec.compute_key_ranges(
             rows.start, rows.stop, shift, self.seq_k
         )
         for first in range(start // TILE * TILE, stop, TILE):
@@ -154,7 +154,7 @@ class Tiles:
             if columns.start < all_start or columns.stop > all_stop:
                 queries = torch.arange(rows.start, rows.stop, device=device)
                 keys = torch.arange(columns.start, columns.stop, device=device)
-                hidden = self.spec.hidden_mask(queries, keys, shift)
+                hidden = self.spec.make_hidden_mask(queries, keys, shift)
             yield columns, hidden
 
 
@@ -171,13 +171,13 @@ def compute_scores(q_i: Tensor, k_j: Tensor, spec: AttentionSpec, hidden: Tensor
     return s_ij
 
 
-def row_lse(lse: Tensor, k: Tensor) -> Tensor:
+def compute_row_lse(lse: Tensor, k: Tensor) -> Tensor:
     """Return L as `[n, g, seq]`, with +inf in rows that see no key so that exp(s - L) is 0."""
     rows = _group_rows(lse, k)
     return rows.masked_fill(rows == -torch.inf, torch.inf)
 
 
-def row_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, k: Tensor) -> Tensor:
+def compute_row_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, k: Tensor) -> Tensor:
     """Return D = rowsum(dO ∘ O) - dL as `[n, g, seq]`."""
     delta = torch.linalg.vecdot(to_accumulation_dtype(grad_out), to_accumulation_dtype(out))
     if grad_lse is not None:

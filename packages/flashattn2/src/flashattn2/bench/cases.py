@@ -15,9 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn2.attention import flash_attention_varlen
-from flashattn2.bench.implementations import Attention, causal, fused_kernels
-from flashattn2.bench.measure import elapsed_ms, graph_ms, peak_extra_bytes, read_cpu_name, time_ms
-from flashattn2.bench.rounds import Rate, Row, attempt, time_rows
+from flashattn2.bench.implementations import Attention, list_causal_kernels, list_fused_kernels
+from flashattn2.bench.measure import (
+    measure_elapsed_ms,
+    measure_graph_ms,
+    measure_ms,
+    measure_peak_extra_bytes,
+    read_cpu_name,
+)
+from flashattn2.bench.rounds import Rate, Row, attempt, measure_rows
 from flashattn2.kvcache import flash_attention_with_kvcache
 
 DEVICES = ("cpu", "cuda")
@@ -26,10 +32,10 @@ PASSES = ("forward", "backward", "both")
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     """Return the rows of every case; the first row describes the machine."""
-    return list(measured_rows(device, quick, tuple(CASES)))
+    return list(measure_cases(device, quick, tuple(CASES)))
 
 
-def measured_rows(device: str, quick: bool, cases: Sequence[str]) -> Iterator[Row]:
+def measure_cases(device: str, quick: bool, cases: Sequence[str]) -> Iterator[Row]:
     """Yield a row that describes the machine, and then the rows of each case."""
     if device not in DEVICES:
         raise ValueError(
@@ -61,7 +67,7 @@ def count_flops(shape: tuple[int, int, int, int], pass_name: str, is_causal: boo
     return forward * {"forward": 1.0, "backward": 2.5, "both": 3.5}[pass_name]
 
 
-def flash(device: str, quick: bool) -> Iterator[Row]:
+def measure_flash(device: str, quick: bool) -> Iterator[Row]:
     """Yield the rows of causal attention with batch 1 and one head."""
     if device == "cuda":
         grid = itertools.product([torch.bfloat16], [64, 128], [128, 1024, 4096, 16384])
@@ -70,14 +76,14 @@ def flash(device: str, quick: bool) -> Iterator[Row]:
     else:
         grid = itertools.product([torch.float32, torch.bfloat16], [16, 64], [128, 1024, 4096])
     for dtype, dim, seq in grid:
-        attentions = causal(device, quick)
+        attentions = list_causal_kernels(device, quick)
         yield from compare("flash", attentions, (1, 1, seq, dim), dtype, device, quick)
 
 
-def train(device: str, quick: bool) -> Iterator[Row]:
+def measure_train(device: str, quick: bool) -> Iterator[Row]:
     """Yield rows for a full GPU (16384 tokens of width 2048), or for a small batch on a CPU."""
     if device != "cuda":
-        attentions = causal(device, quick)
+        attentions = list_causal_kernels(device, quick)
         yield from compare("train", attentions, (2, 4, 512, 64), torch.float32, device, quick)
         return
     seqs = (512,) if quick else (512, 1024, 2048, 4096, 8192, 16384)
@@ -85,7 +91,7 @@ def train(device: str, quick: bool) -> Iterator[Row]:
         (64,) if quick else (64, 128), (True, False), seqs
     ):
         shape = (max(1, 16384 // seq), 2048 // dim, seq, dim)
-        attentions = fused_kernels(is_causal)
+        attentions = list_fused_kernels(is_causal)
         yield from compare("train", attentions, shape, torch.bfloat16, device, quick, is_causal)
 
 
@@ -112,14 +118,14 @@ def compare(
     }
     prepared, failures = prepare_passes(attentions, (q, k, v), grad)
     both = {name: runs["both"] for name, runs in prepared.items()}
-    peaks = {name: peak_extra_bytes(run, device) / 2**20 for name, run in both.items()}
+    peaks = {name: measure_peak_extra_bytes(run, device) / 2**20 for name, run in both.items()}
     # On a GPU, each time is already a median of many runs.
     rounds = 3 if quick or device == "cuda" else 5
     for pass_name in PASSES:
         rate = Rate("tflops", count_flops(shape, pass_name, is_causal) / 1e9)
         runs = {name: passes[pass_name] for name, passes in prepared.items()}
-        timer = functools.partial(time_ms, device=device)
-        for row in time_rows({**labels, "pass": pass_name}, runs, failures, rate, rounds, timer):
+        timer = functools.partial(measure_ms, device=device)
+        for row in measure_rows({**labels, "pass": pass_name}, runs, failures, rate, rounds, timer):
             yield {**row, "peak_mib": peaks.get(str(row["impl"]), row["time_ms"])}
 
 
@@ -148,7 +154,7 @@ def prepare_passes(
     return attempt({name: functools.partial(prepare, f) for name, f in attentions.items()})
 
 
-def packed(device: str, quick: bool) -> Iterator[Row]:
+def measure_packed(device: str, quick: bool) -> Iterator[Row]:
     """Yield rows for causal attention of 16384 packed tokens, and for torch's `varlen_attn`.
 
     As in a batch of documents, many sequences are short and a few are long.  On a CPU there are no
@@ -177,11 +183,11 @@ def packed(device: str, quick: bool) -> Iterator[Row]:
             work = sum(count_flops((1, heads, n, dim), pass_name) for n in lengths)
             labels: Row = {"case": "packed", "dim": dim, "pass": pass_name}
             runs = {name: passes[pass_name] for name, passes in prepared.items()}
-            timer = functools.partial(time_ms, device=device)
-            yield from time_rows(labels, runs, failures, Rate("tflops", work / 1e9), 3, timer)
+            timer = functools.partial(measure_ms, device=device)
+            yield from measure_rows(labels, runs, failures, Rate("tflops", work / 1e9), 3, timer)
 
 
-def decode(device: str, quick: bool) -> Iterator[Row]:
+def measure_decode(device: str, quick: bool) -> Iterator[Row]:
     """Yield rows for one decoded token: append its key and value, then attend to all keys.
 
     SDPA does the same work: two copies into the caches, and a call on views of the filled part with
@@ -217,17 +223,17 @@ def decode(device: str, quick: bool) -> Iterator[Row]:
         }
         rate = Rate("gbps", 2 * batch * kv_heads * (keys + 1) * dim * dtype.itemsize / 1e6)
         if device == "cpu":
-            yield from time_rows(labels, runs, failures, rate, 31, _decoding_ms)
+            yield from measure_rows(labels, runs, failures, rate, 31, _measure_decoding_ms)
             continue
-        timer = functools.partial(time_ms, device=device)
-        yield from time_rows(labels, runs, failures, rate, 9, timer)
-        for row in time_rows(labels, runs, {}, rate, 3, graph_ms):
+        timer = functools.partial(measure_ms, device=device)
+        yield from measure_rows(labels, runs, failures, rate, 9, timer)
+        for row in measure_rows(labels, runs, {}, rate, 3, measure_graph_ms):
             yield {**row, "impl": f"{row['impl']}, CUDA graph"}
 
 
-def _decoding_ms(run: Callable[[], Any]) -> float:
+def _measure_decoding_ms(run: Callable[[], Any]) -> float:
     """Return the mean time of ten runs, because one run on a CPU is too short to be timed."""
-    return elapsed_ms(run, 10) / 10
+    return measure_elapsed_ms(run, 10) / 10
 
 
 def _append_and_attend(q: Tensor, k: Tensor, v: Tensor, new: Tensor, keys: int) -> Tensor:
@@ -239,4 +245,9 @@ def _append_and_attend(q: Tensor, k: Tensor, v: Tensor, new: Tensor, keys: int) 
 
 
 #: The function of each case.
-CASES = {"flash": flash, "train": train, "packed": packed, "decode": decode}
+CASES = {
+    "flash": measure_flash,
+    "train": measure_train,
+    "packed": measure_packed,
+    "decode": measure_decode,
+}

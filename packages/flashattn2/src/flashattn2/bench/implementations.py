@@ -16,7 +16,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 @functools.cache
-def causal(device: str, quick: bool) -> dict[str, Attention]:
+def list_causal_kernels(device: str, quick: bool) -> dict[str, Attention]:
     """Return the available implementations of causal attention, ours first."""
     plain = functools.partial(attention_reference, is_causal=True)
     attentions: dict[str, Attention] = {
@@ -27,23 +27,23 @@ def causal(device: str, quick: bool) -> dict[str, Attention]:
     if not quick:
         attentions["compiled"] = torch.compile(plain)
     if device == "cpu":
-        return {**attentions, "sdpa": restricted_torch_sdpa(True, SDPBackend.FLASH_ATTENTION)}
-    return {**attentions, **fused_kernels(True)}
+        return {**attentions, "sdpa": restrict_torch_sdpa(True, SDPBackend.FLASH_ATTENTION)}
+    return {**attentions, **list_fused_kernels(True)}
 
 
-def fused_kernels(is_causal: bool) -> dict[str, Attention]:
+def list_fused_kernels(is_causal: bool) -> dict[str, Attention]:
     """Return the GPU kernels for training in half precision, ours first."""
     ours = functools.partial(flash_attention, is_causal=is_causal)
     return {
         "ours": ours,
         "ours atomic": functools.partial(ours, deterministic=False),
         "ours triton": functools.partial(ours, backend="triton"),
-        "sdpa flash": restricted_torch_sdpa(is_causal, SDPBackend.FLASH_ATTENTION),
-        "sdpa cudnn": restricted_torch_sdpa(is_causal, SDPBackend.CUDNN_ATTENTION),
+        "sdpa flash": restrict_torch_sdpa(is_causal, SDPBackend.FLASH_ATTENTION),
+        "sdpa cudnn": restrict_torch_sdpa(is_causal, SDPBackend.CUDNN_ATTENTION),
     }
 
 
-def restricted_torch_sdpa(is_causal: bool, backend: SDPBackend) -> Attention:
+def restrict_torch_sdpa(is_causal: bool, backend: SDPBackend) -> Attention:
     """Return torch's attention, restricted to one backend."""
 
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

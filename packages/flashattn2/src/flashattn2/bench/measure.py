@@ -10,23 +10,23 @@ from typing import Any
 import torch
 
 
-def time_ms(run: Callable[[], Any], device: str) -> float:
+def measure_ms(run: Callable[[], Any], device: str) -> float:
     """Return the milliseconds of one run: the median of `do_bench` on a GPU, one run on a CPU."""
     if device == "cuda":
         from triton.testing import do_bench
 
         return float(do_bench(run, warmup=5, rep=20, return_mode="median"))
-    return elapsed_ms(run, 1)
+    return measure_elapsed_ms(run, 1)
 
 
-def graph_ms(run: Callable[[], Any]) -> float:
+def measure_graph_ms(run: Callable[[], Any]) -> float:
     """Return the median milliseconds of one run in a replayed CUDA graph."""
     from triton.testing import do_bench_cudagraph
 
     return float(do_bench_cudagraph(run, rep=20, return_mode="median"))
 
 
-def elapsed_ms(run: Callable[[], Any], passes: int) -> float:
+def measure_elapsed_ms(run: Callable[[], Any], passes: int) -> float:
     """Return the total milliseconds of several runs on a CPU."""
     start = time.perf_counter()
     for _ in range(passes):
@@ -34,7 +34,7 @@ def elapsed_ms(run: Callable[[], Any], passes: int) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
-def peak_extra_bytes(run: Callable[[], Any], device: str = "cpu") -> int:
+def measure_peak_extra_bytes(run: Callable[[], Any], device: str = "cpu") -> int:
     """Return the peak of allocated bytes during a run, minus the bytes allocated before.
 
     On a CPU the profiler counts every allocation and release, including those inside torch's

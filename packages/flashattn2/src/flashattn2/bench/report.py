@@ -20,27 +20,27 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the rows, and nothing else, to this file")
     arguments = parser.parse_args(argv)
     rows = []
-    for row in cases.measured_rows(arguments.device, arguments.quick, arguments.cases):
+    for row in cases.measure_cases(arguments.device, arguments.quick, arguments.cases):
         rows.append(row)
         if arguments.json:
             # Replace the file after every row, so that an interrupted run keeps its measurements.
             part = arguments.json.with_name(f"{arguments.json.name}.{os.getpid()}.part")
             part.write_text(json.dumps(rows, indent=1) + "\n")
             part.replace(arguments.json)
-    print(table(rows))
+    print(format_table(rows))
 
 
-def table(rows: list[Row]) -> str:
+def format_table(rows: list[Row]) -> str:
     """Return the rows as aligned text, with one block per set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
-        cells = [columns, *(tuple(_cell(v) for v in row.values()) for row in group)]
+        cells = [columns, *(tuple(_format_cell(v) for v in row.values()) for row in group)]
         widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
         lines = ("  ".join(c.rjust(w) for c, w in zip(line, widths, strict=True)) for line in cells)
         blocks.append("\n".join(lines))
     return "\n\n".join(blocks)
 
 
-def _cell(value: float | int | str) -> str:
+def _format_cell(value: float | int | str) -> str:
     """Return the text of one cell, with four significant digits for floats."""
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -33,7 +33,7 @@ def attempt(functions: Mapping[str, Callable[[], Any]]) -> tuple[dict[str, Any],
     return results, failures
 
 
-def time_rows(
+def measure_rows(
     labels: Row,
     runs: Mapping[str, Callable[[], Any]],
     failures: Mapping[str, str],

@@ -37,7 +37,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from flashattn2.hopper.forward import PRODUCER_REGISTERS
-from flashattn2.hopper.tma import add_tile, descriptor, load_tile, row_descriptor, store_tile
+from flashattn2.hopper.tma import (
+    add_tile,
+    load_tile,
+    make_descriptor,
+    make_row_descriptor,
+    store_tile,
+)
 from flashattn2.kernels import launch, row_sums
 from flashattn2.kernels.tiles import is_visible, key_ranges, program, query_ranges
 from flashattn2.spec import AttentionSpec
@@ -321,7 +327,7 @@ def backward(
     grad_lse: Tensor | None, spec: AttentionSpec, deterministic: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v."""
-    dq, dk, dv = (launch.empty_like_layout(x) for x in (q, k, v))
+    dq, dk, dv = (launch.make_empty_like(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, out, grad_out = (
@@ -330,18 +336,18 @@ def backward(
     )
     heads, seq_q, dim = q.shape[1:]
     group, tile = heads // k.shape[1], TILES[dim]
-    lse, delta = row_sums.padded_statistics(out, grad_out, grad_lse, lse.contiguous())
-    score_scale = launch.score_factors(spec, False)[2]
+    lse, delta = row_sums.compute_padded_statistics(out, grad_out, grad_lse, lse.contiguous())
+    score_scale = launch.compute_score_factors(spec, False)[2]
 
     def run(resident, streamed, to, by_key, to_dq=None):
         tiles = launch.cdiv(resident[0].shape[2], RESIDENT)
         queries = tile.rows if by_key else RESIDENT
         backward_kernel[(tiles * resident[0].shape[0] * resident[0].shape[1],)](
-            *(descriptor(x, RESIDENT) for x in resident),
-            *(descriptor(x, tile.rows) for x in streamed),
-            row_descriptor(lse, queries), row_descriptor(delta, queries),
-            None if to_dq is None else descriptor(to_dq, tile.rows),
-            *(None if x is None else descriptor(x, RESIDENT) for x in to),
+            *(make_descriptor(x, RESIDENT) for x in resident),
+            *(make_descriptor(x, tile.rows) for x in streamed),
+            make_row_descriptor(lse, queries), make_row_descriptor(delta, queries),
+            None if to_dq is None else make_descriptor(to_dq, tile.rows),
+            *(None if x is None else make_descriptor(x, RESIDENT) for x in to),
             spec.scale, score_scale, tiles, resident[0].shape[1], group, seq_q, k.shape[2],
             spec.left, spec.right,
             D=dim, RESIDENT=RESIDENT, ROWS=tile.rows, STAGES=tile.stages, LEFT=spec.left >= 0,

@@ -42,7 +42,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashattn2.hopper.tma import descriptor, load_tile, store_tile
+from flashattn2.hopper.tma import load_tile, make_descriptor, store_tile
 from flashattn2.kernels import launch
 from flashattn2.kernels.tiles import is_visible, key_ranges, program
 from flashattn2.spec import AttentionSpec
@@ -367,7 +367,7 @@ def softmax(
     return p, new_maximum, total * rescale + gl.sum(p, 1), rescale
 
 
-def choose(dim: int, seq_q: int, spec: AttentionSpec) -> Tile:
+def choose_tile(dim: int, seq_q: int, spec: AttentionSpec) -> Tile:
     """Return the tile sizes of a call; see `LONG_TILE` and `IS_TRITON_3_6`."""
     is_long = dim == 64 and seq_q >= LONG and spec.left < 0
     if is_long and (spec.right < 0 or IS_TRITON_3_6):
@@ -387,7 +387,7 @@ def should_pack(tile: Tile, spec: AttentionSpec) -> bool:
 
 def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tensor, Tensor]:
     """Return the output and log-sum-exp of `(batch, heads, seq, dim)`."""
-    out = launch.empty_like_layout(q)
+    out = launch.make_empty_like(q)
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(-math.inf)
@@ -396,12 +396,12 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
         for x in (q, k, v)
     )
     batch, heads, seq_q, dim = q.shape
-    tile = choose(dim, seq_q, spec)
+    tile = choose_tile(dim, seq_q, spec)
     tiles = launch.cdiv(seq_q, tile.consumers * ROWS)
-    score_scale = launch.score_factors(spec, False)[2]
+    score_scale = launch.compute_score_factors(spec, False)[2]
     forward_kernel[(tiles * batch * heads,)](
-        *(descriptor(x, rows) for x, rows in ((q, ROWS), (k, tile.keys), (v, tile.keys))),
-        descriptor(out, ROWS), lse, score_scale, tiles, heads, heads // k.shape[1], seq_q,
+        *(make_descriptor(x, rows) for x, rows in ((q, ROWS), (k, tile.keys), (v, tile.keys))),
+        make_descriptor(out, ROWS), lse, score_scale, tiles, heads, heads // k.shape[1], seq_q,
         k.shape[2], spec.left, spec.right,
         D=dim, CONSUMERS=tile.consumers, ROWS=ROWS, KEYS=tile.keys, STAGES=tile.stages,
         LEFT=spec.left >= 0, RIGHT=spec.right >= 0, PACK=should_pack(tile, spec),

@@ -33,26 +33,26 @@ else:
         _semantic.builder.create_async_tma_reduce(add, target.handle, at, source.handle)
 
 
-def descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+def make_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Return a TMA descriptor for tiles of `rows` rows of one head."""
     # A dimension of size 1 may have any stride: choose one that is a multiple of 16 bytes.
     strides = [x.shape[-1] if n == 1 else s for n, s in zip(x.shape, x.stride(), strict=True)]
     block = [1, 1, rows, x.shape[-1]]
-    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], block, layout(x.dtype))
+    return TensorDescriptor(x, list(x.shape), [*strides[:-1], 1], block, make_layout(x.dtype))
 
 
 @functools.cache
-def layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
+def make_layout(dtype: torch.dtype) -> gl.NVMMASharedLayout:
     """Return the layout of tiles in shared memory, with 128-byte swizzling."""
     return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=dtype.itemsize * 8, rank=4)
 
 
-def row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+def make_row_descriptor(x: Tensor, rows: int) -> TensorDescriptor:
     """Return a TMA descriptor for `rows` numbers of one head."""
-    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [1, rows], row_layout())
+    return TensorDescriptor(x, list(x.shape), [x.stride(0), 1], [1, rows], make_row_layout())
 
 
 @functools.cache
-def row_layout() -> gl.NVMMASharedLayout:
+def make_row_layout() -> gl.NVMMASharedLayout:
     """Return the layout of the numbers of one head in shared memory."""
     return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)

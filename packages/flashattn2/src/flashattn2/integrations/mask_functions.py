@@ -54,40 +54,40 @@ def find_pattern(function: MaskFunction, grid: Grid) -> Pattern | None:
     pattern = recognize(function, grid)
     if pattern is None or not pattern.is_separated:
         return None
-    return _without_unreached_bounds(pattern, grid)
+    return _drop_unreached_bounds(pattern, grid)
 
 
 def recognize(function: MaskFunction, grid: Grid) -> Pattern | None:
     """Return the pattern of a function that is built from known functions, or None."""
-    name = _known_codes().get(getattr(function, "__code__", None))
+    name = _map_known_codes().get(getattr(function, "__code__", None))
     if name is None:
         return None
     if name == "causal_mask_function":
         return Pattern(right=0)
     if name == "bidirectional_mask_function":
         return Pattern()
-    variables = _closure(function)
+    variables = _get_closure(function)
     if name == "and_masks":
         return _intersect([recognize(part, grid) for part in variables["mask_functions"]])
     if name == "sliding_window_overlay":
-        return _band(variables["sliding_window"], left=-1, right=None)
+        return _make_band(variables["sliding_window"], left=-1, right=None)
     if name == "sliding_window_bidirectional_overlay":
-        return _band(variables["sliding_window"], left=0, right=0)
+        return _make_band(variables["sliding_window"], left=0, right=0)
     if name == "chunked_overlay":
-        return _chunked_pattern(variables["chunk_size"], variables["left_padding"], grid)
+        return _make_chunked_pattern(variables["chunk_size"], variables["left_padding"], grid)
     if name == "packed_sequence_mask_function":
-        return _packed_pattern(variables["packed_sequence_mask"], grid)
-    return _remapped_pattern(variables["mask_function"], variables["position_ids"], grid)
+        return _make_packed_pattern(variables["packed_sequence_mask"], grid)
+    return _make_remapped_pattern(variables["mask_function"], variables["position_ids"], grid)
 
 
-def _closure(function: MaskFunction) -> dict[str, Any]:
+def _get_closure(function: MaskFunction) -> dict[str, Any]:
     """Return the variables that a function closes over."""
     names = function.__code__.co_freevars
     cells = function.__closure__ or ()
     return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
-def _band(window: Any, left: int, right: int | None) -> Pattern | None:
+def _make_band(window: Any, left: int, right: int | None) -> Pattern | None:
     """Return the band with the bounds `window + left` and `window + right`.
 
     The band has no right bound if `right` is None.  The result is None if the window is not an int
@@ -98,7 +98,7 @@ def _band(window: Any, left: int, right: int | None) -> Pattern | None:
     return Pattern(window + left, None if right is None else window + right)
 
 
-def _chunked_pattern(size: Any, left_padding: Any, grid: Grid) -> Pattern | None:
+def _make_chunked_pattern(size: Any, left_padding: Any, grid: Grid) -> Pattern | None:
     """Return the pattern of chunks of consecutive keys, counted after the left padding, or None."""
     if not isinstance(size, int) or not isinstance(left_padding, Tensor):
         return None
@@ -110,7 +110,7 @@ def _chunked_pattern(size: Any, left_padding: Any, grid: Grid) -> Pattern | None
     return Pattern(sequence=number.int())
 
 
-def _packed_pattern(sequence: Tensor, grid: Grid) -> Pattern | None:
+def _make_packed_pattern(sequence: Tensor, grid: Grid) -> Pattern | None:
     """Return the pattern of packed sequences with rising numbers, or None."""
     has_all_keys = grid.first_query == grid.first_key == 0 and grid.q_length == grid.kv_length
     if not has_all_keys or sequence.shape != (grid.batch, grid.kv_length):
@@ -123,7 +123,7 @@ def _packed_pattern(sequence: Tensor, grid: Grid) -> Pattern | None:
     return Pattern(sequence=number.to(grid.device))
 
 
-def _remapped_pattern(function: MaskFunction, positions: Tensor, grid: Grid) -> Pattern | None:
+def _make_remapped_pattern(function: MaskFunction, positions: Tensor, grid: Grid) -> Pattern | None:
     """Return the pattern of a function of positions that restart in each packed sequence, or None.
 
     If there are several runs of consecutive positions and the band has a bound, the result has a
@@ -153,8 +153,8 @@ def _intersect(patterns: list[Pattern | None]) -> Pattern | None:
     for pattern in patterns:
         if pattern is None:
             return None
-        left = _smaller(left, pattern.left)
-        right = _smaller(right, pattern.right)
+        left = _choose_smaller(left, pattern.left)
+        right = _choose_smaller(right, pattern.right)
         if pattern.sequence is not None:
             if sequence is not None and not torch.equal(sequence, pattern.sequence):
                 return None
@@ -163,7 +163,7 @@ def _intersect(patterns: list[Pattern | None]) -> Pattern | None:
     return Pattern(left, right, sequence, sequence is None or is_separated)
 
 
-def _smaller(first: int | None, second: int | None) -> int | None:
+def _choose_smaller(first: int | None, second: int | None) -> int | None:
     """Return the smaller of two bounds, where None means no bound."""
     if first is None or second is None:
         return second if first is None else first
@@ -171,7 +171,7 @@ def _smaller(first: int | None, second: int | None) -> int | None:
 
 
 @functools.cache
-def _known_codes() -> dict[Any, str]:
+def _map_known_codes() -> dict[Any, str]:
     """Return the names of the known mask functions of transformers, keyed by their code objects.
 
     A function is known only if it returns the expected mask on an example, so a function whose
@@ -213,7 +213,7 @@ def _known_codes() -> dict[Any, str]:
     return codes
 
 
-def _without_unreached_bounds(pattern: Pattern, grid: Grid) -> Pattern:
+def _drop_unreached_bounds(pattern: Pattern, grid: Grid) -> Pattern:
     """Return the pattern with None for each bound that hides no key."""
     longest = grid.shift + grid.q_length
     if pattern.sequence is not None and pattern.sequence.numel():

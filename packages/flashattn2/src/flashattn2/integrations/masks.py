@@ -124,7 +124,7 @@ class AttentionMask(Tensor):
             'attn_implementation="eager" or "sdpa"'
         )
 
-    def span(self) -> tuple[int, int | None, int | None]:
+    def compute_span(self) -> tuple[int, int | None, int | None]:
         """Return `(count, left, right)`: the number of keys to pass, and the window over them.
 
         `flash_attention` aligns the last query with the last key that is passed, so the bounds of
@@ -142,10 +142,10 @@ class AttentionMask(Tensor):
         left = None if rule.left is None else rule.left - shift
         right = None if rule.right is None else rule.right + shift
         if (left or 0) < 0 or (right or 0) < 0 or (shift and not rule.is_dense):
-            raise self._misaligned()
+            raise self._make_alignment_error()
         return count, left, right
 
-    def _misaligned(self) -> ValueError:
+    def _make_alignment_error(self) -> ValueError:
         """Return the error for queries that do not end at the last key."""
         rule = self.rule
         return ValueError(
@@ -154,7 +154,7 @@ class AttentionMask(Tensor):
             'use attn_implementation="sdpa"'
         )
 
-    def packing(self) -> Packing:
+    def get_packing(self) -> Packing:
         """Return the rows without padding, computed once for all layers."""
         if "packing" not in self._cache:
             self._cache["packing"] = self._pack()
@@ -164,7 +164,7 @@ class AttentionMask(Tensor):
     def _pack(self) -> Packing:
         """Find the rows that are not padding and number their sequences."""
         rule, batch = self.rule, len(self.sequence)
-        sequence = self.sequence[:, : self.span()[0]]
+        sequence = self.sequence[:, : self.compute_span()[0]]
         numbers_per_entry = int(sequence.amax()) + 1 if sequence.numel() else 1
         # Assign distinct numbers to the sequences of all batch entries.
         number = sequence + numbers_per_entry * torch.arange(batch, device=sequence.device)[:, None]
@@ -172,7 +172,7 @@ class AttentionMask(Tensor):
         if rule.is_bounded or rule.is_packed:
             query_number = number[:, max(rule.first, 0) : rule.first + rule.seq_q]
             if query_number.shape[1] != rule.seq_q:
-                raise self._misaligned()
+                raise self._make_alignment_error()
         else:
             # All queries of a batch entry see all keys of its only sequence: use that number.
             query_number = number.amax(1, keepdim=True).expand(batch, rule.seq_q)

@@ -49,7 +49,7 @@ def sdpa(
     if all(isinstance(x, Tensor) for x in (query, key, value)):
         query, key, value = cast_for_autocast(query, key, value)
         _check_lengths(key, value)
-    torch_sdpa = _torch_sdpa(query, key, value)
+    torch_sdpa = _get_torch_sdpa(query, key, value)
     is_context_parallel = torch_sdpa is not scaled_dot_product_attention
     has_mask_or_dropout = attn_mask is not None or dropout_p != 0.0
     # If `is_causal` or `enable_gqa` is not a bool, torch's own function raises its error.
@@ -73,7 +73,7 @@ def sdpa(
     return flash_attention(query, key, value, window=(None, seq_q - seq_k), scale=scale)
 
 
-def _torch_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Callable[..., Tensor]:
+def _get_torch_sdpa(query: Tensor, key: Tensor, value: Tensor) -> Callable[..., Tensor]:
     """Return torch's function, or the function by which `context_parallel` replaces it.
 
     That function passes `DTensor` inputs to the function that it replaced, which may be `sdpa`.

@@ -101,7 +101,7 @@ def attention(
             is_causal = getattr(module, "is_causal", None)
         _check_missing_mask(module, query, key, is_causal, sliding_window)
         out = flash_attention(query, key, value, is_causal=bool(is_causal), **options)
-        return _rows_first(out), None
+        return _move_rows_first(out), None
     if not isinstance(attention_mask, AttentionMask):
         raise ValueError(
             f"expected {type(module).__name__} to pass a mask made by flashattn2, got a tensor of "
@@ -175,12 +175,12 @@ def _attend(
         )
     if position_ids is not None:
         mask.check_positions(position_ids)
-    count, left, right = mask.span()
+    count, left, right = mask.compute_span()
     key, value = key[:, :, :count], value[:, :, :count]
     options["window"] = (left, right)
     if mask.rule.is_dense:
-        return _rows_first(flash_attention(query, key, value, **options)), None
-    return _attend_packed(query, key, value, mask.packing(), options), None
+        return _move_rows_first(flash_attention(query, key, value, **options)), None
+    return _attend_packed(query, key, value, mask.get_packing(), options), None
 
 
 def _attend_packed(
@@ -201,7 +201,7 @@ def _attend_packed(
     return out.view(batch, seq_q, heads, v.shape[-1])
 
 
-def _rows_first(out: Tensor) -> Tensor:
+def _move_rows_first(out: Tensor) -> Tensor:
     """Return `(batch, heads, seq, dim)` as contiguous `(batch, seq, heads, dim)`."""
     return out.transpose(1, 2).contiguous()
 

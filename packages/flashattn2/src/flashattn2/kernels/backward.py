@@ -20,7 +20,7 @@ def backward(
     precision: str,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q, k and v, in their dtypes and memory layouts."""
-    dq, dk, dv = (launch.empty_like_layout(x) for x in (q, k, v))
+    dq, dk, dv = (launch.make_empty_like(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
     q, k, v, out, grad_out = launch.make_rows_contiguous(q, k, v, out, grad_out)
@@ -31,23 +31,23 @@ def backward(
     lse = lse.contiguous()
     is_exact = by_key.meta.EXACT
     if is_exact:
-        norm, delta = row_sums.norm_and_delta(
+        norm, delta = row_sums.compute_norm_and_delta(
             q, k, v, grad_out, lse, grad_lse, cu_q, cu_k, spec, precision
         )
     else:
-        norm, delta = None, row_sums.delta(out, grad_out, grad_lse, lse)
+        norm, delta = None, row_sums.compute_delta(out, grad_out, grad_lse, lse)
     statistics, sizes = (lse, delta, norm), (heads // kv_heads, rows, seq_k)
-    numbers = launch.score_factors(spec, is_exact)
+    numbers = launch.compute_score_factors(spec, is_exact)
 
     tile, splits = by_key.tile, by_key.meta.SPLITS
     tiles = launch.count_tiles(k, cu_k, tile.block_n)
-    to_dk, to_dv = launch.split_outputs(dk, splits), launch.split_outputs(dv, splits)
-    dkdv_kernel[launch.grid(tiles, batch * kv_heads, splits)](
-        *by_key.operands(
+    to_dk, to_dv = launch.make_split_outputs(dk, splits), launch.make_split_outputs(dv, splits)
+    dkdv_kernel[launch.compute_grid(tiles, batch * kv_heads, splits)](
+        *by_key.make_operands(
             (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (grad_out, tile.block_m)
         ),
-        statistics, to_dk, to_dv, launch.strides(q, k, v, grad_out, to_dk, to_dv),
-        launch.sequence_bounds(cu_q, cu_k), (tiles, kv_heads, *sizes), numbers, by_key.meta,
+        statistics, to_dk, to_dv, launch.get_strides(q, k, v, grad_out, to_dk, to_dv),
+        launch.make_sequence_bounds(cu_q, cu_k), (tiles, kv_heads, *sizes), numbers, by_key.meta,
         **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
@@ -57,13 +57,13 @@ def backward(
     by_query = launch.plan_launch("dq", precision, spec, q, k, v, grad_out, packed=packed)
     tile, splits = by_query.tile, by_query.meta.SPLITS
     tiles = launch.count_tiles(q, cu_q, tile.block_m)
-    to_dq = launch.split_outputs(dq, splits)
-    dq_kernel[launch.grid(tiles, batch * heads, splits)](
-        *by_query.operands(
+    to_dq = launch.make_split_outputs(dq, splits)
+    dq_kernel[launch.compute_grid(tiles, batch * heads, splits)](
+        *by_query.make_operands(
             (q, tile.block_m), (k, tile.block_n), (v, tile.block_n), (grad_out, tile.block_m)
         ),
-        statistics, to_dq, launch.strides(q, k, v, grad_out, to_dq),
-        launch.sequence_bounds(cu_q, cu_k), (tiles, heads, *sizes), numbers, by_query.meta,
+        statistics, to_dq, launch.get_strides(q, k, v, grad_out, to_dq),
+        launch.make_sequence_bounds(cu_q, cu_k), (tiles, heads, *sizes), numbers, by_query.meta,
         **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:

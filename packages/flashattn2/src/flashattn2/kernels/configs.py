@@ -78,7 +78,7 @@ RICH = _read_tables("rich")
 
 
 @functools.cache
-def choose(
+def choose_tile(
     kernel: str,
     precision: str,
     element_bytes: int,
@@ -95,7 +95,7 @@ def choose(
     for path in paths:
         sizes = find_sizes((path, kind, kernel), block_d, rich)
         if sizes is not None:
-            tile = prune(kernel, Tile(*sizes), element_bytes, block_d, shared_bytes)
+            tile = prune_tile(kernel, Tile(*sizes), element_bytes, block_d, shared_bytes)
             return tile, path == "tma"
     raise ValueError(f'no {kernel} tile for {kind}, dim {block_d} in {paths}; use backend="torch"')
 
@@ -108,9 +108,11 @@ def find_sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:
     return sizes
 
 
-def prune(kernel: str, tile: Tile, element_bytes: int, block_d: int, shared_bytes: int) -> Tile:
+def prune_tile(
+    kernel: str, tile: Tile, element_bytes: int, block_d: int, shared_bytes: int
+) -> Tile:
     """Return the tile with fewer stages, then with rows halved to 16, until it fits in memory."""
-    while shared_memory_bytes(kernel, tile, element_bytes, block_d) > shared_bytes:
+    while count_shared_memory_bytes(kernel, tile, element_bytes, block_d) > shared_bytes:
         if tile.num_stages > 1:
             tile = replace(tile, num_stages=tile.num_stages - 1)
         elif max(tile.block_m, tile.block_n) <= 16:
@@ -122,7 +124,7 @@ def prune(kernel: str, tile: Tile, element_bytes: int, block_d: int, shared_byte
     return tile
 
 
-def shared_memory_bytes(kernel: str, tile: Tile, element_bytes: int, block_d: int) -> int:
+def count_shared_memory_bytes(kernel: str, tile: Tile, element_bytes: int, block_d: int) -> int:
     """Return the bytes of all tiles in shared memory, both resident and in the pipeline."""
     m, n = tile.block_m * block_d, tile.block_n * block_d
     resident, streamed = {

@@ -56,26 +56,27 @@ def decode(
     by_row = by_row.reshape(batch, kv_heads, rows, dim).contiguous()
     sequence_bounds = None if cu_q is None else (cu_q * group,) * 2
     rows_per_sequence = rows if cu_q is None else launch.cdiv(rows, len(lengths))
-    block_m, block_n = tile_rows(rows_per_sequence, max(dim, v_dim), q.element_size())
+    block_m, block_n = choose_tile_rows(rows_per_sequence, max(dim, v_dim), q.element_size())
     capacity = k.shape[2] * (1 if table is None else table.shape[1])
     tiles = launch.count_tiles(by_row, cu_q, block_m)
     loop_tiles = launch.cdiv(capacity, block_n)
-    processors = launch.device_of(q.device).processors
+    processors = launch.get_device(q.device).processors
     splits = launch.count_splits(tiles * batch * kv_heads, loop_tiles, processors)
     out = q.new_empty((batch, kv_heads, rows, v_dim))
     lse = q.new_empty((batch, kv_heads, rows), dtype=torch.float32)
-    to_out, to_lse = launch.split_outputs(out, splits), launch.split_outputs(lse, splits)
-    key_bytes = block_n * (launch.power_of_two(dim) + launch.power_of_two(v_dim)) * k.element_size()
+    to_out, to_lse = launch.make_split_outputs(out, splits), launch.make_split_outputs(lse, splits)
+    block_d, block_dv = launch.next_power_of_2(dim), launch.next_power_of_2(v_dim)
+    key_bytes = block_n * (block_d + block_dv) * k.element_size()
     exact = q.dtype == torch.float32
     meta = launch.Meta(
-        dim, launch.power_of_two(dim), v_dim, launch.power_of_two(v_dim), block_m, block_n,
+        dim, block_d, v_dim, block_dv, block_m, block_n,
         spec.left >= 0, spec.right >= 0, spec.softcap > 0, splits, cu_q is not None, EXACT=exact,
     )  # fmt: skip
-    decode_kernel[launch.grid(tiles, batch * kv_heads, splits)](
-        by_row, k, v, to_out, to_lse, lengths, table, launch.strides(by_row, k, v, to_out),
+    decode_kernel[launch.compute_grid(tiles, batch * kv_heads, splits)](
+        by_row, k, v, to_out, to_lse, lengths, table, launch.get_strides(by_row, k, v, to_out),
         sequence_bounds, (0, 1) if table is None else tuple(table.shape),
         (tiles, kv_heads, rows, group, k.shape[0], k.shape[2], new),
-        launch.score_factors(spec, exact), meta,
+        launch.compute_score_factors(spec, exact), meta,
         num_warps=4, num_stages=count_stages(q.device, key_bytes), enable_fp_fusion=True,
     )  # fmt: skip
     if splits > 1:
@@ -102,7 +103,8 @@ def append(
         (k_cache.stride(), v_cache.stride(), k.stride(), v.stride()),
         (0, 1) if table is None else tuple(table.shape),
         (new, k_cache.shape[0], k_cache.shape[2]),
-        D=dim, BLOCK_D=launch.power_of_two(dim), DV=v_dim, BLOCK_DV=launch.power_of_two(v_dim),
+        D=dim, BLOCK_D=launch.next_power_of_2(dim),
+        DV=v_dim, BLOCK_DV=launch.next_power_of_2(v_dim),
     )  # fmt: skip
 
 
@@ -148,9 +150,9 @@ def _copy_row(
         tl.store(cache + start + columns * cache_strides[3], x, columns < D)
 
 
-def tile_rows(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
+def choose_tile_rows(rows: int, dim: int, element_bytes: int) -> tuple[int, int]:
     """Return the rows of a query tile and of a key tile; matrix units need at least 16 rows."""
-    block_m = min(max(16, launch.power_of_two(rows)), 64 if dim <= 128 else 32)
+    block_m = min(max(16, launch.next_power_of_2(rows)), 64 if dim <= 128 else 32)
     if element_bytes == 4:
         return min(block_m, 16), 32 if dim <= 128 else 16
     return block_m, 64 if dim <= 128 else 32
@@ -162,9 +164,9 @@ def count_stages(device: torch.device, key_bytes: int) -> int:
     A program multiplies only a few rows, so the latency of loads determines its time.  With four
     stages, three tiles of keys and values are being loaded while the fourth is used.
     """
-    # A tile of queries has at most this size: see `tile_rows`.
+    # A tile of queries has at most this size: see `choose_tile_rows`.
     query_bytes = 16 * 1024
-    return max(2, min(4, (launch.device_of(device).shared_bytes - query_bytes) // key_bytes))
+    return max(2, min(4, (launch.get_device(device).shared_bytes - query_bytes) // key_bytes))
 
 
 @triton.jit

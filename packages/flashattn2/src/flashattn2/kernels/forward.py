@@ -131,10 +131,10 @@ def combine(parts: Tensor, part_lse: Tensor, out: Tensor, lse: Tensor, splits: i
     """Combine the outputs and log-sum-exps of all splits into `out` and `lse`, in place."""
     batch, heads, rows, dim = out.shape
     tiles = launch.cdiv(rows, COMBINED_ROWS)
-    combine_kernel[launch.grid(tiles, batch * heads, 1)](
+    combine_kernel[launch.compute_grid(tiles, batch * heads, 1)](
         parts, part_lse, out, lse, out.stride()[:3],
         (tiles, heads, rows, splits, batch * heads * rows),
-        D=dim, BLOCK_D=launch.power_of_two(dim), BLOCK_M=COMBINED_ROWS, SPLITS=launch.MAX_SPLITS,
+        D=dim, BLOCK_D=launch.next_power_of_2(dim), BLOCK_M=COMBINED_ROWS, SPLITS=launch.MAX_SPLITS,
         enable_fp_fusion=True,
     )  # fmt: skip
 
@@ -182,7 +182,7 @@ def forward(
     precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Return the output and the log-sum-exp."""
-    out = launch.empty_like_layout(q, v.shape[-1])
+    out = launch.make_empty_like(q, v.shape[-1])
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel() == 0 or k.numel() == 0:
         lse.fill_(-math.inf)
@@ -193,12 +193,13 @@ def forward(
     tile, meta = plan
     splits = meta.SPLITS
     tiles = launch.count_tiles(q, cu_q, tile.block_m)
-    to_out, to_lse = launch.split_outputs(out, splits), launch.split_outputs(lse, splits)
-    forward_kernel[launch.grid(tiles, batch * heads, splits)](
-        *plan.operands((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)), to_out, to_lse,
-        launch.strides(q, k, v, to_out), launch.sequence_bounds(cu_q, cu_k),
+    to_out, to_lse = launch.make_split_outputs(out, splits), launch.make_split_outputs(lse, splits)
+    forward_kernel[launch.compute_grid(tiles, batch * heads, splits)](
+        *plan.make_operands((q, tile.block_m), (k, tile.block_n), (v, tile.block_n)),
+        to_out, to_lse, launch.get_strides(q, k, v, to_out),
+        launch.make_sequence_bounds(cu_q, cu_k),
         (tiles, heads, heads // k.shape[1], rows, k.shape[2]),
-        launch.score_factors(spec, meta.EXACT), meta, **tile.compiler_options,
+        launch.compute_score_factors(spec, meta.EXACT), meta, **tile.compiler_options,
     )  # fmt: skip
     if splits > 1:
         combine(to_out, to_lse, out, lse, splits)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashattn2.kernels.configs import Tile, choose
+from flashattn2.kernels.configs import Tile, choose_tile
 from flashattn2.spec import AttentionSpec
 
 MAX_SPLITS = 16
@@ -70,13 +70,13 @@ class LaunchPlan(NamedTuple):
     tile: Tile
     meta: Meta
 
-    def operands(self, *tensors: tuple[Tensor, int]) -> list[Any]:
+    def make_operands(self, *tensors: tuple[Tensor, int]) -> list[Any]:
         """Return the tensor of each `(tensor, rows)` or, with TMA, a descriptor of its tiles."""
         if not self.meta.TMA:
             return [tensor for tensor, _ in tensors]
         return [
             TensorDescriptor(
-                x, list(x.shape), list(x.stride()), [1, 1, rows, power_of_two(x.shape[-1])]
+                x, list(x.shape), list(x.stride()), [1, 1, rows, next_power_of_2(x.shape[-1])]
             )
             for x, rows in tensors
         ]
@@ -96,17 +96,17 @@ def plan_launch(
 
     The `others` are further tensors that the kernel loads, such as the gradient of the output.
     """
-    device = device_of(q.device)
+    device = get_device(q.device)
     by_key = kernel == "dkdv"
-    block_d = power_of_two(q.shape[-1])
-    block_dv = power_of_two(v.shape[-1])
-    paths = _paths(device, packed, (q, k, v, *others))
+    block_d = next_power_of_2(q.shape[-1])
+    block_dv = next_power_of_2(v.shape[-1])
+    paths = _list_paths(device, packed, (q, k, v, *others))
     heads = (k if by_key else q).shape[1]
     has_options = spec.left >= 0 or spec.softcap > 0
     # Splits need registers too: a split launch is planned a second time with the rich tile.
     for rich in (has_options, True):
         widest = max(block_d, block_dv)
-        tile, tma = choose(
+        tile, tma = choose_tile(
             kernel, precision, q.element_size(), widest, paths, device.shared_bytes, rich
         )
         tiles = cdiv(q.shape[2], tile.block_m)
@@ -127,7 +127,7 @@ def plan_launch(
     return LaunchPlan(tile, meta)
 
 
-def _paths(device: "Device", packed: bool, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
+def _list_paths(device: "Device", packed: bool, tensors: tuple[Tensor, ...]) -> tuple[str, ...]:
     """Return the tables of tiles to search, in order of preference."""
     if not device.uses_tma:
         return ("pointers",)
@@ -167,7 +167,7 @@ def has_addressable_rows(x: Tensor) -> bool:
     return last == 1 and (row < MAX_ROW_STRIDE or x.shape[2] <= 1)
 
 
-def empty_like_layout(x: Tensor, dim: int | None = None) -> Tensor:
+def make_empty_like(x: Tensor, dim: int | None = None) -> Tensor:
     """Return an uninitialized tensor with the layout of `x`, contiguous rows and head dim `dim`.
 
     If its row stride would be too large for the kernels, the tensor is contiguous instead.
@@ -190,7 +190,7 @@ def count_tiles(x: Tensor, cu: Tensor | None, block: int) -> int:
     return cdiv(rows, block) if cu is None else rows // block + cu.shape[0] - 1
 
 
-def grid(tiles: int, heads: int, splits: int) -> tuple[int, int]:
+def compute_grid(tiles: int, heads: int, splits: int) -> tuple[int, int]:
     """Return the grid of a kernel.
 
     CUDA allows 2^31 - 1 programs on the first axis and 65,535 on the second and third axes.
@@ -199,7 +199,7 @@ def grid(tiles: int, heads: int, splits: int) -> tuple[int, int]:
     return tiles * heads, splits
 
 
-def split_outputs(x: Tensor, splits: int) -> Tensor:
+def make_split_outputs(x: Tensor, splits: int) -> Tensor:
     """Return the tensor to write: `x` for one split, otherwise a float32 part per split."""
     if splits == 1:
         return x
@@ -211,22 +211,22 @@ def cdiv(number: int, divisor: int) -> int:
     return -(-number // divisor)
 
 
-def power_of_two(number: int) -> int:
+def next_power_of_2(number: int) -> int:
     """Return the smallest power of two that is at least `number`."""
     return 1 << (number - 1).bit_length()
 
 
-def strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
+def get_strides(*tensors: Tensor) -> tuple[tuple[int, ...], ...]:
     """Return the strides of batch, head and row; the last dimension is contiguous."""
     return tuple(x.stride()[:3] for x in tensors)
 
 
-def sequence_bounds(cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Tensor, Tensor] | None:
+def make_sequence_bounds(cu_q: Tensor | None, cu_k: Tensor | None) -> tuple[Tensor, Tensor] | None:
     """Return both boundaries of packed sequences as contiguous tensors, or None."""
     return None if cu_q is None or cu_k is None else (cu_q.contiguous(), cu_k.contiguous())
 
 
-def score_factors(spec: AttentionSpec, exact: bool) -> tuple[float, float, float, int, int]:
+def compute_score_factors(spec: AttentionSpec, exact: bool) -> tuple[float, float, float, int, int]:
     """Return `(scale, softcap_scale, score_scale, left, right)`: see `flashattn2.kernels.tiles`."""
     unit = 1.0 if exact else math.log2(math.e)
     softcap_scale, score_scale = 1.0, spec.scale * unit
@@ -248,7 +248,7 @@ class Device:
 
 
 @functools.cache
-def device_of(device: torch.device) -> Device:
+def get_device(device: torch.device) -> Device:
     """Return the properties of a GPU; the interpreter counts as one SM with TMA."""
     if device.type != "cuda":
         return Device(227 * 1024, 1, uses_tma=True)

@@ -1,8 +1,9 @@
 """The row statistics of the backward pass: D = rowsum(dO ∘ O) - dL, and 1 / rowsum(P).
 
-Two rounding errors, which `flashattn2.backends.tiled.row_sums` describes, are larger than those of
-EXACT float32 products (see `tiles.py`).  Therefore, for EXACT products, `sums_kernel` sums the same
-P and dP that the later kernels compute: P is divided by its sum, and D = rowsum(P ∘ dP) - dL.
+Two rounding errors, which `flashattn2.backends.tiled.compute_row_sums` describes, are larger than
+those of EXACT float32 products (see `tiles.py`).  Therefore, for EXACT products, `sums_kernel` sums
+the same P and dP that the later kernels compute: P is divided by its sum, and
+D = rowsum(P ∘ dP) - dL.
 Other precisions have larger errors in their products and skip this kernel, which saves two of nine
 products.
 """
@@ -27,14 +28,14 @@ from flashattn2.kernels.tiles import (
 from flashattn2.spec import AttentionSpec
 
 
-def delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:
+def compute_delta(out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor) -> Tensor:
     """Return D = rowsum(dO ∘ O) - dL, in the shape of `lse`."""
     d = torch.empty_like(lse)
     _write_delta(out, grad_out, grad_lse, None, d, None, lse.shape[-1])
     return d
 
 
-def padded_statistics(
+def compute_padded_statistics(
     out: Tensor, grad_out: Tensor, grad_lse: Tensor | None, lse: Tensor
 ) -> tuple[Tensor, Tensor]:
     """Return L · log2(e), as scores are exponents of 2, and D, both `(batch · heads, rows)`.
@@ -56,14 +57,14 @@ def _write_delta(
     """Run `delta_kernel` to fill `d` and `scaled`, where heads are `head_stride` numbers apart."""
     batch, heads, rows, dim = out.shape
     tiles = launch.cdiv(rows, 32)
-    delta_kernel[launch.grid(tiles, batch * heads, 1)](
+    delta_kernel[launch.compute_grid(tiles, batch * heads, 1)](
         out, grad_out, None if grad_lse is None else grad_lse.float().contiguous(), lse, d, scaled,
-        launch.strides(out, grad_out), (tiles, heads, rows, head_stride),
-        D=dim, BLOCK_D=launch.power_of_two(dim), BLOCK_M=32, enable_fp_fusion=True,
+        launch.get_strides(out, grad_out), (tiles, heads, rows, head_stride),
+        D=dim, BLOCK_D=launch.next_power_of_2(dim), BLOCK_M=32, enable_fp_fusion=True,
     )  # fmt: skip
 
 
-def norm_and_delta(
+def compute_norm_and_delta(
     q: Tensor, k: Tensor, v: Tensor, grad_out: Tensor, lse: Tensor, grad_lse: Tensor | None,
     cu_q: Tensor | None, cu_k: Tensor | None, spec: AttentionSpec, precision: str,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
@@ -77,10 +78,11 @@ def norm_and_delta(
     tile, splits = plan.tile, plan.meta.SPLITS
     tiles = launch.count_tiles(q, cu_q, tile.block_m)
     p_sums, dp_sums = lse.new_empty((2, splits, *lse.shape))
-    sums_kernel[launch.grid(tiles, batch * heads, splits)](
-        q, k, v, grad_out, lse, p_sums, dp_sums, launch.strides(q, k, v, grad_out),
-        launch.sequence_bounds(cu_q, cu_k), (tiles, heads, heads // k.shape[1], rows, k.shape[2]),
-        launch.score_factors(spec, True), plan.meta,
+    sums_kernel[launch.compute_grid(tiles, batch * heads, splits)](
+        q, k, v, grad_out, lse, p_sums, dp_sums,
+        launch.get_strides(q, k, v, grad_out), launch.make_sequence_bounds(cu_q, cu_k),
+        (tiles, heads, heads // k.shape[1], rows, k.shape[2]),
+        launch.compute_score_factors(spec, True), plan.meta,
         **tile.compiler_options,
     )  # fmt: skip
     total = p_sums.sum(0)

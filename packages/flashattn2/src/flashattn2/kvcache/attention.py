@@ -131,7 +131,7 @@ def flash_attention_with_kvcache(
         lengths,
         block_table,
         cu_seqlens_q,
-        *plan.spec.scalars(),
+        *plan.spec.to_scalars(),
         plan.choice.backend,
         new,
         # Appending has checked the lengths and pages.

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from flashattn2.kvcache import eager
 from flashattn2.kvcache.validation import check_memory, check_values, copy_aliased_rows
-from flashattn2.operators import lse_dtype
+from flashattn2.operators import get_lse_dtype
 from flashattn2.spec import AttentionSpec
 from flashattn2.validation import check_boundaries
 
@@ -58,7 +58,7 @@ decode_op = torch.library.custom_op("flashattn2::decode", attend, mutates_args=(
 @decode_op.register_fake
 def _(q: Tensor, k_cache: Tensor, v_cache: Tensor, *options: object) -> tuple[Tensor, Tensor]:
     out = q.new_empty(*q.shape[:-1], v_cache.shape[-1])
-    return out, q.new_empty(q.shape[:-1], dtype=lse_dtype(q))
+    return out, q.new_empty(q.shape[:-1], dtype=get_lse_dtype(q))
 
 
 def append(

@@ -147,7 +147,7 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
     statement slows decoding.
     """
     for cache in (k_cache, v_cache):
-        if _share_elements_memory(cache.shape, cache.stride()):
+        if _has_overlapping_elements(cache.shape, cache.stride()):
             raise ValueError(
                 "expected separate memory for each row of the caches, got rows that share memory "
                 f"in a tensor with strides {cache.stride()}: new rows would overwrite each other; "
@@ -160,7 +160,7 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
     strides = first.stride()
     extent = sum(map(operator.mul, strides, first.shape)) - sum(strides) + 1
     is_apart = abs(distance) >= extent * first.element_size() or not k.numel()
-    if not is_apart and np.shares_memory(_addresses(k_cache), _addresses(v_cache)):
+    if not is_apart and np.shares_memory(_map_addresses(k_cache), _map_addresses(v_cache)):
         raise ValueError(
             "expected separate memory for k_cache and v_cache, got caches that overlap: new values "
             "would overwrite keys; allocate the caches separately, or as parts of one tensor such "
@@ -169,7 +169,7 @@ def check_memory(k_cache: Tensor, v_cache: Tensor, k: Tensor, v: Tensor) -> None
 
 
 @functools.lru_cache(1024)
-def _share_elements_memory(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
+def _has_overlapping_elements(shape: tuple[int, ...], strides: tuple[int, ...]) -> bool:
     """Return True if two elements of a tensor may have the same address.
 
     This is the case if the elements along the dimensions of smaller stride extend beyond the next
@@ -238,7 +238,7 @@ def _check_graph_inputs(context: "ComptimeContext") -> None:
     ]
     q: Any = context.get_local("q").as_fake()
     pairs = [*itertools.combinations(inputs, 2), *((q, cache) for cache in caches)]
-    if any(_may_overlap(x, y) for x, y in pairs):
+    if any(_can_overlap(x, y) for x, y in pairs):
         raise ValueError(
             "expected no overlapping views of a cache among the inputs of a compiled graph, whose "
             "storage offsets would be those of the first call; pass the tensor that contains them, "
@@ -246,7 +246,7 @@ def _check_graph_inputs(context: "ComptimeContext") -> None:
         )
 
 
-def _may_overlap(x: Tensor, y: Tensor) -> bool:
+def _can_overlap(x: Tensor, y: Tensor) -> bool:
     """Return True if two tensors share storage and their ranges of addresses overlap."""
     if x.untyped_storage()._cdata != y.untyped_storage()._cdata:
         return False
@@ -270,7 +270,7 @@ def copy_aliased_rows(rows: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
     return rows
 
 
-def _addresses(x: Tensor) -> np.ndarray:
+def _map_addresses(x: Tensor) -> np.ndarray:
     """Return an array over the memory of `x`, on any device; its values must not be read."""
     size = x.element_size()
     interface = {
@@ -297,8 +297,8 @@ def make_length_tensor(
     and other types.  `check_values` checks the values of a tensor.
     """
     if isinstance(cache_seqlens, int) and not isinstance(cache_seqlens, bool):
-        if not 0 <= cache_seqlens <= _capacity(cache, table) - new:
-            raise ValueError(f"{_length_rule(new, cache, table)}, got {cache_seqlens}")
+        if not 0 <= cache_seqlens <= _compute_capacity(cache, table) - new:
+            raise ValueError(f"{_describe_length_rule(new, cache, table)}, got {cache_seqlens}")
         return torch.full((batch,), cache_seqlens, dtype=torch.int32, device=q.device)
     # `check_int32` also raises an error for a bool.
     lengths: Tensor = cache_seqlens  # type: ignore[assignment]
@@ -333,8 +333,8 @@ def check_values(
 
     if check_lengths:
         # `clamp` would accept a negative length if there are more new rows than the capacity.
-        is_valid = (lengths >= 0) & (lengths <= _capacity(cache, table) - new)
-        require(is_valid, _length_rule(new, cache, table), "length", lengths)
+        is_valid = (lengths >= 0) & (lengths <= _compute_capacity(cache, table) - new)
+        require(is_valid, _describe_length_rule(new, cache, table), "length", lengths)
     if table is not None and check_pages:
         first_rows = torch.arange(table.shape[1], device=table.device) * cache.shape[2]
         is_used = first_rows < (lengths + new)[:, None]
@@ -362,15 +362,15 @@ def _count_uses(table: Tensor, is_used: Tensor, pages: int) -> Tensor:
     return counts[index].view_as(table)
 
 
-def _capacity(cache: Tensor, table: Tensor | None) -> int:
+def _compute_capacity(cache: Tensor, table: Tensor | None) -> int:
     """Return the maximum number of rows per sequence, limited so that positions fit in int32."""
     pages_per_sequence = 1 if table is None else table.shape[1]
     return min(cache.shape[2] * pages_per_sequence, DIM_LIMIT - 1)
 
 
-def _length_rule(new: int, cache: Tensor, table: Tensor | None) -> str:
+def _describe_length_rule(new: int, cache: Tensor, table: Tensor | None) -> str:
     """Return the rule that lengths must follow, for error messages."""
-    capacity = _capacity(cache, table)
+    capacity = _compute_capacity(cache, table)
     rows = f"{capacity} rows" if table is None else f"{capacity} rows in the pages of block_table"
     return (
         f"cache_seqlens must be from 0 to {capacity - new}: a sequence has {rows}, and {new} rows "

@@ -57,39 +57,43 @@ class Sources:
     source: str
     against: str
 
-    def between(
+    def check_between(
         self, name: str, expected: float, actual: float, low: float, high: float, where: str = ""
     ) -> Check:
         """Return a check that `actual` lies within [low, high]."""
         return Check(name, self.source, self.against, expected, actual, low, high, where)
 
-    def equal(
+    def check_equal(
         self, name: str, expected: float, actual: float, tolerance: float = 0.0, where: str = ""
     ) -> Check:
         """Return a check that `actual` equals `expected` within a relative tolerance."""
         margin = tolerance * abs(expected)
-        return self.between(name, expected, actual, expected - margin, expected + margin, where)
+        return self.check_between(
+            name, expected, actual, expected - margin, expected + margin, where
+        )
 
-    def equal_loss(
+    def check_loss(
         self, name: str, expected: float, actual: float, tolerance: float, where: str = ""
     ) -> Check:
-        """Return a check that `loss_difference` is at most `tolerance`."""
+        """Return a check that `compute_loss_difference` is at most `tolerance`."""
         margin = tolerance * max(expected, LEAST_LOSS)
-        return self.between(name, expected, actual, expected - margin, expected + margin, where)
+        return self.check_between(
+            name, expected, actual, expected - margin, expected + margin, where
+        )
 
-    def within(self, name: str, expected: float, actual: float, factor: float) -> Check:
+    def check_factor(self, name: str, expected: float, actual: float, factor: float) -> Check:
         """Return a check that `actual / expected` lies between `1 / factor` and `factor`."""
-        return self.between(name, expected, actual, expected / factor, expected * factor)
+        return self.check_between(name, expected, actual, expected / factor, expected * factor)
 
-    def none(self, name: str, wrong: Iterable[str]) -> Check:
+    def check_none(self, name: str, wrong: Iterable[str]) -> Check:
         """Return a check that `wrong` is empty. Its `where` lists the first three entries."""
         names = list(wrong)
         listed = ", ".join(names[:3])
         if len(names) > 3:
             listed += f" and {len(names) - 3} more"
-        return self.between(name, 0, len(names), 0, 0, listed)
+        return self.check_between(name, 0, len(names), 0, 0, listed)
 
-    def all_near(
+    def check_distances(
         self, name: str, distances: Distances, tolerance: float, least: float = 0.0
     ) -> Check:
         """Return a check that the largest distance lies between `least` and `tolerance`.
@@ -101,12 +105,12 @@ class Sources:
             return math.inf if math.isnan(pair[0]) else pair[0]
 
         distance, where = max(distances, key=sort_key, default=(math.nan, "nothing recorded"))
-        return self.between(name, 0.0, distance, least, tolerance, where)
+        return self.check_between(name, 0.0, distance, least, tolerance, where)
 
-    def all_equal(
+    def check_all_equal(
         self, name: str, triples: Iterable[tuple[float, float, str]], tolerance: float = 0.0
     ) -> Check:
-        """Return `equal` for the triple (expected, actual, where) with the largest difference.
+        """Return `check_equal` of the (expected, actual, where) with the largest difference.
 
         The difference is relative to `expected`. The check fails if there are no triples.
         """
@@ -120,15 +124,15 @@ class Sources:
 
         nothing = (1.0, math.nan, "nothing recorded")
         expected, actual, where = max(triples, key=sort_key, default=nothing)
-        return self.equal(name, expected, actual, tolerance, where)
+        return self.check_equal(name, expected, actual, tolerance, where)
 
 
-def loss_difference(actual: float, expected: float) -> float:
+def compute_loss_difference(actual: float, expected: float) -> float:
     """Return the difference of two losses, relative to `expected` or, if larger, `LEAST_LOSS`."""
     return abs(actual - expected) / max(expected, LEAST_LOSS)
 
 
-def clock_ratio(ratios: Iterable[float]) -> float:
+def select_clock_ratio(ratios: Iterable[float]) -> float:
     """Return the ratio of two clocks' times whose difference from 1 is the lower quartile.
 
     The difference is larger in steps in which another program uses the core between the readings of
@@ -148,4 +152,4 @@ def compare_rows(name: str, expected: Iterable[Any], reported: Iterable[Any]) ->
     reported_counts = Counter(list(reported))
     wrong = [f"missing: {row}" for row in (expected_counts - reported_counts).elements()]
     wrong += [f"not expected: {row}" for row in (reported_counts - expected_counts).elements()]
-    return Sources("rows of the table", "the configuration").none(name, wrong)
+    return Sources("rows of the table", "the configuration").check_none(name, wrong)

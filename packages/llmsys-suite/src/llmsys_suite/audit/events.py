@@ -34,7 +34,7 @@ def record_passes() -> Iterator[list[str]]:
         yield events
 
 
-def max_in_flight(events: list[str]) -> int:
+def count_max_in_flight(events: list[str]) -> int:
     """Return the largest number of forward passes whose backward passes have not yet run."""
     maximum = 0
     in_flight = 0
@@ -44,8 +44,8 @@ def max_in_flight(events: list[str]) -> int:
     return maximum
 
 
-def expected_in_flight(split: str, rank: int, ranks: int, microbatches: int) -> int | None:
-    """Return the expected result of `max_in_flight` on a rank; None for a split without pipeline.
+def compute_expected_in_flight(split: str, rank: int, ranks: int, microbatches: int) -> int | None:
+    """Return the expected `count_max_in_flight` of a rank; None for a split without pipeline.
 
     GPipe: Huang et al. 2019, section 2.3. 1F1B: Narayanan et al. 2021, section 2.2.1.
     """

@@ -16,15 +16,15 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from llmsys_suite.audit import peers, reference
-from llmsys_suite.audit.inputs import global_batch, num_heads
+from llmsys_suite.audit.inputs import draw_global_batch, get_num_heads
 from llmsys_suite.audit.probe import probe, replay
-from llmsys_suite.audit.text import read_parts, split_evidence
-from llmsys_suite.audit.training_checks.data import plain_values
+from llmsys_suite.audit.text import collect_split_evidence, read_parts
+from llmsys_suite.audit.training_checks.data import get_json_values
 from llmsys_suite.measure import network
-from llmsys_suite.measure.samples import needed_seconds
+from llmsys_suite.measure.samples import compute_needed_seconds
 from llmsys_suite.plain import Weights
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.variants.initial_weights import initial_weights, seeded
+from llmsys_suite.variants.initial_weights import build_seeded_model, draw_initial_weights
 
 #: Maximum number of steps that the audit repeats.
 REPLAYED = 64
@@ -35,23 +35,23 @@ PRODUCT_SECONDS = 1.0
 SIDE = {"cpu": 512, "cuda": 8192}
 
 
-def measure(run: Run) -> dict[str, Any]:
+def measure_evidence(run: Run) -> dict[str, Any]:
     """Return the evidence for which all ranks must work together."""
     with run.in_float32():
         probed = probe(run)
     return {
-        "config": plain_values(run.config),
+        "config": get_json_values(run.config),
         "threads": torch.get_num_threads(),
         "probe": probed,
-        "split": split_evidence(run),
+        "split": collect_split_evidence(run),
         "peers": peers.time_peers(run, [*probed]),
-        "product_flops_per_second": product_rate(run),
+        "product_flops_per_second": measure_product_rate(run),
         "shares_memory": run.device.type == "cpu" and collectives.describe().shared_memory,
-        "sockets_count": network.available() and run.config.backend == "gloo",
+        "sockets_count": network.is_available() and run.config.backend == "gloo",
     }
 
 
-def recompute(run: Run) -> dict[str, Any]:
+def compute_evidence(run: Run) -> dict[str, Any]:
     """Return the evidence that this rank computes alone.
 
     The last rank repeats training steps. Rank 0 draws batches, and counts FLOPs and bytes.
@@ -62,14 +62,14 @@ def recompute(run: Run) -> dict[str, Any]:
             train, _ = read_parts(run.config)
             evidence |= {
                 "row_digests": [
-                    reference.row_digests(global_batch(train, run.config, step))
+                    reference.compute_row_digests(draw_global_batch(train, run.config, step))
                     for step in range(run.config.warmup + run.config.steps)
                 ],
-                "initial_scales": initial_scales(run),
+                "initial_scales": compute_scale_deviations(run),
                 "model_counts": count_model(run),
             }
         if run.rank == run.world - 1:
-            losses, rounding_factors = replay(run, initial_weights(run), REPLAYED)
+            losses, rounding_factors = replay(run, draw_initial_weights(run), REPLAYED)
             evidence |= {"trajectory": losses, "rounding_factors": rounding_factors}
     if run.rank == 0:
         # The dtype of the run decides the size of activations.
@@ -79,9 +79,9 @@ def recompute(run: Run) -> dict[str, Any]:
 
 def count_model(run: Run) -> dict[str, int]:
     """Return the numbers of parameters, tensors and FLOPs per training step of the reference."""
-    weights = initial_weights(run)
+    weights = draw_initial_weights(run)
     config = run.config
-    full, causal = count_flops(weights, config.rows, config.context, num_heads(config))
+    full, causal = count_flops(weights, config.rows, config.context, get_num_heads(config))
     return {
         "parameters": sum(w.numel() for w in weights.values()),
         "block_parameters": sum(w.numel() for n, w in weights.items() if n.startswith("blocks.")),
@@ -100,7 +100,7 @@ def count_flops(weights: Weights, rows: int, context: int, heads: int) -> tuple[
     leaves = {name: w.detach().to("meta").requires_grad_() for name, w in weights.items()}
     tokens = torch.zeros(rows, context, dtype=torch.long, device="meta")
     with FlopCounterMode(display=False) as counter:
-        loss = reference.loss(leaves, tokens, tokens, heads)
+        loss = reference.compute_loss(leaves, tokens, tokens, heads)
         loss.backward()
     total = counter.get_total_flops()
     by_operator = counter.get_flop_counts()["Global"]
@@ -113,7 +113,7 @@ def count_saved_bytes(run: Run) -> int:
 
     The pass is over one of `RunConfig.parts` parts of the rows.
     """
-    model = seeded(run, run.model)
+    model = build_seeded_model(run, run.model)
     rows = run.config.rows // run.config.parts
     tokens = torch.zeros(rows, run.config.context, dtype=torch.long, device=run.device)
     parameters = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -127,12 +127,12 @@ def count_saved_bytes(run: Run) -> int:
 
     with torch.autograd.graph.saved_tensors_hooks(count, lambda tensor: tensor), run.autocast():
         # The loss keeps all saved tensors alive, so that no two storages have the same address.
-        loss = model.loss(tokens, tokens)
+        loss = model.compute_loss(tokens, tokens)
     del loss
     return sum(saved.values())
 
 
-def initial_scales(run: Run) -> list[tuple[float, str]]:
+def compute_scale_deviations(run: Run) -> list[tuple[float, str]]:
     """Return (deviation, name) for each initial weight.
 
     The deviation is the difference, in standard errors, of the standard deviation from Glorot's,
@@ -143,7 +143,7 @@ def initial_scales(run: Run) -> list[tuple[float, str]]:
     density = math.exp(-4.5) / math.sqrt(2 * math.pi)
     narrowed = math.sqrt(1 - 6 * density / math.erf(3 / math.sqrt(2)))
     scales = []
-    for name, weight in initial_weights(run).items():
+    for name, weight in draw_initial_weights(run).items():
         if weight.ndim == 2:
             scale = 1.0 if "embedding" in name else math.sqrt(2 / sum(weight.shape))
             away = float(weight.double().std()) / (narrowed * scale) - 1
@@ -153,7 +153,7 @@ def initial_scales(run: Run) -> list[tuple[float, str]]:
     return scales
 
 
-def product_rate(run: Run) -> float:
+def measure_product_rate(run: Run) -> float:
     """Return the best rate of a matrix product on any rank, in FLOPs per second.
 
     The time of a product is its wall time without waiting for a core. The second matrix is
@@ -166,5 +166,5 @@ def product_rate(run: Run) -> float:
     stop_time = time.perf_counter() + PRODUCT_SECONDS
     while time.perf_counter() < stop_time:
         product = peers.time_call(run, partial(torch.mm, a, b.T))
-        shortest_s = min(shortest_s, needed_seconds(product))
+        shortest_s = min(shortest_s, compute_needed_seconds(product))
     return max(run.gather(2 * side**3 / shortest_s))

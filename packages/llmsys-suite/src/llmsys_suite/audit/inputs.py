@@ -8,7 +8,7 @@ from torch import Tensor
 
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.config import RunConfig, size_of
+from llmsys_suite.config import RunConfig, get_size
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.text.generation import MODEL
@@ -19,17 +19,19 @@ def move_to_device(run: Run, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tens
     return batch[0].to(run.device), batch[1].to(run.device)
 
 
-def num_heads(config: RunConfig) -> int:
+def get_num_heads(config: RunConfig) -> int:
     """Return the number of heads of the configured size, independently of the run's model."""
-    return size_of(config.size).num_heads
+    return get_size(config.size).num_heads
 
 
-def global_batch(text: reference.Tokens, config: RunConfig, step: int) -> tuple[Tensor, Tensor]:
+def draw_global_batch(
+    text: reference.Tokens, config: RunConfig, step: int
+) -> tuple[Tensor, Tensor]:
     """Return the rows of all ranks in a step of `train`, from the independent sampler."""
-    return reference.batch(text, config.rows, config.context, config.seed, step)
+    return reference.draw_batch(text, config.rows, config.context, config.seed, step)
 
 
-def float64_parameters(model: Decoder) -> dict[str, Tensor]:
+def get_float64_parameters(model: Decoder) -> dict[str, Tensor]:
     """Return the parameters by name, in float64."""
     return {name: p.detach().double() for name, p in model.named_parameters()}
 
@@ -39,4 +41,4 @@ def compare_with_file(run: Run, model: Decoder) -> Check:
     stored = load_file(run.out / MODEL)
     different = [n for n, p in model.named_parameters() if not torch.equal(stored[n], p.cpu())]
     weights = Sources("weights of the analyzed model", "the model file")
-    return weights.none("trained model", different)
+    return weights.check_none("trained model", different)

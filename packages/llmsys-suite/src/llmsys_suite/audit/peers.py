@@ -31,12 +31,12 @@ from torch.distributed.fsdp import fully_shard
 from llmsys_suite.audit.tolerances import NEEDED_BAND, PROCESSOR_BAND
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure import others
-from llmsys_suite.measure.clocks import core_wait_seconds
-from llmsys_suite.measure.samples import CORE_WAIT, PEER, PROCESSOR, needed_seconds
+from llmsys_suite.measure.clocks import read_core_wait_seconds
+from llmsys_suite.measure.samples import CORE_WAIT, PEER, PROCESSOR, compute_needed_seconds
 from llmsys_suite.model import Decoder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants import VARIANTS
-from llmsys_suite.variants.initial_weights import seeded
+from llmsys_suite.variants.initial_weights import build_seeded_model
 
 #: A peer's time is compared with the first of these variants that was trained.
 OTHER_VARIANTS = ("ddp bucketed", "ddp flat")
@@ -59,7 +59,7 @@ class Measure:
     allowed_factor: float
     needs_undisturbed_rounds: bool
 
-    def quantile_seconds(self, steps: list[Sample]) -> float:
+    def compute_quantile_seconds(self, steps: list[Sample]) -> float:
         """Return the quantile of the times of the steps."""
         ordered = sorted(self.seconds_of(step) for step in steps)
         return ordered[int(self.quantile * (len(ordered) - 1))]
@@ -68,7 +68,7 @@ class Measure:
 #: The needed time includes waits for another rank that waits for a core. A low quantile leaves out
 #: the rounds in which this wait was long.
 MEASURES = {
-    "needed time": Measure(needed_seconds, 0.2, NEEDED_BAND, needs_undisturbed_rounds=True),
+    "needed time": Measure(compute_needed_seconds, 0.2, NEEDED_BAND, needs_undisturbed_rounds=True),
     "processor time": Measure(
         lambda step: float(step[PROCESSOR]), 0.5, PROCESSOR_BAND, needs_undisturbed_rounds=False
     ),
@@ -94,8 +94,8 @@ def time_peers(run: Run, trained: list[str]) -> dict[str, dict[str, dict[str, fl
 def _time_peer(
     run: Run, name: str, wrap: Callable[[Decoder], nn.Module], other: str | None
 ) -> dict[str, dict[str, float]]:
-    tokens, targets = run.batch(0, split=True)
-    model = wrap(seeded(run, run.model, attention=flash_attention))
+    tokens, targets = run.draw_batch(0, split=True)
+    model = wrap(build_seeded_model(run, run.model, attention=flash_attention))
     optimizer = torch.optim.AdamW(model.parameters(), lr=run.config.learning_rate, fused=True)
 
     def step() -> None:
@@ -115,13 +115,13 @@ def _time_peer(
         for variant_name, variant in variants.items()
     }
     run.barrier()
-    ratios = _time_ratios(run, name, calls | {"audit": step})
+    ratios = _measure_time_ratios(run, name, calls | {"audit": step})
     for variant in variants.values():
         variant.close()
     return ratios
 
 
-def _time_ratios(
+def _measure_time_ratios(
     run: Run, name: str, calls: Mapping[str, Callable[[], object]]
 ) -> dict[str, dict[str, float]]:
     """Return {measure: {other: time of the call `name` / time of the call `other`}}.
@@ -144,11 +144,11 @@ def _time_ratios(
         by_rank = run.gather(steps)
         by_call = {call_name: [steps[call_name] for steps in by_rank] for call_name in calls}
         for measure_name, measure in measures.items():
-            ratios[measure_name] = ratios_to_others(name, measure, by_call)
+            ratios[measure_name] = compute_ratios(name, measure, by_call)
     return ratios
 
 
-def ratios_to_others(
+def compute_ratios(
     name: str, measure: Measure, by_call: Mapping[str, Sequence[list[Sample]]]
 ) -> dict[str, float]:
     """Return {other: time of the call `name` / time of the call `other`}; times are rank means.
@@ -157,7 +157,7 @@ def ratios_to_others(
     entry is missing.
     """
     steps_of_name = list(chain(*by_call[name]))
-    fractions = others.foreign_cpu_fractions(steps_of_name)
+    fractions = others.compute_foreign_cpu_fractions(steps_of_name)
     rounds = {step["step"] for step in steps_of_name}
     ratios = {}
     for other, steps_by_rank in by_call.items():
@@ -166,18 +166,18 @@ def ratios_to_others(
         compared = rounds
         if measure.needs_undisturbed_rounds and other != "audit":
             both = chain(steps_of_name, *steps_by_rank)
-            compared = rounds - others.disturbed_rounds(both, fractions)
+            compared = rounds - others.find_disturbed_rounds(both, fractions)
         if len(compared) >= LEAST_ROUNDS:
-            seconds = _mean_seconds(measure, by_call[name], compared)
-            ratios[other] = seconds / _mean_seconds(measure, steps_by_rank, compared)
+            seconds = _compute_mean_seconds(measure, by_call[name], compared)
+            ratios[other] = seconds / _compute_mean_seconds(measure, steps_by_rank, compared)
     return ratios
 
 
-def _mean_seconds(
+def _compute_mean_seconds(
     measure: Measure, steps_by_rank: Sequence[list[Sample]], rounds: set[int]
 ) -> float:
     return statistics.mean(
-        measure.quantile_seconds([step for step in steps if step["step"] in rounds])
+        measure.compute_quantile_seconds([step for step in steps if step["step"] in rounds])
         for steps in steps_by_rank
     )
 
@@ -195,18 +195,18 @@ def _are_well_inside_bands(ratios: dict[str, dict[str, float]]) -> bool:
 
 def time_call(run: Run, call: Callable[[], object]) -> Sample:
     """Call `call` once; return its wall time, processor time, wait for a core, and the counters."""
-    start_time = synchronized_time(run)
+    start_time = read_synchronized_time(run)
     # Both counters are read between the two wall-clock readings, so that the wait does not exceed
     # the wall time.
-    start_wait = core_wait_seconds()
+    start_wait = read_core_wait_seconds()
     start_processor = time.process_time()
     call()
     sample = {
         PROCESSOR: time.process_time() - start_processor,
-        CORE_WAIT: core_wait_seconds() - start_wait,
+        CORE_WAIT: read_core_wait_seconds() - start_wait,
     }
-    sample["seconds"] = synchronized_time(run) - start_time
-    return sample | others.clocks(run.world)
+    sample["seconds"] = read_synchronized_time(run) - start_time
+    return sample | others.read_busy_clocks(run.world)
 
 
 def _wrap_in_ddp(decoder: Decoder) -> nn.Module:
@@ -216,13 +216,13 @@ def _wrap_in_ddp(decoder: Decoder) -> nn.Module:
 def _wrap_in_fsdp(decoder: Decoder) -> nn.Module:
     device = next(decoder.parameters()).device
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    for block in decoder.block_list():
+    for block in decoder.list_blocks():
         fully_shard(block, mesh=mesh)
     fully_shard(decoder, mesh=mesh)
     return decoder
 
 
-def synchronized_time(run: Run) -> float:
+def read_synchronized_time(run: Run) -> float:
     """Return the seconds of a wall clock after the device has finished its work."""
     if run.device.type == "cuda":
         torch.cuda.synchronize(run.device)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from llmsys_suite.audit import reference
-from llmsys_suite.audit.inputs import global_batch, move_to_device, num_heads
+from llmsys_suite.audit.inputs import draw_global_batch, get_num_heads, move_to_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.measure import network
 from llmsys_suite.ranks.rank import Run
-from llmsys_suite.variants import VARIANTS, variants_here
-from llmsys_suite.variants.initial_weights import initial_weights
+from llmsys_suite.variants import VARIANTS, list_variants
+from llmsys_suite.variants.initial_weights import draw_initial_weights
 from llmsys_suite.variants.single import Variant
 
 #: Learning rate of the probe, large enough that rounding of the weights hides no gradient.
@@ -32,14 +32,16 @@ Weights = dict[str, Tensor]
 
 def probe(run: Run) -> dict[str, Any]:
     """Probe every variant on all ranks; return {variant: {kind of evidence: [value per rank]}}."""
-    start = {name: w.double() for name, w in initial_weights(run).items()}
+    start = {name: w.double() for name, w in draw_initial_weights(run).items()}
     # One row per rank is enough, because an error in summing shows for any number of rows.
-    batch = reference.batch(
+    batch = reference.draw_batch(
         read_parts(run.config)[0], run.world, run.config.context, run.config.seed, 0
     )
-    _, exact = reference.gradients(start, *move_to_device(run, batch), num_heads(run.config))
+    _, exact = reference.compute_gradients(
+        start, *move_to_device(run, batch), get_num_heads(run.config)
+    )
     variants = {}
-    for name in variants_here(run.device):
+    for name in list_variants(run.device):
         by_rank = run.gather(_probe_variant(run, name, start, exact))
         probed = [evidence for evidence in by_rank if evidence is not None]
         variants[name] = {key: [evidence[key] for evidence in probed] for key in probed[0]}
@@ -52,7 +54,7 @@ def _probe_variant(run: Run, name: str, start: Weights, exact: Weights) -> dict[
     run.barrier()
     evidence = None
     if not (variant.alone and run.rank):
-        batch = run.batch(0, rows=run.world, split=not variant.alone)
+        batch = run.draw_batch(0, rows=run.world, split=not variant.alone)
         evidence = _take_two_steps(variant, start, exact, *batch)
     variant.close()
     run.barrier()
@@ -66,18 +68,20 @@ def _take_two_steps(
     variant.forward_backward(tokens, targets)
     variant.communicate()
     variant.update()
-    after = variant.weights()
+    after = variant.gather_weights()
     moved = {name: (start[name] - after[name].double()) / RATE for name in after}
-    with network.announced() as shared:
+    with network.record_announcements() as shared:
         variant.step(tokens, targets)
     return {
-        "weights": reference.furthest(moved, exact, reference.rounding_floor(exact)),
-        "digest": digest_of_weights(variant.weights()),
+        "weights": reference.find_largest_distance(
+            moved, exact, reference.compute_rounding_floor(exact)
+        ),
+        "digest": compute_weights_digest(variant.gather_weights()),
         "shared": sum(shared),
     }
 
 
-def digest_of_weights(weights: Weights) -> str:
+def compute_weights_digest(weights: Weights) -> str:
     """Return the SHA-256 of the bits of all weights."""
     digest = hashlib.sha256()
     for name in sorted(weights):
@@ -99,12 +103,12 @@ def replay(run: Run, weights: Weights, steps: int) -> tuple[list[float], dict[st
     text, _ = read_parts(config)
     optimizer = reference.AdamW(weights, config.learning_rate)
     for step in range(min(steps, config.warmup + config.steps)):
-        batch = global_batch(text, config, step)
-        value, gradients = reference.gradients(
-            weights, *move_to_device(run, batch), num_heads(config)
+        batch = draw_global_batch(text, config, step)
+        value, gradients = reference.compute_gradients(
+            weights, *move_to_device(run, batch), get_num_heads(config)
         )
         losses.append(value)
-        floor += reference.rounding_floor(gradients)
+        floor += reference.compute_rounding_floor(gradients)
         for name, gradient in gradients.items():
             norms[name] += float(gradient.norm())
         weights = optimizer.step(weights, gradients)

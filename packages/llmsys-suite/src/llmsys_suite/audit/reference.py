@@ -16,10 +16,17 @@ import torch
 from torch import Tensor
 
 from llmsys_suite import plain
-from llmsys_suite.measure.distance import distance, furthest
-from llmsys_suite.plain import AdamW, Weights, logits, loss
+from llmsys_suite.measure.distance import compute_distance, find_largest_distance
+from llmsys_suite.plain import AdamW, Weights, compute_logits, compute_loss
 
-__all__ = ["AdamW", "batch", "distance", "furthest", "logits", "loss"]
+__all__ = [
+    "AdamW",
+    "compute_distance",
+    "compute_logits",
+    "compute_loss",
+    "draw_batch",
+    "find_largest_distance",
+]
 
 #: The bytes of a text, or an array of its tokens.
 Tokens = Any
@@ -33,35 +40,35 @@ SCORE_BYTES = 2**22
 CANCELLED = 0.02
 
 
-def gradients(
+def compute_gradients(
     weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int
 ) -> tuple[float, Weights]:
     """Return the loss and its gradient, computed on a few rows at a time to save memory."""
     mean = 0.0
     summed = {name: torch.zeros_like(w) for name, w in weights.items()}
     for fraction, tokens, targets in _split_rows(tokens_BT, targets_BT, heads):
-        value, part = plain.gradients(weights, tokens, targets, heads)
+        value, part = plain.backpropagate(weights, tokens, targets, heads)
         mean += fraction * value
         for name, g in part.items():
             summed[name] += fraction * g
     return mean, summed
 
 
-def norm_of_all(tensors: Weights) -> float:
+def compute_norm(tensors: Weights) -> float:
     """Return the 2-norm of all elements of the tensors."""
     return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors.values()))
 
 
-def rounding_floor(gradients: Weights) -> float:
-    """Return the `floor` of `distance` for gradients or moments, some of whose terms cancel."""
-    return CANCELLED * norm_of_all(gradients)
+def compute_rounding_floor(gradients: Weights) -> float:
+    """Return the `floor` of distances of gradients or moments, some of whose terms cancel."""
+    return CANCELLED * compute_norm(gradients)
 
 
 @torch.no_grad()
-def mean_loss(weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int) -> float:
+def compute_mean_loss(weights: Weights, tokens_BT: Tensor, targets_BT: Tensor, heads: int) -> float:
     """Return the loss, computed on a few rows at a time to save memory."""
     parts = _split_rows(tokens_BT, targets_BT, heads)
-    return sum(fraction * float(loss(weights, x, y, heads)) for fraction, x, y in parts)
+    return sum(fraction * float(compute_loss(weights, x, y, heads)) for fraction, x, y in parts)
 
 
 def _split_rows(
@@ -75,7 +82,7 @@ def _split_rows(
         yield len(tokens) / rows, tokens, targets
 
 
-def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def compute_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Return causal softmax(q k^T / sqrt(K)) v, of shape (B, H, T, K)."""
     rows = []
     for t in range(q.shape[2]):
@@ -84,28 +91,30 @@ def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.stack(rows, 2)
 
 
-def patterns(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
+def compute_patterns(weights: Weights, tokens_BT: Tensor, heads: int) -> list[Tensor]:
     """Return the attention weights of each layer, of shape (B, H, T, T)."""
     attention: list[Tensor] = []
-    logits(weights, tokens_BT, heads, attention)
+    compute_logits(weights, tokens_BT, heads, attention)
     return attention
 
 
-def evenly_spaced_batch(text: Tokens, rows: int, context: int) -> tuple[Tensor, Tensor]:
+def build_evenly_spaced_batch(text: Tokens, rows: int, context: int) -> tuple[Tensor, Tensor]:
     """Return tokens and targets (rows, context) of windows at equal distances in a text."""
     stride = (len(text) - context - 1) // rows
     windows = torch.tensor([list(text[i * stride : i * stride + context + 1]) for i in range(rows)])
     return windows[:, :-1], windows[:, 1:]
 
 
-def batch(text: Tokens, rows: int, context: int, seed: int, step: int) -> tuple[Tensor, Tensor]:
+def draw_batch(
+    text: Tokens, rows: int, context: int, seed: int, step: int
+) -> tuple[Tensor, Tensor]:
     """Return tokens and targets of windows at the offsets that the run draws from (seed, step).
 
     With 2^28 windows or more, each offset is computed from two random numbers below 2^24.
     """
     num_offsets = len(text) - context - 1
     if num_offsets < 2**28:
-        return plain.batch(text, rows, context, seed, step)
+        return plain.draw_batch(text, rows, context, seed, step)
     twister = np.random.MT19937()
     twister._legacy_seeding((seed * 1_000_003 + step) % 2**32)
     drawn = (twister.random_raw(2 * rows) % 2**24).reshape(rows, 2)
@@ -114,12 +123,12 @@ def batch(text: Tokens, rows: int, context: int, seed: int, step: int) -> tuple[
     return windows[:, :-1], windows[:, 1:]
 
 
-def row_digests(rows: tuple[Tensor, Tensor]) -> list[str]:
-    """Return the `row_digest` of each pair of rows of tokens and targets."""
-    return [row_digest(x.tolist(), y.tolist()) for x, y in zip(*rows, strict=True)]
+def compute_row_digests(rows: tuple[Tensor, Tensor]) -> list[str]:
+    """Return the `compute_row_digest` of each pair of rows of tokens and targets."""
+    return [compute_row_digest(x.tolist(), y.tolist()) for x, y in zip(*rows, strict=True)]
 
 
-def row_digest(tokens: Sequence[int], targets: Sequence[int]) -> str:
+def compute_row_digest(tokens: Sequence[int], targets: Sequence[int]) -> str:
     """Return twelve hexadecimal digits of the SHA-256 of one row, with four bytes per token."""
     token_bytes, target_bytes = (np.array(row, "<i4").tobytes() for row in (tokens, targets))
     return hashlib.sha256(token_bytes + b"\0" + target_bytes).hexdigest()[:12]

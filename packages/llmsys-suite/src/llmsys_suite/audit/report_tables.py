@@ -22,29 +22,32 @@ ROUNDING = 0.0051
 Table = tuple[str, list[list[str]]]
 
 
-def shown_figures(folder: RunFolder) -> Check:
+def check_shown_figures(folder: RunFolder) -> Check:
     """Return the check of each row in report.md and in the tables of report.html before details.
 
     The tables of `UNCHECKED_STAGES` are not checked.
     """
     stages = folder.summary["stages"]
     foreign = []
-    for name, read_tables in (("report.md", _markdown_tables), ("report.html", _html_tables)):
+    for name, read_tables in (
+        ("report.md", _iter_markdown_tables),
+        ("report.html", _iter_html_tables),
+    ):
         path = folder.path / name
         if not path.exists():
             continue
         for stage, rows in read_tables(path.read_text(encoding="utf-8")):
             if stage in UNCHECKED_STAGES:
                 continue
-            records = list(_records(stages.get(stage)))
+            records = list(_iter_records(stages.get(stage)))
             for row in rows:
-                if not any(_shows(row, record) for record in records):
+                if not any(_is_row_shown(row, record) for record in records):
                     foreign.append(f"{name}, {stage}: {row[0]}")
     tables = Sources("rows of the report's tables", "records of summary.json")
-    return tables.none("figures in the report", foreign)
+    return tables.check_none("figures in the report", foreign)
 
 
-def _markdown_tables(text: str) -> Iterator[Table]:
+def _iter_markdown_tables(text: str) -> Iterator[Table]:
     """Yield the table of each section, without the header."""
     for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
         title, _, body = section.partition("\n")
@@ -52,23 +55,23 @@ def _markdown_tables(text: str) -> Iterator[Table]:
         yield title.lower(), [[cell.strip() for cell in line.split(" | ")] for line in lines[1:]]
 
 
-def _html_tables(text: str) -> Iterator[Table]:
+def _iter_html_tables(text: str) -> Iterator[Table]:
     for stage, body in re.findall(r'<section id="(\w+)">(.*?)</section>', text, re.DOTALL):
         unfolded = body.partition("<details>")[0]
         rows = [re.findall("<td>(.*?)</td>", row) for row in unfolded.split("<tr")]
         yield stage, [[html.unescape(cell) for cell in row] for row in rows if row]
 
 
-def _records(value: Any) -> Iterator[list[Any]]:
+def _iter_records(value: Any) -> Iterator[list[Any]]:
     """Yield the texts and figures of each dict and of each list, at any depth."""
     inner = list(value.values()) if isinstance(value, dict) else value
     if isinstance(inner, list):
         yield [item for item in inner if isinstance(item, int | float | str)]
         for item in inner:
-            yield from _records(item)
+            yield from _iter_records(item)
 
 
-def _shows(row: list[str], record: list[Any]) -> bool:
+def _is_row_shown(row: list[str], record: list[Any]) -> bool:
     """Return True if every cell of a row is empty or can be the text of a value of the record."""
     return all(not cell or any(_is_shown(cell, value) for value in record) for cell in row)
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from llmsys_suite.audit import training_checks
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.evidence import measure, recompute
-from llmsys_suite.audit.report_tables import shown_figures
+from llmsys_suite.audit.evidence import compute_evidence, measure_evidence
+from llmsys_suite.audit.report_tables import check_shown_figures
 from llmsys_suite.audit.stage_checks import COLLECTIVE, ON_LAST_RANK, RECORDED, STAGES
 from llmsys_suite.config import UsageError
 from llmsys_suite.folder import RunFolder
@@ -35,44 +35,46 @@ def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
     """
     finished = set(run.results)
     is_trained = {"plan", "train"} <= finished
-    measured = measure(run) if is_trained else {}
+    measured = measure_evidence(run) if is_trained else {}
     collective = []
     for stage in COLLECTIVE:
         run.wait_for_ranks()
         if stage in finished:
-            collective += stage_checks(run, stage)
+            collective += make_stage_checks(run, stage)
     results = run.gather(run.results)[0]
-    recomputed = recompute(run) if is_trained else {}
-    by_single_ranks = _distributed_checks(run, results)
+    recomputed = compute_evidence(run) if is_trained else {}
+    by_single_ranks = _make_distributed_checks(run, results)
     evidence = dict(ChainMap(measured, *run.gather(recomputed))) if is_trained else {}
     if run.folder is None:
         return evidence, []
     return evidence, [
-        *recorded_checks(run.folder, results, evidence),
+        *make_recorded_checks(run.folder, results, evidence),
         *collective,
         *by_single_ranks,
     ]
 
 
-def _distributed_checks(run: Run, results: dict[str, Any]) -> list[Check]:
+def _make_distributed_checks(run: Run, results: dict[str, Any]) -> list[Check]:
     """Return the checks that need one rank only. The last rank makes those of `ON_LAST_RANK`."""
     shared = replace(run, results=results)
     own_checks = {}
     for stage in STAGES.keys() & results.keys() - {*COLLECTIVE}:
         if run.rank == (run.world - 1 if stage == ON_LAST_RANK else 0):
-            own_checks[stage] = stage_checks(shared, stage)
+            own_checks[stage] = make_stage_checks(shared, stage)
     by_stage = {stage: checks for part in run.gather(own_checks) for stage, checks in part.items()}
     return [check for stage in STAGES for check in by_stage.get(stage, [])]
 
 
-def recorded_checks(
+def make_recorded_checks(
     folder: RunFolder, results: dict[str, Any], evidence: dict[str, Any]
 ) -> list[Check]:
     """Return the checks that need only a folder's files; those of `train` also need evidence."""
     recorded: list[Check] = []
     if evidence:
         plan, train = results["plan"], results["train"]
-        trained = training_checks.checks(folder.config, plan, train, folder.samples(), evidence)
+        trained = training_checks.check_training(
+            folder.config, plan, train, folder.samples(), evidence
+        )
         recorded += catch_errors("train", trained)
     for stage in RECORDED:
         if stage in results:
@@ -81,7 +83,7 @@ def recorded_checks(
     return recorded
 
 
-def stage_checks(run: Run, stage: str) -> list[Check]:
+def make_stage_checks(run: Run, stage: str) -> list[Check]:
     """Return the checks of a stage that need the ranks of the run.
 
     An exception in a stage of `COLLECTIVE` propagates, because other ranks may wait.
@@ -101,7 +103,7 @@ def catch_errors(stage: str, checks: Iterator[Check]) -> Iterator[Check]:
         yield from checks
     except Exception as error:
         message = f"{type(error).__name__}: {error}"
-        yield Sources(stage, "no error").none("what the audit reads", [message])
+        yield Sources(stage, "no error").check_none("what the audit reads", [message])
 
 
 def check_again(folder: RunFolder) -> list[Check]:
@@ -128,7 +130,7 @@ def check_again(folder: RunFolder) -> list[Check]:
     file_checks = list(_check_files(folder, evidence, len(stored)))
     if not all(check.passed for check in file_checks):
         return file_checks + stored
-    recomputed = {check.name: check for check in recorded_checks(folder, results, evidence)}
+    recomputed = {check.name: check for check in make_recorded_checks(folder, results, evidence)}
     checks = [recomputed.pop(check.name, check) for check in stored]
     # Add the checks that the records allow but the stored list does not contain.
     return file_checks + checks + list(recomputed.values())
@@ -140,7 +142,9 @@ def _check_files(folder: RunFolder, evidence: dict[str, Any], num_stored: int) -
     missing = [stage for stage in folder.config.stages if stage not in {*results, "report"}]
     if not evidence:
         missing.append("evidence.json")
-    yield Sources("files of the run", "its configuration").none("results of every stage", missing)
+    yield Sources("files of the run", "its configuration").check_none(
+        "results of every stage", missing
+    )
     checks = Sources("checks.json", "summary.json")
-    yield checks.equal("number of checks", results["audit"].checks, num_stored)
-    yield shown_figures(folder)
+    yield checks.check_equal("number of checks", results["audit"].checks, num_stored)
+    yield check_shown_figures(folder)

@@ -71,7 +71,7 @@ def read_bytes(path: Path | None) -> tuple[bytes, bytes]:
     return text[:start], text[start:]
 
 
-def split_evidence(run: Run) -> dict[str, Any]:
+def collect_split_evidence(run: Run) -> dict[str, Any]:
     """Return the digests of the text of all ranks and of the files, and counts of held-out windows.
 
     `repeated` counts the windows that occur in the training text, and `windows` counts all windows.
@@ -79,7 +79,7 @@ def split_evidence(run: Run) -> dict[str, Any]:
     tokens = (run.corpus.train.cpu().numpy(), run.corpus.heldout.cpu().numpy())
     digests = run.gather([hashlib.sha256(part.tobytes()).hexdigest() for part in tokens])
     train, heldout = read_bytes(run.config.data)
-    windows = list(held_out_windows(heldout))
+    windows = list(iter_heldout_windows(heldout))
     return {
         "ranks": digests,
         "files": [hashlib.sha256(part).hexdigest() for part in read_parts(run.config)],
@@ -88,7 +88,7 @@ def split_evidence(run: Run) -> dict[str, Any]:
     }
 
 
-def held_out_windows(heldout: bytes) -> Iterator[bytes]:
+def iter_heldout_windows(heldout: bytes) -> Iterator[bytes]:
     """Yield at most `WINDOWS` windows at equal distances in the held-out text."""
     length = min(WINDOW_BYTES, len(heldout))
     num_windows = min(WINDOWS, len(heldout) // length)

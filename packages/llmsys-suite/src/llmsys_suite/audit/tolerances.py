@@ -8,7 +8,7 @@ from llmsys_suite.config import RunConfig
 
 #: Relative distance of each float32 gradient from float64. Measured: at most 8e-7; factor 6.
 GRADIENT = 5e-6
-#: `loss_difference` of a loss from float64. Measured: at most 4e-7; factor 5.
+#: `compute_loss_difference` of a loss from float64. Measured: at most 4e-7; factor 5.
 REPLAYED_LOSS = 2e-6
 #: Differences of weight changes and of losses after n steps, divided by sqrt(n). Adam divides small
 #: gradients by their magnitude, so rounding errors grow with every step. Measured: at most 1e-4 and
@@ -42,11 +42,11 @@ WEIGHT_CHANGE_IN_DTYPE = {"fp32": 0.0, "tf32": 0.1, "bf16": 0.4}
 MOMENTS = {"fp32": GRADIENT, "tf32": 1e-2, "bf16": 6e-2}
 
 
-def loss_tolerance(config: RunConfig, tolerance: float) -> float:
+def compute_loss_tolerance(config: RunConfig, tolerance: float) -> float:
     """Return the larger of a loss tolerance in float32 and the rounding of the run's dtype."""
     return max(tolerance, LOSS_IN_DTYPE[config.dtype])
 
 
-def weight_tolerance(config: RunConfig, tolerance: float) -> float:
+def compute_weight_tolerance(config: RunConfig, tolerance: float) -> float:
     """Return the larger of a weight tolerance in float32 and the rounding of the run's dtype."""
     return max(tolerance, WEIGHT_CHANGE_IN_DTYPE[config.dtype])

@@ -34,17 +34,19 @@ def make_variant(run: Run) -> tuple[str, Variant]:
         # Only rank 0 has the result of `train`.
         result = run.results.get("train")
         rows = result.rows if result else []
-        name = fastest(rows, COMPILED if config.compile else LEARNERS) if run.rank == 0 else ""
+        name = (
+            choose_fastest(rows, COMPILED if config.compile else LEARNERS) if run.rank == 0 else ""
+        )
         name = run.gather(name)[0] if run.world > 1 else SINGLE
         variant = VARIANTS[name](run, model)
     variant.max_norm = config.clip
     if config.compile:
-        for block in variant.blocks():
+        for block in variant.list_blocks():
             block.compile()
     return name, variant
 
 
-def fastest(rows: list[dict[str, Any]], allowed: tuple[str, ...] = LEARNERS) -> str:
+def choose_fastest(rows: list[dict[str, Any]], allowed: tuple[str, ...] = LEARNERS) -> str:
     """Return the allowed variant with the smallest median ratio, or torch DDP without rows."""
     ratios = {row["variant"]: row.get("ratio_p50", math.inf) for row in rows}
     return min((name for name in allowed if name in ratios), key=ratios.__getitem__, default=PEER)

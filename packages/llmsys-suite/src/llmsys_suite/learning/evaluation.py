@@ -8,8 +8,8 @@ from torch import Tensor
 
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.text.generation import generate
-from llmsys_suite.text.tokens import codec_of
-from llmsys_suite.variants.initial_weights import with_weights
+from llmsys_suite.text.tokens import load_codec
+from llmsys_suite.variants.initial_weights import build_model_with
 
 HELDOUT_ROWS = 64
 #: Numbers of tokens in the prompt and in the generated text.
@@ -17,9 +17,9 @@ PROMPT_TOKENS, WRITTEN_TOKENS = 64, 240
 
 
 @torch.no_grad()
-def heldout_loss(run: Run, model: torch.nn.Module) -> float:
+def compute_heldout_loss(run: Run, model: torch.nn.Module) -> float:
     """Return the held-out loss in nats per token, in float32; the ranks divide the rows."""
-    rows = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=run.config.context)
+    rows = run.corpus.build_heldout_batch(rows=HELDOUT_ROWS, context=run.config.context)
     tokens, targets = (x[run.rank :: run.world].to(run.device) for x in rows)
     with run.in_float32():
         logits = model(tokens).flatten(0, 1)
@@ -33,8 +33,8 @@ def sample(run: Run, weights: dict[str, Tensor]) -> dict[str, str]:
     """Return a held-out prompt and the text generated after it; {} on ranks other than 0."""
     if run.rank:
         return {}
-    model = with_weights(run, run.model, weights)
+    model = build_model_with(run, run.model, weights)
     prompt = run.corpus.heldout[:PROMPT_TOKENS].tolist()
-    codec = codec_of(run.config, run.out)
+    codec = load_codec(run.config, run.out)
     written = generate(model, prompt, WRITTEN_TOKENS)
     return {"prompt": codec.decode(prompt), "written": codec.decode(written)}

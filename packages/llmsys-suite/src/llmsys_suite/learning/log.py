@@ -47,7 +47,7 @@ def open_log(run: Run) -> Iterator[Log]:
 
 
 @contextmanager
-def traced_steps(run: Run) -> Iterator[profiler.profile | None]:
+def trace_steps(run: Run) -> Iterator[profiler.profile | None]:
     """Yield a profiler, whose method `step` must be called after each step; None without `trace`.
 
     A Chrome trace of `TRACED` steps is written to `trace-RANK.json` in the run folder.

@@ -17,9 +17,9 @@ from llmsys_suite.config import (
     Layout,
     RunConfig,
     UsageError,
-    default_rows,
-    restarts,
-    size_of,
+    compute_default_rows,
+    count_restarts,
+    get_size,
 )
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.text.data import load_corpus
@@ -35,7 +35,7 @@ OPTIONS = {"text": "--data and --tokenizer", "total": "--learn"}
 RATE, WARM = 2.0, 0.05
 
 
-def initial_state(config: RunConfig, text: str | None) -> dict[str, Any]:
+def build_initial_state(config: RunConfig, text: str | None) -> dict[str, Any]:
     """Return the state of a training run before its first step; `text` is the corpus's digest."""
     return {
         "step": 0, "losses": [], "heldout": [], "total": config.learn or DEFAULT_STEPS,
@@ -56,7 +56,7 @@ def require_resumable(config: RunConfig, source: Path) -> None:
     finally:
         dist.destroy_process_group()
     # Tokens other than bytes do not exist before the run; the stage learn compares their digest.
-    text = load_corpus(config.data).digest() if config.tokenizer == BYTES else None
+    text = load_corpus(config.data).compute_digest() if config.tokenizer == BYTES else None
     require_same(state, config, text, source)
 
 
@@ -65,7 +65,7 @@ def require_same(state: dict[str, Any], config: RunConfig, text: str | None, sou
 
     The steps and the rows are not compared if they have their default, nor the text if it is None.
     """
-    expected = initial_state(config, text)
+    expected = build_initial_state(config, text)
     missing = expected.keys() - state.keys()
     if missing:
         raise UsageError(
@@ -77,10 +77,10 @@ def require_same(state: dict[str, Any], config: RunConfig, text: str | None, sou
     if config.learn is None:
         not_compared.add("total")
     # The default depends on the number of ranks, so it may differ from the checkpoint's rows.
-    if config.rows == default_rows(config.preset, config.world):
+    if config.rows == compute_default_rows(config.preset, config.world):
         not_compared.add("rows")
     layout = Layout(config.data_parallel, config.pipeline, config.tensor)
-    if reason := layout.why_not(size_of(config.size), state["rows"]):
+    if reason := layout.explain_refusal(get_size(config.size), state["rows"]):
         raise UsageError(f"{source} cannot be continued: {reason}")
     for name, value in expected.items():
         if name not in not_compared and state[name] != value:
@@ -100,10 +100,10 @@ def require_finite(loss: float, step: int) -> None:
         )
 
 
-def checkpoint_to_resume(run: Run) -> Path | None:
+def find_checkpoint(run: Run) -> Path | None:
     """Return this run's checkpoint after a restart by torchrun, or the one of --resume, or None."""
     saved = run.out / CHECKPOINT
-    return saved if restarts() and saved.exists() else run.config.resume
+    return saved if count_restarts() and saved.exists() else run.config.resume
 
 
 def is_due(step: int, total: int, times: int) -> bool:
@@ -111,7 +111,7 @@ def is_due(step: int, total: int, times: int) -> bool:
     return step == total or step % max(1, total // times) == 0
 
 
-def schedule(progress: float) -> float:
+def compute_rate_factor(progress: float) -> float:
     """Return the learning rate's factor: a linear warm-up times half a cosine from 1 to 0.05."""
     return min(1.0, progress / WARM + 1e-2) * (0.05 + 0.475 * (1 + math.cos(math.pi * progress)))
 

@@ -6,15 +6,15 @@ import time
 
 import torch
 
-from llmsys_suite.measure.interleaved import now
+from llmsys_suite.measure.interleaved import read_clock
 
 
-def clock(device: torch.device) -> float:
+def read_second_clock(device: torch.device) -> float:
     """Return the CPU seconds of this thread; on a CUDA device, synchronize and return wall time."""
-    return now(device) if device.type == "cuda" else time.thread_time()
+    return read_clock(device) if device.type == "cuda" else time.thread_time()
 
 
-def core_wait_seconds() -> float:
+def read_core_wait_seconds() -> float:
     """Return the seconds that the main thread of this process has waited for a core.
 
     The result is 0 if the kernel does not count these seconds.
@@ -26,7 +26,7 @@ def core_wait_seconds() -> float:
         return 0.0
 
 
-def product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
+def measure_product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.5) -> float:
     """Return the highest rate, in FLOPs per second, of large matrix products within `seconds`.
 
     The product is a @ b.mT, which linear layers compute. In float16, a CPU without hardware support
@@ -37,7 +37,7 @@ def product_rate(device: torch.device, dtype: torch.dtype, seconds: float = 0.5)
     best_rate = 0.0
     stop_time = time.perf_counter() + seconds
     while best_rate == 0.0 or time.perf_counter() < stop_time:
-        start_time = clock(device)
+        start_time = read_second_clock(device)
         a @ b.mT
-        best_rate = max(best_rate, 2 * n**3 / (clock(device) - start_time))
+        best_rate = max(best_rate, 2 * n**3 / (read_second_clock(device) - start_time))
     return best_rate

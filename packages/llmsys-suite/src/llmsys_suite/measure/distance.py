@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from torch import Tensor
 
 
-def distance(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
+def compute_distance(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     """Return |actual - expected| / (|expected| + floor) in the 2-norm.
 
     The result is infinity if the shapes differ or only the divisor is zero, and 0 for 0 / 0.
@@ -23,7 +23,7 @@ def distance(actual: Tensor, expected: Tensor, floor: float = 0.0) -> float:
     return 0.0 if error_norm == 0 else math.inf
 
 
-def distances(
+def iter_distances(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0
 ) -> dict[str, tuple[float, str]]:
     """Return, by name, the distance of two tensors and a text with the name and both norms.
@@ -38,13 +38,13 @@ def distances(
         actual_norm = float(actual[name].detach().double().norm())
         expected_norm = float(expected[name].detach().double().norm())
         text = f"{name}: norm {actual_norm:.9g}, expected {expected_norm:.9g}"
-        by_name[name] = distance(actual[name], expected[name], floor), text
+        by_name[name] = compute_distance(actual[name], expected[name], floor), text
     return by_name
 
 
-def furthest(
+def find_largest_distance(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0
 ) -> tuple[float, str]:
-    """Return the largest of the `distances` and its text. NaN counts as the largest."""
-    by_name = distances(actual, expected, floor)
+    """Return the largest of the `iter_distances` and its text. NaN counts as the largest."""
+    by_name = iter_distances(actual, expected, floor)
     return max(by_name.values(), key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])

@@ -23,11 +23,11 @@ class Interleaved:
     seconds: dict[str, list[float]]
     clocked_s: float
 
-    def median_ms(self, name: str) -> float:
+    def compute_median_ms(self, name: str) -> float:
         """Return the median time of the contender `name` over rounds, in milliseconds."""
         return statistics.median(self.seconds[name]) * 1e3
 
-    def ratio_to(self, peer: str, name: str) -> float:
+    def compute_ratio(self, peer: str, name: str) -> float:
         """Return the median over rounds of the time of `name` divided by the time of `peer`."""
         pairs = zip(self.seconds[name], self.seconds[peer], strict=True)
         return statistics.median(a / b for a, b in pairs)
@@ -44,13 +44,13 @@ def time_interleaved(
     start_ns = time.time_ns()
     for _ in range(rounds):
         for name, contender in contenders.items():
-            start_time = now(device)
+            start_time = read_clock(device)
             contender()
-            seconds[name].append(now(device) - start_time)
+            seconds[name].append(read_clock(device) - start_time)
     return Interleaved(seconds, (time.time_ns() - start_ns) / 1e9)
 
 
-def now(device: torch.device) -> float:
+def read_clock(device: torch.device) -> float:
     """Wait until the device has finished its work; return the time of a monotonic clock."""
     synchronize(device)
     return time.perf_counter()

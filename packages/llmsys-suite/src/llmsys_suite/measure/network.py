@@ -28,21 +28,21 @@ class Received:
     """A counter of the bytes received over TCP since its creation."""
 
     def __init__(self) -> None:
-        self._before = _by_connection()
+        self._before = _read_bytes_by_connection()
 
-    def bytes(self) -> int:
+    def count_bytes(self) -> int:
         """Return the bytes received since the creation, on the connections that are still open."""
-        after = _by_connection()
+        after = _read_bytes_by_connection()
         return sum(nbytes - self._before.get(inode, 0) for inode, nbytes in after.items())
 
 
-def available() -> bool:
+def is_available() -> bool:
     """Return True if this platform reports the bytes received by a socket."""
     return hasattr(socket, "TCP_INFO") and os.path.isdir("/proc/self/fd")
 
 
 @contextmanager
-def announced() -> Iterator[list[int]]:
+def record_announcements() -> Iterator[list[int]]:
     """Yield a list that records the bytes of each all-reduce in shared memory in the block."""
     sums: list[int] = []
     announce = Arena.announce
@@ -57,10 +57,10 @@ def announced() -> Iterator[list[int]]:
         yield sums
 
 
-def _by_connection() -> dict[int, int]:
+def _read_bytes_by_connection() -> dict[int, int]:
     """Return the bytes that this process has received on each open TCP connection, by inode."""
     counts: dict[int, int] = {}
-    if not available():
+    if not is_available():
         return counts
     for fd in map(int, os.listdir("/proc/self/fd")):
         try:

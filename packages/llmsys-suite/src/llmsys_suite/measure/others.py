@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
-from llmsys_suite.config import ranks_on_this_host
+from llmsys_suite.config import count_ranks_on_this_host
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure.samples import CORE_WAIT
 
@@ -22,12 +22,12 @@ from llmsys_suite.measure.samples import CORE_WAIT
 DISTURBED, CROWDED = 0.05, 0.1
 
 
-def clocks(world: int) -> dict[str, float]:
+def read_busy_clocks(world: int) -> dict[str, float]:
     """Return the busy core seconds of this process and of the whole machine.
 
     The result is {} if the kernel does not count them, or if the ranks run on several machines.
     """
-    if ranks_on_this_host(world) != world:
+    if count_ranks_on_this_host(world) != world:
         return {}
     try:
         with open("/proc/stat") as file:
@@ -38,7 +38,7 @@ def clocks(world: int) -> dict[str, float]:
     return {"process_s": time.process_time(), "machine_s": ticks / os.sysconf("SC_CLK_TCK")}
 
 
-def foreign_cpu_fractions(samples: list[Sample]) -> dict[int, float]:
+def compute_foreign_cpu_fractions(samples: list[Sample]) -> dict[int, float]:
     """Return, for each step but the first, the fraction of CPU time that other programs used.
 
     The CPU time is the busy time of all cores since the previous step of the same variant.
@@ -51,15 +51,16 @@ def foreign_cpu_fractions(samples: list[Sample]) -> dict[int, float]:
     fractions = {}
     for (_, before), (step, after) in pairwise(sorted(by_step.items())):
         run_seconds = sum(s["process_s"] - before[rank]["process_s"] for rank, s in after.items())
-        machine_seconds = _machine_seconds(after) - _machine_seconds(before)
+        machine_seconds = _get_machine_seconds(after) - _get_machine_seconds(before)
         fractions[step] = 1 - run_seconds / machine_seconds if machine_seconds > 0 else 0.0
     return fractions
 
 
-def disturbed_rounds(steps: Iterable[Sample], fractions: Mapping[int, float]) -> set[int]:
+def find_disturbed_rounds(steps: Iterable[Sample], fractions: Mapping[int, float]) -> set[int]:
     """Return the indices of the steps that other programs disturbed on any rank.
 
-    `fractions` comes from `foreign_cpu_fractions`. Without a fraction, only the wait counts.
+    `fractions` is the result of `compute_foreign_cpu_fractions`. Without a fraction, only the wait
+    counts.
     """
     return {
         s["step"]
@@ -69,6 +70,6 @@ def disturbed_rounds(steps: Iterable[Sample], fractions: Mapping[int, float]) ->
     }
 
 
-def _machine_seconds(ranks: dict[int, Sample]) -> float:
+def _get_machine_seconds(ranks: dict[int, Sample]) -> float:
     """Return the latest reading of the machine's clock among the samples of a step, by rank."""
     return max(float(s["machine_s"]) for s in ranks.values())

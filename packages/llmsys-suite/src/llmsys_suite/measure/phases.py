@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from llmsys_suite.folder import Sample
-from llmsys_suite.measure.interleaved import now
+from llmsys_suite.measure.interleaved import read_clock
 from llmsys_suite.measure.samples import WHOLE_STEP
 
 
@@ -36,9 +36,9 @@ class Recorder:
         self._labels = {"stage": stage, "variant": variant, "step": step, "warmup": warmup}
         extra: Sample = {}
         try:
-            start_time = now(self.device)
+            start_time = read_clock(self.device)
             yield extra
-            self._append(WHOLE_STEP, now(self.device) - start_time, extra)
+            self._append(WHOLE_STEP, read_clock(self.device) - start_time, extra)
             for name, start_event, stop_event in self._events:
                 self._append(name, start_event.elapsed_time(stop_event) / 1e3, {})
         finally:

@@ -39,33 +39,33 @@ VARIANT_NAMES = (
 
 def summarize(samples: list[Sample]) -> list[dict[str, Any]]:
     """Return a row per variant: the slowest rank's step time, phases, ratio to the peer, loss."""
-    by_variant = step_seconds(samples)
-    losses = loss_curves(samples)
+    by_variant = compute_step_seconds(samples)
+    losses = compute_loss_curves(samples)
     rows = []
     for name, steps in by_variant.items():
         row: dict[str, Any] = {"variant": name, "step_ms": statistics.median(steps.values()) * 1e3}
-        row |= ratio_row(steps, by_variant.get(PEER, {}))
-        fractions = phase_fractions(samples, name)
+        row |= compute_ratio_row(steps, by_variant.get(PEER, {}))
+        fractions = compute_phase_fractions(samples, name)
         row |= {f"{phase}_share": fractions.get(phase, 0.0) for phase in PHASES}
         row["final_loss"] = losses[name][-1]
-        received = received_bytes(samples, name)
+        received = compute_received_bytes(samples, name)
         if received is not None:
             row["wire_bytes"] = received
         rows.append(row)
     return rows
 
 
-def ranks_of(variant: str, world: int) -> int:
+def count_ranks(variant: str, world: int) -> int:
     """Return the number of ranks that train a variant."""
     return 1 if variant == SINGLE else world
 
 
-def utilization(flops_causal: int, peak: float, step_ms: float, ranks: int) -> float:
+def compute_utilization(flops_causal: int, peak: float, step_ms: float, ranks: int) -> float:
     """Return causal FLOPs per second and rank, divided by `peak`, the rate of a matrix product."""
     return float(flops_causal / (step_ms / 1e3) / (ranks * peak))
 
 
-def received_bytes(samples: list[Sample], variant: str) -> float | None:
+def compute_received_bytes(samples: list[Sample], variant: str) -> float | None:
     """Return the mean bytes per step that sockets received on the rank that received the most.
 
     The result is None if sockets are not counted.
@@ -77,7 +77,7 @@ def received_bytes(samples: list[Sample], variant: str) -> float | None:
     return max((statistics.mean(counts) for counts in by_rank.values()), default=None)
 
 
-def step_seconds(samples: list[Sample]) -> dict[str, dict[int, float]]:
+def compute_step_seconds(samples: list[Sample]) -> dict[str, dict[int, float]]:
     """Return the seconds of the slowest rank by variant and step, without warm-up steps."""
     slowest: dict[str, dict[int, float]] = defaultdict(dict)
     for s in samples:
@@ -87,7 +87,7 @@ def step_seconds(samples: list[Sample]) -> dict[str, dict[int, float]]:
     return dict(slowest)
 
 
-def needed_seconds(step: Sample) -> float:
+def compute_needed_seconds(step: Sample) -> float:
     """Return the seconds of a step without those for which its rank waited for a core.
 
     The result is at least a hundredth of the step, because the counter of waits is read before and
@@ -97,7 +97,7 @@ def needed_seconds(step: Sample) -> float:
     return max(seconds - step[CORE_WAIT], 0.01 * seconds)
 
 
-def loss_curves(samples: list[Sample]) -> dict[str, list[float]]:
+def compute_loss_curves(samples: list[Sample]) -> dict[str, list[float]]:
     """Return the mean loss over ranks of each step by variant, including warm-up steps."""
     parts: dict[str, dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
     for s in samples:
@@ -109,7 +109,7 @@ def loss_curves(samples: list[Sample]) -> dict[str, list[float]]:
     }
 
 
-def ratio_row(steps: dict[int, float], peer: dict[int, float]) -> dict[str, float]:
+def compute_ratio_row(steps: dict[int, float], peer: dict[int, float]) -> dict[str, float]:
     """Return median, p10 and p90 over rounds of the time over the peer's; {} without rounds."""
     ratios = sorted(steps[step] / peer[step] for step in steps if step in peer)
     if not ratios:
@@ -121,7 +121,7 @@ def ratio_row(steps: dict[int, float], peer: dict[int, float]) -> dict[str, floa
     }
 
 
-def phase_fractions(samples: list[Sample], variant: str) -> dict[str, float]:
+def compute_phase_fractions(samples: list[Sample], variant: str) -> dict[str, float]:
     """Return the fraction of the step time in each phase, over all ranks and measured steps."""
     totals: dict[str, float] = defaultdict(float)
     for s in samples:

@@ -91,14 +91,14 @@ class FailureWatch:
 
     def _poll(self) -> None:
         while not self._stopped.wait(POLL_SECONDS):
-            message = self._failure()
+            message = self._read_failure()
             if not message and self._folder is not None and not os.path.exists(self._folder):
                 message = report_failure(self._store, f"the run folder {self._folder} was deleted")
             if message:
                 self._on_failure(message)
                 return
 
-    def _failure(self) -> str:
+    def _read_failure(self) -> str:
         """Return the message of the first failed rank or of a lost store, or an empty string."""
         try:
             return self._store.get(KEY).decode() if self._store.check([KEY]) else ""

@@ -18,7 +18,7 @@ import time
 from pathlib import Path
 
 from llmsys_suite.config import RunConfig
-from llmsys_suite.environment import signal_name
+from llmsys_suite.environment import get_signal_name
 
 INTERRUPTED = 130
 STORE = "LLMSYS_STORE"
@@ -38,7 +38,7 @@ def launch(config: RunConfig, module: str = "llmsys_suite.ranks.worker") -> int:
     with tempfile.TemporaryDirectory() as rendezvous:
         ranks: list[subprocess.Popen[bytes]] = []
         if handles_signals:
-            previous = signal.signal(signal.SIGTERM, _as_interrupt)
+            previous = signal.signal(signal.SIGTERM, _raise_interrupt)
         try:
             for rank in range(config.world):
                 ranks.append(_start(module, config, rank, Path(rendezvous)))
@@ -78,7 +78,7 @@ def _wait(ranks: list[subprocess.Popen[bytes]]) -> int:
             failed_at = time.monotonic()
             for rank_number, code in enumerate(codes):
                 if code is not None and code < 0:
-                    name = signal_name(-code)
+                    name = get_signal_name(-code)
                     print(f"rank {rank_number} was killed by {name}", file=sys.stderr)
         # If a rank has raised an exception, it has reported the failure, and the other ranks end by
         # themselves. A killed rank reports nothing, and the other ranks may wait for it.
@@ -110,5 +110,5 @@ def _end(ranks: list[subprocess.Popen[bytes]]) -> None:
             rank.wait()
 
 
-def _as_interrupt(_signal: int, _frame: object) -> None:
+def _raise_interrupt(_signal: int, _frame: object) -> None:
     raise KeyboardInterrupt

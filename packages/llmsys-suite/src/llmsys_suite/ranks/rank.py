@@ -55,7 +55,9 @@ class Run:
     def model(self) -> ModelConfig:
         """The shape of the model that this run trains."""
         config = self.config
-        return ModelConfig.named(config.size, vocabulary=config.vocabulary, context=config.context)
+        return ModelConfig.from_size(
+            config.size, vocabulary=config.vocabulary, context=config.context
+        )
 
     @property
     def compute_dtype(self) -> torch.dtype:
@@ -80,12 +82,12 @@ class Run:
             self.config = config
             torch.set_float32_matmul_precision(precision)
 
-    def batch(
+    def draw_batch(
         self, step: int, *, rows: int | None = None, split: bool = False
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and targets of a step: all rows, or only this rank's if `split`."""
         rank, world = (self.rank, self.world) if split else (0, 1)
-        pair = self.corpus.batch(
+        pair = self.corpus.draw_batch(
             rows=rows or self.config.rows,
             context=self.config.context,
             seed=self.config.seed,

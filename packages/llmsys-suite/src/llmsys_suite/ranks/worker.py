@@ -24,9 +24,9 @@ import torch
 import torch.distributed as dist
 from torch.distributed.rendezvous import rendezvous
 
-from llmsys_suite.config import BYTES, RunConfig, UsageError, restarts
-from llmsys_suite.environment import environment, forget_peak_memory, peak_memory_bytes
-from llmsys_suite.folder import RunFolder, claim
+from llmsys_suite.config import BYTES, RunConfig, UsageError, count_restarts
+from llmsys_suite.environment import collect_environment, forget_peak_memory, read_peak_memory_bytes
+from llmsys_suite.folder import RunFolder, claim_folder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.ranks.failure import FailureWatch, end_with_parent, report_failure
 from llmsys_suite.ranks.launch import STORE
@@ -43,11 +43,11 @@ TIMEOUT = timedelta(minutes=5)
 def main() -> int:
     """Run as a rank that `launch` started; return the exit status."""
     end_with_parent(os.getppid())
-    status, _ = work(RunConfig.from_json(json.loads(sys.argv[1])))
+    status, _ = run_rank(RunConfig.from_json(json.loads(sys.argv[1])))
     return status
 
 
-def work(config: RunConfig) -> tuple[int, Path]:
+def run_rank(config: RunConfig) -> tuple[int, Path]:
     """Run all stages as this rank; return the exit status and the run folder.
 
     The status is 1 on rank 0 if a check of the audit failed, and 0 otherwise.
@@ -156,25 +156,25 @@ def begin(config: RunConfig, rank: int, world: int, progress: Progress) -> Run:
     config = agree_on_folder(config, rank, store)
     require_shared_folder(config, rank)
     text = read_text(config.data)
-    digest = text.digest()
+    digest = text.compute_digest()
     folder = None
     if rank == 0:
         assert config.out is not None
         folder = RunFolder(config.out)
         folder.restart()
-        facts = environment() | {"text": digest, "text_source": text.source}
+        facts = collect_environment() | {"text": digest, "text_source": text.source}
         folder.write_json("env.json", facts)
     run = Run(
         config=config,
         rank=rank,
         world=world,
         device=device,
-        corpus=text.corpus(),
+        corpus=text.to_corpus(),
         recorder=Recorder(rank, device),
         progress=progress,
         folder=folder,
         # A prefix per torchrun attempt keeps this attempt from reading keys of an earlier one.
-        store=dist.PrefixStore(f"llmsys {restarts()}", store),
+        store=dist.PrefixStore(f"llmsys {count_restarts()}", store),
     )
     make_group(run)
     require_same_text(run, digest)
@@ -212,8 +212,8 @@ def agree_on_folder(config: RunConfig, rank: int, store: dist.Store) -> RunConfi
         # torchrun uses a separate prefix per attempt, which would hide the first attempt's key.
         store = store.underlying_store
     key = "llmsys folder"
-    if rank == 0 and not (restarts() and store.check([key])):
-        store.set(key, str(claim(config).out))
+    if rank == 0 and not (count_restarts() and store.check([key])):
+        store.set(key, str(claim_folder(config).out))
     store.wait([key], TIMEOUT)
     return replace(config, out=Path(store.get(key).decode()))
 
@@ -281,16 +281,16 @@ def run_stage(run: Run, stage: str) -> None:
     seconds = time.perf_counter() - start_time
     # Collectives time out after minutes, but a stage that runs on one rank may take longer.
     run.wait_for_ranks()
-    peak_mib = _peak_process_mib(run)
+    peak_mib = _read_peak_process_mib(run)
     run.results[stage] = result
     run.flush_samples()
     if run.folder is not None:
         run.folder.add_stage(stage, result, seconds, peak_mib)
 
 
-def _peak_process_mib(run: Run) -> float:
+def _read_peak_process_mib(run: Run) -> float:
     """Return the peak memory of the largest process during the stage, in MiB."""
-    peak = torch.tensor(peak_memory_bytes() / 2**20, device=run.device)
+    peak = torch.tensor(read_peak_memory_bytes() / 2**20, device=run.device)
     dist.all_reduce(peak, dist.ReduceOp.MAX)
     return float(peak)
 

@@ -23,7 +23,7 @@ SHOULD_AGREE = {
 }
 
 
-def warnings(before: RunFolder, after: RunFolder) -> list[str]:
+def list_warnings(before: RunFolder, after: RunFolder) -> list[str]:
     """Return sentences on failed audits, and on differences that may affect times or losses."""
     lines = []
     for folder in dict.fromkeys((before, after)):
@@ -31,7 +31,7 @@ def warnings(before: RunFolder, after: RunFolder) -> list[str]:
         if isinstance(audit, Audit) and not audit.passed:
             failed = f"{len(audit.red)} of {audit.checks} checks"
             lines.append(f"{failed} of {folder.path} failed; the first is {audit.red[0]}")
-    return lines + _differences(before, after, SHOULD_AGREE)
+    return lines + _describe_differences(before, after, SHOULD_AGREE)
 
 
 def require_comparable(before: RunFolder, after: RunFolder) -> None:
@@ -55,7 +55,7 @@ def require_comparable(before: RunFolder, after: RunFolder) -> None:
                 f"the variants of {folder.path} did not fit in memory together and ran one after "
                 "another, so they have no rounds to compare; choose a smaller --size"
             )
-    if differences := _differences(before, after, MUST_AGREE):
+    if differences := _describe_differences(before, after, MUST_AGREE):
         raise UsageError(f"{differences[0]}; their times cannot be compared")
     samples = [(folder.path / "samples.jsonl").read_bytes() for folder in (before, after)]
     if samples[0] == samples[1]:
@@ -64,7 +64,7 @@ def require_comparable(before: RunFolder, after: RunFolder) -> None:
         )
 
 
-def _differences(
+def _describe_differences(
     before: RunFolder, after: RunFolder, keys_of_file: Mapping[str, Sequence[str]]
 ) -> list[str]:
     """Return a sentence for each of the keys in which two runs differ."""

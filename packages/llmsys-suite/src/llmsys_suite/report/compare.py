@@ -107,7 +107,7 @@ def compare_runs(before: RunFolder, after: RunFolder, *, margin: float = 0.05) -
             common besides the peer.
     """
     require_comparable(before, after)
-    old, new = (round_ratios(folder.samples()) for folder in (before, after))
+    old, new = (compute_round_ratios(folder.samples()) for folder in (before, after))
     return compare_ratios(old, new, margin=margin)
 
 
@@ -133,7 +133,7 @@ def has_enough_rounds(rounds: int, disturbed: int) -> bool:
     return rounds >= max(LEAST_ROUNDS, LEAST_FRACTION * (rounds + disturbed))
 
 
-def round_ratios(samples: list[Sample]) -> Ratios:
+def compute_round_ratios(samples: list[Sample]) -> Ratios:
     """Return the log ratios and the number of disturbed rounds of each variant.
 
     Each undisturbed round has one log ratio, the mean over ranks.
@@ -143,7 +143,7 @@ def round_ratios(samples: list[Sample]) -> Ratios:
         if s["stage"] == "train" and s["phase"] == WHOLE_STEP and not s["warmup"]:
             steps[s["variant"]][s["step"]][s["rank"]] = s
     # Consecutive steps of the peer are one round apart, so they delimit the CPU time of one round.
-    fractions = others.foreign_cpu_fractions(
+    fractions = others.compute_foreign_cpu_fractions(
         [s for ranks in steps[PEER].values() for s in ranks.values()]
     )
     ratios_by_variant = {}
@@ -155,7 +155,7 @@ def round_ratios(samples: list[Sample]) -> Ratios:
         for step, ours in rounds.items():
             peer = steps[PEER][step]
             pairs = [(s, peer[rank]) for rank, s in ours.items() if rank in peer]
-            if others.disturbed_rounds(chain(*pairs), fractions):
+            if others.find_disturbed_rounds(chain(*pairs), fractions):
                 disturbed += 1
             elif pairs:
                 logs = [math.log(s["seconds"] / p["seconds"]) for s, p in pairs]
@@ -177,7 +177,7 @@ def _compare(
     rounds, disturbed = min(counts, key=lambda pair: (has_enough_rounds(*pair), pair))
     if min(counts)[0] < 2:
         return Comparison(name, math.nan, 0.0, math.inf, rounds, disturbed, margin)
-    log_ratio = float(_trimmed_mean(after[0]) - _trimmed_mean(before[0]))
+    log_ratio = float(_compute_trimmed_mean(after[0]) - _compute_trimmed_mean(before[0]))
     old_error, old_degrees = _estimate_error(before[0], random)
     new_error, new_degrees = _estimate_error(after[0], random)
     error = math.sqrt(old_error**2 + new_error**2 + 2 * STD_BETWEEN_RUNS**2)
@@ -204,7 +204,7 @@ def _estimate_error(logs: Array, random: np.random.Generator) -> tuple[float, fl
     """
     n = len(logs)
     drawn = logs[random.integers(0, n, (RESAMPLES, n))]
-    error = float(_trimmed_mean(drawn).std())
+    error = float(_compute_trimmed_mean(drawn).std())
     clipped = logs.clip(*np.quantile(logs, [0.25, 0.75]))
     clipped = clipped - clipped.mean()
     correlation = float(clipped[1:] @ clipped[:-1] / max(clipped @ clipped, 1e-300))
@@ -216,7 +216,7 @@ def _estimate_error(logs: Array, random: np.random.Generator) -> tuple[float, fl
     return error * math.sqrt(n / effective), max(effective - 1, 1.0)
 
 
-def _trimmed_mean(logs: Array) -> Array:
+def _compute_trimmed_mean(logs: Array) -> Array:
     """Return the mean over the last axis without the fraction `TRIMMED` at each end."""
     n = logs.shape[-1]
     cut = int(TRIMMED * n)

@@ -11,11 +11,11 @@ from llmsys_suite.config import UsageError
 from llmsys_suite.folder import FOREIGN, RunFolder
 from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.report import plots
-from llmsys_suite.report.sections import Section, sections
+from llmsys_suite.report.sections import Section, iter_sections
 from llmsys_suite.report.sentences import describe_fastest
 from llmsys_suite.report.tables import Results, Row
 from llmsys_suite.report.unaudited import NOT_AUDITED, OF_THE_RUN
-from llmsys_suite.results import Audit, Learn, Plan, Train, cell
+from llmsys_suite.results import Audit, Learn, Plan, Train, format_cell
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
@@ -59,24 +59,24 @@ def write_report(folder: RunFolder) -> str:
 
     Return the text of report.md.
     """
-    stage_sections = list(sections(folder))
+    stage_sections = list(iter_sections(folder))
     label = OF_THE_RUN if "audit" in folder.results else ""
-    head = [f"# {title(folder)}", "", *opening(folder), "", label, ""]
-    markdown = "\n".join([*head, *map(_markdown, stage_sections)])
+    head = [f"# {format_title(folder)}", "", *iter_opening_lines(folder), "", label, ""]
+    markdown = "\n".join([*head, *map(_format_markdown_section, stage_sections)])
     folder.write_text("report.md", markdown)
-    folder.write_text("report.html", page(folder, stage_sections))
+    folder.write_text("report.html", format_page(folder, stage_sections))
     if folder.complete:
         folder.seal()
     return markdown
 
 
-def headline(path: Path) -> str:
+def format_headline(path: Path) -> str:
     """Return the summary that `llmsys run` prints after a run, with the path of the report."""
     folder = RunFolder(path)
-    return "\n".join([*opening(folder), f"report: {path / 'report.html'}"])
+    return "\n".join([*iter_opening_lines(folder), f"report: {path / 'report.html'}"])
 
 
-def title(folder: RunFolder) -> str:
+def format_title(folder: RunFolder) -> str:
     """Return the title: the size of the model and, if a stage trains it, its text."""
     plan = folder.results.get("plan")
     size = f"{plan.parameters:,} parameters" if isinstance(plan, Plan) else folder.config.size
@@ -86,7 +86,7 @@ def title(folder: RunFolder) -> str:
     return f"A decoder of {size}, trained on {text}"
 
 
-def opening(folder: RunFolder) -> Iterator[str]:
+def iter_opening_lines(folder: RunFolder) -> Iterator[str]:
     """Yield the first lines of a report: machine, failures, audit, losses and fastest variant."""
     results = folder.results
     config = folder.config
@@ -115,28 +115,29 @@ def opening(folder: RunFolder) -> Iterator[str]:
         yield NOT_AUDITED
     if isinstance(train := results.get("train"), Train):
         losses = train.losses[SINGLE]
-        yield f"loss: {losses[0]:.3f} -> {losses[-1]:.3f} in one process's {_steps(len(losses))}"
+        change = f"{losses[0]:.3f} -> {losses[-1]:.3f}"
+        yield f"loss: {change} in one process's {_format_steps(len(losses))}"
         yield describe_fastest(folder) or "Only one variant was trained."
     if isinstance(learn := results.get("learn"), Learn):
         steps, loss = learn.heldout[-1]
-        taken = f"{_steps(steps)} of {learn.variant}"
+        parts = f" of {learn.variant}"
         if begun_at := learn.begun_at:
-            num_new = steps - begun_at
-            taken = f"{_steps(steps)}, {begun_at} of a checkpoint and {num_new} of {learn.variant}"
-        yield f"held out: {loss:.3f} {config.loss_unit} after {taken}"
+            parts = f", {begun_at} of a checkpoint and {steps - begun_at}{parts}"
+        yield f"held out: {loss:.3f} {config.loss_unit} after {_format_steps(steps)}{parts}"
 
 
-def _steps(count: int) -> str:
+def _format_steps(count: int) -> str:
     return "1 step" if count == 1 else f"{count} steps"
 
 
-def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
+def format_page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
     """Return the HTML page."""
     results = folder.results
-    heading = html.escape(title(folder))
-    lines = list(opening(folder))
+    heading = html.escape(format_title(folder))
+    lines = list(iter_opening_lines(folder))
     summary = "".join(
-        f'<p class="{_css_class(line, results)}">{html.escape(line)}</p>' for line in lines[1:]
+        f'<p class="{_choose_css_class(line, results)}">{html.escape(line)}</p>'
+        for line in lines[1:]
     )
     curve = ""
     samples = ""
@@ -153,7 +154,7 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
         {"stage": s, "seconds": r["stage_seconds"], "peak of a process, MiB": r["peak_process_mib"]}
         for s, r in folder.summary["stages"].items()
     ]
-    body = "\n".join(_section(section) for section in stage_sections)
+    body = "\n".join(_format_html_section(section) for section in stage_sections)
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" '
         f'content="width=device-width, initial-scale=1"><title>{heading}</title>'
@@ -161,14 +162,14 @@ def page(folder: RunFolder, stage_sections: Sequence[Section]) -> str:
         f'<p class="soft">{html.escape(lines[0])}</p><div class="two top"><div>{summary}</div>'
         f"{curve}</div>"
         f"{samples}<nav>{contents}</nav>\n{body}\n"
-        f"<details><summary>seconds of each stage</summary>{_table(seconds)}</details>"
+        f"<details><summary>seconds of each stage</summary>{_format_html_table(seconds)}</details>"
         f'<p class="soft">{OF_THE_RUN if "audit" in results else ""}</p>'
         f"<nav>{files}</nav></body></html>\n"
     )
 
 
-def _css_class(line: str, results: Results) -> str:
-    """Return the CSS classes of a line of `opening`."""
+def _choose_css_class(line: str, results: Results) -> str:
+    """Return the CSS classes of a line of `iter_opening_lines`."""
     if line.startswith("FAILED"):
         return "bad"
     audit = results.get("audit")
@@ -177,45 +178,45 @@ def _css_class(line: str, results: Results) -> str:
     return ""
 
 
-def _section(section: Section) -> str:
+def _format_html_section(section: Section) -> str:
     parts = [f'<section id="{section.title}"><h2>{section.title}</h2>']
     parts.append(f'<p class="finding">{html.escape(section.finding)}</p><div class="two">')
     parts += [f"<figure>{section.picture}</figure>"] if section.picture else []
-    parts.append(_table(section.rows) + "</div>")
+    parts.append(_format_html_table(section.rows) + "</div>")
     if section.unaudited:
         parts.append(f'<p class="soft">{html.escape(section.unaudited)}</p>')
     for name, content in section.folded:
         if isinstance(content, str):
             shown = f"<pre>{html.escape(content)}</pre>"
         else:
-            shown = _table(content)
+            shown = _format_html_table(content)
         parts.append(f"<details><summary>{html.escape(name)}</summary>{shown}</details>")
     return "".join(parts) + "</section>"
 
 
-def _table(rows: Sequence[Row]) -> str:
+def _format_html_table(rows: Sequence[Row]) -> str:
     if not rows:
         return ""
-    columns = _columns(rows)
+    columns = _list_columns(rows)
     head = "".join(f"<th>{html.escape(c.replace('_', ' '))}</th>" for c in columns)
     lines = []
     for row in rows:
-        cells = "".join(f"<td>{html.escape(cell(row.get(c, '')))}</td>" for c in columns)
+        cells = "".join(f"<td>{html.escape(format_cell(row.get(c, '')))}</td>" for c in columns)
         lines.append(f"<tr>{cells}</tr>")
     return f'<div class="scroll"><table><tr>{head}</tr>{"".join(lines)}</table></div>'
 
 
-def _markdown(section: Section) -> str:
+def _format_markdown_section(section: Section) -> str:
     lines = [f"## {section.title.capitalize()}", "", section.finding, ""]
     if section.rows:
-        columns = _columns(section.rows)
+        columns = _list_columns(section.rows)
         lines += ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
         for row in section.rows:
-            lines.append("| " + " | ".join(cell(row.get(c, "")) for c in columns) + " |")
+            lines.append("| " + " | ".join(format_cell(row.get(c, "")) for c in columns) + " |")
     if section.unaudited:
         lines += ["", section.unaudited]
     return "\n".join([*lines, ""])
 
 
-def _columns(rows: Sequence[Row]) -> list[str]:
+def _list_columns(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(column for row in rows for column in row))

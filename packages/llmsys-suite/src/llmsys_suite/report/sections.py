@@ -12,9 +12,17 @@ from llmsys_suite import results as stage_results
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.report import plots
 from llmsys_suite.report.sentences import compare_interleaved, describe_fastest
-from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, evidence_of, pick, planned
-from llmsys_suite.report.unaudited import unaudited
-from llmsys_suite.results import cell
+from llmsys_suite.report.tables import (
+    COLUMNS,
+    MIB,
+    Results,
+    Row,
+    build_plan_rows,
+    pick,
+    read_evidence,
+)
+from llmsys_suite.report.unaudited import describe_unaudited
+from llmsys_suite.results import format_cell
 
 
 @dataclass(frozen=True)
@@ -31,7 +39,7 @@ class Section:
     unaudited: str = ""
 
 
-def sections(folder: RunFolder) -> Iterator[Section]:
+def iter_sections(folder: RunFolder) -> Iterator[Section]:
     """Yield the sections of the finished stages, in the order in which they ran."""
     results = folder.results
     for stage, result in results.items():
@@ -39,11 +47,11 @@ def sections(folder: RunFolder) -> Iterator[Section]:
             section = Section(stage, f"Skipped: {result.skipped}.")
         else:
             section = MAKERS[stage](result, results, folder)
-        yield replace(section, unaudited=unaudited(stage) if "audit" in results else "")
+        yield replace(section, unaudited=describe_unaudited(stage) if "audit" in results else "")
 
 
-def _plan(plan: stage_results.Plan, results: Results, folder: RunFolder) -> Section:
-    rows = planned(results, evidence_of(folder))
+def _build_plan(plan: stage_results.Plan, results: Results, folder: RunFolder) -> Section:
+    rows = build_plan_rows(results, read_evidence(folder))
     worst = max(rows, key=lambda row: abs(math.log(row["ratio"])))
     finding = (
         f"Largest deviation: the measured {worst['figure']} is {worst['ratio']:.3g} times the "
@@ -56,7 +64,7 @@ def _plan(plan: stage_results.Plan, results: Results, folder: RunFolder) -> Sect
     return Section("plan", finding, rows, folded=[(memory, parts), ("derivation", plan.derivation)])
 
 
-def _links(links: stage_results.Links, *_: Any) -> Section:
+def _build_links(links: stage_results.Links, *_: Any) -> Section:
     rows = [row for row in links.rows if row["case"] == "all_reduce"]
     largest = max(row["size_bytes"] for row in rows)
     best = max((r for r in rows if r["size_bytes"] == largest), key=lambda r: r["busbw_gbps"])
@@ -70,7 +78,7 @@ def _links(links: stage_results.Links, *_: Any) -> Section:
     return Section("links", finding, largest_rows, folded=[("all sizes", shown)])
 
 
-def _attention(attention: stage_results.Attention, *_: Any) -> Section:
+def _build_attention(attention: stage_results.Attention, *_: Any) -> Section:
     rows = attention.rows
     ours = min((r for r in rows if r["kernel"] != "SDPA"), key=lambda r: r["forward_backward_ms"])
     shown = pick(rows, COLUMNS["attention"])
@@ -82,9 +90,9 @@ def _attention(attention: stage_results.Attention, *_: Any) -> Section:
     )
 
 
-def _train(train: stage_results.Train, _: Results, folder: RunFolder) -> Section:
+def _build_train(train: stage_results.Train, _: Results, folder: RunFolder) -> Section:
     shown = pick(train.rows, COLUMNS["train"])
-    folded = [("tensors that a rank stores after the training, MiB", _stored(train))]
+    folded = [("tensors that a rank stores after the training, MiB", _list_stored_rows(train))]
     received = [row for row in train.rows if "wire_bytes" in row]
     if received:
         columns = {"variant": "variant", "wire_bytes": "bytes"}
@@ -93,7 +101,7 @@ def _train(train: stage_results.Train, _: Results, folder: RunFolder) -> Section
     return Section("train", describe_fastest(folder), shown, picture, folded)
 
 
-def _stored(train: stage_results.Train) -> list[Row]:
+def _list_stored_rows(train: stage_results.Train) -> list[Row]:
     """Return the maximum over ranks of the stored MiB, by variant and kind of tensor."""
     return [
         {"variant": name}
@@ -102,7 +110,7 @@ def _stored(train: stage_results.Train) -> list[Row]:
     ]
 
 
-def _learn(learn: stage_results.Learn, _: Results, folder: RunFolder) -> Section:
+def _build_learn(learn: stage_results.Learn, _: Results, folder: RunFolder) -> Section:
     first, (steps, last) = learn.heldout[0][1], learn.heldout[-1]
     unit = folder.config.loss_unit
     # The steps before a checkpoint may have used another variant and another number of ranks.
@@ -120,10 +128,10 @@ def _learn(learn: stage_results.Learn, _: Results, folder: RunFolder) -> Section
     return Section("learn", finding, shown)
 
 
-def _parallel(parallel: stage_results.Parallel, *_: Any) -> Section:
+def _build_parallel(parallel: stage_results.Parallel, *_: Any) -> Section:
     rows = parallel.rows
     best, *slower = sorted(rows, key=lambda row: row["iteration_ms"])
-    finding = f"{best['split']} takes {cell(best['iteration_ms'])} ms per iteration"
+    finding = f"{best['split']} takes {format_cell(best['iteration_ms'])} ms per iteration"
     if slower:
         ratio = best["iteration_ms"] / slower[0]["iteration_ms"]
         finding += f", {ratio:.2f} of {slower[0]['split']}'s time"
@@ -133,13 +141,14 @@ def _parallel(parallel: stage_results.Parallel, *_: Any) -> Section:
     return Section("parallel", finding, pick(rows, COLUMNS["parallel"]))
 
 
-def _memory(memory: stage_results.Memory, _: Results, folder: RunFolder) -> Section:
+def _build_memory(memory: stage_results.Memory, _: Results, folder: RunFolder) -> Section:
     longest = memory.peaks[-1]
+    keys = ("training_peak_mib", "checkpointed_peak_mib", "inference_peak_mib")
+    training, checkpointed, inference = (format_cell(longest[key]) for key in keys)
     finding = (
         f"Training {folder.config.size} on {memory.rows} x {longest['context']} tokens peaks at "
-        f"{cell(longest['training_peak_mib'])} MiB, or {cell(longest['checkpointed_peak_mib'])} "
-        f"MiB if blocks are recomputed. Inference peaks at {cell(longest['inference_peak_mib'])} "
-        "MiB."
+        f"{training} MiB, or {checkpointed} MiB if blocks are recomputed. Inference peaks at "
+        f"{inference} MiB."
     )
     folded = [("largest at the peak", memory.largest)]
     shown = pick(memory.peaks, COLUMNS["memory"])
@@ -147,7 +156,7 @@ def _memory(memory: stage_results.Memory, _: Results, folder: RunFolder) -> Sect
     return Section("memory", finding, shown, picture, folded)
 
 
-def _scale(scale: stage_results.Scale, *_: Any) -> Section:
+def _build_scale(scale: stage_results.Scale, *_: Any) -> Section:
     at = scale.extrapolated
     finding = f"No law: {'; '.join(scale.warnings)}."
     if at:
@@ -169,7 +178,7 @@ def _scale(scale: stage_results.Scale, *_: Any) -> Section:
     return Section("scale", finding, best, plots.plot_isoflop(scale), folded)
 
 
-def _inspect(inspect: stage_results.Inspect, *_: Any) -> Section:
+def _build_inspect(inspect: stage_results.Inspect, *_: Any) -> Section:
     significant = [head["kind"] for head in inspect.heads if not head["by_chance"]]
     kinds = f"heads for {', '.join(significant)}" if significant else "no head beyond chance"
     shown = pick(inspect.heads, COLUMNS["inspect"])
@@ -177,14 +186,16 @@ def _inspect(inspect: stage_results.Inspect, *_: Any) -> Section:
     return Section("inspect", f"The trained model has {kinds}.", shown, "", lens)
 
 
-def _compress(compress: stage_results.Compress, _: Results, folder: RunFolder) -> Section:
+def _build_compress(compress: stage_results.Compress, _: Results, folder: RunFolder) -> Section:
     rows = compress.rows
     shown = pick(rows, COLUMNS["compress"])
     unit = folder.config.loss_unit
     whole = rows[0]["heldout_loss"]
     near = [row for row in rows if row["heldout_loss"] <= 1.01 * whole]
     if not near:
-        return Section("compress", f"The loss of the uncompressed model is {cell(whole)}.", shown)
+        return Section(
+            "compress", f"The loss of the uncompressed model is {format_cell(whole)}.", shown
+        )
     best = max(near, key=lambda row: row["smaller"])
     finding = (
         f"The smallest model whose loss is at most 1 % higher is that of {best['method']}: "
@@ -193,7 +204,7 @@ def _compress(compress: stage_results.Compress, _: Results, folder: RunFolder) -
     return Section("compress", finding, shown)
 
 
-def _audit(_: stage_results.Audit, __: Results, folder: RunFolder) -> Section:
+def _build_audit(_: stage_results.Audit, __: Results, folder: RunFolder) -> Section:
     checks = folder.read_json("checks.json")
     failed = pick([check for check in checks if not check["passed"]], COLUMNS["audit"])
     finding = f"{len(checks) - len(failed)} of {len(checks)} checks passed."
@@ -202,7 +213,8 @@ def _audit(_: stage_results.Audit, __: Results, folder: RunFolder) -> Section:
 
 
 MAKERS: dict[str, Callable[..., Section]] = {
-    "plan": _plan, "links": _links, "attention": _attention, "train": _train, "learn": _learn,
-    "parallel": _parallel, "memory": _memory,
-    "scale": _scale, "inspect": _inspect, "compress": _compress, "audit": _audit,
+    "plan": _build_plan, "links": _build_links, "attention": _build_attention,
+    "train": _build_train, "learn": _build_learn, "parallel": _build_parallel,
+    "memory": _build_memory, "scale": _build_scale, "inspect": _build_inspect,
+    "compress": _build_compress, "audit": _build_audit,
 }  # fmt: skip

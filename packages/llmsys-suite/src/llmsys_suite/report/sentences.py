@@ -12,11 +12,13 @@ from scipy.special import bdtr
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import PEER, SINGLE
-from llmsys_suite.report.compare import LEAST_ROUNDS, has_enough_rounds, round_ratios
+from llmsys_suite.report.compare import LEAST_ROUNDS, compute_round_ratios, has_enough_rounds
 from llmsys_suite.results import Plan
 
 
-def median_interval(ratios: Sequence[float], num_variants: int = 1) -> tuple[float, float, float]:
+def compute_median_interval(
+    ratios: Sequence[float], num_variants: int = 1
+) -> tuple[float, float, float]:
     """Return the median of positive ratios and its 95 % interval from order statistics.
 
     The interval is (0, inf) if there are too few ratios. It is corrected for the choice of the best
@@ -32,7 +34,7 @@ def median_interval(ratios: Sequence[float], num_variants: int = 1) -> tuple[flo
 
 def compare_times(name: str, peer: str, ratios: Sequence[float], num_variants: int = 1) -> str:
     """Return a sentence on the ratios of the times of `name` to those of `peer`, by round."""
-    middle, low, high = median_interval(ratios, num_variants)
+    middle, low, high = compute_median_interval(ratios, num_variants)
     if not math.isfinite(high):
         return f"Cannot tell {name} from {peer} in {len(ratios)} rounds: {middle:.2f} of its time."
     sentence = f"{name} takes {middle:.2f} of {peer}'s time (95 % interval {low:.2f} to {high:.2f})"
@@ -60,7 +62,11 @@ def describe_fastest(folder: RunFolder) -> str:
             "Cannot tell which variant is the fastest: the variants do not fit in memory together "
             "and ran one after another, so a ratio divides times of different moments."
         )
-    rounds = {name: pair for name, pair in round_ratios(folder.samples()).items() if name != SINGLE}
+    rounds = {
+        name: pair
+        for name, pair in compute_round_ratios(folder.samples()).items()
+        if name != SINGLE
+    }
     if not rounds:
         return ""
     decided = {

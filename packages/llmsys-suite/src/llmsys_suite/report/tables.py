@@ -45,14 +45,14 @@ def pick(rows: Sequence[Row], columns: dict[str, str]) -> list[Row]:
     return [{new: row[old] for old, new in columns.items() if old in row} for row in rows]
 
 
-def evidence_of(folder: RunFolder) -> Row:
+def read_evidence(folder: RunFolder) -> Row:
     """Return the evidence of the audit, or {} without an audit."""
     is_audited = isinstance(folder.results.get("audit"), Audit)
     evidence: Row = folder.read_json("evidence.json") if is_audited else {}
     return evidence
 
 
-def planned(results: Results, evidence: Row) -> list[Row]:
+def build_plan_rows(results: Results, evidence: Row) -> list[Row]:
     """Return rows of predicted and measured values and their ratio, if neither is missing or 0."""
     plan = results["plan"]
     train = results.get("train")

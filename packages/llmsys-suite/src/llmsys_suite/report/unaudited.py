@@ -103,7 +103,7 @@ OF_THE_RUN = (
 NOT_AUDITED = "not audited: no check has compared the figures of this run; add the stage audit."
 
 
-def unaudited(stage: str) -> str:
+def describe_unaudited(stage: str) -> str:
     """Return a sentence on the figures of a stage that no check covers, or an empty string."""
     figures = ", ".join(UNAUDITED.get(stage, ()))
     return f"Reported, not audited: {figures}." if figures else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmsys_suite.config import Layout, possible_layouts
+from llmsys_suite.config import Layout, list_possible_layouts
 from llmsys_suite.splits.split_model import SplitModel
 
-__all__ = ["Layout", "SplitModel", "possible_layouts"]
+__all__ = ["Layout", "SplitModel", "list_possible_layouts"]

@@ -45,7 +45,7 @@ class LayerRange(nn.Module):
         self.head = model.head if stage == stages - 1 else None
         self.register_buffer("rope", model.rope, persistent=False)
 
-    def block_list(self) -> list[Block]:
+    def list_blocks(self) -> list[Block]:
         """Return the blocks in order."""
         return [block for block in self.blocks.values() if isinstance(block, Block)]
 

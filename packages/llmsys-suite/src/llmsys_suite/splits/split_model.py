@@ -16,7 +16,7 @@ from llmsys_suite.config import Layout, UsageError
 from llmsys_suite.model import Block, ModelConfig, cross_entropy
 from llmsys_suite.splits.pipeline import SCHEDULES, LayerRange
 from llmsys_suite.splits.tensor import split_blocks
-from llmsys_suite.variants.initial_weights import with_weights
+from llmsys_suite.variants.initial_weights import build_model_with
 from llmsys_suite.variants.single import Variant
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class SplitModel(Variant):
         layout: Layout,
         optimizer: partial[Any] | None = None,
     ) -> None:
-        if reason := layout.why_not(config, run.config.rows):
+        if reason := layout.explain_refusal(config, run.config.rows):
             raise UsageError(reason)
         self.run = run
         self.config = config
@@ -66,7 +66,7 @@ class SplitModel(Variant):
         self.reports_rows = stage == self.slices.get_local_rank() == 0
         self.layers = LayerRange(self.decoder, stage, layout.pipeline, self.run.autocast)
         if layout.tensor > 1:
-            split_blocks(self.blocks(), self.slices)
+            split_blocks(self.list_blocks(), self.slices)
         self.model = self.layers
         # Free the layers of the other ranks.
         del self.decoder
@@ -75,9 +75,9 @@ class SplitModel(Variant):
         #: may set.
         self.schedule: Any = None
 
-    def batch(self, step: int) -> tuple[Tensor, Tensor]:
+    def draw_batch(self, step: int) -> tuple[Tensor, Tensor]:
         """Return the tokens and targets that this rank's replica trains on in a step of the run."""
-        tokens, targets = (rows.chunk(self.data_world) for rows in self.run.batch(step))
+        tokens, targets = (rows.chunk(self.data_world) for rows in self.run.draw_batch(step))
         return tokens[self.data_rank], targets[self.data_rank]
 
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
@@ -91,7 +91,7 @@ class SplitModel(Variant):
             if self.schedule is None:
                 stage = PipelineStage(self.layers, rank, ranks, self.device, group=group)
                 self.schedule = SCHEDULES[self.layout.schedule](
-                    stage, self.layout.num_microbatches(len(tokens)), loss_fn=cross_entropy
+                    stage, self.layout.count_microbatches(len(tokens)), loss_fn=cross_entropy
                 )
             if rank == 0:
                 self.schedule.step(tokens)
@@ -128,7 +128,7 @@ class SplitModel(Variant):
         square = torch.zeros((), device=self.device)
         for parameter in self.model.parameters():
             assert parameter.grad is not None
-            square += _unsplit(torch.linalg.vector_norm(parameter.grad)).square()
+            square += _unsplit_tensor(torch.linalg.vector_norm(parameter.grad)).square()
         dist.all_reduce(square, group=self.pipeline.get_group())
         # The foreach implementation does not mix DTensors with plain tensors.
         nn.utils.clip_grads_with_norm_(
@@ -139,22 +139,22 @@ class SplitModel(Variant):
         """Return this rank's parameters under their names in the unsplit model."""
         return dict(self.layers.named_parameters())
 
-    def weights(self) -> dict[str, Tensor]:
+    def gather_weights(self) -> dict[str, Tensor]:
         """Return the full, unsplit parameters by name, on every rank."""
         parameters = self.named_parameters()
         return self._gather_unsplit({name: p.detach() for name, p in parameters.items()})
 
-    def blocks(self) -> list[Block]:
+    def list_blocks(self) -> list[Block]:
         """Return the blocks of this rank."""
-        return self.layers.block_list()
+        return self.layers.list_blocks()
 
-    def evaluated_model(self) -> nn.Module:
+    def get_evaluated_model(self) -> nn.Module:
         """Return a new, unsplit model with the current weights, on every rank."""
-        return with_weights(self.run, self.config, self.weights())
+        return build_model_with(self.run, self.config, self.gather_weights())
 
-    def checkpointed(self) -> tuple[nn.Module, torch.optim.Optimizer]:
+    def get_checkpoint_objects(self) -> tuple[nn.Module, torch.optim.Optimizer]:
         """Return unsplit copies of model and optimizer, whose checkpoint any variant can load."""
-        model = with_weights(self.run, self.config, self.weights())
+        model = build_model_with(self.run, self.config, self.gather_weights())
         optimizer = torch.optim.AdamW(model.parameters(), lr=self.run.config.learning_rate)
         optimizer.param_groups[0]["lr"] = self.optimizer.param_groups[0]["lr"]
         parameters = dict(model.named_parameters())
@@ -169,7 +169,7 @@ class SplitModel(Variant):
         return model, optimizer
 
     def restore(self, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-        """Copy this rank's part from a model and an optimizer that `checkpointed` returned."""
+        """Copy this rank's part from the results of `get_checkpoint_objects`."""
         parameters = dict(model.named_parameters())
         with torch.no_grad():
             for name, parameter in self.named_parameters().items():
@@ -183,14 +183,14 @@ class SplitModel(Variant):
     def _gather_unsplit(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         """Return the unsplit tensors of all pipeline stages of this replica, by name."""
         parts: list[Any] = [None] * self.pipeline.size()
-        unsplit = {name: _unsplit(tensor).cpu() for name, tensor in tensors.items()}
+        unsplit = {name: _unsplit_tensor(tensor).cpu() for name, tensor in tensors.items()}
         dist.all_gather_object(parts, unsplit, group=self.pipeline.get_group())
         gathered = {name: tensor for part in parts for name, tensor in part.items()}
         # The optimizer's step counters, which are scalars, stay on the host.
         return {name: x.to(self.device) if x.ndim else x for name, x in gathered.items()}
 
 
-def _unsplit(tensor: Tensor) -> Tensor:
+def _unsplit_tensor(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 

@@ -30,7 +30,7 @@ def run(run: Run) -> Attention | None:
     """Time each kernel in interleaved rounds, and compare its output with float64, on rank 0."""
     if run.rank != 0:
         return None
-    q, k, v = inputs(run)
+    q, k, v = draw_inputs(run)
     exact = plain_attention(q.double(), k.double(), v.double(), is_causal=True)
     interleaved = time_interleaved(
         {name: partial(forward_backward, kernel, q, k, v) for name, kernel in KERNELS.items()},
@@ -40,8 +40,8 @@ def run(run: Run) -> Attention | None:
     rows = [
         {
             "kernel": name,
-            "forward_backward_ms": interleaved.median_ms(name),
-            "ratio_to_sdpa_p50": interleaved.ratio_to(PEER, name),
+            "forward_backward_ms": interleaved.compute_median_ms(name),
+            "ratio_to_sdpa_p50": interleaved.compute_ratio(PEER, name),
             "max_error": float((kernel(q, k, v, is_causal=True) - exact).abs().max().detach()),
         }
         for name, kernel in KERNELS.items()
@@ -50,7 +50,7 @@ def run(run: Run) -> Attention | None:
     return Attention(list(q.shape), rows, explanation, interleaved)
 
 
-def inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
+def draw_inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
     """Return random q, k and v, each of shape (rows of one rank, heads, context, head_dim)."""
     config = run.model
     rows = max(1, run.config.rows // run.world)

@@ -33,28 +33,30 @@ def run(run: Run) -> Compress | None:
     """Return the size, held-out loss and forward time of each method; None without a model."""
     if run.trained is None:
         return None
-    tokens, targets = heldout(run)
+    tokens, targets = get_heldout_batch(run)
     with torch.no_grad(), run.in_float32():
         trained = run.trained.eval()
         run.compressed = {method: compress(trained) for method, compress in METHODS.items()}
         calls = {method: partial(model, tokens) for method, model in run.compressed.items()}
         interleaved = time_interleaved(calls, ROUNDS, run.device)
-        rows = [_row(name, model, tokens, targets) for name, model in run.compressed.items()]
+        rows = [
+            _evaluate_method(name, model, tokens, targets) for name, model in run.compressed.items()
+        ]
     for row in rows:
         row["smaller"] = rows[0]["size_bytes"] / row["size_bytes"]
-        row["speedup_p50"] = 1 / interleaved.ratio_to(BASELINE, row["method"])
+        row["speedup_p50"] = 1 / interleaved.compute_ratio(BASELINE, row["method"])
     return Compress(rows, interleaved)
 
 
-def heldout(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
+def get_heldout_batch(run: Run) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the held-out tokens and targets on which every method is evaluated."""
     assert isinstance(run.trained, Decoder)
     context = run.trained.config.context
-    tokens, targets = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=context)
+    tokens, targets = run.corpus.build_heldout_batch(rows=HELDOUT_ROWS, context=context)
     return tokens.to(run.device), targets.to(run.device)
 
 
-def _row(
+def _evaluate_method(
     name: str, model: nn.Module, tokens: torch.Tensor, targets: torch.Tensor
 ) -> dict[str, Any]:
     """Return the method, the bytes of the state dict and the held-out loss of one model."""

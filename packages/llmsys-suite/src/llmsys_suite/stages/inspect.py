@@ -32,15 +32,17 @@ def examine(run: Run) -> Inspect:
     model = run.trained
     assert isinstance(model, Decoder)
     context = min(64, model.config.context)
-    tokens, targets = (t.to(run.device) for t in run.corpus.heldout_batch(rows=4, context=context))
+    tokens, targets = (
+        t.to(run.device) for t in run.corpus.build_heldout_batch(rows=4, context=context)
+    )
     sites = ["embedding", *(f"blocks.{i}" for i in range(len(model.blocks)))]
     with interp.record(model, *sites) as recorded:
         model(tokens)
     streams = {site: recorded[site] for site in sites}
     lens = interp.logit_lens(streams, model.norm, model.head, targets=targets)
-    repeated_tokens = repeated(context, model.config.vocabulary).to(run.device)
-    heads = interp.detect_heads(attention_patterns(model, repeated_tokens), repeated_tokens)
-    patterns = attention_patterns(model, tokens)
+    repeated_tokens = draw_repeated_rows(context, model.config.vocabulary).to(run.device)
+    heads = interp.detect_heads(record_attention_patterns(model, repeated_tokens), repeated_tokens)
+    patterns = record_attention_patterns(model, tokens)
     interp.view(
         run.folder.path / "inspect.html",
         tokens=tokens,
@@ -50,10 +52,10 @@ def examine(run: Run) -> Inspect:
         vocabulary=[chr(byte) if 32 <= byte < 127 else f"\\x{byte:02x}" for byte in range(256)],
         title="What the trained model does",
     )
-    return Inspect(lens=lens_rows(lens), heads=head_rows(heads))
+    return Inspect(lens=build_lens_rows(lens), heads=build_head_rows(heads))
 
 
-def lens_rows(lens: Lens) -> Rows:
+def build_lens_rows(lens: Lens) -> Rows:
     """Return a row per layer: mean loss and mean entropy, in nats, of the prediction after it."""
     assert lens.target_log_probability is not None
     return [
@@ -64,20 +66,20 @@ def lens_rows(lens: Lens) -> Rows:
     ]
 
 
-def head_rows(heads: HeadScores) -> Rows:
+def build_head_rows(heads: HeadScores) -> Rows:
     """Return a row per kind: its best head, and `by_chance`, which is True if it is noise."""
     best = map(heads.best, KINDS)
     return [asdict(head) | {"by_chance": head.is_noise} for head in best]
 
 
-def attention_patterns(model: Decoder, tokens: Tensor) -> list[Tensor]:
+def record_attention_patterns(model: Decoder, tokens: Tensor) -> list[Tensor]:
     """Return the attention pattern of each layer, of shape (batch, heads, seq, seq)."""
     with interp.record_patterns(model) as patterns:
         model(tokens)
     return [patterns[f"blocks.{i}.attention"] for i in range(len(model.blocks))]
 
 
-def repeated(context: int, vocabulary: int) -> Tensor:
+def draw_repeated_rows(context: int, vocabulary: int) -> Tensor:
     """Return four rows of context // 2 different random tokens, each followed by its copy.
 
     Only a model that copies from the context can predict the second half.

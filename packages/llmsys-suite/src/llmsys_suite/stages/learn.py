@@ -15,26 +15,26 @@ import zero
 from safetensors.torch import save_file
 
 from llmsys_suite.learning.choice import make_variant
-from llmsys_suite.learning.evaluation import heldout_loss, sample
-from llmsys_suite.learning.log import Log, open_log, traced_steps
+from llmsys_suite.learning.evaluation import compute_heldout_loss, sample
+from llmsys_suite.learning.log import Log, open_log, trace_steps
 from llmsys_suite.learning.state import (
     CHECKPOINT,
     PROBE,
     RATE,
-    checkpoint_to_resume,
+    build_initial_state,
+    compute_rate_factor,
     draw_probed_step,
-    initial_state,
+    find_checkpoint,
     is_due,
     require_finite,
     require_same,
-    schedule,
 )
 from llmsys_suite.ranks.failure import collect_stop_requests
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Learn
-from llmsys_suite.text.data import row_digests
+from llmsys_suite.text.data import compute_row_digests
 from llmsys_suite.text.generation import MODEL
-from llmsys_suite.variants.initial_weights import with_weights
+from llmsys_suite.variants.initial_weights import build_model_with
 from llmsys_suite.variants.single import Variant
 
 #: A training run of n steps is evaluated on the held-out text every n // EVALUATIONS steps, and
@@ -46,21 +46,21 @@ def run(run: Run) -> Learn | None:
     """Train from the start or a checkpoint; return losses and generated text on rank 0."""
     config = run.config
     name, variant = make_variant(run)
-    text_digest = run.corpus.digest()
-    state = initial_state(config, text_digest)
-    source = checkpoint_to_resume(run)
+    text_digest = run.corpus.compute_digest()
+    state = build_initial_state(config, text_digest)
+    source = find_checkpoint(run)
     if source is not None:
-        model, optimizer = variant.checkpointed()
+        model, optimizer = variant.get_checkpoint_objects()
         state = zero.load_checkpoint(source, model, optimizer)
         require_same(state, config, text_digest, source)
         variant.restore(model, optimizer)
     begun_at = state["step"]
     probed_step = draw_probed_step(run, begun_at, state["total"])
     if not state["heldout"]:
-        state["heldout"].append((0, heldout_loss(run, variant.evaluated_model())))
+        state["heldout"].append((0, compute_heldout_loss(run, variant.get_evaluated_model())))
     with (
         collect_stop_requests() as stop_requests,
-        traced_steps(run) as recording,
+        trace_steps(run) as recording,
         open_log(run) as log,
     ):
         for step, loss in state["heldout"]:
@@ -71,12 +71,12 @@ def run(run: Run) -> Learn | None:
                 recording.step()
     if begun_at == state["total"]:
         save(run, variant, state, CHECKPOINT)  # no step has saved a checkpoint in this run folder
-    weights = variant.weights()
+    weights = variant.gather_weights()
     written = sample(run, weights)
     variant.close()
     if run.folder is None:
         return None
-    run.trained = with_weights(run, run.model, weights)
+    run.trained = build_model_with(run, run.model, weights)
     save_file(run.trained.state_dict(), run.folder.path / MODEL)
     return Learn(
         variant=name,
@@ -103,8 +103,8 @@ def train_step(
     """Take one step; evaluate and save at intervals. After a SIGTERM, raise KeyboardInterrupt."""
     step, total = state["step"], state["total"]
     for group in variant.optimizer.param_groups:
-        group["lr"] = RATE * state["learning_rate"] * schedule(step / total)
-    tokens, targets = run.corpus.batch(
+        group["lr"] = RATE * state["learning_rate"] * compute_rate_factor(step / total)
+    tokens, targets = run.corpus.draw_batch(
         rows=state["rows"],
         context=run.config.context,
         seed=state["seed"] + 1,
@@ -112,7 +112,7 @@ def train_step(
         rank=variant.data_rank,
         world=variant.data_world,
     )
-    digests = row_digests(tokens, targets) if variant.reports_rows else []
+    digests = compute_row_digests(tokens, targets) if variant.reports_rows else []
     tokens, targets = tokens.to(run.device), targets.to(run.device)
     if step == probed_step:
         save(run, variant, state, f"{PROBE}/before")
@@ -129,7 +129,7 @@ def train_step(
     log(step, {"loss": state["losses"][-1], "learning_rate": record["learning_rate"]})
     state["step"] = step = step + 1
     if is_due(step, total, EVALUATIONS):
-        state["heldout"].append((step, heldout_loss(run, variant.evaluated_model())))
+        state["heldout"].append((step, compute_heldout_loss(run, variant.get_evaluated_model())))
         log(step, {"heldout_loss": state["heldout"][-1][1]})
         run.progress.update(step, total, f"steps, {state['heldout'][-1][1]:.3f} held out")
     is_stopped = bool(sums[1])
@@ -142,4 +142,4 @@ def train_step(
 
 def save(run: Run, variant: Variant, state: dict[str, Any], name: str) -> None:
     """Save a checkpoint of the training as `name` in the run folder."""
-    zero.save_checkpoint(run.out / name, *variant.checkpointed(), extra=dict(state))
+    zero.save_checkpoint(run.out / name, *variant.get_checkpoint_objects(), extra=dict(state))

@@ -24,7 +24,7 @@ VOCABULARY = 10_000
 MIB = 2**20
 
 
-def contexts(config: RunConfig) -> tuple[int, int, int]:
+def list_contexts(config: RunConfig) -> tuple[int, int, int]:
     """Return the context lengths whose peaks are counted: half, one and two times the run's.
 
     The timeline uses the run's own length.
@@ -37,7 +37,7 @@ def run(run: Run) -> Memory | None:
     config = run.config
     mine = {
         length: profile(config.size, length, config.vocabulary)
-        for length in contexts(config)[run.rank :: run.world]
+        for length in list_contexts(config)[run.rank :: run.world]
     }
     gathered = run.gather(mine)
     if run.rank != 0:
@@ -45,7 +45,7 @@ def run(run: Run) -> Memory | None:
     profiles = {length: profile for part in gathered for length, profile in part.items()}
     return Memory(
         rows=ROWS,
-        peaks=[profiles[length]["peaks"] for length in contexts(config)],
+        peaks=[profiles[length]["peaks"] for length in list_contexts(config)],
         training_timeline=profiles[config.context]["drawn"]["training_timeline"],
         largest=profiles[config.context]["drawn"]["largest"],
     )
@@ -53,10 +53,10 @@ def run(run: Run) -> Memory | None:
 
 def profile(size: str, context: int, vocabulary: int = VOCABULARY) -> dict[str, Any]:
     """Return peaks and timelines in MiB, and the largest allocations, of a size at one context."""
-    config = ModelConfig.named(size, vocabulary=vocabulary, context=context)
-    forward = inference(config)
-    step = training(config)
-    checkpointed = training(replace(config, checkpoint=True))
+    config = ModelConfig.from_size(size, vocabulary=vocabulary, context=context)
+    forward = trace_inference(config)
+    step = trace_training(config)
+    checkpointed = trace_training(replace(config, checkpoint=True))
     return {
         "peaks": {
             "context": context,
@@ -66,14 +66,14 @@ def profile(size: str, context: int, vocabulary: int = VOCABULARY) -> dict[str, 
             "residual_stream_mib": ROWS * context * config.d_model * 4 / MIB,
         },
         "drawn": {
-            "inference_timeline": thin(forward.timeline),
-            "training_timeline": thin(step.timeline),
+            "inference_timeline": thin_timeline(forward.timeline),
+            "training_timeline": thin_timeline(step.timeline),
             "largest": Ledger().table(step.at_peak),
         },
     }
 
 
-def inference(config: ModelConfig) -> LiveMemory:
+def trace_inference(config: ModelConfig) -> LiveMemory:
     """Return the live memory of a forward pass without gradients on `ROWS` rows."""
     with torch.device("meta"):
         model = Decoder(config, plain_attention)
@@ -86,17 +86,17 @@ def inference(config: ModelConfig) -> LiveMemory:
     return memory
 
 
-def training(config: ModelConfig) -> LiveMemory:
+def trace_training(config: ModelConfig) -> LiveMemory:
     """Return the live memory of an AdamW step on `ROWS` rows; the optimizer state exists."""
     with torch.device("meta"):
         model = Decoder(config, plain_attention)
         optimizer = torch.optim.AdamW(model.parameters(), foreach=False)
         tokens = torch.zeros(ROWS, config.context, dtype=torch.long)
         make_state(optimizer)
-        return training_step_memory(model, lambda: model.loss(tokens, tokens), optimizer)
+        return training_step_memory(model, lambda: model.compute_loss(tokens, tokens), optimizer)
 
 
-def thin(timeline: list[tuple[str, int]], points: int = 400) -> list[tuple[str, float]]:
+def thin_timeline(timeline: list[tuple[str, int]], points: int = 400) -> list[tuple[str, float]]:
     """Return the maximum, in MiB, of each of at most `points` intervals of a timeline in bytes."""
     stride = max(1, -(-len(timeline) // points))
     intervals = (timeline[i : i + stride] for i in range(0, len(timeline), stride))

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 
 import accounting
 
-from llmsys_suite.config import RunConfig, ranks_on_this_host, size_of
-from llmsys_suite.environment import available_memory_bytes
+from llmsys_suite.config import RunConfig, count_ranks_on_this_host, get_size
+from llmsys_suite.environment import read_available_memory_bytes
 from llmsys_suite.measure.samples import VARIANT_NAMES
 from llmsys_suite.results import Plan, Prediction
 
@@ -25,14 +25,14 @@ PROCESS_BYTES = 700 * 2**20
 PRODUCTS_SECONDS = 0.5
 
 
-def transformer(config: RunConfig) -> accounting.Transformer:
+def describe_model(config: RunConfig) -> accounting.Transformer:
     """Return the run's model as an `accounting` model description."""
-    return size_of(config.size).described(vocabulary=config.vocabulary)
+    return get_size(config.size).to_transformer(vocabulary=config.vocabulary)
 
 
 def predict(config: RunConfig) -> Prediction:
     """Return the predicted counts, bytes and FLOPs of the configuration, without torch."""
-    model = transformer(config)
+    model = describe_model(config)
     parameters = accounting.parameters(model)
     step = accounting.flops(model, seq=config.context, batch=config.rows, attention="full")
     causal = accounting.flops(model, seq=config.context, batch=config.rows)
@@ -54,7 +54,7 @@ def predict(config: RunConfig) -> Prediction:
     static = 16 * int(parameters.total)
     transient = max(0, int(memory.total) - static)
     # The ranks of a host share its memory, and in `train` and `learn` each has a whole model.
-    ranks_here = 1 if on_gpu else ranks_on_this_host(config.world)
+    ranks_here = 1 if on_gpu else count_ranks_on_this_host(config.world)
     models = ranks_here if "train" in config.stages else 1
     # The audit times three models at once, which need at least the memory of its float64 model.
     if "audit" in config.stages:
@@ -78,21 +78,21 @@ def predict(config: RunConfig) -> Prediction:
 
 def run(run: Run) -> Plan:
     """Return the predictions, and measurements of a real step and of this machine."""
-    from llmsys_suite.measure.clocks import product_rate
+    from llmsys_suite.measure.clocks import measure_product_rate
 
     predicted = predict(run.config)
-    fits = predicted.all_variants_bytes < 0.8 * available_memory_bytes(run.device.type)
+    fits = predicted.all_variants_bytes < 0.8 * read_available_memory_bytes(run.device.type)
     run.barrier()
-    rate = product_rate(run.device, run.compute_dtype, PRODUCTS_SECONDS)
+    rate = measure_product_rate(run.device, run.compute_dtype, PRODUCTS_SECONDS)
     return Plan(
         **vars(predicted),
         peak=max(run.gather(rate)),
         variants_fit_together=all(run.gather(fits)),
-        measured_peak_bytes=measured_peak_bytes(run) if run.rank == 0 else 0,
+        measured_peak_bytes=measure_peak_bytes(run) if run.rank == 0 else 0,
     )
 
 
-def measured_peak_bytes(run: Run) -> int:
+def measure_peak_bytes(run: Run) -> int:
     """Return the peak bytes of a training step of the real model on this run's device.
 
     The second step is measured, because AdamW creates its state in the first. The bytes are counted
@@ -101,17 +101,17 @@ def measured_peak_bytes(run: Run) -> int:
     import torch
     from accounting.memory.live import training_step_memory
 
-    from llmsys_suite.variants.initial_weights import seeded
+    from llmsys_suite.variants.initial_weights import build_seeded_model
 
     config, device = run.config, run.device
     before = torch.cuda.memory_allocated(device) if device.type == "cuda" else 0
-    model = seeded(run, run.model)
-    tokens, targets = run.batch(0, rows=config.rows // config.parts)
+    model = build_seeded_model(run, run.model)
+    tokens, targets = run.draw_batch(0, rows=config.rows // config.parts)
     optimizer = torch.optim.AdamW(model.parameters())
 
     def loss() -> torch.Tensor:
         with run.autocast():
-            return model.loss(tokens, targets)
+            return model.compute_loss(tokens, targets)
 
     def step() -> None:
         loss().backward()

@@ -15,7 +15,7 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.model import ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Scale
-from llmsys_suite.variants.initial_weights import seeded
+from llmsys_suite.variants.initial_weights import build_seeded_model
 
 #: Pairs of a budget in FLOPs, to be multiplied by `--steps`, and its model widths. Some widths are
 #: below and some above the best width: with the best run at an edge, an optimum is unreliable.
@@ -37,15 +37,15 @@ PlannedRun = tuple[float, int, int]
 
 def run(run: Run) -> Scale | None:
     """Return a row per run, its loss in nats per byte, and the extrapolated fit, on rank 0."""
-    planned = runs_of_rank(planned_runs(run.config), run.rank, run.world)
+    planned = select_runs(plan_runs(run.config), run.rank, run.world)
     gathered = run.gather([train_one(run, *arguments) for arguments in planned])
     if run.rank != 0:
         return None
     rows = [row for rank_rows in gathered for row in rank_rows]
-    return fit(sorted(rows, key=lambda row: (row["compute_flops"], row["parameters"])))
+    return fit_law(sorted(rows, key=lambda row: (row["compute_flops"], row["parameters"])))
 
 
-def planned_runs(config: RunConfig) -> list[PlannedRun]:
+def plan_runs(config: RunConfig) -> list[PlannedRun]:
     """Return the planned runs of all ranks."""
     return [
         (config.steps * budget * APART**i, width, config.seed + i)
@@ -55,7 +55,7 @@ def planned_runs(config: RunConfig) -> list[PlannedRun]:
     ]
 
 
-def runs_of_rank(planned: list[PlannedRun], rank: int, world: int) -> list[PlannedRun]:
+def select_runs(planned: list[PlannedRun], rank: int, world: int) -> list[PlannedRun]:
     """Return the runs of a rank, chosen so that all ranks take about equally many steps.
 
     A step takes about equally long for all of these models.
@@ -77,7 +77,7 @@ def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float
     config = ModelConfig(
         d_model=width, d_ff=3 * width, num_layers=2, num_heads=HEADS, context=CONTEXT
     )
-    model = seeded(run, config, seed)
+    model = build_seeded_model(run, config, seed)
     parameters = sum(p.numel() for p in model.parameters()) - model.embedding.weight.numel()
     steps = max(1, round(budget / (6 * parameters * ROWS * CONTEXT)))
     peak_rate = 6e-3 * (64 / width) ** 0.5
@@ -85,18 +85,20 @@ def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_rate, weight_decay=0.0, fused=True)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = peak_rate * min(1.0, (step + 1) / 10) * _cosine(step / steps)
-        batch = run.corpus.batch(rows=ROWS, context=CONTEXT, seed=seed, step=step)
+            group["lr"] = (
+                peak_rate * min(1.0, (step + 1) / 10) * _compute_cosine_factor(step / steps)
+            )
+        batch = run.corpus.draw_batch(rows=ROWS, context=CONTEXT, seed=seed, step=step)
         tokens, targets = (t.to(run.device) for t in batch)
         optimizer.zero_grad()
         with run.autocast():
-            training_loss = model.loss(tokens, targets)
+            training_loss = model.compute_loss(tokens, targets)
         training_loss.backward()
         optimizer.step()
-    batch = run.corpus.heldout_batch(rows=HELDOUT_ROWS, context=CONTEXT)
+    batch = run.corpus.build_heldout_batch(rows=HELDOUT_ROWS, context=CONTEXT)
     tokens, targets = (t.to(run.device) for t in batch)
     with torch.no_grad(), run.in_float32():
-        loss = float(model.loss(tokens, targets))
+        loss = float(model.compute_loss(tokens, targets))
     return {
         "width": width,
         "seed": seed,
@@ -108,11 +110,11 @@ def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float
     }
 
 
-def _cosine(progress: float) -> float:
+def _compute_cosine_factor(progress: float) -> float:
     return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * progress))
 
 
-def fit(rows: list[dict[str, float]]) -> Scale:
+def fit_law(rows: list[dict[str, float]]) -> Scale:
     """Return the IsoFLOP fit of the runs and its warnings, or only the reason why it failed."""
     import warnings
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import accounting
 
-from llmsys_suite.config import LEAST_CONTEXT, UsageError, require_known, size_of
+from llmsys_suite.config import LEAST_CONTEXT, UsageError, get_size, require_known
 from llmsys_suite.model import ModelConfig
 
 DTYPES = ("fp32", "tf32", "bf16", "fp16")
@@ -36,7 +36,7 @@ class Case:
     device: str = "cpu"
 
     def __post_init__(self) -> None:
-        size_of(self.size)
+        get_size(self.size)
         require_known("dtype", self.dtype, DTYPES)
         require_known("device", self.device, ("cpu", "cuda"))
         if self.dtype == "tf32" and self.device != "cuda":
@@ -50,7 +50,7 @@ class Case:
     @property
     def model(self) -> ModelConfig:
         """The shape of the model."""
-        config = ModelConfig.named(self.size, context=self.context)
+        config = ModelConfig.from_size(self.size, context=self.context)
         return replace(
             config, num_layers=self.layers or config.num_layers, checkpoint=self.checkpoint
         )
@@ -60,12 +60,12 @@ class Case:
         """The number of tokens per step."""
         return self.rows * self.context
 
-    def peak_bytes(self) -> int:
+    def predict_peak_bytes(self) -> int:
         """Return the peak memory of a step in bytes, which `accounting` predicts for float32."""
         on_gpu = self.device == "cuda"
         return int(
             accounting.peak_memory(
-                self._shape(),
+                self._describe_model(),
                 accounting.Plan(recompute="full" if self.checkpoint else "none"),
                 batch=self.rows,
                 seq=self.context,
@@ -75,15 +75,17 @@ class Case:
             ).total
         )
 
-    def useful_flops(self) -> int:
+    def count_useful_flops(self) -> int:
         """Return the FLOPs per step for MFU: without masked scores and recomputation."""
-        return int(accounting.flops(self._shape(), batch=self.rows, seq=self.context).total)
+        return int(
+            accounting.flops(self._describe_model(), batch=self.rows, seq=self.context).total
+        )
 
-    def executed_flops(self) -> int:
+    def count_executed_flops(self) -> int:
         """Return the FLOPs per step for HFU: with masked scores and recomputation."""
         model = self.model
         total = accounting.flops(
-            self._shape(),
+            self._describe_model(),
             batch=self.rows,
             seq=self.context,
             attention="full",
@@ -96,13 +98,13 @@ class Case:
         skipped = 2 * self.tokens * model.d_ff * model.d_model * model.num_layers
         return int(total) - skipped
 
-    def labels(self) -> dict[str, Any]:
+    def get_labels(self) -> dict[str, Any]:
         """Return the columns that identify the case in a table."""
         values = asdict(self) | {"layers": self.model.num_layers}
         return {key: values[key] for key in LABELS}
 
-    def _shape(self) -> accounting.Transformer:
-        return size_of(self.size).described(layers=self.layers)
+    def _describe_model(self) -> accounting.Transformer:
+        return get_size(self.size).to_transformer(layers=self.layers)
 
 
 LABELS = ("size", "layers", "context", "rows", "dtype", "compile", "checkpoint")

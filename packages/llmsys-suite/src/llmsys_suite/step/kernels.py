@@ -7,14 +7,14 @@ from typing import Any
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
-from llmsys_suite.measure.interleaved import now
+from llmsys_suite.measure.interleaved import read_clock
 from llmsys_suite.step.training import Step
 
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")
 SHOWN = 10
 
 
-def by_phase(step: Step) -> list[dict[str, Any]]:
+def profile_phases(step: Step) -> list[dict[str, Any]]:
     """Profile one more step; return a row per phase with its operators and their fractions.
 
     `timer_ms` is the wall time of the phase, including the overhead of the profiler.
@@ -25,9 +25,9 @@ def by_phase(step: Step) -> list[dict[str, Any]]:
     rows = []
     for name, phase in step.phases.items():
         with profile(activities=activities, acc_events=True) as profiler:
-            start_time = now(step.device)
+            start_time = read_clock(step.device)
             phase()
-            seconds = now(step.device) - start_time
+            seconds = read_clock(step.device) - start_time
         summary = summarize(profiler.key_averages(), step.device.type)
         rows.append({"phase": name, "timer_ms": seconds * 1e3} | summary)
     return rows

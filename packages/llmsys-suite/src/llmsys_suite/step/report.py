@@ -12,7 +12,7 @@ from typing import Any
 
 from llmsys_suite.config import SIZES, UsageError, count_gpus
 from llmsys_suite.folder import RunFolder, create_folder
-from llmsys_suite.results import cell
+from llmsys_suite.results import format_cell
 from llmsys_suite.step import sweep
 from llmsys_suite.step.case import PHASES, Case
 
@@ -64,14 +64,14 @@ def benchmark(
     if not cases:
         raise UsageError("expected at least one size, context and dtype, such as --sizes tiny")
     if out is not None:
-        create_folder(out, ROWS, json.dumps(_table(cases, [])))
-    yield from _measured_lines(cases, limit, profile, out)
+        create_folder(out, ROWS, json.dumps(_build_table(cases, [])))
+    yield from _iter_measured_lines(cases, limit, profile, out)
     if device == "cuda":
         case = json.dumps(asdict(cases[0]))
         yield f"\nnsys profile -t cuda,nvtx -o step python -m llmsys_suite.step.process '{case}'"
 
 
-def _measured_lines(
+def _iter_measured_lines(
     cases: Sequence[Case], limit: float, profile: bool, out: Path | None
 ) -> Iterator[str]:
     yield _join(["case", "warm-up", *(f"{p}, ms" for p in PHASES), "tokens/s", "MFU", "note"])
@@ -80,17 +80,17 @@ def _measured_lines(
     for row in sweep.measure(cases, limit=limit, profile=profile):
         measured.append(row)
         if out is not None:  # after every row, in case of an interruption
-            RunFolder(out).write_json(ROWS, _table(cases, measured))
-        yield _join(_cells(row))
+            RunFolder(out).write_json(ROWS, _build_table(cases, measured))
+        yield _join(_format_cells(row))
     if out is not None:
         yield f"\nwritten to {out / ROWS}"
 
 
-def _table(cases: Sequence[Case], rows: list[Row]) -> dict[str, Any]:
+def _build_table(cases: Sequence[Case], rows: list[Row]) -> dict[str, Any]:
     return {"cases": [asdict(case) for case in cases], "rows": rows}
 
 
-def _cells(row: Row) -> list[str]:
+def _format_cells(row: Row) -> list[str]:
     """Return the cells of a table's row; cells without a measurement are empty."""
     enabled = [key for key in ("compile", "checkpoint") if row[key]]
     name = ", ".join([row["size"], f"{row['rows']} x {row['context']}", row["dtype"], *enabled])
@@ -98,7 +98,9 @@ def _cells(row: Row) -> list[str]:
     for phase in PHASES:
         has_times = f"{phase}_mean_ms" in row
         times.append(
-            f"{cell(row[f'{phase}_mean_ms'])} ± {cell(row[f'{phase}_std_ms'])}" if has_times else ""
+            f"{format_cell(row[f'{phase}_mean_ms'])} ± {format_cell(row[f'{phase}_std_ms'])}"
+            if has_times
+            else ""
         )
     rate = f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else ""
     # An MFU below 10 % has one more digit.

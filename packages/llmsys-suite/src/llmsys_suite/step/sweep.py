@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from llmsys_suite.environment import GIB, available_memory_bytes, signal_name
+from llmsys_suite.environment import GIB, get_signal_name, read_available_memory_bytes
 from llmsys_suite.step.case import PHASES, STEPS, WARMUPS, Case
 
 Row = dict[str, Any]
@@ -32,22 +32,22 @@ def measure(cases: Sequence[Case], *, limit: float = 60.0, profile: bool = False
     for case in cases:
         try:
             require_fit(case)
-            measured = in_a_process(case, limit, profile=profile)
+            measured = run_in_process(case, limit, profile=profile)
         except LeftOut as reason:
-            yield case.labels() | {"note": str(reason)}
+            yield case.get_labels() | {"note": str(reason)}
             continue
         for skipped in WARMUPS:
-            yield row(case, measured, skipped)
+            yield compute_row(case, measured, skipped)
 
 
 def require_fit(case: Case) -> None:
     """Raise LeftOut if a case needs more than the fraction `FILLED` of the free memory."""
-    needed, free = case.peak_bytes(), available_memory_bytes(case.device)
+    needed, free = case.predict_peak_bytes(), read_available_memory_bytes(case.device)
     if needed > FILLED * free:
         raise LeftOut(f"needs {needed / GIB:.1f} GiB; a case may use {FILLED * free / GIB:.1f} GiB")
 
 
-def in_a_process(case: Case, limit: float, *, profile: bool = False) -> dict[str, Any]:
+def run_in_process(case: Case, limit: float, *, profile: bool = False) -> dict[str, Any]:
     """Return the output of `step.process`; raise LeftOut if it fails or exceeds `limit` seconds."""
     options = json.dumps(asdict(case) | {"profile": profile})
     command = [sys.executable, "-m", "llmsys_suite.step.process", options]
@@ -57,7 +57,7 @@ def in_a_process(case: Case, limit: float, *, profile: bool = False) -> dict[str
         raise LeftOut(f"did not end within {limit:g} s; raise --time-limit") from None
     if done.returncode < 0:
         # The kernel sends SIGKILL if memory runs out.
-        raise LeftOut(f"ended by {signal_name(-done.returncode)}")
+        raise LeftOut(f"ended by {get_signal_name(-done.returncode)}")
     if done.returncode:
         lines = done.stderr.strip().splitlines()
         raise LeftOut(lines[-1] if lines else "ended without a message")
@@ -65,10 +65,10 @@ def in_a_process(case: Case, limit: float, *, profile: bool = False) -> dict[str
     return measured
 
 
-def row(case: Case, measured: dict[str, Any], warmup: int) -> Row:
+def compute_row(case: Case, measured: dict[str, Any], warmup: int) -> Row:
     """Return statistics of `STEPS` steps after `warmup` steps: times, rates and utilization."""
     steps = measured["seconds"][warmup : warmup + STEPS]
-    result = case.labels() | {"warmup": warmup}
+    result = case.get_labels() | {"warmup": warmup}
     for i, phase in enumerate(PHASES):
         phase_ms = [1e3 * seconds[i] for seconds in steps]
         result[f"{phase}_mean_ms"] = statistics.mean(phase_ms)
@@ -81,8 +81,8 @@ def row(case: Case, measured: dict[str, Any], warmup: int) -> Row:
         "step_p50_ms": median_ms,
         "step_p90_ms": step_ms[-1 - len(step_ms) // 10],
         "tokens_per_s": case.tokens / (median_ms / 1e3),
-        "mfu": case.useful_flops() / peak_flops,
-        "hfu": case.executed_flops() / peak_flops,
+        "mfu": case.count_useful_flops() / peak_flops,
+        "hfu": case.count_executed_flops() / peak_flops,
         "first_step_ms": 1e3 * sum(measured["seconds"][0]),
         "product_rate": measured["product_rate"],
         "peak_gib": measured["peak_bytes"] / GIB,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from llmsys_suite.measure.interleaved import now
+from llmsys_suite.measure.interleaved import read_clock
 from llmsys_suite.measure.phases import named_range
 from llmsys_suite.model import Decoder, plain_attention
 from llmsys_suite.step.case import PHASES, Case
@@ -28,7 +28,9 @@ class Step:
         self.optimizer = torch.optim.AdamW(self.model.parameters())
         shape = (case.rows, case.context)
         self.tokens = torch.randint(case.model.vocabulary, shape, device=self.device)
-        self.loss_of = torch.compile(self.model.loss) if case.compile else self.model.loss
+        self.loss_of = (
+            torch.compile(self.model.compute_loss) if case.compile else self.model.compute_loss
+        )
         self.scaler = torch.amp.GradScaler(
             case.device, init_scale=LOSS_SCALE, enabled=case.dtype == "fp16"
         )
@@ -57,12 +59,12 @@ class Step:
             raise RuntimeError(f"gradients overflowed at a loss scale of {scale:g}; use bf16")
         self.optimizer.zero_grad()
 
-    def timed(self) -> list[float]:
+    def take_timed_step(self) -> list[float]:
         """Take one step and return the seconds of each phase, after synchronizing the device."""
         seconds = []
         for name, phase in self.phases.items():
             with named_range(name, self.device):
-                start_time = now(self.device)
+                start_time = read_clock(self.device)
                 phase()
-                seconds.append(now(self.device) - start_time)
+                seconds.append(read_clock(self.device) - start_time)
         return seconds

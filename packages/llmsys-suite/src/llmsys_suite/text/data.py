@@ -53,16 +53,16 @@ class Text:
     source: str
     mapped: MappedFiles = ()
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         """Return the hexadecimal SHA-256 digest of both parts, with a zero byte after each."""
         digest = hashlib.sha256()
         for part in (self.train, self.heldout):
-            for chunk in chunks(part, DIGEST_CHUNK, self.mapped):
+            for chunk in iter_chunks(part, DIGEST_CHUNK, self.mapped):
                 digest.update(chunk)
             digest.update(b"\0")
         return digest.hexdigest()
 
-    def corpus(self) -> Corpus:
+    def to_corpus(self) -> Corpus:
         """Return the training bytes and the held-out bytes as tokens (uint8)."""
         import torch
 
@@ -82,14 +82,14 @@ class Corpus:
     heldout: Tensor
     mapped: MappedFiles = ()
 
-    def digest(self) -> str:
+    def compute_digest(self) -> str:
         """Return twelve hexadecimal digits of the SHA-256 of the training tokens."""
         digest = hashlib.sha256()
-        for chunk in chunks(self.train.numpy().data, DIGEST_CHUNK, self.mapped):
+        for chunk in iter_chunks(self.train.numpy().data, DIGEST_CHUNK, self.mapped):
             digest.update(chunk)
         return digest.hexdigest()[:12]
 
-    def batch(
+    def draw_batch(
         self, *, rows: int, context: int, seed: int, step: int, rank: int = 0, world: int = 1
     ) -> tuple[Tensor, Tensor]:
         """Return tokens and targets of a rank's rows, each of shape (rows / world, context).
@@ -99,11 +99,11 @@ class Corpus:
         """
         if rows % world:
             raise ValueError(f"expected rows to be a multiple of world={world}, got {rows}")
-        starts = _starts(len(self.train), rows, context, seed, step)
+        starts = _draw_starts(len(self.train), rows, context, seed, step)
         rank_starts = starts[rank * rows // world : (rank + 1) * rows // world]
-        return self._windows(self.train, rank_starts, context)
+        return self._cut_windows(self.train, rank_starts, context)
 
-    def heldout_batch(self, *, rows: int, context: int) -> tuple[Tensor, Tensor]:
+    def build_heldout_batch(self, *, rows: int, context: int) -> tuple[Tensor, Tensor]:
         """Return tokens and targets, each (rows, context), spread evenly over the held-out text.
 
         Every call returns the same rows. Raises ValueError if the text has fewer starts of rows,
@@ -115,9 +115,9 @@ class Corpus:
                 f"expected held-out text for {rows} different rows of {context} tokens, got "
                 f"{len(self.heldout)} tokens; pass more text with --data"
             )
-        return self._windows(self.heldout, [i * stride for i in range(rows)], context)
+        return self._cut_windows(self.heldout, [i * stride for i in range(rows)], context)
 
-    def _windows(self, text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
+    def _cut_windows(self, text: Tensor, starts: list[int], context: int) -> tuple[Tensor, Tensor]:
         """Return the tokens of the rows at `starts`, and the targets, which follow by one token."""
         import torch
 
@@ -198,17 +198,17 @@ def require_text(text: Text, *, context: int) -> None:
 
 def load_corpus(path: Path | None = None) -> Corpus:
     """Return the text that `read_text` reads, as byte tokens."""
-    return read_text(path).corpus()
+    return read_text(path).to_corpus()
 
 
-def chunks(part: memoryview, length: int, mapped: MappedFiles = ()) -> Iterator[memoryview]:
+def iter_chunks(part: memoryview, length: int, mapped: MappedFiles = ()) -> Iterator[memoryview]:
     """Yield chunks of at most `length` items; release the pages of a chunk after its use."""
     for start in range(0, len(part), length):
         yield part[start : start + length]
         _release(mapped)
 
 
-def row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
+def compute_row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
     """Return twelve hexadecimal digits of the SHA-256 of each row: its tokens and targets as int32.
 
     A zero byte separates the tokens from the targets.
@@ -231,7 +231,7 @@ def _release(mapped: MappedFiles) -> None:
         file.madvise(mmap.MADV_DONTNEED)
 
 
-def _starts(length: int, rows: int, context: int, seed: int, step: int) -> list[int]:
+def _draw_starts(length: int, rows: int, context: int, seed: int, step: int) -> list[int]:
     import torch
 
     generator = torch.Generator().manual_seed(seed * 1_000_003 + step)

@@ -14,7 +14,7 @@ from llmsys_suite.text.tokens import ByteCodec, TokenizerCodec
 MODEL = "model.safetensors"
 
 
-def model_of(folder: RunFolder) -> Decoder:
+def load_model(folder: RunFolder) -> Decoder:
     """Return the decoder that the stage `learn` trained; raise UsageError without its file."""
     from safetensors.torch import load_file
 
@@ -22,7 +22,7 @@ def model_of(folder: RunFolder) -> Decoder:
         raise UsageError(f"expected {folder.path} to have {MODEL}; run the stage learn")
     config = folder.config
     model = Decoder(
-        ModelConfig.named(config.size, vocabulary=config.vocabulary, context=config.context)
+        ModelConfig.from_size(config.size, vocabulary=config.vocabulary, context=config.context)
     )
     model.load_state_dict(load_file(folder.path / MODEL))
     return model

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llmsys_suite.config import BYTES, RunConfig, UsageError
-from llmsys_suite.text.data import Corpus, MappedFiles, Text, chunks, read_text
+from llmsys_suite.text.data import Corpus, MappedFiles, Text, iter_chunks, read_text
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -57,7 +57,7 @@ class TokenizerCodec:
 
     def __init__(self, path: Path) -> None:
         try:
-            self._tokenizer: Any = _library().Tokenizer.from_file(str(path))
+            self._tokenizer: Any = _import_tokenizers().Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain exceptions
             raise UsageError(f"{path} is not a file of the package tokenizers: {error}") from None
         # A file may configure truncation and padding, which would change the text.
@@ -84,7 +84,7 @@ class TokenizerCodec:
         return str(self._tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
-def codec_of(config: RunConfig, folder: Path) -> ByteCodec | TokenizerCodec:
+def load_codec(config: RunConfig, folder: Path) -> ByteCodec | TokenizerCodec:
     """Return the run's codec: bytes, or the tokenizer that is stored in its folder."""
     return ByteCodec() if config.tokenizer == BYTES else TokenizerCodec(folder / TOKENIZER)
 
@@ -104,7 +104,7 @@ def require_tokenizer(config: RunConfig) -> None:
             )
     text = read_text(config.data)
     for part in (text.train, text.heldout):
-        for _ in batches_of_lines(part, text.mapped):
+        for _ in iter_line_batches(part, text.mapped):
             pass  # raises for a line that is too long
 
 
@@ -126,7 +126,7 @@ def write_tokens(config: RunConfig, folder: Path) -> None:
     for name, part in ((TRAIN, text.train), (HELDOUT, text.heldout)):
         num_tokens = 0
         with (folder / name).open("wb") as file:
-            for batch in batches_of_lines(part, text.mapped):
+            for batch in iter_line_batches(part, text.mapped):
                 tokens = np.array(codec.encode_lines(batch), INT32)
                 file.write(tokens.tobytes())
                 num_tokens += len(tokens)
@@ -150,14 +150,14 @@ def load(folder: Path) -> Corpus:
     return Corpus(train, heldout, tuple(mapped))
 
 
-def batches_of_lines(part: memoryview, mapped: MappedFiles = ()) -> Iterator[list[bytes]]:
+def iter_line_batches(part: memoryview, mapped: MappedFiles = ()) -> Iterator[list[bytes]]:
     """Yield the lines of a text with their newlines, one list per chunk of `CHUNK_BYTES`.
 
     A line belongs to the chunk in which it ends. The last list has the bytes after the last
     newline. Raises UsageError if more than `CHUNK_BYTES` of a line precede the end of a chunk.
     """
     unfinished_line = b""
-    for chunk in chunks(part, CHUNK_BYTES, mapped):
+    for chunk in iter_chunks(part, CHUNK_BYTES, mapped):
         *lines, unfinished_line = (unfinished_line + bytes(chunk)).split(b"\n")
         if len(unfinished_line) > CHUNK_BYTES:
             raise UsageError(
@@ -170,7 +170,7 @@ def batches_of_lines(part: memoryview, mapped: MappedFiles = ()) -> Iterator[lis
 
 def _train(text: Text, vocabulary: int) -> Any:
     """Return a byte-pair tokenizer that is trained on the start of the training text."""
-    library = _library()
+    library = _import_tokenizers()
     tokenizer = library.Tokenizer(library.models.BPE())
     tokenizer.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = library.decoders.ByteLevel()
@@ -179,13 +179,13 @@ def _train(text: Text, vocabulary: int) -> Any:
         initial_alphabet=library.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    batches = batches_of_lines(text.train[:SAMPLE_BYTES], text.mapped)
+    batches = iter_line_batches(text.train[:SAMPLE_BYTES], text.mapped)
     sample = (line.decode(errors="replace") for batch in batches for line in batch)
     tokenizer.train_from_iterator(sample, trainer)
     return tokenizer
 
 
-def _library() -> Any:
+def _import_tokenizers() -> Any:
     """Return the package `tokenizers` with the submodules that `_train` uses."""
     for name in ("models", "pre_tokenizers", "decoders", "trainers"):
         importlib.import_module(f"tokenizers.{name}")

@@ -23,6 +23,6 @@ _CLASSES = (Variant, TorchDDP, Naive, Flat, Overlapped, Bucketed, SharedMemory, 
 VARIANTS: dict[str, type[Variant]] = dict(zip(VARIANT_NAMES, _CLASSES, strict=True))
 
 
-def variants_here(device: torch.device) -> list[str]:
+def list_variants(device: torch.device) -> list[str]:
     """Return the names of the variants that a type of device can run, in the order of a run."""
     return [name for name in VARIANTS if device.type == "cpu" or VARIANTS[name] is not SharedMemory]

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmsys_suite.measure.distance import distances
+from llmsys_suite.measure.distance import iter_distances
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.single import Variant
-from llmsys_suite.variants.stored_tensors import stored_bytes
+from llmsys_suite.variants.stored_tensors import count_stored_bytes
 
 Weights = dict[str, Tensor]
 
 
-def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
+def compare_final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
     """Return a comparison of the trained weights, and the bytes that each rank stores.
 
     The weights of every rank are compared bit by bit with those of rank 0. On rank 0, the change
@@ -24,9 +24,9 @@ def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
     """
     run.barrier()
     takes_part = run.rank == 0 or not variant.alone
-    stored = [b for b in run.gather(stored_bytes(variant) if takes_part else None) if b]
-    weights = variant.weights() if takes_part else {}
-    digests = {name: _digest(weight) for name, weight in weights.items()}
+    stored = [b for b in run.gather(count_stored_bytes(variant) if takes_part else None) if b]
+    weights = variant.gather_weights() if takes_part else {}
+    digests = {name: _compute_digest(weight) for name, weight in weights.items()}
     gathered = [rank_digests for rank_digests in run.gather(digests) if rank_digests]
     differ = []
     for rank, rank_digests in enumerate(gathered):
@@ -36,7 +36,9 @@ def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
     from_one_process = {}
     if run.trained is not None and not variant.alone:
         trained = {name: p.detach() for name, p in run.trained.named_parameters()}
-        from_one_process = distances(_changes(weights, start), _changes(trained, start))
+        from_one_process = iter_distances(
+            _compute_changes(weights, start), _compute_changes(trained, start)
+        )
     return {
         "ranks": len(gathered),
         "differ": differ,
@@ -45,10 +47,10 @@ def final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
     }
 
 
-def _changes(weights: Weights, start: Weights) -> Weights:
+def _compute_changes(weights: Weights, start: Weights) -> Weights:
     return {name: weight.double() - start[name].double() for name, weight in weights.items()}
 
 
-def _digest(weight: Tensor) -> str:
+def _compute_digest(weight: Tensor) -> str:
     weight_bytes = weight.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
     return hashlib.sha256(weight_bytes).hexdigest()[:16]

@@ -13,7 +13,7 @@ from llmsys_suite.model import Attention, Decoder, ModelConfig
 from llmsys_suite.ranks.rank import Run
 
 
-def seeded(
+def build_seeded_model(
     run: Run, config: ModelConfig, seed: int | None = None, attention: Attention | None = None
 ) -> Decoder:
     """Return a new model on the run's device, with weights drawn from `seed` or the run's seed."""
@@ -21,21 +21,21 @@ def seeded(
     model = copy.deepcopy(drawn).to(run.device)
     model.config = config
     if attention is not None:
-        for block in model.block_list():
+        for block in model.list_blocks():
             block.attention.attend = attention
     return model
 
 
-def with_weights(run: Run, config: ModelConfig, weights: dict[str, Tensor]) -> Decoder:
+def build_model_with(run: Run, config: ModelConfig, weights: dict[str, Tensor]) -> Decoder:
     """Return a new model on the run's device, with a copy of `weights`."""
-    model = seeded(run, config)
+    model = build_seeded_model(run, config)
     model.load_state_dict(weights)
     return model
 
 
-def initial_weights(run: Run) -> dict[str, Tensor]:
+def draw_initial_weights(run: Run) -> dict[str, Tensor]:
     """Return the initial weights of every variant, by name."""
-    return {name: p.detach() for name, p in seeded(run, run.model).named_parameters()}
+    return {name: p.detach() for name, p in build_seeded_model(run, run.model).named_parameters()}
 
 
 @lru_cache(maxsize=1)

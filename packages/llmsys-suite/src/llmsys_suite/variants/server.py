@@ -32,10 +32,10 @@ class ParameterServer(Variant):
     def update(self) -> None:
         """Do nothing, because the server updates the parameters."""
 
-    def weights(self) -> dict[str, Tensor]:
+    def gather_weights(self) -> dict[str, Tensor]:
         """Return the parameters that the server stores."""
         self.worker.pull()
-        return super().weights()
+        return super().gather_weights()
 
     def close(self) -> None:
         """Leave the job; the server stops when all workers have left."""

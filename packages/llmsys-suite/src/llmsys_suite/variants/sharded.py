@@ -52,7 +52,7 @@ class FullySharded(DataParallel):
         with self.phase("communication"):
             self.wrapped.finish_gradient_synchronization()
 
-    def weights(self) -> dict[str, Tensor]:
+    def gather_weights(self) -> dict[str, Tensor]:
         """Return the full parameters, gathered from all ranks."""
         return self.wrapped.gather_full_params()
 
@@ -63,12 +63,12 @@ class TorchFSDP(DataParallel):
     def build(self) -> None:
         """Shard the blocks, then the root."""
         mesh = init_device_mesh(self.device.type, (dist.get_world_size(),))
-        for block in self.decoder.block_list():
+        for block in self.decoder.list_blocks():
             fully_shard(block, mesh=mesh)
         fully_shard(self.decoder, mesh=mesh)
         super().build()
 
-    def weights(self) -> dict[str, Tensor]:
+    def gather_weights(self) -> dict[str, Tensor]:
         """Return the full parameters, gathered from all ranks."""
-        parameters = super().weights().items()
+        parameters = super().gather_weights().items()
         return {name: p.full_tensor() if isinstance(p, DTensor) else p for name, p in parameters}

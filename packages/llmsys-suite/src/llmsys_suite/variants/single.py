@@ -16,7 +16,7 @@ from flashattn2 import flash_attention
 from torch import Tensor, nn
 
 from llmsys_suite.model import Block, ModelConfig, cross_entropy
-from llmsys_suite.variants.initial_weights import seeded
+from llmsys_suite.variants.initial_weights import build_seeded_model
 
 if TYPE_CHECKING:
     from llmsys_suite.ranks.rank import Run
@@ -46,7 +46,7 @@ class Variant:
         self.max_norm: float | None = None
         #: Number of sequential parts into which a rank splits its rows.
         self.parts = run.config.parts if self.alone else 1
-        self.decoder = seeded(run, config, attention=flash_attention)
+        self.decoder = build_seeded_model(run, config, attention=flash_attention)
         self.model: nn.Module = self.decoder
         self.meter = ddp.metering.meter.Meter()
         self.build()
@@ -94,11 +94,11 @@ class Variant:
             self.optimizer.step()
             self.optimizer.zero_grad()
 
-    def weights(self) -> dict[str, Tensor]:
+    def gather_weights(self) -> dict[str, Tensor]:
         """Return the full, unsharded parameters by name; every rank that trains must call this."""
         return {name: p.detach() for name, p in self.decoder.named_parameters()}
 
-    def communication_times(self, num_steps: int) -> dict[str, float]:
+    def compute_communication_times(self, num_steps: int) -> dict[str, float]:
         """Return the median hidden and exposed communication times in ms, from ddp's meter.
 
         The medians are over the last `num_steps` steps. The result is {} if the variant does not
@@ -112,20 +112,20 @@ class Variant:
             "exposed_ms": 1e3 * statistics.median(step.exposed_seconds for step in steps),
         }
 
-    def blocks(self) -> list[Block]:
+    def list_blocks(self) -> list[Block]:
         """Return the blocks that this rank trains."""
-        return self.decoder.block_list()
+        return self.decoder.list_blocks()
 
-    def evaluated_model(self) -> nn.Module:
+    def get_evaluated_model(self) -> nn.Module:
         """Return the model that computes held-out losses."""
         return self.model
 
-    def checkpointed(self) -> tuple[nn.Module, Any]:
+    def get_checkpoint_objects(self) -> tuple[nn.Module, Any]:
         """Return the model and the optimizer that a checkpoint stores and loads."""
         return self.model, self.optimizer
 
     def restore(self, model: nn.Module, optimizer: Any) -> None:
-        """Copy the state from the model and optimizer of `checkpointed`, if they are copies."""
+        """Copy the state from the results of `get_checkpoint_objects`, if they are copies."""
 
     def close(self) -> None:
         """Release resources that outlive the last step."""

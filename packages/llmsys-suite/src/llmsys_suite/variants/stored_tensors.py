@@ -22,18 +22,18 @@ from llmsys_suite.variants.single import Variant
 BEYOND = (types.ModuleType, types.FrameType, type, Run)
 
 
-def stored_bytes(variant: Variant) -> dict[str, int]:
+def count_stored_bytes(variant: Variant) -> dict[str, int]:
     """Return the bytes of this rank's parameters, of AdamW's moments, and of all tensors."""
     states = variant.optimizer.state.values() if hasattr(variant, "optimizer") else ()
-    moments = (t for state in states for t in reachable(state) if t.ndim)
+    moments = (t for state in states for t in iter_reachable_tensors(state) if t.ndim)
     return {
-        "parameters": storage_bytes(variant.model.parameters()),
-        "moments": storage_bytes(moments),
-        "all": storage_bytes(reachable(variant)),
+        "parameters": count_storage_bytes(variant.model.parameters()),
+        "moments": count_storage_bytes(moments),
+        "all": count_storage_bytes(iter_reachable_tensors(variant)),
     }
 
 
-def storage_bytes(tensors: Iterable[Tensor]) -> int:
+def count_storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Return the total bytes of the tensors' distinct storages.
 
     A DTensor counts as its local shard, and a tensor on the meta device does not count.
@@ -47,7 +47,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     return sum(sizes.values())
 
 
-def reachable(start: Any) -> Iterator[Tensor]:
+def iter_reachable_tensors(start: Any) -> Iterator[Tensor]:
     """Yield every tensor to which `start` refers, directly or through other objects."""
     found_ids = {id(start)}
     todo = [start]
@@ -57,13 +57,13 @@ def reachable(start: Any) -> Iterator[Tensor]:
             yield visited
             if visited.is_leaf and visited.grad is not None:
                 todo.append(visited.grad)
-        for inner in _references(visited):
+        for inner in _list_references(visited):
             if id(inner) not in found_ids and not isinstance(inner, BEYOND):
                 found_ids.add(id(inner))
                 todo.append(inner)
 
 
-def _references(owner: Any) -> list[Any]:
+def _list_references(owner: Any) -> list[Any]:
     if isinstance(owner, types.FunctionType):
         # Follow only the closure, because a function also refers to the globals of its module.
         return list(owner.__closure__ or ())

@@ -17,7 +17,7 @@ from scaling.sweeps.sweep import (
     Setting,
     Sweep,
     build_sweep,
-    distinct_settings,
+    sort_distinct_settings,
     sweep_function,
 )
 from scaling.units import Array
@@ -99,7 +99,7 @@ def sweep_learning_rate(
 
     default = SETTINGS[task, optimizer]
     default_rates = np.geomspace(*default.rates)
-    grid, sizes = distinct_settings(
+    grid, sizes = sort_distinct_settings(
         default_rates if rates is None else rates,
         default.batch_sizes if batch_sizes is None else batch_sizes,
     )
@@ -113,7 +113,7 @@ def sweep_learning_rate(
     return build_sweep(task, optimizer, grid, sizes.astype(float), by_seed)
 
 
-def _require_count(name: str, count: float) -> None:
+def _require_count(name: str, number: float) -> None:
     """Raise `ValueError` unless a number is a positive integer."""
-    if isinstance(count, bool) or not math.isfinite(count) or count < 1 or count != int(count):
-        raise ValueError(f"expected {name} to be an integer >= 1, got {count!r}")
+    if isinstance(number, bool) or not math.isfinite(number) or number < 1 or number != int(number):
+        raise ValueError(f"expected {name} to be an integer >= 1, got {number!r}")

@@ -35,13 +35,13 @@ _MODULES: dict[str, Any] = {
     "compress": compress,
 }
 RECORDED: dict[str, Callable[[RunFolder, Any], Iterator[Check]]] = {
-    stage: module.recorded for stage, module in _MODULES.items()
+    stage: module.check_records for stage, module in _MODULES.items()
 }
 STAGES: dict[str, Callable[[Run, Any], Iterator[Check]]] = {
-    stage: module.checks for stage, module in _MODULES.items() if module is not memory
+    stage: module.check_stage for stage, module in _MODULES.items() if module is not memory
 }
 #: Stages whose checks use collectives.
 COLLECTIVE = ("links", "parallel")
 #: The stage that the last rank checks while rank 0 checks the other stages. The last rank also
-#: repeats training steps (`recompute`), so that both ranks take about the same time.
+#: repeats training steps (`compute_evidence`), so that both ranks take about the same time.
 ON_LAST_RANK = "learn"

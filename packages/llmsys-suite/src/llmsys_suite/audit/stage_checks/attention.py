@@ -14,7 +14,7 @@ from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, compare_rows
 from llmsys_suite.audit.stage_checks import timing
-from llmsys_suite.config import RunConfig, size_of
+from llmsys_suite.config import RunConfig, get_size
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.model import plain_attention
 from llmsys_suite.ranks.rank import Run
@@ -33,26 +33,26 @@ KERNELS: dict[str, Callable[..., Tensor]] = {
 ATTENTION_TOLERANCE = {"fp32": 5e-6, "tf32": 2.5e-2 / 8, "bf16": 2.5e-2}
 
 
-def recorded(folder: RunFolder, result: results.Attention) -> Iterator[Check]:
+def check_records(folder: RunFolder, result: results.Attention) -> Iterator[Check]:
     """Check the rows of the table, the shape, and the figures that follow from the timings."""
     yield compare_rows("kernels", KERNELS, [row["kernel"] for row in result.rows])
-    shape = _shape(folder.config)
+    shape = _compute_query_shape(folder.config)
     wrong = [] if result.shape == shape else [f"{result.shape} instead of {shape}"]
-    yield Sources("reported", "the configuration").none("shape", wrong)
+    yield Sources("reported", "the configuration").check_none("shape", wrong)
     medians = {row["kernel"]: row["forward_backward_ms"] for row in result.rows}
     yield from timing.check_totals(result.interleaved, medians)
     ratios = {row["kernel"]: 1 / row["ratio_to_sdpa_p50"] for row in result.rows}
     yield timing.check_speedups(result.interleaved, attention.PEER, ratios)
 
 
-def checks(run: Run, result: results.Attention) -> Iterator[Check]:
+def check_stage(run: Run, result: results.Attention) -> Iterator[Check]:
     """Compare outputs, gradients and times of all kernels."""
-    inputs = _inputs(run)
-    exact = reference.attention(*(t.detach().double() for t in inputs))
+    inputs = _draw_inputs(run)
+    exact = reference.compute_attention(*(t.detach().double() for t in inputs))
     # Other inputs detect a kernel that returns a stored result for the inputs of the stage.
     other_inputs = [(t + 0.1).detach() for t in inputs]
     leaves = [t.double().requires_grad_() for t in other_inputs]
-    out = reference.attention(*leaves)
+    out = reference.compute_attention(*leaves)
     expected = [out.detach(), *torch.autograd.grad(out.sum(), leaves)]
     distances = []
     errors = []
@@ -71,26 +71,26 @@ def checks(run: Run, result: results.Attention) -> Iterator[Check]:
         tensors = zip(("out", "dq", "dk", "dv"), computed, expected, strict=True)
         for tensor_name, actual, exact_tensor in tensors:
             where = f"{name} {tensor_name}"
-            distances.append((reference.distance(actual, exact_tensor), where))
+            distances.append((reference.compute_distance(actual, exact_tensor), where))
     kernels = Sources("every kernel", "float64")
     tolerance = ATTENTION_TOLERANCE[run.config.dtype]
-    yield kernels.all_near("outputs and gradients", distances, tolerance)
+    yield kernels.check_distances("outputs and gradients", distances, tolerance)
     bits = Sources("bits of the outputs", "the kernel of this name")
-    yield bits.none("kernels", misnamed)
-    yield Sources("reported", "the audit's own").all_equal("largest error", errors, 0.01)
-    yield from _times(run, result, inputs)
+    yield bits.check_none("kernels", misnamed)
+    yield Sources("reported", "the audit's own").check_all_equal("largest error", errors, 0.01)
+    yield from _check_times(run, result, inputs)
 
 
-def _shape(config: RunConfig) -> list[int]:
+def _compute_query_shape(config: RunConfig) -> list[int]:
     """Return the shape of the queries: rows of one rank, heads, context, head_dim."""
-    size = size_of(config.size)
+    size = get_size(config.size)
     rows = max(1, config.rows // config.world)
     return [rows, size.num_heads, config.context, size.d_model // size.num_heads]
 
 
-def _inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
+def _draw_inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
     """Return the q, k and v that the stage draws."""
-    shape = _shape(run.config)
+    shape = _compute_query_shape(run.config)
     dtype = torch.bfloat16 if run.config.dtype == "bf16" else torch.float32
     torch.manual_seed(run.config.seed)
     drawn = [torch.randn(shape, device=run.device).to(dtype) for _ in range(3)]
@@ -98,7 +98,7 @@ def _inputs(run: Run) -> tuple[Tensor, Tensor, Tensor]:
     return q, k, v
 
 
-def _times(
+def _check_times(
     run: Run, result: results.Attention, inputs: tuple[Tensor, Tensor, Tensor]
 ) -> Iterator[Check]:
     """Time each of the `KERNELS` on `inputs`, and compare the stage's times with these times."""

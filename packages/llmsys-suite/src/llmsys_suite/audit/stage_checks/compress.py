@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from llmsys_suite import results
 from llmsys_suite.audit import inputs, reference
-from llmsys_suite.audit.check import Check, Sources, compare_rows, loss_difference
+from llmsys_suite.audit.check import Check, Sources, compare_rows, compute_loss_difference
 from llmsys_suite.audit.stage_checks import timing
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.audit.tolerances import REPLAYED_LOSS
@@ -46,30 +46,30 @@ ROUNDED_INPUTS = 1e-3
 STORED = 2e-3
 
 
-def recorded(_: RunFolder, result: results.Compress) -> Iterator[Check]:
+def check_records(_: RunFolder, result: results.Compress) -> Iterator[Check]:
     """Check the rows of the table, and the figures that follow from bytes and timings."""
     yield compare_rows("methods", compress.METHODS, [row["method"] for row in result.rows])
     rows = {row["method"]: row for row in result.rows}
     whole = rows[compress.BASELINE]["size_bytes"]
     smaller = [(whole / row["size_bytes"], row["smaller"], method) for method, row in rows.items()]
     quotient = Sources("reported", "the quotient of the bytes")
-    yield quotient.all_equal("times smaller", smaller, 1e-9)
+    yield quotient.check_all_equal("times smaller", smaller, 1e-9)
     yield from timing.check_totals(result.interleaved, {})
     speedups = {method: row["speedup_p50"] for method, row in rows.items()}
     yield timing.check_speedups(result.interleaved, compress.BASELINE, speedups)
 
 
-def checks(run: Run, result: results.Compress) -> Iterator[Check]:
+def check_stage(run: Run, result: results.Compress) -> Iterator[Check]:
     """Write each compressed model to a file, read it, and check it and the row of its method."""
     if not isinstance(run.trained, Decoder):
         return
     yield inputs.compare_with_file(run, run.trained)
-    tokens, targets = compress.heldout(run)
+    tokens, targets = compress.get_heldout_batch(run)
     rows = {row["method"]: row for row in result.rows}
     float64 = Sources("reported", "float64")
-    yield float64.equal_loss(
+    yield float64.check_loss(
         "held-out loss, uncompressed",
-        _exact_loss(run),
+        _compute_exact_loss(run),
         rows[compress.BASELINE]["heldout_loss"],
         REPLAYED_LOSS,
     )
@@ -82,35 +82,35 @@ def checks(run: Run, result: results.Compress) -> Iterator[Check]:
         for method, model in run.compressed.items():
             path = Path(folder, "model")
             tinyml.save(model, path)
-            sizes.append((_data_bytes(path), rows[method]["size_bytes"], method))
+            sizes.append((_count_data_bytes(path), rows[method]["size_bytes"], method))
             loaded = tinyml.load(run.trained, path)
             logits = loaded(tokens).double().flatten(0, 1)
             loss = float(F.cross_entropy(logits, targets.flatten()))
             reported = rows[method]["heldout_loss"]
             where = f"{method}: {reported:.9g}, {loss:.9g}"
-            losses.append((loss_difference(reported, loss), where))
+            losses.append((compute_loss_difference(reported, loss), where))
             if method == ROUNDS_INPUTS:
-                output_distances += layer_outputs(run.trained, loaded)
-            for name, original, weight in _linear_weights(run.trained, loaded):
+                output_distances += compare_layer_outputs(run.trained, loaded)
+            for name, original, weight in _iter_linear_weights(run.trained, loaded):
                 where = f"{method}, {name}"
                 if method not in CODEBOOK_BITS:
                     expected = _compress_weight(method, original)
                     if expected is not None:
-                        distances.append((reference.distance(weight, expected), where))
+                        distances.append((reference.compute_distance(weight, expected), where))
                 elif not _has_codebook_of(weight, CODEBOOK_BITS[method]):
                     wrong_codebooks.append(f"{where}: {len(weight.unique())} values")
-    yield Sources("size_of", "tensors in the file").all_equal("bytes", sizes)
+    yield Sources("size_of", "tensors in the file").check_all_equal("bytes", sizes)
     from_file = Sources("reported", "read back from the file")
-    yield from_file.all_near("held-out loss", losses, REPLAYED_LOSS)
+    yield from_file.check_distances("held-out loss", losses, REPLAYED_LOSS)
     weights = Sources("weights in the file", "the method")
-    yield weights.all_near("pruned and rounded weights", distances, STORED)
-    yield weights.none("values of codebooks", wrong_codebooks)
+    yield weights.check_distances("pruned and rounded weights", distances, STORED)
+    yield weights.check_none("values of codebooks", wrong_codebooks)
     integers = Sources("layers in the file", "float64 with inputs of 8 bits")
-    yield integers.all_near("outputs for rounded inputs", output_distances, ROUNDED_INPUTS)
-    yield from _times(run, result, tokens)
+    yield integers.check_distances("outputs for rounded inputs", output_distances, ROUNDED_INPUTS)
+    yield from _check_times(run, result, tokens)
 
 
-def _times(run: Run, result: results.Compress, tokens: Tensor) -> Iterator[Check]:
+def _check_times(run: Run, result: results.Compress, tokens: Tensor) -> Iterator[Check]:
     """Time every compressed model, and compare the stage's ratios with these times."""
     calls = {method: partial(model, tokens) for method, model in run.compressed.items()}
     compare = partial(timing.check_ratios, result.interleaved, compress.BASELINE)
@@ -119,19 +119,19 @@ def _times(run: Run, result: results.Compress, tokens: Tensor) -> Iterator[Check
     yield from checks
 
 
-def _exact_loss(run: Run) -> float:
+def _compute_exact_loss(run: Run) -> float:
     assert isinstance(run.trained, Decoder)
     config = run.config
-    heldout = reference.evenly_spaced_batch(
+    heldout = reference.build_evenly_spaced_batch(
         read_parts(config)[1], compress.HELDOUT_ROWS, config.context
     )
-    weights = inputs.float64_parameters(run.trained)
-    return reference.mean_loss(
-        weights, *inputs.move_to_device(run, heldout), inputs.num_heads(config)
+    weights = inputs.get_float64_parameters(run.trained)
+    return reference.compute_mean_loss(
+        weights, *inputs.move_to_device(run, heldout), inputs.get_num_heads(config)
     )
 
 
-def _linear_weights(model: Decoder, small: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
+def _iter_linear_weights(model: Decoder, small: nn.Module) -> Iterator[tuple[str, Tensor, Tensor]]:
     """Yield the name of each linear layer, its weight, and the weight of the compressed model."""
     for name, layer in model.named_modules():
         if isinstance(layer, nn.Linear):
@@ -140,14 +140,14 @@ def _linear_weights(model: Decoder, small: nn.Module) -> Iterator[tuple[str, Ten
             yield name, layer.weight, weight
 
 
-def layer_outputs(model: Decoder, small: nn.Module) -> Iterator[tuple[float, str]]:
+def compare_layer_outputs(model: Decoder, small: nn.Module) -> Iterator[tuple[float, str]]:
     """Yield the distance of each linear layer's output from float64 with rounded inputs."""
     generator = torch.Generator().manual_seed(0)
-    for name, _, weight in _linear_weights(model, small):
+    for name, _, weight in _iter_linear_weights(model, small):
         x = torch.randn(INPUT_ROWS, weight.shape[1], generator=generator).to(weight.device)
         step = x.abs().amax(1, keepdim=True).double() / LARGEST_INTEGER
         expected = (x / step).round() * step @ weight.double().T
-        yield reference.distance(small.get_submodule(name)(x), expected), name
+        yield reference.compute_distance(small.get_submodule(name)(x), expected), name
 
 
 def _compress_weight(method: str, weight: Tensor) -> Tensor | None:
@@ -169,7 +169,7 @@ def _has_codebook_of(weight: Tensor, bits: int) -> bool:
     return 2 ** (bits - 1) < len(weight.unique()) <= 2**bits
 
 
-def _data_bytes(path: Path) -> int:
+def _count_data_bytes(path: Path) -> int:
     """Return the number of bytes after the header of a safetensors file.
 
     The result is -1 if the header describes a file of another length.

@@ -21,40 +21,40 @@ from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import links
 
 
-def recorded(folder: RunFolder, result: results.Links | results.Skipped) -> Iterator[Check]:
+def check_records(folder: RunFolder, result: results.Links | results.Skipped) -> Iterator[Check]:
     """Check that the table is complete, and compare its columns with formulas."""
     world = folder.config.world
     if isinstance(result, results.Skipped):
         ranks = Sources("the run", "a run without links")
-        yield ranks.equal("number of ranks if the stage is skipped", 1, world)
+        yield ranks.check_equal("number of ranks if the stage is skipped", 1, world)
         return
     rows = result.rows
     wrong = [f"{r['case']} {r['algorithm']}" for r in rows if r["wrong"]]
-    yield Sources("the bench's own count", "correct sums").none("elements in error", wrong)
+    yield Sources("the bench's own count", "correct sums").check_none("elements in error", wrong)
     for case in collectives.bench.rows.CASES:
         pairs = [(r["algorithm"], r["size_bytes"]) for r in rows if r["case"] == case]
         names, sizes = {name for name, _ in pairs}, {size for _, size in pairs}
         yield compare_rows(f"{case}: algorithms and sizes", product(names, sizes), pairs)
         table = Sources("the table", "the stage")
-        yield table.equal(f"{case}: number of sizes", len(links.SIZES), len(sizes))
-    yield from _columns(folder.config, rows)
+        yield table.check_equal(f"{case}: number of sizes", len(links.SIZES), len(sizes))
+    yield from _check_columns(folder.config, rows)
 
 
-def checks(run: Run, result: results.Links | results.Skipped) -> Iterator[Check]:
+def check_stage(run: Run, result: results.Links | results.Skipped) -> Iterator[Check]:
     """Compare the sums of every all-reduce algorithm on every rank with float64."""
     rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0] or []
     errors = []
     for algorithm in dict.fromkeys(r["algorithm"] for r in rows if r["case"] == "all_reduce"):
         for size in dict.fromkeys(r["size_bytes"] for r in rows):
             where = f"{algorithm}, {size} bytes"
-            errors.append((_all_reduce_error(run, algorithm, size // 4), where))
+            errors.append((_compute_all_reduce_error(run, algorithm, size // 4), where))
     errors_of_ranks = chain(*run.gather(errors))
     if rows:
         algorithms = Sources("every algorithm, every rank", "float64")
-        yield algorithms.all_near("all-reduce", errors_of_ranks, SUMS)
+        yield algorithms.check_distances("all-reduce", errors_of_ranks, SUMS)
 
 
-def _columns(config: RunConfig, rows: results.Rows) -> Iterator[Check]:
+def _check_columns(config: RunConfig, rows: results.Rows) -> Iterator[Check]:
     ring = (config.world - 1) / config.world
     bandwidths = []
     wire = []
@@ -73,14 +73,14 @@ def _columns(config: RunConfig, rows: results.Rows) -> Iterator[Check]:
                 wire.append((moved, r["wire_bytes"], where))
             elif r["algorithm"] in ("shared_memory", "shared_empty") and r["hosts"] == 1:
                 wire.append((0, r["wire_bytes"], where))
-    yield Sources("bench", "bytes over time").all_equal("bandwidths", bandwidths, 1e-6)
-    yield Sources("bench", "the run's ranks and sizes").all_equal("shapes", shapes)
+    yield Sources("bench", "bytes over time").check_all_equal("bandwidths", bandwidths, 1e-6)
+    yield Sources("bench", "the run's ranks and sizes").check_all_equal("shapes", shapes)
     if config.backend == "gloo":
         sockets = Sources("the kernel's sockets", "2 (n-1)/n, or 0 in shared memory")
-        yield sockets.all_equal("wire bytes of an all-reduce", wire, 0.02)
+        yield sockets.check_all_equal("wire bytes of an all-reduce", wire, 0.02)
 
 
-def _all_reduce_error(run: Run, algorithm: str, count: int) -> float:
+def _compute_all_reduce_error(run: Run, algorithm: str, count: int) -> float:
     """Return the relative distance of an all-reduce of `count` random numbers from float64."""
 
     def contribution(rank: int) -> np.ndarray:
@@ -99,4 +99,4 @@ def _all_reduce_error(run: Run, algorithm: str, count: int) -> float:
         collectives.all_reduce(tensor, algorithm=algorithm)
     terms = (contribution(rank).astype(np.float32) for rank in range(run.world))
     exact = sum(term.astype(np.float64) for term in terms)
-    return reference.distance(tensor.cpu(), torch.from_numpy(np.asarray(exact)))
+    return reference.compute_distance(tensor.cpu(), torch.from_numpy(np.asarray(exact)))

@@ -8,7 +8,7 @@ import accounting
 
 from llmsys_suite import results
 from llmsys_suite.audit.check import Check, Sources, compare_rows
-from llmsys_suite.config import size_of
+from llmsys_suite.config import get_size
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.stages import memory
 
@@ -18,13 +18,13 @@ MIB = 2**20
 PEAK_TOLERANCE = 0.04
 
 
-def recorded(folder: RunFolder, result: results.Memory) -> Iterator[Check]:
+def check_records(folder: RunFolder, result: results.Memory) -> Iterator[Check]:
     """Compare each context's training peaks with predictions, and its stream with a formula."""
     config = folder.config
     counted = [row["context"] for row in result.peaks]
-    yield compare_rows("contexts", memory.contexts(config), counted)
-    size = size_of(config.size)
-    described = size.described(vocabulary=config.vocabulary)
+    yield compare_rows("contexts", memory.list_contexts(config), counted)
+    size = get_size(config.size)
+    described = size.to_transformer(vocabulary=config.vocabulary)
     peaks = []
     stream = []
     for row in result.peaks:
@@ -42,6 +42,8 @@ def recorded(folder: RunFolder, result: results.Memory) -> Iterator[Check]:
             peaks.append((predicted / MIB, row[f"{key}_peak_mib"], f"{where}, {key}"))
         stream_mib = 4 * memory.ROWS * row["context"] * size.d_model / MIB
         stream.append((stream_mib, row["residual_stream_mib"], where))
-    yield Sources("counted", "accounting").all_equal("peaks of training", peaks, PEAK_TOLERANCE)
+    yield Sources("counted", "accounting").check_all_equal(
+        "peaks of training", peaks, PEAK_TOLERANCE
+    )
     numbers = Sources("reported", "4 bytes per number")
-    yield numbers.all_equal("residual stream", stream, 1e-9)
+    yield numbers.check_all_equal("residual stream", stream, 1e-9)

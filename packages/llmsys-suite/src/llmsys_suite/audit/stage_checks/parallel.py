@@ -15,15 +15,15 @@ from torch import Tensor
 
 from llmsys_suite import results, splits
 from llmsys_suite.audit import events, reference, tolerances
-from llmsys_suite.audit.check import Check, Sources, clock_ratio, compare_rows
-from llmsys_suite.audit.inputs import float64_parameters, move_to_device, num_heads
+from llmsys_suite.audit.check import Check, Sources, compare_rows, select_clock_ratio
+from llmsys_suite.audit.inputs import get_float64_parameters, get_num_heads, move_to_device
 from llmsys_suite.audit.probe import RATE
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.config import RunConfig, size_of
+from llmsys_suite.config import RunConfig, get_size
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import parallel
-from llmsys_suite.variants.initial_weights import seeded
+from llmsys_suite.variants.initial_weights import build_seeded_model
 
 
 @dataclass(frozen=True)
@@ -35,52 +35,54 @@ class Exact:
     losses: list[float]
 
 
-def recorded(folder: RunFolder, result: results.Parallel | results.Skipped) -> Iterator[Check]:
+def check_records(folder: RunFolder, result: results.Parallel | results.Skipped) -> Iterator[Check]:
     """Check the rows of the table, the bubbles, and the figures that follow from timings."""
-    possible = _possible(folder.config)
+    possible = _list_layouts(folder.config)
     if isinstance(result, results.Skipped):
         skipped = Sources("the model and the ranks", "a stage that is skipped")
-        yield skipped.none("possible splits", possible if folder.config.world > 1 else ())
+        yield skipped.check_none("possible splits", possible if folder.config.world > 1 else ())
         return
     yield compare_rows("splits", possible, [row["split"] for row in result.rows])
     for row in result.rows:
-        yield from _times(folder.config, row, possible[row["split"]])
+        yield from _check_times(folder.config, row, possible[row["split"]])
 
 
-def _possible(config: RunConfig) -> dict[str, splits.Layout]:
-    return splits.possible_layouts(size_of(config.size), config.world, config.rows)
+def _list_layouts(config: RunConfig) -> dict[str, splits.Layout]:
+    return splits.list_possible_layouts(get_size(config.size), config.world, config.rows)
 
 
-def checks(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Check]:
+def check_stage(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Check]:
     """Take an SGD step with every split, and check its gradients, schedule and reported losses."""
     rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
     if rows is None:
         return
-    possible = _possible(run.config)
-    exact = _one_process(run)
+    possible = _list_layouts(run.config)
+    exact = _train_one_process(run)
     for row in rows:
         name = row["split"]
         layout = possible[name]
         # Gradients of a split are checked in float32, even if the run uses another dtype.
         with run.in_float32(), events.record_passes() as passes:
-            gradients = _gradients(run, name, layout, exact)
+            gradients = _check_gradients(run, name, layout, exact)
         yield gradients
-        yield from _schedule(run, name, layout, passes)
-        yield from _losses(run, row, exact)
+        yield from _check_schedule(run, name, layout, passes)
+        yield from _check_losses(run, row, exact)
 
 
-def _one_process(run: Run) -> Exact:
+def _train_one_process(run: Run) -> Exact:
     """Train in float64 on the global batch; each rank computes gradients of a part of the rows."""
     config = run.config
     text, _ = read_parts(config)
-    start = trained = float64_parameters(seeded(run, run.model))
+    start = trained = get_float64_parameters(build_seeded_model(run, run.model))
     optimizer = reference.AdamW(start, config.learning_rate)
     losses = []
     gradients = []
     for step in range(1 + parallel.TRAINED):
-        batch = reference.batch(text, config.rows, config.context, config.seed, step)
+        batch = reference.draw_batch(text, config.rows, config.context, config.seed, step)
         tokens, targets = (part.chunk(run.world)[run.rank] for part in move_to_device(run, batch))
-        part_loss, averaged = reference.gradients(trained, tokens, targets, num_heads(config))
+        part_loss, averaged = reference.compute_gradients(
+            trained, tokens, targets, get_num_heads(config)
+        )
         loss = torch.tensor(part_loss, dtype=torch.float64, device=run.device)
         for tensor in (loss, *averaged.values()):
             dist.all_reduce(tensor)
@@ -91,34 +93,38 @@ def _one_process(run: Run) -> Exact:
     return Exact(start, gradients[0], losses)
 
 
-def _gradients(run: Run, name: str, layout: splits.Layout, exact: Exact) -> Check:
+def _check_gradients(run: Run, name: str, layout: splits.Layout, exact: Exact) -> Check:
     """Compare the weight change of one SGD step with the exact gradients, on every rank."""
     # SGD's foreach implementation does not mix DTensors with plain tensors.
     make = partial(torch.optim.SGD, lr=RATE, foreach=False)
     split = splits.SplitModel(run, run.model, layout, make)
-    split.step(*split.batch(0))
-    moved = {n: (exact.start[n] - w.double()) / RATE for n, w in split.weights().items()}
-    floor = reference.rounding_floor(exact.gradients)
-    distances = run.gather(reference.furthest(moved, exact.gradients, floor))
+    split.step(*split.draw_batch(0))
+    moved = {n: (exact.start[n] - w.double()) / RATE for n, w in split.gather_weights().items()}
+    floor = reference.compute_rounding_floor(exact.gradients)
+    distances = run.gather(reference.find_largest_distance(moved, exact.gradients, floor))
     ranks = [(distance, f"rank {rank} {where}") for rank, (distance, where) in enumerate(distances)]
     every_rank = Sources("every rank", "float64")
-    return every_rank.all_near(f"{name}: weight change of one SGD step", ranks, tolerances.GRADIENT)
+    return every_rank.check_distances(
+        f"{name}: weight change of one SGD step", ranks, tolerances.GRADIENT
+    )
 
 
-def _schedule(run: Run, name: str, layout: splits.Layout, passes: list[str]) -> Iterator[Check]:
+def _check_schedule(
+    run: Run, name: str, layout: splits.Layout, passes: list[str]
+) -> Iterator[Check]:
     """Compare the number of passes in flight with the schedule of the same name."""
-    microbatches = layout.num_microbatches(run.config.rows // layout.data)
+    microbatches = layout.count_microbatches(run.config.rows // layout.data)
     in_flight = []
-    for rank, maximum in enumerate(run.gather(events.max_in_flight(passes))):
-        expected = events.expected_in_flight(name, rank, run.world, microbatches)
+    for rank, maximum in enumerate(run.gather(events.count_max_in_flight(passes))):
+        expected = events.compute_expected_in_flight(name, rank, run.world, microbatches)
         if expected is not None:
             in_flight.append((expected, maximum, f"rank {rank}"))
     if in_flight:
         order = Sources("events of a step", f"the schedule {name.partition('(')[2].rstrip(')')}")
-        yield order.all_equal(f"{name}: passes in flight", in_flight)
+        yield order.check_all_equal(f"{name}: passes in flight", in_flight)
 
 
-def _losses(run: Run, row: results.Row, exact: Exact) -> Iterator[Check]:
+def _check_losses(run: Run, row: results.Row, exact: Exact) -> Iterator[Check]:
     """Compare the losses of a row with those of one process in float64."""
     name = row["split"]
     written_out = Sources("reported", "float64 and AdamW written out")
@@ -127,27 +133,29 @@ def _losses(run: Run, row: results.Row, exact: Exact) -> Iterator[Check]:
         ("single_loss", exact.losses[0], tolerances.REPLAYED_LOSS),
         ("trained_loss", exact.losses[-1], tolerances.LOSS * math.sqrt(1 + parallel.TRAINED)),
     ):
-        allowed = tolerances.loss_tolerance(run.config, tolerance)
-        yield written_out.equal_loss(f"{name}: {key}", expected, row[key], allowed)
+        allowed = tolerances.compute_loss_tolerance(run.config, tolerance)
+        yield written_out.check_loss(f"{name}: {key}", expected, row[key], allowed)
 
 
-def _times(config: RunConfig, row: results.Row, layout: splits.Layout) -> Iterator[Check]:
+def _check_times(config: RunConfig, row: results.Row, layout: splits.Layout) -> Iterator[Check]:
     """Compare the bubble and the times of a row with a formula and a second clock."""
     name = row["split"]
     slots = Sources("reported", "accounting's formula")
-    yield slots.equal(f"{name}: bubble", _bubble(config, layout), row["bubble"], 1e-9)
+    yield slots.check_equal(f"{name}: bubble", _compute_bubble(config, layout), row["bubble"], 1e-9)
     pairs = zip(row["seconds"], row["clocked_s"], strict=True)
     clock = Sources("iterations", "another clock around each")
-    yield clock.equal(f"{name}: time", 1, clock_ratio(a / b for a, b in pairs), tolerances.CLOCK)
+    yield clock.check_equal(
+        f"{name}: time", 1, select_clock_ratio(a / b for a, b in pairs), tolerances.CLOCK
+    )
     median_ms = 1e3 * float(np.median(row["seconds"]))
     numpys = Sources("reported", "numpy's, of all iterations")
-    yield numpys.equal(f"{name}: median iteration", median_ms, row["iteration_ms"], 1e-9)
+    yield numpys.check_equal(f"{name}: median iteration", median_ms, row["iteration_ms"], 1e-9)
     stage = Sources("reported", "the stage")
-    yield stage.equal(f"{name}: iterations", parallel.ITERATIONS, len(row["seconds"]))
+    yield stage.check_equal(f"{name}: iterations", parallel.ITERATIONS, len(row["seconds"]))
 
 
-def _bubble(config: RunConfig, layout: splits.Layout) -> float:
+def _compute_bubble(config: RunConfig, layout: splits.Layout) -> float:
     """Return the fraction of a step in which a pipeline stage is idle."""
-    microbatches = layout.num_microbatches(config.rows // layout.data)
+    microbatches = layout.count_microbatches(config.rows // layout.data)
     idle_per_work = accounting.plain.bubble_fraction(layout.pipeline, microbatches)
     return idle_per_work / (1 + idle_per_work)

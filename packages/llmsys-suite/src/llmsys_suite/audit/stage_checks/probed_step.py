@@ -22,7 +22,7 @@ from torch import Tensor
 from llmsys_suite import results
 from llmsys_suite.audit import reference, tolerances
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.inputs import move_to_device, num_heads
+from llmsys_suite.audit.inputs import get_num_heads, move_to_device
 from llmsys_suite.audit.text import read_parts
 from llmsys_suite.learning.state import PROBE
 from llmsys_suite.ranks.rank import Run
@@ -35,7 +35,7 @@ HEADER = "zero"
 ROUNDING = 2**-23
 
 
-def checks(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
+def check_probed_step(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
     """Repeat one step in float64, and compare its loss, moments and weights with the run's.
 
     The two checkpoints are deleted as soon as they have been read.
@@ -47,8 +47,8 @@ def checks(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
     config = run.config
     loss, weights, expected, optimizer = repeat_step(run, result, before, step)
     where = f"step {step}"
-    allowed = tolerances.loss_tolerance(config, tolerances.REPLAYED_LOSS)
-    yield Sources("reported", "float64").equal_loss(
+    allowed = tolerances.compute_loss_tolerance(config, tolerances.REPLAYED_LOSS)
+    yield Sources("reported", "float64").check_loss(
         "loss of a random step", loss, result.losses[step], allowed, where
     )
     stored = Sources("checkpoint", "float64")
@@ -58,27 +58,30 @@ def checks(run: Run, result: results.Learn, step: int) -> Iterator[Check]:
         tolerances.MOMENTS[config.dtype], tolerances.GRADIENT / max(loss, sys.float_info.min)
     )
     for key, moments in (("exp_avg", optimizer.m), ("exp_avg_sq", optimizer.v)):
-        floor = reference.rounding_floor(moments)
+        floor = reference.compute_rounding_floor(moments)
         distances = [
-            (reference.distance(after[key][name].to(run.device), moment, floor), f"{where} {name}")
+            (
+                reference.compute_distance(after[key][name].to(run.device), moment, floor),
+                f"{where} {name}",
+            )
             for name, moment in moments.items()
         ]
-        yield stored.all_near(f"{key} after a random step", distances, tolerance)
+        yield stored.check_distances(f"{key} after a random step", distances, tolerance)
         if config.dtype == "bf16":
             is_rounded = max(distances)[0] > tolerances.GRADIENT
-            yield stored.none(f"{key}: rounding of bf16", [] if is_rounded else [where])
+            yield stored.check_none(f"{key}: rounding of bf16", [] if is_rounded else [where])
     fractions = []
-    floor = reference.rounding_floor(optimizer.m)
+    floor = reference.compute_rounding_floor(optimizer.m)
     for name, w in expected.items():
         moved = w - weights[name]
-        change = tolerances.weight_tolerance(config, tolerances.WEIGHT_CHANGE) * (
+        change = tolerances.compute_weight_tolerance(config, tolerances.WEIGHT_CHANGE) * (
             1 + floor / optimizer.m[name].norm()
         )
         room = change * moved.norm() + ROUNDING * weights[name].norm()
         distance = (after["weight"][name].to(run.device).double() - w).norm()
         fractions.append((float(distance / room), f"{where} {name}"))
     rounding = Sources("distance over the allowed distance", "float64")
-    yield rounding.all_near("weights after a random step", fractions, 1.0)
+    yield rounding.check_distances("weights after a random step", fractions, 1.0)
 
 
 def repeat_step(
@@ -91,10 +94,10 @@ def repeat_step(
     config = run.config
     weights = {name: w.to(run.device).double() for name, w in checkpoint["weight"].items()}
     batch = learn_batch(run, result, step)
-    loss, gradients = reference.gradients(weights, *batch, num_heads(config))
+    loss, gradients = reference.compute_gradients(weights, *batch, get_num_heads(config))
     if config.clip is not None:
         gradients = clip(gradients, config.clip)
-    learning_rate = scheduled_rate(result.learning_rate, step, len(result.losses))
+    learning_rate = compute_scheduled_rate(result.learning_rate, step, len(result.losses))
     optimizer = reference.AdamW(weights, learning_rate)
     optimizer.t = step
     if step:
@@ -107,17 +110,17 @@ def learn_batch(run: Run, result: results.Learn, step: int) -> tuple[Tensor, Ten
     """Return the rows of all ranks in a step of `learn`, from the independent sampler."""
     train, _ = read_parts(run.config)
     context, seed = run.config.context, run.config.seed + 1
-    return move_to_device(run, reference.batch(train, result.rows, context, seed, step))
+    return move_to_device(run, reference.draw_batch(train, result.rows, context, seed, step))
 
 
 def clip(gradients: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
     """Return the gradients scaled to a norm of at most `max_norm` (Pascanu et al. 2013, alg. 1)."""
     # Torch adds 1e-6 to the norm.
-    scale = min(1.0, max_norm / (reference.norm_of_all(gradients) + 1e-6))
+    scale = min(1.0, max_norm / (reference.compute_norm(gradients) + 1e-6))
     return {name: scale * g for name, g in gradients.items()}
 
 
-def scheduled_rate(base: float, step: int, total: int) -> float:
+def compute_scheduled_rate(base: float, step: int, total: int) -> float:
     """Return the learning rate of a step of `learn`, where `base` is the learning rate of `train`.
 
     The rate is a half-cosine decay from `2 * base` to 5 % of it, multiplied by a linear warm-up

@@ -11,28 +11,28 @@ import numpy as np
 from llmsys_suite import results
 from llmsys_suite.audit import reference
 from llmsys_suite.audit.check import Check, Sources, compare_rows
-from llmsys_suite.audit.inputs import float64_parameters, move_to_device
+from llmsys_suite.audit.inputs import get_float64_parameters, move_to_device
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.audit.tolerances import LOSS, loss_tolerance
+from llmsys_suite.audit.tolerances import LOSS, compute_loss_tolerance
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.model import ModelConfig
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.stages import scale
-from llmsys_suite.variants.initial_weights import seeded
+from llmsys_suite.variants.initial_weights import build_seeded_model
 
 
-def recorded(folder: RunFolder, result: results.Scale) -> Iterator[Check]:
+def check_records(folder: RunFolder, result: results.Scale) -> Iterator[Check]:
     """Check that the table has every run, its columns by formulas, and the fit by repeating it."""
     trained = [(row["compute_flops"], row["width"], row["seed"]) for row in result.runs]
-    yield compare_rows("runs", scale.planned_runs(folder.config), trained)
-    yield from _columns(result.runs)
+    yield compare_rows("runs", scale.plan_runs(folder.config), trained)
+    yield from _check_columns(result.runs)
     if result.law:
-        yield from fit_checks(result)
+        yield from check_fit(result)
     missing = [] if result.law or result.warnings else ["no reason is reported"]
-    yield Sources("scaling", "the runs").none("law that is missing", missing)
+    yield Sources("scaling", "the runs").check_none("law that is missing", missing)
 
 
-def checks(run: Run, result: results.Scale) -> Iterator[Check]:
+def check_stage(run: Run, result: results.Scale) -> Iterator[Check]:
     """Train the shortest run of a random seed in float64, and compare its held-out loss."""
     # The stage cannot foresee a seed that is drawn now.
     seed = random.SystemRandom().choice([row["seed"] for row in result.runs])
@@ -41,11 +41,11 @@ def checks(run: Run, result: results.Scale) -> Iterator[Check]:
     loss = _train_again(run, row)
     float64 = Sources("reported", "float64, trained again")
     name = f"held-out loss of {row['steps']} steps"
-    tolerance = loss_tolerance(run.config, LOSS * math.sqrt(row["steps"]))
-    yield float64.equal_loss(name, loss, row["loss"], tolerance, f"seed {seed}")
+    tolerance = compute_loss_tolerance(run.config, LOSS * math.sqrt(row["steps"]))
+    yield float64.check_loss(name, loss, row["loss"], tolerance, f"seed {seed}")
 
 
-def _columns(rows: results.Rows) -> Iterator[Check]:
+def _check_columns(rows: results.Rows) -> Iterator[Check]:
     batch = scale.ROWS * scale.CONTEXT
     sizes = []
     tokens = []
@@ -60,23 +60,25 @@ def _columns(rows: results.Rows) -> Iterator[Check]:
         # The number of steps is rounded, so the FLOPs may differ from the budget by half a step.
         half_step = 0.5 / row["steps"] * spent + 1e-9
         flops.append((max(0.0, abs(spent - 1) - half_step), where))
-    yield Sources("reported", "by hand").all_equal("parameters of every run", sizes)
-    yield Sources("reported", "steps x rows x context").all_equal("tokens of every run", tokens)
-    yield Sources("6 N D", "its budget").all_near("FLOPs of every run", flops, 0.0)
+    yield Sources("reported", "by hand").check_all_equal("parameters of every run", sizes)
+    yield Sources("reported", "steps x rows x context").check_all_equal(
+        "tokens of every run", tokens
+    )
+    yield Sources("6 N D", "its budget").check_distances("FLOPs of every run", flops, 0.0)
 
 
-def fit_checks(result: results.Scale) -> Iterator[Check]:
+def check_fit(result: results.Scale) -> Iterator[Check]:
     """Compare the law and its extrapolation with fits by numpy."""
     factor, exponent = _fit_law(result.runs)
     at = result.extrapolated
     numpys = Sources("scaling", "polynomials by numpy")
-    yield numpys.equal("exponent", exponent, result.law["exponent"], 1e-6)
-    yield numpys.equal("factor", factor, result.law["scale"], 1e-5)
+    yield numpys.check_equal("exponent", exponent, result.law["exponent"], 1e-6)
+    yield numpys.check_equal("factor", factor, result.law["scale"], 1e-5)
     size = factor * at["compute_flops"] ** exponent
-    yield numpys.equal("extrapolated size", size, at["parameters"], 1e-5)
+    yield numpys.check_equal("extrapolated size", size, at["parameters"], 1e-5)
     beyond = scale.BEYOND * max(row["compute_flops"] for row in result.runs)
     budgets = Sources("scaling", "the largest budget")
-    yield budgets.equal("extrapolated budget", beyond, at["compute_flops"], 1e-9)
+    yield budgets.check_equal("extrapolated budget", beyond, at["compute_flops"], 1e-9)
 
 
 def _train_again(run: Run, row: results.Row) -> float:
@@ -88,18 +90,18 @@ def _train_again(run: Run, row: results.Row) -> float:
     shape = ModelConfig(
         d_model=width, d_ff=3 * width, num_layers=2, num_heads=heads, context=scale.CONTEXT
     )
-    weights = float64_parameters(seeded(run, shape, seed))
+    weights = get_float64_parameters(build_seeded_model(run, shape, seed))
     train, held_out = read_parts(run.config)
     peak = 6e-3 * (64 / width) ** 0.5
     optimizer = reference.AdamW(weights, peak, decay=0.0)
     for step in range(steps):
         cosine = 0.1 + 0.45 * (1 + math.cos(math.pi * step / steps))
         optimizer.learning_rate = peak * min(1.0, (step + 1) / 10) * cosine
-        batch = reference.batch(train, scale.ROWS, scale.CONTEXT, seed, step)
-        _, gradients = reference.gradients(weights, *move_to_device(run, batch), heads)
+        batch = reference.draw_batch(train, scale.ROWS, scale.CONTEXT, seed, step)
+        _, gradients = reference.compute_gradients(weights, *move_to_device(run, batch), heads)
         weights = optimizer.step(weights, gradients)
-    heldout = reference.evenly_spaced_batch(held_out, scale.HELDOUT_ROWS, scale.CONTEXT)
-    return reference.mean_loss(weights, *move_to_device(run, heldout), heads)
+    heldout = reference.build_evenly_spaced_batch(held_out, scale.HELDOUT_ROWS, scale.CONTEXT)
+    return reference.compute_mean_loss(weights, *move_to_device(run, heldout), heads)
 
 
 def _fit_law(rows: results.Rows) -> tuple[float, float]:

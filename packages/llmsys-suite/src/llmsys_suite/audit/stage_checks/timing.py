@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import numpy as np
 
 from llmsys_suite.audit.check import Check, Sources
-from llmsys_suite.audit.peers import synchronized_time
+from llmsys_suite.audit.peers import read_synchronized_time
 from llmsys_suite.audit.tolerances import BAND, MAX_RETIMING_S, SHORTEST_BAND
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.ranks.rank import Run
@@ -25,13 +25,13 @@ def check_totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iter
     rounds = interleaved.seconds
     clocked = interleaved.clocked_s
     total = sum(map(sum, rounds.values()))
-    yield Sources("their sum", "another clock").between(
+    yield Sources("their sum", "another clock").check_between(
         "time of all rounds", clocked, total, 0.8 * clocked, 1.001 * clocked
     )
     reported = [(1e3 * float(np.median(rounds[n])), ms, n) for n, ms in medians_ms.items()]
     if reported:
         medians = Sources("medians in ms", "numpy's, of the rounds")
-        yield medians.all_equal("reported times", reported, 1e-9)
+        yield medians.check_all_equal("reported times", reported, 1e-9)
 
 
 def check_speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) -> Check:
@@ -46,7 +46,7 @@ def check_speedups(interleaved: Interleaved, peer: str, reported: dict[str, floa
         for name, value in reported.items()
     ]
     rounds = Sources("pairs of one round", "numpy's medians")
-    return rounds.all_equal("reported ratios", triples, 1e-9)
+    return rounds.check_all_equal("reported ratios", triples, 1e-9)
 
 
 def check_against_rounds(
@@ -77,9 +77,9 @@ def time_rounds(
     seconds: Rounds = {name: [] for name in calls}
     for _ in range(rounds):
         for name, call in calls.items():
-            start_time = synchronized_time(run)
+            start_time = read_synchronized_time(run)
             call()
-            seconds[name].append(synchronized_time(run) - start_time)
+            seconds[name].append(read_synchronized_time(run) - start_time)
     return seconds
 
 
@@ -93,7 +93,7 @@ def check_shortest(interleaved: Interleaved, timed: Rounds) -> Iterator[Check]:
     for name, rounds in interleaved.seconds.items():
         expected = min(timed[name])
         low = expected / SHORTEST_BAND
-        yield both.between(f"{name}: shortest time", expected, min(rounds), low, math.inf)
+        yield both.check_between(f"{name}: shortest time", expected, min(rounds), low, math.inf)
 
 
 def check_ratios(interleaved: Interleaved, peer: str, timed: Rounds) -> Iterator[Check]:
@@ -107,7 +107,7 @@ def check_ratios(interleaved: Interleaved, peer: str, timed: Rounds) -> Iterator
     for name, rounds in interleaved.seconds.items():
         if name != peer:
             by_round = np.array(rounds) / peers
-            yield audits.between(
+            yield audits.check_between(
                 f"{name}: time over that of {peer}",
                 float(np.median(by_round)),
                 float(np.median(np.array(timed[name]) / timed[peer])),

@@ -36,14 +36,16 @@ GROUPS: tuple[Callable[[Record], Iterator[Check]], ...] = (
 )
 
 
-def checks(
+def check_training(
     config: RunConfig, plan: Plan, train: Train, samples: list[Sample], evidence: dict[str, Any]
 ) -> Iterator[Check]:
     """Yield the check that a record is complete, and all other checks only if it is complete."""
     samples = [s for s in samples if s["stage"] == "train"]
     record = Record(config, plan, train, samples, evidence)
     missing = record.describe_missing()
-    yield Sources("records", "the configuration").none("results and samples of every step", missing)
+    yield Sources("records", "the configuration").check_none(
+        "results and samples of every step", missing
+    )
     if not missing:
         for group in GROUPS:
             yield from group(record)

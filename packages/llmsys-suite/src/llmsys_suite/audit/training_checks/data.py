@@ -10,7 +10,7 @@ from typing import Any
 from llmsys_suite.audit.check import Check, Sources, compare_rows
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.config import RunConfig
-from llmsys_suite.measure.samples import ranks_of
+from llmsys_suite.measure.samples import count_ranks
 
 #: Allowed fraction of held-out windows that occur in the training text. In the standard library one
 #: in 64 is boilerplate.
@@ -19,12 +19,12 @@ REPEATED = 0.1
 
 def check_configuration(record: Record) -> Iterator[Check]:
     """Compare config.json with the configuration that the ranks had during the audit."""
-    stored, during = plain_values(record.config), record.evidence["config"]
+    stored, during = get_json_values(record.config), record.evidence["config"]
     different = [name for name in stored if stored[name] != during.get(name)]
-    yield Sources("config.json", "the ranks' configuration").none("configuration", different)
+    yield Sources("config.json", "the ranks' configuration").check_none("configuration", different)
 
 
-def plain_values(config: RunConfig) -> dict[str, Any]:
+def get_json_values(config: RunConfig) -> dict[str, Any]:
     """Return the fields of a configuration as they are read from a JSON file."""
     values: dict[str, Any] = json.loads(json.dumps(config.to_json()))
     return values
@@ -40,11 +40,11 @@ def check_text(record: Record) -> Iterator[Check]:
         if ours != file
     ]
     tokens = Sources("digests of its tokens", "the files, read again")
-    yield tokens.none("text of every rank", different)
+    yield tokens.check_none("text of every rank", different)
     fraction = split["repeated"] / split["windows"]
     windows = Sources("the fraction of its windows in the training text", "two disjoint texts")
     name = "held-out text is not training text"
-    yield windows.between(name, 0.0, fraction, 0.0, REPEATED)
+    yield windows.check_between(name, 0.0, fraction, 0.0, REPEATED)
 
 
 def check_rows(record: Record) -> Iterator[Check]:
@@ -53,11 +53,11 @@ def check_rows(record: Record) -> Iterator[Check]:
     foreign: list[str] = []
     for name in record.probes:
         digests: dict[int, list[str]] = defaultdict(list)
-        for rank in range(ranks_of(name, record.config.world)):
+        for rank in range(count_ranks(name, record.config.world)):
             for sample in record.steps[name, rank]:
                 digests[sample["step"]] += sample["row_digests"]
         for step, expected in enumerate(record.evidence["row_digests"]):
             if digests[step] != expected:
                 foreign.append(f"{name} step {step}")
     sampler = Sources("digests of each rank's batches", "the audit's independent sampler")
-    yield sampler.none("ranks' rows are the global batch", foreign)
+    yield sampler.check_none("ranks' rows are the global batch", foreign)

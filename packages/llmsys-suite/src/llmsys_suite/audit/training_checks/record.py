@@ -11,7 +11,7 @@ from typing import Any
 
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import Sample
-from llmsys_suite.measure.samples import CORE_WAIT, WHOLE_STEP, loss_curves, ranks_of
+from llmsys_suite.measure.samples import CORE_WAIT, WHOLE_STEP, compute_loss_curves, count_ranks
 from llmsys_suite.results import Plan, Train
 
 
@@ -46,7 +46,7 @@ class Record:
                 steps[sample["variant"], sample["rank"]].append(sample)
         return steps
 
-    def steps_of(self, name: str) -> list[Sample]:
+    def list_whole_steps(self, name: str) -> list[Sample]:
         """Return the samples of a variant's whole steps on all ranks."""
         steps_of_ranks = (steps for (variant, _), steps in self.steps.items() if variant == name)
         return list(chain(*steps_of_ranks))
@@ -54,7 +54,7 @@ class Record:
     @cached_property
     def losses(self) -> dict[str, list[float]]:
         """The losses over the global batch of every step, by variant."""
-        return loss_curves(self.samples)
+        return compute_loss_curves(self.samples)
 
     def describe_missing(self) -> list[str]:
         """Return the variants and ranks that do not have exactly one loss or sample per step.
@@ -66,7 +66,7 @@ class Record:
         for name in self.probes:
             if len(self.train.losses.get(name, [])) != self.num_steps:
                 missing.append(f"{name}: a loss of every step")
-            for rank in range(ranks_of(name, self.config.world)):
+            for rank in range(count_ranks(name, self.config.world)):
                 steps = [
                     (sample["step"], sample["warmup"])
                     for sample in self.steps[name, rank]
@@ -76,7 +76,7 @@ class Record:
                     missing.append(f"{name} rank {rank}: one sample of every step")
         return missing
 
-    def slowest_seconds(self) -> dict[str, dict[int, float]]:
+    def compute_slowest_seconds(self) -> dict[str, dict[int, float]]:
         """Return {variant: {step: seconds of the slowest rank}} by the second clock.
 
         Warm-up steps are left out. If the second clock measured more time than the recorder, the
@@ -88,9 +88,9 @@ class Record:
             passed: float = sample["ended"] - sample["began"]
             return passed - min(max(0.0, passed - sample["seconds"]), sample[CORE_WAIT])
 
-        return self.by_step(clocked_seconds, max)
+        return self.reduce_by_step(clocked_seconds, max)
 
-    def by_step(
+    def reduce_by_step(
         self, seconds_of: Callable[[Sample], float], reduce: Callable[[list[float]], float]
     ) -> dict[str, dict[int, float]]:
         """Return {variant: {step: `reduce` of the ranks' seconds}} without warm-up steps."""

@@ -8,13 +8,13 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from itertools import combinations
 
-from llmsys_suite.audit.check import Check, Sources, clock_ratio
+from llmsys_suite.audit.check import Check, Sources, select_clock_ratio
 from llmsys_suite.audit.peers import LEAST_ROUNDS, MEASURES
 from llmsys_suite.audit.tolerances import CLOCK
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure import others
-from llmsys_suite.measure.samples import PEER, PHASES, SERVER, WHOLE_STEP, ranks_of
+from llmsys_suite.measure.samples import PEER, PHASES, SERVER, WHOLE_STEP, count_ranks
 
 
 def check_steps(record: Record) -> Iterator[Check]:
@@ -27,14 +27,14 @@ def check_steps(record: Record) -> Iterator[Check]:
     for (name, rank), samples in record.steps.items():
         where = f"{name} rank {rank}"
         ratios = [s["seconds"] / (s["ended"] - s["began"]) for s in samples]
-        clock_ratios.append((1.0, clock_ratio(ratios), where))
+        clock_ratios.append((1.0, select_clock_ratio(ratios), where))
         for s in samples:
             threads.append((record.evidence["threads"], s["threads"], f"{where} step {s['step']}"))
     recorder = Sources("the recorder", "another clock around it")
-    yield recorder.all_equal("time of a step", clock_ratios, CLOCK)
+    yield recorder.check_all_equal("time of a step", clock_ratios, CLOCK)
     clocks = Sources("clocks of all ranks", "one reading per step")
-    yield clocks.none("copied times", _find_copied_times(record))
-    yield Sources("torch in the step", "torch in the audit").all_equal("threads", threads)
+    yield clocks.check_none("copied times", _find_copied_times(record))
+    yield Sources("torch in the step", "torch in the audit").check_all_equal("threads", threads)
 
 
 def _find_copied_times(record: Record) -> list[str]:
@@ -63,8 +63,8 @@ def check_reported_times(record: Record) -> Iterator[Check]:
     The percentiles of the ratios are compared with the recorder's times. One disturbed reading of
     the second clock could move them, and `check_steps` compares the recorder with that clock.
     """
-    slowest = record.slowest_seconds()
-    recorded = record.by_step(lambda sample: float(sample["seconds"]), max)
+    slowest = record.compute_slowest_seconds()
+    recorded = record.reduce_by_step(lambda sample: float(sample["seconds"]), max)
     flops = record.evidence["model_counts"]["flops_causal"]
     step_ms = []
     ratios = []
@@ -74,7 +74,7 @@ def check_reported_times(record: Record) -> Iterator[Check]:
         name = row["variant"]
         seconds = statistics.median(slowest[name].values())
         step_ms.append((1e3 * seconds, row["step_ms"], name))
-        peak = ranks_of(name, record.config.world) * record.plan.peak
+        peak = count_ranks(name, record.config.world) * record.plan.peak
         utilization.append((flops / (peak * seconds), row["mfu"], name))
         # Variants that ran one after another have no rounds in common with the peer.
         if record.plan.variants_fit_together:
@@ -91,7 +91,7 @@ def check_reported_times(record: Record) -> Iterator[Check]:
         ("spread of ratios", "the samples, round by round", spread, 1e-9),
         ("utilization", "counted FLOPs, the other clock, the rate", utilization, CLOCK),
     ):
-        yield Sources("summary", against).all_equal(f"reported {name}", pairs, tolerance)
+        yield Sources("summary", against).check_all_equal(f"reported {name}", pairs, tolerance)
 
 
 def check_rounds(record: Record) -> Iterator[Check]:
@@ -115,7 +115,7 @@ def check_rounds(record: Record) -> Iterator[Check]:
         if start_time < stop_times.get((rank, step - 1), -math.inf)
     ]
     clock = Sources("each rank's clock", "the end of the round before")
-    yield clock.none("variants are interleaved step by step", early)
+    yield clock.check_none("variants are interleaved step by step", early)
 
 
 def check_peers(record: Record) -> Iterator[Check]:
@@ -125,26 +125,26 @@ def check_peers(record: Record) -> Iterator[Check]:
     another variant, and the peer's ratio to that variant is compared with the ratio in the stage.
     The second comparison is left out if the stage has too few rounds for it.
     """
-    fractions = others.foreign_cpu_fractions(record.steps_of(PEER))
+    fractions = others.compute_foreign_cpu_fractions(record.list_whole_steps(PEER))
     for name, by_measure in record.evidence["peers"].items():
         peer = Sources("the run's variant", f"the audit's own {name}")
         for measure_name, ratios in by_measure.items():
             measure = MEASURES[measure_name]
-            yield peer.within(
+            yield peer.check_factor(
                 f"{measure_name} of {name}", 1.0, ratios["audit"], measure.allowed_factor
             )
-            means = record.by_step(measure.seconds_of, statistics.mean)
+            means = record.reduce_by_step(measure.seconds_of, statistics.mean)
             for other in ratios.keys() - {"audit"}:
                 # Step 0 also creates state and connections. It is in `means` without a warm-up.
                 rounds = (means[name].keys() & means[other].keys()) - {0}
                 if measure.needs_undisturbed_rounds:
-                    both = [*record.steps_of(name), *record.steps_of(other)]
-                    rounds -= others.disturbed_rounds(both, fractions)
+                    both = [*record.list_whole_steps(name), *record.list_whole_steps(other)]
+                    rounds -= others.find_disturbed_rounds(both, fractions)
                 if len(rounds) < LEAST_ROUNDS:
                     continue
                 by_round = [means[name][r] / means[other][r] for r in rounds]
-                low, high = bounds_of_median(by_round)
-                yield Sources("the audit's own timing", "rounds of the stage").between(
+                low, high = compute_median_bounds(by_round)
+                yield Sources("the audit's own timing", "rounds of the stage").check_between(
                     f"{measure_name} of {name} over that of {other}",
                     statistics.median(by_round),
                     ratios[other],
@@ -153,7 +153,7 @@ def check_peers(record: Record) -> Iterator[Check]:
                 )
 
 
-def bounds_of_median(sample: list[float]) -> tuple[float, float]:
+def compute_median_bounds(sample: list[float]) -> tuple[float, float]:
     """Return two order statistics that enclose the median of the distribution.
 
     The probability that they do is at least 0.9, except for samples of three and four values.
@@ -186,21 +186,23 @@ def check_phases(record: Record) -> Iterator[Check]:
         where = f"{name} rank {rank} step {step}"
         inside = parts[name, rank, step]
         recorded = {s["phase"] for s in inside}
-        missing += [f"{where}: {phase}" for phase in _required_phases(name) - recorded]
+        missing += [f"{where}: {phase}" for phase in _get_required_phases(name) - recorded]
         sums.append((sum(s["seconds"] for s in inside) / seconds, where))
-    yield Sources("samples", "the phases of a step").none("phases of every step", missing)
+    yield Sources("samples", "the phases of a step").check_none("phases of every step", missing)
     total = Sources("the sum of the phases over the step", "the step")
-    yield total.all_near("time in the phases of a step", sums, 1.001)
+    yield total.check_distances("time in the phases of a step", sums, 1.001)
     fractions = []
     for row in record.train.rows:
         name = row["variant"]
         for phase in PHASES:
             fraction = total_seconds[name, phase] / total_seconds[name, WHOLE_STEP]
             fractions.append((fraction, row[f"{phase}_share"], f"{name} {phase}"))
-    yield Sources("summary", "samples").all_equal("reported shares of phases", fractions, 1e-9)
+    yield Sources("summary", "samples").check_all_equal(
+        "reported shares of phases", fractions, 1e-9
+    )
 
 
-def _required_phases(variant: str) -> set[str]:
+def _get_required_phases(variant: str) -> set[str]:
     """Return the phases that every step of a variant has."""
     # The parameter server updates the parameters, so its workers have no optimizer phase.
     last = "communication" if variant == SERVER else "optimizer"

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Iterator
 
 from llmsys_suite.audit import tolerances
-from llmsys_suite.audit.check import Check, Sources, loss_difference
+from llmsys_suite.audit.check import Check, Sources, compute_loss_difference
 from llmsys_suite.audit.training_checks.record import Record
-from llmsys_suite.measure.samples import SERVER, SINGLE, ranks_of
+from llmsys_suite.measure.samples import SERVER, SINGLE, count_ranks
 
 #: Allowed difference between two standard deviations, in standard errors.
 STANDARD_ERRORS = 6.0
@@ -29,7 +29,7 @@ def check_initial_weights(record: Record) -> Iterator[Check]:
     """Compare the scale of the initial weights with the initialization of Glorot and Bengio."""
     glorot = Sources("standard deviations, in standard errors", "sqrt(2 / (in + out))")
     deviations = record.evidence["initial_scales"]
-    yield glorot.all_near("scale of the initial weights", deviations, STANDARD_ERRORS)
+    yield glorot.check_distances("scale of the initial weights", deviations, STANDARD_ERRORS)
 
 
 def check_probed_step(record: Record) -> Iterator[Check]:
@@ -42,13 +42,13 @@ def check_probed_step(record: Record) -> Iterator[Check]:
             (distance, f"rank {rank} {where}")
             for rank, (distance, where) in enumerate(probe["weights"])
         ]
-        yield every_rank.all_near(
+        yield every_rank.check_distances(
             f"{name}: weight change of one SGD step", distances, tolerances.GRADIENT
         )
         if name != SINGLE:
             digests = probe["digest"]
             differ = [f"rank {rank}" for rank, d in enumerate(digests) if d != digests[0]]
-            yield Sources("every rank", "rank 0").none(
+            yield Sources("every rank", "rank 0").check_none(
                 f"{name}: weights after two steps, bit by bit", differ
             )
 
@@ -58,7 +58,7 @@ def check_final_weights(record: Record) -> Iterator[Check]:
 
     The distance of a weight's change is divided by its rounding factor, see `probe.replay`.
     """
-    tolerance = tolerances.weight_tolerance(
+    tolerance = tolerances.compute_weight_tolerance(
         record.config, tolerances.WEIGHT_CHANGE * math.sqrt(record.num_steps)
     )
     # Sums over the rows of several ranks round differently from a sum over all rows. Distances of 0
@@ -73,13 +73,15 @@ def check_final_weights(record: Record) -> Iterator[Check]:
         differ = list(final["differ"])
         if final["ranks"] != record.config.world:
             differ.append("ranks are missing")
-        yield Sources("every rank", "rank 0").none(f"{name}: trained weights, bit by bit", differ)
+        yield Sources("every rank", "rank 0").check_none(
+            f"{name}: trained weights, bit by bit", differ
+        )
         distances = []
         for weight, factor in record.evidence["rounding_factors"].items():
             not_compared = math.inf, f"{weight}: not compared"
             distance, where = final["from_one_process"].get(weight, not_compared)
             distances.append((distance / factor, where))
-        yield Sources("rank 0", "one process").all_near(
+        yield Sources("rank 0", "one process").check_distances(
             f"{name}: weight change of the training", distances, tolerance, least
         )
 
@@ -89,7 +91,7 @@ def check_stored_tensors(record: Record) -> Iterator[Check]:
     whole = 4 * record.evidence["model_counts"]["parameters"]
     for row in record.train.rows:
         name = row["variant"]
-        ranks = ranks_of(name, record.config.world)
+        ranks = count_ranks(name, record.config.world)
         parameters = whole / (ranks if name in SHARDED_PARAMETERS else 1)
         moments = 2 * whole / (ranks if name in SHARDED_MOMENTS else 1)
         buffers = whole if name in BUFFERED else 0.0
@@ -110,13 +112,13 @@ def check_stored_tensors(record: Record) -> Iterator[Check]:
             ("parameters", parameters, SHARDED_PARAMETERS),
             ("moments", moments, SHARDED_MOMENTS),
         ):
-            yield formula.all_equal(
+            yield formula.check_all_equal(
                 f"{name}: stored {kind}",
                 [(expected, bytes_[kind], f"rank {rank}") for rank, bytes_ in enumerate(stored)],
                 UNEVEN if name in sharded else padding,
             )
         largest, where = max((bytes_["all"], f"rank {rank}") for rank, bytes_ in enumerate(stored))
-        yield formula.between(
+        yield formula.check_between(
             f"{name}: all that is stored",
             parameters + moments + buffers,
             largest,
@@ -135,20 +137,20 @@ def check_losses(record: Record) -> Iterator[Check]:
     curves = record.losses
     one_process = curves[SINGLE]
     repeated = record.evidence["trajectory"]
-    tolerance = tolerances.loss_tolerance(
+    tolerance = tolerances.compute_loss_tolerance(
         record.config, tolerances.LOSS * math.sqrt(len(one_process))
     )
     written_out = Sources("samples", "AdamW written out in float32")
-    differences = _differences(curves, repeated)
-    yield written_out.all_near("losses, trained again", differences, tolerance)
+    differences = _compute_differences(curves, repeated)
+    yield written_out.check_distances("losses, trained again", differences, tolerance)
     alone = Sources("samples", "one process")
-    yield alone.all_near("all losses", _differences(curves, one_process), tolerance)
+    yield alone.check_distances("all losses", _compute_differences(curves, one_process), tolerance)
     if record.config.dtype == "bf16" and len(one_process) >= LEAST_STEPS:
         unrounded = []
         for variant, curve in curves.items():
-            if max(_differences({variant: curve}, repeated))[0] <= tolerances.REPLAYED_LOSS:
+            if max(_compute_differences({variant: curve}, repeated))[0] <= tolerances.REPLAYED_LOSS:
                 unrounded.append(variant)
-        yield written_out.none("rounding of bf16 in the losses", unrounded)
+        yield written_out.check_none("rounding of bf16 in the losses", unrounded)
     reported = []
     for row in record.train.rows:
         variant = row["variant"]
@@ -156,14 +158,16 @@ def check_losses(record: Record) -> Iterator[Check]:
         reported.append((curve[-1], row["final_loss"], f"{variant}, final loss"))
         for step, loss in enumerate(record.train.losses[variant]):
             reported.append((curve[step], loss, f"{variant} step {step}"))
-    yield Sources("summary", "samples").all_equal("reported losses", reported, 1e-9)
+    yield Sources("summary", "samples").check_all_equal("reported losses", reported, 1e-9)
 
 
-def _differences(curves: dict[str, list[float]], expected: list[float]) -> list[tuple[float, str]]:
-    """Return (`loss_difference`, description) for each loss of each variant."""
+def _compute_differences(
+    curves: dict[str, list[float]], expected: list[float]
+) -> list[tuple[float, str]]:
+    """Return (`compute_loss_difference`, description) for each loss of each variant."""
     differences = []
     for variant, curve in curves.items():
         for step, (actual, wanted) in enumerate(zip(curve, expected, strict=False)):
             where = f"{variant} step {step}: {actual:.9g}, {wanted:.9g}"
-            differences.append((loss_difference(actual, wanted), where))
+            differences.append((compute_loss_difference(actual, wanted), where))
     return differences

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 from llmsys_suite.audit.check import Check, Sources
 from llmsys_suite.audit.training_checks.record import Record
-from llmsys_suite.config import RunConfig, size_of
+from llmsys_suite.config import RunConfig, get_size
 from llmsys_suite.measure.samples import PEER, SERVER, SINGLE
 
 SHARED_MEMORY = "ddp shared memory"
@@ -27,7 +27,7 @@ def check_shared_memory(record: Record) -> Iterator[Check]:
     gradients = 4 * record.evidence["model_counts"]["parameters"]
     announced = Sources("announced in the arena", "4 bytes per weight")
     for rank, summed in enumerate(probe["shared"]):
-        yield announced.between(
+        yield announced.check_between(
             f"{SHARED_MEMORY}: bytes summed in shared memory, rank {rank}",
             gradients,
             summed,
@@ -46,14 +46,14 @@ def check_sockets(record: Record) -> Iterator[Check]:
     kernel = Sources("the kernel's sockets", "the variant's formula")
     reported = []
     for row in record.train.rows:
-        received = _received_bytes(record, row["variant"])
+        received = _compute_received_bytes(record, row["variant"])
         reported.append((received, row.get("wire_bytes", math.nan), row["variant"]))
-        low, high = _expected_bytes(record, row["variant"])
-        high += BROADCASTS.get(row["variant"], 0) * _buffer_bytes(record.config)
+        low, high = _compute_expected_bytes(record, row["variant"])
+        high += BROADCASTS.get(row["variant"], 0) * _count_buffer_bytes(record.config)
         if not record.config.warmup:
             # In its first step, zero's FSDP exchanges more bytes to verify the optimizer.
             high += record.plan.gradient_bytes
-        yield kernel.between(
+        yield kernel.check_between(
             f"{row['variant']}: bytes received per step of training",
             high,
             received,
@@ -61,16 +61,16 @@ def check_sockets(record: Record) -> Iterator[Check]:
             1.01 * high + header_bytes,
         )
     summary = Sources("summary", "the samples")
-    yield summary.all_equal("reported bytes received per step", reported, 1e-9)
+    yield summary.check_all_equal("reported bytes received per step", reported, 1e-9)
 
 
-def _buffer_bytes(config: RunConfig) -> int:
+def _count_buffer_bytes(config: RunConfig) -> int:
     """Return the bytes of the cosines and sines of rotary positions, the model's only buffer."""
-    size = size_of(config.size)
+    size = get_size(config.size)
     return 4 * config.context * (size.d_model // size.num_heads)
 
 
-def _received_bytes(record: Record, variant: str) -> float:
+def _compute_received_bytes(record: Record, variant: str) -> float:
     """Return the mean bytes per measured step of the rank that received the most."""
     by_rank = [
         [s["received"] for s in steps if not s["warmup"]]
@@ -80,7 +80,7 @@ def _received_bytes(record: Record, variant: str) -> float:
     return max(statistics.mean(counts) for counts in by_rank if counts)
 
 
-def _expected_bytes(record: Record, variant: str) -> tuple[float, float]:
+def _compute_expected_bytes(record: Record, variant: str) -> tuple[float, float]:
     """Return the minimum and maximum bytes per step of the rank that receives the most.
 
     In a reduce-scatter or an all-gather over n ranks, each rank receives (n - 1) / n of the data,
