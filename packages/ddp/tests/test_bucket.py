@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from ddp.aliased_gradients import preserve_aliased_grads
+from ddp.aliased_gradients import contribute_zeros, move_gradient_in, preserve_aliased_grads
 from ddp.assignment import assign_buckets
 from ddp.bucket import RANK_FLAGS, make_bucket
 from ddp.consistency import shared_gradients
@@ -82,14 +82,26 @@ def bucket_of_ones():
 def test_alias_of_a_gradient_keeps_its_value_while_another_gradient_accumulates():
     bucket, parameters = bucket_of_ones()
     for slot in range(2):
-        bucket.move_in(slot)
+        move_gradient_in(bucket, slot)
     alias = parameters[0].grad.view(-1)
     parameters[0].grad = torch.full((2,), 5.0)
-    preserve_aliased_grads(bucket, [0])
-    bucket.move_in(0)
+    move_gradient_in(bucket, 0)
     assert alias.tolist() == [1.0, 1.0]
     assert bucket.gradients.tolist() == [5.0, 5.0, 1.0, 1.0]
     assert all(bucket.is_grad_view(slot) for slot in range(2))
+
+
+def test_zero_contribution_keeps_gradients_and_their_aliases():
+    bucket, parameters = bucket_of_ones()
+    for slot in range(2):
+        move_gradient_in(bucket, slot)
+    alias = parameters[0].grad
+    parameters[0].grad = torch.full((2,), 5.0)
+    contribute_zeros(bucket)
+    assert bucket.gradients.tolist() == [0.0] * 4
+    assert alias.tolist() == [1.0, 1.0]
+    assert [parameter.grad.tolist() for parameter in parameters] == [[5.0, 5.0], [1.0, 1.0]]
+    assert bucket.ready == {0, 1}
 
 
 def test_every_gradient_is_scaled_once():

@@ -19,6 +19,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 from worker_pool import run_ranks
 
+#: The usual tests run the programs with seeds from 1 to this number.
+NUM_USUAL = 100
 #: Programs with seeds that are multiples of this number are compiled, which takes several times as
 #: long as other programs.
 COMPILED_EVERY = 200
@@ -317,7 +319,7 @@ def run_programs(seeds: range, max_actions: int) -> int:
 def run_usual_programs() -> tuple[int, int]:
     """Run short programs and a longer one, which is compiled."""
     compiled = range(COMPILED_SEED, COMPILED_SEED + 1)
-    return run_programs(range(1, COMPILED_EVERY), 1), run_programs(compiled, 4)
+    return run_programs(range(1, NUM_USUAL + 1), 1), run_programs(compiled, 4)
 
 
 @cache
@@ -327,7 +329,7 @@ def outcomes_of_usual_programs() -> list[tuple[int, int]]:
 
 @pytest.mark.filterwarnings("default")
 def test_random_programs_train_like_one_process() -> None:
-    assert outcomes_of_usual_programs() == [(COMPILED_EVERY - 1, 1)] * 2
+    assert outcomes_of_usual_programs() == [(NUM_USUAL, 1)] * 2
 
 
 @pytest.mark.filterwarnings("default")

@@ -180,7 +180,7 @@ def whole_matrices(name):
     return True
 
 
-@pytest.mark.parametrize("name", ["Muon", "Adafactor"])
+@pytest.mark.parametrize("name", ["Muon", pytest.param("Adafactor", marks=pytest.mark.exhaustive)])
 @pytest.mark.parametrize(
     "world", [2, *[pytest.param(size, marks=pytest.mark.exhaustive) for size in (1, 4)]]
 )

@@ -47,6 +47,26 @@ def preserve_aliased_grads(bucket: Bucket, slots: Sequence[int] | None = None) -
         bucket.move_to_new_memory()
 
 
+def move_gradient_in(bucket: Bucket, slot: int) -> None:
+    """Move an unscaled gradient into the buffer, and preserve an aliased earlier gradient there.
+
+    Does nothing if `.grad` is None or a view of the buffer already, or should have separate memory.
+    """
+    has_gradient = bucket.parameters[slot].grad is not None
+    if bucket.gradient_as_view and has_gradient and not bucket.is_grad_view(slot):
+        preserve_aliased_grads(bucket, [slot])
+        bucket.views[slot].copy_(bucket.get_checked_gradients([slot])[0])
+        bucket.set_grad_view(slot)
+
+
+def contribute_zeros(bucket: Bucket) -> None:
+    """Contribute zeros for all slots. Each `.grad`, and each aliased gradient, keeps its values."""
+    bucket.release()
+    preserve_aliased_grads(bucket)
+    bucket.gradients.zero_()
+    bucket.ready.update(range(len(bucket.indices)))
+
+
 def copy_misplaced_grads(buckets: Sequence[Bucket]) -> None:
     """Copy each `.grad` that is in the memory of a bucket, but is not a view of its slot.
 

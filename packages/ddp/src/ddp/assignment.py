@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from ddp.aliased_gradients import move_gradient_in
 from ddp.bucket import Bucket, check_separate_memory, make_bucket
 from ddp.communication import AttributeErrors, run_collective
 from ddp.options import Options
@@ -71,9 +72,7 @@ class BucketAssignment:
             accumulated += self.buckets.pop().release()
         self._allocate(assignment)
         for index in accumulated:
-            bucket, slot = self.slots[index]
-            if bucket.should_move_in(slot):
-                bucket.move_in(slot)  # A new bucket has no aliased gradients.
+            move_gradient_in(*self.slots[index])
 
     def _allocate(self, assignment: Sequence[Sequence[int]]) -> None:
         for number, indices in enumerate(assignment):

@@ -99,7 +99,7 @@ class Bucket:
 
     def copy_in(self, slot: int, scale: float) -> None:
         """Copy a scaled gradient into the buffer, and make `.grad` a view of the buffer."""
-        torch.mul(self._get_checked_gradients([slot])[0], scale, out=self.views[slot])
+        torch.mul(self.get_checked_gradients([slot])[0], scale, out=self.views[slot])
         if self.gradient_as_view:
             self.set_grad_view(slot)
 
@@ -111,7 +111,7 @@ class Bucket:
             return
         is_whole_bucket = len(slots) == len(self.views)
         views = [self.views[slot] for slot in slots]
-        gradients = self._get_checked_gradients(slots)
+        gradients = self.get_checked_gradients(slots)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for slot, view, gradient in zip(slots, views, gradients, strict=True):
@@ -143,21 +143,6 @@ class Bucket:
         self.views[slot].zero_()
         self.missing.add(slot)
         self.ready.add(slot)
-
-    def fill_with_zeros(self) -> None:
-        """Contribute zeros for all slots. Call `release` and `preserve_aliased_grads` before."""
-        self.gradients.zero_()
-        self.ready.update(range(len(self.indices)))
-
-    def should_move_in(self, slot: int) -> bool:
-        """Return True if `.grad` should be a view of the buffer, but is a separate tensor."""
-        has_gradient = self.parameters[slot].grad is not None
-        return self.gradient_as_view and has_gradient and not self.is_grad_view(slot)
-
-    def move_in(self, slot: int) -> None:
-        """Move an unscaled gradient into the buffer. Call `preserve_aliased_grads` before."""
-        self.views[slot].copy_(self._get_checked_gradients([slot])[0])
-        self.set_grad_view(slot)
 
     def set_grad_view(self, slot: int) -> None:
         """Make `.grad` of the parameter a view of the buffer."""
@@ -250,7 +235,7 @@ class Bucket:
         stepped[:2] = 1.0
         return usual, stepped
 
-    def _get_checked_gradients(self, slots: Sequence[int]) -> list[Tensor]:
+    def get_checked_gradients(self, slots: Sequence[int]) -> list[Tensor]:
         """Return the gradients of `slots` without graphs; raise an error if one does not fit."""
         gradients: list[Tensor] = []
         for slot in slots:

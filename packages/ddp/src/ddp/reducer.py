@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.aliased_gradients import preserve_aliased_grads
+from ddp.aliased_gradients import contribute_zeros, move_gradient_in, preserve_aliased_grads
 from ddp.assignment import BucketAssignment
 from ddp.bucket import Bucket
 from ddp.communication import Collective, RunningReductions, all_reduce_buffer
@@ -108,9 +108,7 @@ class Reducer:
         bucket, slot = self.assignment.slots[index]
         if slot in bucket.ready:
             self._raise_gradient_in_parts(bucket, slot)
-        if bucket.should_move_in(slot):
-            preserve_aliased_grads(bucket, [slot])
-            bucket.move_in(slot)
+        move_gradient_in(bucket, slot)
 
     def start(self) -> None:
         """Open a step: gradients that become ready from now on are final."""
@@ -194,9 +192,7 @@ class Reducer:
                 # The reduction of this bucket overlaps with filling the next one.
                 self.launch_ready_buckets(is_finishing=True)
             else:
-                bucket.release()
-                preserve_aliased_grads(bucket)
-                bucket.fill_with_zeros()
+                contribute_zeros(bucket)
         self.launch_ready_buckets(is_finishing=True)
         reductions = self.reductions.wait()
         self.num_steps += 1

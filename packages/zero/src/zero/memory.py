@@ -8,7 +8,7 @@ storages that operators allocate. Both can be compared with the paper's formula,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -205,13 +205,15 @@ def _record_moment(
 
 def _count_bytes_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Return the bytes of each kind of tensor, counting each storage once."""
-    by_kind = collect_tensors_by_kind(model, optimizer)
-    return {kind: _count_storage_bytes(tensors) for kind, tensors in by_kind.items()}
+    by_kind = collect_tensors(model, optimizer)
+    counts = {}
+    for kind, tensors in by_kind.items():
+        storages = {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
+        counts[kind] = sum(storage.nbytes() for storage in storages.values())
+    return counts
 
 
-def collect_tensors_by_kind(
-    model: nn.Module, optimizer: torch.optim.Optimizer
-) -> dict[str, list[Tensor]]:
+def collect_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
     """Return the tensors that a rank stores at this moment, by kind, without activations."""
     units = _find_units(model)
     parameters: list[Tensor] = [*model.parameters()]
@@ -234,11 +236,6 @@ def collect_tensors_by_kind(
 
 def _find_units(model: nn.Module) -> list[Unit]:
     return [unit for fsdp in find_fsdps(model) for unit in fsdp.units]
-
-
-def _count_storage_bytes(tensors: Iterable[Tensor]) -> int:
-    storages = {id(s): s for s in (tensor.untyped_storage() for tensor in tensors)}
-    return sum(storage.nbytes() for storage in storages.values())
 
 
 class _OperatorCounter(TorchDispatchMode):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from zero.diagnostics import check_descriptions_match
 from zero.fsdp.shard import find_sharded, replaced_parameters
-from zero.process_groups import Communicator, check_separate_elements
+from zero.process_groups import Communicator, as_bytes, check_separate_elements
 
 
 def is_trainable_dtype(dtype: torch.dtype) -> bool:
@@ -184,20 +184,19 @@ def check_equal_on_all_ranks(written: Sequence[nn.Parameter], communicator: Comm
 
     Every rank must call this function.
     """
-    everyone = communicator.gather_objects([_compute_checksum(p) for p in written])
+    checksums = []
+    for parameter in written:
+        values = as_bytes(parameter.detach().cpu().contiguous())
+        checksums.append(zlib.crc32(values.numpy().tobytes()))
+    everyone = communicator.gather_objects(checksums)
     for index, parameter in enumerate(written):
-        if len({checksums[index] for checksums in everyone}) > 1:
+        if len({gathered[index] for gathered in everyone}) > 1:
             raise RuntimeError(
                 f"a parameter of shape {tuple(parameter.shape)} was written to since the last "
                 "step and differs between ranks: make the same changes on every rank (a forward "
                 "pass that writes to a weight, as nn.Embedding(max_norm=...) does, writes values "
                 "that depend on the rank's batch)"
             )
-
-
-def _compute_checksum(parameter: Tensor) -> int:
-    values = parameter.detach().cpu().contiguous().reshape(-1)
-    return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
 
 
 def has_same_elements(first: Tensor, second: Tensor) -> bool:

@@ -169,10 +169,7 @@ class Communicator:
             gradients /= self._float16_divisor
 
     def divide_after_sum(self, total: Tensor, sent_dtype: torch.dtype) -> None:
-        """Divide a sum of gradients in place to obtain the average.
-
-        `sent_dtype` is the dtype in which the gradients were sent.
-        """
+        """Divide a sum of gradients, sent in `sent_dtype`, in place to obtain the average."""
         divisor: float = self.world
         if sent_dtype == torch.float16:
             divisor /= self._float16_divisor

@@ -35,7 +35,7 @@ from torch.multiprocessing.spawn import start_processes
 from ddp.bench.designs import Design, Timing, Workload, make_designs
 from ddp.bench.rows import Link, Measured, Row, compute_median_rows
 from ddp.consistency.model_agreement import gather_objects
-from ddp.metering.trace import svg, write_atomically
+from ddp.metering.trace import draw_steps, write_atomically
 
 SIZES_MB = (1.0, 10.0, 25.0, 100.0, 1000.0)
 #: Rounds before the measured rounds. Buckets are rebuilt in the second one.
@@ -183,7 +183,7 @@ def draw_median_steps(path: str, contenders: Sequence[Design]) -> None:
             measured = list(design.meter.steps)[WARMUP_ROUNDS:]
             measured.sort(key=lambda step: step.seconds)
             steps[design.name] = measured[len(measured) // 2]
-    write_atomically(path, svg(steps))
+    write_atomically(path, draw_steps(steps))
 
 
 def _measure_link(device: torch.device, quick: bool) -> Link:

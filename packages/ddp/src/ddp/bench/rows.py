@@ -75,12 +75,14 @@ class Measured:
         cpu = self.get_seconds(design.name, "cpu")
         after = self.get_seconds(design.name, "after_backward")
         last = design.meter.last if design.meter else None
+        slowest_first = float(self.first_steps[:, self.designs.index(design)].max())
         row: Row = {
             "case": "step",
             "design": design.name,
             "step_ms": _compute_median_ms(step),
             "cpu_ms": _compute_median_ms(cpu),
-            "first_steps_excess_ms": self._compute_first_steps_excess_ms(design),
+            # The slowest first step exceeds the median later step by this time.
+            "first_steps_excess_ms": 1e3 * slowest_first - _compute_median_ms(step),
             "after_backward_ms": _compute_median_ms(after),
             "calls": last.calls if last else "-",
             "gradient_bytes": last.gradient_bytes if last else "-",
@@ -95,12 +97,6 @@ class Measured:
             ratio = median(cpu / self.get_seconds("torch tuned", "cpu"))
             row["cpu_ratio_to_torch_tuned"] = float(ratio)
         return row
-
-    def _compute_first_steps_excess_ms(self, design: Design) -> float:
-        """Return by how many milliseconds the slowest first step exceeds the median later step."""
-        index = self.designs.index(design)
-        slowest = float(self.first_steps[:, index].max())
-        return 1e3 * slowest - _compute_median_ms(self.get_seconds(design.name))
 
     def _compute_ratios(self, step: np.ndarray) -> Row:
         """Return percentiles of the ratio of step times to each reference design."""
@@ -158,7 +154,10 @@ class Measured:
         exposed = max(0.0, wire - backward)
         busy = []
         for design in self.designs:
-            if design.name in ("torch", "torch tuned") or self._is_uncompressed(design):
+            is_uncompressed = design.name in ("torch", "torch tuned")
+            if design.meter is not None:
+                is_uncompressed = design.meter.last.gradient_bytes == self.model_bytes
+            if is_uncompressed:
                 busy.append(median(self.get_seconds(design.name, "cpu")) / self.cores_per_rank)
         cpu_bound = min(busy, default=0.0)
         row: Row = {
@@ -175,9 +174,6 @@ class Measured:
             is_measured = reference in self.names
             row[key] = bound / median(self.get_seconds(reference)) if is_measured else "-"
         return row
-
-    def _is_uncompressed(self, design: Design) -> bool:
-        return design.meter is not None and design.meter.last.gradient_bytes == self.model_bytes
 
 
 def compute_median_rows(runs: Sequence[list[Row]]) -> list[Row]:

@@ -175,13 +175,12 @@ class GradientAgreement(Extension):
         for bucket in buckets:
             missing += [(bucket.indices[slot], bucket.names[slot]) for slot in bucket.missing]
             with_nan += [(bucket.indices[slot], bucket.names[slot]) for slot in bucket.nan_slots]
+        weights = self._forward_parameters or self._step_parameters
         return GradientReport(
             tuple(name for _, name in sorted(missing)),
             tuple(name for _, name in sorted(with_nan)),
             self._has_stepped,
-            compute_checksum(self._forward_parameters or self._step_parameters)
-            if with_weights
-            else 0,
+            compute_checksum(weights) if with_weights else 0,
         )
 
 

@@ -64,9 +64,7 @@ def check_same_weights(
     The error names the rank and the parameter. This is a collective.
     """
     weights = collect_state(module, ignored, buffers=False)
-    lines = [
-        f"{name!r} with checksum {compute_checksum([weight])}" for name, weight in weights.items()
-    ]
+    lines = [f"{n!r} with checksum {compute_checksum([w])}" for n, w in weights.items()]
     check_same_descriptions(gather_objects(lines, group))
 
 

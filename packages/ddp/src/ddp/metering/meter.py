@@ -15,7 +15,7 @@ from pathlib import Path
 from ddp.communication import BucketReduction
 from ddp.extensions import Extension, Step
 from ddp.metering.records import BucketRecord, Span, StepRecord
-from ddp.metering.trace import svg, write_atomically
+from ddp.metering.trace import draw_steps, write_atomically
 
 
 class Meter(Extension):
@@ -61,7 +61,7 @@ class Meter(Extension):
                 f"expected a path that ends in .svg, got {str(path)!r}; use torch.profiler for a "
                 "Chrome trace"
             )
-        write_atomically(path, svg({"last step": self.last}))
+        write_atomically(path, draw_steps({"last step": self.last}))
 
 
 def _make_bucket_record(reduction: BucketReduction) -> BucketRecord:

@@ -86,13 +86,9 @@ class StepRecord:
             stop = min(bucket.done, self.waiting[0])
             if bucket.sent < stop:
                 spans.append((bucket.sent, stop))
-        return _compute_covered_seconds(spans)
-
-
-def _compute_covered_seconds(spans: list[Span]) -> float:
-    total = 0.0
-    covered_until = float("-inf")
-    for start, stop in sorted(spans):
-        total += max(0.0, stop - max(start, covered_until))
-        covered_until = max(covered_until, stop)
-    return total
+        total = 0.0
+        covered_until = float("-inf")
+        for start, stop in sorted(spans):
+            total += max(0.0, stop - max(start, covered_until))
+            covered_until = max(covered_until, stop)
+        return total

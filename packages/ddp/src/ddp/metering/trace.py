@@ -55,13 +55,15 @@ def list_events(step: StepRecord) -> list[Event]:
     return result
 
 
-def svg(steps: Mapping[str, StepRecord]) -> str:
+def draw_steps(steps: Mapping[str, StepRecord]) -> str:
     """Return a chart of one step of each design, on one time scale, as the text of an SVG.
 
     Computation is blue, and the wait after it is red. Communication is green while it is hidden
     behind the computation, and orange otherwise.
     """
-    stops = {name: _compute_last_stop(step) for name, step in steps.items()}
+    stops = {}
+    for name, step in steps.items():
+        stops[name] = max([step.waiting[1], *(bucket.done for bucket in step.buckets)])
     longest = max(stops[name] - step.start for name, step in steps.items())
     scale = (_WIDTH - _LEFT - 20) / longest
     parts: list[str] = []
@@ -115,10 +117,6 @@ def _split_event(event: Event, step: StepRecord) -> list[tuple[float, float, str
         return [(event.start, event.stop, _COLORS[event.name])]
     split_time = min(max(step.waiting[0], event.start), event.stop)
     return [(event.start, split_time, _HIDDEN), (split_time, event.stop, _EXPOSED)]
-
-
-def _compute_last_stop(step: StepRecord) -> float:
-    return max([step.waiting[1], *(bucket.done for bucket in step.buckets)])
 
 
 def _draw_bar(x: float, y: float, width: float, color: str, event: Event) -> str:

@@ -30,13 +30,7 @@ from zero.checkpoint.ownership import (
     find_slots,
     find_tied_names,
 )
-from zero.checkpoint.storage import (
-    HEADER,
-    compute_fingerprint,
-    open_folder,
-    run_on_ranks,
-    write_folder,
-)
+from zero.checkpoint.storage import HEADER, hash_checkpoint, open_folder, run_on_ranks, write_folder
 from zero.checkpoint.weights import check_format, find_weights
 from zero.fsdp.fsdp import find_fsdps
 from zero.fsdp.wrapping import get_original_name
@@ -161,7 +155,7 @@ def load_checkpoint(
 
     def check() -> int:
         folder = find_checkpoint(Path(path))
-        before = compute_fingerprint(folder)
+        before = hash_checkpoint(folder)
         checksums.verify(folder, dist.get_rank(group), dist.get_world_size(group))
         opened.append(_open(folder, model, optimizer, strict, prefix))
         return before
@@ -174,7 +168,7 @@ def load_checkpoint(
 
     def fill() -> None:
         loading.fill()
-        if compute_fingerprint(find_checkpoint(Path(path))) != fingerprints[0]:
+        if hash_checkpoint(find_checkpoint(Path(path))) != fingerprints[0]:
             raise RuntimeError(
                 "another job replaced the checkpoint while it was being loaded, so the model may "
                 "have parts of both: load again"

@@ -146,11 +146,8 @@ def find_checkpoint(path: Path) -> Path:
         return path  # the name of a link may have a suffix that its target does not have
     # `..` also works in the real path if the folder before it does not exist.
     real = Path(os.path.realpath(path))
-    return (
-        build_previous_path(real)
-        if not real.exists() and build_previous_path(real).exists()
-        else real
-    )
+    previous = build_previous_path(real)
+    return previous if not real.exists() and previous.exists() else real
 
 
 def link_other_files(path: Path, draft: Path) -> None:

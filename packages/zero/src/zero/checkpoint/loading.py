@@ -82,16 +82,13 @@ class Loading:
     def _match_module_states(self, names: Collection[str]) -> dict[str, Any]:
         """Return the stored states of modules by their names in the model's state dict."""
         stored = self.contents.modules
-        originals = {get_original_name(name) for name in names}
+        original_of = {name: get_original_name(name) for name in names}
+        originals = set(original_of.values())
         for name in originals & self.contents.model.keys():
             stored[name] = self.contents.read_whole(self.contents.model.pop(name))
         self._check_missing(sorted(originals - stored.keys()), "the model, not in the checkpoint")
         self._check_missing(sorted(stored.keys() - originals), "the checkpoint only")
-        return {
-            name: stored[get_original_name(name)]
-            for name in names
-            if get_original_name(name) in stored
-        }
+        return {name: stored[first] for name, first in original_of.items() if first in stored}
 
     def _match_model(self, parts: list[Part]) -> list[Part]:
         """Return the model's parts that are in the checkpoint."""
@@ -220,9 +217,7 @@ class Loading:
         if foreign:
             self.left_out.append(f"{', '.join(foreign)}: state of parameters not in the model")
 
-    def _allocate_state_parts(
-        self,
-    ) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
+    def _list_state_parts(self) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
         """Return the optimizer state to read: tensors, and then objects.
 
         An entry is (parameter number, key, part) or (parameter number, key, stored name).
@@ -244,7 +239,7 @@ class Loading:
     def _fill_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         source = self.contents.source
         assert isinstance(source, Folder)
-        tensors, objects = self._allocate_state_parts()
+        tensors, objects = self._list_state_parts()
         loaded = source.read([part for _, _, part in tensors], [name for _, _, name in objects])
         state: dict[int, dict[str, Any]] = {}
         for index, key, part in tensors:

@@ -206,7 +206,7 @@ def open_folder(path: Path) -> Folder:
     return Folder(path, metadata)
 
 
-def compute_fingerprint(path: Path) -> int:
+def hash_checkpoint(path: Path) -> int:
     """Return a number that changes with every `save_checkpoint` to `path`; 0 if nothing is there.
 
     For other programs' files, it depends only on the metadata, or on the names and sizes of the

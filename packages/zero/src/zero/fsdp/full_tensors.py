@@ -56,7 +56,7 @@ class FullTensorExchange:
         full: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         for unit in dict.fromkeys(p.unit for p in stepped):
             values = unit.gather_full_parameters()
-            gradients = unit.gather_full_gradients()
+            gradients = unit.gradients.gather_full()
             for p in stepped:
                 # Names alone do not identify a parameter: the optimizer may step several models.
                 if p.unit is unit and self.owner[p.shard] == self.communicator.rank:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 from weakref import ref
@@ -13,6 +14,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from zero.gradients.reductions import PartialGradient
 from zero.gradients.shard import ElementRange, ShardGradient, call_on_shards, make_shard_gradient
+from zero.partition import alias
 
 #: A module and the name of one of its parameters.
 Owner = tuple[nn.Module, str]
@@ -64,6 +66,51 @@ def make_unknown_parameter_error(name: str, registered: Tensor | None) -> Runtim
         "averages: change parameters in place, and add, replace, resize or prune them before "
         "FSDP(module)"
     )
+
+
+def make_shards(
+    unit: Any,
+    parameters_with_owners: Sequence[tuple[str, nn.Parameter, tuple[Owner, ...]]],
+    shard_start: int,
+    shard_stop: int,
+) -> list[ShardedParameter]:
+    """Create the shards and the full parameters as views of `unit.shard` and `unit.full`.
+
+    This rank's shard has the elements `shard_start` to `shard_stop` of the flattened parameters.
+    """
+    pieces = {p.index: p for p in unit.partition.list_pieces(shard_start, shard_stop)}
+    parameters = []
+    for index, (name, parameter, owners) in enumerate(parameters_with_owners):
+        full_values = alias(unit.full, unit.partition.offsets[index], parameter.shape)
+        full = nn.Parameter(full_values, parameter.requires_grad)
+        start = stop = shard_offset = 0
+        if index in pieces:
+            start = pieces[index].start
+            stop = pieces[index].stop
+            shard_offset = pieces[index].offset - shard_start
+        values = unit.shard[shard_offset : shard_offset + stop - start]
+        shard = Shard(as_column(values, parameter.dim()), parameter.requires_grad)
+        # Programs group parameters by attributes that models set, such as `_no_weight_decay`. The
+        # dictionary is common, so the optimizer and the forward pass read each other's attributes.
+        full.__dict__ = shard.__dict__ = dict(vars(parameter))
+        parameters.append(
+            ShardedParameter(unit, name, parameter.shape, start, stop, shard, full, owners)
+        )
+    return parameters
+
+
+def check_all_registered(
+    module: nn.Module, parameters: Iterable[ShardedParameter], ignored: Iterable[nn.Parameter]
+) -> None:
+    """Raise RuntimeError if the caller has replaced, added or deleted parameters of `module`."""
+    known = set(ignored)
+    for parameter in parameters:
+        parameter.check_registered()
+        known.add(parameter.full)
+    for module_name, inner in module.named_modules():
+        for name, registered in inner._parameters.items():
+            if registered is not None and type(registered) is not Shard and registered not in known:
+                raise make_unknown_parameter_error(f"{module_name}.{name}".lstrip("."), registered)
 
 
 #: Maps each shard to a weak reference to its ShardedParameter, so that code that only has an

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,6 @@ from torch import Tensor, nn
 from zero.dtensors import gather_value, shard_rows
 from zero.fsdp.shard import ShardedParameter, as_plain_shard
 from zero.process_groups import Communicator
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 class StateDictHooks:
@@ -36,7 +33,10 @@ class StateDictHooks:
             for name, parameter in parameters.items():
                 is_saved = not self.keeps_shards and prefix + name in state
                 if is_saved and parameter.is_registered(module, name):
-                    state[prefix + name] = self._gather_rows(parameter)
+                    shard: Any = parameter.shard
+                    with torch.no_grad():
+                        parameter.unit.adopt_shard_changes()
+                        state[prefix + name] = shard_rows(shard.full_tensor(), self.communicator)
 
         def load(
             module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any, *rest: Any
@@ -70,12 +70,6 @@ class StateDictHooks:
             yield
         finally:
             self.keeps_shards = before
-
-    @torch.no_grad()
-    def _gather_rows(self, parameter: ShardedParameter) -> DTensor:
-        parameter.unit.adopt_shard_changes()
-        shard: Any = parameter.shard
-        return shard_rows(shard.full_tensor(), self.communicator)
 
 
 def _select_shard(

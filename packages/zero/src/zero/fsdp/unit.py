@@ -46,12 +46,11 @@ from torch import Tensor, nn
 from torch._C._autograd import _unsafe_set_version_counter
 from torch.autograd.graph import increment_version
 
-from zero.fsdp.shard import Owner, Shard, ShardedParameter, as_column, as_plain_shard
+from zero.fsdp.shard import Owner, ShardedParameter, as_column, as_plain_shard, make_shards
 from zero.fsdp.unit_gradients import UnitGradients
 from zero.gloo_collectives import Work
-from zero.gradients.shard import as_plain
 from zero.parameter_checks import has_same_elements
-from zero.partition import alias, partition_by_element
+from zero.partition import partition_by_element
 from zero.process_groups import Communicator
 
 #: Added to the versions of freed parameters; more than the number of steps of any program.
@@ -96,15 +95,14 @@ class Unit:
         communicator.broadcast(values, 0).wait()
         shard_start = shard_stop = 0
         if self.partition.spans:
-            shard_start, shard_stop = self.partition.spans[0].compute_shard(
-                communicator.rank, world
-            )
+            span = self.partition.spans[0]
+            shard_start, shard_stop = span.compute_shard(communicator.rank, world)
         #: This rank's shards of all parameters, flattened and concatenated.
         self.shard = values[shard_start:shard_stop].clone()
         #: The full parameters, flattened and concatenated; the storage is empty while SHARDED.
         self.full = torch.empty_like(values, dtype=dtype)
         self._full_nbytes = self.full.untyped_storage().nbytes()
-        self.parameters = self._make_parameters(parameters_with_owners, shard_start, shard_stop)
+        self.parameters = make_shards(self, parameters_with_owners, shard_start, shard_stop)
         #: Classes of optimizers that the caller has declared element-wise.
         self.elementwise_optimizers: tuple[type[torch.optim.Optimizer], ...] = ()
         #: True during a step of an optimizer that needs full tensors in its parameters' `.data`.
@@ -130,36 +128,6 @@ class Unit:
         self.full.untyped_storage().resize_(0)
         self._register(are_full=False)
 
-    def _make_parameters(
-        self,
-        parameters_with_owners: Sequence[tuple[str, nn.Parameter, tuple[Owner, ...]]],
-        shard_start: int,
-        shard_stop: int,
-    ) -> list[ShardedParameter]:
-        """Create the shards and the full parameters as views of `shard` and `full`."""
-        pieces = {
-            piece.index: piece for piece in self.partition.list_pieces(shard_start, shard_stop)
-        }
-        parameters = []
-        for index, (name, parameter, owners) in enumerate(parameters_with_owners):
-            offset = self.partition.offsets[index]
-            full = nn.Parameter(alias(self.full, offset, parameter.shape), parameter.requires_grad)
-            start = stop = shard_offset = 0
-            if index in pieces:
-                start = pieces[index].start
-                stop = pieces[index].stop
-                shard_offset = pieces[index].offset - shard_start
-            values = self.shard[shard_offset : shard_offset + stop - start]
-            shard = Shard(as_column(values, parameter.dim()), parameter.requires_grad)
-            # Programs group parameters by attributes that models set, such as `_no_weight_decay`.
-            # The dictionary is common, so the optimizer and the forward pass read each other's
-            # attributes.
-            full.__dict__ = shard.__dict__ = dict(vars(parameter))
-            parameters.append(
-                ShardedParameter(self, name, parameter.shape, start, stop, shard, full, owners)
-            )
-        return parameters
-
     @property
     def label(self) -> str:
         """The name of the unit in collectives: equal on all ranks and unique within a model."""
@@ -179,10 +147,10 @@ class Unit:
             if shard.requires_grad != full.requires_grad:
                 full.requires_grad_(shard.requires_grad)
                 full.grad = None
-        if any(self._is_data_replaced(*pair) for pair in self._split_by_parameter(self.shard)):
+        if any(self._is_data_replaced(*pair) for pair in self.split_by_parameter(self.shard)):
             self._copy_to_new_memory()
 
-    def _split_by_parameter(self, values: Tensor) -> list[tuple[ShardedParameter, Tensor]]:
+    def split_by_parameter(self, values: Tensor) -> list[tuple[ShardedParameter, Tensor]]:
         """Return each parameter with its part of `values`, a tensor in the layout of `shard`."""
         views = []
         start = 0
@@ -213,7 +181,7 @@ class Unit:
         """Copy all shards to new memory, because the caller may use their earlier `.data`."""
         self.shard = self.shard.clone()
         self._gathered_version = -1
-        for parameter, stored in self._split_by_parameter(self.shard):
+        for parameter, stored in self.split_by_parameter(self.shard):
             stored.copy_(as_plain_shard(parameter.shard))
             parameter.shard.data = stored
 
@@ -399,21 +367,9 @@ class Unit:
     def gather_full_parameters(self) -> dict[str, Tensor]:
         """Return copies of the full parameters by name; every rank must call this method."""
         self.adopt_shard_changes()
-        return self._gather(self.shard)
+        return self.gather(self.shard)
 
-    @torch.no_grad()
-    def gather_full_gradients(self) -> dict[str, Tensor]:
-        """Return the full averaged gradients by name, zeros if `.grad` is None.
-
-        Every rank must call this method.
-        """
-        gradients = torch.zeros_like(self.shard)
-        for parameter, part in self._split_by_parameter(gradients):
-            if parameter.shard.grad is not None:
-                part.copy_(as_plain(parameter.shard.grad))
-        return self._gather(gradients)
-
-    def _gather(self, values: Tensor) -> dict[str, Tensor]:
+    def gather(self, values: Tensor) -> dict[str, Tensor]:
         """Return full tensors by name, gathered from `values` in the layout of `shard`."""
         flat = values.new_empty(self.full.shape)
         self.communicator.all_gather(flat, values).wait()

@@ -12,7 +12,7 @@ from torch import Tensor
 from zero.fsdp.shard import as_plain_shard
 from zero.gloo_collectives import Work
 from zero.gradients.averaged import AveragedGradient
-from zero.gradients.shard import make_shard_gradient
+from zero.gradients.shard import as_plain, make_shard_gradient
 from zero.process_groups import Communicator
 
 
@@ -53,6 +53,16 @@ class UnitGradients:
     def has_unreduced(self) -> bool:
         """Return True if any full parameter has a gradient that is not averaged yet."""
         return bool(self._accumulated) or any(p.full.grad is not None for p in self.unit.parameters)
+
+    @torch.no_grad()
+    def gather_full(self) -> dict[str, Tensor]:
+        """Return full averages by name, zeros if `.grad` is None; every rank must call it."""
+        gradients = torch.zeros_like(self.unit.shard)
+        for parameter, part in self.unit.split_by_parameter(gradients):
+            if parameter.shard.grad is not None:
+                part.copy_(as_plain(parameter.shard.grad))
+        full: dict[str, Tensor] = self.unit.gather(gradients)
+        return full
 
     def reduce_grads(self) -> None:
         """Start summing the gradients over ranks, and free the local gradients."""

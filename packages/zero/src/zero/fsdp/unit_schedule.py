@@ -29,27 +29,12 @@ from zero.fsdp.autograd_hooks import (
     has_hidden_tensors,
 )
 from zero.fsdp.optimizer_hooks import end_step
-from zero.fsdp.shard import Shard, ShardedParameter, find_sharded, make_unknown_parameter_error
+from zero.fsdp.shard import Shard, ShardedParameter, check_all_registered, find_sharded
 from zero.fsdp.state_dict import StateDictHooks
 from zero.fsdp.unit import Unit, UnitState
 from zero.fsdp.wrapping import can_read_weight_in_backward, intercept_reads
 from zero.parameter_checks import check_dense
 from zero.process_groups import Communicator
-
-
-def _call_mark_gradient_ready(
-    schedule_ref: Callable[[], UnitSchedule | None],
-    unit_ref: Callable[[], Unit | None],
-    parameter: Tensor,
-) -> None:
-    """Call `_mark_gradient_ready` if the schedule and the unit still exist.
-
-    The references are weak, because Python does not collect cycles through hooks of tensors.
-    """
-    schedule = schedule_ref()
-    unit = unit_ref()
-    if schedule is not None and unit is not None:
-        schedule._mark_gradient_ready(unit, parameter)
 
 
 class UnitSchedule(nn.Module):
@@ -135,29 +120,26 @@ class UnitSchedule(nn.Module):
         """Apply the caller's changes to the shards, and hook parameters that became trainable."""
         # Every rank raises this error before the first collective. Otherwise a collective could
         # fail on some ranks with another error.
-        self._check_registered()
+        parameters = [parameter for unit in self.units for parameter in unit.parameters]
+        check_all_registered(self.module, parameters, self.ignored_params)
         for unit in self.units:
             unit.adopt_shard_changes()
             for full in (parameter.full for parameter in unit.parameters):
                 if full.requires_grad and full not in self._gradient_hooks:
-                    self._gradient_hooks[full] = full.register_post_accumulate_grad_hook(
-                        partial(_call_mark_gradient_ready, weakref.ref(self), weakref.ref(unit))
-                    )
+                    self._hook_gradient(unit, full)
 
-    def _check_registered(self) -> None:
-        """Raise RuntimeError if the caller has replaced, added or deleted parameters."""
-        known = set(self.ignored_params)
-        for unit in self.units:
-            for parameter in unit.parameters:
-                parameter.check_registered()
-                known.add(parameter.full)
-        for module_name, module in self.module.named_modules():
-            for name, registered in module._parameters.items():
-                is_known = registered is None or type(registered) is Shard or registered in known
-                if not is_known:
-                    raise make_unknown_parameter_error(
-                        f"{module_name}.{name}".lstrip("."), registered
-                    )
+    def _hook_gradient(self, unit: Unit, full: nn.Parameter) -> None:
+        # The references are weak, because Python does not collect cycles through hooks of tensors.
+        mark_ready_ref = weakref.WeakMethod(self._mark_gradient_ready)
+        unit_ref = weakref.ref(unit)
+
+        def mark_ready(parameter: Tensor) -> None:
+            mark_gradient_ready = mark_ready_ref()
+            ready_unit = unit_ref()
+            if mark_gradient_ready is not None and ready_unit is not None:
+                mark_gradient_ready(ready_unit, parameter)
+
+        self._gradient_hooks[full] = full.register_post_accumulate_grad_hook(mark_ready)
 
     # Forward
 

@@ -59,7 +59,7 @@ class Averages:
 
     def list_cleared_parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose average the caller has replaced or removed."""
-        return [p for p, key in self._keys.items() if not _has_average(p, key)]
+        return [p for p, key in self._keys.items() if getattr(p.grad, "key", None) is not key]
 
     def discard(
         self,
@@ -123,9 +123,3 @@ def has_unreduced_gradient(parameter: nn.Parameter) -> bool:
     if isinstance(gradient, AveragedGradient):
         return gradient.unreduced is not None
     return gradient is not None
-
-
-def _has_average(parameter: nn.Parameter, key: TensorWeakRef) -> bool:
-    """Return True if `.grad` is the average identified by `key`."""
-    gradient = parameter.grad
-    return isinstance(gradient, AveragedGradient) and gradient.key is key

@@ -148,6 +148,22 @@ def _make_unverifiable_error(cls: type[Optimizer], reason: str) -> ValueError:
     )
 
 
+def construct_probe(
+    make: Callable[..., Optimizer], group: Mapping[str, Any], options: Mapping[str, Any]
+) -> Optimizer:
+    """Construct an optimizer of one small parameter; raise ValueError if it cannot be sharded."""
+    probe_parameter = nn.Parameter(torch.zeros(1, 1, device="cpu"))
+    try:
+        probe = make([{**group, "params": [probe_parameter]}], **options)
+    except AttributeError as error:
+        raise ValueError(
+            f"{getattr(make, '__name__', make)} cannot be sharded: its constructor fails on "
+            f"parameters ({error}); if it needs a module, use it unsharded"
+        ) from error
+    check_constructed(probe)
+    return probe
+
+
 def check_constructed(optimizer: Optimizer) -> None:
     """Raise ValueError if an optimizer has not called the constructor of its base class."""
     if not hasattr(optimizer, "_optimizer_state_dict_post_hooks"):

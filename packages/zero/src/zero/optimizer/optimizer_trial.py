@@ -56,9 +56,7 @@ class Trial:
         The parameters of the trial have the numbers of dimensions of `shapes`.
         """
         dims = sorted({len(shape) for shape in shapes}) or [2]
-        values, gradients = self._draw(
-            [_make_small_shape(dim, size) for dim in dims for size in (4, 5)]
-        )
+        values, gradients = self._draw([_make_shape(dim, size) for dim in dims for size in (4, 5)])
         wholes, numbers = self._run(values, gradients)
         for index, whole in enumerate(wholes):
             [alone], others = self._run(values, gradients, index, as_columns=self.as_columns)
@@ -76,7 +74,7 @@ class Trial:
         dims = sorted({len(shape) for shape in shapes if len(shape) > 2})
         tried: list[tuple[int, ...]] = [(6, 4), (4, 5), (20,)]
         tried += [(side, side) for side in SIDES if largest >= side**2]
-        tried += [_make_small_shape(dim, 4) for dim in dims]
+        tried += [_make_shape(dim, 4) for dim in dims]
         for shape in tried:
             values, gradients = self._draw([shape, (4, 3)])
             wholes, numbers = self._run(values, gradients)
@@ -99,7 +97,7 @@ class Trial:
         values, gradients = self._draw([(6, 4)])
         # Parameters of one byte per element are frozen, because torch has no arithmetic for them.
         for dtype in {d for d in dtypes if d.is_floating_point and d.itemsize > 1}:
-            generators = _get_random_states()
+            generators = _get_rng_states()
             # The second step uses state from the first one. The values are not checked, because
             # they may become infinite in float16.
             self._run_steps(
@@ -142,7 +140,7 @@ class Trial:
         only: the index of the only parameter to step; None to step all of them.
         is_split: True if the parameters are pieces of tensors; their state must then be in pieces.
         """
-        generators = _get_random_states()
+        generators = _get_rng_states()
         try:
             optimizer, stepped = self._run_steps(values, gradients, only, as_columns)
             if not all(bool(torch.isfinite(value).all()) for value in stepped):
@@ -160,9 +158,7 @@ class Trial:
 
     def _check_random_states(self, generators: Sequence[Tensor]) -> None:
         """Raise ValueError if random numbers were drawn, so that the generator states changed."""
-        if any(
-            not torch.equal(*pair) for pair in zip(generators, _get_random_states(), strict=True)
-        ):
+        if any(not torch.equal(*pair) for pair in zip(generators, _get_rng_states(), strict=True)):
             raise ValueError(
                 f"{self.name} cannot be sharded: it draws random numbers, which ranks would draw "
                 "in another order than one process; if this is intended, seed each rank "
@@ -245,7 +241,7 @@ def advise_retraction(name: str, is_stage_3: bool) -> str:
     return f"remove {name} from elementwise_optimizers" if is_stage_3 else "omit elementwise=True"
 
 
-def _get_random_states() -> list[Tensor]:
+def _get_rng_states() -> list[Tensor]:
     """Return the states of torch's default generators."""
     states = [torch.get_rng_state()]
     return states + torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else states
@@ -275,7 +271,7 @@ def _split_all(tensors: Sequence[Tensor]) -> list[Tensor]:
     return pieces
 
 
-def _make_small_shape(dim: int, size: int) -> tuple[int, ...]:
+def _make_shape(dim: int, size: int) -> tuple[int, ...]:
     """Return a small shape with `dim` dimensions; `size` distinguishes two such shapes."""
     return (size + 2, size, *[2] * (dim - 2))[:dim]
 

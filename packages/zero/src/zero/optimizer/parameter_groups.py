@@ -28,6 +28,20 @@ def set_owner(parameter: Tensor, optimizer: object) -> None:
     _owners[parameter] = ref(optimizer)
 
 
+def read_params(params: Any) -> tuple[list[Any], list[Any]]:
+    """Return the entries of `params`, groups as by `read_group`, and the members of all groups."""
+    if isinstance(params, Tensor):
+        raise TypeError("params is one tensor: pass model.parameters() or parameter groups")
+    check_ordered(params)
+    entries = [read_group(entry) if isinstance(entry, dict) else entry for entry in params]
+    if not entries:
+        raise ValueError("empty parameter list: pass model.parameters() or parameter groups")
+    members: list[Any] = []
+    for entry in entries:
+        members += entry["params"] if isinstance(entry, dict) else [entry]
+    return entries, members
+
+
 def read_group(group: dict[str, Any]) -> dict[str, Any]:
     """Return a copy of a group in which `params`, a tensor or an iterable, is a list.
 

@@ -33,8 +33,8 @@ from zero.optimizer.optimizer_kinds import (
     ELEMENTWISE,
     WHOLE_PARAMETERS,
     Split,
-    check_constructed,
     choose_split,
+    construct_probe,
 )
 from zero.optimizer.state_dict import get_options, load_state_dict, make_dtensor_state_dict
 from zero.optimizer.uneven_inputs import UnevenInputs
@@ -85,18 +85,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         all_reduce: Collective | None = None,
         **kwargs: Any,
     ) -> None:
-        if isinstance(params, Tensor):
-            raise TypeError("params is one tensor: pass model.parameters() or parameter groups")
-        parameter_groups.check_ordered(params)
-        params = [
-            parameter_groups.read_group(entry) if isinstance(entry, dict) else entry
-            for entry in params
-        ]
-        if not params:
-            raise ValueError("empty parameter list: pass model.parameters() or parameter groups")
-        members: list[Any] = []
-        for entry in params:
-            members += entry["params"] if isinstance(entry, dict) else [entry]
+        params, members = parameter_groups.read_params(params)
         if not 0 <= bucket_size_mb < math.inf:
             raise ValueError(f"expected a finite bucket_size_mb >= 0, got {bucket_size_mb}")
         named = parameter_groups.name_members(members)
@@ -130,19 +119,10 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self.inner: torch.optim.Optimizer
         # Some optimizers have required options that are set per group.
         first_options = get_options(params[0]) if isinstance(params[0], dict) else {}
-        probe_parameter = nn.Parameter(torch.zeros(1, 1, device="cpu"))
-        try:
-            probe_group = {**first_options, "params": [probe_parameter]}
-            probe_optimizer = optimizer_cls([probe_group], **kwargs)
-        except AttributeError as error:
-            raise ValueError(
-                f"{getattr(optimizer_cls, '__name__', optimizer_cls)} cannot be sharded: its "
-                f"constructor fails on parameters ({error}); if it needs a module, use it unsharded"
-            ) from error
-        check_constructed(probe_optimizer)
+        probe = construct_probe(optimizer_cls, first_options, kwargs)
         # `optimizer_cls` may also be a function that constructs the optimizer.
-        self._inner_cls = type(probe_optimizer)
-        super().__init__(params, probe_optimizer.defaults)
+        self._inner_cls = type(probe)
+        super().__init__(params, probe.defaults)
         # Pass all groups to the constructor, because some optimizers create state in __init__.
         groups = zip(self.param_groups, self._shards_of_group, strict=True)
         self.inner = optimizer_cls(
@@ -219,9 +199,8 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         if self._uneven_inputs:
-            self._uneven_inputs.announce(
-                "step", [get_options(group) for group in self.param_groups]
-            )
+            options = [get_options(group) for group in self.param_groups]
+            self._uneven_inputs.announce("step", options)
         self._check_state()
         for parameter in self.flat.restore_views():
             # Replacing `.data` need not change the version, so mark the parameter as written.
