@@ -3,6 +3,11 @@
 The prediction runs the same code on the meta device with collectives that do nothing, so it needs
 neither memory nor other ranks. The measurement reads the CUDA allocator or, on a CPU, counts the
 storages that operators allocate. Both can be compared with the paper's formula, `zero_stage_bytes`.
+
+The paper's stage 1 (Rajbhandari et al. 2020, section 5.1) needs 2 + 2 + 12/n bytes per element on n
+ranks: 2-byte parameters and gradients, and a float32 master copy and two moments. This package
+steps parameters in their own dtype, so float32 AdamW needs 4 + 4 + 8/n bytes. In both cases, each
+rank sends 2 (n-1)/n times the size of the parameters per step.
 """
 
 from __future__ import annotations

@@ -2,6 +2,9 @@
 
 An element-wise optimizer steps shards directly. Any other optimizer needs full tensors
 (`full_tensors.py`).
+
+In state dicts, state with the shape of its parameter is a DTensor. Loading accepts DTensors, whole
+tensors, and this rank's shards.
 """
 
 from __future__ import annotations

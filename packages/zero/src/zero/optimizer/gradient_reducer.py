@@ -1,5 +1,7 @@
 """Averages of gradients, reduced bucket by bucket during the backward pass.
 
+Each rank stores its shard of the averages.
+
 Note [Lifetime of a gradient]
 | state     | `parameter.grad`  | gradient's memory | next state                           |
 |-----------|-------------------|-------------------|--------------------------------------|
