@@ -21,7 +21,7 @@ from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import VARIANT_NAMES
 from llmsys_suite.ranks import launch, worker
-from llmsys_suite.report.tables import build_plan_rows, read_evidence
+from llmsys_suite.report.tables import build_plan_rows
 from llmsys_suite.stages import links
 from worker_pool import run_ranks
 
@@ -111,7 +111,7 @@ def test_a_whole_run_takes_150_seconds_and_what_was_planned(tmp_path):
     folder = RunFolder.open(out)
     ratios = {
         row["figure"]: row["ratio"]
-        for row in build_plan_rows(folder.results, read_evidence(folder))
+        for row in build_plan_rows(folder.results, folder.read_json("evidence.json"))
     }
     assert ratios.pop("peak of a step, MiB") == pytest.approx(1, abs=0.1)
     # The counted bytes include the headers of messages.

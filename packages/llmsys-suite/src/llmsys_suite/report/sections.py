@@ -19,7 +19,6 @@ from llmsys_suite.report.tables import (
     Row,
     build_plan_rows,
     pick,
-    read_evidence,
 )
 from llmsys_suite.report.unaudited import describe_unaudited
 from llmsys_suite.results import format_cell
@@ -51,7 +50,8 @@ def iter_sections(folder: RunFolder) -> Iterator[Section]:
 
 
 def _build_plan(plan: stage_results.Plan, results: Results, folder: RunFolder) -> Section:
-    rows = build_plan_rows(results, read_evidence(folder))
+    evidence = folder.read_json("evidence.json") if "audit" in results else {}
+    rows = build_plan_rows(results, evidence)
     worst = max(rows, key=lambda row: abs(math.log(row["ratio"])))
     finding = (
         f"Largest deviation: the measured {worst['figure']} is {worst['ratio']:.3g} times the "

@@ -32,16 +32,12 @@ def run(run: Run) -> Parallel | Skipped:
     if not layouts:
         return Skipped(f"the model does not split over {run.world} ranks")
     reference = compute_single_loss(run, *run.draw_batch(0))
-    return Parallel(
-        [
-            {"split": name, **train_split_model(run, SplitModel(run, run.model, layout))}
-            | {
-                "bubble": layout.compute_bubble(run.config.rows // layout.data),
-                "single_loss": reference,
-            }
-            for name, layout in layouts.items()
-        ]
-    )
+    rows = []
+    for name, layout in layouts.items():
+        row = {"split": name, **train_split_model(run, SplitModel(run, run.model, layout))}
+        bubble = layout.compute_bubble(run.config.rows // layout.data)
+        rows.append(row | {"bubble": bubble, "single_loss": reference})
+    return Parallel(rows)
 
 
 @torch.no_grad()
