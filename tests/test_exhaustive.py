@@ -18,35 +18,42 @@ def marks(expression):
     return {text.removeprefix(prefix) for text in texts if text.startswith(prefix)}
 
 
-def marks_of_tests(path):
+@cache
+def statements(file):
+    """Return the top-level statements of a file."""
+    return ast.parse((ROOT / file).read_text()).body
+
+
+@cache
+def marks_of_tests(file):
     """Return the marks of each test of a file."""
-    tree = ast.parse(path.read_text())
     of_file = set()
-    for node in tree.body:
+    for node in statements(file):
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "pytestmark":
             of_file = marks(node.value)
     return {
         node.name: of_file.union(*map(marks, node.decorator_list))
-        for node in tree.body
+        for node in statements(file)
         if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
     }
 
 
 @cache
-def all_tests():
-    """Return the marks of each test, by file and name."""
-    return {
-        str(path.relative_to(ROOT)): marks_of_tests(path)
-        for folder in ("tests", "packages/*/tests")
-        for path in sorted(ROOT.glob(f"{folder}/test_*.py"))
-    }
+def files_with_mark(name):
+    """Return the test files that contain `mark.NAME`. Parsing all test files takes seconds."""
+    paths = [
+        p for folder in ("tests", "packages/*/tests") for p in ROOT.glob(f"{folder}/test_*.py")
+    ]
+    return sorted(
+        str(path.relative_to(ROOT)) for path in paths if f"mark.{name}" in path.read_text()
+    )
 
 
 def test_the_table_lists_every_exhaustive_test():
     exhaustive = {
         (file, name)
-        for file, tests in all_tests().items()
-        for name, names_of_marks in tests.items()
+        for file in files_with_mark("exhaustive")
+        for name, names_of_marks in marks_of_tests(file).items()
         if "exhaustive" in names_of_marks
     }
     assert exhaustive == {(file, name) for file, rows in TABLE.items() for name in rows}
@@ -74,9 +81,9 @@ def has_exhaustive_mark(case):
 def test_some_case_of_a_test_with_exhaustive_cases_runs_in_make_test():
     """Otherwise the whole test is exhaustive, and the table must list it."""
     num_selected = 0
-    for file, tests in all_tests().items():
-        for node in ast.parse((ROOT / file).read_text()).body:
-            if not isinstance(node, ast.FunctionDef) or node.name not in tests:
+    for file in files_with_mark("exhaustive"):
+        for node in statements(file):
+            if not isinstance(node, ast.FunctionDef) or node.name not in marks_of_tests(file):
                 continue
             for cases in filter(None, map(cases_of, node.decorator_list)):
                 if any(cases):
@@ -94,5 +101,5 @@ def test_faster_tests_of_the_table_run_in_make_test():
             assert faster_or_reason, name
             for faster in faster_or_reason:
                 faster_file, _, faster_name = faster.rpartition("::")
-                names_of_marks = all_tests()[faster_file or file][faster_name]
+                names_of_marks = marks_of_tests(faster_file or file)[faster_name]
                 assert not names_of_marks & LEFT_OUT, f"{name}: {faster}"

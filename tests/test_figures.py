@@ -6,7 +6,7 @@ from functools import cache
 import figures
 import pytest
 from figures import assert_at_least, assert_at_most
-from workspace import ROOT
+from test_exhaustive import files_with_mark, marks_of_tests, statements
 
 
 @pytest.fixture(autouse=True)
@@ -43,9 +43,9 @@ def test_every_figure_is_listed_whether_it_is_reached_or_not():
 
 
 @cache
-def calls_of_functions(path):
+def calls_of_functions(file):
     """Return the names of the functions that each function of a file calls directly."""
-    functions = [n for n in ast.parse(path.read_text()).body if isinstance(n, ast.FunctionDef)]
+    functions = [node for node in statements(file) if isinstance(node, ast.FunctionDef)]
     return {
         function.name: {
             node.func.id
@@ -56,9 +56,9 @@ def calls_of_functions(path):
     }
 
 
-def functions_called(path, name):
+def functions_called(file, name):
     """Return the names that a test calls, directly or through functions of its file."""
-    calls = calls_of_functions(path)
+    calls = calls_of_functions(file)
     called, waiting = set(), [name]
     while waiting:
         names = calls[waiting.pop()]
@@ -68,13 +68,11 @@ def functions_called(path, name):
 
 
 def test_every_timing_test_asserts_figures():
-    from test_exhaustive import all_tests
-
     without = [
         f"{file}::{name}"
-        for file, tests in all_tests().items()
-        for name, marks in tests.items()
+        for file in files_with_mark("timing")
+        for name, marks in marks_of_tests(file).items()
         if "timing" in marks
-        and not functions_called(ROOT / file, name) & {"assert_at_least", "assert_at_most"}
+        and not functions_called(file, name) & {"assert_at_least", "assert_at_most"}
     ]
     assert without == []

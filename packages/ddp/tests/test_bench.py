@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from ddp import BucketRecord, Meter
 from ddp.bench.designs import Design, make_designs, transformer
-from ddp.bench.measure import SIZES_MB, _cores_per_rank, bench
-from ddp.bench.rows import Link, Measured, median_of_runs
+from ddp.bench.measure import SIZES_MB, _count_cores_per_rank, bench
+from ddp.bench.rows import Link, Measured, compute_median_rows
 from torch import nn
 from worker_pool import run_ranks
 
@@ -108,7 +108,7 @@ def test_one_design_alone_needs_no_second_copy_of_the_model() -> None:
 
 def cores_on_two_hosts() -> float:
     socket.gethostname = lambda: f"host {dist.get_rank()}"
-    return _cores_per_rank()
+    return _count_cores_per_rank()
 
 
 def test_ranks_on_different_hosts_do_not_share_cores() -> None:
@@ -129,18 +129,18 @@ def run_of(ratio: float, design: str = "25 MB") -> list[dict]:
 
 
 def test_rows_of_several_runs_are_medians_with_the_range_of_the_ratio() -> None:
-    step, bound_row = median_of_runs([run_of(ratio) for ratio in (1.5, 0.5, 2.0)])
+    step, bound_row = compute_median_rows([run_of(ratio) for ratio in (1.5, 0.5, 2.0)])
     assert (step["step_ms"], step["calls"], step["ratio_to_torch_tuned_p50"]) == (150.0, "-", 1.5)
     assert step["ratio_to_torch_tuned_lowest_run"] == 0.5
     assert step["ratio_to_torch_tuned_highest_run"] == 2.0
     assert bound_row == run_of(1.0)[1]
-    assert median_of_runs([run_of(1.0)]) == run_of(1.0)
+    assert compute_median_rows([run_of(1.0)]) == run_of(1.0)
 
 
 def test_runs_of_different_designs_are_refused() -> None:
     for other in (run_of(1.0, "10 MB"), run_of(1.0)[:1]):
         with pytest.raises(ValueError, match="expected the same designs in every run"):
-            median_of_runs([run_of(1.0), other])
+            compute_median_rows([run_of(1.0), other])
 
 
 def test_several_runs_within_torchrun_are_refused(monkeypatch) -> None:

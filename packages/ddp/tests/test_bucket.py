@@ -89,7 +89,7 @@ def test_alias_of_a_gradient_keeps_its_value_while_another_gradient_accumulates(
     bucket.move_in(0)
     assert alias.tolist() == [1.0, 1.0]
     assert bucket.gradients.tolist() == [5.0, 5.0, 1.0, 1.0]
-    assert all(bucket.holds_grad(slot) for slot in range(2))
+    assert all(bucket.is_grad_view(slot) for slot in range(2))
 
 
 def test_every_gradient_is_scaled_once():

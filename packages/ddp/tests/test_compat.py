@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from ddp import DDP
-from ddp.compat import graph_nodes
+from ddp.compat import collect_graph_nodes
 from torch import nn
 from torch.distributed.algorithms.join import Joinable
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
@@ -182,4 +182,4 @@ class Output:
 
 def test_outputs_may_contain_dataclasses_and_their_types() -> None:
     value = torch.ones(1, requires_grad=True) * 2
-    assert graph_nodes({"type": Output, "output": Output(value)}) == {value.grad_fn}
+    assert collect_graph_nodes({"type": Output, "output": Output(value)}) == {value.grad_fn}

@@ -17,7 +17,7 @@ from ddp import (
     all_reduce_gradients,
     all_reduce_gradients_flat,
 )
-from ddp.metering.trace import events
+from ddp.metering.trace import list_events
 from torch import nn
 from worker_pool import run_ranks
 
@@ -135,7 +135,7 @@ def measure_design(design: str) -> dict:
         "hidden": step.hidden_seconds,
         "buckets": [(b.hidden_seconds, b.exposed_seconds) for b in step.buckets],
         "picture": picture,
-        "events": events(step),
+        "events": list_events(step),
     }
 
 
@@ -212,7 +212,7 @@ def test_buckets_in_flight_together_have_separate_lanes_and_count_once_as_hidden
     buckets = tuple(BucketRecord((), 1, 4, 0, sent, done, 0.0) for sent, done in spans)
     step = StepRecord((), backward=(0.0, 4.5), waiting=(4.5, 6.0), buckets=buckets)
     assert step.hidden_seconds == 4.0 + 0.25
-    assert [event.lane for event in events(step) if event.lane] == [1, 2, 1]
+    assert [event.lane for event in list_events(step) if event.lane] == [1, 2, 1]
 
 
 def train_on_gloo() -> tuple:

@@ -171,7 +171,7 @@ def count_accumulation_calls() -> list[int]:
     model = DDP(nn.Sequential(*[nn.Linear(2, 2) for _ in range(20)]))
     num_references = num_checks = num_copies = 0
     count_references = ddp.aliased_gradients._count_references
-    holds_grad = ddp.bucket.Bucket.holds_grad
+    is_grad_view = ddp.bucket.Bucket.is_grad_view
     clone = torch.Tensor.clone
 
     def count_tensors(tensors: list[torch.Tensor]) -> list[int]:
@@ -182,7 +182,7 @@ def count_accumulation_calls() -> list[int]:
     def count_check(bucket: ddp.bucket.Bucket, slot: int) -> bool:
         nonlocal num_checks
         num_checks += 1
-        return holds_grad(bucket, slot)
+        return is_grad_view(bucket, slot)
 
     def count_copy(tensor: torch.Tensor) -> torch.Tensor:
         nonlocal num_copies
@@ -191,7 +191,7 @@ def count_accumulation_calls() -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch, model.no_sync():
         patch.setattr(ddp.aliased_gradients, "_count_references", count_tensors)
-        patch.setattr(ddp.bucket.Bucket, "holds_grad", count_check)
+        patch.setattr(ddp.bucket.Bucket, "is_grad_view", count_check)
         patch.setattr(torch.Tensor, "clone", count_copy)
         model(torch.ones(1, 2)).sum().backward()
     return [num_references, num_checks, num_copies]

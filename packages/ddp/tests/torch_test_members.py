@@ -146,7 +146,7 @@ class TestedDDP(DDP):
 
     def _default_broadcast_coalesced(self, bufs=None, bucket_size=None, authoritative_rank=0):
         if bufs is None:
-            bufs = list(self._replica.tracked.named_buffers().values())
+            bufs = list(self._replica.tracked.collect_buffers().values())
         broadcast_tensors(
             bufs,
             self.process_group,

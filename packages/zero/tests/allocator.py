@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._C._profiler import _EventType
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing.reductions import StorageWeakRef
-from zero.memory import tensors_by_kind
+from zero.memory import collect_tensors_by_kind
 
 STEPS = 2
 
@@ -93,7 +93,7 @@ def _cuda_peak(step: Callable[[], None]) -> int:
 
 def _storages(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.UntypedStorage]:
     """Return the storages of model, gradients and optimizer state, each once."""
-    tensors = [t for kind in tensors_by_kind(model, optimizer).values() for t in kind]
+    tensors = [t for kind in collect_tensors_by_kind(model, optimizer).values() for t in kind]
     # ZeroRedundancyOptimizer keeps its state in the optimizer that it wraps.
     wrapped = getattr(optimizer, "optim", optimizer)
     state = [v for values in wrapped.state.values() for v in values.values()]

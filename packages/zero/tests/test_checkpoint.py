@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, fully_shard, load_checkpoint, save_checkpoint
-from zero.checkpoint.planner import boxes
+from zero.checkpoint.planner import iter_boxes
 from zero.optimizer import optimizer_trial
 from zero_training import assert_alike, batch, flip_bits, make, mean_square, pair
 from zero_training import train as train_alike
@@ -218,11 +218,11 @@ def test_boxes_cover_a_run_of_elements_exactly_and_in_order(shape, data):
     stop = data.draw(st.integers(start, numel))
     elements = torch.arange(numel).view(shape)
     covered = []
-    for offsets, sizes in boxes(shape, start, stop):
+    for offsets, sizes in iter_boxes(shape, start, stop):
         index = tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))
         covered += elements[index].flatten().tolist()
     assert covered == list(range(start, stop))
-    assert len(list(boxes(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
+    assert len(list(iter_boxes(shape, start, stop))) <= max(1, 2 * len(shape) - 1)
 
 
 def save_small(path):

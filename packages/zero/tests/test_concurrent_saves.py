@@ -122,7 +122,7 @@ def save_on_separate_disks(path):
     """Save on ranks that see different folders under one path, like hosts without a shared disk."""
     save_one(path, 1.0)
     if dist.get_rank() == 1:
-        storage.draft_folder = lambda path, token: Path(f"{path}-of-host-1", token)
+        storage.build_draft_path = lambda path, token: Path(f"{path}-of-host-1", token)
     with pytest.raises(RuntimeError, match=r"rank 1: .*save to a file system that all hosts share"):
         save_checkpoint(path, filled(2.0))
     return load_one(path)
@@ -186,7 +186,7 @@ def save_and_die(path, moment):
 
         def rename_and_die(file, target):
             rename(file, target)
-            if target == draft.previous_path(Path(path)) and moment == KILLED_AT[2]:
+            if target == draft.build_previous_path(Path(path)) and moment == KILLED_AT[2]:
                 os._exit(3)
             if target == Path(path) and moment == KILLED_AT[3]:
                 os._exit(3)

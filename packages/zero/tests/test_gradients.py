@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
-from zero.fsdp.shard import plain_shard
+from zero.fsdp.shard import as_plain_shard
 from zero.gradients.shard import as_plain
 from zero_training import assert_alike
 
@@ -713,7 +713,7 @@ def change_data(stage):
     for message, change in changes.items():
         model, ours, _, _ = pair(stage)
         for parameter in model.parameters():
-            parameter.data = change(plain_shard(parameter))
+            parameter.data = change(as_plain_shard(parameter))
         with pytest.raises(RuntimeError, match="expected .*" + message):
             loss_of(model, 0, 0) if stage == 3 else ours.step()
     return True
@@ -734,7 +734,7 @@ def conjugate(stage):
         optimizer = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     for module in (model, twin):
         for parameter in module.parameters():
-            parameter.data = plain_shard(parameter).conj()
+            parameter.data = as_plain_shard(parameter).conj()
     if stage != 3:
         optimizer.step()
     inputs = torch.ones(1, 3, dtype=torch.complex64)

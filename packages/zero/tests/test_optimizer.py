@@ -23,7 +23,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from worker_pool import case_folder, run_on_shared_ranks
 from zero import FSDP, ShardedOptimizer, load_checkpoint, save_checkpoint
-from zero.dtensors import full_entries
+from zero.dtensors import iter_full_entries
 from zero.optimizer import optimizer_trial
 from zero.optimizer.optimizer_kinds import choose_split
 from zero_training import assert_alike, make, mean_square, pair, train
@@ -174,7 +174,7 @@ def gradients_while_running_backward():
 
     def measure(_):
         plain = [p.grad for p in model.parameters() if type(p.grad) is torch.Tensor]
-        tensors = [*plain, *optimizer.reducer.tensors()]
+        tensors = [*plain, *optimizer.reducer.list_tensors()]
         sizes.append(
             sum({id(s): s.nbytes() for s in (t.untyped_storage() for t in tensors)}.values())
         )
@@ -673,14 +673,14 @@ def exchange_states(name):
     for a, b in zip(model.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(a, b)
     rows = ours.state_dict()
-    whole = list(full_entries(rows))
+    whole = list(iter_full_entries(rows))
     for number, values in theirs.state_dict()["state"].items():
         for key, value in values.items():
             torch.testing.assert_close(whole[number][key], value)
     del ours, optimizer
     second = ShardedOptimizer(model.parameters(), getattr(torch.optim, name), **options)
     second.load_state_dict(rows)
-    for key, value in next(full_entries(second.state_dict())).items():
+    for key, value in next(iter_full_entries(second.state_dict())).items():
         torch.testing.assert_close(value, whole[0][key])
     return True
 

@@ -43,7 +43,7 @@ def preserve_aliased_grads(bucket: Bucket, slots: Sequence[int] | None = None) -
     if count_memory_references(bucket.buffer) <= bucket.num_memory_references:
         return
     # While all gradients accumulate, their aliases receive the new values, as without a wrapper.
-    if not all(bucket.holds_grad(slot) for slot in range(len(bucket.views))):
+    if not all(bucket.is_grad_view(slot) for slot in range(len(bucket.views))):
         bucket.move_to_new_memory()
 
 
@@ -56,7 +56,7 @@ def copy_misplaced_grads(buckets: Sequence[Bucket]) -> None:
     for bucket in buckets:
         for slot, parameter in enumerate(bucket.parameters):
             gradient = parameter.grad
-            if gradient is None or bucket.holds_grad(slot):
+            if gradient is None or bucket.is_grad_view(slot):
                 continue
             bucket.forget_moved_grad(slot)
             is_dense = gradient.layout is torch.strided
@@ -92,7 +92,7 @@ def _find_aliased_grad(buckets: Iterable[Bucket]) -> str | None:
             # A local variable for `.grad` would count as a reference of the caller.
             if parameter.grad is None or parameter.grad.layout is not torch.strided:
                 continue
-            if bucket.holds_grad(slot):
+            if bucket.is_grad_view(slot):
                 continue
             references, memory_references = _count_grad_references(parameter)
             if references > _UNALIASED_REFERENCES or memory_references > _UNALIASED_MEMORY:

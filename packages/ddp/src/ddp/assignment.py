@@ -42,7 +42,7 @@ class BucketAssignment:
         self._options = options
         self._group = group
         self._attribute_errors = attribute_errors
-        self._bucket_bytes = options.bucket_bytes_for(parameters)
+        self._bucket_bytes = options.compute_bucket_bytes(parameters)
         self._ready_order: dict[int, None] = {}
         self._has_rebuilt = False
         self._allocate(assign_buckets(parameters, self.order, self._bucket_bytes))

@@ -86,7 +86,7 @@ class Bucket:
 
     def move_to_new_memory(self) -> None:
         """Copy the buffer to new memory; each `.grad` that was a view of the buffer stays one."""
-        holding = [slot for slot in range(len(self.views)) if self.holds_grad(slot)]
+        holding = [slot for slot in range(len(self.views)) if self.is_grad_view(slot)]
         self.buffer = self.buffer.clone()
         storage = self.buffer.untyped_storage()
         self.views = tuple(
@@ -99,7 +99,7 @@ class Bucket:
 
     def copy_in(self, slot: int, scale: float) -> None:
         """Copy a scaled gradient into the buffer, and make `.grad` a view of the buffer."""
-        torch.mul(self._checked_gradients([slot])[0], scale, out=self.views[slot])
+        torch.mul(self._get_checked_gradients([slot])[0], scale, out=self.views[slot])
         if self.gradient_as_view:
             self.set_grad_view(slot)
 
@@ -111,7 +111,7 @@ class Bucket:
             return
         is_whole_bucket = len(slots) == len(self.views)
         views = [self.views[slot] for slot in slots]
-        gradients = self._checked_gradients(slots)
+        gradients = self._get_checked_gradients(slots)
         targets: list[Tensor] = []
         sources: list[Tensor] = []
         for slot, view, gradient in zip(slots, views, gradients, strict=True):
@@ -152,11 +152,11 @@ class Bucket:
     def should_move_in(self, slot: int) -> bool:
         """Return True if `.grad` should be a view of the buffer, but is a separate tensor."""
         has_gradient = self.parameters[slot].grad is not None
-        return self.gradient_as_view and has_gradient and not self.holds_grad(slot)
+        return self.gradient_as_view and has_gradient and not self.is_grad_view(slot)
 
     def move_in(self, slot: int) -> None:
         """Move an unscaled gradient into the buffer. Call `preserve_aliased_grads` before."""
-        self.views[slot].copy_(self._checked_gradients([slot])[0])
+        self.views[slot].copy_(self._get_checked_gradients([slot])[0])
         self.set_grad_view(slot)
 
     def set_grad_view(self, slot: int) -> None:
@@ -186,7 +186,7 @@ class Bucket:
         """Copy each `.grad` that is a view of the buffer; return the indices of the parameters."""
         released = []
         for slot, parameter in enumerate(self.parameters):
-            if self.holds_grad(slot):
+            if self.is_grad_view(slot):
                 parameter.grad = self.views[slot].clone()
                 released.append(self.indices[slot])
             else:
@@ -198,7 +198,7 @@ class Bucket:
         if self.parameters[slot].grad is self.grad_views[slot]:
             self.renew_grad_view(slot)
 
-    def holds_grad(self, slot: int) -> bool:
+    def is_grad_view(self, slot: int) -> bool:
         """Return True if `.grad` of the parameter is a view of its slot in the buffer."""
         gradient = self.parameters[slot].grad
         if gradient is None or gradient.layout is not torch.strided:
@@ -250,7 +250,7 @@ class Bucket:
         stepped[:2] = 1.0
         return usual, stepped
 
-    def _checked_gradients(self, slots: Sequence[int]) -> list[Tensor]:
+    def _get_checked_gradients(self, slots: Sequence[int]) -> list[Tensor]:
         """Return the gradients of `slots` without graphs; raise an error if one does not fit."""
         gradients: list[Tensor] = []
         for slot in slots:
@@ -260,18 +260,18 @@ class Bucket:
                 or gradient.layout is not torch.strided
                 or gradient.shape != self._shapes[slot]
             ):
-                raise self._gradient_error(slot)
+                raise self._make_gradient_error(slot)
             if (
                 gradient is not self.grad_views[slot]
                 and gradient.data_ptr() == self._addresses[slot]
-                and not self.holds_grad(slot)
+                and not self.is_grad_view(slot)
             ):
                 gradient = gradient.clone()  # `.grad` is another view of its slot: its conjugate.
             # With create_graph=True, autograd would record the copy into the bucket.
-            gradients.append(without_graph(gradient))
+            gradients.append(detach_gradient(gradient))
         return gradients
 
-    def _gradient_error(self, slot: int) -> Exception:
+    def _make_gradient_error(self, slot: int) -> Exception:
         """Return the error for a gradient that does not fit its slot."""
         gradient = self.parameters[slot].grad
         name = self.names[slot]
@@ -300,7 +300,7 @@ def count_memory_references(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(tensor.untyped_storage()._cdata))
 
 
-def without_graph(gradient: Tensor) -> Tensor:
+def detach_gradient(gradient: Tensor) -> Tensor:
     """Return a gradient without its graph; issue a warning if it has one."""
     if not gradient.requires_grad:
         return gradient

@@ -95,11 +95,11 @@ class ReducerFacade:
     def prepare_for_backward(self, outputs: Sequence[Tensor]) -> None:
         """Request that the next backward pass synchronizes gradients."""
         self._replica.backward_pass.is_sync_requested = True
-        for node in graph_nodes(outputs):
+        for node in collect_graph_nodes(outputs):
             node.register_prehook(partial(self._replica.enter_backward, True))
 
 
-def graph_nodes(output: Any) -> set[Any]:
+def collect_graph_nodes(output: Any) -> set[Any]:
     """Return the autograd nodes that computed the tensors in `output`.
 
     Tensors in mappings, lists, tuples and dataclasses are included.
@@ -111,5 +111,5 @@ def graph_nodes(output: Any) -> set[Any]:
     elif is_dataclass(output) and not isinstance(output, type):
         output = [getattr(output, field.name) for field in fields(output)]
     if isinstance(output, list | tuple):
-        return set().union(*(graph_nodes(value) for value in output))
+        return set().union(*(collect_graph_nodes(value) for value in output))
     return set()

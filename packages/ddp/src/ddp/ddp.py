@@ -20,11 +20,11 @@ from torch.utils._pytree import tree_map_only
 
 from ddp.aliased_gradients import copy_misplaced_grads
 from ddp.bucket import Allocate
-from ddp.compat import TorchCompatibility, graph_nodes
+from ddp.compat import TorchCompatibility, collect_graph_nodes
 from ddp.compression.comm_hook import CommHook, Hook, check_hook
 from ddp.consistency.buffers import copy_buffers_before_forward, should_copy_buffers
 from ddp.consistency.gradient_agreement import MAX_EXACT_RANKS
-from ddp.consistency.model_agreement import named_state
+from ddp.consistency.model_agreement import collect_state
 from ddp.consistency.uneven_inputs import ZeroContribution
 from ddp.metering.meter import Meter
 from ddp.options import (
@@ -154,7 +154,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
         self._create_process_state()
         copied = {}
         if init_sync:
-            copied = named_state(module, self._ignored, buffers=init_sync_buffers)
+            copied = collect_state(module, self._ignored, buffers=init_sync_buffers)
         self._replica.connect(check_model=init_sync, broadcast_from_rank0=list(copied.values()))
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -180,7 +180,7 @@ class DDP(TorchCompatibility, nn.Module, Joinable):
             return output
         is_synchronized = replica.end_forward()
         enter_backward = partial(replica.enter_backward, is_synchronized)
-        for node in graph_nodes(output):
+        for node in collect_graph_nodes(output):
             node.register_prehook(enter_backward)
         return output
 

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ddp.bucket import without_graph
+from ddp.bucket import detach_gradient
 from ddp.consistency.gradient_agreement import GradientReport, check_same_gradients
 from ddp.metering.meter import Meter
 from ddp.metering.records import BucketRecord
@@ -40,7 +40,7 @@ def all_reduce_gradients(
     reduce_group = resolve_group(group, all_reduce)
     start_time = time.perf_counter()
     records = []
-    for name, gradient in _common_gradients(module, reduce_group).items():
+    for name, gradient in _collect_common_gradients(module, reduce_group).items():
         records.append(_average(gradient, reduce_group, (name,)))
     if meter:
         meter.record(records, (start_time, time.perf_counter()))
@@ -62,7 +62,7 @@ def all_reduce_gradients_flat(
     start_time = time.perf_counter()
     records = []
     by_dtype_and_device: dict[tuple[torch.dtype, torch.device], dict[str, Tensor]] = {}
-    for name, gradient in _common_gradients(module, reduce_group).items():
+    for name, gradient in _collect_common_gradients(module, reduce_group).items():
         if gradient.layout is not torch.strided:
             raise TypeError(
                 f"expected a dense gradient of {name!r}, got {gradient.layout}; construct that "
@@ -103,14 +103,14 @@ def _average(tensor: Tensor, group: ReduceGroup, names: tuple[str, ...]) -> Buck
     )
 
 
-def _common_gradients(module: nn.Module, group: ReduceGroup) -> dict[str, Tensor]:
+def _collect_common_gradients(module: nn.Module, group: ReduceGroup) -> dict[str, Tensor]:
     """Return the gradients by name; raise `RuntimeError` if one exists on some ranks only."""
     gradients = {}
     for name, parameter in module.named_parameters():
         if parameter.grad is not None:
             if parameter.grad.requires_grad:
                 # The graph of this rank's gradient is not that of the mean.
-                parameter.grad = without_graph(parameter.grad)
+                parameter.grad = detach_gradient(parameter.grad)
             gradients[name] = parameter.grad
     # Ranks may have frozen different parameters, so frozen parameters also have flags.
     names = [name for name, _ in module.named_parameters()]

@@ -74,7 +74,7 @@ class Options:
         """Bucket size limits in bytes; 0 puts each parameter in its own bucket."""
         return tuple(size * 2**20 for size in self._sizes_mb) or (0.0,)
 
-    def bucket_bytes_for(self, parameters: Iterable[nn.Parameter]) -> tuple[float, ...]:
+    def compute_bucket_bytes(self, parameters: Iterable[nn.Parameter]) -> tuple[float, ...]:
         """Return the bucket size limits for a model, in bytes.
 
         With the default size, the first bucket of a model that is larger than one bucket is small,

@@ -25,7 +25,7 @@ from ddp.consistency.model_agreement import (
     broadcast_tensors,
     check_same_model,
     check_same_weights,
-    named_state,
+    collect_state,
 )
 from ddp.consistency.shared_gradients import refuse_shared_gradients
 from ddp.consistency.tracked_parameters import TrackedParameters
@@ -138,7 +138,7 @@ class Replica:
 
     def connect_at_first_gradient(self) -> None:
         """Register hooks that connect this replica when its first gradient is ready."""
-        state = named_state(self.module, self.ignored, buffers=False)
+        state = collect_state(self.module, self.ignored, buffers=False)
         trained = [cast(nn.Parameter, p) for p in state.values() if p.requires_grad]
         known = [id(parameter) for parameter in self._connecting_parameters]
         if [id(parameter) for parameter in trained] == known:

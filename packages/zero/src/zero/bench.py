@@ -148,7 +148,7 @@ def build_stage(stage: int, model: nn.Module, group: Any) -> Trained:
 
 
 def _measure_memory(size: str, device: str) -> list[Row]:
-    def loss_of(model: nn.Module) -> Tensor:
+    def compute_loss(model: nn.Module) -> Tensor:
         ids = torch.zeros(SIZES[size][3], dtype=torch.long)
         return F.cross_entropy(model(ids), ids)
 
@@ -158,7 +158,7 @@ def _measure_memory(size: str, device: str) -> list[Row]:
         def build_model(group: Any, stage: int = stage) -> Trained:
             return build_stage(stage, make_model(size), group)
 
-        report = memory_report(build_model, loss_of, device=device)
+        report = memory_report(build_model, compute_loss, device=device)
         before = report.measured[2]
         row: Row = {"case": "memory", "stage": stage, "ranks": dist.get_world_size()}
         row["parameters_mib"] = before.parameters / 2**20
@@ -207,13 +207,13 @@ def _measure_steps(size: str, device: str, rounds: int) -> list[Row]:
 
 def _measure_step(step: Callable[[], None], device: str, sample: _Samples) -> None:
     dist.barrier()
-    sent_before = _sent_bytes()
+    sent_before = _read_sent_bytes()
     start = time.perf_counter()
     step()
     if device == "cuda":
         torch.cuda.synchronize()
     seconds = time.perf_counter() - start
-    sample.sent_bytes.append(_sent_bytes() - sent_before)
+    sample.sent_bytes.append(_read_sent_bytes() - sent_before)
     # The slowest rank determines the time of the step.
     slowest = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
@@ -241,7 +241,7 @@ def _make_step_row(name: str, samples: dict[str, _Samples], model_bytes: int) ->
     return row
 
 
-def _sent_bytes() -> int:
+def _read_sent_bytes() -> int:
     """Return the bytes that the network interface has sent so far, or 0 if Linux reports none."""
     device = os.environ.get("GLOO_SOCKET_IFNAME", "lo")
     path = Path(f"/sys/class/net/{device}/statistics/tx_bytes")

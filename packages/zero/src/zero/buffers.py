@@ -22,7 +22,7 @@ class BufferHook:
         self._optimizer = weakref.ref(optimizer) if optimizer else lambda: None
         self._buffers_may_differ = True
 
-    def before_forward(self, module: nn.Module, _: Any) -> None:
+    def copy_before_forward(self, module: nn.Module, _: Any) -> None:
         """Copy the buffers of `module` before its forward pass, outside of compiled graphs."""
         torch.compiler.disable(self._copy_buffers)(module)
 

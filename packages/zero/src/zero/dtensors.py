@@ -67,14 +67,14 @@ def shard_rows(whole: Tensor, communicator: Communicator) -> DTensor:
     return rows
 
 
-def full_value(value: Any) -> Any:
+def gather_value(value: Any) -> Any:
     """Return a DTensor as a whole tensor, gathered from all ranks, and other values unchanged."""
     from torch.distributed.tensor import DTensor
 
     return value.full_tensor() if isinstance(value, DTensor) else value
 
 
-def _whole_state(
+def _gather_whole_state(
     local_state: Sequence[tuple[Run, dict[str, Any]]], shape: torch.Size, communicator: Communicator
 ) -> dict[str, Any]:
     """Return the whole optimizer state of one parameter, gathered from all ranks to the CPU."""
@@ -98,23 +98,23 @@ def _whole_state(
     return whole
 
 
-def state_rows(
+def gather_state_rows(
     local_state: Sequence[tuple[Run, dict[str, Any]]], parameter: Tensor, communicator: Communicator
 ) -> dict[str, Any]:
     """Return the whole state of one parameter. Tensors of its shape become DTensors (`shard_rows`).
 
     Every rank must call this function with the state of its runs.
     """
-    state = _whole_state(local_state, parameter.shape, communicator)
+    state = _gather_whole_state(local_state, parameter.shape, communicator)
     for key, value in state.items():
         if isinstance(value, Tensor) and has_elements(key, value.shape, parameter.shape):
             state[key] = shard_rows(value.to(parameter.device), communicator)
     return state
 
 
-def full_entries(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def iter_full_entries(state_dict: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Yield the state of each parameter in order, with DTensors gathered from all ranks."""
     for group in state_dict["param_groups"]:
         for key in group["params"]:
             entry = state_dict["state"].get(key, {})
-            yield {name: full_value(value) for name, value in entry.items()}
+            yield {name: gather_value(value) for name, value in entry.items()}

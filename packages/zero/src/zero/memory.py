@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from zero.fsdp.fsdp import FSDP, find_fsdps
 from zero.fsdp.shard import find_sharded
 from zero.fsdp.unit import Unit
-from zero.fsdp.wrapping import original_name
+from zero.fsdp.wrapping import get_original_name
 from zero.gradients.averaged import AveragedGradient
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 from zero.process_groups import DryRun, Group
@@ -162,9 +162,9 @@ def _find_replicated(model: nn.Module) -> dict[str, str]:
     replicated = {}
     for name, parameter in module.named_parameters():
         if parameter in ignored:
-            replicated[original_name(name)] = "in ignored_params"
+            replicated[get_original_name(name)] = "in ignored_params"
         elif find_sharded(parameter) is None:
-            replicated[original_name(name)] = "in no module that stage 3 shards"
+            replicated[get_original_name(name)] = "in no module that stage 3 shards"
     return replicated
 
 
@@ -210,11 +210,13 @@ def _record_moment(
 
 def _count_bytes_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, int]:
     """Return the bytes of each kind of tensor, counting each storage once."""
-    by_kind = tensors_by_kind(model, optimizer)
+    by_kind = collect_tensors_by_kind(model, optimizer)
     return {kind: _count_storage_bytes(tensors) for kind, tensors in by_kind.items()}
 
 
-def tensors_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, list[Tensor]]:
+def collect_tensors_by_kind(
+    model: nn.Module, optimizer: torch.optim.Optimizer
+) -> dict[str, list[Tensor]]:
     """Return the tensors that a rank stores at this moment, by kind, without activations."""
     units = _find_units(model)
     parameters: list[Tensor] = [*model.parameters()]
@@ -223,7 +225,7 @@ def tensors_by_kind(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[
     gradients = [g for g in grads if not isinstance(g, AveragedGradient)]
     inner = optimizer
     if isinstance(optimizer, ShardedOptimizer):
-        gradients += optimizer.reducer.tensors()
+        gradients += optimizer.reducer.list_tensors()
         inner = optimizer.inner
         parameters += [p for group in inner.param_groups for p in group["params"]]
     state = [value for values in inner.state.values() for value in values.values()]
@@ -260,7 +262,7 @@ class _OperatorCounter(TorchDispatchMode):
     @contextmanager
     def phase(self) -> Iterator[None]:
         self.peak = self.live
-        self.unsharded = self._unsharded_bytes()
+        self.unsharded = self._count_unsharded_bytes()
         with self:
             yield
 
@@ -276,13 +278,13 @@ class _OperatorCounter(TorchDispatchMode):
             self.add(storage.nbytes())
             weakref.finalize(storage, self.add, -storage.nbytes())
         # A unit's storage is resized without an operator.
-        unsharded = self._unsharded_bytes()
+        unsharded = self._count_unsharded_bytes()
         self.add(unsharded - self.unsharded)
         self.unsharded = unsharded
         self.peak = max(self.peak, self.live)
         return result
 
-    def _unsharded_bytes(self) -> int:
+    def _count_unsharded_bytes(self) -> int:
         return sum(unit.unsharded_bytes for unit in self.units)
 
 

@@ -78,7 +78,7 @@ def _check_separate_memory(
             _check_cluster(cluster, name_of, parameter_set)
             cluster, cluster_end = [], 0
         cluster.append(parameter)
-        cluster_end = max(cluster_end, _memory_end(parameter))
+        cluster_end = max(cluster_end, _compute_memory_end(parameter))
     _check_cluster(cluster, name_of, parameter_set)
 
 
@@ -94,15 +94,15 @@ def _check_cluster(
     start = cluster[0].data_ptr()
     # One flag stands for the largest number of bytes that divides all offsets and sizes.
     flag_bytes = gcd(*(size for p in cluster for size in (p.itemsize, p.data_ptr() - start)))
-    num_flags = (max(map(_memory_end, cluster)) - start) // flag_bytes
+    num_flags = (max(map(_compute_memory_end, cluster)) - start) // flag_bytes
     is_used = torch.zeros(num_flags, dtype=torch.bool, device="cpu")
     ordered = sorted(cluster, key=lambda tensor: tensor not in parameter_set)
     for second in ordered:
-        flags = _flags_of(second, is_used, start, flag_bytes)
+        flags = _view_flags(second, is_used, start, flag_bytes)
         if flags.any():
             is_used.zero_()
             flags.fill_(True)
-            first = next(p for p in ordered if _flags_of(p, is_used, start, flag_bytes).any())
+            first = next(p for p in ordered if _view_flags(p, is_used, start, flag_bytes).any())
             raise ValueError(
                 f"{name_of[first]} and {name_of[second]} share memory, which sharding would "
                 "separate: assign one parameter to both modules, as in second.weight = "
@@ -111,13 +111,13 @@ def _check_cluster(
         flags.fill_(second in parameter_set)
 
 
-def _memory_end(tensor: Tensor) -> int:
+def _compute_memory_end(tensor: Tensor) -> int:
     """Return the address after the last element of a tensor that is not empty."""
     last = sum((size - 1) * s for size, s in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr() + (last + 1) * tensor.itemsize
 
 
-def _flags_of(tensor: Tensor, flags: Tensor, start: int, flag_bytes: int) -> Tensor:
+def _view_flags(tensor: Tensor, flags: Tensor, start: int, flag_bytes: int) -> Tensor:
     """Return a view of the flags of a tensor's bytes; `flags[0]` is the flag of address `start`."""
     # Elements of a dimension with stride 0 have the same bytes.
     sizes = [size if s else 1 for size, s in zip(tensor.shape, tensor.stride(), strict=True)]
@@ -184,7 +184,7 @@ def check_equal_on_all_ranks(written: Sequence[nn.Parameter], communicator: Comm
 
     Every rank must call this function.
     """
-    everyone = communicator.gather_objects([_checksum(p) for p in written])
+    everyone = communicator.gather_objects([_compute_checksum(p) for p in written])
     for index, parameter in enumerate(written):
         if len({checksums[index] for checksums in everyone}) > 1:
             raise RuntimeError(
@@ -195,7 +195,7 @@ def check_equal_on_all_ranks(written: Sequence[nn.Parameter], communicator: Comm
             )
 
 
-def _checksum(parameter: Tensor) -> int:
+def _compute_checksum(parameter: Tensor) -> int:
     values = parameter.detach().cpu().contiguous().reshape(-1)
     return zlib.crc32(values.view(torch.uint8).numpy().tobytes())
 

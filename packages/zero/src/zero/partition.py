@@ -44,7 +44,7 @@ class Span:
     stop: int
     owner: int | None = None
 
-    def shard(self, rank: int, world: int) -> tuple[int, int]:
+    def compute_shard(self, rank: int, world: int) -> tuple[int, int]:
         """Return the start and stop of `rank`'s shard in the flat tensor."""
         if self.owner is not None:
             return (self.start, self.stop) if rank == self.owner else (self.start, self.start)
@@ -65,7 +65,7 @@ class Partition:
     numel: int
     world: int
 
-    def pieces(self, start: int, stop: int) -> list[Piece]:
+    def list_pieces(self, start: int, stop: int) -> list[Piece]:
         """Return the parts of parameters within flat elements `start` to `stop`, in flat order."""
         pieces = []
         for index, (offset, numel) in enumerate(zip(self.offsets, self.numels, strict=True)):
@@ -75,11 +75,11 @@ class Partition:
                 pieces.append(Piece(index, low - offset, high - offset, low))
         return sorted(pieces, key=lambda piece: piece.offset)
 
-    def shard_pieces(self, rank: int) -> list[Piece]:
+    def list_shard_pieces(self, rank: int) -> list[Piece]:
         """Return the parts of parameters in `rank`'s shards of all spans."""
         pieces = []
         for span in self.spans:
-            pieces += self.pieces(*span.shard(rank, self.world))
+            pieces += self.list_pieces(*span.compute_shard(rank, self.world))
         return pieces
 
 

@@ -32,12 +32,12 @@ Maker = Callable[[nn.Module], "Design"]
 
 def transformer(device: torch.device) -> tuple[nn.Module, Loss]:
     """Return a transformer of 20.55 million parameters and a batch of two sequences."""
-    return _transformer(device, sequences=2)
+    return _make_transformer(device, sequences=2)
 
 
 def busy_transformer(device: torch.device) -> tuple[nn.Module, Loss]:
     """Return the same model and a batch of ten sequences, which hides more communication."""
-    return _transformer(device, sequences=10)
+    return _make_transformer(device, sequences=10)
 
 
 def many_tensors(device: torch.device) -> tuple[nn.Module, Loss]:
@@ -57,7 +57,7 @@ def thousand_parameters(device: torch.device) -> tuple[nn.Module, Loss]:
     return module.to(device), lambda wrapped: wrapped(x).sum()
 
 
-def _transformer(device: torch.device, *, sequences: int) -> tuple[nn.Module, Loss]:
+def _make_transformer(device: torch.device, *, sequences: int) -> tuple[nn.Module, Loss]:
     torch.manual_seed(0)
     layers = [
         nn.TransformerEncoderLayer(512, 8, 2048, dropout=0.0, batch_first=True, norm_first=True)
@@ -66,11 +66,11 @@ def _transformer(device: torch.device, *, sequences: int) -> tuple[nn.Module, Lo
     model = nn.Sequential(nn.Embedding(1600, 512), *layers, nn.Linear(512, 1600, bias=False))
     tokens = torch.randint(1600, (sequences, 65), device=device)
 
-    def loss(wrapped: nn.Module) -> Tensor:
+    def compute_loss(wrapped: nn.Module) -> Tensor:
         logits = wrapped(tokens[:, :-1])
         return nn.functional.cross_entropy(logits.flatten(0, 1), tokens[:, 1:].flatten())
 
-    return model.to(device), loss
+    return model.to(device), compute_loss
 
 
 class Timing(NamedTuple):
@@ -139,7 +139,7 @@ def make_designs(
     design wraps `module` itself, so that a single design needs no copy. Raises `ValueError` if a
     name is unknown.
     """
-    makers = _makers(sizes_mb, custom)
+    makers = _build_makers(sizes_mb, custom)
     unknown = set(names) - set(makers)
     if unknown:
         raise ValueError(f"expected designs among {list(makers)}, got {sorted(unknown)}")
@@ -149,42 +149,42 @@ def make_designs(
     return [*(make(copy.deepcopy(module)) for make in others), last(module)]
 
 
-def _makers(sizes_mb: Sequence[float], custom: dict[str, Any]) -> dict[str, Maker]:
+def _build_makers(sizes_mb: Sequence[float], custom: dict[str, Any]) -> dict[str, Maker]:
     makers: dict[str, Maker] = {
         "none": lambda model: Design("none", model, lambda: None),
-        "naive": lambda model: _without_wrapper("naive", model, all_reduce_gradients),
-        "flat": lambda model: _without_wrapper("flat", model, all_reduce_gradients_flat),
-        "overlapped": partial(_with_ddp, "overlapped", bucket_size_mb=None),
+        "naive": lambda model: _make_unwrapped_design("naive", model, all_reduce_gradients),
+        "flat": lambda model: _make_unwrapped_design("flat", model, all_reduce_gradients_flat),
+        "overlapped": partial(_wrap_with_ddp, "overlapped", bucket_size_mb=None),
     }
     for size in sizes_mb:
         name = f"{size:g} MB"
-        makers[name] = partial(_with_ddp, name, bucket_size_mb=size)
+        makers[name] = partial(_wrap_with_ddp, name, bucket_size_mb=size)
     for size in EARLY_SIZES_MB:
         name = f"early {size:g} MB"
-        makers[name] = partial(_with_ddp, name, bucket_cap_mb_list=[1.0, size])
+        makers[name] = partial(_wrap_with_ddp, name, bucket_cap_mb_list=[1.0, size])
     name = "bfloat16 10 MB"
-    makers[name] = partial(_with_ddp, name, bucket_size_mb=10.0, gradient_dtype=torch.bfloat16)
-    makers["torch"] = partial(_with_torch_ddp, "torch")
+    makers[name] = partial(_wrap_with_ddp, name, bucket_size_mb=10.0, gradient_dtype=torch.bfloat16)
+    makers["torch"] = partial(_wrap_with_torch_ddp, "torch")
     makers["torch tuned"] = partial(
-        _with_torch_ddp, "torch tuned", gradient_as_bucket_view=True, static_graph=True
+        _wrap_with_torch_ddp, "torch tuned", gradient_as_bucket_view=True, static_graph=True
     )
     for size in CUSTOM_SIZES_MB if custom else ():
         name = f"given {size:g} MB"
-        makers[name] = partial(_with_ddp, name, bucket_size_mb=size, **custom)
+        makers[name] = partial(_wrap_with_ddp, name, bucket_size_mb=size, **custom)
     return makers
 
 
-def _without_wrapper(name: str, model: nn.Module, function: Callable[..., None]) -> Design:
+def _make_unwrapped_design(name: str, model: nn.Module, function: Callable[..., None]) -> Design:
     meter = Meter()
     return Design(name, model, lambda: function(model, meter=meter), meter)
 
 
-def _with_ddp(name: str, model: nn.Module, **arguments: Any) -> Design:
+def _wrap_with_ddp(name: str, model: nn.Module, **arguments: Any) -> Design:
     wrapped = DDP(model, **arguments)
     return Design(name, wrapped, wrapped.finish_gradient_synchronization, wrapped.meter)
 
 
-def _with_torch_ddp(name: str, model: nn.Module, **arguments: Any) -> Design:
+def _wrap_with_torch_ddp(name: str, model: nn.Module, **arguments: Any) -> Design:
     wrapped = nn.parallel.DistributedDataParallel(model, **arguments)
     return Design(name, wrapped, lambda: None)
 

@@ -33,9 +33,9 @@ from torch import nn
 from torch.multiprocessing.spawn import start_processes
 
 from ddp.bench.designs import Design, Timing, Workload, make_designs
-from ddp.bench.rows import Link, Measured, Row, median_of_runs
+from ddp.bench.rows import Link, Measured, Row, compute_median_rows
 from ddp.consistency.model_agreement import gather_objects
-from ddp.metering.trace import svg, write
+from ddp.metering.trace import svg, write_atomically
 
 SIZES_MB = (1.0, 10.0, 25.0, 100.0, 1000.0)
 #: Rounds before the measured rounds. Buckets are rebuilt in the second one.
@@ -65,19 +65,19 @@ def bench(*, device: str = "cpu", quick: bool = False, **more: Any) -> list[Row]
     """
     options = BenchOptions(device=device, quick=quick, **more)
     if "RANK" not in os.environ:
-        return median_of_runs([_run_once(options) for _ in range(options.runs)])
+        return compute_median_rows([_run_once(options) for _ in range(options.runs)])
     if options.runs != 1:
         raise ValueError(
             f"expected runs=1 in a process of torchrun, got {options.runs}; start the command "
             "without torchrun, or start it several times"
         )
     if dist.is_initialized():
-        return _rows(options)
+        return _measure_rows(options)
     if device == "cuda":
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     try:
-        return _rows(options)
+        return _measure_rows(options)
     finally:
         dist.destroy_process_group()
 
@@ -104,14 +104,14 @@ def _run_process(rank: int, world_size: int, folder: str, options: BenchOptions)
         world_size=world_size,
         timeout=timedelta(minutes=5),
     )
-    rows = _rows(options)
+    rows = _measure_rows(options)
     if rank == 0:
         Path(folder, "rows.json").write_text(json.dumps(rows))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _rows(options: BenchOptions) -> list[Row]:
+def _measure_rows(options: BenchOptions) -> list[Row]:
     device = torch.device(options.device)
     link = _measure_link(device, options.quick)
     rows: list[Row] = []
@@ -121,7 +121,7 @@ def _rows(options: BenchOptions) -> list[Row]:
     return rows if dist.get_rank() == 0 else []
 
 
-def _cores_per_rank() -> float:
+def _count_cores_per_rank() -> float:
     """Return the number of cores per rank of this machine, on which hosts may be emulated."""
     host = socket.gethostname()
     ranks = gather_objects(host).count(host)
@@ -134,7 +134,7 @@ def _measure(
     """Run one step of each design per round, and return the timings of the slowest rank."""
     module, loss = workload(device)
     model_bytes = sum(p.numel() * p.element_size() for p in module.parameters() if p.requires_grad)
-    predicted_mb = link.best_mb(model_bytes)
+    predicted_mb = link.predict_best_mb(model_bytes)
     contenders = _select_designs(options, module, predicted_mb)
     rounds = WARMUP_ROUNDS + (options.rounds or (2 if options.quick else 12))
     seconds = torch.zeros(rounds, len(contenders), len(Timing._fields), dtype=torch.float64)
@@ -143,7 +143,7 @@ def _measure(
             dist.barrier()
             seconds[number, column] = torch.tensor(contender.step(loss, device))
     if options.picture and dist.get_rank() == 0:
-        draw(options.picture, contenders)
+        draw_median_steps(options.picture, contenders)
     slowest = seconds.to(device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     timings = slowest.cpu().numpy()
@@ -151,7 +151,7 @@ def _measure(
         workload.__name__,
         model_bytes,
         link,
-        _cores_per_rank(),
+        _count_cores_per_rank(),
         contenders,
         timings[WARMUP_ROUNDS:],
         first_steps=timings[:WARMUP_ROUNDS, :, Timing._fields.index("step")],
@@ -175,7 +175,7 @@ def _select_designs(options: BenchOptions, module: nn.Module, predicted_mb: floa
     return make_designs(module, sorted(sizes_mb), names, custom)
 
 
-def draw(path: str, contenders: Sequence[Design]) -> None:
+def draw_median_steps(path: str, contenders: Sequence[Design]) -> None:
     """Write an SVG of the step of median duration of each design that has a meter."""
     steps = {}
     for design in contenders:
@@ -183,15 +183,15 @@ def draw(path: str, contenders: Sequence[Design]) -> None:
             measured = list(design.meter.steps)[WARMUP_ROUNDS:]
             measured.sort(key=lambda step: step.seconds)
             steps[design.name] = measured[len(measured) // 2]
-    write(path, svg(steps))
+    write_atomically(path, svg(steps))
 
 
 def _measure_link(device: torch.device, quick: bool) -> Link:
     """Return bandwidth and latency from all-reduces of two sizes, as measured on rank 0."""
     small_bytes = 2**14
     large_bytes = 2**22 if quick else 2**24
-    small_seconds = _all_reduce_seconds(small_bytes, device)
-    large_seconds = _all_reduce_seconds(large_bytes, device)
+    small_seconds = _measure_all_reduce(small_bytes, device)
+    large_seconds = _measure_all_reduce(large_bytes, device)
     measured = torch.tensor([small_seconds, large_seconds], dtype=torch.float64, device=device)
     dist.broadcast(measured, 0)
     small_seconds, large_seconds = measured.tolist()
@@ -199,7 +199,7 @@ def _measure_link(device: torch.device, quick: bool) -> Link:
     return Link(bandwidth, max(small_seconds - small_bytes / bandwidth, 1e-6))
 
 
-def _all_reduce_seconds(num_bytes: int, device: torch.device) -> float:
+def _measure_all_reduce(num_bytes: int, device: torch.device) -> float:
     """Return the median seconds of an all-reduce, after two warm-up calls."""
     tensor = torch.ones(num_bytes // 4, device=device)
     durations = []
@@ -240,10 +240,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     if path:
         path.write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(rows))
+    print(format_table(rows))
 
 
-def table(rows: list[Row]) -> str:
+def format_table(rows: list[Row]) -> str:
     """Return the rows as aligned text, one block per set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):

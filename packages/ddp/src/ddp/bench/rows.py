@@ -28,7 +28,7 @@ class Link:
     #: Seconds per call.
     latency: float
 
-    def best_mb(self, model_bytes: int) -> float:
+    def predict_best_mb(self, model_bytes: int) -> float:
         """Return the best bucket size that the overhead model predicts, in units of 2**20 bytes."""
         size = optimal_bucket_bytes(model_bytes, self.bandwidth, self.latency)
         return float(f"{size / 2**20:.3g}")
@@ -48,7 +48,7 @@ class Measured:
     #: Seconds of the slowest rank in the steps before the measured ones, by round and design.
     first_steps: np.ndarray
 
-    def seconds(self, design: str, field: str = "step") -> np.ndarray:
+    def get_seconds(self, design: str, field: str = "step") -> np.ndarray:
         """Return a field of `Timing` for one design, one number per round."""
         index = [d.name for d in self.designs].index(design)
         column: np.ndarray = self.timings[:, index, Timing._fields.index(field)]
@@ -62,76 +62,76 @@ class Measured:
     @cached_property
     def rows(self) -> list[Row]:
         """All rows of this workload."""
-        rows = [self._step_row(design) for design in self.designs]
+        rows = [self._build_step_row(design) for design in self.designs]
         swept = [design for design in self.designs if design.name[0].isdigit()]
         if len(swept) >= 3:
-            rows += self._sweep_rows(swept)
+            rows += self._build_sweep_rows(swept)
         if "none" in self.names:
-            rows.append(self._bound_row())
+            rows.append(self._build_bound_row())
         return [{"case": row.pop("case"), "workload": self.workload, **row} for row in rows]
 
-    def _step_row(self, design: Design) -> Row:
-        step = self.seconds(design.name)
-        cpu = self.seconds(design.name, "cpu")
-        after = self.seconds(design.name, "after_backward")
+    def _build_step_row(self, design: Design) -> Row:
+        step = self.get_seconds(design.name)
+        cpu = self.get_seconds(design.name, "cpu")
+        after = self.get_seconds(design.name, "after_backward")
         last = design.meter.last if design.meter else None
         row: Row = {
             "case": "step",
             "design": design.name,
-            "step_ms": _median_ms(step),
-            "cpu_ms": _median_ms(cpu),
-            "first_steps_excess_ms": self._excess_of_first_steps(design),
-            "after_backward_ms": _median_ms(after),
+            "step_ms": _compute_median_ms(step),
+            "cpu_ms": _compute_median_ms(cpu),
+            "first_steps_excess_ms": self._compute_first_steps_excess_ms(design),
+            "after_backward_ms": _compute_median_ms(after),
             "calls": last.calls if last else "-",
             "gradient_bytes": last.gradient_bytes if last else "-",
             "extra_bytes": last.extra_bytes if last else "-",
             "communication_share": "-",
         }
         if "none" in self.names:
-            row["communication_share"] = 1 - float(median(self.seconds("none") / step))
-        row |= self._ratios(step)
+            row["communication_share"] = 1 - float(median(self.get_seconds("none") / step))
+        row |= self._compute_ratios(step)
         row["cpu_ratio_to_torch_tuned"] = "-"
         if "torch tuned" in self.names:
-            ratio = median(cpu / self.seconds("torch tuned", "cpu"))
+            ratio = median(cpu / self.get_seconds("torch tuned", "cpu"))
             row["cpu_ratio_to_torch_tuned"] = float(ratio)
         return row
 
-    def _excess_of_first_steps(self, design: Design) -> float:
+    def _compute_first_steps_excess_ms(self, design: Design) -> float:
         """Return by how many milliseconds the slowest first step exceeds the median later step."""
         index = self.designs.index(design)
         slowest = float(self.first_steps[:, index].max())
-        return 1e3 * slowest - _median_ms(self.seconds(design.name))
+        return 1e3 * slowest - _compute_median_ms(self.get_seconds(design.name))
 
-    def _ratios(self, step: np.ndarray) -> Row:
+    def _compute_ratios(self, step: np.ndarray) -> Row:
         """Return percentiles of the ratio of step times to each reference design."""
         row: Row = {}
         for reference in REFERENCES:
-            ratios = step / self.seconds(reference) if reference in self.names else None
+            ratios = step / self.get_seconds(reference) if reference in self.names else None
             for percent in (50, 10, 90):
                 key = f"ratio_to_{reference.replace(' ', '_')}_p{percent}"
                 row[key] = float(np.percentile(ratios, percent)) if ratios is not None else "-"
         return row
 
-    def _sweep_rows(self, swept: Sequence[Design]) -> list[Row]:
+    def _build_sweep_rows(self, swept: Sequence[Design]) -> list[Row]:
         """Return rows that compare bucket sizes with the prediction of the overhead model."""
         bucket_counts = [design.meter.last.calls for design in swept if design.meter]
-        exposed = [median(self.seconds(design.name, "after_backward")) for design in swept]
-        best = min(swept, key=lambda design: float(median(self.seconds(design.name))))
+        exposed = [median(self.get_seconds(design.name, "after_backward")) for design in swept]
+        best = min(swept, key=lambda design: float(median(self.get_seconds(design.name))))
         bandwidth = self.link.bandwidth
         latency = self.link.latency
         rows: list[Row] = []
         for design, num_buckets, measured in zip(swept, bucket_counts, exposed, strict=True):
             predicted = overhead_seconds(self.model_bytes, bandwidth, latency, num_buckets)
-            step = self.seconds(design.name)
+            step = self.get_seconds(design.name)
             rows.append(
                 {
                     "case": "sweep",
                     "design": design.name,
                     "num_buckets": num_buckets,
-                    "step_ms": _median_ms(step),
+                    "step_ms": _compute_median_ms(step),
                     "after_backward_ms": 1e3 * measured,
                     "model_ms": 1e3 * predicted,
-                    "ratio_to_best_p50": median(step / self.seconds(best.name)),
+                    "ratio_to_best_p50": median(step / self.get_seconds(best.name)),
                 }
             )
         rows.append(
@@ -139,27 +139,27 @@ class Measured:
                 "case": "prediction",
                 "bandwidth_gbps": bandwidth / 1e9,
                 "latency_ms": 1e3 * latency,
-                "predicted_mb": self.link.best_mb(self.model_bytes),
+                "predicted_mb": self.link.predict_best_mb(self.model_bytes),
                 "best_design": best.name,
             }
         )
         return rows
 
-    def _bound_row(self) -> Row:
+    def _build_bound_row(self) -> Row:
         """Return lower bounds on the step time of designs that send every gradient uncompressed.
 
         For the overlap bound, gradients are sent from the start of the backward pass at the
         bandwidth of an idle link. The processor bound is the least measured processor time of such
         a design, divided by the number of cores per rank.
         """
-        step = median(self.seconds("none"))
-        backward = median(self.seconds("none", "backward"))
+        step = median(self.get_seconds("none"))
+        backward = median(self.get_seconds("none", "backward"))
         wire = self.model_bytes / self.link.bandwidth
         exposed = max(0.0, wire - backward)
         busy = []
         for design in self.designs:
-            if design.name in ("torch", "torch tuned") or self._sends_all(design):
-                busy.append(median(self.seconds(design.name, "cpu")) / self.cores_per_rank)
+            if design.name in ("torch", "torch tuned") or self._is_uncompressed(design):
+                busy.append(median(self.get_seconds(design.name, "cpu")) / self.cores_per_rank)
         cpu_bound = min(busy, default=0.0)
         row: Row = {
             "case": "bound",
@@ -173,14 +173,14 @@ class Measured:
         for reference in REFERENCES:
             key = f"bound_ratio_to_{reference.replace(' ', '_')}"
             is_measured = reference in self.names
-            row[key] = bound / median(self.seconds(reference)) if is_measured else "-"
+            row[key] = bound / median(self.get_seconds(reference)) if is_measured else "-"
         return row
 
-    def _sends_all(self, design: Design) -> bool:
+    def _is_uncompressed(self, design: Design) -> bool:
         return design.meter is not None and design.meter.last.gradient_bytes == self.model_bytes
 
 
-def median_of_runs(runs: Sequence[list[Row]]) -> list[Row]:
+def compute_median_rows(runs: Sequence[list[Row]]) -> list[Row]:
     """Return the rows of several runs as one list, in which each number is the median.
 
     Rows of steps also contain the lowest and the highest ratio of a run to torch's tuned DDP.
@@ -208,5 +208,5 @@ def median_of_runs(runs: Sequence[list[Row]]) -> list[Row]:
     return result
 
 
-def _median_ms(seconds: np.ndarray) -> float:
+def _compute_median_ms(seconds: np.ndarray) -> float:
     return 1e3 * float(median(seconds))

@@ -96,13 +96,13 @@ class CommHook(Extension):
         )
 
         def store() -> None:
-            gradients.copy_(_reduced_tensor(future.value(), gradients).reshape(-1))
+            gradients.copy_(_get_reduced_tensor(future.value(), gradients).reshape(-1))
 
         return Collective(future, bucket.gradients.nbytes, 0, store, launches_in_callbacks=True)
 
     def reduce_sparse(self, bucket: GradBucket) -> Tensor:
         """Return the value of the hook's future for a sparse gradient."""
-        reduced = _reduced_tensor(self._call(bucket).wait(), bucket.buffer())
+        reduced = _get_reduced_tensor(self._call(bucket).wait(), bucket.buffer())
         return reduced.coalesce() if reduced.is_sparse else reduced
 
     def _call(self, bucket: GradBucket) -> Any:
@@ -150,7 +150,7 @@ def _is_allowed(annotation: Any, *allowed: Any) -> bool:
     )
 
 
-def _reduced_tensor(value: Any, gradients: Tensor) -> Tensor:
+def _get_reduced_tensor(value: Any, gradients: Tensor) -> Tensor:
     """Return the tensor in the value of a hook's future; raise `TypeError` if it does not fit."""
     reduced = value[0] if isinstance(value, list | tuple) else value
     is_fitting = isinstance(reduced, Tensor) and reduced.numel() == gradients.numel()

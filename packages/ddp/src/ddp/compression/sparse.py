@@ -32,9 +32,9 @@ def average_sparse(
     """
     all_reduce = partial(dist.all_reduce, group=group.process_group)
     for index, (name, parameter) in enumerate(parameters.items()):
-        gradient = _zero_gradient(parameter)
+        gradient = _make_zero_gradient(parameter)
         if is_participating and parameter.grad is not None:
-            gradient = _coalesced_gradient(parameter.grad) * scale
+            gradient = _coalesce_gradient(parameter.grad) * scale
         if hook is not None:
             is_last = index == len(parameters) - 1
             bucket = GradBucket(index, [parameter], gradient, (), is_last=is_last)
@@ -46,7 +46,7 @@ def average_sparse(
             parameter.grad = gradient
 
 
-def _zero_gradient(parameter: nn.Parameter) -> Tensor:
+def _make_zero_gradient(parameter: nn.Parameter) -> Tensor:
     """Return a sparse gradient without rows."""
     # torch 2.11 warns about the argument check_invariants, but not about this context.
     with torch.sparse.check_sparse_tensor_invariants():
@@ -58,7 +58,7 @@ def _zero_gradient(parameter: nn.Parameter) -> Tensor:
     return gradient.coalesce()
 
 
-def _coalesced_gradient(gradient: Tensor) -> Tensor:
+def _coalesce_gradient(gradient: Tensor) -> Tensor:
     gradient = gradient.detach()
     if not gradient.is_sparse:
         gradient = gradient.to_sparse(1)

@@ -18,7 +18,7 @@ def should_copy_buffers(replica: Any) -> bool:
     Inside `join()`, the first synchronized forward pass of each step copies them.
     """
     is_enabled = replica.is_connected and replica.options.sync_buffers
-    if not is_enabled or not replica.tracked.have_buffers():
+    if not is_enabled or not replica.tracked.has_buffers():
         return False
     if replica.is_joining:
         return torch.is_grad_enabled() and bool(replica.ddp.require_backward_grad_sync)
@@ -42,7 +42,7 @@ def copy_buffers(replica: Any, *, is_participating: bool = True) -> None:
     torch's DDP copies them before a forward pass only. A copy at the end of each step keeps them
     equal for a checkpoint that follows. This is a collective.
     """
-    buffers = list(replica.tracked.named_buffers().values())
+    buffers = list(replica.tracked.collect_buffers().values())
     if not buffers or not replica.options.sync_buffers:
         return
     source = 0

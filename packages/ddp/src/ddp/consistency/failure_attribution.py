@@ -77,7 +77,7 @@ class FailureAttribution(Extension):
                 self.report_failure(f"{type(error).__name__}: {error}")
                 error.add_note(f"rank {self._rank} was waiting for {description}")
                 raise
-            attributed: Any = self._attribute_error(description, error)
+            attributed: Any = self._make_attributed_error(description, error)
             attributed.ranks = ranks
             raise attributed from error
 
@@ -94,7 +94,7 @@ class FailureAttribution(Extension):
         deadline = time.monotonic() + self._store.timeout.total_seconds()
         while not all(self._store.check([rank_key]) for rank_key in rank_keys):
             if self._store.check([f"{self._key}/failed"]) or time.monotonic() > deadline:
-                raise self._attribute_error(
+                raise self._make_attributed_error(
                     f"the rendezvous because {cause}", RuntimeError("not every rank reached it")
                 )
             time.sleep(0.002)
@@ -129,7 +129,7 @@ class FailureAttribution(Extension):
         self.report_failure(reason)
         raise RuntimeError(reason)
 
-    def _attribute_error(self, description: str, error: Exception) -> RuntimeError:
+    def _make_attributed_error(self, description: str, error: Exception) -> RuntimeError:
         summary = (str(error) or type(error).__name__).splitlines()[0]
         if not self._failure:
             self._write_reason(_LOST + summary)

@@ -13,7 +13,7 @@ from torch import nn
 from ddp.bucket import RANK_FLAGS, Bucket
 from ddp.communication import BucketReduction, run_collective
 from ddp.consistency.failure_attribution import FailureAttribution
-from ddp.consistency.model_agreement import checksum, gather_objects
+from ddp.consistency.model_agreement import compute_checksum, gather_objects
 from ddp.extensions import Extension, Step
 from ddp.process_group import ReduceGroup
 
@@ -151,7 +151,7 @@ class GradientAgreement(Extension):
     def _compare_reports(self, step: Step, *, with_weights: bool) -> set[int]:
         report = None
         if step.is_participating:
-            report = self._report(step.buckets, with_weights=with_weights)
+            report = self._make_report(step.buckets, with_weights=with_weights)
         try:
             unused_names = check_same_gradients(
                 report,
@@ -169,7 +169,7 @@ class GradientAgreement(Extension):
                     unused.add(index)
         return unused
 
-    def _report(self, buckets: Sequence[Bucket], *, with_weights: bool) -> GradientReport:
+    def _make_report(self, buckets: Sequence[Bucket], *, with_weights: bool) -> GradientReport:
         missing = []
         with_nan = []
         for bucket in buckets:
@@ -179,7 +179,9 @@ class GradientAgreement(Extension):
             tuple(name for _, name in sorted(missing)),
             tuple(name for _, name in sorted(with_nan)),
             self._has_stepped,
-            checksum(self._forward_parameters or self._step_parameters) if with_weights else 0,
+            compute_checksum(self._forward_parameters or self._step_parameters)
+            if with_weights
+            else 0,
         )
 
 

@@ -63,12 +63,14 @@ def check_same_weights(
 
     The error names the rank and the parameter. This is a collective.
     """
-    weights = named_state(module, ignored, buffers=False)
-    lines = [f"{name!r} with checksum {checksum([weight])}" for name, weight in weights.items()]
+    weights = collect_state(module, ignored, buffers=False)
+    lines = [
+        f"{name!r} with checksum {compute_checksum([weight])}" for name, weight in weights.items()
+    ]
     check_same_descriptions(gather_objects(lines, group))
 
 
-def checksum(tensors: Iterable[Tensor]) -> int:
+def compute_checksum(tensors: Iterable[Tensor]) -> int:
     """Return the CRC-32 of the tensors' bytes."""
     total = 0
     for tensor in tensors:
@@ -90,7 +92,7 @@ def broadcast_tensors(
     # A retained graph may have saved buffers. The guard hides their change from autograd, so that a
     # second backward pass does not fail.
     with torch.autograd._unsafe_preserve_version_counter(tuple(tensors)):
-        for batch in _batches(tensors):
+        for batch in _split_into_batches(tensors):
             # Bytes can represent every dtype, including bool and float8.
             pieces = [_as_bytes(tensor) for tensor in batch]
             flat = pieces[0] if len(batch) == 1 else torch.cat(pieces)
@@ -104,7 +106,7 @@ def broadcast_tensors(
                     tensor.copy_(piece.clone().view(tensor.dtype).view(tensor.shape))
 
 
-def named_state(
+def collect_state(
     module: nn.Module, ignored: Collection[str], *, buffers: bool = True
 ) -> dict[str, Tensor]:
     """Return parameters by name, and buffers if `buffers` is True; omit names in `ignored`."""
@@ -115,7 +117,7 @@ def named_state(
 def describe_model(module: nn.Module, ignored: Collection[str]) -> list[str]:
     """Return one line per parameter and buffer, with the properties that all ranks must share."""
     lines = []
-    sparse = parameters_with_sparse_gradients(module)
+    sparse = collect_sparse_parameters(module)
     for name, parameter in module.named_parameters():
         if name in ignored:
             continue
@@ -136,7 +138,7 @@ def describe_model(module: nn.Module, ignored: Collection[str]) -> list[str]:
     return lines
 
 
-def parameters_with_sparse_gradients(module: nn.Module) -> set[Tensor]:
+def collect_sparse_parameters(module: nn.Module) -> set[Tensor]:
     """Return the weights of all embeddings with `sparse=True`."""
     return {
         layer.weight
@@ -152,7 +154,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup | None = None) -> list[A
     return gathered
 
 
-def _batches(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
+def _split_into_batches(tensors: Iterable[Tensor]) -> list[list[Tensor]]:
     """Split tensors into batches of one device with at most `BROADCAST_BYTES` each."""
     batches: list[list[Tensor]] = []
     open_batches: dict[torch.device, tuple[list[Tensor], int]] = {}

@@ -58,7 +58,7 @@ def _have_separate_ranges(parameters: Iterable[nn.Parameter]) -> bool:
         if gradient.is_contiguous():
             gradient_end = address + gradient.nbytes
         else:
-            gradient_end = _Layout.of(gradient).end
+            gradient_end = _Layout.from_tensor(gradient).end
         if gradient_end == start:
             start = address
         elif address == end:
@@ -81,7 +81,7 @@ class _Layout(NamedTuple):
     strides: tuple[int, ...]
 
     @classmethod
-    def of(cls, tensor: Tensor) -> _Layout:
+    def from_tensor(cls, tensor: Tensor) -> _Layout:
         """Return the layout of `tensor`."""
         return cls(tensor.data_ptr(), tensor.itemsize, tuple(tensor.shape), tensor.stride())
 
@@ -100,7 +100,7 @@ def _find_overlapping_ranges(
     for name, parameter in parameters.items():
         gradient = parameter.grad
         if gradient is not None and gradient.layout is torch.strided and gradient.numel():
-            gradients.append((_Layout.of(gradient), name))
+            gradients.append((_Layout.from_tensor(gradient), name))
     gradients.sort()
     groups: list[list[tuple[_Layout, str]]] = []
     end = 0

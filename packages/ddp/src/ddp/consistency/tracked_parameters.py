@@ -15,9 +15,9 @@ from ddp.consistency.failure_attribution import FailureAttribution
 from ddp.consistency.model_agreement import (
     broadcast_tensors,
     check_same_descriptions,
+    collect_sparse_parameters,
+    collect_state,
     describe_model,
-    named_state,
-    parameters_with_sparse_gradients,
 )
 from ddp.process_group import ReduceGroup
 
@@ -48,7 +48,7 @@ class TrackedParameters:
         for parameter in self._module.parameters():
             self._compared[parameter] = True
         # Sparse gradients cannot be views of a flat buffer, so they are reduced one by one.
-        sparse = parameters_with_sparse_gradients(self._module)
+        sparse = collect_sparse_parameters(self._module)
         self.trained = {
             name: parameter
             for name, parameter in self._module.named_parameters()
@@ -66,7 +66,7 @@ class TrackedParameters:
         loop may therefore freeze and unfreeze parameters in every step without new buckets.
         """
         now = self._snapshot()
-        if self._last.equals(now):
+        if self._last.is_equal_to(now):
             return False
         if not all(isinstance(p, nn.Parameter) for p in now.owned):
             return False  # `torch.func.functional_call` replaces parameters during one call.
@@ -85,7 +85,7 @@ class TrackedParameters:
         description = describe_model(self._module, self._ignored)
         check_same_descriptions(failures.rendezvous(cause, description))
         new = []
-        for parameter in named_state(self._module, self._ignored, buffers=False).values():
+        for parameter in collect_state(self._module, self._ignored, buffers=False).values():
             is_unfrozen = parameter.requires_grad and id(parameter) not in self._averaged
             if is_unfrozen or parameter not in self._compared:
                 new.append(parameter)
@@ -97,14 +97,14 @@ class TrackedParameters:
         """All recorded parameters."""
         return [*self.dense.values(), *self.sparse.values()]
 
-    def named_buffers(self) -> dict[str, Tensor]:
+    def collect_buffers(self) -> dict[str, Tensor]:
         """Return the buffers to synchronize by name. Modules may replace them at any time."""
-        if not self.have_buffers():
+        if not self.has_buffers():
             return {}
         named = self._module.named_buffers()
         return {name: b for name, b in named if name not in self._ignored and b.numel()}
 
-    def have_buffers(self) -> bool:
+    def has_buffers(self) -> bool:
         """Return True if the modules have buffers."""
         return any(self._buffer_dicts)
 
@@ -150,7 +150,7 @@ class _Snapshot:
     attributes: list[tuple[Any, ...]]
     children: list[Any]
 
-    def equals(self, other: _Snapshot) -> bool:
+    def is_equal_to(self, other: _Snapshot) -> bool:
         """Return True if `other` contains the same objects with the same attributes."""
         return (
             _are_identical(self.owned, other.owned)

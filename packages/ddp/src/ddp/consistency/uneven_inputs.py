@@ -9,7 +9,7 @@ from torch.distributed.algorithms.join import JoinHook
 
 from ddp.aliased_gradients import copy_misplaced_grads
 from ddp.consistency.buffers import copy_buffers, gather_participating_ranks
-from ddp.consistency.model_agreement import broadcast_tensors, named_state
+from ddp.consistency.model_agreement import broadcast_tensors, collect_state
 
 
 class ZeroContribution(JoinHook):
@@ -31,7 +31,7 @@ class ZeroContribution(JoinHook):
         """Copy the weights of a rank that took all steps, and its buffers if steps copy buffers."""
         replica = self._replica
         candidates = gather_participating_ranks(replica, is_participating=is_last_joiner)
-        state = named_state(replica.module, replica.ignored, buffers=replica.options.sync_buffers)
+        state = collect_state(replica.module, replica.ignored, buffers=replica.options.sync_buffers)
         broadcast_tensors(
             list(state.values()),
             replica.group.process_group,

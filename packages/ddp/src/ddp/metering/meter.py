@@ -15,7 +15,7 @@ from pathlib import Path
 from ddp.communication import BucketReduction
 from ddp.extensions import Extension, Step
 from ddp.metering.records import BucketRecord, Span, StepRecord
-from ddp.metering.trace import svg, write
+from ddp.metering.trace import svg, write_atomically
 
 
 class Meter(Extension):
@@ -45,7 +45,7 @@ class Meter(Extension):
     def on_step_end(self, step: Step, reductions: Sequence[BucketReduction]) -> None:
         """Record the step, and the bytes, calls and times of its buckets."""
         waiting = (step.wait_start, time.perf_counter())
-        self.record([_bucket_record(reduction) for reduction in reductions], waiting)
+        self.record([_make_bucket_record(reduction) for reduction in reductions], waiting)
 
     def record(self, buckets: Sequence[BucketRecord], waiting: Span) -> None:
         """Record a step. `waiting` is the start and stop of the wait for the buckets."""
@@ -61,10 +61,10 @@ class Meter(Extension):
                 f"expected a path that ends in .svg, got {str(path)!r}; use torch.profiler for a "
                 "Chrome trace"
             )
-        write(path, svg({"last step": self.last}))
+        write_atomically(path, svg({"last step": self.last}))
 
 
-def _bucket_record(reduction: BucketReduction) -> BucketRecord:
+def _make_bucket_record(reduction: BucketReduction) -> BucketRecord:
     collectives = reduction.collectives
     return BucketRecord(
         parameters=reduction.bucket.names,

@@ -86,10 +86,10 @@ class StepRecord:
             stop = min(bucket.done, self.waiting[0])
             if bucket.sent < stop:
                 spans.append((bucket.sent, stop))
-        return _length_of_union(spans)
+        return _compute_covered_seconds(spans)
 
 
-def _length_of_union(spans: list[Span]) -> float:
+def _compute_covered_seconds(spans: list[Span]) -> float:
     total = 0.0
     covered_until = float("-inf")
     for start, stop in sorted(spans):

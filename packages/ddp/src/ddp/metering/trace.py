@@ -41,7 +41,7 @@ class Event:
     parameters: str = ""
 
 
-def events(step: StepRecord) -> list[Event]:
+def list_events(step: StepRecord) -> list[Event]:
     """Return the events of a step. Events in the same lane do not overlap."""
     result = [Event(0, "forward", *span) for span in step.forwards]
     result.append(Event(0, "loss and backward", *step.backward))
@@ -61,7 +61,7 @@ def svg(steps: Mapping[str, StepRecord]) -> str:
     Computation is blue, and the wait after it is red. Communication is green while it is hidden
     behind the computation, and orange otherwise.
     """
-    stops = {name: _last_stop(step) for name, step in steps.items()}
+    stops = {name: _compute_last_stop(step) for name, step in steps.items()}
     longest = max(stops[name] - step.start for name, step in steps.items())
     scale = (_WIDTH - _LEFT - 20) / longest
     parts: list[str] = []
@@ -69,22 +69,22 @@ def svg(steps: Mapping[str, StepRecord]) -> str:
     for name, step in steps.items():
         start = step.start
         stop = stops[name]
-        step_events = events(step)
-        parts.append(_text(_LEFT - 8, y + 12, name, anchor="end"))
+        step_events = list_events(step)
+        parts.append(_draw_text(_LEFT - 8, y + 12, name, anchor="end"))
         for event in step_events:
             bar_y = y + _ROW_HEIGHT * min(event.lane, _MAX_LANES)
-            for piece_start, piece_stop, color in _pieces(event, step):
+            for piece_start, piece_stop, color in _split_event(event, step):
                 x = _LEFT + (piece_start - start) * scale
                 bar_width = (piece_stop - piece_start) * scale
-                parts.append(_bar(x, bar_y, bar_width, color, event))
+                parts.append(_draw_bar(x, bar_y, bar_width, color, event))
         y += _ROW_HEIGHT * (1 + min(_MAX_LANES, max(event.lane for event in step_events)))
         label = f"waits {1e3 * step.exposed_seconds:.0f} ms of {1e3 * (stop - start):.0f}"
-        parts.append(_text(_LEFT, y + 9, label))
+        parts.append(_draw_text(_LEFT, y + 9, label))
         y += 2 * _GAP
     x = float(_LEFT)
     for color, meaning in _LEGEND:
         parts.append(f'<rect x="{x:g}" y="5" width="10" height="10" fill="{color}"/>')
-        parts.append(_text(x + 14, 14, meaning))
+        parts.append(_draw_text(x + 14, 14, meaning))
         x += 26 + 6.2 * len(meaning)
     head = f'<svg xmlns="http://www.w3.org/2000/svg" width="{_WIDTH}" height="{y}" '
     style = 'font-family="sans-serif" font-size="11">'
@@ -92,7 +92,7 @@ def svg(steps: Mapping[str, StepRecord]) -> str:
     return head + style + background + "".join(parts) + "</svg>\n"
 
 
-def write(path: str | Path, text: str) -> None:
+def write_atomically(path: str | Path, text: str) -> None:
     """Write `text` to `path` atomically."""
     temporary = Path(f"{path}.{os.getpid()}.part")
     temporary.write_text(text)
@@ -109,7 +109,7 @@ def _claim_lane(lane_stops: list[float], bucket: BucketRecord) -> int:
     return len(lane_stops) - 1
 
 
-def _pieces(event: Event, step: StepRecord) -> list[tuple[float, float, str]]:
+def _split_event(event: Event, step: StepRecord) -> list[tuple[float, float, str]]:
     """Return start, stop and color of the pieces of an event; split communication at the wait."""
     if not event.lane:
         return [(event.start, event.stop, _COLORS[event.name])]
@@ -117,11 +117,11 @@ def _pieces(event: Event, step: StepRecord) -> list[tuple[float, float, str]]:
     return [(event.start, split_time, _HIDDEN), (split_time, event.stop, _EXPOSED)]
 
 
-def _last_stop(step: StepRecord) -> float:
+def _compute_last_stop(step: StepRecord) -> float:
     return max([step.waiting[1], *(bucket.done for bucket in step.buckets)])
 
 
-def _bar(x: float, y: float, width: float, color: str, event: Event) -> str:
+def _draw_bar(x: float, y: float, width: float, color: str, event: Event) -> str:
     if width <= 0:
         return ""
     milliseconds = 1e3 * (event.stop - event.start)
@@ -132,5 +132,5 @@ def _bar(x: float, y: float, width: float, color: str, event: Event) -> str:
     )
 
 
-def _text(x: float, y: float, text: str, anchor: str = "start") -> str:
+def _draw_text(x: float, y: float, text: str, anchor: str = "start") -> str:
     return f'<text x="{x:.2f}" y="{y:.2f}" text-anchor="{anchor}">{escape(text)}</text>'

@@ -30,13 +30,19 @@ from zero.checkpoint.ownership import (
     find_slots,
     find_tied_names,
 )
-from zero.checkpoint.storage import HEADER, fingerprint, open_folder, run_on_ranks, write_folder
+from zero.checkpoint.storage import (
+    HEADER,
+    compute_fingerprint,
+    open_folder,
+    run_on_ranks,
+    write_folder,
+)
 from zero.checkpoint.weights import check_format, find_weights
 from zero.fsdp.fsdp import find_fsdps
-from zero.fsdp.wrapping import original_name
+from zero.fsdp.wrapping import get_original_name
 from zero.optimizer.optimizer_trial import check_state
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.optimizer.state_dict import options_of
+from zero.optimizer.state_dict import get_options
 
 
 def save_checkpoint(
@@ -66,7 +72,7 @@ def save_checkpoint(
         parts.extend(part for part in all_parts if part.is_written_by(rank, world))
         objects.update(state_objects)
         if rank == 0:
-            objects.update(_header_objects(model, optimizer, extra))
+            objects.update(_collect_header_objects(model, optimizer, extra))
 
     # Only the owner of a parameter may have state that cannot be saved.
     run_on_ranks(collect, group, f"checkpoint {path} was not saved")
@@ -92,7 +98,7 @@ def _check_group(
             )
 
 
-def _header_objects(
+def _collect_header_objects(
     model: nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any] | None
 ) -> dict[str, Any]:
     """Return rank 0's objects: group options, module states that are not parts, and `extra`."""
@@ -101,12 +107,12 @@ def _header_objects(
     names = find_group_names(model, optimizer) if optimizer else []
     for index, (group, members) in enumerate(zip(groups, names, strict=True)):
         # torch's reader expects these names.
-        for key, value in {"params": members, **options_of(group)}.items():
+        for key, value in {"params": members, **get_options(group)}.items():
             _check_key(key, f"options of parameter group {index}")
             objects[f"optimizer.param_groups.{index}.{key}"] = value
     objects[HEADER] = {
         "version": VERSION,
-        "modules": {original_name(name): v for name, v in find_model_parts(model)[1].items()},
+        "modules": {get_original_name(name): v for name, v in find_model_parts(model)[1].items()},
         "extra": extra or {},
     }
     return objects
@@ -145,7 +151,7 @@ def load_checkpoint(
 
     def check() -> int:
         folder = find_checkpoint(Path(path))
-        before = fingerprint(folder)
+        before = compute_fingerprint(folder)
         checksums.verify(folder, dist.get_rank(group), dist.get_world_size(group))
         opened.append(_open(folder, model, optimizer, strict, prefix))
         return before
@@ -158,7 +164,7 @@ def load_checkpoint(
 
     def fill() -> None:
         loading.fill()
-        if fingerprint(find_checkpoint(Path(path))) != fingerprints[0]:
+        if compute_fingerprint(find_checkpoint(Path(path))) != fingerprints[0]:
             raise RuntimeError(
                 "another job replaced the checkpoint while it was being loaded, so the model may "
                 "have parts of both: load again"
@@ -182,7 +188,7 @@ def _open(
     weights = None if (path / ".metadata").exists() else find_weights(path)
     parts, states = find_model_parts(model)
     names = {part.name for part in parts} | find_tied_names(model).keys()
-    state_names = {original_name(name) for name in states}
+    state_names = {get_original_name(name) for name in states}
     contents = read_contents(weights or open_folder(path), names, state_names, prefix)
     return Loading(contents, model, optimizer, strict)
 

@@ -17,7 +17,7 @@ NAME = "checksums.json"
 CHUNK = 1 << 22
 
 
-def checksum(path: Path) -> int:
+def compute_checksum(path: Path) -> int:
     """Return the CRC-32 of a file."""
     crc = 0
     with path.open("rb") as file:
@@ -26,9 +26,9 @@ def checksum(path: Path) -> int:
     return crc
 
 
-def of_files(folder: Path, names: Iterable[str]) -> dict[str, int]:
+def compute_file_checksums(folder: Path, names: Iterable[str]) -> dict[str, int]:
     """Return the checksum of each of these files of a folder."""
-    return {name: checksum(folder / name) for name in names}
+    return {name: compute_checksum(folder / name) for name in names}
 
 
 def write(folder: Path, files: dict[str, int], token: str) -> None:
@@ -40,7 +40,7 @@ def write(folder: Path, files: dict[str, int], token: str) -> None:
         os.fsync(file.fileno())
 
 
-def token_of(folder: Path) -> str | None:
+def read_token(folder: Path) -> str | None:
     """Return the token of the save that wrote a folder, or None if no token can be read."""
     try:
         token: str = _read(folder / NAME)["save"]
@@ -61,7 +61,7 @@ def verify(folder: Path, rank: int, world: int) -> None:
     for name in sorted(files)[rank::world]:
         if not (folder / name).exists():
             raise ValueError(f"{folder / name} is missing: use an older checkpoint")
-        if checksum(folder / name) != files[name]:
+        if compute_checksum(folder / name) != files[name]:
             raise ValueError(
                 f"{folder / name} is damaged (its checksum differs): use an older checkpoint"
             )

@@ -21,7 +21,7 @@ from zero.checkpoint import checksums
 from zero.checkpoint.ownership import Part
 from zero.checkpoint.storage import HEADER, Folder
 from zero.checkpoint.weights import Weights
-from zero.optimizer.state_dict import options_of
+from zero.optimizer.state_dict import get_options
 
 #: The version of the format that `save_checkpoint` writes, and the only one that is loaded.
 VERSION = 4
@@ -47,7 +47,7 @@ class Contents:
     #: Stored state of parameters that the model does not have.
     foreign_states: list[str] = field(default_factory=list)
 
-    def shape_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:
+    def get_shape_and_dtype(self, name: str) -> tuple[torch.Size, torch.dtype]:
         """Return the shape and dtype of a stored tensor of the model."""
         return self.source.tensors[self.model[name]]
 
@@ -132,14 +132,14 @@ class _EntrySorter:
             if name not in states
             and not (name.startswith(self.prefix) and name.removeprefix(self.prefix) in self.names)
         ]
-        self.contents.optimizers = _optimizer_prefixes(entries, self.names)
+        self.contents.optimizers = _find_optimizer_prefixes(entries, self.names)
         self._sort(entries, sorted(self.contents.optimizers, key=len, reverse=True))
         if len(self.contents.optimizers) == 1:
             spelled = [parameter for parameter, _, _ in self.states]
             for key, group in self.groups.items():
                 members = group.get("param_names", group.get("params", [key]))
                 spelled += [str(member) for member in members]
-            self._name_parameters(_state_prefix(spelled, self.names, self.prefix))
+            self._name_parameters(_find_state_prefix(spelled, self.names, self.prefix))
 
     def _read_module_states(self, state_names: Collection[str]) -> set[str]:
         """Read the states of modules, and return the names of their entries.
@@ -202,7 +202,7 @@ class _EntrySorter:
             # torch stores names in addition to numbers if the optimizer has them.
             for member, name in zip(members, group.get("param_names", members), strict=True):
                 name_of[member] = name.removeprefix(strip) if isinstance(name, str) else name
-                self.contents.options[name_of[member]] = options_of(group)
+                self.contents.options[name_of[member]] = get_options(group)
         for parameter, key, stored in self.states:
             model_name = _find_name(parameter, strip, self.names, name_of)
             if model_name is None:
@@ -211,7 +211,7 @@ class _EntrySorter:
                 self.contents.states.setdefault(model_name, []).append((key, stored))
 
 
-def _optimizer_prefixes(entries: Sequence[str], names: set[str]) -> list[str]:
+def _find_optimizer_prefixes(entries: Sequence[str], names: set[str]) -> list[str]:
     """Return the prefix of each optimizer: the part of its names before `param_groups`.
 
     A module may be called `param_groups`, so copies of the model's tensors and entries of an
@@ -228,7 +228,7 @@ def _optimizer_prefixes(entries: Sequence[str], names: set[str]) -> list[str]:
     return sorted(root for root in roots if not root.startswith(state_prefixes))
 
 
-def _state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
+def _find_state_prefix(spelled: Sequence[str], names: set[str], prefix: str) -> str:
     """Return the suffix of the model's prefix that the optimizer's names also have.
 
     In `{"model": ..., "optimizer": ...}` the model's tensors are stored under `model.`. The

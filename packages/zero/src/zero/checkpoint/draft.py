@@ -98,14 +98,14 @@ class Draft:
             raise NotADirectoryError(f"{path} is a file: choose a folder")
         self.path = path
         self.token = secrets.token_hex(8)
-        self.folder = draft_folder(path, self.token)
+        self.folder = build_draft_path(path, self.token)
         self._lock = PathLock(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock.acquire()
         try:
             # An earlier save may have been killed between its two renames.
-            if not path.exists() and previous_path(path).exists():
-                previous_path(path).rename(path)
+            if not path.exists() and build_previous_path(path).exists():
+                build_previous_path(path).rename(path)
             self._remove_stale()
             self.folder.mkdir()
         except BaseException:
@@ -130,12 +130,12 @@ class Draft:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def draft_folder(path: Path, token: str) -> Path:
+def build_draft_path(path: Path, token: str) -> Path:
     """Return the folder in which the save called `token` is written."""
     return path.with_name(f".{path.name}.{token}.saving")
 
 
-def previous_path(path: Path) -> Path:
+def build_previous_path(path: Path) -> Path:
     """Return the path of the last good checkpoint while a new one replaces it."""
     return path.with_name(f".{path.name}.previous")
 
@@ -146,7 +146,11 @@ def find_checkpoint(path: Path) -> Path:
         return path  # the name of a link may have a suffix that its target does not have
     # `..` also works in the real path if the folder before it does not exist.
     real = Path(os.path.realpath(path))
-    return previous_path(real) if not real.exists() and previous_path(real).exists() else real
+    return (
+        build_previous_path(real)
+        if not real.exists() and build_previous_path(real).exists()
+        else real
+    )
 
 
 def link_other_files(path: Path, draft: Path) -> None:
@@ -171,8 +175,8 @@ def _link_or_copy(file: str | Path, target: str | Path) -> None:
 
 
 def replace_folder(draft: Path, path: Path) -> None:
-    """Rename a finished folder to `path`; until then, keep the old one at `previous_path(path)`."""
-    old = previous_path(path)
+    """Rename a finished folder to `path`; until then, keep the old one under its previous path."""
+    old = build_previous_path(path)
     if path.exists():
         shutil.rmtree(old, ignore_errors=True)
         path.rename(old)

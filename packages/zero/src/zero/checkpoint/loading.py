@@ -23,10 +23,10 @@ from zero.checkpoint.ownership import (
 from zero.checkpoint.storage import Folder
 from zero.dtensors import has_elements
 from zero.fsdp.fsdp import find_fsdps
-from zero.fsdp.wrapping import original_name
+from zero.fsdp.wrapping import get_original_name
 from zero.optimizer.optimizer_kinds import ELEMENTWISE
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
-from zero.optimizer.state_dict import number_parameters, options_of
+from zero.optimizer.state_dict import get_options, number_parameters
 from zero.process_groups import as_bytes, check_separate_elements
 
 
@@ -82,13 +82,15 @@ class Loading:
     def _match_module_states(self, names: Collection[str]) -> dict[str, Any]:
         """Return the stored states of modules by their names in the model's state dict."""
         stored = self.contents.modules
-        originals = {original_name(name) for name in names}
+        originals = {get_original_name(name) for name in names}
         for name in originals & self.contents.model.keys():
             stored[name] = self.contents.read_whole(self.contents.model.pop(name))
         self._check_missing(sorted(originals - stored.keys()), "the model, not in the checkpoint")
         self._check_missing(sorted(stored.keys() - originals), "the checkpoint only")
         return {
-            name: stored[original_name(name)] for name in names if original_name(name) in stored
+            name: stored[get_original_name(name)]
+            for name in names
+            if get_original_name(name) in stored
         }
 
     def _match_model(self, parts: list[Part]) -> list[Part]:
@@ -124,7 +126,7 @@ class Loading:
 
     def _check_part(self, part: Part) -> None:
         """Raise ValueError if a stored tensor cannot be loaded into the model's tensor."""
-        saved_shape, saved_dtype = self.contents.shape_and_dtype(part.name)
+        saved_shape, saved_dtype = self.contents.get_shape_and_dtype(part.name)
         current_dtype = part.values.dtype
         if saved_shape != part.shape or not _can_load(saved_dtype, current_dtype):
             raise ValueError(
@@ -144,7 +146,7 @@ class Loading:
         """Raise ValueError if a tied tensor's two names have different values in the checkpoint."""
         values = []
         for name in (part.name, second):
-            shape, dtype = self.contents.shape_and_dtype(name)
+            shape, dtype = self.contents.get_shape_and_dtype(name)
             if shape == part.shape:
                 # Each rank compares its own elements.
                 read = torch.empty(part.stop - part.start, dtype=dtype)
@@ -169,15 +171,15 @@ class Loading:
         names_of_groups = find_group_names(model, optimizer)
         names = [name for group in names_of_groups for name in group]
 
-        def name_of(stored: str | int) -> str:
+        def find_name(stored: str | int) -> str:
             # Other programs may store a tied tensor under any of its names.
             if isinstance(stored, str):
                 return self.tied.get(stored, stored)
             return names[stored] if stored < len(names) else f"parameter {stored}"
 
-        options = {name_of(stored): group for stored, group in self.contents.options.items()}
-        self.options = _options_of_groups(options, names_of_groups)
-        states = {name_of(stored): entries for stored, entries in self.contents.states.items()}
+        options = {find_name(stored): group for stored, group in self.contents.options.items()}
+        self.options = _collect_group_options(options, names_of_groups)
+        states = {find_name(stored): entries for stored, entries in self.contents.states.items()}
         for group_slots in find_slots(model, optimizer):
             self.states += [(slot, states.get(slot.name, [])) for slot in group_slots]
         inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
@@ -218,7 +220,9 @@ class Loading:
         if foreign:
             self.left_out.append(f"{', '.join(foreign)}: state of parameters not in the model")
 
-    def _state_parts(self) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
+    def _allocate_state_parts(
+        self,
+    ) -> tuple[list[tuple[int, str, Part]], list[tuple[int, str, str]]]:
         """Return the optimizer state to read: tensors, and then objects.
 
         An entry is (parameter number, key, part) or (parameter number, key, stored name).
@@ -240,7 +244,7 @@ class Loading:
     def _fill_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         source = self.contents.source
         assert isinstance(source, Folder)
-        tensors, objects = self._state_parts()
+        tensors, objects = self._allocate_state_parts()
         loaded = source.read([part for _, _, part in tensors], [name for _, _, name in objects])
         state: dict[int, dict[str, Any]] = {}
         for index, key, part in tensors:
@@ -250,7 +254,7 @@ class Loading:
             state.setdefault(index, {})[key] = loaded[name]
         inner = optimizer.inner if isinstance(optimizer, ShardedOptimizer) else optimizer
         all_options = [
-            {**options_of(group), **saved_options}
+            {**get_options(group), **saved_options}
             for group, saved_options in zip(inner.param_groups, self.options, strict=True)
         ]
         groups = number_parameters(all_options, inner.param_groups)
@@ -276,7 +280,7 @@ class Loading:
         for index, key, value in loaded:
             name = self.states[index][0].name
             if name in self.contents.model:
-                _, parameter_dtype = self.contents.shape_and_dtype(name)
+                _, parameter_dtype = self.contents.get_shape_and_dtype(name)
                 state = optimizer.state[parameters[index]]
                 if value.dtype not in (parameter_dtype, state[key].dtype):
                     state[key] = value.to(state[key].device)
@@ -309,7 +313,7 @@ def _can_load(saved: torch.dtype, current: torch.dtype) -> bool:
     return new.min <= old.min and old.max <= new.max
 
 
-def _options_of_groups(
+def _collect_group_options(
     options: dict[str, dict[str, Any]], names_of_groups: list[list[str]]
 ) -> list[dict[str, Any]]:
     """Return the stored options of each parameter group of the optimizer.

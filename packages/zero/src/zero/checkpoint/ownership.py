@@ -17,9 +17,9 @@ from torch.nn.modules.module import _EXTRA_STATE_KEY_SUFFIX
 
 from zero.dtensors import Run
 from zero.fsdp.fsdp import find_fsdps
-from zero.fsdp.optimizer_hooks import find_shard_optimizer
-from zero.fsdp.shard import ShardedParameter, plain_shard
-from zero.fsdp.wrapping import original_name
+from zero.fsdp.optimizer_hooks import find_optimizer_hooks
+from zero.fsdp.shard import ShardedParameter, as_plain_shard
+from zero.fsdp.wrapping import get_original_name
 from zero.optimizer.sharded_optimizer import ShardedOptimizer
 
 
@@ -61,9 +61,9 @@ class Slot:
 
 def unwrap(model: nn.Module) -> nn.Module:
     """Return the module without wrappers such as FSDP and DDP; checkpoints use its names."""
-    model = _compiled_from(model)
+    model = _unwrap_compiled(model)
     while list(model._modules) == ["module"] and not model._parameters and not model._buffers:
-        model = _compiled_from(model.get_submodule("module"))
+        model = _unwrap_compiled(model.get_submodule("module"))
     return model
 
 
@@ -71,7 +71,7 @@ def find_tied_names(model: nn.Module) -> dict[str, str]:
     """Return a dictionary that maps the second and later names of tied parameters to the first."""
     first_names: dict[nn.Parameter, str] = {}
     first_of = {}
-    for name, parameter in _named_parameters(model, with_tied=True):
+    for name, parameter in _iter_parameters(model, with_tied=True):
         if parameter in first_names:
             first_of[name] = first_names[parameter]
         else:
@@ -79,15 +79,15 @@ def find_tied_names(model: nn.Module) -> dict[str, str]:
     return first_of
 
 
-def _named_parameters(
+def _iter_parameters(
     model: nn.Module, *, with_tied: bool = False
 ) -> Iterator[tuple[str, nn.Parameter]]:
     module = unwrap(model)
     for name, parameter in module.named_parameters(remove_duplicate=not with_tied):
-        yield original_name(name), parameter
+        yield get_original_name(name), parameter
 
 
-def _compiled_from(model: nn.Module) -> nn.Module:
+def _unwrap_compiled(model: nn.Module) -> nn.Module:
     original = model._modules.get("_orig_mod")
     return model if original is None else original
 
@@ -103,9 +103,9 @@ def find_model_parts(
     synchronized: the parameters that a ShardedOptimizer keeps equal on all ranks.
     """
     parts = []
-    for slot in _parameter_slots(model):
+    for slot in _iter_slots(model):
         assert slot.run is not None
-        values = plain_shard(slot.parameter)
+        values = as_plain_shard(slot.parameter)
         parts.append(
             Part(
                 slot.name,
@@ -118,14 +118,14 @@ def find_model_parts(
                 is_synchronized=slot.parameter in synchronized,
             )
         )
-    parameter_names = {name for name, _ in _named_parameters(model, with_tied=True)}
+    parameter_names = {name for name, _ in _iter_parameters(model, with_tied=True)}
     with ExitStack() as stack:
         for fsdp in find_fsdps(model):
             stack.enter_context(fsdp.state_dict_hooks.keep_shards())
         state = unwrap(model).state_dict()
     states = {}
     for wrapped_name, value in state.items():
-        name = original_name(wrapped_name)
+        name = get_original_name(wrapped_name)
         if name in parameter_names:
             continue
         # A module may create the tensor of its extra state, so it must receive the loaded one.
@@ -141,7 +141,7 @@ def find_model_parts(
 
 def find_slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Slot]]:
     """Return the slots of each group in order; those of a ShardedOptimizer describe its shards."""
-    slot_of = {slot.parameter: slot for slot in _parameter_slots(model)}
+    slot_of = {slot.parameter: slot for slot in _iter_slots(model)}
     if isinstance(optimizer, ShardedOptimizer):
         names = {parameter: slot.name for parameter, slot in slot_of.items()}
         split: dict[nn.Parameter, Slot] = {}
@@ -150,10 +150,10 @@ def find_slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[
             name = _look_up(parameter, names)
             split[shard] = Slot(name, parameter.shape, run, shard, False)
         return [[split[p] for p in group["params"]] for group in optimizer.inner.param_groups]
-    shard_optimizer = find_shard_optimizer(optimizer)
-    if shard_optimizer:
+    hooks = find_optimizer_hooks(optimizer)
+    if hooks:
         for parameter, slot in slot_of.items():
-            slot_of[parameter] = replace(slot, run=shard_optimizer.find_run(parameter))
+            slot_of[parameter] = replace(slot, run=hooks.find_run(parameter))
     return [
         [_look_up(parameter, slot_of) for parameter in group["params"]]
         for group in optimizer.param_groups
@@ -162,17 +162,17 @@ def find_slots(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[
 
 def find_group_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[str]]:
     """Return the parameter names of each group. All ranks return the same names."""
-    names = {slot.parameter: slot.name for slot in _parameter_slots(model)}
+    names = {slot.parameter: slot.name for slot in _iter_slots(model)}
     return [[_look_up(p, names) for p in group["params"]] for group in optimizer.param_groups]
 
 
-def _parameter_slots(model: nn.Module) -> Iterator[Slot]:
+def _iter_slots(model: nn.Module) -> Iterator[Slot]:
     sharded: dict[nn.Parameter, ShardedParameter] = {}
     for fsdp in find_fsdps(model):
         for p in (p for unit in fsdp.units for p in unit.parameters):
             # After `FSDPModule.unshard` the module has the full parameter.
             sharded |= {p.shard: p, p.full: p}
-    for name, parameter in _named_parameters(model):
+    for name, parameter in _iter_parameters(model):
         if parameter in sharded:
             p = sharded[parameter]
             run = Run(p.start, p.stop, p.shard.shape)

@@ -43,7 +43,7 @@ class SavePlanner(DefaultSavePlanner):
         self._objects: dict[MetadataIndex, Any] = {MetadataIndex(k): v for k, v in objects.items()}
         items = [WriteItem(index, WriteItemType.BYTE_IO) for index in self._objects]
         for part in parts:
-            for chunk, values in _chunks(part):
+            for chunk, values in _iter_chunks(part):
                 index = MetadataIndex(part.name, chunk.offsets)
                 self._objects[index] = values
                 properties = TensorProperties(dtype=values.dtype)
@@ -76,7 +76,7 @@ class LoadPlanner(DefaultLoadPlanner):
         for number, part in enumerate(self._parts):
             saved = metadata.state_dict_metadata[part.name]
             assert isinstance(saved, TensorStorageMetadata)
-            wanted = list(_chunks(part))
+            wanted = list(_iter_chunks(part))
             for item in create_read_items_for_chunk_list(part.name, saved, [c for c, _ in wanted]):
                 # Two parts may contain the same elements, so parts are identified by number.
                 index = MetadataIndex(str(number), item.dest_index.offset)
@@ -104,7 +104,7 @@ class LoadPlanner(DefaultLoadPlanner):
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
+def iter_boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     """Cover row-major elements `start` to `stop` by boxes; yield offsets and sizes in order."""
     if start >= stop:
         return
@@ -117,26 +117,26 @@ def boxes(shape: Sequence[int], start: int, stop: int) -> Iterator[Box]:
     last = stop // row_numel
     if first > last:
         # The run is within one row.
-        yield from _boxes_of_row(shape, last, start - last * row_numel, stop - last * row_numel)
+        yield from _iter_row_boxes(shape, last, start - last * row_numel, stop - last * row_numel)
         return
     if start < first * row_numel:
         row_start = (first - 1) * row_numel
-        yield from _boxes_of_row(shape, first - 1, start - row_start, row_numel)
+        yield from _iter_row_boxes(shape, first - 1, start - row_start, row_numel)
     if first < last:
         yield (first, *(0 for _ in shape[1:])), (last - first, *shape[1:])
     if last * row_numel < stop:
-        yield from _boxes_of_row(shape, last, 0, stop - last * row_numel)
+        yield from _iter_row_boxes(shape, last, 0, stop - last * row_numel)
 
 
-def _boxes_of_row(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
-    for offsets, sizes in boxes(shape[1:], start, stop):
+def _iter_row_boxes(shape: Sequence[int], row: int, start: int, stop: int) -> Iterator[Box]:
+    for offsets, sizes in iter_boxes(shape[1:], start, stop):
         yield (row, *offsets), (1, *sizes)
 
 
-def _chunks(part: Part) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
+def _iter_chunks(part: Part) -> Iterator[tuple[ChunkStorageMetadata, Tensor]]:
     """Yield the boxes of a part, each with its values in the box's shape."""
     start = 0
-    wanted = boxes(part.shape, part.start, part.stop)
+    wanted = iter_boxes(part.shape, part.start, part.stop)
     if prod(part.shape) == 0:
         wanted = iter([(tuple(0 for _ in part.shape), tuple(part.shape))])
     for offsets, sizes in wanted:

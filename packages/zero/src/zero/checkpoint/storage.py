@@ -19,7 +19,7 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 from torch.distributed.checkpoint.planner import SavePlan
 
 from zero.checkpoint import checksums
-from zero.checkpoint.draft import Draft, draft_folder, find_checkpoint
+from zero.checkpoint.draft import Draft, build_draft_path, find_checkpoint
 from zero.checkpoint.ownership import Part
 from zero.checkpoint.planner import LoadPlanner, SavePlanner
 from zero.diagnostics import explain
@@ -57,11 +57,11 @@ def write_folder(
 
     try:
         token = run_on_ranks(open_draft, group, failure)[0]
-        storage = FileSystemWriter(draft_folder(path, token))
+        storage = FileSystemWriter(build_draft_path(path, token))
 
         def prepare() -> SavePlan:
             _check_loadable(objects)
-            _check_shared(draft_folder(path, token))
+            _check_shared(build_draft_path(path, token))
             storage.set_up_storage_writer(rank == 0)
             return planner.create_local_plan()
 
@@ -71,7 +71,7 @@ def write_folder(
         def write() -> _Written:
             results = storage.write_data(plans[rank], planner).wait()
             files = sorted({result.storage_data.relative_path for result in results})
-            return results, checksums.of_files(draft_folder(path, token), files)
+            return results, checksums.compute_file_checksums(build_draft_path(path, token), files)
 
         written = run_on_ranks(write, group, failure)
 
@@ -84,7 +84,7 @@ def write_folder(
         run_on_ranks(publish, group, failure)
     except RuntimeError as error:
         # Rank 0 may have died, or may not have removed the earlier folder, after the rename.
-        if checksums.token_of(path) != token:
+        if checksums.read_token(path) != token:
             raise
         raise RuntimeError(f"{path} was saved, but then: {error.__cause__ or error}") from None
     finally:
@@ -100,7 +100,7 @@ _Written = tuple[list[Any], dict[str, int]]
 def _publish(draft: Draft, written: Sequence[_Written]) -> None:
     """Write the checksums of all files, and rename the folder to its final path."""
     files = {name: crc for _, of_rank in written for name, crc in of_rank.items()}
-    files |= checksums.of_files(draft.folder, [".metadata"])
+    files |= checksums.compute_file_checksums(draft.folder, [".metadata"])
     checksums.write(draft.folder, files, draft.token)
     for info in (result.storage_data for results, _ in written for result in results):
         file = draft.folder / info.relative_path
@@ -206,7 +206,7 @@ def open_folder(path: Path) -> Folder:
     return Folder(path, metadata)
 
 
-def fingerprint(path: Path) -> int:
+def compute_fingerprint(path: Path) -> int:
     """Return a number that changes with every `save_checkpoint` to `path`; 0 if nothing is there.
 
     For other programs' files, it depends only on the metadata, or on the names and sizes of the
@@ -214,7 +214,7 @@ def fingerprint(path: Path) -> int:
     """
     for name in (checksums.NAME, ".metadata"):
         if (path / name).is_file():
-            return checksums.checksum(path / name)
+            return checksums.compute_checksum(path / name)
     files = [path] if path.is_file() else sorted(path.glob("*"))
     listed = [(file.name, file.stat().st_size) for file in files]
     return zlib.crc32(repr(listed).encode()) if listed else 0

@@ -43,7 +43,7 @@ def find_weights(path: Path) -> Weights | None:
 
     Raise ValueError for files of torch.save, and for damaged files.
     """
-    files = [path] if path.is_file() else _files_of_index(path)
+    files = [path] if path.is_file() else _list_files(path)
     is_torch = any(file.match(pattern) for file in files for pattern in TORCH_FILES)
     if is_torch or (not files and any(any(path.glob(pattern)) for pattern in TORCH_FILES)):
         raise ValueError(
@@ -60,7 +60,7 @@ def find_weights(path: Path) -> Weights | None:
     return Weights(mapped) if files else None
 
 
-def _files_of_index(folder: Path) -> list[Path]:
+def _list_files(folder: Path) -> list[Path]:
     """Return the files that a folder's index names; without an index, all its safetensors files."""
     index = folder / INDEX
     if not index.exists():

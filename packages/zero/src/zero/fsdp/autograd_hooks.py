@@ -33,7 +33,7 @@ class MutableArgument:
 
     def write_back(self) -> list[Any]:
         """Apply a module's changes of the copy to the original, and return the added values."""
-        entries = _entries_of(self.copied)
+        entries = _list_entries(self.copied)
         if _are_same(entries, self.copied_entries):
             return []
         originals = {id(v): self.original_entries[key] for key, v in self.copied_entries.items()}
@@ -64,7 +64,7 @@ def replace_tensors(
             return value if is_same else tree_unflatten(changed, spec)
         if not _is_dataclass_object(value):
             return value
-    entries = _entries_of(value)
+    entries = _list_entries(value)
     replaced = {key: replace_tensors(function, v, mutable) for key, v in entries.items()}
     copied = value
     if not _are_same(entries, replaced):
@@ -78,7 +78,7 @@ def _is_dataclass_object(value: Any) -> bool:
     return is_dataclass(value) and not isinstance(value, type | nn.Module)
 
 
-def _entries_of(container: Any) -> dict[Any, Any]:
+def _list_entries(container: Any) -> dict[Any, Any]:
     """Return the entries of a list, a deque, a dictionary or a dataclass by index, key or name."""
     if isinstance(container, list | deque):
         return dict(enumerate(container))
@@ -148,7 +148,7 @@ def call_before_gradients(values: Any, hook: Callable[[], None], inputs: Any = (
     return values
 
 
-def hides_tensors(values: Any) -> bool:
+def has_hidden_tensors(values: Any) -> bool:
     """Return True if `values` has no visible tensor, but has an object that may contain tensors."""
     is_opaque = any(not isinstance(leaf, TYPES_WITHOUT_TENSORS) for leaf in tree_leaves(values))
     return is_opaque and not find_tensors(values)
@@ -161,7 +161,7 @@ def find_tensors(values: Any) -> list[Tensor]:
         if isinstance(leaf, Tensor):
             tensors.append(leaf)
         elif _is_dataclass_object(leaf):
-            tensors += find_tensors(list(_entries_of(leaf).values()))
+            tensors += find_tensors(list(_list_entries(leaf).values()))
     return tensors
 
 

@@ -18,7 +18,7 @@ from zero.fsdp.optimizer_hooks import install_optimizer_hooks
 from zero.fsdp.shard import find_sharded, mark_replaced
 from zero.fsdp.unit import Unit
 from zero.fsdp.unit_schedule import UnitSchedule
-from zero.fsdp.wrapping import ShardPolicy, make_units, materialize_module, original_name
+from zero.fsdp.wrapping import ShardPolicy, get_original_name, make_units, materialize_module
 from zero.parameter_checks import check_module, check_parameters, hide_from_ddp
 from zero.process_groups import Collective, Communicator, DryRun, Group
 
@@ -103,9 +103,9 @@ class FSDP(UnitSchedule):
         self.ignored_params = set(ignored_params)
         ignored = adopted | self.ignored_params
         named = list(module.named_parameters(remove_duplicate=False))
-        self._names = [original_name(name) for name, _ in named]
+        self._names = [get_original_name(name) for name, _ in named]
         check_parameters(
-            [(original_name(name), p) for name, p in named if p not in ignored],
+            [(get_original_name(name), p) for name, p in named if p not in ignored],
             module.named_buffers(),
             self.communicator,
         )
@@ -155,7 +155,7 @@ class FSDP(UnitSchedule):
         for unit in self.units:
             full |= unit.gather_full_parameters()
         for wrapped_name, parameter in self.module.named_parameters(remove_duplicate=False):
-            name = original_name(wrapped_name)
+            name = get_original_name(wrapped_name)
             if name in full:
                 continue
             sharded = find_sharded(parameter)
@@ -198,7 +198,7 @@ class FSDP(UnitSchedule):
                 "expected one process group for a module and the modules within it, got several: "
                 "pass the same mesh to every fully_shard call"
             )
-        names = {m: original_name(name) for name, m in self.module.named_modules()}
+        names = {m: get_original_name(name) for name, m in self.module.named_modules()}
         inner.remove_hooks()
         for unit in inner.units:
             unit.communicator = self.communicator

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from zero.fsdp.shard import ShardedParameter, plain_shard
+from zero.fsdp.shard import ShardedParameter, as_plain_shard
 from zero.partition import partition_by_parameter
 from zero.process_groups import Communicator, as_bytes
 
@@ -37,7 +37,7 @@ class FullTensorExchange:
         #: The rank that steps each shard's parameter; rank 0 for parameters without elements.
         self.owner = {p.shard: earlier_owners.get(p.shard, 0) for p in parameters}
         for rank in range(communicator.world):
-            for piece in partition.shard_pieces(rank):
+            for piece in partition.list_shard_pieces(rank):
                 self.owner[added[piece.index].shard] = rank
         #: The elements and the gradient of each shard that is being stepped.
         self._shards: dict[nn.Parameter, tuple[Tensor, Tensor | None]] = {}
@@ -52,7 +52,7 @@ class FullTensorExchange:
         """
         # `check_gradients_match` ensures that a parameter has a gradient on all ranks or on none.
         stepped = [p for p in self.parameters if p.shard.grad is not None]
-        self._shards = {p.shard: (plain_shard(p.shard), p.shard.grad) for p in stepped}
+        self._shards = {p.shard: (as_plain_shard(p.shard), p.shard.grad) for p in stepped}
         full: dict[nn.Parameter, tuple[Tensor, Tensor]] = {}
         for unit in dict.fromkeys(p.unit for p in stepped):
             values = unit.gather_full_parameters()
@@ -73,7 +73,7 @@ class FullTensorExchange:
                 elements, _ = self._shards[p.shard]
                 p.shard.data = elements.new_ones((1,) * elements.dim())
         self._without_gradient = {
-            p.shard: plain_shard(p.shard).clone()
+            p.shard: as_plain_shard(p.shard).clone()
             for p in self.parameters
             if p.shard not in self._shards and p.shard.requires_grad
         }
@@ -86,7 +86,7 @@ class FullTensorExchange:
         optimizer has changed any other shard, of which it only had this rank's elements.
         """
         for shard, before in self._without_gradient.items():
-            if not torch.equal(as_bytes(plain_shard(shard)), as_bytes(before)):
+            if not torch.equal(as_bytes(as_plain_shard(shard)), as_bytes(before)):
                 raise RuntimeError(
                     f"rank {self.communicator.rank}: the optimizer has changed a parameter that "
                     "has no gradient and is not whole: compute gradients of all parameters, "
@@ -100,7 +100,7 @@ class FullTensorExchange:
             data, gradient = self._shards[shard]
             owner = self.owner[shard]
             is_owner = owner == self.communicator.rank
-            stepped = plain_shard(shard) if is_owner else data.new_empty(parameter.shape)
+            stepped = as_plain_shard(shard) if is_owner else data.new_empty(parameter.shape)
             full = stepped.contiguous()
             self.communicator.broadcast(full, owner).wait()
             shard.grad = None

@@ -60,7 +60,7 @@ def fully_shard(
                 "over all ranks, on the device of its module: omit it"
             )
     policy = mp_policy or MixedPrecisionPolicy()
-    inner = dict.fromkeys(_fsdp_of(sharded) for sharded in _sharded_modules(module))
+    inner = dict.fromkeys(_get_fsdp(sharded) for sharded in _list_sharded_modules(module))
     fsdp = FSDP(
         module,
         policy.param_dtype,
@@ -80,9 +80,9 @@ def fully_shard(
     if policy.output_dtype is not None:
         fsdp.output_dtypes[module] = policy.output_dtype
     cls: Any = type(module)
-    module.__class__ = _sharded_class(cls)
+    module.__class__ = _make_sharded_class(cls)
     hide_from_ddp(module)
-    for sharded in _sharded_modules(module):
+    for sharded in _list_sharded_modules(module):
         sharded.__dict__[FULLY_SHARDED] = fsdp
     return module
 
@@ -104,7 +104,7 @@ class FSDPModule:
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gather the parameters of this module; return a handle if `async_op`, otherwise None."""
-        handle = UnshardHandle(_units_of(self))
+        handle = UnshardHandle(_list_units(self))
         for unit in handle.units:
             unit.unshard()
         if async_op:
@@ -114,7 +114,7 @@ class FSDPModule:
 
     def reshard(self) -> None:
         """Free the full parameters of this module, unless it is running."""
-        for unit in _units_of(self):
+        for unit in _list_units(self):
             unit.set_unsharded_by_caller(False)
             unit.release_and_reshard()
 
@@ -122,12 +122,12 @@ class FSDPModule:
         self, requires_gradient_sync: bool, *, recurse: bool = True
     ) -> None:
         """Set whether the next backward passes average gradients or accumulate them locally."""
-        for unit in _units_of(self, recurse):
+        for unit in _list_units(self, recurse):
             unit.gradients.sync = requires_gradient_sync
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Set whether the forward pass frees the parameters or keeps them for the backward pass."""
-        for unit in _units_of(self, recurse):
+        for unit in _list_units(self, recurse):
             unit.reshard_after_forward = reshard_after_forward
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
@@ -143,7 +143,7 @@ class FSDPModule:
 
         The number applies to all modules of the model, in forward and backward passes.
         """
-        _fsdp_of(self).prefetch = max(_fsdp_of(self).prefetch, len(modules))
+        _get_fsdp(self).prefetch = max(_get_fsdp(self).prefetch, len(modules))
 
     set_modules_to_backward_prefetch = set_modules_to_forward_prefetch
 
@@ -175,20 +175,20 @@ def _check_module(module: Any) -> None:
         )
 
 
-def _fsdp_of(module: Any) -> FSDP:
+def _get_fsdp(module: Any) -> FSDP:
     return cast(FSDP, vars(module)[FULLY_SHARDED])
 
 
-def _units_of(module: Any, recurse: bool = False) -> list[Unit]:
-    fsdp = _fsdp_of(module)
-    modules = _sharded_modules(module) if recurse else [module]
+def _list_units(module: Any, recurse: bool = False) -> list[Unit]:
+    fsdp = _get_fsdp(module)
+    modules = _list_sharded_modules(module) if recurse else [module]
     return [unit for sharded in modules for unit in fsdp.units_of.get(sharded, [])]
 
 
-def _sharded_modules(module: Any) -> list[Any]:
+def _list_sharded_modules(module: Any) -> list[Any]:
     return [inner for inner in module.modules() if isinstance(inner, FSDPModule)]
 
 
 @cache
-def _sharded_class(cls: Any) -> type[nn.Module]:
+def _make_sharded_class(cls: Any) -> type[nn.Module]:
     return type(f"FSDP{cls.__name__}", (FSDPModule, cls), {"__module__": cls.__module__})

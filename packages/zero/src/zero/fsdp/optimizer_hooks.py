@@ -25,7 +25,7 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from zero.dtensors import Run, full_entries, state_rows
+from zero.dtensors import Run, gather_state_rows, iter_full_entries
 from zero.fsdp.full_tensors import FullTensorExchange
 from zero.fsdp.shard import ShardedParameter, find_sharded
 from zero.gradients.shard import ShardGradient, as_plain
@@ -39,7 +39,7 @@ from zero.optimizer.optimizer_kinds import (
     read_constructor_options,
 )
 from zero.optimizer.parameter_groups import check_not_replaced, is_same_list
-from zero.optimizer.state_dict import options_of
+from zero.optimizer.state_dict import get_options
 from zero.process_groups import Communicator
 
 
@@ -50,21 +50,21 @@ def install_optimizer_hooks() -> None:
     state_dict = torch.optim.Optimizer.state_dict
 
     @wraps(state_dict)
-    def state_dict_of_shards(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-        find_shard_optimizer(optimizer)
+    def get_state_dict(optimizer: torch.optim.Optimizer) -> dict[str, Any]:
+        find_optimizer_hooks(optimizer)
         return state_dict(optimizer)
 
     # Before its first step, an optimizer may have state from its constructor or from a state dict.
     # torch has no global hook for state dicts, so the method itself is replaced.
-    torch.optim.Optimizer.state_dict = state_dict_of_shards  # type: ignore[assignment,method-assign]
+    torch.optim.Optimizer.state_dict = get_state_dict  # type: ignore[assignment,method-assign]
 
 
-def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | None:
-    """Return the ShardOptimizer of an optimizer of shards, None for any other optimizer.
+def find_optimizer_hooks(optimizer: torch.optim.Optimizer) -> OptimizerHooks | None:
+    """Return the OptimizerHooks of an optimizer of shards, None for any other optimizer.
 
     Create or update it if necessary. Raise RuntimeError if the optimizer cannot step shards.
     """
-    shard_optimizer, known = _shard_optimizers.get(optimizer, (None, []))
+    hooks, known = _hooks_of.get(optimizer, (None, []))
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if not is_same_list(parameters, known):
         try:
@@ -72,47 +72,47 @@ def find_shard_optimizer(optimizer: torch.optim.Optimizer) -> ShardOptimizer | N
                 check_not_replaced(f"number {index}", parameter)
             if any(find_sharded(parameter) for parameter in parameters):
                 check_constructed(optimizer)
-                shard_optimizer = shard_optimizer or ShardOptimizer(optimizer)
-                shard_optimizer.update(optimizer)
+                hooks = hooks or OptimizerHooks(optimizer)
+                hooks.update(optimizer)
         except ValueError as error:
             raise RuntimeError(str(error)) from error
-        _shard_optimizers[optimizer] = shard_optimizer, parameters
-    for state in optimizer.state.values() if shard_optimizer else ():
+        _hooks_of[optimizer] = hooks, parameters
+    for state in optimizer.state.values() if hooks else ():
         # A copy of a gradient or a shard, such as a momentum buffer, must not act like a gradient.
         state.update({k: as_plain(v) for k, v in state.items() if isinstance(v, ShardGradient)})
-    return shard_optimizer
+    return hooks
 
 
 def _order_hooks(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Make `_before_step` the last pre-hook of a step, and `_after_step` the first post-hook.
+    """Make `_prepare_step` the last pre-hook of a step, and `_finish_step` the first post-hook.
 
     The caller's hooks may clip gradients or read norms over all ranks, so they must run before
-    `_before_step` or after `_after_step`. torch runs global pre-hooks before the optimizer's
+    `_prepare_step` or after `_finish_step`. torch runs global pre-hooks before the optimizer's
     pre-hooks, and global post-hooks after the optimizer's post-hooks.
     """
-    shard_optimizer = find_shard_optimizer(optimizer)
-    if shard_optimizer is not None:
+    hooks = find_optimizer_hooks(optimizer)
+    if hooks is not None:
         # torch's annotation of these ordered dictionaries is `dict`.
         pre_hooks: Any = optimizer._optimizer_step_pre_hooks
         post_hooks: Any = optimizer._optimizer_step_post_hooks
         num_hooks = len(pre_hooks) + len(post_hooks)
         num_hooks += len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
-        # Three of the hooks are this function, `_before_step` and `_after_step`.
-        if num_hooks > 3 and shard_optimizer.is_step_within_step(optimizer):
+        # Three of the hooks are this function, `_prepare_step` and `_finish_step`.
+        if num_hooks > 3 and hooks.is_step_within_step(optimizer):
             raise RuntimeError(
                 f"expected no step hooks, got {num_hooks - 3}: {type(optimizer).__name__}.step "
                 "calls the step of its base class, for which torch runs the hooks again, on this "
                 "rank's elements only; call the functions before and after optimizer.step() instead"
             )
-        before, after = shard_optimizer.step_hook_ids
+        before, after = hooks.step_hook_ids
         pre_hooks.move_to_end(before)
         post_hooks.move_to_end(after, last=False)
 
 
-def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+def _prepare_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
     """Prepare a step of shards, and return its changed arguments; None changes nothing."""
-    shard_optimizer = find_shard_optimizer(optimizer)
-    if shard_optimizer is None or shard_optimizer.is_step_within_step(optimizer):
+    hooks = find_optimizer_hooks(optimizer)
+    if hooks is None or hooks.is_step_within_step(optimizer):
         return None
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
     if closure is not None:
@@ -125,14 +125,14 @@ def _before_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> An
         else:
             args = args[0], once, *args[2:]
     end_step()
-    for exchange in shard_optimizer.exchanges:
+    for exchange in hooks.exchanges:
         for parameter in exchange.parameters:
             parameter.unit.check_not_stepping()
-    shard_optimizer.check_gradients_match(optimizer)
-    for exchange in shard_optimizer.exchanges:
+    hooks.check_gradients_match(optimizer)
+    for exchange in hooks.exchanges:
         exchange.gather_full_tensors()
     options = _StepOptions(kwargs)
-    ShardGradient.step_options = shard_optimizer.step_options = ref(options)
+    ShardGradient.step_options = hooks.step_options = ref(options)
     return args, options
 
 
@@ -163,27 +163,27 @@ def _return_once(losses: list[Any]) -> Any:
     return losses.pop()
 
 
-def _after_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    shard_optimizer = find_shard_optimizer(optimizer)
+def _finish_step(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+    hooks = find_optimizer_hooks(optimizer)
     # The step of a base class, which runs within another step, has other keyword arguments.
-    if shard_optimizer is None or not isinstance(kwargs, _StepOptions):
+    if hooks is None or not isinstance(kwargs, _StepOptions):
         return
     end_step()
-    for exchange in shard_optimizer.exchanges:
+    for exchange in hooks.exchanges:
         for parameter in exchange.scatter_full_tensors():
             # torch's tools require that the state is empty on all ranks or on none.
             optimizer.state.setdefault(parameter, {})
-    for sharded in shard_optimizer.stepped:
+    for sharded in hooks.stepped:
         sharded.unit.mark_changed(sharded)
-    shard_optimizer.stepped = []
-    shard_optimizer.options_after_step = option_checks.list_numeric_options(optimizer)
+    hooks.stepped = []
+    hooks.options_after_step = option_checks.list_numeric_options(optimizer)
 
 
 #: The code of the function by which torch wraps each `step` to run its hooks.
 _HOOKED_STEP: Any = torch.optim.Optimizer.profile_hook_step(lambda: None).__code__
 
 
-class ShardOptimizer:
+class OptimizerHooks:
     """State of one optimizer that steps shards, with the hooks of its steps and state dicts."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -195,10 +195,10 @@ class ShardOptimizer:
         self.options_after_step: option_checks.Options = []
         #: A weak reference to the keyword arguments of the latest step.
         self.step_options: Callable[[], _StepOptions | None] = lambda: None
-        #: The ids of `_before_step` and `_after_step` among the hooks of the optimizer.
+        #: The ids of `_prepare_step` and `_finish_step` among the hooks of the optimizer.
         self.step_hook_ids = (
-            optimizer.register_step_pre_hook(_before_step).id,
-            optimizer.register_step_post_hook(_after_step).id,
+            optimizer.register_step_pre_hook(_prepare_step).id,
+            optimizer.register_step_post_hook(_finish_step).id,
         )
         optimizer.register_state_dict_post_hook(self._save_rows)
         optimizer.register_load_state_dict_pre_hook(self._load_rows)
@@ -292,7 +292,7 @@ class ShardOptimizer:
             run = self.find_run(parameter)
             entry = state.pop(index, {})
             local_state = [(run, entry)] if run else []
-            rows = state_rows(local_state, sharded.full, sharded.unit.communicator)
+            rows = gather_state_rows(local_state, sharded.full, sharded.unit.communicator)
             if rows:
                 state[index] = rows
         return {**state_dict, "state": dict(sorted(state.items()))}
@@ -304,7 +304,7 @@ class ShardOptimizer:
         state = dict(state_dict["state"])
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         keys = [key for group in state_dict["param_groups"] for key in group["params"]]
-        entries = full_entries(state_dict)
+        entries = iter_full_entries(state_dict)
         for parameter, key, entry in zip(parameters, keys, entries, strict=False):
             if not entry:
                 continue
@@ -314,9 +314,9 @@ class ShardOptimizer:
         return {**state_dict, "state": state}
 
 
-#: ShardOptimizer (None if it has no shards) and parameters of each optimizer at its last check.
-_shard_optimizers: WeakKeyDictionary[
-    torch.optim.Optimizer, tuple[ShardOptimizer | None, list[nn.Parameter]]
+#: OptimizerHooks (None if it has no shards) and parameters of each optimizer at its last check.
+_hooks_of: WeakKeyDictionary[
+    torch.optim.Optimizer, tuple[OptimizerHooks | None, list[nn.Parameter]]
 ] = WeakKeyDictionary()
 
 
@@ -332,7 +332,7 @@ def _needs_full_tensors(
         {} if is_known else read_constructor_options(optimizer, group),
         parameters[0].shard.device,
         elementwise=True if is_declared else None,
-        group=options_of(group),
+        group=get_options(group),
         shapes=[parameter.shape for parameter in parameters],
         dtypes=[parameter.shard.dtype for parameter in parameters],
         as_columns=True,

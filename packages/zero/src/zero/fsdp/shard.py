@@ -53,10 +53,10 @@ class ShardedParameter:
         """Raise RuntimeError if a module has a different tensor instead of this parameter."""
         for module, name in self.owners:
             if not self.is_registered(module, name):
-                raise unknown_parameter_error(self.name, module._parameters.get(name))
+                raise make_unknown_parameter_error(self.name, module._parameters.get(name))
 
 
-def unknown_parameter_error(name: str, registered: Tensor | None) -> RuntimeError:
+def make_unknown_parameter_error(name: str, registered: Tensor | None) -> RuntimeError:
     """Return the error for a parameter that the caller has added, replaced or deleted."""
     received = "none" if registered is None else f"another {type(registered).__name__}"
     return RuntimeError(
@@ -171,7 +171,7 @@ def _as_gradient(value: Any) -> Any:
         return make_shard_gradient(value, parameter.unit.communicator, parameter.elements)
 
 
-def plain_shard(shard: Tensor) -> Tensor:
+def as_plain_shard(shard: Tensor) -> Tensor:
     """Return a shard's elements as a plain tensor with the same memory."""
     with torch._C.DisableTorchFunctionSubclass():
         return shard.detach().as_subclass(Tensor)

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from zero.dtensors import full_value, shard_rows
-from zero.fsdp.shard import ShardedParameter, plain_shard
+from zero.dtensors import gather_value, shard_rows
+from zero.fsdp.shard import ShardedParameter, as_plain_shard
 from zero.process_groups import Communicator
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class StateDictHooks:
                     unit.mark_changed(parameter)
                     selected = _select_shard(prefix + name, value, parameter, error_messages)
                     with torch.no_grad():
-                        plain_shard(parameter.shard).copy_(selected)
+                        as_plain_shard(parameter.shard).copy_(selected)
                     # torch copies the shard to itself, or assigns it with `assign=True`.
                     state[prefix + name] = parameter.shard
 
@@ -85,12 +85,12 @@ def _select_shard(
 
     If the shape does not fit, add an error message, and return the shard itself.
     """
-    shard = plain_shard(parameter.shard)
+    shard = as_plain_shard(parameter.shard)
     if tuple(value.shape) != tuple(parameter.shape):
         error_messages.append(
             f"size mismatch for {name}: expected {tuple(parameter.shape)} as in the model, got "
             f"{tuple(value.shape)} in the state dict"
         )
         return shard
-    elements: Tensor = full_value(value).reshape(-1)[parameter.start : parameter.stop]
+    elements: Tensor = gather_value(value).reshape(-1)[parameter.start : parameter.stop]
     return elements.view_as(shard)

@@ -46,7 +46,7 @@ from torch import Tensor, nn
 from torch._C._autograd import _unsafe_set_version_counter
 from torch.autograd.graph import increment_version
 
-from zero.fsdp.shard import Owner, Shard, ShardedParameter, as_column, plain_shard
+from zero.fsdp.shard import Owner, Shard, ShardedParameter, as_column, as_plain_shard
 from zero.fsdp.unit_gradients import UnitGradients
 from zero.gloo_collectives import Work
 from zero.gradients.shard import as_plain
@@ -96,7 +96,9 @@ class Unit:
         communicator.broadcast(values, 0).wait()
         shard_start = shard_stop = 0
         if self.partition.spans:
-            shard_start, shard_stop = self.partition.spans[0].shard(communicator.rank, world)
+            shard_start, shard_stop = self.partition.spans[0].compute_shard(
+                communicator.rank, world
+            )
         #: This rank's shards of all parameters, flattened and concatenated.
         self.shard = values[shard_start:shard_stop].clone()
         #: The full parameters, flattened and concatenated; the storage is empty while SHARDED.
@@ -135,7 +137,9 @@ class Unit:
         shard_stop: int,
     ) -> list[ShardedParameter]:
         """Create the shards and the full parameters as views of `shard` and `full`."""
-        pieces = {piece.index: piece for piece in self.partition.pieces(shard_start, shard_stop)}
+        pieces = {
+            piece.index: piece for piece in self.partition.list_pieces(shard_start, shard_stop)
+        }
         parameters = []
         for index, (name, parameter, owners) in enumerate(parameters_with_owners):
             offset = self.partition.offsets[index]
@@ -175,10 +179,10 @@ class Unit:
             if shard.requires_grad != full.requires_grad:
                 full.requires_grad_(shard.requires_grad)
                 full.grad = None
-        if any(self._is_data_replaced(*pair) for pair in self._views_of(self.shard)):
+        if any(self._is_data_replaced(*pair) for pair in self._split_by_parameter(self.shard)):
             self._copy_to_new_memory()
 
-    def _views_of(self, values: Tensor) -> list[tuple[ShardedParameter, Tensor]]:
+    def _split_by_parameter(self, values: Tensor) -> list[tuple[ShardedParameter, Tensor]]:
         """Return each parameter with its part of `values`, a tensor in the layout of `shard`."""
         views = []
         start = 0
@@ -190,7 +194,7 @@ class Unit:
 
     def _is_data_replaced(self, parameter: ShardedParameter, stored: Tensor) -> bool:
         """Return True for replaced `.data`; raise RuntimeError for a new shape, dtype or device."""
-        data = plain_shard(parameter.shard)
+        data = as_plain_shard(parameter.shard)
         is_at_stored = data.data_ptr() == stored.data_ptr() and has_same_elements(data, stored)
         if is_at_stored or not stored.numel():
             return False
@@ -209,8 +213,8 @@ class Unit:
         """Copy all shards to new memory, because the caller may use their earlier `.data`."""
         self.shard = self.shard.clone()
         self._gathered_version = -1
-        for parameter, stored in self._views_of(self.shard):
-            stored.copy_(plain_shard(parameter.shard))
+        for parameter, stored in self._split_by_parameter(self.shard):
+            stored.copy_(as_plain_shard(parameter.shard))
             parameter.shard.data = stored
 
     def check_not_stepping(self) -> None:
@@ -404,7 +408,7 @@ class Unit:
         Every rank must call this method.
         """
         gradients = torch.zeros_like(self.shard)
-        for parameter, part in self._views_of(gradients):
+        for parameter, part in self._split_by_parameter(gradients):
             if parameter.shard.grad is not None:
                 part.copy_(as_plain(parameter.shard.grad))
         return self._gather(gradients)

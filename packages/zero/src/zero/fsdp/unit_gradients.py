@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from zero.fsdp.shard import plain_shard
+from zero.fsdp.shard import as_plain_shard
 from zero.gloo_collectives import Work
 from zero.gradients.averaged import AveragedGradient
 from zero.gradients.shard import make_shard_gradient
@@ -147,7 +147,7 @@ class UnitGradients:
                 # restores.
                 placeholder = AveragedGradient(shard, self, shard.grad)
                 # Autograd adds gradients of penalties on the shard, which are averages already.
-                placeholder.unreduced = torch.zeros_like(plain_shard(shard))
+                placeholder.unreduced = torch.zeros_like(as_plain_shard(shard))
                 self._placeholders[index] = placeholder
                 shard.grad = placeholder
 

@@ -26,30 +26,30 @@ from zero.fsdp.autograd_hooks import (
     call_after_gradients,
     call_before_gradients,
     cast,
-    hides_tensors,
+    has_hidden_tensors,
 )
 from zero.fsdp.optimizer_hooks import end_step
-from zero.fsdp.shard import Shard, ShardedParameter, find_sharded, unknown_parameter_error
+from zero.fsdp.shard import Shard, ShardedParameter, find_sharded, make_unknown_parameter_error
 from zero.fsdp.state_dict import StateDictHooks
 from zero.fsdp.unit import Unit, UnitState
-from zero.fsdp.wrapping import intercept_reads, reads_weight_in_backward
+from zero.fsdp.wrapping import can_read_weight_in_backward, intercept_reads
 from zero.parameter_checks import check_dense
 from zero.process_groups import Communicator
 
 
-def _call_gradient_ready(
+def _call_mark_gradient_ready(
     schedule_ref: Callable[[], UnitSchedule | None],
     unit_ref: Callable[[], Unit | None],
     parameter: Tensor,
 ) -> None:
-    """Call `_gradient_ready` if the schedule and the unit still exist.
+    """Call `_mark_gradient_ready` if the schedule and the unit still exist.
 
     The references are weak, because Python does not collect cycles through hooks of tensors.
     """
     schedule = schedule_ref()
     unit = unit_ref()
     if schedule is not None and unit is not None:
-        schedule._gradient_ready(unit, parameter)
+        schedule._mark_gradient_ready(unit, parameter)
 
 
 class UnitSchedule(nn.Module):
@@ -121,8 +121,8 @@ class UnitSchedule(nn.Module):
 
     def _hook_module(self, module: nn.Module) -> None:
         # A compiled module runs these hooks between its graphs.
-        before: Any = torch.compiler.disable(self._before_forward)
-        after: Any = torch.compiler.disable(self._after_forward)
+        before: Any = torch.compiler.disable(self._prepare_module_forward)
+        after: Any = torch.compiler.disable(self._finish_module_forward)
         pre_hook = module.register_forward_pre_hook(before, with_kwargs=True, prepend=True)
         hook = module.register_forward_hook(after, always_call=True)
         self._hook_ids.setdefault(module, set()).update((pre_hook.id, hook.id))
@@ -137,7 +137,7 @@ class UnitSchedule(nn.Module):
             for full in (parameter.full for parameter in unit.parameters):
                 if full.requires_grad and full not in self._gradient_hooks:
                     self._gradient_hooks[full] = full.register_post_accumulate_grad_hook(
-                        partial(_call_gradient_ready, weakref.ref(self), weakref.ref(unit))
+                        partial(_call_mark_gradient_ready, weakref.ref(self), weakref.ref(unit))
                     )
 
     def _check_registered(self) -> None:
@@ -151,7 +151,9 @@ class UnitSchedule(nn.Module):
             for name, registered in module._parameters.items():
                 is_known = registered is None or type(registered) is Shard or registered in known
                 if not is_known:
-                    raise unknown_parameter_error(f"{module_name}.{name}".lstrip("."), registered)
+                    raise make_unknown_parameter_error(
+                        f"{module_name}.{name}".lstrip("."), registered
+                    )
 
     # Forward
 
@@ -174,7 +176,7 @@ class UnitSchedule(nn.Module):
         if self._buffers_may_differ and self.forward_sync_buffers:
             self.communicator.broadcast_buffers(self.module)
 
-    def _before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    def _prepare_module_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Gather a module's units, prefetch the next units, and hook gradients of the inputs."""
         if module is self.module and not self._in_backward:
             # An interrupt may have prevented the end of an earlier forward pass.
@@ -201,12 +203,12 @@ class UnitSchedule(nn.Module):
             args, kwargs = call_after_gradients(
                 (args, kwargs),
                 mutable,
-                partial(self._after_backward, module),
-                before_double_backward=partial(self._before_double_backward, module),
+                partial(self._finish_module_backward, module),
+                before_double_backward=partial(self._prepare_double_backward, module),
             )
         return args, kwargs
 
-    def _after_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def _finish_module_forward(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Free a module's units, and hook the gradients of its outputs."""
         units = self.units_of[module]
         # The list is empty if gathering the units failed.
@@ -225,8 +227,8 @@ class UnitSchedule(nn.Module):
             self._leave_module(units)
         if module in self.output_dtypes:
             output = cast(self.output_dtypes[module], output, [])
-        if units and reads_weight_in_backward(module, self._hook_ids[module]):
-            if torch.is_grad_enabled() and hides_tensors(output):
+        if units and can_read_weight_in_backward(module, self._hook_ids[module]):
+            if torch.is_grad_enabled() and has_hidden_tensors(output):
                 raise TypeError(
                     f"{type(module).__name__} returned a {type(output).__name__}, in which FSDP "
                     "finds no tensor, so it cannot gather weights for the backward pass: return "
@@ -235,7 +237,7 @@ class UnitSchedule(nn.Module):
             # During recomputation, position 0 disables prefetching: the backward pass of a segment
             # must not prefetch layers in the order of the outer forward pass.
             position = 0 if self._in_backward else self._position[module]
-            before_backward = partial(self._before_backward, module, position)
+            before_backward = partial(self._prepare_module_backward, module, position)
             output = call_before_gradients(output, before_backward, args)
             call_before_gradients(added, before_backward, args)
         return self._end_forward(output)
@@ -298,14 +300,14 @@ class UnitSchedule(nn.Module):
             return
         self._in_backward = True
         end_step()
-        self._accumulates_gradients = self._will_accumulate_gradients()
+        self._accumulates_gradients = self._is_accumulating_backward()
         for unit in self.units:
             unit.gradients.discard_cleared()
         callback = self._end_backward
         self._end_callback = weakref.ref(callback)
         torch.autograd.Variable._execution_engine.queue_callback(callback)
 
-    def _before_backward(self, module: nn.Module, position: int) -> None:
+    def _prepare_module_backward(self, module: nn.Module, position: int) -> None:
         """Gather a module's units before its backward pass, and prefetch the previous units."""
         self._begin_backward()
         for unit in self.units_of[module]:
@@ -315,21 +317,21 @@ class UnitSchedule(nn.Module):
             if unit.is_read_in_backward:
                 unit.unshard()
 
-    def _before_double_backward(self, module: nn.Module) -> None:
+    def _prepare_double_backward(self, module: nn.Module) -> None:
         """Gather a module's units for a double backward pass, which reads weights."""
         self._begin_backward()
         for unit in self.units_of[module]:
             unit.wait_for_unshard()
             unit.keep_unsharded = True
 
-    def _after_backward(self, module: nn.Module) -> None:
+    def _finish_module_backward(self, module: nn.Module) -> None:
         """Free a module's units after its backward pass, except units of enclosing modules."""
         outer = self._outer_units.get(module, ())
         for unit in self.units_of[module]:
             if unit not in outer:
                 unit.reshard()
 
-    def _will_accumulate_gradients(self) -> bool:
+    def _is_accumulating_backward(self) -> bool:
         """Return True in a `backward()` that reaches a parameter, otherwise False."""
         parameters = [p.full for unit in self.units for p in unit.parameters]
         try:
@@ -344,12 +346,12 @@ class UnitSchedule(nn.Module):
             return False
 
     @torch.no_grad()
-    def _gradient_ready(self, unit: Unit, parameter: Tensor) -> None:
+    def _mark_gradient_ready(self, unit: Unit, parameter: Tensor) -> None:
         """Reduce a unit if its last gradient has been accumulated."""
         check_dense(parameter.grad)
         self._begin_backward()
         # With reentrant checkpointing, an inner backward pass accumulates the gradients, so
-        # `_will_accumulate_gradients` returned False for the outer graph.
+        # `_is_accumulating_backward` returned False for the outer graph.
         self._accumulates_gradients = True
         num_ready = self._num_ready_gradients.get(unit, 0) + 1
         self._num_ready_gradients[unit] = num_ready

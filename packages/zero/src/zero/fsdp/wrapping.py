@@ -66,7 +66,7 @@ def make_units(
     units_of: dict[nn.Module, list[Unit]] = {}
     # Modules are initialized in the order of the model, as without sharding, so that they draw the
     # same random numbers. A unit is sharded as soon as its last module is initialized.
-    complete_groups = _groups_by_last_module(root, plan)
+    complete_groups = _group_by_last_module(root, plan)
     for module in root.modules():
         if materialize is not None:
             materialize(module, plan.owners)
@@ -74,14 +74,14 @@ def make_units(
             for named in _split_by_kind(parameters, plan):
                 unit = make_unit(named)
                 users = {plan.user[module] for _, _, owners in named for module, _ in owners}
-                unit.is_read_in_backward = any(reads_weight_in_backward(user) for user in users)
+                unit.is_read_in_backward = any(can_read_weight_in_backward(user) for user in users)
                 units.append(unit)
                 for user in users:
                     units_of.setdefault(user, []).append(unit)
     return units, units_of
 
 
-def _groups_by_last_module(
+def _group_by_last_module(
     root: nn.Module, plan: _Plan
 ) -> dict[nn.Module, list[list[nn.Parameter]]]:
     """Return the groups of parameters, keyed by the last module that has one of the parameters.
@@ -103,8 +103,8 @@ def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
     Raise ValueError if the policy names an unknown module, or if none of its classes matches.
     """
     if policy == "blocks":
-        return {root, *_blocks(root)}
-    named = {original_name(name): module for name, module in root.named_modules()}
+        return {root, *_find_blocks(root)}
+    named = {get_original_name(name): module for name, module in root.named_modules()}
     # A class is callable, but it is not a predicate.
     if callable(policy) and not isinstance(policy, type):
         return {root, *(module for name, module in named.items() if policy(name, module))}
@@ -131,7 +131,7 @@ def select_modules(root: nn.Module, policy: ShardPolicy) -> set[nn.Module]:
     return {root, *selected}
 
 
-def _blocks(root: nn.Module) -> set[nn.Module]:
+def _find_blocks(root: nn.Module) -> set[nn.Module]:
     """Return the modules in the outermost ModuleList, ModuleDict and Sequential containers."""
     blocks: set[nn.Module] = set()
     pending = [root]
@@ -162,7 +162,7 @@ def _plan_units(root: nn.Module, selected: set[nn.Module], ignored: set[nn.Param
             plan.owners.setdefault(parameter, []).append((module, attribute))
             if parameter not in plan.names and parameter not in ignored:
                 name = f"{prefix}.{attribute}" if prefix else attribute
-                plan.names[parameter] = original_name(name)
+                plan.names[parameter] = get_original_name(name)
                 plan.groups.setdefault(enclosing, []).append(parameter)
     return plan
 
@@ -184,7 +184,7 @@ def _split_by_kind(parameters: list[nn.Parameter], plan: _Plan) -> list[list[Any
 EMBEDDING_FORWARD = nn.Embedding.forward
 
 
-def reads_weight_in_backward(module: nn.Module, fsdp_hooks: Collection[int] = ()) -> bool:
+def can_read_weight_in_backward(module: nn.Module, fsdp_hooks: Collection[int] = ()) -> bool:
     """Return False only if it is certain that the module's backward pass does not read its weight.
 
     This is certain for `nn.Embedding.forward`. It is not certain for a subclass, a parametrization,
@@ -240,12 +240,12 @@ def intercept_reads(module: nn.Module, read_hook: ReadHook) -> None:
     """Make `module.<name>` return `read_hook(parameter)` for each of its parameters."""
     if READ_HOOK not in module.__dict__:
         cls: Any = type(module)
-        module.__class__ = _intercepting_subclass(cls)
+        module.__class__ = _make_intercepting_subclass(cls)
     module.__dict__[READ_HOOK] = read_hook
 
 
 @cache
-def _intercepting_subclass(cls: Any) -> type[nn.Module]:
+def _make_intercepting_subclass(cls: Any) -> type[nn.Module]:
     def __getattr__(self: nn.Module, name: str) -> Any:
         value = cls.__getattr__(self, name)
         # A slice of a container has the container's class, but no hook.
@@ -256,7 +256,7 @@ def _intercepting_subclass(cls: Any) -> type[nn.Module]:
     return type(cls.__name__, (cls,), attributes)
 
 
-def original_name(name: str) -> str:
+def get_original_name(name: str) -> str:
     """Return a parameter's name without the components that torch.compile inserts."""
     return name.replace("_orig_mod.", "")
 

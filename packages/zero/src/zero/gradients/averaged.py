@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
-from zero.gradients.reductions import PartialGradient, gather_runs, norms, reduce, unscale
-from zero.gradients.rules import REMEDY, UNSCALE, aten, is_elementwise, reduces_all_elements
+from zero.gradients.reductions import PartialGradient, compute_norms, gather_runs, reduce, unscale
+from zero.gradients.rules import REMEDY, UNSCALE, aten, is_elementwise, is_full_reduction
 
 #: Elements `start` to `stop` of a flattened tensor, and their values.
 LocalRun = tuple[int, int, Tensor]
@@ -89,7 +89,7 @@ class AveragedGradient(PartialGradient):
             )
         self.copy_(value)
 
-    def local_runs(self) -> list[LocalRun]:
+    def fetch_local_runs(self) -> list[LocalRun]:
         """Return this rank's runs of the flattened average: (start, stop, values), at least one.
 
         Raise RuntimeError if the gradient includes a local gradient that is not averaged yet.
@@ -106,13 +106,13 @@ class AveragedGradient(PartialGradient):
         runs = self.source.fetch_runs(self)
         return runs or [(0, 0, torch.empty(0, dtype=self.dtype, device=self.device))]
 
-    def local_pieces(self) -> list[Tensor]:
+    def list_local_pieces(self) -> list[Tensor]:
         """Return this rank's elements as plain tensors."""
-        return [values for start, stop, values in self.local_runs() if start < stop]
+        return [values for start, stop, values in self.fetch_local_runs() if start < stop]
 
     def full_tensor(self) -> Tensor:
         """Return the whole average on every rank; every rank must call it."""
-        return gather_runs(self.local_runs(), self.shape, self.communicator)
+        return gather_runs(self.fetch_local_runs(), self.shape, self.communicator)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"AveragedGradient({tuple(self.shape)}, {self.dtype}; full_tensor() gathers it)"
@@ -135,7 +135,7 @@ class AveragedGradient(PartialGradient):
             return unscale(gradients, found_inf, inv_scale)
         if name.startswith("_foreach_"):
             return _apply_foreach(name.removeprefix("_foreach_"), args, kwargs)
-        if reduces_all_elements(name, args, kwargs):
+        if is_full_reduction(name, args, kwargs):
             return reduce(name, args, kwargs)
         if is_elementwise(func):
             return _apply_elementwise(func, args, kwargs)
@@ -176,17 +176,17 @@ def _accumulate(name: str, gradient: Any, added: Any, *, alpha: float = 1) -> An
     return gradient
 
 
-def _matching_runs(func: Any, gradients: Sequence[AveragedGradient]) -> list[list[LocalRun]]:
+def _match_runs(func: Any, gradients: Sequence[AveragedGradient]) -> list[list[LocalRun]]:
     """Return each gradient's runs; raise RuntimeError if ranges or shapes differ."""
-    runs_of = [gradient.local_runs() for gradient in gradients]
+    runs_of = [gradient.fetch_local_runs() for gradient in gradients]
     ranges = [[(start, stop) for start, stop, _ in runs] for runs in runs_of]
     has_one_shape = all(gradient.shape == gradients[0].shape for gradient in gradients)
     if not has_one_shape or any(other != ranges[0] for other in ranges):
-        raise _combination_error(func)
+        raise _make_combination_error(func)
     return runs_of
 
 
-def _combination_error(func: Any) -> RuntimeError:
+def _make_combination_error(func: Any) -> RuntimeError:
     return RuntimeError(
         f"{func} combines an averaged gradient, of which this rank stores only its shard, with a "
         f"tensor of other elements: {REMEDY}"
@@ -197,12 +197,12 @@ def _apply_elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     """Return the result of an element-wise operator on each run of this rank's elements."""
     leaves, spec = tree_flatten((args, kwargs))
     gradients = [leaf for leaf in leaves if isinstance(leaf, AveragedGradient)]
-    runs_of = _matching_runs(func, gradients)
+    runs_of = _match_runs(func, gradients)
     ranges = [(start, stop) for start, stop, _ in runs_of[0]]
     is_in_place = func._schema.is_mutable
     target = kwargs.get("out", args[0])
     if is_in_place and not isinstance(target, AveragedGradient):
-        raise _combination_error(func)
+        raise _make_combination_error(func)
     if is_in_place:
         gradients[0].communicator.check_not_joining()
     shape = gradients[0].shape
@@ -239,7 +239,7 @@ def _slice_argument(value: Any, shape: torch.Size, start: int, stop: int) -> Any
 def _apply_foreach(name: str, args: Any, kwargs: Any) -> Any:
     """Apply a `_foreach_` operation tensor by tensor; return the results, or None if in place."""
     if name == "norm":
-        return norms(args[0], *args[1:], **kwargs)
+        return compute_norms(args[0], *args[1:], **kwargs)
     operator = getattr(aten, name)
     if name.rstrip("_") in ("addcdiv", "addcmul") and len(args) > 3:
         args, kwargs = args[:3], {"value": args[3]}

@@ -18,7 +18,7 @@ class PartialGradient(Tensor):
     #: The collectives of the ranks over which the elements are sharded.
     communicator: Communicator
 
-    def local_pieces(self) -> list[Tensor]:
+    def list_local_pieces(self) -> list[Tensor]:
         """Return this rank's elements as plain tensors."""
         raise NotImplementedError
 
@@ -58,7 +58,7 @@ def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -
     Raise RuntimeError if the gradients are sharded over several groups. Every rank must call this
     function.
     """
-    communicator, *others = _communicators_of(gradients)
+    communicator, *others = _list_communicators(gradients)
     if others:
         raise RuntimeError(
             "expected gradients sharded over one process group, got "
@@ -66,7 +66,7 @@ def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -
             "optimizer and one scaler per group"
         )
     communicator.check_not_joining()
-    pieces = _local_pieces(gradients)
+    pieces = _list_local_pieces(gradients)
     if pieces:
         getattr(torch, UNSCALE)(pieces, found_inf, inv_scale)
     found_anywhere = found_inf.to(communicator.device)
@@ -74,18 +74,18 @@ def unscale(gradients: Sequence[Tensor], found_inf: Tensor, inv_scale: Tensor) -
     found_inf.copy_(found_anywhere.clamp(max=1.0))
 
 
-def _local_pieces(gradients: Sequence[Tensor]) -> list[Tensor]:
+def _list_local_pieces(gradients: Sequence[Tensor]) -> list[Tensor]:
     """Return this rank's elements of sharded gradients, and all elements of plain ones."""
     pieces = []
     for gradient in gradients:
         if isinstance(gradient, PartialGradient):
-            pieces += gradient.local_pieces()
+            pieces += gradient.list_local_pieces()
         else:
             pieces.append(gradient)
     return pieces
 
 
-def _communicators_of(gradients: Sequence[Tensor]) -> list[Communicator]:
+def _list_communicators(gradients: Sequence[Tensor]) -> list[Communicator]:
     """Return one communicator per group over which gradients are sharded."""
     communicators: list[Communicator] = []
     for gradient in gradients:
@@ -96,7 +96,7 @@ def _communicators_of(gradients: Sequence[Tensor]) -> list[Communicator]:
     return communicators
 
 
-def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
+def compute_norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> list[Tensor]:
     """Return each gradient's vector norm over all ranks, as 0-dimensional tensors.
 
     They have the real dtype that corresponds to `dtype` or, by default, to the gradient's dtype.
@@ -110,14 +110,14 @@ def norms(gradients: Sequence[Tensor], ord: float = 2, dtype: Any = None) -> lis
     for index, gradient in enumerate(gradients):
         parts = [
             torch.linalg.vector_norm(piece.to(torch.promote_types(piece.dtype, torch.float64)), ord)
-            for piece in _local_pieces([gradient])
+            for piece in _list_local_pieces([gradient])
             if piece.numel()
         ]
         if parts:
             local[index] = torch.linalg.vector_norm(torch.stack(parts), ord)
     # Replicated gradients are equal on all ranks, so their local norms are the totals.
     totals = local.clone()
-    for communicator in _communicators_of(gradients):
+    for communicator in _list_communicators(gradients):
         total = torch.linalg.vector_norm(_all_gather_rows(local, communicator), ord, dim=0)
         for index, gradient in enumerate(gradients):
             if isinstance(gradient, PartialGradient) and communicator.uses_same_group(
@@ -148,7 +148,7 @@ def reduce(name: str, args: Any, kwargs: Any) -> Tensor:
     order = args[1] if len(args) > 1 else kwargs.get("ord", kwargs.get("p", 2))
     if order is None or order == "fro":
         order = 2
-    return norms([gradient], order, dtype)[0]
+    return compute_norms([gradient], order, dtype)[0]
 
 
 def _reduce_elements(name: str, gradient: Any, dtype: torch.dtype | None) -> Tensor:
@@ -163,7 +163,7 @@ def _reduce_elements(name: str, gradient: Any, dtype: torch.dtype | None) -> Ten
         dtype = getattr(torch, name)(torch.ones(1, dtype=gradient.dtype)).dtype
     function, neutral = REDUCTIONS[name]
     local = torch.tensor([neutral, 0.0], dtype=torch.float64, device=gradient.device)
-    pieces = [piece.reshape(-1).to(dtype).double() for piece in gradient.local_pieces()]
+    pieces = [piece.reshape(-1).to(dtype).double() for piece in gradient.list_local_pieces()]
     flat = torch.cat([local[:0], *pieces])
     if flat.numel():
         local[0] = function(flat)

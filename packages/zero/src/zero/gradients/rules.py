@@ -44,7 +44,7 @@ REMEDY = (
 )
 
 
-def reduces_all_elements(name: str, args: Any, kwargs: Any) -> bool:
+def is_full_reduction(name: str, args: Any, kwargs: Any) -> bool:
     """Return True if an operation reduces the whole tensor to a 0-dimensional tensor."""
     names: tuple[str, ...]
     if name in NORMS:
@@ -67,7 +67,7 @@ def reduces_all_elements(name: str, args: Any, kwargs: Any) -> bool:
     return dim is None or (is_empty and name not in ("any", "all"))
 
 
-def python_name(func: Any) -> str:
+def get_python_name(func: Any) -> str:
     """Return the name of a torch function or method, or of the attribute that `func` reads.
 
     For a function that sets an attribute, return "__set__". `torch.linalg.vector_norm` is returned

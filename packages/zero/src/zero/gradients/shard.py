@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 
 from zero.gradients import rules
-from zero.gradients.reductions import PartialGradient, gather_runs, norms, reduce, unscale
+from zero.gradients.reductions import PartialGradient, compute_norms, gather_runs, reduce, unscale
 from zero.process_groups import Communicator
 
 
@@ -39,7 +39,7 @@ class ShardGradient(PartialGradient):
     step_options: ClassVar[Callable[[], object]] = lambda: None
     elements: ElementRange
 
-    def local_pieces(self) -> list[Tensor]:
+    def list_local_pieces(self) -> list[Tensor]:
         """Return this rank's elements as plain tensors."""
         return [as_plain(self)]
 
@@ -55,7 +55,7 @@ class ShardGradient(PartialGradient):
             # `Shard.__torch_function__` converts the shards among the arguments.
             return NotImplemented
         kwargs = kwargs or {}
-        name = rules.python_name(func)
+        name = rules.get_python_name(func)
         with torch._C.DisableTorchFunctionSubclass():
             if name == rules.UNSCALE:
                 return unscale(*args)
@@ -63,7 +63,7 @@ class ShardGradient(PartialGradient):
                 full = [g.full_tensor() if isinstance(g, ShardGradient) else g for g in args[0]]
                 return func(full, *args[1:], **kwargs)
             if name == "_foreach_norm":
-                return norms(*args, **kwargs)
+                return compute_norms(*args, **kwargs)
             if name == "_foreach_max":
                 return [
                     reduce("max", [g], {}) if isinstance(g, ShardGradient) else g.max()
@@ -73,7 +73,7 @@ class ShardGradient(PartialGradient):
                 return _apply_foreach(func, name, args, kwargs)
             if name in ("numel", "nelement") and not is_stepping():
                 return args[0].elements.shape.numel()
-            is_reduction = rules.reduces_all_elements(name, args, kwargs)
+            is_reduction = rules.is_full_reduction(name, args, kwargs)
             if is_reduction and isinstance(args[0], ShardGradient):
                 if _needs_graph(args[:1]):
                     return func(args[0].full_tensor(), *args[1:], **kwargs)
@@ -139,7 +139,7 @@ def call_on_shards(func: Any, args: Any, kwargs: Any, as_gradient: Callable[[Any
 
     as_gradient: a function that returns a shard as a ShardGradient, and other values unchanged.
     """
-    name = rules.python_name(func)
+    name = rules.get_python_name(func)
     is_access = getattr(func, "__name__", "") in ("__get__", "__set__", "__delete__")
     with torch._C.DisableTorchFunctionSubclass():
         is_on_object = name in rules.ON_OBJECT or name.startswith("register_")
@@ -164,7 +164,7 @@ class _ElementwiseOnly(TorchDispatchMode):
         name = func.overloadpacket.__name__
         has_tensors = any(isinstance(leaf, Tensor) for leaf in tree_leaves((args, kwargs)))
         if has_tensors and not rules.is_elementwise(func) and not name.startswith("new_"):
-            raise _whole_tensor_error(name)
+            raise _make_whole_tensor_error(name)
         return func(*args, **(kwargs or {}))
 
 
@@ -176,7 +176,7 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if is_checked:
         _check_same_elements(name, leaves)
     if is_checked and name in rules.READS_MEMORY:
-        raise _whole_tensor_error(name)
+        raise _make_whole_tensor_error(name)
     # An assignment to the elements that a mask selects is element-wise, although indexing is not.
     has_mask = name == "__setitem__" and getattr(args[1], "dtype", None) == torch.bool
     with _ElementwiseOnly() if is_checked and not has_mask else nullcontext():
@@ -192,11 +192,11 @@ def _apply_to_shards(func: Any, name: str, args: Any, kwargs: Any) -> Any:
     if type(result) is Tensor and result.shape == gradient.shape:
         return make_shard_gradient(result, gradient.communicator, gradient.elements)
     if is_checked and any(isinstance(leaf, Tensor) for leaf in tree_leaves(result)):
-        raise _whole_tensor_error(name)
+        raise _make_whole_tensor_error(name)
     return result
 
 
-def _whole_tensor_error(name: str) -> RuntimeError:
+def _make_whole_tensor_error(name: str) -> RuntimeError:
     return RuntimeError(
         f"{name} needs elements of a gradient or parameter that other ranks have, or combines "
         f"this rank's elements with a tensor of other elements: {rules.REMEDY}"
@@ -214,7 +214,7 @@ def _check_same_elements(name: str, leaves: Sequence[Any]) -> None:
     if any(tensor.shape != gradients[0].shape for tensor in others) or any(
         gradient.elements != gradients[0].elements for gradient in gradients
     ):
-        raise _whole_tensor_error(name)
+        raise _make_whole_tensor_error(name)
     has_plain = any(not isinstance(tensor, ShardGradient) for tensor in others)
     if has_plain and gradients[0].communicator.world > 1:
         raise RuntimeError(

@@ -57,7 +57,7 @@ class Averages:
             return
         self._assign(parameter, source, is_used=gradient is not None)
 
-    def cleared_parameters(self) -> list[nn.Parameter]:
+    def list_cleared_parameters(self) -> list[nn.Parameter]:
         """Return the parameters whose average the caller has replaced or removed."""
         return [p for p, key in self._keys.items() if not _has_average(p, key)]
 
@@ -72,7 +72,7 @@ class Averages:
             del self._keys[parameter]
             for bucket, piece in shard_pieces.get(parameter, []):
                 if bucket.average is not None:
-                    bucket.average_of(piece).zero_()
+                    bucket.get_average(piece).zero_()
         for bucket in buckets:
             if not any(parameter in self._keys for parameter, _ in bucket.shard_pieces):
                 bucket.average = None
@@ -87,7 +87,7 @@ class Averages:
         assigned = parameter.grad
         assert isinstance(assigned, AveragedGradient)
         assigned.communicator.check_not_joining()
-        runs = [run for run in assigned.local_runs() if run[0] < run[1]]
+        runs = [run for run in assigned.fetch_local_runs() if run[0] < run[1]]
         if [run[:2] for run in runs] != [(piece.start, piece.stop) for _, piece in pieces]:
             raise RuntimeError(
                 f"the gradient assigned to a parameter of shape {tuple(parameter.shape)} was "
@@ -98,7 +98,7 @@ class Averages:
             if bucket.average is None:
                 bucket.average = torch.zeros_like(bucket.shard)
                 bucket.average_is_in_buffer = False
-            bucket.average_of(piece).copy_(values)
+            bucket.get_average(piece).copy_(values)
         gradient = self._assign(parameter, source, is_used=assigned.is_used)
         gradient.unreduced = assigned.unreduced
 

@@ -47,13 +47,13 @@ class Bucket:
         else:
             target.copy_(gradient.reshape(-1)[piece.start : piece.stop])
 
-    def shard_of_buffer(self) -> Tensor:
+    def get_buffer_shard(self) -> Tensor:
         """Return this rank's shard of the buffer."""
         assert self.buffer is not None
         start = self.shard_offset - self.span.start
         return self.buffer[start : start + self.shard.numel()]
 
-    def average_of(self, piece: Piece) -> Tensor:
+    def get_average(self, piece: Piece) -> Tensor:
         """Return the averaged gradient of a piece in this rank's shard."""
         assert self.average is not None
         return self.average[piece.offset - self.shard_offset :][: piece.numel]
@@ -71,14 +71,14 @@ def make_buckets(
     """Return the buckets of `flat`, which contains `parameters` in the layout of `partition`."""
     buckets = []
     for span in partition.spans:
-        low, high = span.shard(rank, partition.world)
+        low, high = span.compute_shard(rank, partition.world)
         bucket = Bucket(
             span=span,
             data=flat[span.start : span.stop],
             shard=flat[low:high],
             shard_offset=low,
-            pieces=[(parameters[p.index], p) for p in partition.pieces(span.start, span.stop)],
-            shard_pieces=[(parameters[p.index], p) for p in partition.pieces(low, high)],
+            pieces=[(parameters[p.index], p) for p in partition.list_pieces(span.start, span.stop)],
+            shard_pieces=[(parameters[p.index], p) for p in partition.list_pieces(low, high)],
         )
         bucket.missing = {parameter for parameter, _ in bucket.pieces}
         buckets.append(bucket)

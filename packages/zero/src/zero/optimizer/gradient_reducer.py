@@ -124,7 +124,7 @@ class GradientReducer:
         unreduced = {p for p in parameters if has_unreduced_gradient(p)}
         is_reached = [p.grad is not None and is_used(p.grad) for p in parameters]
         is_averaged = [isinstance(p.grad, AveragedGradient) for p in parameters]
-        cleared = set(self._averages.cleared_parameters())
+        cleared = set(self._averages.list_cleared_parameters())
         is_cleared = [p in cleared for p in parameters]
         is_written = [self.versions.get(p, p._version) != p._version for p in parameters]
         is_dirty = [any(p in unreduced for p, _ in bucket.pieces) for bucket in self.buckets]
@@ -176,7 +176,7 @@ class GradientReducer:
             )
         self._queue.drain()
         return [
-            (piece.start, piece.stop, bucket.average_of(piece))
+            (piece.start, piece.stop, bucket.get_average(piece))
             for bucket, piece in self._shard_pieces.get(parameter, [])
             if bucket.average is not None
         ]
@@ -195,9 +195,9 @@ class GradientReducer:
         """True if another reducer of the same group exists on any rank."""
         return len(self._group_member.numbers) > 1
 
-    def averaged_indices(self) -> list[int]:
+    def list_averaged_indices(self) -> list[int]:
         """Return the indices of the parameters whose `.grad` is an average or includes one."""
-        cleared = set(self._averages.cleared_parameters())
+        cleared = set(self._averages.list_cleared_parameters())
         return [
             index
             for index, parameter in enumerate(self._pieces)
@@ -218,9 +218,9 @@ class GradientReducer:
         self._finish_backward()
         self._queue.drain()
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """Return all tensors in which this rank stores gradients, except plain `.grad` tensors."""
-        stored: list[Tensor | None] = [*self._flat_gradients, *self._queue.tensors()]
+        stored: list[Tensor | None] = [*self._flat_gradients, *self._queue.list_tensors()]
         for bucket in self.buckets:
             stored += [bucket.average, bucket.buffer]
         for parameter in self._pieces:
@@ -231,20 +231,20 @@ class GradientReducer:
     def _register_hooks(self, buckets: Sequence[Bucket]) -> None:
         reducer_ref = weakref.ref(self)
 
-        def on_accumulated(parameter: Tensor) -> None:
+        def mark_ready(parameter: Tensor) -> None:
             reducer = reducer_ref()
             if reducer is not None and reducer.enabled:
-                reducer._gradient_ready(parameter)  # type: ignore[arg-type]
+                reducer._mark_gradient_ready(parameter)  # type: ignore[arg-type]
 
         for parameter in dict.fromkeys(p for bucket in buckets for p, _ in bucket.pieces):
             # A frozen parameter may become trainable, but torch refuses hooks while it is frozen.
             is_trainable = parameter.requires_grad
             parameter.requires_grad_(True)
-            handle = parameter.register_post_accumulate_grad_hook(on_accumulated)
+            handle = parameter.register_post_accumulate_grad_hook(mark_ready)
             parameter.requires_grad_(is_trainable)
             self._hook_handles.append(handle)
 
-    def _gradient_ready(self, parameter: nn.Parameter) -> None:
+    def _mark_gradient_ready(self, parameter: nn.Parameter) -> None:
         """Collect a gradient, and launch the next buckets in order as long as they are complete."""
         if self.in_backward and self._end_callback() is None:
             self._discard_backward()
@@ -329,7 +329,7 @@ class GradientReducer:
                 self._averages.adopt(parameter, self._shard_pieces.get(parameter, []), self)
 
     def _discard_cleared(self) -> None:
-        cleared = self._averages.cleared_parameters()
+        cleared = self._averages.list_cleared_parameters()
         if cleared:
             self._queue.drain()
             self._averages.discard(cleared, self.buckets, self._shard_pieces)

@@ -105,7 +105,7 @@ def read_constructor_options(optimizer: Optimizer, group: Mapping[str, Any]) -> 
         elif name in vars(optimizer):
             options[name] = vars(optimizer)[name]
         else:
-            raise _unverifiable(
+            raise _make_unverifiable_error(
                 cls, f"its argument {name} is neither an option of its groups nor an attribute"
             )
     if has_further_arguments:
@@ -125,7 +125,7 @@ def _check_further_arguments(
     try:
         rebuilt = vars(cls([{**group, "params": [probe_parameter]}], **options))
     except Exception as error:
-        raise _unverifiable(
+        raise _make_unverifiable_error(
             cls, f"constructing it from its options and attributes fails ({error})"
         ) from error
     for name, value in vars(optimizer).items():
@@ -133,14 +133,14 @@ def _check_further_arguments(
         # Schedulers of torch add private attributes.
         is_argument = name in rebuilt or not name.startswith("_")
         if is_plain and is_argument and rebuilt.get(name) != value:
-            raise _unverifiable(
+            raise _make_unverifiable_error(
                 cls,
                 f"its attribute {name} is {value!r}, but {rebuilt.get(name)!r} if the optimizer is "
                 "constructed without the arguments that its signature does not name",
             )
 
 
-def _unverifiable(cls: type[Optimizer], reason: str) -> ValueError:
+def _make_unverifiable_error(cls: type[Optimizer], reason: str) -> ValueError:
     return ValueError(
         f"{cls.__name__} cannot be verified on FSDP's shards: {reason}; name each argument in the "
         "signature and store it unchanged under its name, or use ShardedOptimizer (stages 1 and "

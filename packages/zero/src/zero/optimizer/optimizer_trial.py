@@ -45,8 +45,8 @@ class Trial:
     ) -> None:
         self.name = cls.__name__
         self.make = make
-        self.options = _with_learning_rate(options)
-        self.group = _with_learning_rate(group)
+        self.options = _replace_zero_learning_rate(options)
+        self.group = _replace_zero_learning_rate(group)
         self.as_columns = as_columns
         self.random = np.random.default_rng(0)
 
@@ -56,7 +56,9 @@ class Trial:
         The parameters of the trial have the numbers of dimensions of `shapes`.
         """
         dims = sorted({len(shape) for shape in shapes}) or [2]
-        values, gradients = self._draw([_example(dim, size) for dim in dims for size in (4, 5)])
+        values, gradients = self._draw(
+            [_make_small_shape(dim, size) for dim in dims for size in (4, 5)]
+        )
         wholes, numbers = self._run(values, gradients)
         for index, whole in enumerate(wholes):
             [alone], others = self._run(values, gradients, index, as_columns=self.as_columns)
@@ -74,7 +76,7 @@ class Trial:
         dims = sorted({len(shape) for shape in shapes if len(shape) > 2})
         tried: list[tuple[int, ...]] = [(6, 4), (4, 5), (20,)]
         tried += [(side, side) for side in SIDES if largest >= side**2]
-        tried += [_example(dim, 4) for dim in dims]
+        tried += [_make_small_shape(dim, 4) for dim in dims]
         for shape in tried:
             values, gradients = self._draw([shape, (4, 3)])
             wholes, numbers = self._run(values, gradients)
@@ -97,10 +99,10 @@ class Trial:
         values, gradients = self._draw([(6, 4)])
         # Parameters of one byte per element are frozen, because torch has no arithmetic for them.
         for dtype in {d for d in dtypes if d.is_floating_point and d.itemsize > 1}:
-            generators = _random_states()
+            generators = _get_random_states()
             # The second step uses state from the first one. The values are not checked, because
             # they may become infinite in float16.
-            self._steps(
+            self._run_steps(
                 [value.to(dtype) for value in values],
                 [[gradient.to(dtype) for gradient in step] for step in gradients[:2]],
             )
@@ -140,9 +142,9 @@ class Trial:
         only: the index of the only parameter to step; None to step all of them.
         is_split: True if the parameters are pieces of tensors; their state must then be in pieces.
         """
-        generators = _random_states()
+        generators = _get_random_states()
         try:
-            optimizer, stepped = self._steps(values, gradients, only, as_columns)
+            optimizer, stepped = self._run_steps(values, gradients, only, as_columns)
             if not all(bool(torch.isfinite(value).all()) for value in stepped):
                 raise ArithmeticError("values became infinite or NaN")
         except Exception as error:
@@ -154,11 +156,13 @@ class Trial:
         if is_split:
             self._check_state_is_joinable(optimizer)
         self._check_random_states(generators)
-        return stepped, _numbers({**vars(optimizer), **optimizer.param_groups[0]})
+        return stepped, _collect_numbers({**vars(optimizer), **optimizer.param_groups[0]})
 
     def _check_random_states(self, generators: Sequence[Tensor]) -> None:
         """Raise ValueError if random numbers were drawn, so that the generator states changed."""
-        if any(not torch.equal(*pair) for pair in zip(generators, _random_states(), strict=True)):
+        if any(
+            not torch.equal(*pair) for pair in zip(generators, _get_random_states(), strict=True)
+        ):
             raise ValueError(
                 f"{self.name} cannot be sharded: it draws random numbers, which ranks would draw "
                 "in another order than one process; if this is intended, seed each rank "
@@ -185,7 +189,7 @@ class Trial:
                         f"{advise_retraction(self.name, self.as_columns)}"
                     )
 
-    def _steps(
+    def _run_steps(
         self,
         values: Sequence[Tensor],
         gradients: Sequence[Sequence[Tensor]],
@@ -197,7 +201,7 @@ class Trial:
         wholes = [values[index].clone() for index in chosen]
         if as_columns:
             # At stage 3 an optimizer is constructed on elements and steps whole tensors.
-            parameters = [nn.Parameter(_first_elements(value)) for value in values]
+            parameters = [nn.Parameter(_get_first_elements(value)) for value in values]
             stepped = [parameters[index] for index in chosen]
         else:
             parameters = stepped = [nn.Parameter(value) for value in wholes]
@@ -211,7 +215,7 @@ class Trial:
                 wholes[position] = parameter.data
                 if as_columns:
                     parameter.grad = None
-                    parameter.data = _first_elements(values[chosen[position]])
+                    parameter.data = _get_first_elements(values[chosen[position]])
         return optimizer, wholes
 
 
@@ -225,7 +229,7 @@ def check_state(optimizer: Optimizer) -> None:
         )
 
 
-def _with_learning_rate(options: Mapping[str, Any]) -> dict[str, Any]:
+def _replace_zero_learning_rate(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options with 0.01 in place of a learning rate of zero, but not of None.
 
     A schedule with warm-up may start at zero, and the trial would then detect no dependence.
@@ -241,13 +245,13 @@ def advise_retraction(name: str, is_stage_3: bool) -> str:
     return f"remove {name} from elementwise_optimizers" if is_stage_3 else "omit elementwise=True"
 
 
-def _random_states() -> list[Tensor]:
+def _get_random_states() -> list[Tensor]:
     """Return the states of torch's default generators."""
     states = [torch.get_rng_state()]
     return states + torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else states
 
 
-def _numbers(entries: Mapping[str, Any]) -> dict[str, float]:
+def _collect_numbers(entries: Mapping[str, Any]) -> dict[str, float]:
     """Return the numbers and tensors of one element among the options and attributes, by name.
 
     An optimizer that sums over its parameters, such as Prodigy, often stores the sum in an option
@@ -271,12 +275,12 @@ def _split_all(tensors: Sequence[Tensor]) -> list[Tensor]:
     return pieces
 
 
-def _example(dim: int, size: int) -> tuple[int, ...]:
+def _make_small_shape(dim: int, size: int) -> tuple[int, ...]:
     """Return a small shape with `dim` dimensions; `size` distinguishes two such shapes."""
     return (size + 2, size, *[2] * (dim - 2))[:dim]
 
 
-def _first_elements(tensor: Tensor) -> Tensor:
+def _get_first_elements(tensor: Tensor) -> Tensor:
     """Return the first three elements in the shape of an FSDP shard: (3, 1, ..., 1)."""
     return as_column(tensor.flatten()[:3].clone(), tensor.dim())
 

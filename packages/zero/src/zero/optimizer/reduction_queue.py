@@ -47,7 +47,7 @@ class ReductionQueue:
         while self._in_flight:
             self._finish_oldest()
 
-    def tensors(self) -> list[Tensor]:
+    def list_tensors(self) -> list[Tensor]:
         """Return the tensors that reductions in flight read and write."""
         return [t for reduction in self._in_flight for t in (reduction.output, reduction.buffer)]
 
@@ -69,7 +69,7 @@ class ReductionQueue:
             output = buffer if is_owner else buffer.new_empty(0)
         else:
             in_place = not self.release_gradients and self.communicator.sums_in_place
-            output = bucket.shard_of_buffer() if in_place else torch.empty_like(bucket.shard)
+            output = bucket.get_buffer_shard() if in_place else torch.empty_like(bucket.shard)
             work = self.communicator.reduce_scatter(output, buffer)
         self._in_flight.append(_Reduction(bucket, output, buffer, work))
 
@@ -85,7 +85,7 @@ class ReductionQueue:
             bucket.average = output
         else:
             # The local gradients have been sent, so the average may overwrite them.
-            bucket.average = bucket.shard_of_buffer()
+            bucket.average = bucket.get_buffer_shard()
             if output.data_ptr() != bucket.average.data_ptr():
                 bucket.average.copy_(output)
             bucket.average_is_in_buffer = True

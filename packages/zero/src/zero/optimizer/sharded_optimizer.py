@@ -36,7 +36,7 @@ from zero.optimizer.optimizer_kinds import (
     check_constructed,
     choose_split,
 )
-from zero.optimizer.state_dict import dtensor_state_dict, load_state_dict, options_of
+from zero.optimizer.state_dict import get_options, load_state_dict, make_dtensor_state_dict
 from zero.optimizer.uneven_inputs import UnevenInputs
 from zero.parameter_checks import check_equal_on_all_ranks, check_shardable
 from zero.process_groups import Collective, Communicator, Group
@@ -129,7 +129,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         self._options_after_step: option_checks.Options = []
         self.inner: torch.optim.Optimizer
         # Some optimizers have required options that are set per group.
-        first_options = options_of(params[0]) if isinstance(params[0], dict) else {}
+        first_options = get_options(params[0]) if isinstance(params[0], dict) else {}
         probe_parameter = nn.Parameter(torch.zeros(1, 1, device="cpu"))
         try:
             probe_group = {**first_options, "params": [probe_parameter]}
@@ -146,17 +146,17 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         # Pass all groups to the constructor, because some optimizers create state in __init__.
         groups = zip(self.param_groups, self._shards_of_group, strict=True)
         self.inner = optimizer_cls(
-            [{**options_of(group), "params": shards} for group, shards in groups], **kwargs
+            [{**get_options(group), "params": shards} for group, shards in groups], **kwargs
         )
         self.state = self._exposed_state = self.inner.state
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            outer.update(options_of(inner))
+            outer.update(get_options(inner))
         self.module = module
         if module is not None:
             self.communicator.broadcast_buffers(module)
             # Do not count the initial broadcasts as training traffic.
             self.communicator.pop_bytes()
-            module.register_forward_pre_hook(BufferHook(self).before_forward)
+            module.register_forward_pre_hook(BufferHook(self).copy_before_forward)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Shard another group of parameters; every rank must add the same group."""
@@ -175,7 +175,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
                 self._options,
                 next((p.device for p in group["params"] if not p.is_meta), None),
                 elementwise=self._elementwise,
-                group=options_of(group),
+                group=get_options(group),
                 shapes=[parameter.shape for parameter in group["params"]],
                 dtypes=[parameter.dtype for parameter in group["params"]],
                 make=self._optimizer_cls,
@@ -197,7 +197,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for parameter in group["params"]:
             parameter_groups.set_owner(parameter, self)
         if hasattr(self, "inner"):
-            self.inner.add_param_group({**options_of(group), "params": shards})
+            self.inner.add_param_group({**get_options(group), "params": shards})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None, **kwargs: Any) -> Any:
@@ -219,18 +219,20 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             with torch.enable_grad():
                 loss = closure()
         if self._uneven_inputs:
-            self._uneven_inputs.announce("step", [options_of(group) for group in self.param_groups])
+            self._uneven_inputs.announce(
+                "step", [get_options(group) for group in self.param_groups]
+            )
         self._check_state()
         for parameter in self.flat.restore_views():
             # Replacing `.data` need not change the version, so mark the parameter as written.
             self.reducer.versions[parameter] = -1
         with_gradient = self._assign_gradients()
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            inner.update(options_of(outer))
+            inner.update(get_options(outer))
         self._is_step_incomplete = True
         _step_without_hooks(self.inner, **kwargs)
         for outer, inner in zip(self.param_groups, self.inner.param_groups, strict=True):
-            outer.update(options_of(inner))
+            outer.update(get_options(inner))
         self._options_after_step = option_checks.list_numeric_options(self)
         self._copy_stored_gradients()
         self.flat.restore_shards()
@@ -266,7 +268,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
         for pre_hook in self._optimizer_state_dict_pre_hooks.values():
             pre_hook(self)
         parameter_groups.check_groups_unchanged(self.param_groups, self._parameters_of_group)
-        state_dict = dtensor_state_dict(
+        state_dict = make_dtensor_state_dict(
             self.param_groups, self.flat.shards, self.inner, self.communicator
         )
         for hook in self._optimizer_state_dict_post_hooks.values():
@@ -379,7 +381,7 @@ class ShardedOptimizer(torch.optim.Optimizer, Joinable):
             vars(shard).update(vars(parameter))
             shard.grad = None
             if parameter in used and bucket.average is not None:
-                shard.grad = bucket.average_of(piece).view(shard.shape)
+                shard.grad = bucket.get_average(piece).view(shard.shape)
         return used
 
     def _copy_stored_gradients(self) -> None:

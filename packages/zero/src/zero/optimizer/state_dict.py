@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from zero.dtensors import Run, full_entries, state_rows
+from zero.dtensors import Run, gather_state_rows, iter_full_entries
 from zero.optimizer.optimizer_trial import check_state
 from zero.partition import Piece
 from zero.process_groups import Communicator
@@ -19,7 +19,7 @@ Groups = list[dict[str, Any]]
 Shards = Sequence[tuple[nn.Parameter, Piece, nn.Parameter, Any]]
 
 
-def dtensor_state_dict(
+def make_dtensor_state_dict(
     groups: Groups, shards: Shards, inner: torch.optim.Optimizer, communicator: Communicator
 ) -> dict[str, Any]:
     """Return the state dict that an unsharded optimizer of `groups` would have.
@@ -29,7 +29,7 @@ def dtensor_state_dict(
     inner: the optimizer that steps `shards`.
     """
     check_state(inner)
-    runs = _runs_of_parameters(shards)
+    runs = _group_runs_by_parameter(shards)
     state = {}
     numbered = number_parameters(groups, groups)
     for group, entry in zip(groups, numbered, strict=True):
@@ -39,7 +39,7 @@ def dtensor_state_dict(
                 for run, shard in runs.get(parameter, [])
                 if shard in inner.state
             ]
-            collected = state_rows(local_state, parameter, communicator)
+            collected = gather_state_rows(local_state, parameter, communicator)
             if collected:
                 state[number] = collected
     return {"state": state, "param_groups": numbered}
@@ -63,16 +63,16 @@ def load_state_dict(
         )
     stepped = [shard for group in inner.param_groups for shard in group["params"]]
     number_of = {shard: number for number, shard in enumerate(stepped)}
-    runs = _runs_of_parameters(shards)
+    runs = _group_runs_by_parameter(shards)
     state = {}
     parameters = [parameter for group in groups for parameter in group["params"]]
-    for parameter, entry in zip(parameters, full_entries(state_dict), strict=True):
+    for parameter, entry in zip(parameters, iter_full_entries(state_dict), strict=True):
         for run, shard in runs.get(parameter, []) if entry else ():
             state[number_of[shard]] = {
                 key: run.select(parameter.shape, key, value) for key, value in entry.items()
             }
     # Copy the options, because another optimizer may use the same tensor of a learning rate.
-    options = deepcopy([options_of(group) for group in state_dict["param_groups"]])
+    options = deepcopy([get_options(group) for group in state_dict["param_groups"]])
     inner.load_state_dict(
         {"state": state, "param_groups": number_parameters(options, inner.param_groups)}
     )
@@ -80,7 +80,7 @@ def load_state_dict(
         group.update(loaded)
 
 
-def options_of(group: dict[str, Any]) -> dict[str, Any]:
+def get_options(group: dict[str, Any]) -> dict[str, Any]:
     """Return a parameter group's options without its parameters."""
     return {key: v for key, v in group.items() if key not in ("params", "param_names")}
 
@@ -96,7 +96,7 @@ def number_parameters(options: Iterable[dict[str, Any]], groups: Groups) -> Grou
     return numbered
 
 
-def _runs_of_parameters(shards: Shards) -> dict[nn.Parameter, list[tuple[Run, nn.Parameter]]]:
+def _group_runs_by_parameter(shards: Shards) -> dict[nn.Parameter, list[tuple[Run, nn.Parameter]]]:
     """Return this rank's runs of each parameter, with the inner optimizer's views of them."""
     runs: dict[nn.Parameter, list[tuple[Run, nn.Parameter]]] = {}
     for parameter, piece, shard, _ in shards:

@@ -43,16 +43,16 @@ class UnevenInputs(JoinHook):
             raise ValueError("expected ShardedOptimizer as the only argument of Join([...])")
         work.wait()
         self.optimizer.communicator.is_joining = True
-        averaged = self.optimizer.reducer.averaged_indices()
+        averaged = self.optimizer.reducer.list_averaged_indices()
         announced = self.optimizer.communicator.gather_objects((name, argument, averaged))
-        return _last_active_rank(announced)
+        return _find_last_active_rank(announced)
 
     def main_hook(self) -> None:
         """Take part in the next call that the active ranks announce."""
         self.has_joined = True
         optimizer = self.optimizer
         announced = optimizer.communicator.gather_objects(None)
-        last = _last_active_rank(announced)
+        last = _find_last_active_rank(announced)
         name, argument, averaged = announced[last]
         optimizer.reducer.clear_other_gradients(averaged)
         if name == "backward":
@@ -70,7 +70,7 @@ class UnevenInputs(JoinHook):
     def post_hook(self, is_last_joiner: bool) -> None:
         """Clear the gradients that the last active ranks have cleared, and end the context."""
         reducer = self.optimizer.reducer
-        averaged = None if self.has_joined else reducer.averaged_indices()
+        averaged = None if self.has_joined else reducer.list_averaged_indices()
         everyone = self.optimizer.communicator.gather_objects(averaged)
         if self.has_joined:
             reducer.clear_other_gradients(next(entry for entry in everyone if entry is not None))
@@ -78,5 +78,5 @@ class UnevenInputs(JoinHook):
         self.optimizer.communicator.is_joining = False
 
 
-def _last_active_rank(announced: list[Any]) -> int:
+def _find_last_active_rank(announced: list[Any]) -> int:
     return max(rank for rank, call in enumerate(announced) if call is not None)
