@@ -51,7 +51,13 @@ from paramserver import (
     join,
     run,
 )
-from paramserver.bench import bench, median_times, table, time_exchanges, time_rpc
+from paramserver.bench import (
+    bench,
+    compute_median_times,
+    format_table,
+    measure_exchanges,
+    measure_rpc,
+)
 from torch import nn
 
 CONTEXT = 128
@@ -145,20 +151,20 @@ def data_parallel_bytes(model: Decoder, steps: int) -> int:
 
 def _scale(case: str, mebibytes: int, workers: int, servers: int, *, rounds: int) -> dict:
     """Return the row of the slowest worker, if all exchange at the same time."""
-    times = time_exchanges(mebibytes, rounds, workers=workers, servers=servers)
+    times = measure_exchanges(mebibytes, rounds, workers=workers, servers=servers)
     row = {"case": case, "model_mib": mebibytes, "workers": workers, "servers": servers}
-    return row | median_times(max(times, key=lambda pairs: sum(map(sum, pairs))))
+    return row | compute_median_times(max(times, key=lambda pairs: sum(map(sum, pairs))))
 
 
 def bound_rows(mebibytes: int, rounds: int) -> list[dict]:
     """Return rows of exchanges, RPC and bare transfers of the same bytes, interleaved."""
     measured = {
-        "shared_memory": lambda: time_exchanges(mebibytes, rounds, transport="shared_memory")[0],
+        "shared_memory": lambda: measure_exchanges(mebibytes, rounds, transport="shared_memory")[0],
         "copies": lambda: _time_copies(mebibytes, rounds),
-        "zeromq": lambda: time_exchanges(mebibytes, rounds, transport="zeromq")[0],
+        "zeromq": lambda: measure_exchanges(mebibytes, rounds, transport="zeromq")[0],
         "bare zeromq": lambda: _time_peer(_ZeroMQPeer, mebibytes, rounds),
         "socket": lambda: _time_peer(_SocketPeer, mebibytes, rounds),
-        "rpc": lambda: time_rpc(mebibytes, rounds),
+        "rpc": lambda: measure_rpc(mebibytes, rounds),
     }
     times: dict = {name: [] for name in measured}
     for _ in range(2):
@@ -166,7 +172,9 @@ def bound_rows(mebibytes: int, rounds: int) -> list[dict]:
             times[name] += measure()
     rows = []
     for name, pairs in times.items():
-        row = {"case": "bound", "transport": name, "model_mib": mebibytes} | median_times(pairs)
+        row = {"case": "bound", "transport": name, "model_mib": mebibytes} | compute_median_times(
+            pairs
+        )
         row["rpc_over_this_p50"] = median_ratio(times["rpc"], pairs)
         rows.append(row)
     return rows
@@ -193,7 +201,7 @@ def journal_rows(mebibytes: int, rounds: int) -> list[dict]:
 
 def _push_seconds(mebibytes: int, journal: str | None) -> float:
     """Return the median time of a push over ZeroMQ."""
-    pairs = time_exchanges(mebibytes, 10, transport="zeromq", journal=journal)[0]
+    pairs = measure_exchanges(mebibytes, 10, transport="zeromq", journal=journal)[0]
     return statistics.median(push for push, _ in pairs)
 
 
@@ -562,7 +570,7 @@ def main() -> None:
             rows = equal_loss_rows(options.size, options.steps, options.lr, options.rate)
         if options.json:
             options.json.write_text(json.dumps(rows, indent=1) + "\n")
-        print(table(rows))
+        print(format_table(rows))
         return
     rows = bench(quick=options.quick) if options.exchange else []
     size, rounds = (8, 5) if options.quick else (80, 15)
@@ -590,7 +598,7 @@ def main() -> None:
         plot(rows, options.plot)
     if options.json:
         options.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(rows))
+    print(format_table(rows))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ import statistics
 import paramserver_study as study
 import pytest
 from figures import assert_at_least, assert_at_most
-from paramserver.bench import table
+from paramserver.bench import format_table
 from workspace import folder, script
 
 
@@ -13,7 +13,7 @@ def test_a_scale_is_measured_and_drawn(tmp_path):
     scales = [("size", 1, 1, 1), ("workers", 1, 2, 1), ("servers", 1, 1, 2)]
     rows = [study._scale(*scale, rounds=1) for scale in scales]
     assert all(row["push_ms"] > 0 and row["pull_ms"] > 0 for row in rows)
-    assert len(table(rows).splitlines()) == 1 + 3
+    assert len(format_table(rows).splitlines()) == 1 + 3
     pytest.importorskip("matplotlib", reason="plots need it")
     target = {"case": "target", "kind": "this", "seconds": 1.0}
     loss = {"case": "loss", "kind": "this", "worker_bytes": 10, "held_out_loss": 2.0}

@@ -912,7 +912,7 @@ def sharding() -> list[Row]:
 def isoflop(data: Path) -> list[Row]:
     """Find the optimum of each budget, and extrapolate to 1e23 and 1e24 FLOPs."""
     import scaling
-    from scaling.bench import shortcut
+    from scaling.bench import fit_shortcut
 
     runs = scaling.load_runs(data / "isoflops_curves.json")
     rows: list[Row] = []
@@ -934,7 +934,7 @@ def isoflop(data: Path) -> list[Row]:
         ("best run of each", "minimum"),
         ("the same, with an offset", "minimum-offset"),
     ):
-        size = shortcut(runs, method)
+        size = fit_shortcut(runs, method)
         for compute in (1e23, 1e24):
             rows.append(_optimum(label, compute, size(compute), compute / (6 * size(compute))))
     return rows

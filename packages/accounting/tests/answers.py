@@ -22,10 +22,10 @@ from accounting import (
     roofline,
     training_memory,
 )
-from accounting.flops import utilization
-from accounting.memory.activations import activations
-from accounting.memory.states import model_states
-from accounting.search.plans import fewest_devices
+from accounting.flops import compute_utilization
+from accounting.memory.activations import count_activation_bytes
+from accounting.memory.states import count_state_bytes
+from accounting.search.plans import find_fewest_devices
 from accounting.time.mesh import compute_bound_batch
 from published_models import PUBLISHED
 
@@ -93,18 +93,18 @@ COURSE = {
 }
 MODELS = {"deepseek-v3": Transformer.from_hf(PUBLISHED["deepseek-v3"].config)}
 _CALLS = (
-    activations,
+    count_activation_bytes,
     communication,
     compute_bound_batch,
-    fewest_devices,
+    find_fewest_devices,
     flops,
     kv_cache,
     mfu,
-    model_states,
+    count_state_bytes,
     parameters,
     roofline,
     training_memory,
-    utilization,
+    compute_utilization,
 )
 NAMESPACE: dict[str, Any] = {call.__name__: call for call in _CALLS} | {
     "COURSE": COURSE,
@@ -379,7 +379,7 @@ ANSWERS = [
     Answer(
         "x.a2",
         "its activations for the backward in bf16, per token",
-        "activations(XXL, batch=1, seq=1, precision='bf16').total",
+        "count_activation_bytes(XXL, batch=1, seq=1, precision='bf16').total",
         17_547_264,
         "B/token",
         "2*126*(16384+53248): the inputs of both linear layers",
@@ -387,7 +387,7 @@ ANSWERS = [
     Answer(
         "x.a3",
         "80 GB devices that hold its states",
-        "fewest_devices(XXL, memory_bytes=80e9)",
+        "find_fewest_devices(XXL, memory_bytes=80e9)",
         44,
         "devices",
         "ceil(3517.58 / 80)",
@@ -396,7 +396,7 @@ ANSWERS = [
         "x.b1",
         "bytes per device at N=64, 4096 tokens, half the activations sharded",
         "training_memory(XXL, Plan(data=64, zero=3), batch=0, seq=1).total "
-        "+ activations(XXL, batch=1, seq=4096, precision='bf16').total * (1 + 1/64) / 2",
+        "+ count_activation_bytes(XXL, batch=1, seq=4096, precision='bf16').total * (1 + 1/64) / 2",
         16 * 219_848_638_464 / 64 + 17_547_264 * 4096 / 2 + 17_547_264 * 4096 / 128,
         "B",
         "16P/N + A/2 + A/(2N)",
@@ -405,7 +405,7 @@ ANSWERS = [
     Answer(
         "x.b2",
         "devices under 95 GB, activations ignored",
-        "fewest_devices(XXL, memory_bytes=95e9)",
+        "find_fewest_devices(XXL, memory_bytes=95e9)",
         38,
         "devices",
         "ceil(3517.58 / 95)",
@@ -414,7 +414,7 @@ ANSWERS = [
         Answer(
             f"x.b3.{tokens}",
             f"the same with the activations of {tokens} tokens per device, half of them sharded",
-            f"fewest_devices(XXL, memory_bytes=95e9, activation_bytes={tokens} * 17_547_264, "
+            f"find_fewest_devices(XXL, memory_bytes=95e9, activation_bytes={tokens} * 17_547_264, "
             "sharded_activations=0.5)",
             value,
             "devices",
@@ -809,7 +809,7 @@ ANSWERS = [
         Answer(
             f"r.l405.{rate}",
             f"MFU of Llama-3 405B at {rate} TFLOP/s per H100",
-            f"utilization({rate}e12, hardware='H100')",
+            f"compute_utilization({rate}e12, hardware='H100')",
             value,
             "",
             "/989.4e12",
@@ -857,7 +857,7 @@ ANSWERS = [
         Answer(
             f"r.zero{stage}",
             f"ZeRO figure 1: 7.5B on 64 GPUs, stage {stage}",
-            f"model_states(7_500_000_000, data=64, zero={stage}).total / 1e9",
+            f"count_state_bytes(7_500_000_000, data=64, zero={stage}).total / 1e9",
             value,
             "GB",
             "16P; 4P+12P/N; 2P+14P/N; 16P/N",

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 import torch
 from accounting import Ledger, Plan, Transformer, Workload, fits, training_memory
-from accounting.memory.activations import activations, head_activations
+from accounting.memory.activations import count_activation_bytes, count_head_activation_bytes
 from reference import Model
 from torch.nn import functional as F
 
@@ -43,8 +43,8 @@ def test_compiled_activations_equal_partitioner_saves(more: dict[str, Any]) -> N
     shape, work = Transformer(**sizes, vocab_size=512, **more), Workload(batch=2, seq=32)
     torch._dynamo.reset()
     result = saved_bytes(Model(shape), torch.zeros(2, 32, dtype=torch.long))
-    saved = activations(shape, None, work, compiled=True).total
-    head = head_activations(shape, Plan(), Workload(batch=2, seq=32, compiled=True))
+    saved = count_activation_bytes(shape, None, work, compiled=True).total
+    head = count_head_activation_bytes(shape, Plan(), Workload(batch=2, seq=32, compiled=True))
     later = ("token ids and targets", "gradient of the logits")
     assert result == saved + head.total - sum(head[part].total for part in later)
 

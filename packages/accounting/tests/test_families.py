@@ -24,10 +24,10 @@ from accounting import (
     plan_for,
     training_memory,
 )
-from accounting.cli.serving import serving
+from accounting.cli.serving import estimate_serving
 from accounting.model.family_tables import ENCODERS, FAMILIES, MULTIMODAL
-from accounting.model.registry import transformer_arguments
-from accounting.model.transformer import _part_sizes
+from accounting.model.registry import build_transformer_arguments
+from accounting.model.transformer import _count_part_sizes
 from random_configurations import outcomes
 from reference import described
 from transformers_cache import cache_name
@@ -248,7 +248,7 @@ def test_named_class_determines_counted_parts() -> None:
     masked = bert | {"architectures": ["BertForMaskedLM"]}
     assert Transformer.from_hf(masked).size == 109_514_298
     # In a pipeline, the last stage has the transform of the head.
-    stages = [Plan(pipeline=2).stage_model(Transformer.from_hf(masked), s) for s in (0, 1)]
+    stages = [Plan(pipeline=2).build_stage_model(Transformer.from_hf(masked), s) for s in (0, 1)]
     assert [[m.name for m in stage.extra] for stage in stages] == [
         ["token types", "embedding norm"],
         ["transform", "transform bias", "transform norm"],
@@ -724,7 +724,7 @@ def test_missing_field_is_default_of_its_class_or_refused() -> None:
     for family in sorted(set(FAMILIES) - UNBUILT):
         content = with_other_sizes(family)
         recorder = Recorder(content)
-        transformer_arguments(recorder, _part_sizes)
+        build_transformer_arguments(recorder, _count_part_sizes)
         fields = CONFIG_MAPPING[family].__dataclass_fields__
         for name in recorder.read & set(fields) & set(content) - set(NEEDED.get(family, {})):
             explicit = content | {name: default_of(fields[name])}
@@ -969,7 +969,7 @@ def test_training_step_of_sharing_layers_is_refused() -> None:
             training_memory(model, Plan(), batch=1, seq=8)
         with pytest.raises(ValueError, match=reason):
             plan_for(model, gpus=8, tokens=1e9, seq=64, batch=8)
-        served = serving(model, gpus=1, seq=64)
+        served = estimate_serving(model, gpus=1, seq=64)
         assert served["cache_bytes_per_sequence"] == kv_cache(model, seq=64).total
 
 

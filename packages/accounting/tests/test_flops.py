@@ -4,7 +4,7 @@ from typing import Any
 import pytest
 import torch
 from accounting import Transformer, flops, mfu, parameters
-from accounting.flops import pairs, utilization
+from accounting.flops import compute_utilization, count_pairs
 from accounting.model.records import MLA, Experts, Window
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -113,8 +113,8 @@ def test_pairs_are_the_ones_that_the_mask_lets_through(
     if window and chunked:
         chunk = torch.arange(seq) // window
         band = causal * (chunk[:, None] == chunk)
-    assert pairs(shape, seq) == (causal.sum(), band.sum())
-    assert pairs(shape, seq, "full") == (seq**2, seq**2)
+    assert count_pairs(shape, seq) == (causal.sum(), band.sum())
+    assert count_pairs(shape, seq, "full") == (seq**2, seq**2)
 
 
 @settings(deadline=None)
@@ -141,7 +141,7 @@ def test_chunks_of_llama_4_are_those_of_its_mask() -> None:
     embeds = torch.zeros(1, 11, 8)
     mask = create_chunked_causal_mask(config, embeds, None, None)
     shape = Transformer.from_hf(config)
-    assert pairs(shape, 11)[1] == int((mask == 0).sum())
+    assert count_pairs(shape, 11)[1] == int((mask == 0).sum())
 
 
 def test_bidirectional_gemma_3_attends_to_both_sides() -> None:
@@ -152,8 +152,8 @@ def test_bidirectional_gemma_3_attends_to_both_sides() -> None:
     shape = Transformer.from_hf(config)
     distance = (torch.arange(11)[:, None] - torch.arange(11)).abs()
     # The class stores the window as an exclusive bound to each side.
-    assert pairs(shape, 11) == (11 * 11, int((distance < config.sliding_window).sum()))
-    assert pairs(Transformer.from_hf(Gemma3TextConfig(**sizes)), 11)[0] == 11 * 12 / 2
+    assert count_pairs(shape, 11) == (11 * 11, int((distance < config.sliding_window).sum()))
+    assert count_pairs(Transformer.from_hf(Gemma3TextConfig(**sizes)), 11)[0] == 11 * 12 / 2
 
 
 @pytest.mark.parametrize("family", ["gemma", "gemma2"])
@@ -271,5 +271,5 @@ def test_utilization_of_published_runs() -> None:
     assert mfu(palm, include_attention=False, **run) == pytest.approx(0.457, abs=1.5e-3)
     # Chowdhery et al. 2022, table 3: rematerialization puts the hardware figure at 57.8 %.
     executed = flops(palm, seq=2048, attention="full", recompute="full").total / 2048
-    second = utilization(executed * 238.3e3 / 6144, hardware="TPU v4")
+    second = compute_utilization(executed * 238.3e3 / 6144, hardware="TPU v4")
     assert second == pytest.approx(0.578, abs=0.04)

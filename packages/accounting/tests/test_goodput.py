@@ -4,7 +4,7 @@ import statistics
 from typing import Any
 
 import pytest
-from accounting.time.goodput import CHECKPOINT_HOURS, goodput
+from accounting.time.goodput import CHECKPOINT_HOURS, compute_goodput
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -48,7 +48,9 @@ def test_the_formula_is_the_mean_of_an_event_simulation(interval: float, restart
     about |= {"interval_hours": interval}
     work = 64 * interval
     times = [simulate(work, hours_between_failures=5, seed=seed, **about) for seed in range(400)]
-    expected = goodput(work, 100, failures_per_device_hour=1 / 500, **about).wall_clock_hours
+    expected = compute_goodput(
+        work, 100, failures_per_device_hour=1 / 500, **about
+    ).wall_clock_hours
     error = statistics.stdev(times) / math.sqrt(len(times))
     assert abs(statistics.fmean(times) - expected) < 4 * error
     # The band is narrow enough to tell a wrong formula: a tenth more or less falls outside.
@@ -58,9 +60,9 @@ def test_the_formula_is_the_mean_of_an_event_simulation(interval: float, restart
 @given(c=st.floats(1e-4, 0.5), m=st.floats(1.0, 1e4))
 def test_the_best_interval_beats_its_neighbors_and_approaches_youngs(c: float, m: float) -> None:
     about: dict[str, Any] = {"failures_per_device_hour": 1 / m, "checkpoint_hours": c}
-    best = goodput(1e9, 1, **about)
+    best = compute_goodput(1e9, 1, **about)
     for off in (0.8, 1.25):
-        other = goodput(1e9, 1, **about, interval_hours=best.interval_hours * off)
+        other = compute_goodput(1e9, 1, **about, interval_hours=best.interval_hours * off)
         assert other.wall_clock_hours > best.wall_clock_hours
     # Daly 2006, equation 37: below Young's by two thirds of a checkpoint, to first order.
     young = math.sqrt(2 * c * m)
@@ -70,14 +72,14 @@ def test_the_best_interval_beats_its_neighbors_and_approaches_youngs(c: float, m
 
 
 def test_rare_failures_lose_nothing() -> None:
-    rare = goodput(100, 1, failures_per_device_hour=1e-18)
+    rare = compute_goodput(100, 1, failures_per_device_hour=1e-18)
     assert rare.wall_clock_hours == pytest.approx(100 + CHECKPOINT_HOURS)
     with pytest.raises(ValueError, match="a segment of 10 hours never ends"):
-        goodput(10, 10**9, interval_hours=10)
+        compute_goodput(10, 10**9, interval_hours=10)
 
 
 def test_llama_3_405b_stays_above_nine_tenths() -> None:
-    expected = goodput(0.9 * 54 * 24, 16_384)
+    expected = compute_goodput(0.9 * 54 * 24, 16_384)
     assert expected.goodput > 0.9
     assert expected.failures == pytest.approx(419, rel=0.05)
     assert expected.wall_clock_hours == pytest.approx(54 * 24, rel=0.05)

@@ -21,11 +21,11 @@ from accounting import (
     training_memory,
 )
 from accounting.breakdown import Breakdown
-from accounting.memory.activations import activations, head_activations
+from accounting.memory.activations import count_activation_bytes, count_head_activation_bytes
 from accounting.memory.live import make_state
 from accounting.memory.peak import peak_memory
-from accounting.memory.states import device_parameters, head_parameters
-from accounting.search.plans import fewest_devices, plans_that_fit
+from accounting.memory.states import count_device_parameters, count_head_parameters
+from accounting.search.plans import find_fewest_devices, plans_that_fit
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from random_shapes import even, shapes
@@ -75,10 +75,10 @@ def saved_bytes(shape: Transformer, batch: int, seq: int) -> int:
 
 
 def predicted_saved_bytes(shape: Transformer, batch: int, seq: int, **options: object) -> int:
-    saved = activations(shape, batch=batch, seq=seq, fused_norm=False, **options)
+    saved = count_activation_bytes(shape, batch=batch, seq=seq, fused_norm=False, **options)
     precision = options.get("precision", "fp32")
     work = Workload(batch=batch, seq=seq, precision=precision, fused_norm=False)
-    head = head_activations(shape, Plan(), work)
+    head = count_head_activation_bytes(shape, Plan(), work)
     later = ("its gradient", "gradient of the logits", "logits before the cast")
     return saved.total + sum(part.total for part in head if part.name not in later)
 
@@ -98,7 +98,7 @@ def test_saved_activations_equal_eager_torch_to_the_byte(shape: Transformer, fla
     ],
 )
 def test_norms_of_layers_without_attention_save_their_inputs(shape: Transformer, part: str) -> None:
-    saved = activations(shape, batch=2, seq=7)[part]
+    saved = count_activation_bytes(shape, batch=2, seq=7)[part]
     assert saved["norm input"].total == saved["norm statistics"].total * 8 == 3 * 2 * 7 * 8 * 4
 
 
@@ -131,7 +131,7 @@ def test_block_with_most_activations_is_not_that_with_most_parameters() -> None:
 def test_parameters_after_the_blocks_include_biases_and_projections(
     model: Transformer, count: int
 ) -> None:
-    assert head_parameters(model, Plan()) == count
+    assert count_head_parameters(model, Plan()) == count
 
 
 def test_autocast_keeps_casts_and_copies_of_the_matrices() -> None:
@@ -315,7 +315,7 @@ def test_plain_attention_is_korthikantis_formula(s: int, b: int, a: int, e: int)
     )
 
     def layer(plan: Plan, **options: object) -> float:
-        saved = activations(
+        saved = count_activation_bytes(
             shape, plan, batch=b, seq=s, precision="bf16", dropout=True, flash=False, **options
         )
         # The paper leaves out the two numbers a norm keeps for a token.
@@ -365,7 +365,7 @@ def test_devices_of_every_plan_store_all_parameters(
     plan = Plan(data=4, tensor=tensor, pipeline=pipeline, expert=expert, zero=zero)
     actual = split = 0
     for stage in range(pipeline):
-        dense, routed = device_parameters(shape, plan, stage)
+        dense, routed = count_device_parameters(shape, plan, stage)
         actual += tensor * (dense + routed * expert)
         memory = training_memory(shape, plan, batch=0, seq=1, stage=stage, precision="sgd_fp32")
         split += plan.devices // pipeline * memory["weights"].total
@@ -422,7 +422,7 @@ def test_schedules_store_micro_batches_in_flight() -> None:
         memory = training_memory(shape, plan, batch=8, seq=64, stage=stage)
         return memory["activations"].total
 
-    single = activations(shape, batch=1, seq=64).total / 4
+    single = count_activation_bytes(shape, batch=1, seq=64).total / 4
     assert [saved(s, schedule="gpipe") / single for s in range(4)] == [8, 8, 8, 8]
     assert [saved(s, schedule="1f1b") / single for s in range(4)] == [4, 3, 2, 1]
     # Narayanan et al. 2021: interleaving holds 1 + (p - 1)/(p v) times 1F1B's first stage.
@@ -441,7 +441,7 @@ def test_model_states_need_no_sequence_length() -> None:
 def test_searches_give_the_smallest_that_fits() -> None:
     shape = Transformer(layers=4, d_model=256, heads=4, vocab_size=1000)
     limit = 30e6
-    count = fewest_devices(shape, memory_bytes=limit)
+    count = find_fewest_devices(shape, memory_bytes=limit)
 
     def need(devices: int) -> float:
         return training_memory(shape, Plan(data=devices, zero=3), batch=0, seq=1).total
@@ -580,7 +580,7 @@ def test_gathered_ends_do_not_depend_on_the_kinds_of_blocks(pipeline: int) -> No
     assert memory["gathered/weights of the ends"].total == 2 * ends
     weights = sum(part.total for part in memory["gathered"] if "weights" in part.name)
     # At the fullest moment of a pipeline, the weights of a block may be resharded already.
-    whole = 2 * sum(device_parameters(model, plan))
+    whole = 2 * sum(count_device_parameters(model, plan))
     assert weights == whole if pipeline == 1 else weights <= whole
 
 
@@ -588,7 +588,9 @@ def test_sequence_parallelism_splits_the_inputs_of_final_norm_and_head() -> None
     """Korthikanti et al. 2022, section 4.3: 4 s b h / t (1 + v / h)."""
     model = Transformer(layers=2, d_model=64, heads=8, vocab_size=96, norm="layernorm")
     plan = Plan(tensor=8, sequence_parallel=True)
-    head = head_activations(model, plan, Workload(batch=2, seq=16, precision="mixed_bf16"))
+    head = count_head_activation_bytes(
+        model, plan, Workload(batch=2, seq=16, precision="mixed_bf16")
+    )
     saved = sum(head[name].total for name in ("norm input", "head input", "log-softmax"))
     assert saved == 4 * 2 * 16 * (64 + 96) / 8
 

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from accounting import Plan, Transformer, communication, flops, kv_cache, parameters, plain
-from accounting.memory.activations import activations
-from accounting.memory.states import model_states
+from accounting.memory.activations import count_activation_bytes
+from accounting.memory.states import count_state_bytes
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -26,14 +26,16 @@ def test_package_equals_minimal_implementation(
     count = plain.parameters(*sizes)
     assert parameters(model).total == count
     assert flops(model, batch=batch, seq=seq).total == plain.flops(*sizes, batch, seq)
-    saved = activations(model, batch=batch, seq=seq, precision="bf16")
-    assert saved.total == plain.activation_bytes(*sizes[:5], batch * seq)
+    saved = count_activation_bytes(model, batch=batch, seq=seq, precision="bf16")
+    assert saved.total == plain.count_activation_bytes(*sizes[:5], batch * seq)
     cached = kv_cache(model, seq=seq, batch=batch)
-    assert cached.total == plain.kv_cache_bytes(*sizes[:4], batch * seq)
+    assert cached.total == plain.count_kv_cache_bytes(*sizes[:4], batch * seq)
     for zero in range(4):
-        assert model_states(count, data=7, zero=zero).total == plain.state_bytes(count, 7, zero)
+        assert count_state_bytes(count, data=7, zero=zero).total == plain.count_state_bytes(
+            count, 7, zero
+        )
         wire = communication(model, Plan(data=4, zero=zero)).wire.total
-        assert wire == plain.data_parallel_bytes(count, 4, zero, ends=(2 * vocab + 1) * d)
+        assert wire == plain.count_data_parallel_bytes(count, 4, zero, ends=(2 * vocab + 1) * d)
 
 
 def test_the_plain_file_is_short_and_needs_nothing() -> None:

@@ -31,15 +31,15 @@ from accounting import (
     training_memory,
 )
 from accounting.cli.main import main
-from accounting.cli.questions import amount, stored_dtype
-from accounting.cli.serving import serving
+from accounting.cli.questions import parse_amount, read_stored_dtype
+from accounting.cli.serving import estimate_serving
 from accounting.hardware import find
-from accounting.memory.states import device_parameters
+from accounting.memory.states import count_device_parameters
 from accounting.plan import can_split_evenly
 from accounting.search.bounds import Bounds
 from accounting.search.plans import plans_that_fit
 from accounting.search.space import Space
-from accounting.time.published import predicted
+from accounting.time.published import predict_seconds
 from accounting.time.step import step_time
 from figures import assert_at_most
 from published_models import PUBLISHED
@@ -151,7 +151,7 @@ def _documented_plans(
                     recompute=recompute,
                 )
                 plan.check(model, batch=batch, seq=seq)
-                plan.keeps_weights_unsharded()
+                plan.has_unsharded_weights()
             except ValueError:
                 continue
             # ZeRO has no effect on a single replica.
@@ -284,7 +284,7 @@ def test_no_interleaved_plan_is_proposed_whose_chunks_are_unlike() -> None:
         assert {c.plan.virtual_stages for c in result} == virtual
     uneven = replace(uneven, layers=30, attention_layers=None, mlp_layers=None)
     plan = Plan(pipeline=4, microbatches=4, schedule="interleaved", virtual_stages=2)
-    assert [len(plan.stage_layers(uneven, stage)) for stage in range(4)] == [7, 8, 8, 7]
+    assert [len(plan.list_stage_layers(uneven, stage)) for stage in range(4)] == [7, 8, 8, 7]
 
 
 def test_device_without_bf16_trains_in_fp16() -> None:
@@ -314,7 +314,7 @@ def test_command_line_answers_every_question(capsys: pytest.CaptureFixture[str])
 
 
 def test_concurrent_sequences_follow_from_cache_size() -> None:
-    result = serving(SMALL, gpus=1, hardware="H100", seq=1024)
+    result = estimate_serving(SMALL, gpus=1, hardware="H100", seq=1024)
     cache = kv_cache(SMALL, seq=1024).total
     assert result["cache_bytes_per_sequence"] == cache
     room = 0.9 * 80e9 - result["weights_bytes"]
@@ -348,15 +348,15 @@ QWEN3_30B = Transformer(
 @pytest.mark.parametrize("gpus", [1, 8])
 @pytest.mark.parametrize("model", [DEEPSEEK_V3, QWEN3_30B, SMALL], ids=["mla", "few keys", "small"])
 def test_weights_and_cache_are_served_by_one_plan(model: Transformer, gpus: int) -> None:
-    result = serving(model, gpus=gpus, hardware="H200", seq=8192)
-    actual = 2 * sum(device_parameters(model, Plan(tensor=gpus)))
+    result = estimate_serving(model, gpus=gpus, hardware="H200", seq=8192)
+    actual = 2 * sum(count_device_parameters(model, Plan(tensor=gpus)))
     single = kv_cache(model, seq=8192, tensor=gpus).total
     assert result["weights_bytes"] == gpus * actual
     assert result["cache_bytes_per_sequence"] == gpus * single
     usable = 0.9 * HARDWARE["H200"].memory_bytes
     assert result["sequences_at_once"] == max(0, (usable - actual) // single)
     needed = result["devices_needed"]
-    assert sum(device_parameters(model, Plan(tensor=needed))) * 2 < usable
+    assert sum(count_device_parameters(model, Plan(tensor=needed))) * 2 < usable
     read = result["bytes_per_token"] / gpus
     assert read < actual + single
     speed = HARDWARE["H200"].memory_bandwidth / read
@@ -364,14 +364,14 @@ def test_weights_and_cache_are_served_by_one_plan(model: Transformer, gpus: int)
 
 
 def test_copies_under_tensor_parallelism_count_on_every_device() -> None:
-    caches = [serving(DEEPSEEK_V3, gpus=n)["cache_bytes_per_sequence"] for n in (1, 8)]
+    caches = [estimate_serving(DEEPSEEK_V3, gpus=n)["cache_bytes_per_sequence"] for n in (1, 8)]
     assert caches[1] == 8 * caches[0]
-    caches = [serving(QWEN3_30B, gpus=n)["cache_bytes_per_sequence"] for n in (1, 4, 8)]
+    caches = [estimate_serving(QWEN3_30B, gpus=n)["cache_bytes_per_sequence"] for n in (1, 4, 8)]
     assert caches == [caches[0], caches[0], 2 * caches[0]]
     with pytest.raises(ValueError, match="expected tensor to divide"):
-        serving(QWEN3_30B, gpus=3)
+        estimate_serving(QWEN3_30B, gpus=3)
     with pytest.raises(ValueError, match="has no cache"):
-        serving(replace(SMALL, causal=False))
+        estimate_serving(replace(SMALL, causal=False))
 
 
 @pytest.mark.parametrize("seq", [1, 500])
@@ -386,7 +386,7 @@ def test_bytes_per_device_equal_count_by_hand(seq: int) -> None:
     cache_layer = 2 * 8 * seq
     # 2 replicas of 2 stages: 2 layers per stage; the last stage has the head and a norm.
     stage = 2 * (attention + norms + 3 * 64 * 256 // 2) + table
-    result = serving(dense, gpus=8, data=2, pipeline=2, seq=seq, batch=6)
+    result = estimate_serving(dense, gpus=8, data=2, pipeline=2, seq=seq, batch=6)
     assert result["bytes_per_device"] == 2 * (stage + 64) + 2 * 3 * 2 * cache_layer
     assert result["weights_bytes"] == 2 * 2 * 2 * (2 * stage + 64)
     assert result["cache_bytes_per_sequence"] == 2 * 2 * 4 * cache_layer
@@ -395,7 +395,7 @@ def test_bytes_per_device_equal_count_by_hand(seq: int) -> None:
     sparse = Transformer(**sizes, vocab_size=1000, experts=experts)
     routed = 8 // 2 * 3 * 64 * 32 // 2
     layers = 4 * (attention + norms) + 3 * 64 * 256 // 2 + 3 * (64 * 8 + 3 * 64 * 16 // 2 + routed)
-    result = serving(sparse, gpus=8, data=4, expert=2, seq=seq, batch=12)
+    result = estimate_serving(sparse, gpus=8, data=4, expert=2, seq=seq, batch=12)
     assert result["bytes_per_device"] == 2 * (layers + 2 * table + 64) + 2 * 3 * 4 * cache_layer
     assert result["weights_bytes"] == 8 * 2 * (layers + 2 * table + 64)
     assert result["cache_bytes_per_sequence"] == 2 * 2 * 4 * cache_layer
@@ -403,8 +403,8 @@ def test_bytes_per_device_equal_count_by_hand(seq: int) -> None:
 
 @pytest.mark.parametrize("pipeline", [1, 2])
 def test_replicas_multiply_sequences_and_throughput(pipeline: int) -> None:
-    single = serving(QWEN3_30B, gpus=4, pipeline=pipeline, seq=1024, batch=8)
-    replicated = serving(QWEN3_30B, gpus=12, pipeline=pipeline, seq=1024, batch=24, data=3)
+    single = estimate_serving(QWEN3_30B, gpus=4, pipeline=pipeline, seq=1024, batch=8)
+    replicated = estimate_serving(QWEN3_30B, gpus=12, pipeline=pipeline, seq=1024, batch=24, data=3)
     multiplied = ("memory_bytes", "weights_bytes", "sequences_at_once", "devices_needed", "batch")
     for name, value in single.items():
         factor = 3 if name in multiplied or name.startswith("tokens_per_second") else 1
@@ -424,9 +424,10 @@ def test_decode_step_has_an_all_reduce_per_block() -> None:
     call = 2 * (3 * link.latency + 8 * 1024 * 2 / link.bandwidth)
     for models in ((parallel, SMALL), (mamba, with_mlp)):
         fewer, more = (
-            serving(model, gpus=8, batch=8, seq=8)["decode_step_seconds"] for model in models
+            estimate_serving(model, gpus=8, batch=8, seq=8)["decode_step_seconds"]
+            for model in models
         )
-        assert more - fewer == pytest.approx(predicted(8 * call).middle, rel=0.05)
+        assert more - fewer == pytest.approx(predict_seconds(8 * call).middle, rel=0.05)
 
 
 @pytest.mark.parametrize("expert", [8, 16])
@@ -434,7 +435,10 @@ def test_expert_parallel_decode_step_adds_two_all_to_alls_per_layer(expert: int)
     """Eight H100 are one node; of sixteen, half of the bytes go through the network."""
     device = HARDWARE["H100"]
     run: dict[str, Any] = {"gpus": 16, "data": 16, "seq": 8, "batch": 16 * 64}
-    alone, shared = serving(QWEN3_30B, **run), serving(QWEN3_30B, expert=expert, **run)
+    alone, shared = (
+        estimate_serving(QWEN3_30B, **run),
+        estimate_serving(QWEN3_30B, expert=expert, **run),
+    )
     payload = 64 * 8 * 2048 * 2
     # A device sends (n - 1) / n of the payload to the others, or half of it in each of log n steps.
     link, bandwidth = device.node_link, device.node_link.bandwidth
@@ -444,7 +448,7 @@ def test_expert_parallel_decode_step_adds_two_all_to_alls_per_layer(expert: int)
     tree = math.log2(expert) * (link.latency + payload / 2 / bandwidth)
     # Both steps are bound by memory, so their rooflines are the bytes that they read.
     saved = (alone["decode_step_seconds_low"] - shared["decode_step_seconds_low"]) / 0.8
-    factor = predicted(1.0).middle
+    factor = predict_seconds(1.0).middle
     added = (shared["decode_step_seconds"] - alone["decode_step_seconds"]) / factor + saved
     assert added == pytest.approx(2 * 48 * min(ring, tree))
     assert shared["weights_bytes"] < alone["weights_bytes"]
@@ -459,7 +463,7 @@ def test_inference_times_start_at_roofline_of_stages(batch: int) -> None:
     read = 2 * (model.size - table) + batch * kv_cache(model, seq=1024).total
     work = flops(model, seq=1024, batch=batch, phase="decode").total
     expected = max(read / device.memory_bandwidth, work / device.peak("bf16"))
-    result = serving(model, hardware="H100", seq=1024, batch=batch)
+    result = estimate_serving(model, hardware="H100", seq=1024, batch=batch)
     assert result["decode_step_seconds_low"] == pytest.approx(expected)
     work = flops(model, seq=1024, batch=batch, phase="prefill").total
     expected = max(read / device.memory_bandwidth, work / device.peak("bf16"))
@@ -468,7 +472,7 @@ def test_inference_times_start_at_roofline_of_stages(batch: int) -> None:
         assert result[f"{name}_low"] < result[name] < result[f"{name}_high"]
     assert result["tokens_per_second"] == pytest.approx(batch / result["decode_step_seconds"])
     # Stages run one after another: the same bytes and the same roofline on half of the memory each.
-    staged = serving(model, hardware="H100", seq=1024, batch=batch, gpus=2, pipeline=2)
+    staged = estimate_serving(model, hardware="H100", seq=1024, batch=batch, gpus=2, pipeline=2)
     assert staged["weights_bytes"] == 2 * model.size
     assert staged["cache_bytes_per_sequence"] == result["cache_bytes_per_sequence"]
     assert staged["decode_step_seconds_low"] == pytest.approx(
@@ -480,7 +484,7 @@ def test_inference_times_start_at_roofline_of_stages(batch: int) -> None:
 def test_decode_step_reads_no_latents_that_are_not_selected() -> None:
     latent = replace(DEEPSEEK_V3.mla, index_heads=64, index_head_dim=128, index_top=2048)
     sparse = replace(DEEPSEEK_V3, mla=latent)
-    short, long = (serving(sparse, seq=seq)["bytes_per_token"] for seq in (2048, 16384))
+    short, long = (estimate_serving(sparse, seq=seq)["bytes_per_token"] for seq in (2048, 16384))
     assert long - short == 61 * (16384 - 2048) * 128 * 2
 
 
@@ -499,13 +503,16 @@ def test_devices_repeat_products_that_are_not_split() -> None:
     ):
         whole += work["projections"][name].total
     expected = (whole + (work.total - whole) / 8) / HARDWARE["H100"].peak("bf16")
-    assert serving(sparse, gpus=8, seq=65536)["prefill_seconds_low"] == pytest.approx(expected)
+    assert estimate_serving(sparse, gpus=8, seq=65536)["prefill_seconds_low"] == pytest.approx(
+        expected
+    )
 
 
 def test_attention_between_eight_bit_products_has_sixteen_bits() -> None:
     model = Transformer(layers=2, d_model=64, heads=1, vocab_size=99)
     sixteen, eight = (
-        serving(model, seq=65536, weights=dtype)["prefill_seconds"] for dtype in ("bf16", "fp8")
+        estimate_serving(model, seq=65536, weights=dtype)["prefill_seconds"]
+        for dtype in ("bf16", "fp8")
     )
     assert eight == pytest.approx(sixteen, rel=0.05)
 
@@ -522,7 +529,7 @@ def test_batch_reads_experts_that_its_tokens_choose(replicas: int) -> None:
         chosen.append(len({expert for token in tokens for expert in token}))
     expert = 3 * 2048 * 768
     run: dict[str, Any] = {"gpus": replicas, "data": replicas, "expert": replicas, "seq": 8}
-    seconds = serving(model, batch=16 * replicas, **run)["decode_step_seconds_low"]
+    seconds = estimate_serving(model, batch=16 * replicas, **run)["decode_step_seconds_low"]
     read = seconds * HARDWARE["H100"].memory_bandwidth - 16 * kv_cache(model, seq=8).total
     dense = 2 * (model.size - 2 * 128 * expert - 99 * 2048)
     assert read - dense == pytest.approx(2 * 2 * fmean(chosen) / replicas * expert, rel=0.02)
@@ -532,14 +539,14 @@ def test_each_layer_reads_the_keys_and_values_that_it_shares() -> None:
     shape = Transformer(
         layers=4, d_model=64, heads=4, kv_heads=2, vocab_size=100, shared_kv_layers=(2, 3)
     )
-    served = serving(shape, seq=128)
-    alone = serving(replace(shape, shared_kv_layers=()), seq=128)
+    served = estimate_serving(shape, seq=128)
+    alone = estimate_serving(replace(shape, shared_kv_layers=()), seq=128)
     assert served["cache_bytes_per_sequence"] == kv_cache(shape, seq=128).total
     assert 2 * served["cache_bytes_per_sequence"] == alone["cache_bytes_per_sequence"]
     # The two layers without key and value matrices read 2 * 2 * 64 * 32 weights less.
     assert alone["bytes_per_token"] - served["bytes_per_token"] == 2 * 2 * 2 * 64 * 32
     with pytest.raises(ValueError, match="pipeline=1 for a model whose layers share keys"):
-        serving(shape, gpus=2, pipeline=2, seq=128)
+        estimate_serving(shape, gpus=2, pipeline=2, seq=128)
 
 
 def test_serving_refuses_layouts_that_are_not_modeled(capsys: pytest.CaptureFixture[str]) -> None:
@@ -552,7 +559,7 @@ def test_serving_refuses_layouts_that_are_not_modeled(capsys: pytest.CaptureFixt
         assert main(["serve", TEXT, "--gpus", "4", *words.split()]) == 2
         assert reason in capsys.readouterr().err
     with pytest.raises(ValueError, match="experts are spread over these ranks"):
-        serving(QWEN3_30B, gpus=4, expert=4)
+        estimate_serving(QWEN3_30B, gpus=4, expert=4)
     assert main(["serve", TEXT, "--seq", "8192", "--batch", "100000"]) == 1
     assert "for batch=100000" in capsys.readouterr().out
 
@@ -586,10 +593,10 @@ def test_quantization_is_read_wherever_a_file_states_it(
         nested = {name: inner | stated for name, inner in outer.items()} or stated
         path.write_text(json.dumps({"model_type": "llava"} | nested))
         if dtype:
-            assert stored_dtype(str(path)) == dtype
+            assert read_stored_dtype(str(path)) == dtype
         else:
             with pytest.raises(ValueError, match="got 'compressed-tensors'; pass the dtype"):
-                stored_dtype(str(path))
+                read_stored_dtype(str(path))
 
 
 def test_refusal_says_which_numbers_do_not_divide_and_by_how_much() -> None:
@@ -694,7 +701,7 @@ def test_numbers_of_other_libraries_are_those_of_python(number: Any) -> None:
 
 
 def test_amounts_with_suffixes_are_parsed() -> None:
-    assert (amount("1T"), amount("300B"), amount("2.5e9")) == (1e12, 3e11, 2.5e9)
+    assert (parse_amount("1T"), parse_amount("300B"), parse_amount("2.5e9")) == (1e12, 3e11, 2.5e9)
 
 
 @pytest.mark.parametrize("devices", [16, pytest.param(64, marks=pytest.mark.exhaustive)])
@@ -779,16 +786,16 @@ def test_bounds_of_a_plan_are_at_most_its_memory_and_time(
     drawn = random.Random(0)
     compared = 0
     for layout in drawn.sample(space.layouts, min(20, len(space.layouts))):
-        candidate = drawn.choice(list(space.candidates(layout)))
-        plan = space.plan(candidate)
+        candidate = drawn.choice(list(space.iter_candidates(layout)))
+        plan = space.build_plan(candidate)
         if plan is None:
             continue
         needed = training_memory(model, plan, work).total
-        assert bounds.least_bytes(layout) <= bounds.bytes(candidate) <= needed, plan
+        assert bounds.bound_layout_bytes(layout) <= bounds.bound_bytes(candidate) <= needed, plan
         step = step_time(model, plan, work, hardware="H100").total
-        assert bounds.least_seconds(layout) <= bounds.seconds(candidate) <= step, plan
+        assert bounds.bound_layout_seconds(layout) <= bounds.bound_seconds(candidate) <= step, plan
         # A loose bound would make the search slow.
-        assert bounds.seconds(candidate) >= 0.8 * step, plan
+        assert bounds.bound_seconds(candidate) >= 0.8 * step, plan
         compared += 1
     assert compared > 10
 

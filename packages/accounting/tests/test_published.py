@@ -6,7 +6,7 @@ from statistics import fmean
 
 import pytest
 from accounting import Experts, Plan, Transformer, parameters, plan_for, training_memory
-from accounting.breakdown import counted
+from accounting.breakdown import format_count
 from accounting.hardware import find
 from accounting.search.answer import TRAINING_RATIOS
 from accounting.time.published import (
@@ -14,14 +14,14 @@ from accounting.time.published import (
     RUNS,
     Interval,
     LogRatio,
-    coverage,
-    errors_by_source,
-    half_width,
-    learned,
-    mean_log_ratio,
-    modeled,
-    predicted,
-    ratios,
+    compute_errors_by_source,
+    compute_half_width,
+    compute_mean_log_ratio,
+    compute_modeled_seconds,
+    count_covered_runs,
+    learn_factor,
+    list_ratios,
+    predict_seconds,
 )
 
 GROUP = ("A", "bf16", "dense")
@@ -34,27 +34,27 @@ def a_run(source: str, off: float, group: tuple[str, str, str] = GROUP) -> LogRa
 def test_interval_is_measured_on_held_out_sources() -> None:
     # The two runs of source s agree, but source s is off by 1.
     seen = [a_run("s", 1.0), a_run("s", 1.0), a_run("t", 0.0)]
-    assert errors_by_source(seen) == {"s": [1.0, 1.0], "t": [1.0]}
-    interval = learned(seen, GROUP)
+    assert compute_errors_by_source(seen) == {"s": [1.0, 1.0], "t": [1.0]}
+    interval = learn_factor(seen, GROUP)
     assert math.log(interval.high / interval.middle) == pytest.approx(1.0)
 
 
 def test_each_source_has_equal_weight() -> None:
     seen = [*(a_run("many", 0.0) for _ in range(99)), a_run("one", 0.3), a_run("two", 0.6)]
-    assert mean_log_ratio(seen) == pytest.approx(0.3)
-    assert half_width({"a": [0.1] * 50, "b": [0.2], "c": [0.3]}) == 0.3
-    assert half_width({"a": [*(0.01 * i for i in range(1, 101))]}) == pytest.approx(0.8)
+    assert compute_mean_log_ratio(seen) == pytest.approx(0.3)
+    assert compute_half_width({"a": [0.1] * 50, "b": [0.2], "c": [0.3]}) == 0.3
+    assert compute_half_width({"a": [*(0.01 * i for i in range(1, 101))]}) == pytest.approx(0.8)
 
 
 def test_too_few_sources_use_widest_known_error() -> None:
     near = [a_run(f"n{i}", 0.01 * i) for i in range(5)]
     far = a_run("far", 2.0, ("B", "fp8", "MoE"))
     seen = [*near, far]
-    widest = max(errors_by_source(seen)["far"])
+    widest = max(compute_errors_by_source(seen)["far"])
     for group in (("B", "fp8", "MoE"), ("C", "bf16", "dense"), None):
-        interval = learned(seen, group)
+        interval = learn_factor(seen, group)
         assert math.log(interval.high / interval.middle) == pytest.approx(widest)
-    expected = learned(seen, GROUP)
+    expected = learn_factor(seen, GROUP)
     assert math.log(expected.high / expected.middle) < 0.05
     assert math.log(expected.middle) == pytest.approx(0.02)
 
@@ -72,11 +72,11 @@ def inside(group: tuple[str, str, str] | None, least_sources: int) -> dict[int, 
     """
     answers = {}
     intervals: dict[str, Interval] = {}
-    for index, ratio in enumerate(ratios()):
+    for index, ratio in enumerate(list_ratios()):
         if group == (ratio.group if ratio.group in SEPARATE else None):
             if ratio.source not in intervals:
-                others = [other for other in ratios() if other.source != ratio.source]
-                intervals[ratio.source] = learned(others, group, least_sources)
+                others = [other for other in list_ratios() if other.source != ratio.source]
+                intervals[ratio.source] = learn_factor(others, group, least_sources)
             interval = intervals[ratio.source]
             answers[index] = interval.low <= math.exp(ratio.held_out) <= interval.high
     return answers
@@ -88,9 +88,9 @@ def test_printed_coverage_is_counted_on_held_out_sources(
 ) -> None:
     # Without the source that is held out, a group has one source less.
     answers = inside(group, LEAST_SOURCES - 1)
-    sources = {ratios()[index].source for index in answers}
+    sources = {list_ratios()[index].source for index in answers}
     covered = sum(answers.values())
-    assert coverage(group) == (covered, len(answers), len(sources))
+    assert count_covered_runs(group) == (covered, len(answers), len(sources))
     assert len(sources) >= LEAST_SOURCES or group is None
     if group:
         assert 0.75 <= covered / len(answers) <= 0.9
@@ -105,7 +105,7 @@ def test_runs_of_a_new_source_are_as_far_off_as_stated() -> None:
     for answers, average in zip(dense, (0.72, 0.75), strict=True):
         by_source: dict[str, list[bool]] = {}
         for index, answer in answers.items():
-            by_source.setdefault(ratios()[index].source, []).append(answer)
+            by_source.setdefault(list_ratios()[index].source, []).append(answer)
         fractions = [fmean(listed) for listed in by_source.values()]
         assert fmean(fractions) == pytest.approx(average, abs=0.005)
     blackwell = {i: a for i, a in inside(None, LEAST_SOURCES).items() if "200" in RUNS[i].hardware}
@@ -118,10 +118,12 @@ def test_runs_of_a_new_source_are_as_far_off_as_stated() -> None:
     outside = [index for index, answer in covered[-1].items() if not answer]
     assert len(outside) == 7
     assert all("Megatron Bridge" in RUNS[i].source and RUNS[i].model.experts for i in outside)
-    others = [ratio for ratio in ratios() if "Megatron Bridge" not in ratio.source]
-    largest = max(ratios()[index].held_out for index in outside) - mean_log_ratio(others)
+    others = [ratio for ratio in list_ratios() if "Megatron Bridge" not in ratio.source]
+    largest = max(list_ratios()[index].held_out for index in outside) - compute_mean_log_ratio(
+        others
+    )
     assert math.exp(largest) == pytest.approx(3.5, abs=0.05)
-    assert math.exp(max(map(max, errors_by_source(others).values()))) < 1.8
+    assert math.exp(max(map(max, compute_errors_by_source(others).values()))) < 1.8
     missed = [RUNS[index] for index, answer in blackwell.items() if not answer]
     assert len(missed) == 6
     assert all(run.model.experts for run in missed)
@@ -137,16 +139,16 @@ def test_titan_runs_on_h100_are_as_far_off_as_stated() -> None:
 
 @pytest.mark.parametrize("device", ["A100", "H100"])
 def test_interval_of_dense_bf16_is_within_a_quarter(device: str) -> None:
-    interval = learned(ratios(), (device, "bf16", "dense"))
+    interval = learn_factor(list_ratios(), (device, "bf16", "dense"))
     assert interval.high / interval.middle < 1.25
 
 
 def test_constants_of_a_source_do_not_help_to_predict_it() -> None:
-    for index, (run, ratio) in enumerate(zip(RUNS, ratios(), strict=True)):
+    for index, (run, ratio) in enumerate(zip(RUNS, list_ratios(), strict=True)):
         is_equal = ratio.held_out == pytest.approx(ratio.with_all_constants, rel=1e-9)
         assert is_equal != run.fitted, run.model.name
         if run.fitted or index % 10 == 0:
-            seconds = float(modeled(run, held_out=True).total)
+            seconds = float(compute_modeled_seconds(run, held_out=True).total)
             assert math.exp(ratio.held_out) == pytest.approx(run.seconds / seconds)
     assert {run.source.split(",")[0] for run in RUNS if run.fitted} == {
         *("Grattafiori et al. 2024", "Chowdhery et al. 2022", "DeepSeek-AI 2024")
@@ -182,22 +184,25 @@ SMALL = Transformer(layers=4, d_model=64, heads=4, vocab_size=100)
 
 def test_interval_reports_evidence_for_device_precision_and_kind() -> None:
     about = {"hardware": "A100", "precision": "megatron_bf16"}
-    covered, runs, sources = coverage(("A100", "bf16", "dense"))
+    covered, runs, sources = count_covered_runs(("A100", "bf16", "dense"))
     assert (
         f"for A100 in bf16, dense: {covered} of {runs} runs of {sources} published sources"
-        in predicted(1.0, model=SMALL, **about).basis
+        in predict_seconds(1.0, model=SMALL, **about).basis
     )
-    unknown = predicted(1.0, model=SMALL, hardware="MI300X", precision="fsdp_bf16")
+    unknown = predict_seconds(1.0, model=SMALL, hardware="MI300X", precision="fsdp_bf16")
     assert "nothing published here for MI300X in bf16, dense" in unknown.basis
     sparse = replace(SMALL, experts=Experts(count=4, per_token=2), mlp_layers=None)
     assert (
         "2 of 3 necessary sources published here for H100 in fp8, MoE"
-        in predicted(1.0, model=sparse, hardware="H800", precision="deepseek_v3").basis
+        in predict_seconds(1.0, model=sparse, hardware="H800", precision="deepseek_v3").basis
     )
-    assert "without device, precision and model" in predicted(1.0).basis
-    widest = max(half_width({"": errors}) for errors in errors_by_source(ratios()).values())
+    assert "without device, precision and model" in predict_seconds(1.0).basis
+    widest = max(
+        compute_half_width({"": errors})
+        for errors in compute_errors_by_source(list_ratios()).values()
+    )
     assert math.log(unknown.high / unknown.middle) == pytest.approx(widest)
-    assert unknown.scaled(2.0).basis == unknown.rate(1.0).basis == unknown.basis
+    assert unknown.scale(2.0).basis == unknown.to_rate(1.0).basis == unknown.basis
 
 
 def test_answers_print_the_measured_coverage() -> None:
@@ -208,7 +213,7 @@ def test_answers_print_the_measured_coverage() -> None:
 
 
 def test_numbers_are_printed_with_singular_and_plural_nouns() -> None:
-    assert [counted(number, "failure") for number in (0, 0.6, 1, 1.4, 2000)] == [
+    assert [format_count(number, "failure") for number in (0, 0.6, 1, 1.4, 2000)] == [
         *("0 failures", "1 failure", "1 failure", "1 failure", "2,000 failures")
     ]
     assert Plan(microbatches=1).layout.endswith("1 micro-batch, recompute none")
@@ -281,7 +286,7 @@ def test_hours_of_llama_3_1_model_cards_are_as_far_off_as_stated(
         **{"kv_heads": 8, "vocab_size": 128256},
     )
     answer = plan_for(model, gpus=gpus, hardware="H100", tokens=15.6e12, seq=8192, batch=batch)
-    predicted = answer.days.scaled(24 * gpus)
+    predicted = answer.days.scale(24 * gpus)
     assert hours / predicted.middle == pytest.approx(ratio, rel=0.02)
     assert (predicted.low < hours < predicted.high) == (ratio < 1.1)
     assert TRAINING_RATIOS[0] <= ratio <= TRAINING_RATIOS[1]

@@ -37,11 +37,11 @@ def test_sample_output_equals_printed_answer() -> None:
 
 
 def test_benchmark_rows_have_units_in_their_keys() -> None:
-    from accounting.bench import bench, table
+    from accounting.bench import bench, format_table
 
     rows = bench(quick=True)
     assert {row["case"] for row in rows} == {"speed"}
-    assert "time_ms" in table(rows)
+    assert "time_ms" in format_table(rows)
 
 
 def test_number_of_model_families_is_counted() -> None:
@@ -49,16 +49,16 @@ def test_number_of_model_families_is_counted() -> None:
 
 
 def test_table_of_intervals_is_measured() -> None:
-    from accounting.time.published import RUNS, coverage, learned, ratios
+    from accounting.time.published import RUNS, count_covered_runs, learn_factor, list_ratios
 
-    sources = {ratio.source for ratio in ratios()}
+    sources = {ratio.source for ratio in list_ratios()}
     assert f"errors on {len(RUNS)} runs of {len(sources)} published sources" in README
     groups = [(chip, "bf16", "dense") for chip in ("A100", "H100")]
     groups += [("H100", "fp8", "dense"), ("H100", "bf16", "MoE")]
     for group in [*groups, None]:
         name = ", ".join(group or ("other chips and dtypes",))
-        interval = learned(ratios(), group)
+        interval = learn_factor(list_ratios(), group)
         low, high = (bound / interval.middle - 1 for bound in (interval.low, interval.high))
-        covered, runs, sources = coverage(group)
+        covered, runs, sources = count_covered_runs(group)
         row = f"| {name} | {low:.0%} to +{high:.0%}".replace("%", " %")
         assert f"{row} | {covered} of {runs} runs, {sources} sources |" in README

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from accounting import Plan, Transformer, Workload, fits, peak_memory, plan_for, training_memory
-from accounting.memory.activations import activations, head_activations
+from accounting.memory.activations import count_activation_bytes, count_head_activation_bytes
 from accounting.memory.ledger import Ledger
 from accounting.memory.live import make_state
 from reference import Model, world_of
@@ -197,9 +197,11 @@ def test_tensor_parallel_activations_equal_parallelize_module(ranks: int) -> Non
         with sdpa_kernel(SDPBackend.FLASH_ATTENTION), ledger:
             loss = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
             saved = ledger.live_bytes - actual - loss.nbytes
-    predicted = activations(shape, Plan(tensor=ranks), batch=batch, seq=seq, fused_norm=False)
+    predicted = count_activation_bytes(
+        shape, Plan(tensor=ranks), batch=batch, seq=seq, fused_norm=False
+    )
     work = Workload(batch=batch, seq=seq, fused_norm=False)
-    head = head_activations(shape, Plan(), work)
+    head = count_head_activation_bytes(shape, Plan(), work)
     # After the forward the head has no gradients yet.
     later = ("token ids and targets", "its gradient", "gradient of the logits")
     assert saved == predicted.total + sum(part.total for part in head if part.name not in later)
@@ -286,7 +288,9 @@ def test_sequence_parallelism_keeps_its_share_of_the_stream_to_the_byte(ranks: i
         saved = ledger.live_bytes - actual - out.nbytes
         out.sum().backward()
     plan = Plan(tensor=ranks, sequence_parallel=True)
-    assert saved == activations(shape, plan, batch=batch, seq=seq, fused_norm=False).total
+    assert (
+        saved == count_activation_bytes(shape, plan, batch=batch, seq=seq, fused_norm=False).total
+    )
 
 
 def one_process(model: nn.Module, sample: Any, optimizer: Any) -> int:

@@ -5,11 +5,11 @@ import pytest
 from accounting import HARDWARE, Plan, Transformer, Workload, flops
 from accounting.breakdown import Breakdown
 from accounting.hardware import Link
-from accounting.memory.states import device_parameters
+from accounting.memory.states import count_device_parameters
 from accounting.model.records import Experts
 from accounting.time.collective import Collective
-from accounting.time.efficiency import BANDWIDTH_FRACTION, MATMUL_FRACTION, stage_rates
-from accounting.time.step import group_link, step_time
+from accounting.time.efficiency import BANDWIDTH_FRACTION, MATMUL_FRACTION, compute_stage_rates
+from accounting.time.step import get_group_link, step_time
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -54,19 +54,19 @@ def test_hidden_and_exposed_traffic_add_up() -> None:
 
 
 def test_groups_take_the_link_they_span() -> None:
-    assert group_link(H100, stride=1, ranks=8) == H100.node_link
-    assert group_link(H100, stride=8, ranks=4).bandwidth == H100.network.bandwidth
-    assert group_link(H100, stride=2, ranks=16).bandwidth == 4 * H100.network.bandwidth
-    assert group_link(H100, stride=1, ranks=64).bandwidth == 8 * H100.network.bandwidth
+    assert get_group_link(H100, stride=1, ranks=8) == H100.node_link
+    assert get_group_link(H100, stride=8, ranks=4).bandwidth == H100.network.bandwidth
+    assert get_group_link(H100, stride=2, ranks=16).bandwidth == 4 * H100.network.bandwidth
+    assert get_group_link(H100, stride=1, ranks=64).bandwidth == 8 * H100.network.bandwidth
     torus = HARDWARE["TPU v5p"]
     axis = torus.node_link.bandwidth
-    assert group_link(torus, stride=1, ranks=512).bandwidth == 3 * axis
+    assert get_group_link(torus, stride=1, ranks=512).bandwidth == 3 * axis
     for ranks, operation in ((4, "all_reduce"), (4, "all_to_all"), (64, "all_to_all")):
-        assert group_link(torus, stride=1, ranks=ranks, operation=operation).bandwidth == (
+        assert get_group_link(torus, stride=1, ranks=ranks, operation=operation).bandwidth == (
             pytest.approx(axis)
         )
     # Half of 8 x 8 x 8 chips send half of their bytes through 2 * 64 links, half of an axis each.
-    exchange = group_link(torus, stride=1, ranks=512, operation="all_to_all")
+    exchange = get_group_link(torus, stride=1, ranks=512, operation="all_to_all")
     assert exchange.bandwidth == pytest.approx(2 * 64 * axis / 2 / (256 / 2))
 
 
@@ -143,9 +143,11 @@ def test_product_moves_the_input_and_output_that_its_shard_has() -> None:
     device = HARDWARE["A100"]
     mlp = Transformer(layers=3, d_model=512, heads=0, d_ff=4096, vocab_size=0, gated_mlp=False)
     values = 3 * 3 * 2 * (512 + 4096 / 8)
-    moved = stage_rates(mlp, plan, work, device).traffic * device.memory_bandwidth
+    moved = compute_stage_rates(mlp, plan, work, device).traffic * device.memory_bandwidth
     assert moved * BANDWIDTH_FRACTION == pytest.approx(2 * values)
-    heads = [stage_rates(replace(MODEL, tied=tied), plan, work, device) for tied in (False, True)]
+    heads = [
+        compute_stage_rates(replace(MODEL, tied=tied), plan, work, device) for tied in (False, True)
+    ]
     assert heads[0] == heads[1]
 
 
@@ -190,16 +192,16 @@ def test_all_to_all_uses_one_port_per_device(expert: int, size: int) -> None:
     exchange = Collective(
         name="tokens", operation="all_to_all", axis="expert", ranks=expert, count=1, call_bytes=size
     )
-    link = group_link(H100, stride=1, ranks=expert, operation="all_to_all")
+    link = get_group_link(H100, stride=1, ranks=expert, operation="all_to_all")
     leaves = size * (expert - 8) / expert
-    seconds = exchange.seconds(replace(link, latency=0.0))
+    seconds = exchange.compute_seconds(replace(link, latency=0.0))
     assert seconds >= leaves / H100.network.bandwidth * (1 - 1e-9)
     inside = size * (expert - 1) / expert / H100.node_link.bandwidth
     assert seconds == pytest.approx(max(leaves / H100.network.bandwidth, inside))
 
 
 def test_pipeline_send_uses_one_port() -> None:
-    link = group_link(H100, stride=1, ranks=16, operation="send")
+    link = get_group_link(H100, stride=1, ranks=16, operation="send")
     assert link.bandwidth == H100.network.bandwidth
 
 
@@ -207,7 +209,7 @@ def test_optimizer_takes_the_time_of_the_largest_stage() -> None:
     # The first and the last of four stages have one layer, and the others have two.
     model = Transformer(layers=6, d_model=64, heads=4, vocab_size=10)
     plan = Plan(pipeline=4, microbatches=4)
-    stages = [sum(device_parameters(model, plan, stage)) for stage in range(4)]
+    stages = [sum(count_device_parameters(model, plan, stage)) for stage in range(4)]
     step = step_time(model, plan, batch=4, seq=64, hardware=H100)
     assert stages[0] < max(stages) == dict(step["optimizer"].factors)["parameters"]
 
@@ -218,7 +220,7 @@ def test_slowest_stage_of_a_pipeline_counts(expert: int) -> None:
     plan = Plan(data=4, pipeline=4, expert=expert, microbatches=4)
     totals = set()
     for stage in (1, 2):
-        experts = Experts(count=8, per_token=8, layers=plan.stage_layers(model, stage))
+        experts = Experts(count=8, per_token=8, layers=plan.list_stage_layers(model, stage))
         mixture = replace(model, experts=experts, mlp_layers=None)
         totals.add(step_time(mixture, plan, hardware="H100", batch=16, seq=512).total)
     assert len(totals) == 1

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from accounting import Ledger, Plan, Transformer, Window, Workload, peak_memory, training_memory
-from accounting.memory.activations import activations
+from accounting.memory.activations import count_activation_bytes
 from accounting.memory.live import make_state
-from accounting.model.config import ACTIVATIONS, activation
+from accounting.model.config import ACTIVATIONS, classify_activation
 from reference import described
 
 LLAMA: dict[str, Any] = {
@@ -221,8 +221,8 @@ def test_activation_of_transformers_saves_the_tensors_that_are_counted(name: str
         (ACT2FN[name](hidden) @ torch.ones(8, 1, requires_grad=True)).sum()
     count = sum(tensor.numel() == hidden.numel() for tensor in saved.values())
     sizes: dict[str, Any] = {"layers": 1, "d_model": 4, "heads": 0, "d_ff": 8, "vocab_size": 0}
-    model = Transformer(**sizes, gated_mlp=False, activation=activation(name))
-    mlp = activations(model, Plan(), Workload(batch=1, seq=6, transformers=True))["mlp"]
+    model = Transformer(**sizes, gated_mlp=False, activation=classify_activation(name))
+    mlp = count_activation_bytes(model, Plan(), Workload(batch=1, seq=6, transformers=True))["mlp"]
     assert mlp["hidden"].total == 4 * count * hidden.numel()
 
 
@@ -230,7 +230,7 @@ def test_window_wider_than_the_sequence_needs_no_mask() -> None:
     plain = Transformer(layers=2, d_model=64, heads=4, kv_heads=2, vocab_size=100)
     work = Workload(batch=2, seq=32, transformers=True)
     none, at, wider = (
-        activations(replace(plain, window=window), Plan(), work).total
+        count_activation_bytes(replace(plain, window=window), Plan(), work).total
         for window in (None, Window(size=32), Window(size=33))
     )
     assert none == wider < at

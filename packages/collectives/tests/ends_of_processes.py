@@ -18,7 +18,7 @@ import collectives
 import collectives.backend
 import torch
 import torch.distributed as dist
-from collectives.groups import communicator
+from collectives.groups import get_communicator
 from collectives.shared_memory import segment
 from collectives.store import run_within
 
@@ -47,17 +47,17 @@ def run_scenario(name: str, rank: int) -> object:
         future = dist.all_reduce(total, async_op=True).get_future()
         return future.then(lambda _: time.sleep(0.1))
     if name == "other rank has ended" and rank == 0:
-        wait_until(communicator().point_to_point.disconnected_peers)
+        wait_until(get_communicator().point_to_point.find_disconnected_peers)
         return dist.all_reduce(total, async_op=True)
     if name == "exception is raised":
         work = dist.all_reduce(total, async_op=True)
         raise RuntimeError(work)
     if name == "daemon thread makes calls":
         threading.Thread(target=make_calls, args=(total,), daemon=True).start()
-        wait_until(lambda: communicator().operation.number >= CALLS_BEFORE_THE_END)
+        wait_until(lambda: get_communicator().operation.number >= CALLS_BEFORE_THE_END)
     if name == "daemon thread waits" and rank == 0:
         threading.Thread(target=dist.all_reduce, args=(total,), daemon=True).start()
-        wait_until(lambda: communicator().operation.number == 2)
+        wait_until(lambda: get_communicator().operation.number == 2)
     if name == "store answers late":
         with suppress(TimeoutError):
             run_within(0.01, query_repeatedly)
@@ -83,7 +83,7 @@ def end_rank(folder: str, name: str, rank: int, where: str) -> object:
     """Run a scenario on this rank, whose process ends afterwards."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
     if where == "apart":
-        segment.host_identity = lambda: f"host {rank}"
+        segment.get_host_identity = lambda: f"host {rank}"
         # Default prices, so that "auto" does not measure for seconds.
         collectives.algorithms.dispatch.tune = lambda *_, **__: collectives.CostModel()
     store = dist.FileStore(f"{folder}/{where} {name}", WORLD)

@@ -16,8 +16,8 @@ from collectives import collective
 from collectives.algorithms import dispatch, gloo
 from collectives.algorithms.gloo import GlooGroups
 from collectives.choice import tuning
-from collectives.choice.cost import MIN_WINS, Sample, candidates
-from collectives.groups import communicator
+from collectives.choice.cost import MIN_WINS, Sample, list_candidates
+from collectives.groups import get_communicator
 from collectives.shared_memory import segment
 from host_layout import prepare_rank  # noqa: F401
 from sent_bytes import counted
@@ -84,9 +84,9 @@ def poisoned(shape, dtype):
 def one_call(choose, generator, group):
     """Start a random collective, the same on every rank; return it with its reference."""
     rank, world = dist.get_rank(group), dist.get_world_size(group)
-    topology = communicator(group).topology
+    topology = get_communicator(group).topology
     kind = choose.choice(KINDS)
-    single = candidates(kind, topology.ranks_per_host, shared=topology.is_single_host)
+    single = list_candidates(kind, topology.ranks_per_host, shared=topology.is_single_host)
     algorithm = "auto" if choose.random() < 0.4 else choose.choice(single)
     dtype, size = choose.choice(DTYPES), choose.choice(SIZES)
     if choose.random() < 0.02:
@@ -130,7 +130,7 @@ def one_call(choose, generator, group):
 
 def let_hosts_have(ranks):
     """Emulate hosts with `ranks` ranks each for the groups created from now on."""
-    segment.host_identity = lambda: f"host {dist.get_rank() // ranks}"
+    segment.get_host_identity = lambda: f"host {dist.get_rank() // ranks}"
 
 
 def random_sequences(worlds, count):
@@ -146,7 +146,7 @@ def random_sequences(worlds, count):
             groups[ranks, world] = group = dist.new_group(list(range(world)))
             if dist.get_rank() < world:
                 # Default prices, so that "auto" does not measure.
-                communicator(group).cost_models |= dict.fromkeys(KINDS, collectives.CostModel())
+                get_communicator(group).cost_models |= dict.fromkeys(KINDS, collectives.CostModel())
     done = Counter()
     for number in range(count):
         choose = random.Random(number)
@@ -185,7 +185,7 @@ def test_random_sequences_equal_float64_result(worlds, count, covered):
     combinations = {
         (kind, algorithm, ranks)
         for kind, ranks in itertools.product(KINDS, ((2,), (3,), (1, 1), (2, 2), (2, 1), (1, 1, 1)))
-        for algorithm in ("auto", *candidates(kind, ranks))
+        for algorithm in ("auto", *list_candidates(kind, ranks))
     }
     assert len(called & combinations) >= covered * len(combinations)
     reductions = {(kind, op) for kind, _, op, *_ in done}
@@ -197,7 +197,7 @@ def every_combination():
     for kind, size in itertools.product(
         ("all_reduce", "reduce_scatter", "all_gather"), (5, 300_001)
     ):
-        for algorithm in candidates(kind, (world,)):
+        for algorithm in list_candidates(kind, (world,)):
             generator = torch.Generator().manual_seed(size)
             if kind == "all_reduce":
                 parts = torch.randn(world, size, generator=generator)
@@ -224,7 +224,7 @@ def test_long_float_tensors_agree_with_float64():
 def same_bits():
     """Return a digest of the bits of an average, by algorithm."""
     digests = {}
-    for algorithm in candidates("all_reduce", (dist.get_world_size(),)):
+    for algorithm in list_candidates("all_reduce", (dist.get_world_size(),)):
         tensor = torch.randn(100_003, generator=torch.Generator().manual_seed(dist.get_rank()))
         collectives.all_reduce(tensor, dist.ReduceOp.AVG, algorithm=algorithm)
         digests[algorithm] = hashlib.sha256(tensor.numpy().tobytes()).hexdigest()
@@ -242,7 +242,7 @@ def narrow_sum():
     sums = set()
     for dtype in (torch.bfloat16, torch.complex32):
         step = torch.finfo(dtype).eps / 2
-        for algorithm in candidates("all_reduce", (dist.get_world_size(),)):
+        for algorithm in list_candidates("all_reduce", (dist.get_world_size(),)):
             value = 1.0 if dist.get_rank() == 0 else step
             tensor = torch.full((1000,), value).to(dtype)
             collectives.all_reduce(tensor, algorithm=algorithm)
@@ -259,7 +259,7 @@ def test_bfloat16_is_summed_in_float32():
 def uneven_exchange():
     rank, world = dist.get_rank(), dist.get_world_size()
     # Rank i sends i + 2 j rows of two to rank j.
-    for algorithm in ("auto", *candidates("all_to_all", (world,))):
+    for algorithm in ("auto", *list_candidates("all_to_all", (world,))):
         for scale in (1, 40_000):
             send = [scale * (rank + 2 * j) for j in range(world)]
             receive = [scale * (i + 2 * rank) for i in range(world)]
@@ -308,7 +308,7 @@ def test_ring_sends_the_minimum_number_of_bytes(world):
 def by_gloo():
     """Run gloo's own collectives by name and by `auto`, and check what is refused."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    segment.host_identity = lambda: f"host {rank}"
+    segment.get_host_identity = lambda: f"host {rank}"
     dispatch.tune = lambda kind, call, hosts, *_, **options: collectives.CostModel(
         samples=(Sample(kind, "gloo", 1, tuple(hosts), 1e-9),)
     )
@@ -366,7 +366,7 @@ def test_gloo_algorithm_equals_our_algorithms():
 def make_more_kinds_of_calls_than_gloo_runs():
     """Return the number of gloo groups after three kinds of calls, two of which gloo can run."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    segment.host_identity = lambda: f"host {rank}"
+    segment.get_host_identity = lambda: f"host {rank}"
     dispatch.tune = lambda kind, call, hosts, *_, **options: collectives.CostModel(
         samples=(Sample(kind, "gloo", 1, tuple(hosts), 1e-9),)
     )
@@ -375,7 +375,7 @@ def make_more_kinds_of_calls_than_gloo_runs():
         tensor = torch.ones(numel)
         collectives.all_reduce(tensor)
         assert tensor.tolist() == [world] * numel
-    return len(communicator().gloo.groups)
+    return len(get_communicator().gloo.groups)
 
 
 def test_gloo_runs_a_limited_number_of_kinds_of_calls():
@@ -387,7 +387,7 @@ def exchange_more_kinds_than_gloo_runs():
     """Queue several all-to-alls on rank 0 before the first one runs; rank 1 waits for each."""
     rank, world = dist.get_rank(), dist.get_world_size()
     store = dist.distributed_c10d._get_default_store()
-    segment.host_identity = lambda: f"host {rank}"
+    segment.get_host_identity = lambda: f"host {rank}"
     gloo.MAX_GROUPS = 2
     collectives.barrier()
     works, outputs = [], []
@@ -404,7 +404,7 @@ def exchange_more_kinds_than_gloo_runs():
     for work, output in zip(works, outputs, strict=True):
         work.wait()
         assert output.view(world, -1).unique(dim=1).tolist() == [[0.0], [1.0]]
-    return len(communicator().gloo.groups)
+    return len(get_communicator().gloo.groups)
 
 
 def test_number_of_gloo_groups_does_not_depend_on_the_progress_of_a_rank():
@@ -415,11 +415,11 @@ def test_number_of_gloo_groups_does_not_depend_on_the_progress_of_a_rank():
 def reduce_twice_without_waiting():
     """Reduce a tensor with gaps twice; the first call is asynchronous and nobody waits for it."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    segment.host_identity = lambda: f"host {rank}"
+    segment.get_host_identity = lambda: f"host {rank}"
     go = {"algorithm": "gloo"}
     tensor = torch.zeros(4, 2)[:, 0]
     collectives.all_reduce(tensor, **go)
-    progress = communicator().progress
+    progress = get_communicator().progress
     flatten = collective.flatten
     run = GlooGroups.run
 
@@ -450,8 +450,8 @@ def reduce_nan(ranks_per_host):
     rank, world = dist.get_rank(), dist.get_world_size()
     let_hosts_have(ranks_per_host)
     group = dist.new_group(list(range(world)))
-    comm = communicator(group)
-    algorithms = candidates("all_reduce", comm.topology.ranks_per_host)
+    comm = get_communicator(group)
+    algorithms = list_candidates("all_reduce", comm.topology.ranks_per_host)
     everyone = torch.arange(world * (world + 1.0)).view(world, world + 1)
     everyone.fill_diagonal_(torch.nan)
     for dtype, op in itertools.product((torch.float32, torch.float64, torch.bfloat16), OPS):
@@ -472,7 +472,7 @@ def test_nan_of_any_rank_reaches_every_rank(ranks_per_host):
 def tuned_once():
     """Check that a second group on the same hosts reuses the measurement of the first."""
     rank, world = dist.get_rank(), dist.get_world_size()
-    segment.host_identity = lambda: f"host {rank}"
+    segment.get_host_identity = lambda: f"host {rank}"
     groups = [dist.new_group(list(range(world))) for _ in range(2)]
     models, measured_kinds = [], []
     tune = dispatch.tune
@@ -486,7 +486,7 @@ def tuned_once():
     dispatch.tune = counted_tune
     for group in groups:
         collectives.all_reduce(torch.ones(100), group=group)
-        models.append(communicator(group).cost_models["all_reduce"])
+        models.append(get_communicator(group).cost_models["all_reduce"])
     measured = {sample.algorithm for sample in models[0].samples}
     for size in tuning.CALLS_PER_ROUND:
         by_algorithm = {s.algorithm: s for s in models[0].samples if s.size_bytes == size}

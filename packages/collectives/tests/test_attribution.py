@@ -4,9 +4,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from collectives.attribution import Attribution, Cause, Report, Status, attribute
+from collectives.attribution import Attribution, Cause, Report, Status, attribute_failure
 from collectives.errors import PeerError
-from collectives.failure_detection import FailureDetector, Operation, _error_for
+from collectives.failure_detection import FailureDetector, Operation, _make_error
 from collectives.shared_memory.fingerprint import Call
 
 CALL_NUMBER = 7
@@ -153,7 +153,7 @@ def test_cause_and_blamed_ranks_follow_from_reports(case):
     failed, waits, (cause, ranks) = CASES[case]
     # Ranks read the same reports in different orders.
     for order in (1, -1):
-        attribution = attribute(
+        attribution = attribute_failure(
             {r.rank: r for r in failed[::order]},
             {r.rank: r for r in waits[::order]},
             call_number=CALL_NUMBER,
@@ -187,10 +187,10 @@ def test_report_survives_the_store(status):
 
 
 def test_errors_name_every_rank_that_left_or_died():
-    left = _error_for(Attribution(Cause.LEFT, [1, 2]), "context", 1.0)
+    left = _make_error(Attribution(Cause.LEFT, [1, 2]), "context", 1.0)
     assert "ranks 1, 2 called destroy_process_group and left the group: context" in str(left)
     detector = FailureDetector.__new__(FailureDetector)
-    detector._arena = SimpleNamespace(dead_ranks=lambda: [4, 5])
+    detector._arena = SimpleNamespace(list_dead_ranks=lambda: [4, 5])
     lost = detector._find_cause(PeerError(4, "closed"), Operation(), 1.0)
     assert lost.ranks == (4, 5)
     assert "ranks 4, 5 died" in str(lost)

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from collectives.algorithms import dispatch
 from collectives.execution.work import Work
-from collectives.groups import _creating, communicator
+from collectives.groups import _creating, get_communicator
 from collectives.shared_memory import segment
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -164,7 +164,7 @@ def test_trainer_gives_same_parameters_as_on_gloo():
 def redistributed(hosts):
     """Move random tensors between random placements; the full tensor must stay the same."""
     if hosts > 1:
-        segment.host_identity = lambda: f"host {int(os.environ['RANK']) * hosts // 4}"
+        segment.get_host_identity = lambda: f"host {int(os.environ['RANK']) * hosts // 4}"
         dispatch.tune = lambda *_, **options: collectives.CostModel()
     begin()
     meshes = [init_device_mesh("cpu", shape) for shape in ((4,), (2, 2))]
@@ -216,7 +216,7 @@ def other_devices():
 
         def __getattribute__(self, name):
             if name in names.split():
-                return lambda *args: seen.append(name) or Work.completed()
+                return lambda *args: seen.append(name) or Work.make_completed()
             return super().__getattribute__(name)
 
     names = "allreduce broadcast all_gather_single reduce_scatter_single all_to_all_single "
@@ -560,7 +560,7 @@ def timeouts_of_single_calls():
 
     def before_another_call(group):
         """Submit a call with the group's timeout while the first one runs."""
-        comm = communicator(group)
+        comm = get_communicator(group)
         number = comm.operation.number
         first = group.allreduce(tensor, dist.ReduceOp.SUM, limit)
         while comm.operation.number == number:

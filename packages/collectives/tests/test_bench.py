@@ -7,7 +7,7 @@ import torch.distributed as dist
 from collectives import bench
 from collectives.bench import interleaved
 from collectives.bench.plot import plot
-from collectives.bench.rows import _description
+from collectives.bench.rows import _describe_row
 from host_layout import emulate_hosts
 from worker_pool import run_ranks
 
@@ -23,7 +23,7 @@ SIZE = 2 << 20
 
 def small_benches():
     """Return the rows of all cases, and those of one case of another size."""
-    interleaved._num_rounds = lambda size, quick: 1
+    interleaved._choose_num_rounds = lambda size, quick: 1
     measured = bench.bench(quick=True, sizes=(SIZE,))
     return measured, bench.bench(quick=True, sizes=(2 * SIZE,), cases=("all_gather",))
 
@@ -62,7 +62,7 @@ def choices_of_auto(size):
         torch.ones(size // 4 // world * world), torch.ones(size // 8)
     )
     return [
-        _description(kind, "auto", size, "cpu")["runs"] for kind in ("all_reduce", "all_gather")
+        _describe_row(kind, "auto", size, "cpu")["runs"] for kind in ("all_reduce", "all_gather")
     ]
 
 

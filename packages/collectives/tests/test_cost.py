@@ -4,7 +4,7 @@ import dataclasses
 
 import numpy as np
 import pytest
-from collectives.choice.cost import CostModel, Sample, candidates, terms
+from collectives.choice.cost import CostModel, Sample, count_terms, list_candidates
 from collectives.choice.tuning import _is_close
 
 KINDS = ("all_reduce", "reduce_scatter", "all_gather", "broadcast", "all_to_all")
@@ -12,22 +12,22 @@ PRICES = CostModel(2e-4, 1e-9, 2e-10, 4e-5)
 
 
 def test_terms_match_the_textbook():
-    ring = terms("all_reduce", "ring", 1000, (1, 1, 1, 1))
+    ring = count_terms("all_reduce", "ring", 1000, (1, 1, 1, 1))
     assert (ring.messages, ring.wire_bytes, ring.reduced_bytes) == (6, 1500, 750)
     # A tree sends, then receives; a ring does both at every step.
-    assert (ring.operations, terms("all_reduce", "tree", 8, (1, 1)).operations) == (12, 2)
-    tree = terms("broadcast", "tree", 1000, (1,) * 8)
+    assert (ring.operations, count_terms("all_reduce", "tree", 8, (1, 1)).operations) == (12, 2)
+    tree = count_terms("broadcast", "tree", 1000, (1,) * 8)
     assert (tree.messages, tree.wire_bytes) == (3, 3000)
-    assert terms("reduce_scatter", "ring", 1000, (1, 1)).wire_bytes == 500
+    assert count_terms("reduce_scatter", "ring", 1000, (1, 1)).wire_bytes == 500
     # Two hosts of four: the link carries S (2(H-1)/H), not 7/4 S.
-    assert terms("all_reduce", "hierarchical", 1000, (4, 4)).wire_bytes == 1000
+    assert count_terms("all_reduce", "hierarchical", 1000, (4, 4)).wire_bytes == 1000
 
 
 def samples(model, noise=0.0):
     generator = np.random.default_rng(0)
     noisy = []
     for hosts in ((2,), (1, 1), (2, 2)):
-        for algorithm in candidates("all_reduce", hosts):
+        for algorithm in list_candidates("all_reduce", hosts):
             for size in (1 << 10, 1 << 15, 1 << 20, 1 << 24):
                 seconds = model.predict("all_reduce", algorithm, size, hosts)
                 seconds *= 1 + noise * generator.normal()
@@ -37,12 +37,12 @@ def samples(model, noise=0.0):
 
 def test_fit_recovers_prices():
     fitted = CostModel.fit(samples(PRICES))
-    assert fitted.prices() == pytest.approx(PRICES.prices(), rel=1e-6)
+    assert fitted.get_prices() == pytest.approx(PRICES.get_prices(), rel=1e-6)
 
 
 def test_fit_to_noisy_samples_has_no_negative_price():
     fitted = CostModel.fit(samples(PRICES, noise=0.1))
-    assert all(price >= 0 for price in fitted.prices().values())
+    assert all(price >= 0 for price in fitted.get_prices().values())
     for sample in samples(PRICES):
         predicted = fitted.predict(
             "all_reduce", sample.algorithm, sample.size_bytes, sample.ranks_per_host
@@ -64,7 +64,7 @@ def test_choice_has_lowest_predicted_time():
         for hosts in ((2,), (6,), (1, 1), (1, 1, 1), (2, 2), (4, 2)):
             for size in (1, 1 << 10, 1 << 20, 1 << 30):
                 choice = PRICES.choose(kind, size, hosts)
-                times = [PRICES.predict(kind, a, size, hosts) for a in candidates(kind, hosts)]
+                times = [PRICES.predict(kind, a, size, hosts) for a in list_candidates(kind, hosts)]
                 assert PRICES.predict(kind, choice, size, hosts) == min(times)
                 # On one host nothing is measured.
                 if len(hosts) == 1:

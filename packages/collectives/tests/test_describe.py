@@ -22,11 +22,11 @@ def test_description_of_a_group_on_one_host():
     text = run_ranks(together, 2)[0]
     assert "2 ranks on 1 hosts: [0, 1]" in text
     assert "shared memory between all ranks" in text
-    assert ("engine: compiled" in text) == (not engine.why_not())
+    assert ("engine: compiled" in text) == (not engine.explain_refusal())
 
 
 def apart():
-    segment.host_identity = lambda: f"host {dist.get_rank()}"
+    segment.get_host_identity = lambda: f"host {dist.get_rank()}"
     # Each algorithm is measured in one round and at two sizes only.
     tuning.SECONDS_PER_SIZE = 0.0
     tuning.CALLS_PER_ROUND = {1 << 10: 2, 1 << 20: 1}

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.algorithms import dispatch
-from collectives.groups import communicator
+from collectives.groups import get_communicator
 from collectives.shared_memory import engine
 from collectives.shared_memory.arena import ONE_SHOT_BYTES, PIECE_BYTES
 from worker_pool import run_ranks, try_ranks
@@ -32,11 +32,11 @@ def sizes(dtype, all_sizes):
     return (0, 1, 1000, more_than_one_shot, more_than_a_piece)[:: 1 if all_sizes else 3]
 
 
-pytestmark = pytest.mark.skipif(bool(engine.why_not()), reason=engine.why_not())
+pytestmark = pytest.mark.skipif(bool(engine.explain_refusal()), reason=engine.explain_refusal())
 
 
 def without_engine():
-    engine.library, engine.reduces = lambda: None, lambda *_: False
+    engine.get_library, engine.can_reduce = lambda: None, lambda *_: False
 
 
 def values(rank, numel, dtype):
@@ -226,7 +226,7 @@ def many_threads():
     def start_calls():
         works.extend(collectives.all_reduce(tensor, async_op=True) for tensor in tensors)
 
-    calls_before = communicator().operation.number
+    calls_before = get_communicator().operation.number
     later = threading.Thread(target=start_calls)
     later.start()
     for _ in range(300):
@@ -238,7 +238,7 @@ def many_threads():
     assert len(works) == 300
     assert all(work.is_success() for work in works)
     assert all((tensor == 1).all() for tensor in tensors)
-    assert communicator().operation.number == calls_before + 601
+    assert get_communicator().operation.number == calls_before + 601
 
 
 def test_synchronous_and_asynchronous_threads_share_a_group():
@@ -355,7 +355,7 @@ def test_fault_is_reported_in_time_while_the_caller_computes(how, compiled):
 
 def interrupted():
     """Abort the group while the engine waits for another rank."""
-    comm, store = communicator(), dist.distributed_c10d._get_default_store()
+    comm, store = get_communicator(), dist.distributed_c10d._get_default_store()
     collectives.barrier()
     tick = comm.topology.arena.tick
 

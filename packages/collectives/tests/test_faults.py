@@ -20,7 +20,7 @@ from collectives.algorithms import gloo
 from collectives.algorithms.gloo import GlooGroups
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.failure_detection import FailureDetector
-from collectives.groups import communicator
+from collectives.groups import get_communicator
 from collectives.shared_memory import engine
 from host_layout import emulate_hosts, prepare_rank  # noqa: F401
 from worker_pool import run_on_shared_ranks, run_ranks, try_ranks
@@ -103,7 +103,7 @@ def fail_within(where, algorithm, how):
 
 def notice_slowly():
     """Let gloo notice the end of most connections a tenth of a second after the first one."""
-    explain, notice = FailureDetector.explain, PointToPoint.disconnected_peers
+    explain, notice = FailureDetector.explain, PointToPoint.find_disconnected_peers
     failures = []
 
     def explain_late(self, *args):
@@ -114,7 +114,7 @@ def notice_slowly():
         return notice(self) if time.monotonic() > failures[0] + 0.1 else []
 
     FailureDetector.explain = explain_late
-    PointToPoint.disconnected_peers = notice_late
+    PointToPoint.find_disconnected_peers = notice_late
 
 
 def let_a_rank_be_late(what):
@@ -559,8 +559,8 @@ def join_slowly(backend):
 def interrupt(compiled):
     """Raise KeyboardInterrupt on rank 0 while it waits for rank 1 in a call."""
     if not compiled:
-        engine.library = lambda: None
-        engine.reduces = lambda *_: False
+        engine.get_library = lambda: None
+        engine.can_reduce = lambda *_: False
     store = dist.distributed_c10d._get_default_store()
     collectives.all_reduce(torch.ones(3))
     if dist.get_rank() == 0:
@@ -632,7 +632,7 @@ def pass_bad_arguments():
         collectives.all_reduce(torch.ones(shape))
     # The group is still usable.
     collectives.all_reduce(t)
-    return communicator().topology.hosts, t.tolist()
+    return get_communicator().topology.hosts, t.tolist()
 
 
 def test_bad_arguments_are_refused_before_data_move():

@@ -5,8 +5,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.choice import tuning
-from collectives.choice.cost import candidates
-from collectives.groups import communicator
+from collectives.choice.cost import list_candidates
+from collectives.groups import get_communicator
 from collectives.shared_memory import segment
 from sent_bytes import counted
 from worker_pool import run_ranks
@@ -18,14 +18,14 @@ def two_hosts():
 
 def on_two_hosts():
     """Emulate two hosts, with ranks 0 and 1 on the first one, and count the bytes sent."""
-    segment.host_identity = two_hosts
+    segment.get_host_identity = two_hosts
     # Each algorithm is measured in one round and at two sizes only.
     tuning.SECONDS_PER_SIZE = 0.0
     tuning.CALLS_PER_ROUND = {1 << 10: 2, 1 << 20: 1}
-    comm = communicator()
+    comm = get_communicator()
     rank, world = dist.get_rank(), dist.get_world_size()
     assert comm.topology.hosts == [[0, 1], list(range(2, world))]
-    for algorithm in (*candidates("all_reduce", (2, world - 2)), "auto"):
+    for algorithm in (*list_candidates("all_reduce", (2, world - 2)), "auto"):
         for dtype in (torch.float16, torch.bfloat16, torch.float8_e5m2):
             # The average is in range, and the sum of one host is not.
             tensor = torch.full((3,), 49152.0, dtype=dtype)

@@ -18,7 +18,7 @@ import collectives
 import pytest
 import torch
 import torch.distributed as dist
-from collectives.groups import _end_threads, communicator
+from collectives.groups import _end_threads, get_communicator
 from collectives.shared_memory import arena, engine
 from host_layout import emulate_hosts, prepare_rank  # noqa: F401
 from worker_pool import run_on_shared_ranks, run_ranks, try_ranks
@@ -255,7 +255,7 @@ def test_leaving_after_the_last_call_is_not_a_fault(backend, where, rounds):
 def in_opposite_orders(backend, where, compiled, calls):
     """Queue many calls on one group before one on another, which the other rank makes first."""
     if not compiled:
-        engine._compiled.cache_clear()
+        engine._load_engine.cache_clear()
         engine.shutil.which = lambda name: None
     rank, store = begin(backend, where)
     groups = [dist.new_group([0, 1]) for _ in range(2)]
@@ -387,7 +387,7 @@ def test_groups_of_subsets_can_be_created_repeatedly():
 def fork():
     """Use and leave the group in a process that was forked from the rank."""
     collectives.barrier()
-    comm = communicator()
+    comm = get_communicator()
     child = os.fork()
     if child == 0:
         with pytest.raises(RuntimeError, match="forked"):

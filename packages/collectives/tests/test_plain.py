@@ -13,7 +13,7 @@ SIZES = (0, 1, 3, 1000, 70_001)
 
 def all_of_them():
     rank, world = dist.get_rank(), dist.get_world_size()
-    segment.host_identity = lambda: f"host {rank}"
+    segment.get_host_identity = lambda: f"host {rank}"
     pairs = {"ring": plain.ring_all_reduce, "tree": plain.tree_all_reduce}
     for numel in SIZES:
         everyone = torch.randn(world, numel, generator=torch.Generator().manual_seed(numel))

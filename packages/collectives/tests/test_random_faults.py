@@ -29,7 +29,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.algorithms import dispatch
-from collectives.choice.cost import NATIVE, CostModel, Sample, candidates
+from collectives.choice.cost import NATIVE, CostModel, Sample, list_candidates
 from collectives.choice.tuning import CALLS_PER_ROUND
 from collectives.shared_memory import segment
 from worker_pool import try_ranks
@@ -56,7 +56,7 @@ EXIT_CODES = {"dies": 7, "raises": 1, **dict.fromkeys(SIGNALS, -signal.SIGKILL)}
 # Time that the exit of a process takes at most, on a busy machine.
 EXIT_SECONDS = 60
 PLACES = ("together", "together", "apart", "pairs")
-REAL_HOST = segment.host_identity
+REAL_HOST = segment.get_host_identity
 
 
 class Call:
@@ -169,12 +169,12 @@ class Stalls:
 
 def emulate_hosts(where, rank):
     a_host = {"together": 0, "apart": 1, "pairs": 2}[where]
-    segment.host_identity = (lambda: f"host {rank // a_host}") if a_host else REAL_HOST
+    segment.get_host_identity = (lambda: f"host {rank // a_host}") if a_host else REAL_HOST
 
 
 def any_model(kind, call, hosts, wire, agree, *, native):
     """Return a random model in place of a measured one, so that every algorithm is used."""
-    names = (*candidates(kind, hosts, shared=False), *[NATIVE] * native)
+    names = (*list_candidates(kind, hosts, shared=False), *[NATIVE] * native)
     samples = [
         Sample(kind, n, size, tuple(hosts), random.random(), random.choice((0.5, 1.0)))
         for n in names

@@ -13,7 +13,7 @@ from collectives.choice.topology import Topology
 from collectives.shared_memory import engine
 from collectives.shared_memory.arena import ARENA_BYTES, Arena
 from collectives.shared_memory.segment import HEADER_BYTES
-from collectives.store import fresh_store
+from collectives.store import create_fresh_store
 
 WORLD = 3
 #: A number that no process can have.
@@ -30,7 +30,7 @@ def join(store, ranks, world, seconds):
 
     def join_rank(rank):
         try:
-            return fresh_store(store, rank, world, time.monotonic() + seconds)
+            return create_fresh_store(store, rank, world, time.monotonic() + seconds)
         except collectives.RankLost as error:
             return error
 
@@ -95,7 +95,7 @@ def test_rank_that_fails_does_not_fail_slower_ranks_at_ticks_that_it_has_complet
     compiled, monkeypatch
 ):
     if not compiled:
-        monkeypatch.setattr(engine, "library", lambda: None)
+        monkeypatch.setattr(engine, "get_library", lambda: None)
     ranks = (4, 5, 6)
     mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in ranks]
     fast, leaving, slow = (
@@ -122,7 +122,7 @@ def test_rank_that_leaves_during_a_check_of_the_peers_is_not_blamed(compiled, mo
     # At the timeout, all survivors leave at about the same time, and each of them lowers its clock.
     # A lower clock alone must not count as a call that was not made.
     if not compiled:
-        monkeypatch.setattr(engine, "library", lambda: None)
+        monkeypatch.setattr(engine, "get_library", lambda: None)
     ranks = (4, 5, 6)
     mappings = [mmap.mmap(-1, HEADER_BYTES + ARENA_BYTES) for _ in ranks]
     waiting, leaving = (

@@ -18,9 +18,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from collectives.algorithms import dispatch
-from collectives.choice.cost import candidates
+from collectives.choice.cost import list_candidates
 from collectives.choice.topology import group_by_host
-from collectives.groups import communicator
+from collectives.groups import get_communicator
 from collectives.shared_memory import arena, engine, segment
 from collectives.shared_memory.arena import ARENA_BYTES, CHUNK_BYTES, ONE_SHOT_BYTES
 from worker_pool import run_on_shared_ranks, run_ranks, try_ranks
@@ -71,12 +71,12 @@ def test_ranks_can_differ_in_sharing_a_tensor():
 
 
 def released():
-    comm = communicator()
+    comm = get_communicator()
     tensor = collectives.shared_empty(100)
     view = tensor[10:20]
     del tensor
     gc.collect()
-    assert comm.topology.shared(view) is not None
+    assert comm.topology.find_shared_copies(view) is not None
     del view
     gc.collect()
     return len(comm.topology._shared)
@@ -119,7 +119,7 @@ def extra_memory():
             shared = collectives.shared_empty(tensor.numel(), dtype=dtype)
             calls = {
                 name: partial(collectives.all_reduce, tensor, algorithm=name)
-                for name in candidates("all_reduce", (dist.get_world_size(),))
+                for name in list_candidates("all_reduce", (dist.get_world_size(),))
             }
             calls["in place"] = partial(collectives.all_reduce, shared)
             for name, call in calls.items():
@@ -151,7 +151,7 @@ def without_room():
     shared = collectives.shared_empty(1000)
     shared.fill_(1)
     collectives.all_reduce(shared)
-    return communicator().topology.hosts, tensor.sum().item(), shared.sum().item()
+    return get_communicator().topology.hosts, tensor.sum().item(), shared.sum().item()
 
 
 def test_host_without_room_for_memory_uses_messages():
@@ -167,7 +167,7 @@ def tiny_dev_shm():
     tensor = collectives.shared_empty(1 << 20)
     tensor.fill_(1)
     collectives.all_reduce(tensor)
-    return communicator().topology.hosts, tensor.sum().item()
+    return get_communicator().topology.hosts, tensor.sum().item()
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small /dev/shm needs root")
@@ -234,7 +234,7 @@ class Clock:
 
 def test_late_rank_gives_a_lost_rank_no_more_time(monkeypatch):
     """Without the engine, wait for rank 1, which is late, and then for rank 2, which is lost."""
-    monkeypatch.setattr(engine, "library", lambda: None)
+    monkeypatch.setattr(engine, "get_library", lambda: None)
     mappings = [mmap.mmap(-1, segment.HEADER_BYTES + ARENA_BYTES) for _ in range(3)]
     pids = [os.getpid()] * 3
     ours = arena.Arena(mappings, pids, 0, group_ranks=[0, 1, 2], timeout=1.0)

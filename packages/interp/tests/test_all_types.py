@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from interp import describe, patch, record, record_patterns
-from interp.decoder.config_settings import settings_from_config
+from interp.decoder.config_settings import build_settings
 from interp.decoder.families import FAMILIES
 from interp.tap import expand_sites
 from torch import Tensor, nn
@@ -69,7 +69,7 @@ def small_model(kind: str) -> nn.Module:
         SKIPPED.append(kind)
         assert kind not in FAMILIES
         with pytest.raises(ValueError, match=f"model_type '{kind}' is not one of"):
-            settings_from_config({"model_type": kind})
+            build_settings({"model_type": kind})
         pytest.skip(f"not made small: {type(error).__name__} {str(error)[:80]}")
     return model
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from interp import LowRank, bench, composition_scores
-from interp.bench import _LargestTensor, composition, describing, main
+from interp.bench import _LargestTensor, compare_composition, main, measure_describe
 
 PACKAGE = Path(__file__).parents[1]
 
@@ -28,7 +28,7 @@ def test_every_row_is_flat_and_ours_agrees_with_the_plain_computation(
 
 def test_describing_measures_a_model() -> None:
     pytest.importorskip("transformers", reason="the peer, a development dependency")
-    row = describing(quick=True)
+    row = measure_describe(quick=True)
     assert row["longest_text"] == 64
     assert row["memory"] >= 1
     assert row["seconds"] > 0
@@ -70,7 +70,7 @@ def test_composition_creates_nothing_larger_than_one_factor_of_the_circuits(
 ) -> None:
     """The peer multiplies all pairs at once; sizes are read from the meta device."""
     # The rate of a large product takes a second to measure.
-    monkeypatch.setattr(bench, "_product_rate", lambda: 100.0)
+    monkeypatch.setattr(bench, "_measure_product_rate", lambda: 100.0)
     torch.manual_seed(0)
     ov, qk = (LowRank(torch.randn(3, 4, 24, 2), torch.randn(3, 4, 2, 24)) for _ in range(2))
 
@@ -80,7 +80,7 @@ def test_composition_creates_nothing_larger_than_one_factor_of_the_circuits(
         scores = norms.view(3, 4, 3, 4) / (ov.norm()[:, :, None, None] * qk.norm())
         return scores * torch.ones(3, 3, device=scores.device).triu(1)[:, None, :, None]
 
-    row = composition(all_pairs, ov, qk)
+    row = compare_composition(all_pairs, ov, qk)
     assert row["error"] < 1e-5
     assert row["products_ms"] > 0
     shapes = (torch.empty(12, 12, *shape, device="meta") for shape in ((768, 64), (64, 768)))

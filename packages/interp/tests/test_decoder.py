@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import torch
 from interp import Decoder, attribution, composition_scores, logit_lens, patch, record
-from interp.bench import random_decoder
+from interp.bench import build_random_decoder
 from interp.decoder import families
 from interp.decoder.checkpoint import load_decoder
-from interp.decoder.config_settings import settings_from_config
+from interp.decoder.config_settings import build_settings
 from interp.decoder.describe import describe
 from interp.decoder.fold import fold_decoder
-from interp.decoder.source import weights_of
+from interp.decoder.source import collect_weights
 from interp.patching import (
     EdgeEffects,
     Node,
@@ -90,7 +90,7 @@ def peer(name: str, attention: str = "eager") -> torch.nn.Module:
     torch.manual_seed(0)
     model = model_class(config).double().eval()
     with torch.no_grad():
-        for name_of_tensor, tensor in weights_of(model).items():
+        for name_of_tensor, tensor in collect_weights(model).items():
             if "q_a_proj" in name_of_tensor or "kv_a_proj" in name_of_tensor:
                 tensor.zero_()  # A small latent reaches the epsilon of its norm.
                 tensor.add_(torch.randn_like(tensor) * 2e-3)
@@ -338,7 +338,9 @@ def test_patches_of_padded_prompts_equal_one_forward_pass_per_patch(name: str) -
 
 @torch.no_grad()
 def test_unaffected_positions_are_not_recomputed() -> None:
-    reference = random_decoder("gpt2", vocabulary=37, context=20, d_model=24, layers=4, heads=3)
+    reference = build_random_decoder(
+        "gpt2", vocabulary=37, context=20, d_model=24, layers=4, heads=3
+    )
     metric = logit_difference(reference.norm, reference.unembed, 5, 8)
     with FlopCounterMode(display=False) as forward:
         reference(TOKENS[:1])
@@ -461,7 +463,9 @@ def test_custom_decoders_are_described_by_structure(decoder: nn.Module) -> None:
         describe(decoder)
     with pytest.raises(TypeError, match="unexpected keyword argument 'theta'"):
         describe(decoder, theta=100.0)
-    reference = random_decoder("gpt2", vocabulary=37, context=20, d_model=24, layers=2, heads=3)
+    reference = build_random_decoder(
+        "gpt2", vocabulary=37, context=20, d_model=24, layers=2, heads=3
+    )
     torch.testing.assert_close(describe(reference)(TOKENS), reference(TOKENS), rtol=1e-5, atol=1e-5)
 
 
@@ -529,11 +533,11 @@ def test_decoder_of_the_suite_is_described() -> None:
 @pytest.mark.parametrize("name", ["DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM"])
 def test_fractions_of_rotated_dimensions_are_refused_in_latent_attention(name: str) -> None:
     config = getattr(transformers, name).config_class(**FAMILIES[name]).to_dict()
-    settings_from_config(config)
+    build_settings(config)
     rope = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
     for change in ({"rope_parameters": rope}, {"partial_rotary_factor": 0.5}):
         with pytest.raises(ValueError, match=r"partial_rotary_factor = 0\.5 is not supported"):
-            settings_from_config(config | change)
+            build_settings(config | change)
 
 
 def test_loaded_gpt2_is_tied_and_limited_to_its_positions(tmp_path: Path) -> None:

@@ -17,8 +17,8 @@ import torch
 import torch.nn.functional as F
 from interp import Decoder, describe, patch, record
 from interp.decoder.fold import fold_decoder
-from interp.decoder.names import roles_of
-from interp.decoder.source import weights_of
+from interp.decoder.names import assign_roles
+from interp.decoder.source import collect_weights
 from interp.decoder.verify import matching
 from interp.decoder.verify.random_weights import RandomWeights, Scale
 from interp.patching import attribution_patching
@@ -718,7 +718,7 @@ def test_weights_changed_in_place_are_followed_or_refused(name: str, how: str) -
     model = family(name)
     decoder = describe(model)
     folded = fold_decoder(decoder)
-    weights = {key: x for key, x in weights_of(model).items() if ".1." not in key}
+    weights = {key: x for key, x in collect_weights(model).items() if ".1." not in key}
     for weight in list(weights.values()) if how == "data" else list(weights.values())[:2]:
         before = weight.detach().clone()
         change_in_place(weight, how)
@@ -934,8 +934,8 @@ def test_verification_calls_the_model_once_per_property() -> None:
 
 
 def test_comparisons_of_one_scale_share_random_weights() -> None:
-    tensors = weights_of(model_of())
-    roles = roles_of(tensors)
+    tensors = collect_weights(model_of())
+    roles = assign_roles(tensors)
     settings = describe(model_of(), context=CONTEXT).settings
     random_weights = RandomWeights(tensors, roles, settings, gain_offset=0.0)
     scales = Scale("random"), Scale("large", score_std=20.0)

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interp import AttentionOnly, detect_heads, record_patterns
-from interp.detect import target_keys
+from interp.detect import find_target_keys
 from scipy import stats
 
 
@@ -62,7 +62,7 @@ def test_scores_equal_the_definition_query_by_query(
 def test_perfect_heads_score_one_and_uniform_heads_score_chance(kind: str) -> None:
     period = torch.randperm(8)
     tokens = torch.cat([period, period])[None]
-    mask = target_keys(tokens)[kind][0].double()
+    mask = find_target_keys(tokens)[kind][0].double()
     perfect = torch.where(mask.any(-1, keepdim=True), mask, torch.eye(16, dtype=torch.float64))
     perfect = perfect / perfect.sum(-1, keepdim=True)
     evenly = torch.ones(16, 16, dtype=torch.float64).tril()
@@ -103,7 +103,7 @@ def test_p_values_are_at_least_permutation_p_values() -> None:
     result = detect_heads([pattern], tokens)
     generator = torch.Generator().manual_seed(0)
     for kind in ("previous", "duplicate", "induction"):
-        mask = target_keys(tokens)[kind][0]
+        mask = find_target_keys(tokens)[kind][0]
         queries = mask.any(-1).nonzero()[:, 0].tolist()
         sampled = torch.zeros(3, 400)
         for query in queries:
@@ -180,7 +180,7 @@ def largest_count(trials: int) -> int:
 def test_one_random_model_in_twenty_has_a_significant_head(prompts: str, models: int) -> None:
     """The rate is family-wise: over all heads of a model, for each kind."""
     tokens = prompts_of_every_kind()[prompts]
-    named = dict.fromkeys(target_keys(tokens), 0)
+    named = dict.fromkeys(find_target_keys(tokens), 0)
     for seed in range(models):
         scores = detect_heads(random_patterns(tokens, seed), tokens)
         for kind in named:
@@ -194,7 +194,7 @@ def test_windows_and_padding_add_no_false_positives() -> None:
     tokens = torch.randint(97, (8, 24), generator=torch.Generator().manual_seed(0))
     padding = torch.zeros(8, 40, dtype=torch.long)
     mask = torch.cat([padding, torch.ones_like(tokens)], 1)
-    result = dict.fromkeys(target_keys(tokens), 0)
+    result = dict.fromkeys(find_target_keys(tokens), 0)
     for seed in range(2):
         generator = torch.Generator().manual_seed(seed)
         scores = torch.randn(8, 32, 24, 24, generator=generator)
@@ -213,7 +213,7 @@ def test_windows_and_padding_add_no_false_positives() -> None:
 def test_strong_heads_are_significant_and_weak_heads_are_not() -> None:
     period = torch.randperm(12, generator=torch.Generator().manual_seed(0))
     tokens = torch.cat([period, period])[None].expand(4, -1)
-    mask = target_keys(tokens[:1])["induction"][0].float()
+    mask = find_target_keys(tokens[:1])["induction"][0].float()
     perfect = torch.where(mask.any(-1, keepdim=True), mask, torch.eye(24))
     perfect = perfect / perfect.sum(-1, keepdim=True)
     evenly = torch.ones(24, 24).tril()

@@ -19,18 +19,18 @@ from interp import (
     record,
     view,
 )
-from interp.bench import random_decoder
+from interp.bench import build_random_decoder
 from interp.circuits.induction import repeated_tokens
 from interp.circuits.vocabulary import copying_scores
 from interp.decoder.neurons import neuron_attribution
-from interp.lens import head_outputs
+from interp.lens import compute_head_outputs
 from interp.patching import drop_heads, edge_attribution, logit_difference, patch_streams
 from torch import Tensor, nn
 
 TOKENS = torch.tensor([[1, 2, 3, 4]])
 EVEN = torch.full((1, 2, 4, 4), 0.25)
 PAIR = LowRank(torch.ones(2, 3, 6, 2), torch.ones(2, 3, 2, 6))
-DECODER = random_decoder("gpt2", vocabulary=5, d_model=6, layers=1, heads=2, context=4)
+DECODER = build_random_decoder("gpt2", vocabulary=5, d_model=6, layers=1, heads=2, context=4)
 INFINITE = LowRank(torch.full((2, 3, 6, 2), torch.inf), torch.ones(2, 3, 2, 6))
 WIDE = LowRank(torch.ones(2, 3, 6, 2), torch.ones(2, 3, 2, 5))
 
@@ -142,7 +142,7 @@ def model() -> AttentionOnly:
             "expected 8 features to be a multiple of heads, got heads=3",
         ),
         (
-            lambda: head_outputs(torch.ones(1, 4, 30), torch.ones(8, 30), heads=4),
+            lambda: compute_head_outputs(torch.ones(1, 4, 30), torch.ones(8, 30), heads=4),
             "expected 30 features to be a multiple of heads, got heads=4",
         ),
         (

@@ -4,7 +4,7 @@ from dataclasses import replace
 import pytest
 import torch
 from interp import Decoder, record
-from interp.bench import random_decoder
+from interp.bench import build_random_decoder
 from interp.decoder.fold import fold_decoder
 
 TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 30]])
@@ -12,9 +12,9 @@ TOKENS = torch.tensor([[3, 1, 4, 1, 5, 9, 2], [6, 5, 3, 5, 8, 9, 30]])
 
 def random_gpt2(dtype: torch.dtype) -> Decoder:
     torch.manual_seed(0)
-    model = random_decoder("gpt2", vocabulary=31, context=9, d_model=12, layers=3, heads=3).to(
-        dtype
-    )
+    model = build_random_decoder(
+        "gpt2", vocabulary=31, context=9, d_model=12, layers=3, heads=3
+    ).to(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(std=0.5)
@@ -64,7 +64,7 @@ def test_readers_of_layer_norms_have_rows_of_mean_zero() -> None:
             assert reader.weight.mean(1).abs().max() < 1e-12
     assert folded.unembed.weight.mean(1).abs().max() < 1e-12
     torch.manual_seed(0)
-    llama = random_decoder("llama", vocabulary=31, d_model=12, layers=1, heads=3).double()
+    llama = build_random_decoder("llama", vocabulary=31, d_model=12, layers=1, heads=3).double()
     torch.nn.init.ones_(llama.layers[0].norm1.weight)
     torch.testing.assert_close(
         fold_decoder(llama).layers[0].attention.q.weight, llama.layers[0].attention.q.weight

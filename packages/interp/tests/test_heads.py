@@ -1,6 +1,6 @@
 import torch
 from interp import LowRank, ov_circuit, qk_circuit
-from interp.circuits.heads import attention_head, circuit_pattern
+from interp.circuits.heads import apply_attention_head, compute_circuit_pattern
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -12,9 +12,11 @@ def test_a_single_head_by_hand() -> None:
     x = torch.tensor([[0.0, 1.0], [1.0, 1.0], [1.0, 2.0]])
     w = torch.tensor([[1.0, 1.0], [0.0, 0.0]])
     expected = torch.tensor([[1.0, 0.0], [1.7311, 0.0], [2.5752, 0.0]])
-    torch.testing.assert_close(attention_head(x, w, w), expected, atol=5e-5, rtol=0)
+    torch.testing.assert_close(apply_attention_head(x, w, w), expected, atol=5e-5, rtol=0)
     factored = LowRank(torch.tensor([[1.0], [0.0]]), torch.tensor([[1.0, 1.0]]))
-    torch.testing.assert_close(attention_head(x, factored, factored), attention_head(x, w, w))
+    torch.testing.assert_close(
+        apply_attention_head(x, factored, factored), apply_attention_head(x, w, w)
+    )
 
 
 def test_heads_add_up_to_their_concatenation_and_to_torch() -> None:
@@ -28,7 +30,7 @@ def test_heads_add_up_to_their_concatenation_and_to_torch() -> None:
     scale = d_head**-0.5
     qk = qk_circuit(w_q, w_k, heads=heads, kv_heads=kv_heads)
     ov = ov_circuit(w_v, w_o, heads=heads, kv_heads=kv_heads)
-    added = attention_head(x.unsqueeze(-3), qk, ov, scale=scale).sum(-3)
+    added = apply_attention_head(x.unsqueeze(-3), qk, ov, scale=scale).sum(-3)
     q, k, v = ((x @ w.mT).unflatten(-1, (-1, d_head)).transpose(1, 2) for w in (w_q, w_k, w_v))
     torch_says = torch.nn.functional.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=True
@@ -41,5 +43,7 @@ def test_every_scale_is_applied_before_the_causal_mask() -> None:
     x, w = random(5, 3), random(3, 3)
     uniform = torch.ones(5, 5, dtype=torch.float64).tril()
     uniform = uniform / uniform.sum(-1, keepdim=True)
-    torch.testing.assert_close(circuit_pattern(x, w, scale=0.0), uniform)
-    torch.testing.assert_close(circuit_pattern(x, w, scale=-2.0), circuit_pattern(x, -w, scale=2.0))
+    torch.testing.assert_close(compute_circuit_pattern(x, w, scale=0.0), uniform)
+    torch.testing.assert_close(
+        compute_circuit_pattern(x, w, scale=-2.0), compute_circuit_pattern(x, -w, scale=2.0)
+    )

@@ -5,7 +5,7 @@ from functools import partial
 import pytest
 import torch
 from interp import Decoder, attribution, patch, record
-from interp.bench import random_decoder
+from interp.bench import build_random_decoder
 from interp.decoder.fold import fold_decoder
 from interp.decoder.modules.settings import Settings
 from interp.decoder.neurons import neuron_attribution
@@ -19,7 +19,7 @@ TOKENS = torch.arange(24).reshape(2, 12) * 7 % 37
 @pytest.fixture
 def decoder() -> Decoder:
     torch.manual_seed(0)
-    return random_decoder("llama", vocabulary=37, d_model=24, layers=2, heads=6)
+    return build_random_decoder("llama", vocabulary=37, d_model=24, layers=2, heads=6)
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def test_hooks_of_transformer_lens_are_split_into_heads(decoder: Decoder) -> Non
     weight[:, 12:16] = 0  # the columns that read head 3
     torch.testing.assert_close(decoder(TOKENS), ablated)
     assert not torch.allclose(ablated, expected)
-    deep = random_decoder("llama", vocabulary=37, d_model=24, layers=12, heads=6)
+    deep = build_random_decoder("llama", vocabulary=37, d_model=24, layers=12, heads=6)
     kinds = r"has hook_embed(, blocks\.\*\.[a-z0-9._]+){14}, ln_final.hook_scale$"
     for model, hook, message in (
         (deep, "hook", kinds),
@@ -146,7 +146,7 @@ def test_hook_functions_of_transformer_lens_receive_the_hook(decoder: Decoder) -
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_terms_of_neurons_sum_to_the_term_of_the_mlp(family: str) -> None:
     torch.manual_seed(0)
-    model = random_decoder(family, vocabulary=37, d_model=24, layers=2, heads=6).double()
+    model = build_random_decoder(family, vocabulary=37, d_model=24, layers=2, heads=6).double()
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             parameter.normal_()
@@ -173,7 +173,7 @@ def test_terms_of_neurons_sum_to_the_term_of_the_mlp(family: str) -> None:
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_folding_keeps_the_terms_of_heads_and_neurons(family: str) -> None:
     torch.manual_seed(0)
-    model = random_decoder(family, vocabulary=37, d_model=24, layers=2, heads=6).double()
+    model = build_random_decoder(family, vocabulary=37, d_model=24, layers=2, heads=6).double()
     for name, parameter in model.named_parameters():
         if name.endswith("bias") or "norm" in name:
             parameter.normal_()

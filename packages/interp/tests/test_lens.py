@@ -3,7 +3,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from interp import attribution, logit_lens, record
-from interp.lens import head_outputs, probe_norm
+from interp.lens import compute_head_outputs, probe_norm
 from torch import Tensor, nn
 
 TOKENS = torch.tensor([[1, 2, 3, 4, 2], [6, 5, 4, 3, 0]])
@@ -129,7 +129,7 @@ def test_heads_and_mlps_sum_to_the_logits(decoder: nn.Module) -> None:
         logits = model(TOKENS)
     parts = {"embed": seen["embed"]}
     for i, layer in enumerate(model.layers):
-        parts |= head_outputs(
+        parts |= compute_head_outputs(
             seen[f"layers.{i}.out:input"], layer.out.weight, heads=3, prefix=f"{i}."
         )
         parts[f"mlp {i}"] = seen[f"layers.{i}.down"]

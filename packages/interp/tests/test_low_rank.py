@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from interp import LowRank, ov_circuit, qk_circuit
-from interp.circuits.heads import circuit_pattern
+from interp.circuits.heads import compute_circuit_pattern
 from interp.circuits.low_rank import synthesize
 
 SIZES = st.integers(1, 9)
@@ -144,5 +144,5 @@ def test_circuits_are_synthesized_by_svd_exactly_within_their_rank_and_nearest_b
 def test_attention_of_four_kinds_of_w_qk(qk: torch.Tensor, looks_at: list[float]) -> None:
     """Tokens are unit vectors; the last query is token 0 among the keys 0, 1, 2, 0."""
     x = torch.eye(4)[[0, 1, 2, 0]]
-    pattern = circuit_pattern(x, synthesize(qk, 4), causal=True)
+    pattern = compute_circuit_pattern(x, synthesize(qk, 4), causal=True)
     torch.testing.assert_close(pattern[-1], torch.tensor(looks_at), atol=1e-6, rtol=0)

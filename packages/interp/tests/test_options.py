@@ -13,8 +13,8 @@ import torch
 from interp.decoder import config_settings, constants, families
 from interp.decoder.checkpoint import load_decoder
 from interp.decoder.fold import fold_decoder
-from interp.decoder.rotary import scaled_rotary
-from interp.decoder.source import weights_of
+from interp.decoder.rotary import build_scaled_rotary
+from interp.decoder.source import collect_weights
 from small_models import FAMILIES, TOKENS
 from torch import nn
 
@@ -84,7 +84,7 @@ def random_model(name: str, options: Mapping[str, Any]) -> nn.Module | None:
         config = model_class.config_class(**options)
         config._attn_implementation = config._experts_implementation = "eager"
         model = model_class(config).double().eval()
-        for tensor in weights_of(model).values():
+        for tensor in collect_weights(model).values():
             tensor.add_(torch.randn_like(tensor) * 0.2)
         is_usable = bool(model(TOKENS).logits.isfinite().all())
     except Exception:  # any error of a configuration or model of transformers
@@ -121,20 +121,20 @@ def test_omitted_options_have_the_defaults_of_transformers(name: str) -> None:
     config_class = CONFIG_MAPPING[name]
     assert config_class().tie_word_embeddings == families.FAMILIES[name].tied
     whole = config_class(num_experts_per_tok=2).to_dict()  # DeepSeek V2 has no default
-    config_settings.settings_from_config(whole)
+    config_settings.build_settings(whole)
     for option in whole.keys() - {"model_type"}:
         partial = {key: value for key, value in whole.items() if key != option}
         try:
             filled = config_class.from_dict(partial).to_dict()
-            settings = config_settings.settings_from_config(partial)
+            settings = config_settings.build_settings(partial)
         except ValueError:  # refused by this package or by transformers
             continue
-        assert settings == config_settings.settings_from_config(filled), option
-        folded = constants.constants_of(None, partial)
-        assert repr(folded) == repr(constants.constants_of(None, filled)), option
+        assert settings == config_settings.build_settings(filled), option
+        folded = constants.build_constants(None, partial)
+        assert repr(folded) == repr(constants.build_constants(None, filled)), option
 
 
 def test_yarn_of_an_odd_number_of_dimensions_is_refused() -> None:
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}
     with pytest.raises(ValueError, match=r"even number of rotated dimensions .* got 3"):
-        scaled_rotary(rope, dims=3, original_length=8, max_length=64)
+        build_scaled_rotary(rope, dims=3, original_length=8, max_length=64)

@@ -24,9 +24,9 @@ from interp import (
     patch,
     record,
 )
-from interp.bench import beside_transformer_lens
+from interp.bench import compare_with_transformer_lens
 from interp.decoder.fold import fold_decoder
-from interp.hook_points import hook_points
+from interp.hook_points import find_hook_points
 from interp.patching import attribution_patching, logit_difference, patch_parts, patch_streams
 from torch import Tensor, nn
 
@@ -90,7 +90,7 @@ def test_hooks_and_patches_equal_transformer_lens() -> None:
     decoder = describe(small_gpt2())
     logits, cache = bridge.run_with_cache(CLEAN)
     torch.testing.assert_close(decoder(CLEAN), logits)
-    names = hook_points(decoder, ["**"], "transformer_lens")
+    names = find_hook_points(decoder, ["**"], "transformer_lens")
     with record(decoder, *names, names="transformer_lens") as seen:
         decoder(CLEAN)
     assert len(seen) == len(names) == 31
@@ -520,7 +520,7 @@ def test_integrated_gradients_through_patches_equal_captum() -> None:
 @pytest.mark.timing
 def test_composition_is_faster_with_a_hundredth_of_the_memory() -> None:
     pytest.importorskip("transformer_lens", reason="tried with transformer-lens 4.3.0")
-    row = beside_transformer_lens()
+    row = compare_with_transformer_lens()
     assert row["error"] < 1e-4
     # The goal is 15, and the README says where it is met: 16.8 and 8.7 were measured on two
     # machines. On the second, the products alone take 70 % of this package's time.

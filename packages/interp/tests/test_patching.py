@@ -11,7 +11,7 @@ from interp.patching import (
     logit_difference,
     patch_streams,
 )
-from interp.prompts import mean_over_pairs
+from interp.prompts import average_over_pairs
 from torch import Tensor, nn
 
 CLEAN = torch.tensor([[1, 2, 3, 4, 2, 7]])
@@ -141,7 +141,7 @@ def test_standard_errors_in_half_precision_are_not_rounded_beside_a_large_mean(
 ) -> None:
     torch.manual_seed(0)
     values = (100 + torch.randn(64, 5)).to(dtype)
-    result = mean_over_pairs([PatchingResult(row, 1.0, 0.0) for row in values])
+    result = average_over_pairs([PatchingResult(row, 1.0, 0.0) for row in values])
     wide = values.double()
     torch.testing.assert_close(result.values.double(), wide.mean(0), rtol=1e-6, atol=0)
     torch.testing.assert_close(result.standard_error.double(), wide.std(0) / 8, rtol=1e-2, atol=0)
@@ -160,7 +160,7 @@ def test_standard_errors_equal_the_spread_over_samples_of_prompts() -> None:
     errors = {name: [] for name in quantities}
     for sample, of_sample in zip(difficulty, noise, strict=True):
         rows = [(float(x), x + 0.5 + y) for x, y in zip(sample, of_sample, strict=True)]
-        result = mean_over_pairs([PatchingResult(values, x + 1, x) for x, values in rows])
+        result = average_over_pairs([PatchingResult(values, x + 1, x) for x, values in rows])
         for name, quantity in quantities.items():
             means[name].append(quantity(result))
             errors[name].append(result.standard_error_of(quantity))

@@ -15,7 +15,7 @@ from interp import (
     patch,
     record,
 )
-from interp.lens import head_outputs
+from interp.lens import compute_head_outputs
 from interp.patching import (
     Node,
     edge_attribution,
@@ -49,7 +49,7 @@ CLEAN = torch.tensor([[1, 2, 3, 4, 2, 7]])
 CORRUPTED = torch.tensor([[1, 2, 9, 4, 11, 7]])
 
 
-def random_decoder(family: str, size: float = 0.3) -> Decoder:
+def build_random_decoder(family: str, size: float = 0.3) -> Decoder:
     sizes = {
         k: v
         for k, v in SIZES.items()
@@ -109,7 +109,7 @@ def by_hand(decoder: Decoder, sender: Node, receiver: Node) -> float:
             other = getattr(a, receiver.kind)(block.norm1(x + change))
             projections[receiver.kind] = projections[receiver.kind].clone()
             projections[receiver.kind][..., mine] = other[..., mine]
-        pattern = a.scores(projections["q"], projections["k"]).softmax(-1)
+        pattern = a.compute_scores(projections["q"], projections["k"]).softmax(-1)
         v = projections["v"].unflatten(-1, (a.kv_heads, -1)).transpose(1, 2)
         v = v.repeat_interleave(a.heads // a.kv_heads, 1)
         attended = x + block.attention_out(a.o((pattern @ v).transpose(1, 2).flatten(2)))
@@ -124,7 +124,7 @@ def by_hand(decoder: Decoder, sender: Node, receiver: Node) -> float:
 @torch.no_grad()
 @pytest.mark.parametrize("family", EDGES)
 def test_patch_edges_equals_a_manual_forward_pass(family: str) -> None:
-    decoder = random_decoder(family)
+    decoder = build_random_decoder(family)
     edges = patch_edges(decoder, CLEAN, CORRUPTED, metric_of(decoder), batch=5)
     layers, heads = len(decoder.layers), decoder.layers[0].attention.heads
     assert len(edges.senders) == 1 + layers * (heads + 1)
@@ -166,7 +166,7 @@ def test_patch_edges_equals_a_manual_forward_pass(family: str) -> None:
 
 @pytest.mark.parametrize("family", ESTIMATES)
 def test_attribution_of_edges_has_second_order_error(family: str) -> None:
-    decoder = random_decoder(family)
+    decoder = build_random_decoder(family)
     metric = metric_of(decoder)
     table = decoder.embed.weight
     step = torch.randn(2, table.shape[1], dtype=torch.float64)
@@ -322,7 +322,7 @@ def test_estimates_are_refused_inside_a_patch_of_patterns() -> None:
 
 
 def test_patches_around_patch_edges_act_once() -> None:
-    decoder = random_decoder("GPTNeoX")
+    decoder = build_random_decoder("GPTNeoX")
     metric, z = metric_of(decoder), "blocks.0.attention.o:input"
     senders, receivers = [Node("head", 0, 1)], [Node("mlp", 1), Node("final")]
     sites = (z, "blocks.1:input", "norm:input")
@@ -333,7 +333,7 @@ def test_patches_around_patch_edges_act_once() -> None:
             with record(decoder, z, "blocks.1") as seen:
                 decoder(tokens)
             weight = decoder.layers[0].attention.o.weight
-            outputs.append(head_outputs(seen[z], weight, heads=4)["head1"])
+            outputs.append(compute_head_outputs(seen[z], weight, heads=4)["head1"])
         change = outputs[0] - outputs[1]
         before = metric(seen["blocks.1"])
         with (
@@ -352,7 +352,7 @@ def test_hooks_act_once_around_patch_edges_if_they_change_inputs_in_place() -> N
     def multiply_in_place(module: nn.Module, args: tuple[Any, ...]) -> None:
         args[0].mul_(1.5)
 
-    decoder = random_decoder("GPTNeoX")
+    decoder = build_random_decoder("GPTNeoX")
     metric = metric_of(decoder)
     senders, receivers = [Node("head", 0, 1)], [Node("mlp", 1)]
     for module in (decoder.layers[0].attention.o, decoder.layers[1]):
@@ -367,7 +367,7 @@ def test_hooks_act_once_around_patch_edges_if_they_change_inputs_in_place() -> N
 
 
 def test_recorded_runs_do_not_store_the_graph() -> None:
-    run = Restart(random_decoder("GPTNeoX").requires_grad_(), CORRUPTED, batch=1)
+    run = Restart(build_random_decoder("GPTNeoX").requires_grad_(), CORRUPTED, batch=1)
     assert not any(stream.requires_grad for stream in run._inputs.values())
 
 

@@ -33,13 +33,15 @@ def weights(model: AttentionOnly) -> plain.Weights:
 def test_circuits_streams_and_logits_equal_the_plain_ones(
     model: AttentionOnly, weights: plain.Weights
 ) -> None:
-    torch.testing.assert_close(model.qk().dense(), plain.qk_circuits(weights))
-    torch.testing.assert_close(model.ov().dense(), plain.ov_circuits(weights))
+    torch.testing.assert_close(model.qk().dense(), plain.compute_qk_circuits(weights))
+    torch.testing.assert_close(model.ov().dense(), plain.compute_ov_circuits(weights))
     with record(model, "blocks.0:input", "blocks.*") as seen:
         logits = model(TOKENS[None])
-    torch.testing.assert_close(logits[0], plain.logits(weights, TOKENS))
+    torch.testing.assert_close(logits[0], plain.compute_logits(weights, TOKENS))
     streams = [seen[site] for site in ("blocks.0:input", "blocks.0", "blocks.1")]
-    for ours, expected in zip(streams, plain.residual_streams(weights, TOKENS), strict=True):
+    for ours, expected in zip(
+        streams, plain.compute_residual_streams(weights, TOKENS), strict=True
+    ):
         torch.testing.assert_close(ours[0], expected)
     expected = plain.logit_lens(weights, TOKENS).softmax(-1)
     lens = logit_lens(streams, None, model.unembed, top=expected.shape[-1])
@@ -69,7 +71,7 @@ def test_ablation_equals_the_plain_one(model: AttentionOnly, weights: plain.Weig
         for head in range(3):
             with patch(model, {f"blocks.{layer}.attention.o:input": drop_heads(head, heads=3)}):
                 rises[layer, head] = loss() - whole
-    torch.testing.assert_close(rises, plain.ablation_effects(weights, TOKENS))
+    torch.testing.assert_close(rises, plain.compute_ablation_effects(weights, TOKENS))
 
 
 def test_the_plain_file_is_short_and_imports_torch_alone() -> None:

@@ -7,7 +7,7 @@ import sys
 import pytest
 import torch
 from figures import MARGIN, assert_at_least, assert_at_most
-from interp.bench import patching, random_decoder
+from interp.bench import build_random_decoder, compare_patching
 
 pytestmark = pytest.mark.timing
 SIZES = {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
@@ -35,7 +35,7 @@ def test_batched_patches_are_many_times_faster_than_a_forward_pass_each(
 ) -> None:
     """Compare 180 patches of streams, and 1,152 patches of heads."""
     torch.manual_seed(0)
-    row = patching(random_decoder(family, **SIZES), family, part, length)
+    row = compare_patching(build_random_decoder(family, **SIZES), family, part, length)
     assert row["error"] < 1e-5
     figure = f"interp: a forward pass per patch over batched patches, {family}{part}"
     # Every processor must reach 8.

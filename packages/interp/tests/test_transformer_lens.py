@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from interp import describe, record
-from interp.bench import random_decoder
+from interp.bench import build_random_decoder
 from interp.decoder.fold import fold_decoder
 from interp.hook_points import HookPoint
 from interp.transformer_lens import (
@@ -72,7 +72,9 @@ def pair(family: str, is_processed: bool) -> tuple[Any, HookedDecoder]:
 
 def random_model(heads: int) -> HookedDecoder:
     torch.manual_seed(0)
-    decoder = random_decoder("gpt2", vocabulary=37, d_model=24, layers=2, heads=heads).double()
+    decoder = build_random_decoder(
+        "gpt2", vocabulary=37, d_model=24, layers=2, heads=heads
+    ).double()
     with torch.no_grad():
         for parameter in decoder.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.2)

@@ -17,9 +17,9 @@ import torch
 from paramserver.partition import partition
 from paramserver.protocol.core import Core
 from paramserver.protocol.log import Accept, Join, Leave, Read, Start, Write
-from paramserver.protocol.messages import Kind, Message, PeerLost, failure, raise_failure
+from paramserver.protocol.messages import Kind, Message, PeerLost, build_failure, raise_failure
 from paramserver.protocol.records import Replayed, Staged
-from paramserver.protocol.replica import Replica, layout
+from paramserver.protocol.replica import Replica, format_layout
 from paramserver.protocol.session import Session
 
 UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
@@ -208,7 +208,7 @@ class SimulatedServer:
         try:
             reply = self.core.handle(number, message, data, self.world.now)
         except (PeerLost, ValueError, RuntimeError) as error:
-            reply = failure(error)
+            reply = build_failure(error)
         if reply is None:
             self.waiting[number] = worker, name, message, data
         else:
@@ -239,7 +239,7 @@ class SimulatedWorker:
             return
         self.life += 1
         self.state, self.version = "running", 0
-        layouts = [layout(shard, self.world.consistency) for shard in self.world.shards]
+        layouts = [format_layout(shard, self.world.consistency) for shard in self.world.shards]
         self.session = Session(self.number, layouts, self.world.random.getrandbits(48))
         self.steps, self.open = self.program(), {}
         self.beat(self.life)
@@ -393,7 +393,7 @@ def simulate(seed, **options):
     first = world.servers[0]
     for server in world.servers:
         server.start()
-        server.core._replay(first.core.ledger.log_from(server.core.replica.position))
+        server.core._replay(first.core.ledger.get_log_from(server.core.replica.position))
         stored = server.core.replica.newest[: world.ids * 8].view(torch.float64)
         torch.testing.assert_close(stored, world.oracle.versions[-1])
         assert server.core.replica.version == len(world.oracle.versions) - 1

@@ -21,15 +21,15 @@ def test_a_device_that_servers_are_not_on_is_refused():
 
 
 def test_command_prints_the_rows_and_writes_them(tmp_path, monkeypatch, capsys):
-    def exchange_rows(mebibytes, rounds):
+    def measure_exchange_rows(mebibytes, rounds):
         return [{"transport": "zeromq", "model_mib": mebibytes, "rounds": rounds}]
 
-    monkeypatch.setattr(paramserver.bench, "exchange_rows", exchange_rows)
+    monkeypatch.setattr(paramserver.bench, "measure_exchange_rows", measure_exchange_rows)
     file = tmp_path / "rows.json"
     paramserver.bench.main(["--quick", "--json", str(file)])
     printed = capsys.readouterr().out.split()
     assert printed == ["transport", "model_mib", "rounds", "zeromq", "8", "5"]
-    assert json.loads(file.read_text()) == exchange_rows(8, 5)
+    assert json.loads(file.read_text()) == measure_exchange_rows(8, 5)
 
 
 @pytest.mark.filterwarnings("ignore:.*paramserver.bench.* found in sys.modules")

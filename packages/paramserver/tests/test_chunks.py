@@ -19,7 +19,7 @@ from paramserver import Asynchronous, Job
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.supervise import join_servers, open_server, read_final_state
 from paramserver.transport import chunks, zeromq, zeromq_connection
-from paramserver.transport.chunks import BufferPool, ChunkReceiver, chunk_bounds
+from paramserver.transport.chunks import BufferPool, ChunkReceiver, iter_chunk_bounds
 from test_zeromq import UNIT_SGD, Vector, count
 
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
@@ -51,7 +51,9 @@ def test_lost_and_repeated_chunks_have_no_effect(nbytes, tries):
         patch.setattr(chunks, "CHUNK_BYTES", 9)
         sent = torch.randint(256, (nbytes,), dtype=torch.uint8)
         receiver = ChunkReceiver(torch.zeros_like(sent))
-        parts = [(start, sent[start:stop].numpy().data) for start, stop in chunk_bounds(nbytes)]
+        parts = [
+            (start, sent[start:stop].numpy().data) for start, stop in iter_chunk_bounds(nbytes)
+        ]
         for first, last in tries:
             for at, chunk in parts[first:last]:
                 assert receiver.accept(at, chunk) == (receiver.received == nbytes)
@@ -87,9 +89,9 @@ def test_push_with_a_lost_chunk_is_applied_once_when_it_is_repeated(server):
     peer.connect(server.address)
 
     def send(number, message, without=()):
-        for start, stop in chunk_bounds(len(gradient) if message.kind is Kind.PUSH else 0):
+        for start, stop in iter_chunk_bounds(len(gradient) if message.kind is Kind.PUSH else 0):
             if start // 2**14 not in without:
-                fields = message.fields() if start == 0 else ()
+                fields = message.to_fields() if start == 0 else ()
                 head = json.dumps([0, 1, number, start, *fields]).encode()
                 peer.send_multipart([head, gradient[start:stop].numpy().data] if stop else [head])
 
@@ -116,7 +118,7 @@ def test_push_with_a_lost_chunk_is_applied_once_when_it_is_repeated(server):
     assert (number, refusal.kind) == (3, Kind.FAILED)
     assert "worker 0 announced 1000000000" in refusal.text
     for rank in range(1, 50):  # unknown senders get no memory
-        head = [rank, 1, 4, 0, *push.fields()]
+        head = [rank, 1, 4, 0, *push.to_fields()]
         peer.send_multipart([json.dumps(head).encode(), b"a chunk"])
         assert f"worker {rank} is unknown: join first" in answer()[1].text
     assert len(server._buffers._free) <= 2

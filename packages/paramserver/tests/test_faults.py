@@ -31,11 +31,11 @@ from paramserver import (
     partition,
     run,
 )
-from paramserver.parameters import trainable_parameters
+from paramserver.parameters import get_trainable_parameters
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running import launch
 from paramserver.transport.connection import RemoteConnection
-from paramserver.transport.shared_memory import channel_pairs
+from paramserver.transport.shared_memory import create_channel_pairs
 from paramserver_training import SGD, batch, fail, model, train, wait_until_started
 
 UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
@@ -171,11 +171,11 @@ def test_beat_after_a_failure_does_not_end_the_server():
 
 def test_workers_see_a_dead_server():
     pull = Message(Kind.PULL)
-    ((ours, theirs),) = channel_pairs(["worker 0"], "server 7", 64)
+    ((ours, theirs),) = create_channel_pairs(["worker 0"], "server 7", 64)
     theirs.close()
     with pytest.raises(PeerLost, match=r"server 7 is gone: .*ended"):
         RemoteConnection(ours, 1.0).request(pull)
-    ((ours, theirs),) = channel_pairs(["worker 0"], "server 7", 64)
+    ((ours, theirs),) = create_channel_pairs(["worker 0"], "server 7", 64)
     with pytest.raises(TimeoutError, match=r"server 7 did not answer for 0\.1 s"):
         RemoteConnection(ours, 0.1).request(pull)
     assert theirs.receive() == pull
@@ -220,7 +220,12 @@ def test_different_modules_are_refused_before_a_step():
 
 def pair(consistency=None, timeout=0.2, **options):
     server = Server(
-        trainable_parameters(model()), UNIT_SGD, consistency, workers=2, timeout=timeout, **options
+        get_trainable_parameters(model()),
+        UNIT_SGD,
+        consistency,
+        workers=2,
+        timeout=timeout,
+        **options,
     )
     return server, [Worker(model(), [server], rank=rank) for rank in range(2)]
 
@@ -250,7 +255,7 @@ def test_timeout_of_a_request_that_was_answered_is_not_raised_later(monkeypatch)
 
 
 def test_waiting_workers_do_not_wake_each_other():
-    server = Server(trainable_parameters(model()), UNIT_SGD, workers=3)
+    server = Server(get_trainable_parameters(model()), UNIT_SGD, workers=3)
     workers = [Worker(model(), [server], rank=rank) for rank in range(3)]
     handle, requests = server.core.handle, []
 
@@ -364,7 +369,7 @@ def test_two_workers_with_one_number_are_refused():
 
 def test_workers_that_train_one_module_are_refused():
     module = model()
-    server = Server(trainable_parameters(module), SGD, workers=2)
+    server = Server(get_trainable_parameters(module), SGD, workers=2)
     first = Worker(module, server, rank=0)
     with pytest.raises(ValueError, match=r"the module of worker 0 for worker 1.*copy\.deepcopy"):
         Worker(module, server, rank=1)
@@ -378,13 +383,13 @@ def test_invalid_arguments_are_refused_with_the_remedy():
         StaleSynchronous(-1)
     for policy in ("asynchronous", LocalSteps):
         with pytest.raises(TypeError, match=r"expected a policy, such as BulkSynchronous\(\), got"):
-            Server(trainable_parameters(model()), SGD, policy, workers=1)
+            Server(get_trainable_parameters(model()), SGD, policy, workers=1)
     with pytest.raises(ValueError, match="expected workers >= 1, got 0"):
-        Server(trainable_parameters(model()), SGD, workers=0)
+        Server(get_trainable_parameters(model()), SGD, workers=0)
     for timeout in (-1.0, float("nan")):
         with pytest.raises(ValueError, match="expected timeout in seconds >= 0, got"):
-            Server(trainable_parameters(model()), SGD, workers=1, timeout=timeout)
-    server = Server(trainable_parameters(model()), SGD, workers=1)
+            Server(get_trainable_parameters(model()), SGD, workers=1, timeout=timeout)
+    server = Server(get_trainable_parameters(model()), SGD, workers=1)
     with pytest.raises(ValueError, match=r"names, which torch\.compile\(module\) changes"):
         Worker(torch.compile(model(), backend="eager"), server)
     with pytest.raises(ValueError, match=r"expected transport 'zeromq' .* got 'shared_memory'"):
@@ -438,7 +443,7 @@ def test_argument_of_a_wrong_type_is_named_before_a_process_starts(argument, val
 )
 def test_constructors_name_an_argument_of_a_wrong_type(call, expected):
     with pytest.raises(TypeError, match=f"expected {expected}"):
-        call(trainable_parameters(model()))
+        call(get_trainable_parameters(model()))
 
 
 def test_integers_and_numbers_of_other_libraries_are_accepted():

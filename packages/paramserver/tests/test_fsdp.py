@@ -15,7 +15,7 @@ from worker_pool import run_ranks
 sys.path.insert(0, str(Path(__file__).parent))
 
 from paramserver import LocalSteps, Server, join
-from paramserver.parameters import trainable_parameters
+from paramserver.parameters import get_trainable_parameters
 from paramserver_training import assert_equal_parameters
 
 INNER = partial(torch.optim.AdamW, lr=0.01)
@@ -29,7 +29,7 @@ def train_in_shards(policy, steps):
     module.load_state_dict(even_model().state_dict())
     fully_shard(module, mesh=mesh["shard"])
     with pytest.raises(ValueError, match="is split, got Adafactor"):
-        Server(trainable_parameters(module), torch.optim.Adafactor, workers=1)
+        Server(get_trainable_parameters(module), torch.optim.Adafactor, workers=1)
     # The ranks with the same shard in both sites.
     with join(module, INNER, policy, group=mesh["site"].get_group()) as worker:
         for step in range(steps):

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
 
 from paramserver import Asynchronous, BulkSynchronous, Integers, LocalSteps, Server, Worker, run
-from paramserver.checkpoint import random_states, set_random_states
-from paramserver.parameters import trainable_parameters
+from paramserver.checkpoint import get_random_states, set_random_states
+from paramserver.parameters import get_trainable_parameters
 from paramserver.partition import partition
 from paramserver.payload import pin
-from paramserver.transport.shared_memory import channel_pairs
+from paramserver.transport.shared_memory import create_channel_pairs
 from paramserver_training import SGD, assert_equal_parameters, batch, model, train_alone
 
 no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -52,10 +52,10 @@ def runtime(monkeypatch):
 
 def test_memory_is_locked_once_and_until_it_is_freed(runtime):
     for _ in range(3):  # a later allocation may reuse the address of a locked one
-        ((ours, theirs),) = channel_pairs(["worker 0"], "server 0", 100)
+        ((ours, theirs),) = create_channel_pairs(["worker 0"], "server 0", 100)
         pin([ours.parameters, ours.gradients])  # two halves of one memory
         assert len(runtime.locked) == 1
-        server = Server(trainable_parameters(model()), SGD, workers=1).connect(0)
+        server = Server(get_trainable_parameters(model()), SGD, workers=1).connect(0)
         pin([server.parameters, server.gradients])
         assert len(runtime.locked) == 3
         for end in (ours, theirs):
@@ -73,7 +73,7 @@ def test_a_checkpoint_contains_the_random_numbers_of_each_gpu(monkeypatch):
         torch.cuda, "set_rng_state", lambda state, device: restored.update({device: state})
     )
     devices = [torch.device(name) for name in ("cuda:0", "cpu", "cuda:1", "cuda:0")]
-    set_random_states(random_states(devices))
+    set_random_states(get_random_states(devices))
     assert restored == states
 
 
@@ -113,7 +113,7 @@ def test_run_equals_one_process():
 def test_every_policy_trains_as_on_the_cpu(policy):
     def trained(where):
         module = model(torch.float32).to(where)
-        server = Server(trainable_parameters(module), SGD, policy, workers=1)
+        server = Server(get_trainable_parameters(module), SGD, policy, workers=1)
         inner = partial(torch.optim.SGD, lr=0.1) if isinstance(policy, LocalSteps) else None
         with Worker(module, server, optimizer=inner) as worker:
             for step in range(8):
@@ -135,7 +135,7 @@ def test_every_policy_trains_as_on_the_cpu(policy):
 def test_a_checkpoint_restores_the_random_numbers_of_the_gpu(tmp_path):
     policy = LocalSteps(2, SGD)
     module = model(torch.float32).cuda()
-    server = Server(trainable_parameters(module), SGD, policy, workers=1, elastic=True)
+    server = Server(get_trainable_parameters(module), SGD, policy, workers=1, elastic=True)
 
     def resumed():
         return Worker(module, server, optimizer=SGD, checkpoint=tmp_path / "worker")
@@ -154,7 +154,7 @@ def test_a_checkpoint_restores_the_random_numbers_of_the_gpu(tmp_path):
 @pytest.mark.gpu
 def test_gradients_of_another_stream_are_complete_when_they_are_sent():
     module = model(torch.float32).cuda()
-    parameters = trainable_parameters(module)
+    parameters = get_trainable_parameters(module)
     servers = [
         Server(parameters, partial(torch.optim.SGD, lr=1.0), workers=1, shard=shard)
         for shard in partition(parameters, 2)

@@ -32,7 +32,7 @@ from paramserver.protocol.messages import Kind, Message
 from paramserver.running.serving import answer_requests
 from paramserver.running.supervise import join_servers, open_server, read_final_state
 from paramserver.transport.distributed import DistributedChannel
-from paramserver.transport.shared_memory import channel_pairs
+from paramserver.transport.shared_memory import create_channel_pairs
 from test_zeromq import UNIT_SGD, Vector, count, resident_bytes
 
 zmq = pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is not installed")
@@ -119,7 +119,7 @@ def fingerprint(server, *, waiting=False):
         for gradient in replica._staged[name]:
             digest.update(gradient.numpy().tobytes())
     sizes = {p.name: p.stat().st_size for p in folder.iterdir()}
-    known = (core.ledger.state(), replica.position, replica.version, sorted(replica._staged),
+    known = (core.ledger.to_state(), replica.position, replica.version, sorted(replica._staged),
              replica.next_push, core.failure, core.lost, digest.hexdigest(), sizes,
              {w: request[:2] for w, request in replica._pending_reads.items()})  # fmt: skip
     if waiting:
@@ -376,7 +376,7 @@ def test_a_server_does_not_grow_with_mutated_messages(policy, tries, tmp_path):
     joined = {0, 1, *(number for number in NUMBERS if 0 <= number < 2**31)}
     assert core.ledger.members.keys() <= joined
     assert core.waits.last_seen.keys() <= joined
-    assert len(core.ledger.log_from(0).entries) < 100
+    assert len(core.ledger.get_log_from(0).entries) < 100
     assert len(player.server._waiting) + len(player.server._incoming) <= len(joined)
     player.close()
 
@@ -433,7 +433,7 @@ def test_an_invalid_message_in_a_channel_is_answered_or_names_its_sender(raw):
     parameters = dict(nn.Linear(4, 1).named_parameters())
     server = Server(parameters, UNIT_SGD, Asynchronous(), workers=2)
     before = state_of(server)
-    ((worker, channel), _) = channel_pairs(["worker 0", "worker 1"], "server 0", 128)
+    ((worker, channel), _) = create_channel_pairs(["worker 0", "worker 1"], "server 0", 128)
     worker._pipe.send_bytes(raw)
     worker._pipe.close()
     answer_requests(server, 0, channel)
@@ -459,7 +459,7 @@ def test_a_text_of_a_rank_is_limited_before_it_is_received(length):
 
 
 def state_of(server):
-    return server.core.ledger.state(), server.core.replica._buffer.tolist()
+    return server.core.ledger.to_state(), server.core.replica._buffer.tolist()
 
 
 def invalid_requests(layout, position):

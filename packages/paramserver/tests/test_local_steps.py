@@ -30,7 +30,7 @@ from paramserver import (
     plain,
     run,
 )
-from paramserver.parameters import trainable_parameters
+from paramserver.parameters import get_trainable_parameters
 from paramserver.protocol.gradients import flatten
 from paramserver.protocol.messages import Kind, Message
 from paramserver.server import LocalConnection
@@ -487,7 +487,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, is_sparse):
     module = nn.Sequential(nn.Embedding(4, 2, sparse=is_sparse), nn.Linear(2, 1))
     sgd = partial(torch.optim.SGD, lr=0.1)
     policy = LocalSteps(2)
-    server = Server(trainable_parameters(module), sgd, policy, workers=1)
+    server = Server(get_trainable_parameters(module), sgd, policy, workers=1)
     worker = Worker(module, server, local=policy, optimizer=sgd)
     worker.pull()
     before = {name: tensor.clone() for name, tensor in module.state_dict().items()}
@@ -506,7 +506,7 @@ def test_a_gradient_that_is_not_finite_changes_nothing(bad, is_sparse):
 
 def test_a_worker_that_fails_to_finish_is_reported():
     policy = LocalSteps(2)
-    server = Server(trainable_parameters(model()), SGD, policy, workers=2, timeout=60.0)
+    server = Server(get_trainable_parameters(model()), SGD, policy, workers=2, timeout=60.0)
     first, second = [
         Worker(model(), server, rank=rank, local=policy, optimizer=SGD) for rank in range(2)
     ]
@@ -536,7 +536,7 @@ class SlowConnection(LocalConnection):
 @pytest.mark.parametrize("fails", [False, True])
 def test_a_worker_leaves_after_its_exchange_in_flight(fails):
     policy = LocalSteps(3, overlap=1)
-    server = Server(trainable_parameters(model()), SGD, policy, workers=1)
+    server = Server(get_trainable_parameters(model()), SGD, policy, workers=1)
     connection = SlowConnection(server, 0)
     worker = Worker(model(), [connection], local=policy, optimizer=SGD)
     worker.pull()

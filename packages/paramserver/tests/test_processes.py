@@ -255,7 +255,7 @@ def test_error_of_the_caller_leaves_no_process(transport, tmp_path, monkeypatch)
         assert multiprocessing.active_children() != []
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(Processes, "outcomes_within", fails)
+    monkeypatch.setattr(Processes, "iter_outcomes", fails)
     with pytest.raises(KeyboardInterrupt):
         run(stop, model(), SGD, args=("asleep", tmp_path, 2), workers=2, transport=transport)
     assert multiprocessing.active_children() == []

@@ -28,7 +28,7 @@ from paramserver import (
     Worker,
     partition,
 )
-from paramserver.parameters import trainable_parameters
+from paramserver.parameters import get_trainable_parameters
 from paramserver_training import (
     ADAMW,
     SGD,
@@ -44,7 +44,7 @@ from paramserver_training import (
 @pytest.mark.parametrize("servers", [1, 2, 3])
 @pytest.mark.parametrize("optimizer", [SGD, ADAMW], ids=["sgd", "adamw"])
 def test_bulk_synchronous_equals_one_process(servers, optimizer):
-    parameters = trainable_parameters(model())
+    parameters = get_trainable_parameters(model())
     shards = partition(parameters, servers)
     hosts = [Server(parameters, optimizer, workers=3, shard=shard) for shard in shards]
     workers = [Worker(model(), hosts, rank=rank) for rank in range(3)]
@@ -57,7 +57,7 @@ def test_bulk_synchronous_equals_one_process(servers, optimizer):
 
 def train_with(optimizer, servers):
     """Train two workers for five steps and return the parameters of the first one."""
-    parameters = trainable_parameters(model())
+    parameters = get_trainable_parameters(model())
     shards = partition(parameters, servers)
     hosts = [Server(parameters, optimizer, workers=2, shard=shard) for shard in shards]
     workers = [Worker(model(), hosts, rank=rank) for rank in range(2)]
@@ -136,7 +136,7 @@ def test_step_hooks_need_one_server():
         train_with(normalizing_sgd, 2)
     local_steps = LocalSteps(2, normalizing_sgd, fragments=2)
     with pytest.raises(ValueError, match="without step hooks"):
-        Server(trainable_parameters(model()), SGD, local_steps, workers=1)
+        Server(get_trainable_parameters(model()), SGD, local_steps, workers=1)
 
 
 def test_options_that_depend_on_the_parameters_are_refused_for_a_part():
@@ -153,7 +153,7 @@ def test_options_that_depend_on_the_parameters_are_refused_for_a_part():
 
 def test_bulk_synchronous_runs_are_bit_equal():
     def once():
-        server = Server(trainable_parameters(model()), SGD, workers=4)
+        server = Server(get_trainable_parameters(model()), SGD, workers=4)
         workers = [Worker(model(), [server], rank=rank) for rank in range(4)]
         in_threads(*(partial(train_to_the_end, worker, 5) for worker in workers))
         return torch.cat([p.flatten() for p in workers[0].module.parameters()])
@@ -163,7 +163,7 @@ def test_bulk_synchronous_runs_are_bit_equal():
 
 
 def test_workers_may_have_unequal_numbers_of_batches():
-    server = Server(trainable_parameters(model()), SGD, workers=3)
+    server = Server(get_trainable_parameters(model()), SGD, workers=3)
     workers = [Worker(model(), [server], rank=rank) for rank in range(3)]
     in_threads(*(partial(train_to_the_end, w, 2 + 3 * w.rank) for w in workers))
     assert server.version == 8
@@ -244,7 +244,7 @@ def test_pull_reads_a_single_version():
 @pytest.mark.parametrize("servers", [1, 2])
 def test_staleness_is_the_number_of_updates_since_the_pull(servers):
     module = nn.Linear(2, 1, bias=False)
-    parameters = trainable_parameters(module)
+    parameters = get_trainable_parameters(module)
     with torch.no_grad():
         module.weight.zero_()
     policy = Asynchronous()
@@ -313,7 +313,7 @@ def test_gradient_of_a_parameter_that_is_not_on_the_servers_is_refused(policy, c
     module = nn.Linear(3, 1)
     module.bias.requires_grad_(change is not unfreeze_parameters)
     sgd = partial(torch.optim.SGD, lr=0.1)
-    server = Server(trainable_parameters(module), sgd, policy, workers=1)
+    server = Server(get_trainable_parameters(module), sgd, policy, workers=1)
     worker = Worker(module, server, optimizer=sgd if isinstance(policy, LocalSteps) else None)
     worker.pull()
     change(module)
@@ -321,7 +321,7 @@ def test_gradient_of_a_parameter_that_is_not_on_the_servers_is_refused(policy, c
     with pytest.raises(ValueError, match="added, replaced or unfrozen"):
         worker.push()
     assert server.version == worker.clock == 0
-    for parameter in trainable_parameters(module).values():
+    for parameter in get_trainable_parameters(module).values():
         assert parameter.grad is not None
 
 
@@ -329,7 +329,7 @@ def test_gradient_of_a_parameter_that_is_not_on_the_servers_is_refused(policy, c
 def test_a_parameter_that_is_frozen_after_a_push_is_refused(policy):
     module = nn.Linear(3, 1)
     is_local = isinstance(policy, LocalSteps)
-    server = Server(trainable_parameters(module), SGD, policy, workers=1)
+    server = Server(get_trainable_parameters(module), SGD, policy, workers=1)
     worker = Worker(module, server, optimizer=SGD if is_local else None)
     for freezes in (False, True):
         worker.pull()
@@ -348,7 +348,7 @@ def test_a_parameter_that_is_frozen_after_a_push_is_refused(policy):
 
 def test_parameter_of_another_shape_is_refused():
     module = nn.Linear(3, 1)
-    server = Server(trainable_parameters(module), SGD, Asynchronous(), workers=1)
+    server = Server(get_trainable_parameters(module), SGD, Asynchronous(), workers=1)
     worker = Worker(module, server, rank=torch.tensor(0))  # an integer of any library
     worker.pull()
     module.weight.data = torch.zeros(1, 4)
@@ -467,8 +467,8 @@ def test_parameters_without_names_are_refused():
 def test_optimizer_that_needs_a_closure_is_refused_before_training():
     message = "needs no arguments, got LBFGS, which needs closure"
     with pytest.raises(ValueError, match=message):
-        Server(trainable_parameters(model()), torch.optim.LBFGS, workers=1)
-    server = Server(trainable_parameters(model()), SGD, LocalSteps(2), workers=1)
+        Server(get_trainable_parameters(model()), torch.optim.LBFGS, workers=1)
+    server = Server(get_trainable_parameters(model()), SGD, LocalSteps(2), workers=1)
     with pytest.raises(ValueError, match=message):
         Worker(model(), server, optimizer=torch.optim.LBFGS)
 
@@ -478,7 +478,7 @@ def test_optimizer_that_needs_a_closure_is_refused_before_training():
 def test_inference_mode_of_the_caller_does_not_change_the_result(servers, local):
     """An evaluation pulls in inference mode, in which a pull may apply an earlier update."""
     module = model()
-    parameters = trainable_parameters(module)
+    parameters = get_trainable_parameters(module)
     with torch.inference_mode():
         shards = partition(parameters, servers)
         hosts = [Server(parameters, SGD, local, workers=1, shard=shard) for shard in shards]
@@ -522,7 +522,7 @@ def sgd_with_long_options(parameters):
 def test_servers_of_one_job_with_different_optimizers_or_policies_are_refused(
     optimizer, policy, message, odd
 ):
-    parameters = trainable_parameters(model())
+    parameters = get_trainable_parameters(model())
     hosts = [
         Server(
             parameters,
@@ -545,7 +545,7 @@ def test_servers_of_one_job_with_different_optimizers_or_policies_are_refused(
 
 
 def test_wrong_ranks_and_orders_of_servers_are_named():
-    parameters = trainable_parameters(model())
+    parameters = get_trainable_parameters(model())
     hosts = [Server(parameters, SGD, workers=1, shard=shard) for shard in partition(parameters, 2)]
     with pytest.raises(ValueError, match="expected rank >= 0, got -1"):
         Worker(model(), hosts, rank=-1)
@@ -600,5 +600,5 @@ def test_memory_does_not_grow_with_pushes(policy, servers, pulls, pushes):
     assert growth < 2**16 + (0 if pulls else 150 * pushes // 2)
     # A step has up to three entries, and the worker reports which of them all servers have replayed
     # in its next step.
-    assert max(len(host.core.ledger.log_from(0).entries) for host in hosts) <= 6
+    assert max(len(host.core.ledger.get_log_from(0).entries) for host in hosts) <= 6
     assert hosts[0].version == 20 + pushes

@@ -13,7 +13,7 @@ from paramserver.protocol.messages import Kind, Message, PeerLost
 from paramserver.running.serving import serve
 from paramserver.transport.chunks import CHUNK_BYTES
 from paramserver.transport.connection import RemoteConnection
-from paramserver.transport.shared_memory import channel_pairs
+from paramserver.transport.shared_memory import create_channel_pairs
 from torch import nn
 
 ELEMENTS = 3 * CHUNK_BYTES // 4 + 5  # more than three chunks of float32
@@ -30,7 +30,7 @@ def group():
     """Return a server and two workers that read its parameters in place."""
     parameters = dict(Vector().named_parameters())
     nbytes = partition(parameters, 1)[0].buffer_bytes
-    ends = channel_pairs(["worker 0", "worker 1"], "server", nbytes)
+    ends = create_channel_pairs(["worker 0", "worker 1"], "server", nbytes)
     server = Server(
         parameters,
         partial(torch.optim.SGD, lr=1.0),
@@ -59,7 +59,7 @@ def push(worker, value):
 
 
 def test_late_answer_is_not_used_for_the_next_request():
-    ((worker_end, server_end),) = channel_pairs(["worker 0"], "server 0", 64)
+    ((worker_end, server_end),) = create_channel_pairs(["worker 0"], "server 0", 64)
     connection = RemoteConnection(worker_end, 0.05)
     with pytest.raises(TimeoutError, match="server 0 did not answer"):
         connection.request(Message(Kind.SYNC))
@@ -69,7 +69,7 @@ def test_late_answer_is_not_used_for_the_next_request():
 
 
 def test_server_that_dies_while_it_sends_an_answer_is_named():
-    ((worker_end, server_end),) = channel_pairs(["worker 0"], "server 0", 64)
+    ((worker_end, server_end),) = create_channel_pairs(["worker 0"], "server 0", 64)
     os.write(server_end._pipe.fileno(), struct.pack("!i", 100) + b"a part of 100 bytes")
     server_end.close()
     with pytest.raises(PeerLost, match="server 0 is gone: its process has ended"):

@@ -30,7 +30,7 @@ from paramserver.protocol.log import Accept, Join, Leave, Log, Read, Write
 from paramserver.protocol.messages import Kind, Message
 from paramserver.running.serving import serve
 from paramserver.transport.connection import RemoteConnection
-from paramserver.transport.shared_memory import channel_pairs
+from paramserver.transport.shared_memory import create_channel_pairs
 from paramserver_training import in_threads, wait_until_started
 
 UNIT_SGD = partial(torch.optim.SGD, lr=1.0)
@@ -147,7 +147,7 @@ def test_a_death_at_any_message_leaves_no_half_push(data):
         hosts[0].mark_lost(rank, "the end")  # so that no worker waits for it
     for rank in turns.alive & turns.may_push:
         group[rank].module.push_one(group[rank])
-    log = hosts[0].core.ledger.log_from(0)
+    log = hosts[0].core.ledger.get_log_from(0)
     for host in hosts:
         host.core.replica.replay(log)
     assert len({host.version for host in hosts}) == 1
@@ -211,7 +211,7 @@ def test_log_entries_are_discarded_after_all_servers_replay_them():
         for worker in group:
             worker.pull()
             worker.module.push_one(worker)
-    log = hosts[0].core.ledger.log_from(0)
+    log = hosts[0].core.ledger.get_log_from(0)
     assert log.stop == 200
     assert len(log.entries) < 10
 
@@ -299,7 +299,7 @@ def test_run_waits_for_a_much_slower_worker(tmp_path):
 def test_a_server_that_keeps_a_worker_waiting_is_not_blamed(monkeypatch):
     monkeypatch.setattr("paramserver.server._KEEP_ALIVE_SECONDS", 0.1)
     host = servers_of(Vector(), 1, 2, BulkSynchronous(), timeout=30.0)[0]
-    channels = channel_pairs(["worker 0", "worker 1"], "server 0", host.shard.buffer_bytes)
+    channels = create_channel_pairs(["worker 0", "worker 1"], "server 0", host.shard.buffer_bytes)
     threads = serve(host, {w: pair[1] for w, pair in enumerate(channels)})
     slow, fast = (
         Worker(Vector(), [RemoteConnection(pair[0], 0.6)], rank=w)
@@ -376,7 +376,7 @@ def test_invalid_message_text_is_refused(text):
 def test_saved_ledger_state_does_not_change_with_the_ledger():
     ledger = Ledger(3, BulkSynchronous())
     ledger.commit((0, 0, 0))
-    saved = ledger.state()
+    saved = ledger.to_state()
     before = copy.deepcopy(saved)
     ledger.commit((1, 0, 0))
     assert saved == before

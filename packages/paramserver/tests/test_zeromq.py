@@ -570,9 +570,9 @@ def test_a_later_chunk_of_another_key_is_ignored(tmp_path):
         server._receive([*frames, SimpleNamespace(buffer=memoryview(bytearray(chunk)))])
 
     layout = server.core.replica.layout
-    receive(first, 1, 0, Message(Kind.JOIN, clock=5, text=layout).fields())
+    receive(first, 1, 0, Message(Kind.JOIN, clock=5, text=layout).to_fields())
     push = Message(Kind.PUSH, epoch=1, size=2 * zeromq.CHUNK_BYTES)
-    receive(first, 2, 0, push.fields(), bytes(zeromq.CHUNK_BYTES))
+    receive(first, 2, 0, push.to_fields(), bytes(zeromq.CHUNK_BYTES))
     receive(second, 2, zeromq.CHUNK_BYTES, (), b"\xff" * zeromq.CHUNK_BYTES)
     assert server.core.replica.version == 0
     assert server._incoming[0].data.received == zeromq.CHUNK_BYTES

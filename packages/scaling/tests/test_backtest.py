@@ -20,7 +20,7 @@ from scaling import (
     isoflop_runs,
     load_runs,
 )
-from scaling.tables.grouping import below_cuts
+from scaling.tables.grouping import select_below_cuts
 from scaling.uncertainty.drift import (
     COVERAGE,
     PRIOR_SIZE_DRIFT,
@@ -28,7 +28,7 @@ from scaling.uncertainty.drift import (
     RUN_NOISE_FACTOR,
     VALLEY_COVERAGE,
     Drift,
-    drift_per_decade,
+    compute_drift_per_decade,
 )
 from scaling.uncertainty.posterior import Prediction
 
@@ -103,7 +103,7 @@ def test_interval_of_a_run_beyond_the_runs_follows_its_formula(decades, factor):
     mean = Prediction(2.5, Interval(2.5 * math.exp(-0.01), 2.5 * math.exp(0.02)))
     residuals = np.tile([0.004, -0.004, 0.004], 35)
     n, d = 1e10, 1e21 * 10**decades / 6e10
-    interval = drift.prediction_of_run(mean, n, d, residuals).interval
+    interval = drift.predict_run(mean, n, d, residuals).interval
     of_run = 0.004 * math.sqrt(105 / 100)
     for half, end in ((0.01, interval.low), (0.02, interval.high)):
         expected = math.hypot(factor * math.hypot(half, of_run), 1.959964 * 0.01 * decades)
@@ -116,7 +116,7 @@ def test_runs_that_follow_the_law_have_less_drift_than_published_tables():
         clean = fit_parametric(isoflop_runs(LAW, noise=1e-3, seed=seed)).drift
         assert 0.7 * PRIOR_SIZE_DRIFT < clean.size < 0.9 * PRIOR_SIZE_DRIFT
     rising = [
-        drift_per_decade([(1.0, error, 0.05, 1.0)] * 5, PRIOR_SIZE_DRIFT)
+        compute_drift_per_decade([(1.0, error, 0.05, 1.0)] * 5, PRIOR_SIZE_DRIFT)
         for error in np.linspace(0, 1, 21)
     ]
     assert np.all(np.diff(rising) > 0)
@@ -125,10 +125,10 @@ def test_runs_that_follow_the_law_have_less_drift_than_published_tables():
 
 
 def test_errors_explained_by_noise_leave_the_prior_drift():
-    assert drift_per_decade([], 0.3) == 0.3
-    assert drift_per_decade([(1.0, 2.0, 9.0, 1.0)] * 5, 0.3) == pytest.approx(0.3, rel=0.01)
-    assert drift_per_decade([(0.0, 2.0, 0.1, 1.0)] * 5, 0.3) == 0.3
-    assert drift_per_decade([(1.0, 2.0, 0.1, 0.0)] * 5, 0.3) == 0.3
+    assert compute_drift_per_decade([], 0.3) == 0.3
+    assert compute_drift_per_decade([(1.0, 2.0, 9.0, 1.0)] * 5, 0.3) == pytest.approx(0.3, rel=0.01)
+    assert compute_drift_per_decade([(0.0, 2.0, 0.1, 1.0)] * 5, 0.3) == 0.3
+    assert compute_drift_per_decade([(1.0, 2.0, 0.1, 0.0)] * 5, 0.3) == 0.3
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
@@ -362,7 +362,7 @@ def cuts_of(runs, fit_runs):
     if whole is None:
         return
     truth = getattr(whole, "law", whole).optimal(top).parameters
-    for below in below_cuts(compute, (0.4, 0.6, 0.8)):
+    for below in select_below_cuts(compute, (0.4, 0.6, 0.8)):
         fit = identified_fit(fit_runs, runs[below])
         if fit is not None:
             yield fit, runs[~below], top, truth
@@ -382,9 +382,9 @@ def size_coverage(fit, later, top, truth, prior):
     if isinstance(fit, IsoflopFit):
         scaled = dataclasses.replace(fit, drift=fit.drift * prior / PRIOR_VALLEY_DRIFT)
         # `optimal` would also fit a parametric law for its diagnostics.
-        low, high = scaled._size_interval(top, fit.scale * top**fit.exponent)
+        low, high = scaled._compute_size_interval(top, fit.scale * top**fit.exponent)
         return float(low <= truth <= high)
-    drift = dataclasses.replace(fit.drift, size=drift_per_decade(fit.drift.cuts, prior))
+    drift = dataclasses.replace(fit.drift, size=compute_drift_per_decade(fit.drift.cuts, prior))
     return float(truth in drift.widen(fit.posterior.optimal(top)).intervals["parameters"])
 
 
@@ -593,7 +593,7 @@ def test_cuts_do_not_split_budgets_that_are_equal_up_to_rounding():
         runs = isoflop_runs(LAW, noise=3e-3)
         n = np.array([float(f"{x:.{digits}g}") for x in runs.parameters])
         jittered = n * runs.tokens * 6
-        masks = below_cuts(jittered, np.linspace(0.05, 0.95, 19))
+        masks = select_below_cuts(jittered, np.linspace(0.05, 0.95, 19))
         assert {int(mask.sum()) for mask in masks} == {8 * k for k in range(1, 9)}
         for mask in masks:
             assert jittered[mask].max() < 0.99 * jittered[~mask].min()

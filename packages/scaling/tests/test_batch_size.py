@@ -79,8 +79,8 @@ def test_gradients_and_updates_are_those_of_torch(optimizer):
     teacher = [p[1, 0] for p in model.teacher]
     peer = {"sgd": torch.optim.SGD, "adam": torch.optim.Adam}[optimizer]([inner, outer], lr=0.05)
     for _ in range(4):
-        x = training.draw(2, 7, 5, random=random)
-        moves = rule.updates(model.gradients(x, torch.zeros(2, 7, 1)))
+        x = training.draw_normal(2, 7, 5, random=random)
+        moves = rule.compute_updates(model.compute_gradients(x, torch.zeros(2, 7, 1)))
         for parameter, move in zip(model.parameters, moves, strict=True):
             parameter -= move
         target = torch.relu(x[1] @ teacher[0].T) @ teacher[1]

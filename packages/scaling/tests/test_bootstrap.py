@@ -9,7 +9,7 @@ from scaling import (
     isoflop_runs,
     load_runs,
 )
-from scaling.law import loss_of, optima_of
+from scaling.law import compute_loss, compute_optima
 from scaling.synthetic import CHINCHILLA
 from scaling.uncertainty.bootstrap import Bootstrap
 from scipy.special import ndtri, stdtrit
@@ -17,8 +17,8 @@ from scipy.special import ndtri, stdtrit
 TARGETS = [
     "alpha",
     "exponent",
-    lambda constants: optima_of(constants, 1e24)[0],
-    lambda constants: loss_of(constants, 1e11, 1e13),
+    lambda constants: compute_optima(constants, 1e24)[0],
+    lambda constants: compute_loss(constants, 1e11, 1e13),
 ]
 
 
@@ -82,7 +82,7 @@ def test_runs_with_a_common_error_are_resampled_together():
     """All runs of a budget have the same error, so 72 runs are worth nine."""
 
     def target(constants):
-        return loss_of(constants, 1e10, 2e11)
+        return compute_loss(constants, 1e10, 2e11)
 
     covered = {None: 0, "budget": 0}
     truth = CHINCHILLA.predict(1e10, 2e11)

@@ -5,7 +5,7 @@ import warnings
 import numpy as np
 import pytest
 from scaling import Law, ScalingWarning, fit_isoflop, fit_parametric, isoflop_runs, load_runs
-from scaling.uncertainty.diagnostics import lack_of_fit
+from scaling.uncertainty.diagnostics import compute_lack_of_fit
 
 LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
 
@@ -42,9 +42,9 @@ def test_bend_warning_appears_only_if_the_law_does_not_hold():
 def test_lack_of_fit_is_a_standard_deviation_of_the_residuals():
     fit = fit_parametric(bent_runs(0.04))
     theta = fit.problem.from_constants(fit.law.constants)
-    lack = lack_of_fit(fit.problem, theta, fit.residuals)
+    lack = compute_lack_of_fit(fit.problem, theta, fit.residuals)
     assert 0 < lack < np.sqrt(np.mean(fit.residuals**2))
-    assert lack_of_fit(fit.problem, theta, 2 * fit.residuals) == pytest.approx(2 * lack)
+    assert compute_lack_of_fit(fit.problem, theta, 2 * fit.residuals) == pytest.approx(2 * lack)
 
 
 def test_heavy_tails_and_misread_runs_do_not_trigger_the_bend_warning():

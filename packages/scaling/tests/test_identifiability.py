@@ -25,7 +25,11 @@ from scaling import (
     report,
 )
 from scaling.__main__ import main
-from scaling.fit.identifiability import MIN_SINGULAR_VALUE, singular_values, why_not_identified
+from scaling.fit.identifiability import (
+    MIN_SINGULAR_VALUE,
+    compute_singular_values,
+    explain_unidentified,
+)
 from scaling.uncertainty.posterior import sample_posterior
 
 LAW = Law(1.69, 406.4, 410.7, 0.34, 0.28)
@@ -241,10 +245,13 @@ def test_intervals_of_designs_near_the_bound_cover_the_truth():
 def test_published_designs_are_far_from_the_bound():
     for options in ({}, {"span": 10}, {"budgets": [1e18, 1e19], "per_budget": 4}):
         runs = isoflop_runs(LAW, **options)
-        assert why_not_identified(runs.parameters, runs.tokens) == ""
+        assert explain_unidentified(runs.parameters, runs.tokens) == ""
         x, y = np.log([runs.parameters, runs.tokens])
         x, y = x - x.mean(), y - y.mean()
-        assert singular_values(np.stack([x, y, x**2 / 2, y**2 / 2])).min() > 10 * MIN_SINGULAR_VALUE
+        assert (
+            compute_singular_values(np.stack([x, y, x**2 / 2, y**2 / 2])).min()
+            > 10 * MIN_SINGULAR_VALUE
+        )
 
 
 def test_numbers_replace_exponents_that_the_runs_do_not_identify():

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scaling import Law, Runs, ScalingWarning, fit_isoflop, isoflop_runs, load_runs
-from scaling.bench import shortcut
+from scaling.bench import fit_shortcut
 from scaling.synthetic import BUDGETS, CHINCHILLA
 
 pytestmark = pytest.mark.filterwarnings(
@@ -102,7 +102,7 @@ def test_best_run_of_each_budget_is_misleading():
     runs = load_runs({"N": n.ravel(), "D": d.ravel(), "loss": CHINCHILLA.predict(n, d).ravel()})
     truth = CHINCHILLA.optimal(1e24).parameters
     # The shortcut misses by a factor of two to four, although the runs have no noise.
-    assert 1.9 < truth / shortcut(runs, "minimum-offset")(1e24) < 4
+    assert 1.9 < truth / fit_shortcut(runs, "minimum-offset")(1e24) < 4
     assert quiet(runs).optimal(1e24).parameters == pytest.approx(truth, rel=0.01)
 
 

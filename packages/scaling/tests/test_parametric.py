@@ -9,9 +9,9 @@ from figures import assert_at_most
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 from scaling import Law, ScalingWarning, fit_law, fit_parametric, isoflop_runs, load_runs
-from scaling.bench import lbfgs
+from scaling.bench import minimize_by_lbfgs
 from scaling.fit import newton, search
-from scaling.fit.varpro import Problem, _nonnegative_amplitudes
+from scaling.fit.varpro import Problem, _solve_nonnegative_amplitudes
 from scipy.optimize import basinhopping, differential_evolution, nnls
 
 exponents = st.floats(0.06, 1.5)
@@ -23,8 +23,8 @@ laws = st.builds(
 
 def rounding_of_exponents(law, runs):
     """Return by how much half an ulp in every loss changes alpha and beta, to first order."""
-    problem = Problem.chinchilla(runs)
-    slope = newton.log_jacobian(problem, problem.from_constants(law.constants))
+    problem = Problem.from_runs(runs)
+    slope = newton.compute_log_jacobian(problem, problem.from_constants(law.constants))
     norm = np.linalg.norm(slope, axis=1)
     covariance = np.linalg.inv((slope / norm[:, None]) @ (slope / norm[:, None]).T)
     return 1.1e-16 * np.sqrt(np.diag(covariance))[3:] / norm[3:]
@@ -119,7 +119,7 @@ def test_no_other_method_finds_better_if_the_proof_holds(count, steps):
         box = [(0, runs.loss.max()), *[(log_spread - 14, log_spread + 5)] * 2, *[(0.02, 3)] * 2]
 
         def objective(theta, problem=problem):
-            return newton.objective(problem, np.atleast_2d(theta.T), 1e-3)
+            return newton.compute_objective(problem, np.atleast_2d(theta.T), 1e-3)
 
         evolved = differential_evolution(
             objective,
@@ -157,22 +157,22 @@ def test_fit_of_a_large_table_reaches_the_optimum_of_the_whole_search(loss, monk
 
 def test_vanished_term_is_revived_if_that_lowers_the_objective():
     """Without revival, starts of this law end at two points: with and without the term of B."""
-    problem = Problem.chinchilla(isoflop_runs(Law(1, 50, 50, 0.2, 0.2)))
+    problem = Problem.from_runs(isoflop_runs(Law(1, 50, 50, 0.2, 0.2)))
     dead = np.array([[1.776, -0.953, -29.0, 0.258, 0.025]])
     ends = newton.polish(problem, dead, delta=1e-3)
     assert ends.converged[0]
-    assert newton.vanished_terms(problem, ends.theta).tolist() == [[False, False, True]]
+    assert newton.flag_vanished_terms(problem, ends.theta).tolist() == [[False, False, True]]
     rows, revived = search._revive_terms(problem, ends, 1e-3)
     assert rows.tolist() == [0]
-    assert newton.objective(problem, revived, 1e-3) < ends.objective
+    assert newton.compute_objective(problem, revived, 1e-3) < ends.objective
     polished = newton.polish(problem, revived, delta=1e-3)
     np.testing.assert_allclose(polished.theta[0, 3:], 0.2, rtol=1e-9)
 
 
 def test_better_of_two_vanished_terms_is_revived():
-    problem = Problem.chinchilla(isoflop_runs(Law(2.0, 100.0, 1000.0, 0.5, 0.3)))
+    problem = Problem.from_runs(isoflop_runs(Law(2.0, 100.0, 1000.0, 0.5, 0.3)))
     theta = np.array([[1.9, *problem.bounds[0][1:3], 0.4, 0.4]])
-    value = newton.objective(problem, theta, 1e-3)
+    value = newton.compute_objective(problem, theta, 1e-3)
     ends = newton.PolishResult(theta, value, np.ones(1, dtype=bool))
     rows, starts = search._revive_terms(problem, ends, 1e-3)
     assert rows.tolist() == [0]
@@ -182,9 +182,9 @@ def test_better_of_two_vanished_terms_is_revived():
         exponents = problem.exponent_grid[term - 1]
         trials = np.tile(theta, (len(sizes) * len(exponents), 1))
         trials[:, [term, 2 + term]] = list(itertools.product(sizes, exponents))
-        least.append(newton.objective(problem, trials, 1e-3).min())
+        least.append(newton.compute_objective(problem, trials, 1e-3).min())
     assert least[0] != least[1]
-    assert newton.objective(problem, starts, 1e-3) == min(least)
+    assert newton.compute_objective(problem, starts, 1e-3) == min(least)
 
 
 @pytest.mark.parametrize("loss", ["huber", pytest.param("lad", marks=pytest.mark.exhaustive)])
@@ -209,9 +209,9 @@ def test_vanished_term_stays_vanished_if_the_runs_do_not_show_it():
     """Tokens do not lower these losses, so the optimum has no term of B."""
     runs = isoflop_runs()
     flat = 2 + 400 * runs.parameters**-0.35 * (1 + 1e-3 * np.log(runs.tokens / 1e9))
-    problem = Problem.chinchilla(load_runs({"N": runs.parameters, "D": runs.tokens, "loss": flat}))
+    problem = Problem.from_runs(load_runs({"N": runs.parameters, "D": runs.tokens, "loss": flat}))
     theta, proof = search.search(problem, "squares", np.inf, True)
-    assert newton.vanished_terms(problem, theta).tolist() == [[False, False, True]]
+    assert newton.flag_vanished_terms(problem, theta).tolist() == [[False, False, True]]
     assert proof.holds
 
 
@@ -223,7 +223,7 @@ def test_delta_of_a_huber_loss_is_ignored_by_other_losses(loss):
 
 def test_objective_is_not_above_lbfgs_from_many_starts():
     runs = isoflop_runs(noise=5e-3, seed=2)
-    assert fit_parametric(runs).objective <= lbfgs(runs, 20) * (1 + 1e-9)
+    assert fit_parametric(runs).objective <= minimize_by_lbfgs(runs, 20) * (1 + 1e-9)
 
 
 def test_fit_and_interval_are_those_of_lmfit():
@@ -255,17 +255,17 @@ def test_fit_and_interval_are_those_of_lmfit():
 @given(seed=st.integers(0, 10**6), delta=st.sampled_from([1e-3, 1e-2, np.inf]))
 def test_derivatives_agree_with_differences(seed, delta):
     rng = np.random.default_rng(seed)
-    problem = Problem.chinchilla(isoflop_runs(noise=5e-3, seed=seed))
+    problem = Problem.from_runs(isoflop_runs(noise=5e-3, seed=seed))
     theta = problem.from_constants(
         Law(1.8, 300, 500, 0.33, 0.3).constants
     ) + 0.01 * rng.standard_normal(5)
     weights = rng.integers(0, 3, (1, len(problem.log_target))).astype(float)
 
     def value(t):
-        return newton._Evaluation.at(problem, t[None], weights, delta).objective[0]
+        return newton._Evaluation.from_parameters(problem, t[None], weights, delta).objective[0]
 
-    point = newton._Evaluation.at(problem, theta[None], weights, delta)
-    gradient, hessian = newton._derivatives(
+    point = newton._Evaluation.from_parameters(problem, theta[None], weights, delta)
+    gradient, hessian = newton._compute_derivatives(
         problem, theta[None], point, weights, delta, np.zeros(1)
     )
     step = 1e-6 * np.eye(5)
@@ -273,8 +273,10 @@ def test_derivatives_agree_with_differences(seed, delta):
     np.testing.assert_allclose(gradient[0], slopes, rtol=1e-5, atol=1e-6 * abs(gradient).max())
 
     def slope(t):
-        point = newton._Evaluation.at(problem, t[None], weights, delta)
-        return newton._derivatives(problem, t[None], point, weights, delta, np.zeros(1))[0][0]
+        point = newton._Evaluation.from_parameters(problem, t[None], weights, delta)
+        return newton._compute_derivatives(problem, t[None], point, weights, delta, np.zeros(1))[0][
+            0
+        ]
 
     if np.isinf(delta):  # the Huber gradient has corners
         bends = [(slope(theta + h) - slope(theta - h)) / 2e-6 for h in step]
@@ -313,7 +315,7 @@ def test_large_table_is_read_and_fitted_in_5_seconds():
 def test_amplitudes_of_starts_are_those_of_scipys_non_negative_least_squares():
     design = np.random.default_rng(0).lognormal(size=(60, 3, 30)) * np.array([[[1e-9], [1], [1e9]]])
     design[0, 1] = design[0, 0] * 2
-    ours = _nonnegative_amplitudes(design)
+    ours = _solve_nonnegative_amplitudes(design)
     for matrix, amplitudes in zip(design, ours, strict=True):
         norms = np.linalg.norm(matrix, axis=1)
         _, error = nnls((matrix / norms[:, None]).T, np.ones(30))

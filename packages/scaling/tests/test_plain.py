@@ -14,7 +14,7 @@ def test_minimal_fit_recovers_a_law():
     truth = Law(1.69, 406.4, 410.7, 0.34, 0.28)
     exact = isoflop_runs(truth)
     constants = plain.fit_parametric_law(exact.parameters, exact.tokens, exact.loss)
-    n, d = plain.optimal_model(constants, 1e24)
+    n, d = plain.compute_optimal_model(constants, 1e24)
     best = truth.optimal(1e24)
     assert (n, d) == pytest.approx((best.parameters, best.tokens), rel=0.02)
 
@@ -22,7 +22,7 @@ def test_minimal_fit_recovers_a_law():
 def test_closed_form_agrees_with_minimal_implementation():
     truth = Law(1.69, 406.4, 410.7, 0.34, 0.28)
     best = truth.optimal(1e22)
-    assert plain.optimal_model(truth.constants, 1e22) == pytest.approx(
+    assert plain.compute_optimal_model(truth.constants, 1e22) == pytest.approx(
         (best.parameters, best.tokens)
     )
 
@@ -40,7 +40,7 @@ def test_parametric_fit_is_not_worse_than_minimal_implementation(runs):
     # Over 14 seeds L-BFGS-B ended at the minimum 13 times, and once 20 % above it.
     assert fit.objective >= 0.7 * objective
     np.testing.assert_allclose(fit.law.constants[3:], constants[3:], rtol=0.1)
-    best = plain.optimal_model(constants, 1e24)[0]
+    best = plain.compute_optimal_model(constants, 1e24)[0]
     assert best in fit.optimal(1e24).intervals["parameters"]
 
 

@@ -13,8 +13,8 @@ from scaling import (
     isoflop_runs,
     load_runs,
 )
-from scaling.law import loss_of, optima_of
-from scaling.uncertainty.posterior import fit_noise, huber_efficiency
+from scaling.law import compute_loss, compute_optima
+from scaling.uncertainty.posterior import compute_huber_efficiency, estimate_noise
 from scipy.optimize import least_squares
 from scipy.special import stdtrit
 from scipy.stats import norm
@@ -27,11 +27,11 @@ LAWS = (
 
 
 def best_size(compute):
-    return lambda constants: optima_of(constants, compute)[0]
+    return lambda constants: compute_optima(constants, compute)[0]
 
 
 def loss_at(parameters, tokens):
-    return lambda constants: loss_of(constants, parameters, tokens)
+    return lambda constants: compute_loss(constants, parameters, tokens)
 
 
 TARGETS = ["alpha", "exponent", best_size(1e24), loss_at(1e11, 1e13)]
@@ -106,7 +106,9 @@ def test_interval_is_that_of_the_profile_likelihood(law, budgets, per_budget):
     ):
         interval = fit.posterior.interval(target)
         for end in (interval.low, interval.high):
-            assert math.sqrt(squares_at(end)) / fit_noise(fit) == pytest.approx(threshold, rel=0.08)
+            assert math.sqrt(squares_at(end)) / estimate_noise(fit) == pytest.approx(
+                threshold, rel=0.08
+            )
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
@@ -192,10 +194,10 @@ def test_efficiency_of_a_huber_loss_is_that_of_an_integral():
     for width in (0.1, 1.345, 4.0):
         square = np.trapezoid(np.clip(x, -width, width) ** 2 * density, x)
         inside = np.trapezoid((np.abs(x) < width) * density, x)
-        assert huber_efficiency(width) == pytest.approx(inside**2 / square, rel=1e-3)
-    assert huber_efficiency(0.0) == pytest.approx(2 / math.pi)
-    assert huber_efficiency(9.99) == pytest.approx(1)
-    assert huber_efficiency(1e300) == 1
+        assert compute_huber_efficiency(width) == pytest.approx(inside**2 / square, rel=1e-3)
+    assert compute_huber_efficiency(0.0) == pytest.approx(2 / math.pi)
+    assert compute_huber_efficiency(9.99) == pytest.approx(1)
+    assert compute_huber_efficiency(1e300) == 1
 
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")

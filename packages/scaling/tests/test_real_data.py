@@ -18,7 +18,7 @@ from scaling import (
     fit_parametric,
     load_runs,
 )
-from scaling.bench import shortcut
+from scaling.bench import fit_shortcut
 from scaling.fit import newton
 from scaling.fit.varpro import Problem
 
@@ -68,7 +68,7 @@ def test_isoflop_laws(isoflops, options, at_1e23, at_1e24):
     ],
 )
 def test_shortcuts_reproduce_published_worked_answers(isoflops, method, at_1e23, at_1e24):
-    best_size = shortcut(isoflops, method)
+    best_size = fit_shortcut(isoflops, method)
     assert [best_size(1e23), best_size(1e24)] == pytest.approx([at_1e23, at_1e24], rel=2e-6)
 
 
@@ -91,9 +91,11 @@ def test_huber_optimum_of_the_chinchilla_points(chinchilla):
     assert fit.proof.holds
     assert fit.proof.converged == fit.proof.starts
     # The published constants are not this objective's optimum.
-    problem = Problem.chinchilla(chinchilla)
+    problem = Problem.from_runs(chinchilla)
     published = type(fit.law)(E=1.8172, A=482.01, B=2085.43, alpha=0.3478, beta=0.3658)
-    there = newton.objective(problem, problem.from_constants(published.constants)[None], 1e-3)[0]
+    there = newton.compute_objective(
+        problem, problem.from_constants(published.constants)[None], 1e-3
+    )[0]
     assert there == pytest.approx(1.02284e-3, rel=1e-5)
 
 
@@ -112,11 +114,13 @@ def test_least_absolute_deviations_reproduce_the_published_constants(chinchilla)
     # E, alpha and beta to every printed digit; A and B to seven and six.
     assert rounded(fit.law) == [1.816864, 482.006, 2085.436, 0.347813, 0.365854]
     # The published constants are not the optimum, whichever way their digits were rounded.
-    problem = Problem.chinchilla(chinchilla)
+    problem = Problem.from_runs(chinchilla)
 
     def deviations(constants):
         law = type(fit.law)(*map(float, constants))
-        return np.abs(newton.residuals(problem, problem.from_constants(law.constants)[None])).sum()
+        return np.abs(
+            newton.compute_residuals(problem, problem.from_constants(law.constants)[None])
+        ).sum()
 
     assert fit.objective == pytest.approx(1.129494654659, abs=2e-12)
     assert deviations(PUBLISHED) == pytest.approx(1.129497630319, abs=1e-11)

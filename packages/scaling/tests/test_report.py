@@ -21,7 +21,7 @@ from scaling import (
     plot,
 )
 from scaling.__main__ import main
-from scaling.page import backtest_table, report
+from scaling.page import format_backtest, report
 
 
 def few_runs():
@@ -89,7 +89,7 @@ def test_page_shows_the_answers_of_the_fits(whole_page):
 
 def test_method_that_cannot_fit_is_listed_with_its_reason(monkeypatch):
     # The panels are drawn, but not saved, which takes seconds. `whole_page` saves some.
-    monkeypatch.setattr("scaling.page._svg", lambda figure: "<figure></figure>")
+    monkeypatch.setattr("scaling.page._draw_svg", lambda figure: "<figure></figure>")
     # All sizes lie above the best size of their budget, so none of the three budgets has a valley.
     law = Law(1.7, 400, 400, 0.34, 0.28)
     budgets = np.repeat([1e18, 1e19, 1e20], 6)
@@ -126,9 +126,9 @@ def test_failed_backtest_is_shown_as_a_failure():
     )
     missed = dataclasses.replace(passed, size_interval=Interval(1.0, 2.0))
     outside = dataclasses.replace(passed, losses_covered=row.losses // 2)
-    assert "Failed" not in backtest_table([passed])
-    assert '<p class="no"><b>Failed.</b> 1 of 2 intervals miss' in backtest_table([passed, missed])
-    assert f"and {row.losses - row.losses // 2} of {row.losses} later" in backtest_table([outside])
+    assert "Failed" not in format_backtest([passed])
+    assert '<p class="no"><b>Failed.</b> 1 of 2 intervals miss' in format_backtest([passed, missed])
+    assert f"and {row.losses - row.losses // 2} of {row.losses} later" in format_backtest([outside])
 
 
 @pytest.mark.exhaustive

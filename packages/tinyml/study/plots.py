@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from tinyml.layers import PRUNABLE, layers_of, weight_of
+from tinyml.layers import PRUNABLE, find_layers, get_weight
 from tinyml.pruning.sensitivity import Sensitivity
 from torch import nn
 
@@ -25,10 +25,10 @@ Points = Sequence[tuple[float, ...]]
 @torch.no_grad()
 def plot_weights(model: nn.Module, *, bins: int = 128, nonzero: bool = False) -> Figure:
     """Plot a histogram of every layer's weights; `nonzero` leaves out pruned weights."""
-    layers = layers_of(model, PRUNABLE)
+    layers = find_layers(model, PRUNABLE)
     figure, panels = _panels(len(layers))
     for axes, (name, layer) in zip(panels, layers.items(), strict=True):
-        values = weight_of(layer).flatten().float().cpu()
+        values = get_weight(layer).flatten().float().cpu()
         values = values[values != 0] if nonzero else values
         axes.hist(values.numpy(), bins)
         title = f"{name or type(model).__name__}: {len(values):,}"

@@ -169,11 +169,11 @@ def test_squares_of_the_noise_do_not_overflow(dtype):
     inputs = (torch.randn(64, 4, dtype=dtype) * 1e4,)
     walk = units.Walk(model, inputs, RULES)
     probe = importance._Probe(walk)
-    probe.run(*walk.graph.arguments(inputs))
+    probe.run(*walk.graph.list_arguments(inputs))
     probe.noise = torch.Generator().manual_seed(0)
     value = torch.zeros(2**12, 64, dtype=dtype)
     for name in probe.squares:
-        noise = probe._noise_like(value, 1, probe._noise_scale(name, value))
+        noise = probe._draw_noise(value, 1, probe._compute_noise_scale(name, value))
         assert noise.square().isfinite().all()
 
 

@@ -6,8 +6,12 @@ import statistics
 import pytest
 import torch
 from tinyml import gptq, prune, quantize
-from tinyml.quantization.gptq import gptq_codes, inverse_factor_rows, reversed_cholesky
-from tinyml.quantization.grid import Grid, as_rows, grid_of
+from tinyml.quantization.gptq import (
+    compute_gptq_codes,
+    compute_inverse_factor_rows,
+    compute_reversed_cholesky,
+)
+from tinyml.quantization.grid import Grid, as_rows, compute_grid
 from torch import nn
 
 
@@ -41,8 +45,8 @@ def test_codes_equal_brute_force(bits, block):
     weight, x = problem(seed=bits)
     hessian = x.t() @ x
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(20, dtype=torch.float64)
-    grid = grid_of(weight, bits)
-    codes, _ = gptq_codes(weight, hessian, grid, damping=0.01, block=block)
+    grid = compute_grid(weight, bits)
+    codes, _ = compute_gptq_codes(weight, hessian, grid, damping=0.01, block=block)
     assert torch.equal(codes, brute_force(weight, damped, grid))
 
 
@@ -78,7 +82,7 @@ def test_groups_are_fitted_to_updated_weights(activation_order, block, symmetric
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(20, dtype=torch.float64)
 
     def fit(rows):
-        return grid_of(rows, 3, symmetric=symmetric)
+        return compute_grid(rows, 3, symmetric=symmetric)
 
     order = list(range(20))
     if activation_order:  # whole groups, the largest sum first, and the largest column first inside
@@ -90,7 +94,7 @@ def test_groups_are_fitted_to_updated_weights(activation_order, block, symmetric
             for i in sorted(range(5 * g, 5 * g + 5), key=lambda i: -float(size[i]))
         ]
     rows = as_rows(weight, 5)
-    codes, grid = gptq_codes(
+    codes, grid = compute_gptq_codes(
         weight,
         hessian,
         fit(rows),
@@ -105,7 +109,7 @@ def test_groups_are_fitted_to_updated_weights(activation_order, block, symmetric
 
 def test_updated_groups_and_activation_order_lose_less():
     def fit(rows):
-        return grid_of(rows, 3)
+        return compute_grid(rows, 3)
 
     ratios = []
     for seed in range(8):
@@ -114,7 +118,7 @@ def test_updated_groups_and_activation_order_lose_less():
         rows = as_rows(weight, 16)
         losses = []
         for options in ({}, {"activation_order": True, "refit": fit}):
-            codes, grid = gptq_codes(weight, x.t() @ x, fit(rows), **options)
+            codes, grid = compute_gptq_codes(weight, x.t() @ x, fit(rows), **options)
             change = grid.dequantize(codes.view(rows.shape)).view_as(weight) - weight
             losses.append(float((x @ change.t()).norm()))
         ratios.append(losses[1] / losses[0])
@@ -124,16 +128,16 @@ def test_updated_groups_and_activation_order_lose_less():
 @pytest.mark.parametrize("bits", [2, 3, 4])
 def test_outputs_are_closer_than_with_rounding_to_the_nearest(bits):
     weight, x = problem(outputs=32, inputs=64, samples=300)
-    grid = grid_of(weight, bits)
-    ours = grid.dequantize(gptq_codes(weight, x.t() @ x, grid)[0])
+    grid = compute_grid(weight, bits)
+    ours = grid.dequantize(compute_gptq_codes(weight, x.t() @ x, grid)[0])
     nearest = grid.dequantize(grid.quantize(weight))
     assert (x @ (ours - weight).t()).norm() < 0.8 * (x @ (nearest - weight).t()).norm()
 
 
 def test_an_uncorrelated_hessian_rounds_to_the_nearest():
     weight, _ = problem()
-    grid = grid_of(weight, 3)
-    codes, _ = gptq_codes(weight, 5.0 * torch.eye(20), grid)
+    grid = compute_grid(weight, 3)
+    codes, _ = compute_gptq_codes(weight, 5.0 * torch.eye(20), grid)
     assert torch.equal(codes, grid.quantize(weight))
 
 
@@ -151,12 +155,12 @@ def test_no_hessian_is_an_error(kind, damping):
     hessian = x.t() @ x
     if kind == "negative":  # rounding errors of a real one, made large
         hessian -= 0.5 * hessian.diagonal().max() * torch.eye(20)
-    lower = reversed_cholesky(hessian, damping, torch.arange(20))
-    factor = inverse_factor_rows(lower, 0, 20)
+    lower = compute_reversed_cholesky(hessian, damping, torch.arange(20))
+    factor = compute_inverse_factor_rows(lower, 0, 20)
     assert torch.isfinite(factor).all()
     assert (factor.diagonal() > 0).all()
-    grid = grid_of(weight, 4)
-    codes, _ = gptq_codes(weight, hessian, grid, damping=damping)
+    grid = compute_grid(weight, 4)
+    codes, _ = compute_gptq_codes(weight, hessian, grid, damping=damping)
     assert codes.min() >= grid.low
     assert codes.max() <= grid.high
 
@@ -167,10 +171,10 @@ def test_every_channel_or_group_has_the_codes_of_its_own_grid(group):
     hessian = x.t() @ x
     damped = hessian + 0.01 * hessian.diagonal().mean() * torch.eye(20, dtype=torch.float64)
     rows = as_rows(weight, group)
-    grid = grid_of(rows, 4)
-    codes, _ = gptq_codes(weight, hessian, grid, block=7)
+    grid = compute_grid(rows, 4)
+    codes, _ = compute_gptq_codes(weight, hessian, grid, block=7)
     ours = grid.dequantize(codes.view(rows.shape)).view_as(weight)
-    fixed = iter([grid_of(part, 4) for part in weight.split(group, dim=1)])
+    fixed = iter([compute_grid(part, 4) for part in weight.split(group, dim=1)])
     exact = brute_force_in_groups(weight, damped, range(20), group, lambda _: next(fixed))
     torch.testing.assert_close(ours, exact, rtol=1e-9, atol=1e-9)
 

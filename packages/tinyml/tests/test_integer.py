@@ -21,7 +21,7 @@ from tinyml.integer.layers import (
     IntegerReshape,
     IntegerSum,
     IntegerTable,
-    exact_sums,
+    compute_exact_sums,
 )
 from tinyml.integer.steps import Geometry
 from tinyml.integer.to_c import to_c
@@ -236,7 +236,7 @@ def test_sums_are_exact_where_they_are_odd_and_above_24_bits(groups):
         exact = nn.functional.conv2d(images.double(), weight.double(), groups=groups)
         assert float((exact % 2).mean()) > 0.3
         with torch.autocast("cpu", torch.bfloat16):
-            sums = exact_sums(images, weight, geometry)
+            sums = compute_exact_sums(images, weight, geometry)
         assert torch.equal(sums.double(), exact)
 
 
@@ -249,7 +249,9 @@ def test_sums_of_one_channel_are_exact_if_the_result_has_one_column(kernel, stri
     weight = torch.randint(-127, 128, (4, 1, *kernel), dtype=torch.int8)
     exact = nn.functional.conv2d(images.double(), weight.double(), stride=stride)
     for layout in (torch.contiguous_format, torch.channels_last):
-        sums = exact_sums(images.contiguous(memory_format=layout), weight, Geometry(kernel, stride))
+        sums = compute_exact_sums(
+            images.contiguous(memory_format=layout), weight, Geometry(kernel, stride)
+        )
         assert torch.equal(sums.double(), exact)
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tinyml.quantization.kmeans import best_intervals, kmeans
+from tinyml.quantization.kmeans import find_best_centroids, kmeans
 
 
 def squared_error(values, centroids, codes):
@@ -37,7 +37,7 @@ def test_more_values_than_the_summary_stay_close_to_the_optimum(k):
     generator = torch.Generator().manual_seed(k)
     values = torch.randn(2, 1300, generator=generator, dtype=torch.float64).prod(0)
     ordered, counts = values.unique(return_counts=True)
-    centroids = best_intervals(ordered, counts, k)
+    centroids = find_best_centroids(ordered, counts, k)
     codes = torch.bucketize(values, (centroids[1:] + centroids[:-1]) / 2)
     best = squared_error(values, centroids, codes)
     ours = squared_error(values, *kmeans(values, k))

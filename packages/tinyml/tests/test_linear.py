@@ -20,7 +20,7 @@ from tinyml import (
     save,
     size_of,
 )
-from tinyml.quantization.grid import as_rows, grid_of
+from tinyml.quantization.grid import as_rows, compute_grid
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
 from torch import nn
@@ -28,7 +28,7 @@ from torch import nn
 
 def test_scale_and_zero_point_by_hand():
     # 2 bits, codes -2..1, range [-0.25, 0.75]: S = 1 / 3, Z = round(-2 + 0.75) = -1.
-    grid = grid_of(torch.tensor([[-0.25, 0.0, 0.4, 0.75]]), 2, symmetric=False)
+    grid = compute_grid(torch.tensor([[-0.25, 0.0, 0.4, 0.75]]), 2, symmetric=False)
     assert grid.scale.item() == pytest.approx(1 / 3)
     assert grid.zero.item() == -1
     assert grid.quantize(torch.tensor([[-0.25, 0.0, 0.4, 0.75]])).tolist() == [[-2, -1, 0, 1]]
@@ -43,7 +43,7 @@ def test_scale_and_zero_point_by_hand():
 )
 def test_the_error_is_at_most_half_a_step_or_one_if_asymmetric(bits, symmetric, seed, shift):
     rows = torch.randn(3, 40, generator=torch.Generator().manual_seed(seed)).double() + shift
-    grid = grid_of(rows, bits, symmetric=symmetric)
+    grid = compute_grid(rows, bits, symmetric=symmetric)
     codes = grid.quantize(rows)
     error = (grid.dequantize(codes) - rows).abs()
     # Rounding Z moves an asymmetric grid by half a step more at its ends.
@@ -93,7 +93,7 @@ def test_a_quantized_model_stores_what_it_says(bits, symmetric):
     quantized = quantize(model, bits, symmetric=symmetric)
     for name in ("0", "1", "3"):
         dense, ours = model.get_submodule(name).weight, quantized.get_submodule(name).weight
-        grid = grid_of(as_rows(dense), bits, symmetric=symmetric)
+        grid = compute_grid(as_rows(dense), bits, symmetric=symmetric)
         expected = grid.dequantize(grid.quantize(dense))
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
     weights, rows = 30 * 16 + 16 * 24 + 24 * 30, 30 + 24 + 30

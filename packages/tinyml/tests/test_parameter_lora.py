@@ -16,7 +16,7 @@ from tinyml import (
     save_gguf,
     save_lora,
 )
-from tinyml.adapters.parameter_lora import parameter_adapters
+from tinyml.adapters.parameter_lora import find_parameter_adapters
 from torch import nn
 
 X = torch.randn(6, 8, generator=torch.Generator().manual_seed(0))
@@ -86,7 +86,7 @@ def adapted(is_transposed=False, targets=None):
 def test_update_is_one_product_per_expert(is_transposed):
     model, plain = adapted(is_transposed), Model(is_transposed)
     assert torch.equal(add_lora(Model(is_transposed), 2, parameters=NAMES)(X), plain(X))
-    for name, adapter in parameter_adapters(model).items():
+    for name, adapter in find_parameter_adapters(model).items():
         weight = plain.get_parameter(name).detach()
         stack = weight if weight.dim() == 3 else weight[None]
         updated = stack.clone()
@@ -133,7 +133,7 @@ def test_an_interrupt_leaves_no_updated_parameter_behind():
         model(X)
     handle.remove()
     with torch.no_grad():
-        for adapter in parameter_adapters(model).values():
+        for adapter in find_parameter_adapters(model).values():
             adapter.lora_B.mul_(2)
     expected = copy.deepcopy(model)(X)
     torch.testing.assert_close(merge_and_unload(model)(X), expected, rtol=1e-5, atol=1e-4)
@@ -196,7 +196,7 @@ def test_a_second_adapter_is_refused(tmp_path):
             add_lora(model, 2, **options)
     with pytest.raises(ValueError, match=r"without adapters, got an adapter of .*experts.down;"):
         load_lora(model, tmp_path)
-    assert all(adapter.lora_A.requires_grad for adapter in parameter_adapters(model).values())
+    assert all(adapter.lora_A.requires_grad for adapter in find_parameter_adapters(model).values())
     layers = add_lora(Model(), 2, targets=["gate"])
     with pytest.raises(ValueError, match=r"without adapters, got an adapter of blocks.0.gate;"):
         add_lora(layers, 2, parameters=["experts.up"])
@@ -235,14 +235,14 @@ def test_peft_reads_and_writes_adapters_of_parameters(is_transposed, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     back = load_lora(Model(is_transposed), tmp_path / "theirs")
     torch.testing.assert_close(back(X), theirs(X), rtol=1e-5, atol=1e-4)
-    assert parameter_adapters(back)["blocks.0.experts.down"].rank == 3
+    assert find_parameter_adapters(back)["blocks.0.experts.down"].rank == 3
 
 
 @pytest.mark.parametrize("key", ["lora_A", "lora_B"])
 @pytest.mark.parametrize("bad", [float("nan"), torch.finfo().max])
 def test_updates_that_are_not_finite_are_refused_and_nothing_changes(key, bad):
     model = adapted()
-    adapters = parameter_adapters(model)
+    adapters = find_parameter_adapters(model)
     name = list(adapters)[-1]
     with torch.no_grad():
         getattr(adapters[name], key).fill_(bad)

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from tinyml import IntegerModel, LoRA, kmeans, kmeans_quantize, plain, prune, prune_channels
-from tinyml.quantization.grid import grid_of
+from tinyml.quantization.grid import compute_grid
 from tinyml.quantization.rounded_weight import round_through
 from torch import nn
 
@@ -49,7 +49,7 @@ def test_a_palettes_gradient():
     dense = layer.weight.detach().requires_grad_()
     F.linear(inputs, dense, layer.bias).square().sum().backward()
     codes = (dense.detach()[..., None] == stored.original).long().argmax(-1)
-    expected = plain.centroid_gradient(dense.grad, codes, 4)
+    expected = plain.compute_centroid_gradient(dense.grad, codes, 4)
     torch.testing.assert_close(stored.original.grad, expected)
 
 
@@ -57,7 +57,7 @@ def test_the_grid():
     values = weights(1, 300) + 0.7
     for bits in (2, 4, 8):
         step, zero = plain.choose_grid(float(values.min()), float(values.max()), bits)
-        ours = grid_of(values, bits, symmetric=False)
+        ours = compute_grid(values, bits, symmetric=False)
         assert float(ours.zero) == zero
         codes = plain.quantize(values, step, zero, bits)
         assert torch.equal(ours.quantize(values).long(), codes)
@@ -82,7 +82,7 @@ def test_an_integer_layer():
     ours = model.integers(codes)
     without = layer.bias.long() + layer.before.zero * layer.weight.long().sum(1)
     for n in range(6):
-        expected = plain.integer_linear(
+        expected = plain.compute_integer_linear(
             codes,
             layer.weight[n : n + 1],
             without[n],
@@ -107,7 +107,7 @@ def test_magnitude_and_channels():
     model = nn.Sequential(nn.Linear(6, 10), nn.ReLU(), nn.Linear(10, 4)).double()
     masks = prune(model, 0.35).masks
     for name, mask in masks.items():
-        assert torch.equal(mask, plain.magnitude_mask(model.get_parameter(name), 0.35))
+        assert torch.equal(mask, plain.compute_magnitude_mask(model.get_parameter(name), 0.35))
     inputs = weights(200, 6)
     small = prune_channels(model, 0.4, inputs)
     values = torch.relu(model[0](inputs))
@@ -120,6 +120,6 @@ def test_low_rank():
     layer = LoRA(nn.Linear(9, 7, bias=False).double(), 3, alpha=5)
     layer.lora_B.data.normal_()
     inputs, parts = weights(4, 9), (layer.base.weight.clone(), layer.lora_A, layer.lora_B, 5)
-    torch.testing.assert_close(layer(inputs), plain.lora(inputs, *parts))
+    torch.testing.assert_close(layer(inputs), plain.apply_lora(inputs, *parts))
     layer.merge()
-    torch.testing.assert_close(layer.base.weight, plain.lora_merged(*parts).detach())
+    torch.testing.assert_close(layer.base.weight, plain.merge_lora(*parts).detach())

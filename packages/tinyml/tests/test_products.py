@@ -32,7 +32,7 @@ def codes(rows, columns, seed):
 def test_the_product_is_exact(m, k, n, seed):
     a, b = codes(m, k, seed), codes(n, k, seed + 1)
     a = a.clamp(min=-127)
-    sums = Int8Weights(b).product(a)
+    sums = Int8Weights(b).compute_product(a)
     assert torch.equal(sums.to(torch.int32), a.int() @ b.int().t())
 
 
@@ -40,7 +40,7 @@ def test_the_product_is_exact(m, k, n, seed):
 def test_every_implementation_is_exact_where_sums_are_largest(k):
     a, b = torch.full((3, k), -127, dtype=torch.int8), torch.full((17, k), -128, dtype=torch.int8)
     weights = Int8Weights(b)
-    names = weights.choice(a).milliseconds
+    names = weights.get_timing(a).milliseconds
     assert {"float32", "float64"} <= names.keys()
     assert weights.is_exact_in_float32 == (k * 127 * 128 <= 2**24)
     for name in names:
@@ -56,7 +56,7 @@ def int8_time(request, monkeypatch):
         call()
         return request.param if call.func is products.IMPLEMENTATIONS["int8"] else 1.0
 
-    monkeypatch.setattr(timing, "milliseconds", milliseconds)
+    monkeypatch.setattr(timing, "measure_milliseconds", milliseconds)
 
 
 def test_a_wrong_product_is_found_out_and_left_out(monkeypatch, int8_time):
@@ -65,8 +65,8 @@ def test_a_wrong_product_is_found_out_and_left_out(monkeypatch, int8_time):
     monkeypatch.setattr("tinyml.quantization.products.IMPLEMENTATIONS", IMPLEMENTATIONS | clipped)
     a, b = codes(33, 512, 0), codes(64, 512, 1)
     weights = Int8Weights(b)
-    assert weights.choice(a).selected != "int8"
-    assert torch.equal(weights.product(a).to(torch.int32), a.int() @ b.int().t())
+    assert weights.get_timing(a).selected != "int8"
+    assert torch.equal(weights.compute_product(a).to(torch.int32), a.int() @ b.int().t())
 
 
 def test_pairs_that_clip_in_16_bits_are_found_at_one_token(monkeypatch, int8_time):
@@ -79,7 +79,7 @@ def test_pairs_that_clip_in_16_bits_are_found_at_one_token(monkeypatch, int8_tim
     monkeypatch.setattr(
         "tinyml.quantization.products.IMPLEMENTATIONS", IMPLEMENTATIONS | {"int8": clipping}
     )
-    assert Int8Weights(codes(32, 64, 0)).choice(torch.ones(1, 64)).selected != "int8"
+    assert Int8Weights(codes(32, 64, 0)).get_timing(torch.ones(1, 64)).selected != "int8"
 
 
 PROGRAM = """
@@ -151,7 +151,7 @@ def test_auto_stays_in_float_where_that_is_faster_and_says_so(wins, monkeypatch)
 
 
 def test_the_first_call_may_have_any_strides_and_leaves_random_numbers_as_they_are(monkeypatch):
-    monkeypatch.setattr(fastest_linear, "stored_timing", lambda key: None)
+    monkeypatch.setattr(fastest_linear, "find_stored_timing", lambda key: None)
     monkeypatch.setattr(fastest_linear, "store_timing", lambda key, timing: None)
     layer, inputs = Int8Linear(nn.Linear(64, 32), may_stay_float=True), torch.randn(3, 5, 64)
     for call in (lambda: layer(inputs.transpose(0, 1)), lambda: torch.vmap(layer)(inputs)):
@@ -170,7 +170,7 @@ def test_the_dense_codes_stay_for_the_numbers_of_tokens_that_use_them(monkeypatc
     weights = Int8Weights(codes(16, 16, 0))
     dense = []
     for tokens in (1, 32, 1, 32):
-        weights.product(torch.ones(tokens, 16))
+        weights.compute_product(torch.ones(tokens, 16))
         dense.append(weights._dense)
     assert dense[1] is dense[3] is not None
 

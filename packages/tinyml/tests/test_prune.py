@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tinyml import convert, gptq, kmeans_quantize, prepare_qat, prune, quantize
-from tinyml.pruning.magnitude import smallest_mask
+from tinyml.pruning.magnitude import mask_smallest
 from torch import nn
 
 
@@ -20,7 +20,7 @@ def mlp():
 )
 def test_exactly_the_fraction_is_removed_even_among_ties(values, sparsity):
     score = torch.tensor(values, dtype=torch.float64)
-    mask = smallest_mask(score, sparsity)
+    mask = mask_smallest(score, sparsity)
     assert int((~mask).sum()) == round(sparsity * len(values))
     if mask.any() and not mask.all():
         assert score[~mask].max() <= score[mask].min()

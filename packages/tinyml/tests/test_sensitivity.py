@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from tinyml import kmeans_quantize, quantize, sensitivity
-from tinyml.quantization.grid import grid_of
+from tinyml.quantization.grid import compute_grid
 from torch import nn
 
 
@@ -81,7 +81,7 @@ def test_a_scan_over_bits_rounds_a_transposed_layer_as_quantize_does():
     loss = nn.functional.mse_loss
 
     def rounded(weight, bits):
-        grid = grid_of(weight, bits)
+        grid = compute_grid(weight, bits)
         return grid.dequantize(grid.quantize(weight))
 
     scan = sensitivity(model, [(inputs, targets)], loss, amounts=(2, 3), compress=rounded)

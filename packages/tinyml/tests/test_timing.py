@@ -10,7 +10,7 @@ from tinyml.quantization import fastest_linear, products
 from tinyml.quantization.fastest_linear import FastestLinear
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
-from tinyml.timing import Timing, measure, store_timing, stored_timing, timing_file
+from tinyml.timing import Timing, find_stored_timing, get_timing_path, measure, store_timing
 from torch import nn
 
 SEEDS = [*range(5), *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(5, 20))]
@@ -29,10 +29,12 @@ def clock(monkeypatch):
     """Replace the clock: return a function that sets the time of each call."""
 
     def install(took):
-        monkeypatch.setattr(timing, "milliseconds", lambda call: took(call.func.__name__, "in"))
-        monkeypatch.setattr(timing, "_milliseconds_in_cache", timing.milliseconds)
         monkeypatch.setattr(
-            timing, "_milliseconds_after", lambda _, call: took(call.func.__name__, "out")
+            timing, "measure_milliseconds", lambda call: took(call.func.__name__, "in")
+        )
+        monkeypatch.setattr(timing, "_measure_milliseconds_in_cache", timing.measure_milliseconds)
+        monkeypatch.setattr(
+            timing, "_measure_milliseconds_after", lambda _, call: took(call.func.__name__, "out")
         )
         calls = {"plain": plain, "other": other}
         return measure(calls, torch.zeros(1, 1), always_right, "plain")
@@ -97,10 +99,14 @@ def test_slow_kernels_do_not_delay_the_decision_for_a_layer(bits, cost, monkeypa
     monkeypatch.setattr(products, "IMPLEMENTATIONS", injected)
     monkeypatch.setattr(products, "_timings", {})
     monkeypatch.setattr(fastest_linear, "_timings", {})
-    in_float = cost.of("float", 0.002, 2.2e-4, FastestLinear.by_dense_weight)
+    in_float = cost.of("float", 0.002, 2.2e-4, FastestLinear.compute_in_float)
     for layer_type, name, kernel in (
         (Int8Linear, "int8", Int8Linear._multiply),
-        (Int4Linear, "weights alone", cost.of("4 bits", 0.004, 3e-3, Int4Linear._weights_alone)),
+        (
+            Int4Linear,
+            "weights alone",
+            cost.of("4 bits", 0.004, 3e-3, Int4Linear._compute_weights_alone),
+        ),
     ):
         implementations = {name: kernel, "float": in_float}
         monkeypatch.setattr(layer_type, "implementations", implementations)
@@ -202,28 +208,28 @@ def test_decisions_are_stored_per_machine(monkeypatch):
     decided = Timing("other", {"plain": 2.0, "other": 1.0}, {})
     decided_elsewhere = Timing("plain", {"plain": 1.0}, {})
     store_timing("key", decided)
-    assert stored_timing("key") == decided
+    assert find_stored_timing("key") == decided
     with monkeypatch.context() as another_machine:
         another_machine.setattr(timing, "_describe_machine", lambda: "another processor")
-        assert stored_timing("key") is None
+        assert find_stored_timing("key") is None
         store_timing("key", decided_elsewhere)
         store_timing("second key", decided)
-        assert stored_timing("key") == decided_elsewhere
-    assert stored_timing("key") == decided
-    assert stored_timing("second key") is None
+        assert find_stored_timing("key") == decided_elsewhere
+    assert find_stored_timing("key") == decided
+    assert find_stored_timing("second key") is None
 
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"a": 1}', "{"])
 def test_a_damaged_file_of_timings_is_ignored_and_replaced(content):
-    timing_file().parent.mkdir(parents=True)
-    timing_file().write_text(content)
-    assert stored_timing("key") is None
+    get_timing_path().parent.mkdir(parents=True)
+    get_timing_path().write_text(content)
+    assert find_stored_timing("key") is None
     store_timing("key", Timing("plain", {"plain": 1.0}, {}))
-    assert stored_timing("key") == Timing("plain", {"plain": 1.0}, {})
+    assert find_stored_timing("key") == Timing("plain", {"plain": 1.0}, {})
 
 
 def test_a_folder_that_cannot_be_written_is_ignored(monkeypatch, tmp_path):
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "file"))
     store_timing("key", Timing("plain", {"plain": 1.0}, {}))
-    assert stored_timing("key") is None
+    assert find_stored_timing("key") is None

@@ -19,7 +19,7 @@ from tinyml import (
     size_of,
     unmerge,
 )
-from tinyml.pruning.channels import channel_groups
+from tinyml.pruning.channels import list_channel_groups
 from torch import nn
 
 transformers = pytest.importorskip("transformers", reason="transformers is not installed")
@@ -198,7 +198,7 @@ UNITS = {
 def test_heads_and_hidden_units_of_a_decoder_can_be_removed(model):
     dense = (MODELS | {"decoder": decoder})[model]()
     heads, position, parts = UNITS[model]
-    groups = channel_groups(dense, TOKENS)
+    groups = list_channel_groups(dense, TOKENS)
     attentions = [
         g
         for g in groups

@@ -59,10 +59,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = bench(device=arguments.device, quick=arguments.quick)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(rows))
+    print(format_table(rows))
 
 
-def table(rows: list[Row]) -> str:
+def format_table(rows: list[Row]) -> str:
     """Return rows with the same columns as aligned text."""
     cells = [tuple(rows[0])]
     for row in rows:

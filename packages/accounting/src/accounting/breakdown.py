@@ -30,7 +30,7 @@ class Breakdown:
     def total(self) -> int | float:
         """The total; an `int` if each leaf is an integer without float factors."""
         if self.factors:
-            return plain(math.prod(value for _, value in self.factors))
+            return simplify(math.prod(value for _, value in self.factors))
         return sum(part.total for part in self.parts)
 
     def __getitem__(self, name: str) -> Breakdown:
@@ -67,14 +67,16 @@ class Breakdown:
 
     def lines(self, depth: int = 0) -> Iterator[tuple[int, str, int | float, str]]:
         """Yield (depth, name, value, derivation) of this node and of all nodes below it."""
-        product = " × ".join(f"{readable(value)} {name}" for name, value in self.factors)
+        product = " × ".join(f"{format_number(value)} {name}" for name, value in self.factors)
         yield depth, self.name, self.total, "; ".join(filter(None, (product, self.note)))
         for part in self.parts:
             yield from part.lines(depth + 1)
 
     def explain(self) -> str:
         """Return the derivation as aligned text, one line per part."""
-        rows = [("  " * d + name, readable(value), why) for d, name, value, why in self.lines()]
+        rows = [
+            ("  " * d + name, format_number(value), why) for d, name, value, why in self.lines()
+        ]
         left = max(len(name) for name, _, _ in rows)
         right = max(len(value) for _, value, _ in rows)
         text = [f"{name:<{left}}  {value:>{right}}  {why}".rstrip() for name, value, why in rows]
@@ -83,7 +85,7 @@ class Breakdown:
 
     __str__ = explain
 
-    def shares(self, show: Callable[[float], str]) -> list[str]:
+    def format_shares(self, show: Callable[[float], str]) -> list[str]:
         """Return a line per part, largest first: name, value (formatted by `show`), percentage."""
         whole = float(self.total) or 1.0
         parts = sorted(self.parts, key=lambda part: -float(part.total))
@@ -99,7 +101,7 @@ class Breakdown:
         """Return plain dictionaries and numbers for `json.dumps`."""
         result: dict[str, object] = {"name": self.name, "value": self.total, "unit": self.unit}
         if self.factors:
-            result["factors"] = {name: plain(value) for name, value in self.factors}
+            result["factors"] = {name: simplify(value) for name, value in self.factors}
         if self.note:
             result["note"] = self.note
         if self.parts:
@@ -107,25 +109,25 @@ class Breakdown:
         return result
 
 
-def product(name: str, unit: str, note: str = "", /, **factors: Number) -> Breakdown:
+def multiply(name: str, unit: str, note: str = "", /, **factors: Number) -> Breakdown:
     """Return a leaf: the product of named factors, which the derivation prints."""
     return Breakdown(name, unit, factors=tuple(factors.items()), note=note)
 
 
-def total(name: str, unit: str, *parts: Breakdown | None, note: str = "") -> Breakdown:
+def sum_parts(name: str, unit: str, *parts: Breakdown | None, note: str = "") -> Breakdown:
     """Return a node: the sum of all parts that are neither None nor zero."""
     present = tuple(part for part in parts if part is not None and part.total != 0)
     return Breakdown(name, unit, parts=present, note=note)
 
 
-def plain(value: Number) -> int | float:
+def simplify(value: Number) -> int | float:
     """Return a `Fraction` as an int if it is whole and as a float otherwise; keep other numbers."""
     if isinstance(value, Fraction):
         return value.numerator if value.denominator == 1 else float(value)
     return value
 
 
-def readable(value: Number) -> str:
+def format_number(value: Number) -> str:
     """Format integers as 12,345, fractions as 7/8 and floats as 1.23457, with six digits.
 
     A fraction with denominator 1, or a whole float below 1e15, is formatted as an integer.
@@ -137,14 +139,14 @@ def readable(value: Number) -> str:
     return f"{int(value):,}"
 
 
-def counted(number: float, noun: str) -> str:
+def format_count(number: float, noun: str) -> str:
     """Return a number and its noun, in the plural unless the rounded number is 1."""
     text = f"{number:,.0f}"
     plural = "es" if noun.endswith("ch") else "s"
     return f"{text} {noun}{'' if text == '1' else plural}"
 
 
-def binary_size(num_bytes: float) -> str:
+def format_bytes(num_bytes: float) -> str:
     """Format a number of bytes with a binary unit, such as `13.3 GiB`."""
     size = float(num_bytes)
     units = ["B", "KiB", "MiB", "GiB", "TiB", "PiB"]

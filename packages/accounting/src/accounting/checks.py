@@ -26,7 +26,7 @@ class Rule(NamedTuple):
     limit: Any
 
 
-def entry(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
+def validate(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable[P, R]]:
     """Return a decorator that checks the arguments of each call against the declared types.
 
     `limits` maps an argument to its smallest value (for a float, only 0) or to a tuple of its
@@ -38,16 +38,16 @@ def entry(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable
     """
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
-        rules, order = _rules(function, limits)
+        rules, order = _collect_rules(function, limits)
 
         @wraps(function)
         def checked(*args: P.args, **kwargs: P.kwargs) -> R:
             _refuse_unknown("argument", kwargs, (*rules, *forwarded))
             named = zip(order, args, strict=False)
-            positional = [_typed(name, value, rules[name]) for name, value in named]
+            positional = [_check_value(name, value, rules[name]) for name, value in named]
             keywords: dict[str, Any] = dict(kwargs)
             for name in rules.keys() & kwargs.keys():
-                keywords[name] = _typed(name, kwargs[name], rules[name])
+                keywords[name] = _check_value(name, kwargs[name], rules[name])
             return function(*positional, *args[len(order) :], **keywords)  # type: ignore[arg-type]
 
         return checked
@@ -55,7 +55,7 @@ def entry(*forwarded: str, **limits: Any) -> Callable[[Callable[P, R]], Callable
     return decorate
 
 
-def _rules(
+def _collect_rules(
     function: Callable[..., Any], limits: Mapping[str, Any]
 ) -> tuple[dict[str, Rule], list[str]]:
     """Return the rule of each named argument, and the names of positional arguments in order."""
@@ -82,7 +82,7 @@ def _refuse_unknown(what: str, names: Iterable[str], known: Iterable[str]) -> No
             raise TypeError(f"expected one of the {what}s {', '.join(known)}, got {name!r}")
 
 
-def named(kind: type[R]) -> type[R]:
+def refuse_unknown_fields(kind: type[R]) -> type[R]:
     """Decorate a dataclass so that unknown fields raise `TypeError` with the known names.
 
     The class may list `derived_sizes`, which it computes if they are not passed. An explicit 0 for
@@ -103,7 +103,7 @@ def named(kind: type[R]) -> type[R]:
     return kind
 
 
-def whole(name: str, value: object, *, least: float = 1, most: float = math.inf) -> int:
+def require_integer(name: str, value: object, *, least: float = 1, most: float = math.inf) -> int:
     """Return `value` as an int from `least` to `most`; integers of numpy and torch are accepted.
 
     Raises `TypeError` for a bool or another type, and `ValueError` for an integer out of range.
@@ -122,7 +122,7 @@ def whole(name: str, value: object, *, least: float = 1, most: float = math.inf)
     return integer
 
 
-def number(
+def require_number(
     name: str, value: object, *, least: float = 0.0, most: float = math.inf, open: bool = True
 ) -> float:
     """Return `value` as a finite float from `least` to `most`; `open` excludes `least` itself.
@@ -143,10 +143,10 @@ def number(
     return converted
 
 
-def fields(
+def validate_fields(
     kind: Any, values: Mapping[str, object], prefix: str = "", /, **limits: Any
 ) -> dict[str, int]:
-    """Check `values` of a dataclass as `entry` checks arguments, and return the integer fields.
+    """Check `values` of a dataclass as `validate` checks arguments, and return the integer fields.
 
     Integers of numpy and torch are returned as Python integers. `prefix` precedes the names of
     fields in messages.
@@ -157,7 +157,7 @@ def fields(
             continue
         name = prefix + field.name
         rule = Rule(field.type, field.default, limits.get(field.name))
-        value = _typed(name, values[field.name], rule)
+        value = _check_value(name, values[field.name], rule)
         if field.type in (int, "int"):
             integers[field.name] = value
     return integers
@@ -165,30 +165,32 @@ def fields(
 
 def convert_fields(record: Any, prefix: str = "", /, **limits: Any) -> None:
     """Check the fields of a frozen dataclass, and store integers of numpy or torch as ints."""
-    for name, value in fields(type(record), vars(record), prefix, **limits).items():
+    for name, value in validate_fields(type(record), vars(record), prefix, **limits).items():
         object.__setattr__(record, name, value)
 
 
-def layers(name: str, indices: object, most: int = MOST_LAYERS) -> tuple[int, ...]:
+def require_layers(name: str, indices: object, most: int = MOST_LAYERS) -> tuple[int, ...]:
     """Return sorted distinct layer indices.
 
     Raises `TypeError` unless `indices` are integers, and `ValueError` unless 0 <= index < `most`.
     """
     if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise TypeError(f"expected {name} to list layers, counted from 0, got {indices!r}")
-    ordered = tuple(sorted({whole(name, layer, least=0) for layer in indices}))
+    ordered = tuple(sorted({require_integer(name, layer, least=0) for layer in indices}))
     if ordered and ordered[-1] >= most:
         raise ValueError(f"expected layers of {name} from 0 to {most - 1}, got {ordered[-1]}")
     return ordered
 
 
-def instance(name: str, value: object, kind: type | tuple[type, ...], expected: str) -> None:
+def require_instance(
+    name: str, value: object, kind: type | tuple[type, ...], expected: str
+) -> None:
     """Raise `TypeError` if a value is not of a class; `expected` describes the class."""
     if not isinstance(value, kind):
         raise TypeError(f"expected {name} to be {expected}, got {value!r:.60}")
 
 
-def choice(name: str, value: object, allowed: Iterable[object]) -> None:
+def require_choice(name: str, value: object, allowed: Iterable[object]) -> None:
     """Raise `ValueError` that lists the allowed values if a value is not one of them."""
     known = tuple(allowed)
     for option in known:
@@ -199,7 +201,7 @@ def choice(name: str, value: object, allowed: Iterable[object]) -> None:
     raise ValueError(f"expected {name} to be one of {listed}, got {value!r}")
 
 
-def _typed(name: str, value: Any, rule: Rule) -> Any:
+def _check_value(name: str, value: Any, rule: Rule) -> Any:
     """Check a value against its rule and return it, with other libraries' integers as ints."""
     kind = rule.kind
     declared = kind if isinstance(kind, str) else getattr(kind, "__name__", str(kind))
@@ -209,23 +211,23 @@ def _typed(name: str, value: Any, rule: Rule) -> Any:
         declared = declared.removesuffix(" | None")
     if declared == "int":
         most = MOST_LAYERS if name == "layers" else math.inf
-        value = whole(name, value, least=_least(rule), most=most)
+        value = require_integer(name, value, least=_get_least(rule), most=most)
     elif declared == "float":
-        converted = number(name, value, open=rule.limit is None and rule.default != 0)
+        converted = require_number(name, value, open=rule.limit is None and rule.default != 0)
         if not isinstance(value, int | float):
             value = converted
     elif declared == "bool":
-        instance(name, value, bool, "True or False")
+        require_instance(name, value, bool, "True or False")
     elif declared == "str" and not isinstance(rule.limit, tuple):
-        instance(name, value, str, "a name")
+        require_instance(name, value, str, "a name")
     elif declared == "Transformer" and isinstance(kind, type):
-        instance(name, value, kind, "a Transformer")
+        require_instance(name, value, kind, "a Transformer")
     if isinstance(rule.limit, tuple):
-        choice(name, value, rule.limit)
+        require_choice(name, value, rule.limit)
     return value
 
 
-def _least(rule: Rule) -> int:
+def _get_least(rule: Rule) -> int:
     """Return the smallest integer that a rule allows."""
     if isinstance(rule.limit, int):
         return rule.limit

@@ -31,7 +31,7 @@ BURGER_KG = 0.113  # a quarter pound
 GPT3_COST_USD = 6e6  # a published estimate of the training cost of GPT-3
 
 
-@checks.entry()
+@checks.validate()
 def training_flops(parameters: float, tokens: float) -> float:
     """Return C = 6ND: two forward and four backward operations per parameter and token.
 
@@ -40,7 +40,7 @@ def training_flops(parameters: float, tokens: float) -> float:
     return 6.0 * parameters * tokens
 
 
-@checks.entry()
+@checks.validate()
 def flops_for_scale(parameters: float, *, parameters_per_root_flop: float = 0.1) -> float:
     """Return the compute in FLOPs at which N `parameters` are optimal: C = (N / c)^2.
 
@@ -49,13 +49,13 @@ def flops_for_scale(parameters: float, *, parameters_per_root_flop: float = 0.1)
     return (parameters / parameters_per_root_flop) ** 2
 
 
-@checks.entry()
+@checks.validate()
 def tokens_for_flops(flops: float, *, tokens_per_root_flop: float = 1.7) -> float:
     """Return the optimal number of tokens D = c sqrt(C); c is `tokens_per_root_flop`."""
     return tokens_per_root_flop * flops**0.5
 
 
-@checks.entry()
+@checks.validate()
 def books(
     tokens: float,
     *,
@@ -67,7 +67,7 @@ def books(
     return tokens / tokens_per_word / (words_per_page * pages_per_book)
 
 
-@checks.entry()
+@checks.validate()
 def seconds_per_token(
     weights_bytes: float,
     *,
@@ -77,7 +77,7 @@ def seconds_per_token(
     return weights_bytes / bandwidth_bytes_per_second
 
 
-@checks.entry()
+@checks.validate()
 def activation_bytes_per_token(
     layers: int, heads: int, head_dim: int, *, bytes_per_value: int = 2, tensors: int = 1
 ) -> int:
@@ -88,34 +88,34 @@ def activation_bytes_per_token(
     return layers * heads * head_dim * bytes_per_value * tensors
 
 
-@checks.entry()
+@checks.validate()
 def gpu_hours(
     flops: float, *, flops_per_second: float = H200_FP8_FLOPS, utilization: float = 1.0
 ) -> float:
     """Return the device-hours for `flops` operations at a fraction `utilization` of the peak."""
-    checks.number("utilization", utilization, most=1)
+    checks.require_number("utilization", utilization, most=1)
     return flops / (flops_per_second * utilization) / 3600.0
 
 
-@checks.entry("flops_per_second", "utilization")
+@checks.validate("flops_per_second", "utilization")
 def training_usd(flops: float, *, usd_per_hour: float = GPU_HOUR_USD, **speed: float) -> float:
     """Return the rental cost in USD of `flops` operations; `speed` has options of `gpu_hours`."""
     return gpu_hours(flops, **speed) * usd_per_hour
 
 
-@checks.entry()
+@checks.validate()
 def inference_flops(parameters: float, tokens: float) -> float:
     """Return the FLOPs 2ND of a forward pass: one multiply and add per parameter and token."""
     return 2.0 * parameters * tokens
 
 
-@checks.entry()
+@checks.validate()
 def landauer_joule_per_flop(*, bits: int = 32, kelvin: float = 300.0) -> float:
     """Return the minimum joules of a FLOP that erases `bits` bits: kT ln 2 each (Landauer 1961)."""
     return bits * BOLTZMANN_JOULE_PER_KELVIN * kelvin * math.log(2)
 
 
-@checks.entry()
+@checks.validate()
 def landauer_watts(
     *, flops_per_second: float = H200_FP8_FLOPS, bits: int = 32, kelvin: float = 300.0
 ) -> float:

@@ -14,11 +14,11 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from accounting import checks
-from accounting.breakdown import Breakdown, product, total
+from accounting.breakdown import Breakdown, multiply, sum_parts
 from accounting.hardware import Hardware, find
 from accounting.model.records import Matrix
-from accounting.model.transformer import Transformer, matrices
-from accounting.parameters import by_part
+from accounting.model.transformer import Transformer, list_matrices
+from accounting.parameters import group_by_part
 
 Phase = Literal["forward", "training", "prefill", "decode"]
 Attention = Literal["causal", "full"]
@@ -26,7 +26,7 @@ Recompute = Literal["none", "selective", "full"]
 UNIT = "FLOP"
 
 
-@checks.entry()
+@checks.validate()
 def flops(
     model: Transformer,
     *,
@@ -72,32 +72,32 @@ def flops(
         "sequence": batch,
     }
 
-    def attention_parts(num_passes: int) -> list[Breakdown]:
+    def build_attention_parts(num_passes: int) -> list[Breakdown]:
         decode = phase == "decode"
-        cores = [_attention(model, batch, seq, num_passes, attention, decode)]
+        cores = [_count_attention(model, batch, seq, num_passes, attention, decode)]
         if model.mla and model.mla.index_heads:
             # Every index head scores every unmasked key before keys are selected.
-            num_pairs = seq if decode else pairs(replace(model, mla=None), seq, attention)[0]
+            num_pairs = seq if decode else count_pairs(replace(model, mla=None), seq, attention)[0]
             sizes = {"sequences": batch, "layers": len(model.attention_layers or ()), "ops": 2}
             sizes |= {"heads": model.mla.index_heads, "width": model.mla.index_head_dim + 1}
-            cores.append(product("index", UNIT, passes=num_passes, **sizes, pairs=num_pairs))
+            cores.append(multiply("index", UNIT, passes=num_passes, **sizes, pairs=num_pairs))
         return cores
 
-    parts = [*_parts(model, inputs, passes), *attention_parts(passes)]
+    parts = [*_iter_parts(model, inputs, passes), *build_attention_parts(passes)]
     recomputed: Iterable[Breakdown] = ()
     if phase == "training":
-        recomputed = _recomputed(model, attention_parts(1), recompute, flash, inputs)
-    return total(
+        recomputed = _iter_recomputed(model, build_attention_parts(1), recompute, flash, inputs)
+    return sum_parts(
         f"{phase} of {model.name}",
         UNIT,
         *parts,
-        total("recomputed", UNIT, *recomputed),
+        sum_parts("recomputed", UNIT, *recomputed),
         note=f"{batch} x {seq} tokens, {attention} attention",
     )
 
 
-@checks.entry()
-def pairs(model: Transformer, seq: int, attention: Attention = "causal") -> tuple[int, int]:
+@checks.validate()
+def count_pairs(model: Transformer, seq: int, attention: Attention = "causal") -> tuple[int, int]:
     """Return the numbers of (query, key) pairs per sequence in a full and in a windowed layer.
 
     With causal attention, a sparse-attention index leaves only the pairs with selected keys in a
@@ -111,21 +111,21 @@ def pairs(model: Transformer, seq: int, attention: Attention = "causal") -> tupl
             windowed_pairs = seq * (2 * side + 1) - side * (side + 1)
         return seq * seq, windowed_pairs
 
-    def pairs_with_nearest(keys: int) -> int:
+    def count_nearest_pairs(keys: int) -> int:
         return keys * (keys + 1) // 2 + (seq - keys) * keys
 
     max_selected_keys = model.mla.index_top if model.mla else 0
-    full_pairs = pairs_with_nearest(min(max_selected_keys or seq, seq))
+    full_pairs = count_nearest_pairs(min(max_selected_keys or seq, seq))
     if not model.window:
-        return full_pairs, pairs_with_nearest(seq)
+        return full_pairs, count_nearest_pairs(seq)
     size = min(model.window.size, seq)
     if model.window.chunked:
         chunks, remainder = divmod(seq, size)
         return full_pairs, (chunks * size * (size + 1) + remainder * (remainder + 1)) // 2
-    return full_pairs, pairs_with_nearest(size)
+    return full_pairs, count_nearest_pairs(size)
 
 
-@checks.entry("hardware", "dtype", "peak_flops")
+@checks.validate("hardware", "dtype", "peak_flops")
 def mfu(
     model: Transformer,
     *,
@@ -141,15 +141,15 @@ def mfu(
     Pass the peak per device as `hardware` with a `dtype` (default bf16), or as `peak_flops` in
     FLOP/s. `tokens_per_second` is the rate of all `devices`. Conventions differ: PaLM counts full
     attention and reports one value with and one without attention (Chowdhery et al. 2022, appendix
-    B). For the hardware FLOPs utilization, call `utilization` with the FLOP/s per device that
-    follow from `flops` with `recompute` and `flash`.
+    B). For the hardware FLOPs utilization, call `compute_utilization` with the FLOP/s per device
+    that follow from `flops` with `recompute` and `flash`.
     """
     work = flops(model, seq=seq, attention=attention)
-    useful = work.total if include_attention else work.total - attention_operations(work)
-    return utilization(useful / seq * tokens_per_second / devices, **peak)
+    useful = work.total if include_attention else work.total - count_attention_operations(work)
+    return compute_utilization(useful / seq * tokens_per_second / devices, **peak)
 
 
-def attention_operations(work: Breakdown) -> int | float:
+def count_attention_operations(work: Breakdown) -> int | float:
     """Return the operations of the parts "attention" and "index" of `work`, a result of `flops`.
 
     Operations in the part "recomputed" are not included.
@@ -157,8 +157,8 @@ def attention_operations(work: Breakdown) -> int | float:
     return sum(part.total for part in work if part.name in ("attention", "index"))
 
 
-@checks.entry()
-def utilization(
+@checks.validate()
+def compute_utilization(
     achieved_flops: float,
     *,
     hardware: str | Hardware | None = None,
@@ -174,32 +174,32 @@ def utilization(
             f"expected exactly one of hardware and peak_flops, got {hardware=} and {peak_flops=}"
         )
     peak = peak_flops if hardware is None else find(hardware).peak(dtype)
-    return achieved_flops / checks.number("peak_flops", peak)
+    return achieved_flops / checks.require_number("peak_flops", peak)
 
 
-def _parts(model: Transformer, inputs: Mapping[str, int], passes: int) -> Iterator[Breakdown]:
+def _iter_parts(model: Transformer, inputs: Mapping[str, int], passes: int) -> Iterator[Breakdown]:
     """Yield the operations of the weight matrices and scans, grouped as in `parameters`."""
-    for part, listed in by_part(model):
+    for part, listed in group_by_part(model):
         leaves = []
         for matrix in listed:
-            sizes = _multiplicities(matrix, inputs) | {"ops": 2, "rows": matrix.rows}
+            sizes = _collect_multiplicities(matrix, inputs) | {"ops": 2, "rows": matrix.rows}
             if matrix.kind == "matrix":
-                leaf = product(matrix.name, UNIT, passes=passes, **sizes, columns=matrix.columns)
+                leaf = multiply(matrix.name, UNIT, passes=passes, **sizes, columns=matrix.columns)
                 leaves.append(leaf)
         for mixer in model.mixers:
             if mixer.name == part:
                 factors = {"tokens": inputs["tokens"], "layers": len(mixer.layers)}
-                leaves.append(product("scan", UNIT, passes=passes, **factors, ops=mixer.scan))
+                leaves.append(multiply("scan", UNIT, passes=passes, **factors, ops=mixer.scan))
         # The part `attention` contains the products of queries, keys and values, so its weight
         # matrices are listed as `projections`.
-        yield total("projections" if part == "attention" else part, UNIT, *leaves)
+        yield sum_parts("projections" if part == "attention" else part, UNIT, *leaves)
     if model.lm_head and model.tied:
         sizes = {"ops": 2, "rows": model.embedding_dim, "columns": model.vocab_size}
-        leaf = product("matrix", UNIT, passes=passes, tokens=inputs["last"], **sizes)
-        yield total("head", UNIT, leaf)
+        leaf = multiply("matrix", UNIT, passes=passes, tokens=inputs["last"], **sizes)
+        yield sum_parts("head", UNIT, leaf)
 
 
-def _multiplicities(matrix: Matrix, inputs: Mapping[str, int]) -> dict[str, int]:
+def _collect_multiplicities(matrix: Matrix, inputs: Mapping[str, int]) -> dict[str, int]:
     """Return the factors that multiply a matrix's operations: tokens, layers, experts per token."""
     factors = {"tokens": inputs[matrix.applies_to] - matrix.skips * inputs["sequence"]}
     if matrix.layers is not None:
@@ -209,7 +209,7 @@ def _multiplicities(matrix: Matrix, inputs: Mapping[str, int]) -> dict[str, int]
     return factors
 
 
-def _attention(
+def _count_attention(
     model: Transformer,
     batch: int,
     seq: int,
@@ -217,12 +217,12 @@ def _attention(
     attention: Attention,
     decode: bool = False,
 ) -> Breakdown:
-    full_pairs, windowed_pairs = pairs(model, seq, attention)
+    full_pairs, windowed_pairs = count_pairs(model, seq, attention)
     if decode and attention == "full":
         full_pairs = windowed_pairs = seq
     elif decode:
         full_pairs = min(seq, model.mla.index_top or seq) if model.mla else seq
-        windowed_pairs = _windowed_keys(model, seq)
+        windowed_pairs = _count_windowed_keys(model, seq)
     parts = []
     for group in model.attention_groups:
         widths = {"scores": group.qk_dim, "values": group.v_head_dim}
@@ -235,12 +235,12 @@ def _attention(
         num_pairs = windowed_pairs if group.is_windowed else full_pairs
         for name, width in widths.items():
             name += group.suffix
-            leaf = product(name, UNIT, passes=passes, **sizes, width=width, pairs=num_pairs)
+            leaf = multiply(name, UNIT, passes=passes, **sizes, width=width, pairs=num_pairs)
             parts.append(leaf)
-    return total("attention", UNIT, *parts)
+    return sum_parts("attention", UNIT, *parts)
 
 
-def _windowed_keys(model: Transformer, seq: int) -> int:
+def _count_windowed_keys(model: Transformer, seq: int) -> int:
     """Return the number of keys that the last of `seq` tokens attends to in a windowed layer."""
     if not model.window:
         return seq
@@ -249,7 +249,7 @@ def _windowed_keys(model: Transformer, seq: int) -> int:
     return min(model.window.size, seq)
 
 
-def _recomputed(
+def _iter_recomputed(
     model: Transformer,
     cores: list[Breakdown],
     recompute: Recompute,
@@ -263,14 +263,14 @@ def _recomputed(
     """
     if recompute == "full":
         forward = sum(int(core.total) for core in cores) + sum(
-            2 * matrix.entries * math.prod(_multiplicities(matrix, inputs).values())
-            for matrix in matrices(model)
+            2 * matrix.entries * math.prod(_collect_multiplicities(matrix, inputs).values())
+            for matrix in list_matrices(model)
             if matrix.kind == "matrix" and matrix.layers is not None
         )
         forward += sum(inputs["tokens"] * len(mixer.layers) * mixer.scan for mixer in model.mixers)
-        yield product("blocks", UNIT, "a second forward", forward=forward)
+        yield multiply("blocks", UNIT, "a second forward", forward=forward)
     elif recompute == "selective":
         yield from (core for core in cores if core.name != "index")
     if flash:
         scores = [part for core in cores for part in core.parts if part.name.startswith("scores")]
-        yield total("scores in the flash backward", UNIT, *scores)
+        yield sum_parts("scores in the flash backward", UNIT, *scores)

@@ -20,7 +20,7 @@ from accounting.precision import BYTES
 LEAST_RATE = 1_000_000
 
 
-@checks.named
+@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Link:
     """A connection of a device: bytes per second in one direction, and seconds of latency."""
@@ -33,7 +33,7 @@ class Link:
         checks.convert_fields(self, latency=0)
 
 
-@checks.named
+@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
     """One accelerator as described by its manufacturer."""
@@ -69,8 +69,8 @@ class Hardware:
             raise TypeError(f"expected peaks to map dtypes to operations/s, got {self.peaks!r}")
         for dtype, flops in self.peaks.items():
             if dtype not in BYTES:
-                checks.choice("a dtype in peaks", dtype, BYTES)
-            checks.number(f"the peak of {dtype} in peaks", flops)
+                checks.require_choice("a dtype in peaks", dtype, BYTES)
+            checks.require_number(f"the peak of {dtype} in peaks", flops)
         least = min(self.memory_bytes, self.memory_bandwidth, *self.peaks.values())
         if least < LEAST_RATE:
             raise ValueError(
@@ -82,19 +82,19 @@ class Hardware:
                 f"expected pod and torus_axes together, got pod={self.pod} and "
                 f"torus_axes={self.torus_axes}; set both, or omit both without a torus"
             )
-        checks.number("power_factor", self.power_factor, most=1)
-        checks.number("attention_fraction", self.attention_fraction, most=1)
+        checks.require_number("power_factor", self.power_factor, most=1)
+        checks.require_number("attention_fraction", self.attention_fraction, most=1)
         if not self.chip:
             object.__setattr__(self, "chip", self.name)
         for name, link in (("node_link", self.node_link), ("network", self.network)):
-            checks.instance(name, link, Link, "a Link")
+            checks.require_instance(name, link, Link, "a Link")
             if link.bandwidth < LEAST_RATE or link.latency >= 1:
                 raise ValueError(
                     f"expected {name} with at least {LEAST_RATE:,} bytes/s and a latency below 1 s,"
                     f" got {link.bandwidth:g} and {link.latency:g}; check the units"
                 )
 
-    @checks.entry()
+    @checks.validate()
     def peak(self, dtype: str = "bf16") -> int:
         """Return the dense operations per second for a dtype that the device lists."""
         if dtype not in self.peaks:
@@ -104,7 +104,7 @@ class Hardware:
         return int(self.peaks[dtype])
 
 
-@checks.entry()
+@checks.validate()
 def find(hardware: str | Hardware) -> Hardware:
     """Return the entry of `HARDWARE` with this name, ignoring case and punctuation.
 
@@ -116,18 +116,18 @@ def find(hardware: str | Hardware) -> Hardware:
     if not isinstance(hardware, str):
         raise TypeError(f"expected hardware to be a name or a Hardware, got {hardware!r}")
     if hardware.endswith(".toml"):
-        return _from_file(Path(hardware))
+        return _read_file(Path(hardware))
     for name, entry in HARDWARE.items():
-        if _plain(name) == _plain(hardware):
+        if _normalize_name(name) == _normalize_name(hardware):
             return entry
     raise ValueError(f"expected hardware to be one of {', '.join(HARDWARE)}, got {hardware!r}")
 
 
-def _from_file(path: Path) -> Hardware:
+def _read_file(path: Path) -> Hardware:
     """Return the only device in a file; raise `ValueError` with the reason for invalid content."""
     try:
         ((name, entry),) = tomllib.loads(path.read_text(encoding="utf-8-sig")).items()
-        return _hardware(name, {"source": f"the file {path}"} | entry)
+        return _build_hardware(name, {"source": f"the file {path}"} | entry)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(
             f"expected {path} to have one table with the fields of hardware.toml, or `like` with "
@@ -135,11 +135,11 @@ def _from_file(path: Path) -> Hardware:
         ) from None
 
 
-def _plain(name: str) -> str:
+def _normalize_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
 
-def _hardware(name: str, entry: Mapping[str, Any]) -> Hardware:
+def _build_hardware(name: str, entry: Mapping[str, Any]) -> Hardware:
     """Return the device of an entry; a device named by `like` supplies missing fields and peaks."""
     if "peaks" in entry:
         raise ValueError("expected peaks as published = { bf16 = ... }, got peaks")
@@ -148,22 +148,22 @@ def _hardware(name: str, entry: Mapping[str, Any]) -> Hardware:
         label, bandwidth, latency = fields[key]
         fields[key] = Link(name=label, bandwidth=bandwidth, latency=latency)
     if "like" not in entry:
-        return Hardware(name=name, peaks=_peaks(entry), **fields)
+        return Hardware(name=name, peaks=_compute_peaks(entry), **fields)
     known = HARDWARE[entry["like"]]
-    peaks = _peaks(entry)
+    peaks = _compute_peaks(entry)
     chip = "" if peaks else known.chip
     own_fields = {"name": name, "chip": chip, "peaks": {**known.peaks, **peaks}}
     return replace(known, **own_fields | fields)
 
 
-def _peaks(entry: Mapping[str, Any]) -> dict[str, float]:
+def _compute_peaks(entry: Mapping[str, Any]) -> dict[str, float]:
     """Return the peaks by dtype: published figures, and otherwise figures derived from `cores`."""
     peaks = {}
     for cores in entry.get("cores", ()):
         for dtype, fma_per_clock in cores["fma"].items():
             peaks[dtype] = cores["clock_hz"] * cores["units"] * fma_per_clock * 2
     for dtype, flops in entry.get("published", {}).items():
-        peaks[dtype] = checks.number(f"published {dtype}", flops)
+        peaks[dtype] = checks.require_number(f"published {dtype}", flops)
     return peaks
 
 
@@ -172,4 +172,4 @@ _DERIVED = ("like", "cores", "published")
 _TEXT = Path(__file__).with_name("hardware.toml").read_text(encoding="utf-8")
 HARDWARE: dict[str, Hardware] = {}
 for _name, _entry in tomllib.loads(_TEXT).items():
-    HARDWARE[_name] = _hardware(_name, _entry)
+    HARDWARE[_name] = _build_hardware(_name, _entry)

@@ -1,13 +1,13 @@
 """Bytes of the KV cache, and of the state that recurrent layers store instead."""
 
 from accounting import checks
-from accounting.breakdown import Breakdown, product, total
+from accounting.breakdown import Breakdown, multiply, sum_parts
 from accounting.model.transformer import Transformer
 from accounting.plan import check_key_heads, split
-from accounting.precision import bytes_of
+from accounting.precision import get_itemsize
 
 
-@checks.entry()
+@checks.validate()
 def kv_cache(
     model: Transformer,
     *,
@@ -29,7 +29,7 @@ def kv_cache(
     """
     check_key_heads(model, tensor)
     model.check_positions(seq)
-    value_bytes = bytes_of(dtype)
+    value_bytes = get_itemsize(dtype)
     parts = []
     for group in model.attention_groups if model.causal else ():
         layers = len(set(group.layers) & set(model.key_layers))
@@ -44,12 +44,12 @@ def kv_cache(
             sizes["heads"] = max(1, group.kv_heads // tensor)
         for kind, width in kinds.items():
             name = kind + group.suffix
-            parts.append(product(name, "B", **sizes, width=width, bytes=value_bytes))
+            parts.append(multiply(name, "B", **sizes, width=width, bytes=value_bytes))
     for mixer in model.mixers if model.causal else ():
         if not mixer.state:
             continue
         # The size of a recurrent state does not depend on the length of the sequence.
         sizes = {"layers": len(mixer.layers), "sequences": batch}
         width, name = split(mixer.state, tensor), f"state of {mixer.name}"
-        parts.append(product(name, "B", **sizes, width=width, bytes=value_bytes))
-    return total(f"KV cache of {model.name}", "B", *parts)
+        parts.append(multiply(name, "B", **sizes, width=width, bytes=value_bytes))
+    return sum_parts(f"KV cache of {model.name}", "B", *parts)

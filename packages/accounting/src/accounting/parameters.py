@@ -3,14 +3,14 @@
 from itertools import groupby
 
 from accounting import checks
-from accounting.breakdown import Breakdown, product, total
+from accounting.breakdown import Breakdown, multiply, sum_parts
 from accounting.model.records import Matrix
-from accounting.model.transformer import Transformer, matrices
+from accounting.model.transformer import Transformer, list_matrices
 
 UNIT = "parameters"
 
 
-@checks.entry()
+@checks.validate()
 def parameters(model: Transformer, *, active: bool = False) -> Breakdown:
     """Return the number of parameters by part; with `active`, of the parameters that a token uses.
 
@@ -18,7 +18,7 @@ def parameters(model: Transformer, *, active: bool = False) -> Breakdown:
     and embedding count once, as in torch.
     """
 
-    def leaf(matrix: Matrix) -> Breakdown:
+    def build_leaf(matrix: Matrix) -> Breakdown:
         factors = {}
         if matrix.layers is not None:
             factors["blocks" if matrix.shared else "layers"] = matrix.stored_count
@@ -26,18 +26,21 @@ def parameters(model: Transformer, *, active: bool = False) -> Breakdown:
             factors["experts"] = matrix.chosen if active else matrix.copies
         if matrix.kind != "vector" or matrix.rows > 1:
             factors["rows"] = matrix.rows
-        return product(matrix.name, UNIT, **factors, columns=matrix.columns)
+        return multiply(matrix.name, UNIT, **factors, columns=matrix.columns)
 
     name = "active parameters" if active else "parameters"
-    return total(
+    return sum_parts(
         f"{name} of {model.name}",
         UNIT,
-        *(total(part, UNIT, *[leaf(m) for m in group]) for part, group in by_part(model)),
+        *(
+            sum_parts(part, UNIT, *[build_leaf(m) for m in group])
+            for part, group in group_by_part(model)
+        ),
     )
 
 
-def by_part(model: Transformer) -> list[tuple[str, list[Matrix]]]:
+def group_by_part(model: Transformer) -> list[tuple[str, list[Matrix]]]:
     """Return pairs of the name of a part, such as `attention`, and the matrices of this part."""
-    order = list(dict.fromkeys(matrix.part for matrix in matrices(model)))
-    listed = sorted(matrices(model), key=lambda matrix: order.index(matrix.part))
+    order = list(dict.fromkeys(matrix.part for matrix in list_matrices(model)))
+    listed = sorted(list_matrices(model), key=lambda matrix: order.index(matrix.part))
     return [(part, list(group)) for part, group in groupby(listed, lambda matrix: matrix.part)]

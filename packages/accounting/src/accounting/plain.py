@@ -35,7 +35,7 @@ def flops(
     return 3 * forward
 
 
-def state_bytes(num_parameters: int, ranks: int, zero: int) -> int:
+def count_state_bytes(num_parameters: int, ranks: int, zero: int) -> int:
     """Return the bytes per rank of weights, gradients and Adam states in mixed precision.
 
     Without sharding, these are 2, 2 and 12 bytes per parameter: Adam has an fp32 copy of the
@@ -49,7 +49,9 @@ def state_bytes(num_parameters: int, ranks: int, zero: int) -> int:
     return weights + gradients + optimizer
 
 
-def activation_bytes(layers: int, d: int, heads: int, kv_heads: int, d_ff: int, tokens: int) -> int:
+def count_activation_bytes(
+    layers: int, d: int, heads: int, kv_heads: int, d_ff: int, tokens: int
+) -> int:
     """Return the bytes that the blocks save for the backward pass in 16 bits with flash attention.
 
     Each tensor counts once. A norm saves its input and one fp32 statistic per token. A linear layer
@@ -63,13 +65,13 @@ def activation_bytes(layers: int, d: int, heads: int, kv_heads: int, d_ff: int, 
     return layers * tokens * (norms + attention + mlp)
 
 
-def kv_cache_bytes(layers: int, d: int, heads: int, kv_heads: int, tokens: int) -> int:
+def count_kv_cache_bytes(layers: int, d: int, heads: int, kv_heads: int, tokens: int) -> int:
     """Return the bytes of the KV cache of all layers in 16 bits."""
     d_kv = d // heads * kv_heads
     return 2 * 2 * layers * d_kv * tokens  # keys and values, 2 bytes per number
 
 
-def ring_all_reduce_bytes(payload: float, ranks: int) -> float:
+def count_ring_all_reduce_bytes(payload: float, ranks: int) -> float:
     """Return the bytes that one device sends in a ring all-reduce of `payload` bytes.
 
     Each of the two phases, reduce-scatter and all-gather, sends (n-1)/n of the payload.
@@ -77,14 +79,14 @@ def ring_all_reduce_bytes(payload: float, ranks: int) -> float:
     return 2 * (ranks - 1) * payload / ranks
 
 
-def data_parallel_bytes(num_parameters: int, ranks: int, zero: int, ends: int = 0) -> float:
+def count_data_parallel_bytes(num_parameters: int, ranks: int, zero: int, ends: int = 0) -> float:
     """Return the bytes of 16-bit gradients and weights that one device sends per step.
 
     The step is assumed to have one micro-batch. `ends` is the number of parameters outside the
     blocks. FSDP keeps them gathered between the forward and the backward pass.
     """
     if zero == 0:
-        return ring_all_reduce_bytes(2 * num_parameters, ranks)  # all-reduce of the gradients
+        return count_ring_all_reduce_bytes(2 * num_parameters, ranks)  # all-reduce of the gradients
     phase_bytes = 2 * num_parameters * (ranks - 1) / ranks  # one all-gather or reduce-scatter
     if zero < 3:
         return 2 * phase_bytes  # reduce-scatter of the gradients, all-gather of the new weights

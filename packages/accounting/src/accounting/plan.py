@@ -7,12 +7,12 @@ from functools import lru_cache
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import counted
+from accounting.breakdown import format_count
 from accounting.model.records import Matrix
 from accounting.model.transformer import DerivedSize, Transformer
 
 
-@checks.named
+@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Plan:
     """The degrees of parallelism and the options of a training layout.
@@ -115,7 +115,7 @@ class Plan:
         """Return True if `accumulate_unsharded` is set and a step has several micro-batches."""
         return self.accumulate_unsharded and self.microbatches > 1
 
-    def keeps_weights_unsharded(self) -> bool:
+    def has_unsharded_weights(self) -> bool:
         """Return True for FSDP2 in a pipeline, whose stages keep weights unsharded during a step.
 
         See Note [FSDP2 under torch's pipeline schedules] in memory/fsdp_pipeline.py. Raises
@@ -130,7 +130,7 @@ class Plan:
             )
         return True
 
-    @checks.entry(batch=0, seq=0)
+    @checks.validate(batch=0, seq=0)
     def check(self, model: Transformer, *, batch: int = 0, seq: int = 0) -> None:
         """Raise `ValueError` if this plan is not valid for the model, the batch or the sequence."""
         self._check_stages(model)
@@ -153,7 +153,7 @@ class Plan:
         chunks = self.pipeline * self.virtual_stages
         if chunks > model.layers:
             raise ValueError(
-                f"expected pipeline x virtual_stages <= {counted(model.layers, 'layer')}, got "
+                f"expected pipeline x virtual_stages <= {format_count(model.layers, 'layer')}, got "
                 f"{chunks}"
             )
         if self.pipeline > 1 and model.shared_kv_layers:
@@ -169,18 +169,18 @@ class Plan:
             )
 
     def _check_shards(self, model: Transformer) -> None:
-        for name, size in tensor_parallel_sizes(model).items():
+        for name, size in list_tensor_parallel_sizes(model).items():
             if size % self.tensor:
                 raise ValueError(f"expected tensor to divide {name}={size}, got {self.tensor}")
         check_key_heads(model, self.tensor)
         num_experts = model.experts.count if model.experts else 0
         if self.expert > 1 and (not num_experts or num_experts % self.expert):
             raise ValueError(
-                f"expected expert to divide the {counted(num_experts, 'expert')} of the model, got "
-                f"{self.expert}"
+                f"expected expert to divide the {format_count(num_experts, 'expert')} of the "
+                f"model, got {self.expert}"
             )
 
-    def stage_layers(self, model: Transformer, stage: int) -> tuple[int, ...]:
+    def list_stage_layers(self, model: Transformer, stage: int) -> tuple[int, ...]:
         """Return the layers of a stage, whose chunks are as equal as possible.
 
         If the division is uneven, the first chunks have one more layer. The exception is a division
@@ -188,7 +188,7 @@ class Plan:
         last chunk have one layer fewer than the other chunks. Raises `ValueError` for a stage
         outside the pipeline.
         """
-        if not 0 <= checks.whole("stage", stage, least=-math.inf) < self.pipeline:
+        if not 0 <= checks.require_integer("stage", stage, least=-math.inf) < self.pipeline:
             raise ValueError(f"expected 0 <= stage < {self.pipeline}, got {stage}")
         chunks = self.pipeline * self.virtual_stages
         layers_per_chunk, remainder = divmod(model.layers, chunks)
@@ -203,26 +203,28 @@ class Plan:
             indices += range(start, start + layers_per_chunk + longer)
         return tuple(indices)
 
-    def stage_model(self, model: Transformer, stage: int) -> Transformer:
+    def build_stage_model(self, model: Transformer, stage: int) -> Transformer:
         """Return the layers of a stage as a model, with embedding and head if the stage has them.
 
         A tied embedding is on the first stage and, as the head, also on the last stage.
         """
-        indices = self.stage_layers(model, stage)
-        return part_of(model, indices, stage == 0, stage == self.pipeline - 1)
+        indices = self.list_stage_layers(model, stage)
+        return build_part(model, indices, stage == 0, stage == self.pipeline - 1)
 
     @property
     def layout(self) -> str:
         """The plan as one line of text."""
-        chunks = f" in {counted(self.virtual_stages, 'chunk')}" if self.virtual_stages > 1 else ""
+        chunks = (
+            f" in {format_count(self.virtual_stages, 'chunk')}" if self.virtual_stages > 1 else ""
+        )
         return (
             f"data {self.data}, tensor {self.tensor}, pipeline {self.pipeline} ({self.schedule}"
             f"{chunks}), context {self.context}, expert {self.expert}, ZeRO {self.zero}, "
-            f"{counted(self.microbatches, 'micro-batch')}, recompute {self.recompute}"
+            f"{format_count(self.microbatches, 'micro-batch')}, recompute {self.recompute}"
         )
 
 
-def in_flight(plan: Any, stage: int) -> int:
+def count_in_flight(plan: Any, stage: int) -> int:
     """Return the largest number of micro-batches whose activations a stage stores at once.
 
     With interleaved stages, each chunk of a micro-batch counts as one. `plan` is a `Plan`, or a
@@ -241,40 +243,42 @@ def in_flight(plan: Any, stage: int) -> int:
 
 
 @lru_cache(maxsize=1024)
-def part_of(model: Transformer, indices: tuple[int, ...], first: bool, last: bool) -> Transformer:
+def build_part(
+    model: Transformer, indices: tuple[int, ...], first: bool, last: bool
+) -> Transformer:
     """Return a model of the layers `indices`, with embedding if `first` and head if `last`."""
     local_index = {layer: index for index, layer in enumerate(indices)}
 
-    def local_layers(layers: Iterable[int] | None) -> tuple[int, ...]:
+    def select_local_layers(layers: Iterable[int] | None) -> tuple[int, ...]:
         return tuple(local_index[i] for i in sorted(layers or ()) if i in local_index)
 
     def is_on_stage(matrix: Matrix) -> bool:
         if matrix.layers is not None:
-            return bool(local_layers(matrix.layers))
+            return bool(select_local_layers(matrix.layers))
         return first if matrix.where == "first" else last
 
     experts, window = model.experts, model.window
     if experts:
-        layers = local_layers(experts.layers)
+        layers = select_local_layers(experts.layers)
         experts = replace(experts, layers=layers) if layers else None
     if window:
-        layers = local_layers(model.windowed_layers)
+        layers = select_local_layers(model.windowed_layers)
         window = replace(window, layers=layers) if layers else None
     return replace(
         model,
         layers=len(indices),
         experts=experts,
         window=window,
-        attention_layers=local_layers(model.attention_layers),
-        shared_kv_layers=local_layers(model.shared_kv_layers),
-        mlp_layers=local_layers(model.mlp_layers),
+        attention_layers=select_local_layers(model.attention_layers),
+        shared_kv_layers=select_local_layers(model.shared_kv_layers),
+        mlp_layers=select_local_layers(model.mlp_layers),
         mixers=tuple(
-            replace(mixer, layers=local_layers(mixer.layers))
+            replace(mixer, layers=select_local_layers(mixer.layers))
             for mixer in model.mixers
-            if local_layers(mixer.layers)
+            if select_local_layers(mixer.layers)
         ),
         extra=tuple(
-            replace(m, layers=None if m.layers is None else local_layers(m.layers))
+            replace(m, layers=None if m.layers is None else select_local_layers(m.layers))
             for m in model.extra
             if is_on_stage(m)
         ),
@@ -300,25 +304,25 @@ CHOICES: dict[str, tuple[object, ...]] = {
 def can_split_evenly(layers: int, chunks: int) -> bool:
     """Return True if all chunks can have the same number of layers.
 
-    The embedding and the head may count as one layer each, as in `Plan.stage_layers`.
+    The embedding and the head may count as one layer each, as in `Plan.list_stage_layers`.
     """
     return layers >= chunks and layers % chunks in (0, chunks - 2)
 
 
-def validated_plan(plan: Plan | None, model: Transformer, *, batch: int, seq: int) -> Plan:
+def validate_plan(plan: Plan | None, model: Transformer, *, batch: int, seq: int) -> Plan:
     """Return a valid plan unchanged, or the plan of a single device for None.
 
     Raises `ValueError` if the plan is not valid for the model, the batch or the sequence, or if the
     training step of the model is not modeled.
     """
     plan = Plan() if plan is None else plan
-    checks.instance("plan", plan, Plan, "a Plan or None")
+    checks.require_instance("plan", plan, Plan, "a Plan or None")
     model.check_step()
     plan.check(model, batch=batch, seq=seq)
     return plan
 
 
-def tensor_parallel_sizes(model: Transformer) -> dict[str, int]:
+def list_tensor_parallel_sizes(model: Transformer) -> dict[str, int]:
     """Return the sizes that the tensor-parallel degree must divide, keyed by their names."""
     sizes = {"heads": model.heads}
     if model.mlp_layers:

@@ -17,14 +17,14 @@ BYTES: dict[str, Fraction] = {
 }
 
 
-@checks.entry()
-def bytes_of(dtype: str) -> Fraction:
+@checks.validate()
+def get_itemsize(dtype: str) -> Fraction:
     """Return the bytes of one element; raise `ValueError` for an unknown dtype."""
-    checks.choice("dtype", dtype, BYTES)
+    checks.require_choice("dtype", dtype, BYTES)
     return BYTES[dtype]
 
 
-@checks.named
+@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Precision:
     """A training recipe: the dtypes of model states, activations and matrix products."""
@@ -53,9 +53,9 @@ class Precision:
         others = {"name", "moments", "moment_block", "source"}
         dtypes = {field.name for field in fields(Precision)} - others
         checks.convert_fields(self, **dict.fromkeys(dtypes, tuple(BYTES)))
-        checks.instance("moments", self.moments, tuple, "a tuple of dtypes")
+        checks.require_instance("moments", self.moments, tuple, "a tuple of dtypes")
         for moment in self.moments:
-            checks.choice("a dtype of moments", moment, BYTES)
+            checks.require_choice("a dtype of moments", moment, BYTES)
 
     @property
     def compute(self) -> str:
@@ -66,12 +66,12 @@ class Precision:
     def bytes_per_parameter(self) -> Fraction:
         """The bytes of weights, gradients, master copy and moments per parameter.
 
-        The temporary copies in `cast_weights` are not included.
+        The temporary copies in `count_cast_weight_bytes` are not included.
         """
         return (
-            bytes_of(self.weights)
-            + bytes_of(self.gradients)
-            + (bytes_of(self.master) if self.master else 0)
+            get_itemsize(self.weights)
+            + get_itemsize(self.gradients)
+            + (get_itemsize(self.master) if self.master else 0)
             + self.moment_bytes
         )
 
@@ -79,7 +79,7 @@ class Precision:
     def moment_bytes(self) -> Fraction:
         """The bytes of all moments per parameter, with their scales."""
         scale = Fraction(4, self.moment_block) if self.moment_block else Fraction(0)
-        return sum((bytes_of(moment) + scale for moment in self.moments), Fraction(0))
+        return sum((get_itemsize(moment) + scale for moment in self.moments), Fraction(0))
 
 
 _FILE = Path(__file__).with_name("precisions.toml")
@@ -89,13 +89,13 @@ PRECISIONS: dict[str, Precision] = {
 }
 
 
-@checks.entry()
-def recipe(precision: str | Precision) -> Precision:
+@checks.validate()
+def get_recipe(precision: str | Precision) -> Precision:
     """Return the recipe with this name, or a `Precision` unchanged.
 
     Raises `ValueError` for an unknown name.
     """
     if isinstance(precision, Precision):
         return precision
-    checks.choice("precision", precision, PRECISIONS)
+    checks.require_choice("precision", precision, PRECISIONS)
     return PRECISIONS[precision]

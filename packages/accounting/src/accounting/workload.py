@@ -6,10 +6,10 @@ from typing import Any
 
 from accounting import checks
 from accounting.plan import Plan
-from accounting.precision import Precision, recipe
+from accounting.precision import Precision, get_recipe
 
 
-@checks.named
+@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Workload:
     """The work of one training step.
@@ -46,7 +46,7 @@ class Workload:
                 f"expected seq >= 1 with batch={self.batch}, got 0; "
                 "pass the number of tokens per sequence"
             )
-        recipe(self.precision)
+        get_recipe(self.precision)
         if self.compiled and self.transformers:
             raise ValueError(
                 "expected transformers=False with compiled=True, got True; torch.compile fuses "
@@ -56,7 +56,7 @@ class Workload:
     @property
     def kind(self) -> Precision:
         """The recipe that `precision` names."""
-        return recipe(self.precision)
+        return get_recipe(self.precision)
 
     def tokens(self, plan: Plan) -> int:
         """Return the number of tokens of a micro-batch on one device."""
@@ -67,12 +67,12 @@ class Workload:
 WORKLOAD = tuple(Workload.__dataclass_fields__)
 
 
-def workload(work: Workload | None, run: Mapping[str, Any], **defaults: Any) -> Workload:
+def build_workload(work: Workload | None, run: Mapping[str, Any], **defaults: Any) -> Workload:
     """Return `work` with the fields in `run` replaced, or a new `Workload` if `work` is None.
 
     `defaults` apply only to a new `Workload`.
     """
     if work is None:
         return Workload(**defaults | dict(run))
-    checks.instance("work", work, Workload, "a Workload or None")
+    checks.require_instance("work", work, Workload, "a Workload or None")
     return replace(work, **run)

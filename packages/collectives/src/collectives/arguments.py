@@ -92,7 +92,7 @@ def describe_call(
     # Tensors that were created in inference mode have no version.
     increment_version([output for output in outputs if not output.is_inference()])
     if shape is None:
-        shape = compared_shape(comm, tensor)
+        shape = get_compared_shape(comm, tensor)
     if len(shape) > MAX_DIMS and not shapes:
         # A packed call has room for `MAX_DIMS` dimensions only, so a digest is compared.
         shapes = (tuple(shape),)
@@ -109,7 +109,7 @@ def _writes_outputs(kind: str, *, is_root: bool) -> bool:
     return is_root or kind != "reduce"
 
 
-def compared_shape(comm: Communicator, tensor: Tensor) -> tuple[int, ...]:
+def get_compared_shape(comm: Communicator, tensor: Tensor) -> tuple[int, ...]:
     """Return the shape that must be the same on all ranks."""
     return tensor.shape if comm.compare_shapes else (tensor.numel(),)
 
@@ -207,15 +207,15 @@ def may_overlap(tensor: Tensor, outputs: Sequence[Tensor]) -> bool:
     Storages are not compared, because two tensors of one NumPy array can overlap
     without sharing a storage.
     """
-    start, stop = _byte_range(tensor)
+    start, stop = _compute_byte_range(tensor)
     for output in outputs:
-        output_start, output_stop = _byte_range(output)
+        output_start, output_stop = _compute_byte_range(output)
         if start < output_stop and output_start < stop:
             return True
     return False
 
 
-def _byte_range(tensor: Tensor) -> tuple[int, int]:
+def _compute_byte_range(tensor: Tensor) -> tuple[int, int]:
     """Return the addresses of a tensor's first byte and of the byte after its last element."""
     start = tensor.data_ptr()
     if not tensor.numel():
@@ -252,7 +252,7 @@ def check_same_dtype(name: str, tensor: Tensor, other_name: str, other: Tensor) 
         )
 
 
-def root_rank(comm: Communicator, src: int | None, group: Any, group_src: int | None) -> int:
+def get_root_rank(comm: Communicator, src: int | None, group: Any, group_src: int | None) -> int:
     """Return the root's rank in the group, from `src`, its global rank, or from `group_src`."""
     if (src is None) == (group_src is None):
         raise ValueError(

@@ -120,7 +120,7 @@ class Attribution:
     difference: str = ""
 
 
-def attribute(
+def attribute_failure(
     reports: Mapping[int, Report],
     waiting: Mapping[int, Report],
     *,
@@ -137,13 +137,13 @@ def attribute(
     """
     # Ties are decided by the order of reports, but ranks read the reports in different orders.
     reports = dict(sorted(reports.items()))
-    reported = _reported_cause(reports, call_number)
+    reported = _find_reported_cause(reports, call_number)
     if reported is not None:
         return reported
     alive = dict(sorted({**reports, **waiting}.items()))
     waited_for = {report.waits_for for report in alive.values() if report.waits_for is not None}
     silent = waited_for.union(participants) - alive.keys()
-    disconnected = disconnected_ranks(reports)
+    disconnected = list_disconnected_ranks(reports)
     if silent and any(report.status is Status.TIMED_OUT for report in reports.values()):
         disconnected = [rank for rank in disconnected if rank not in waiting]
     difference = _find_difference(reports if disconnected else alive, world_size)
@@ -162,7 +162,7 @@ def attribute(
     return Attribution(Cause.UNKNOWN)
 
 
-def disconnected_ranks(reports: Mapping[int, Report]) -> list[int]:
+def list_disconnected_ranks(reports: Mapping[int, Report]) -> list[int]:
     """Return the ranks whose connections are closed and that have no report.
 
     Ranks with a report are excluded, because a rank closes its connections after reporting.
@@ -171,7 +171,7 @@ def disconnected_ranks(reports: Mapping[int, Report]) -> list[int]:
     return sorted(ranks - reports.keys())
 
 
-def ranks_that_left(reports: Mapping[int, Report], call_number: int) -> list[int]:
+def list_ranks_that_left(reports: Mapping[int, Report], call_number: int) -> list[int]:
     """Return the ranks that left the group without an error before the call with this number."""
     return sorted(
         rank
@@ -180,7 +180,7 @@ def ranks_that_left(reports: Mapping[int, Report], call_number: int) -> list[int
     )
 
 
-def _reported_cause(reports: Mapping[int, Report], call_number: int) -> Attribution | None:
+def _find_reported_cause(reports: Mapping[int, Report], call_number: int) -> Attribution | None:
     """Return the cause that a rank already knows (rules 1 to 3), or None."""
     causes = {
         Status.MISMATCH: Cause.REPORTED_MISMATCH,
@@ -190,7 +190,7 @@ def _reported_cause(reports: Mapping[int, Report], call_number: int) -> Attribut
         for rank, report in reports.items():
             if report.status is status:
                 return Attribution(cause, report.blamed, rank, report.difference)
-    left = ranks_that_left(reports, call_number)
+    left = list_ranks_that_left(reports, call_number)
     return Attribution(Cause.LEFT, left) if left else None
 
 
@@ -200,7 +200,7 @@ def _find_difference(reports: Mapping[int, Report], world_size: int) -> Mismatch
     A rank that completed a call may already be in a later one. The ranks are therefore compared at
     the last call that all of them have made.
     """
-    number = _last_common_number(reports)
+    number = _find_last_common_number(reports)
     lengths = {
         rank: Lengths(*report.lengths)
         for rank, report in reports.items()
@@ -216,7 +216,7 @@ def _find_difference(reports: Mapping[int, Report], world_size: int) -> Mismatch
 
 def _find_earlier_difference(reports: Mapping[int, Report]) -> Mismatch | None:
     """Return the first difference between calls before the last one that all ranks have made."""
-    newest = _last_common_number(reports)
+    newest = _find_last_common_number(reports)
     oldest = max((r.call_number - len(r.calls) + 1 for r in reports.values()), default=newest)
     for number in range(oldest, newest):
         try:
@@ -226,7 +226,7 @@ def _find_earlier_difference(reports: Mapping[int, Report]) -> Mismatch | None:
     return None
 
 
-def _last_common_number(reports: Mapping[int, Report]) -> int:
+def _find_last_common_number(reports: Mapping[int, Report]) -> int:
     """Return the number of the last call that all of these ranks have made."""
     return min((report.call_number for report in reports.values()), default=0)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo, Store
 
 from collectives import collective, lists
-from collectives.coalesced import coalesced
+from collectives.coalesced import run_coalesced
 from collectives.communicator import Communicator
 from collectives.execution.timeouts import check_timeout
 from collectives.execution.work import CoalescedWork, Work
@@ -36,9 +36,14 @@ from collectives.process_group.device_backends import (
     create_backend,
     split_options,
 )
-from collectives.process_group.method_arguments import Options, single, single_list
-from collectives.process_group.methods import OptionalWork, collective_method, on_gloo, refused
-from collectives.store import fresh_store
+from collectives.process_group.method_arguments import Options, unwrap_list, unwrap_tensor
+from collectives.process_group.methods import (
+    OptionalWork,
+    collective_method,
+    make_gloo_method,
+    make_refused_method,
+)
+from collectives.store import create_fresh_store
 
 NAME = "collectives"
 CPU = torch.device("cpu")
@@ -72,7 +77,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         bound = getattr(getattr(options, "process_group", None), "bound_device_id", None)
         if bound is not None:
             self.bound_device_id = bound
-        store = fresh_store(options.store, rank, world_size, deadline)
+        store = create_fresh_store(options.store, rank, world_size, deadline)
         # The options for backends of other devices, and for groups of some of the ranks.
         self._options = copy_options(options, store=store)
         self._gloo: Any = connect_gloo(store, rank, world_size, deadline)
@@ -91,7 +96,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     @collective_method("op")
     def allreduce(self, tensors: Any, options: Options) -> OptionalWork:
         """Reduce a tensor over all ranks, in place; gloo reduces sparse tensors."""
-        tensor = single(tensors)
+        tensor = unwrap_tensor(tensors)
         if tensor.is_sparse:
             gloo_options = dist.AllreduceOptions()
             gloo_options.reduceOp = options.op
@@ -102,14 +107,14 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def broadcast(self, tensors: Any, options: Options) -> OptionalWork:
         """Copy the root's tensor to every rank."""
         return collective.broadcast(
-            single(tensors), group=self, async_op=options.async_op, group_src=options.root
+            unwrap_tensor(tensors), group=self, async_op=options.async_op, group_src=options.root
         )
 
     @collective_method("root", "op")
     def reduce(self, tensors: Any, options: Options) -> OptionalWork:
         """Reduce over all ranks into the root's tensor."""
         return lists.reduce(
-            single(tensors),
+            unwrap_tensor(tensors),
             op=options.op,
             group=self,
             async_op=options.async_op,
@@ -120,14 +125,14 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def all_gather_single(self, output: Any, input: Any, options: Options) -> OptionalWork:
         """Write the inputs of all ranks to `output`, in rank order."""
         return collective.all_gather_into_tensor(
-            single(output), single(input), self, options.async_op
+            unwrap_tensor(output), unwrap_tensor(input), self, options.async_op
         )
 
     @collective_method("op")
     def reduce_scatter_single(self, output: Any, input: Any, options: Options) -> OptionalWork:
         """Reduce `input` over all ranks and write this rank's slice to `output`."""
         return collective.reduce_scatter_tensor(
-            single(output), single(input), options.op, self, options.async_op
+            unwrap_tensor(output), unwrap_tensor(input), options.op, self, options.async_op
         )
 
     @collective_method()
@@ -152,22 +157,22 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
             return work
         options = Options.parse((), [] if opts is None else [opts], {"timeout": timeout})
         started = collective.barrier(self, options.async_op, timeout=options.timeout)
-        return Work.completed([]) if started is None else started
+        return Work.make_completed([]) if started is None else started
 
     # ----- this package: collectives of lists of tensors -----
 
     @collective_method()
     def allgather(self, output_tensors: Any, input_tensors: Any, options: Options) -> OptionalWork:
         """Copy the tensors of all ranks to the output list."""
-        outputs = single_list(output_tensors)
-        return lists.all_gather(outputs, single(input_tensors), self, options.async_op)
+        outputs = unwrap_list(output_tensors)
+        return lists.all_gather(outputs, unwrap_tensor(input_tensors), self, options.async_op)
 
     @collective_method("root")
     def gather(self, output_tensors: Any, input_tensors: Any, options: Options) -> OptionalWork:
         """Copy the tensors of all ranks to the root's list."""
         return lists.gather(
-            single(input_tensors),
-            single_list(output_tensors),
+            unwrap_tensor(input_tensors),
+            unwrap_list(output_tensors),
             group=self,
             async_op=options.async_op,
             group_dst=options.root,
@@ -179,12 +184,12 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         outputs: list[Tensor] = []
         if self.rank() == options.root:
             # Only a contiguous tensor can be flattened without a copy.
-            whole = single(output)
+            whole = unwrap_tensor(output)
             has_equal_parts = whole.dim() > 0 and whole.shape[0] % self.size() == 0
             parts = whole if has_equal_parts else whole.view(-1)
             outputs = list(parts.tensor_split(self.size()))
         return lists.gather(
-            single(input),
+            unwrap_tensor(input),
             outputs,
             group=self,
             async_op=options.async_op,
@@ -197,8 +202,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     def scatter(self, output_tensors: Any, input_tensors: Any, options: Options) -> OptionalWork:
         """Copy the i-th tensor of the root's list to rank i."""
         return lists.scatter(
-            single(output_tensors),
-            single_list(input_tensors),
+            unwrap_tensor(output_tensors),
+            unwrap_list(input_tensors),
             group=self,
             async_op=options.async_op,
             group_src=options.root,
@@ -209,8 +214,8 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, output_tensors: Any, input_tensors: Any, options: Options
     ) -> OptionalWork:
         """Reduce the i-th tensors of all ranks' lists into the output of rank i."""
-        output = single(output_tensors)
-        inputs = single_list(input_tensors)
+        output = unwrap_tensor(output_tensors)
+        inputs = unwrap_list(input_tensors)
         return lists.reduce_scatter(output, inputs, options.op, self, options.async_op)
 
     @collective_method()
@@ -225,7 +230,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
     @collective_method("op")
     def allreduce_coalesced(self, tensors: Any, options: Options) -> OptionalWork:
         """Reduce several tensors in place, in one call."""
-        return coalesced(
+        return run_coalesced(
             "all_reduce", [[t] for t in tensors], tensors, options.op, self, options.async_op
         )
 
@@ -234,7 +239,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Any, inputs: Any, options: Options
     ) -> OptionalWork:
         """Run `all_gather_single` on several pairs of tensors, in one call."""
-        return coalesced(
+        return run_coalesced(
             "all_gather", [[out] for out in outputs], inputs, None, self, options.async_op
         )
 
@@ -243,7 +248,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
         self, outputs: Any, inputs: Any, options: Options
     ) -> OptionalWork:
         """Run `reduce_scatter_single` on several pairs of tensors, in one call."""
-        return coalesced(
+        return run_coalesced(
             "reduce_scatter", [[out] for out in outputs], inputs, options.op, self, options.async_op
         )
 
@@ -259,7 +264,7 @@ class CollectivesProcessGroup(_ProcessGroup):  # type: ignore[misc]
                 f"tensors, one list per rank and one tensor per input, got lists of {lengths}"
             )
         outputs = [list(of_ranks) for of_ranks in zip(*output_lists, strict=True)]
-        return coalesced("all_gather", outputs, input_list, None, self, options.async_op)
+        return run_coalesced("all_gather", outputs, input_list, None, self, options.async_op)
 
     def _start_coalescing(self, device: torch.device) -> None:
         """Collect the handles of the following calls, until `_end_coalescing` is called."""
@@ -395,7 +400,7 @@ REFUSED = {
 }
 
 for _name in GLOO:
-    setattr(CollectivesProcessGroup, _name, on_gloo(_name))
+    setattr(CollectivesProcessGroup, _name, make_gloo_method(_name))
 for _name, _remedy in REFUSED.items():
-    setattr(CollectivesProcessGroup, _name, refused(_name, NAME, _remedy))
+    setattr(CollectivesProcessGroup, _name, make_refused_method(_name, NAME, _remedy))
 dist.Backend.register_backend(NAME, CollectivesProcessGroup, extended_api=True, devices=["cpu"])

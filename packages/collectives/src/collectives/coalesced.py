@@ -16,16 +16,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.algorithms import dispatch
-from collectives.algorithms.reduction import check_dtype, op_name
-from collectives.arguments import check_tensors, compared_shape, describe_call, flatten
+from collectives.algorithms.reduction import check_dtype, get_op_name
+from collectives.arguments import check_tensors, describe_call, flatten, get_compared_shape
 from collectives.communicator import Communicator
-from collectives.groups import communicator
+from collectives.groups import get_communicator
 from collectives.shared_memory.fingerprint import Call
 
 Tensors = Sequence[Tensor]
 
 
-def coalesced(
+def run_coalesced(
     kind: str,
     outputs: Sequence[Tensors],
     inputs: Tensors,
@@ -41,13 +41,13 @@ def coalesced(
         inputs: at least one tensor.
         op: the reduce op; None for an all-gather.
     """
-    comm = communicator(group)
-    name = op_name(op) if op is not None else ""
+    comm = get_communicator(group)
+    name = get_op_name(op) if op is not None else ""
     _check_tensors(comm, kind, outputs, inputs, name)
     indices_by_dtype: dict[torch.dtype, list[int]] = {}
     for i, tensor in enumerate(inputs):
         indices_by_dtype.setdefault(tensor.dtype, []).append(i)
-    shapes = tuple((tensor.dtype, *compared_shape(comm, tensor)) for tensor in inputs)
+    shapes = tuple((tensor.dtype, *get_compared_shape(comm, tensor)) for tensor in inputs)
     calls = [
         describe_call(
             comm,
@@ -63,7 +63,7 @@ def coalesced(
         for indices in indices_by_dtype.values()
     ]
 
-    def body(packed: bytes) -> None:
+    def run_call(packed: bytes) -> None:
         for call, indices in zip(calls, indices_by_dtype.values(), strict=True):
             _run_packed(
                 comm,
@@ -75,14 +75,14 @@ def coalesced(
             )
 
     result = [target for targets in outputs for target in targets]
-    return comm.run(calls[0], inputs, body, async_op=async_op, result=result)
+    return comm.run(calls[0], inputs, run_call, async_op=async_op, result=result)
 
 
 def _run_packed(
     comm: Communicator, call: Call, packed: bytes, outputs: Sequence[Tensors], inputs: Tensors
 ) -> None:
     """Run a coalesced call on inputs of one dtype; `packed` is the fingerprint to compare."""
-    rows_in, rows_out = _num_rows(call.kind, comm.world_size)
+    rows_in, rows_out = _count_rows(call.kind, comm.world_size)
     widths = [tensor.numel() // rows_in for tensor in inputs]
     rows = [flatten(tensor).view(rows_in, -1) for tensor in inputs]
     local = torch.cat(rows, dim=1).view(-1)
@@ -98,7 +98,7 @@ def _run_packed(
             target.detach().copy_(part.reshape(target.shape))
 
 
-def _num_rows(kind: str, world_size: int) -> tuple[int, int]:
+def _count_rows(kind: str, world_size: int) -> tuple[int, int]:
     """Return how many rows the packed input and its result have: see the module docstring."""
     rows_in = world_size if kind == "reduce_scatter" else 1
     rows_out = world_size if kind == "all_gather" else 1
@@ -114,7 +114,7 @@ def _check_tensors(
             f"a coalesced {kind} expected at least one input, and one output per input, got "
             f"{len(inputs)} inputs and {len(outputs)} outputs"
         )
-    rows_in, rows_out = _num_rows(kind, comm.world_size)
+    rows_in, rows_out = _count_rows(kind, comm.world_size)
     for i, (targets, tensor) in enumerate(zip(outputs, inputs, strict=True)):
         check_tensors(kind, tensor, targets)
         if op:

@@ -26,16 +26,16 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.algorithms import dispatch
-from collectives.algorithms.reduction import check_dtype, op_name
+from collectives.algorithms.reduction import check_dtype, get_op_name
 from collectives.arguments import (
     check_pair,
     check_same_dtype,
     copy_back,
     describe_call,
     flatten,
+    get_root_rank,
     is_forwarded,
     may_overlap,
-    root_rank,
     separate,
     skip_non_members,
     split_lengths,
@@ -43,7 +43,7 @@ from collectives.arguments import (
 )
 from collectives.communicator import Communicator
 from collectives.execution.timeouts import limit_calls
-from collectives.groups import communicator
+from collectives.groups import get_communicator
 from collectives.shared_memory.engine import Job
 from collectives.shared_memory.fingerprint import Call
 
@@ -66,8 +66,8 @@ def all_reduce(
     """
     if is_forwarded("all_reduce", tensor, algorithm):
         return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
-    comm = communicator(group)
-    name = op_name(op)
+    comm = get_communicator(group)
+    name = get_op_name(op)
     check_dtype(name, tensor.dtype)
     call = describe_call(comm, "all_reduce", tensor, algorithm, op=name, outputs=[tensor])
     return run(comm, call, async_op, tensor)
@@ -89,8 +89,8 @@ def reduce_scatter_tensor(
     """
     if is_forwarded("reduce_scatter_tensor", output, algorithm):
         return dist.reduce_scatter_tensor(output, input, op=op, group=group, async_op=async_op)
-    comm = communicator(group)
-    name = op_name(op)
+    comm = get_communicator(group)
+    name = get_op_name(op)
     check_dtype(name, input.dtype)
     check_pair("input", input, "output", output, comm.world_size)
     call = describe_call(comm, "reduce_scatter", input, algorithm, op=name, outputs=[output])
@@ -112,7 +112,7 @@ def all_gather_into_tensor(
     """
     if is_forwarded("all_gather_into_tensor", output_tensor, algorithm):
         return dist.all_gather_into_tensor(output_tensor, input_tensor, group, async_op)
-    comm = communicator(group)
+    comm = get_communicator(group)
     check_pair("output_tensor", output_tensor, "input_tensor", input_tensor, comm.world_size)
     call = describe_call(comm, "all_gather", input_tensor, algorithm, outputs=[output_tensor])
     return run(comm, call, async_op, output_tensor, input_tensor)
@@ -134,8 +134,8 @@ def broadcast(
     """
     if is_forwarded("broadcast", tensor, algorithm):
         return dist.broadcast(tensor, src, group=group, async_op=async_op, group_src=group_src)
-    comm = communicator(group)
-    root = root_rank(comm, src, group, group_src)
+    comm = get_communicator(group)
+    root = get_root_rank(comm, src, group, group_src)
     call = describe_call(comm, "broadcast", tensor, algorithm, root=root, outputs=[tensor])
     return run(comm, call, async_op, tensor)
 
@@ -160,7 +160,7 @@ def all_to_all_single(
         return dist.all_to_all_single(
             output, input, output_split_sizes, input_split_sizes, group, async_op
         )
-    comm = communicator(group)
+    comm = get_communicator(group)
     check_same_dtype("output", output, "input", input)
     output_sizes = split_sizes(output_split_sizes)
     input_sizes = split_sizes(input_split_sizes)
@@ -174,14 +174,14 @@ def all_to_all_single(
     # Shapes may differ between ranks. The lengths are compared when the call runs.
     call = describe_call(comm, "all_to_all", input, algorithm, outputs=[output], shape=())
 
-    def body(packed: bytes) -> None:
+    def run_call(packed: bytes) -> None:
         flat_output = flatten(output)
         outputs = flat_output.split(lengths_out)
         inputs = separate(flatten(input), [output]).split(lengths_in)
         dispatch.all_to_all(comm, call, packed, outputs, inputs)
         copy_back(output, flat_output)
 
-    return comm.run(call, input, body, async_op=async_op, result=output)
+    return comm.run(call, input, run_call, async_op=async_op, result=output)
 
 
 def _should_use_gloo(comm: Communicator, output: Tensor, input: Tensor) -> bool:
@@ -199,27 +199,27 @@ def run(
 ) -> dist.Work | None:
     """Run a call that writes to `output`, which is also its input if `input` is None."""
     source = output if input is None else input
-    must_copy = input is not None and _overwrites_input(comm, output, input)
+    must_copy = input is not None and _can_overwrite_input(comm, output, input)
     # A broadcast only reads the root's tensor, and only writes to the tensors of the other ranks.
     is_broadcast = call.kind == "broadcast"
     is_read = not is_broadcast or comm.rank == call.root
     is_written = not is_broadcast or comm.rank != call.root
 
-    def flat_tensors() -> list[Tensor]:
+    def flatten_tensors() -> list[Tensor]:
         if input is None:
             return [flatten(output)]
         return [flatten(output), flatten(input.clone() if must_copy else input)]
 
     if not async_op and call.packed in comm.gloo.groups and comm.can_skip_queue(output):
-        tensors = flat_tensors()
+        tensors = flatten_tensors()
         comm.run_without_queue(call, *tensors)
         if is_written:
             copy_back(output, tensors[0])
         return None
 
-    def body(packed: bytes) -> None:
+    def run_call(packed: bytes) -> None:
         # The input is not copied before this point, because earlier calls may still write to it.
-        tensors = flat_tensors()
+        tensors = flatten_tensors()
         dispatch.run(comm, call, packed, *tensors)
         if is_written:
             copy_back(output, tensors[0])
@@ -230,10 +230,10 @@ def run(
 
     # NaNs in tensors that are not read do not matter.
     inputs = [source] if is_read else []
-    return comm.run(call, inputs, body, async_op=async_op, result=output, make_job=make_job)
+    return comm.run(call, inputs, run_call, async_op=async_op, result=output, make_job=make_job)
 
 
-def _overwrites_input(comm: Communicator, output: Tensor, input: Tensor) -> bool:
+def _can_overwrite_input(comm: Communicator, output: Tensor, input: Tensor) -> bool:
     """Return True if writing the output could overwrite elements of the input before they are read.
 
     If the shorter tensor is this rank's slice of the longer one, return False: the algorithms of
@@ -259,11 +259,11 @@ def barrier(
     `device_ids` has no effect, as on gloo: no device takes part in the call. `timeout` applies to
     this call only; the default is the group's timeout.
     """
-    comm = communicator(group)
+    comm = get_communicator(group)
     call = Call("barrier", (), torch.uint8)
-    body = partial(dispatch.barrier, comm)
+    run_call = partial(dispatch.barrier, comm)
     with limit_calls(timeout):
-        return comm.run(call, [], body, async_op=async_op)
+        return comm.run(call, [], run_call, async_op=async_op)
 
 
 def shared_empty(
@@ -278,15 +278,15 @@ def shared_empty(
     Every rank of the group must call this function with the same size and dtype. If the ranks of a
     host cannot share memory, the result is an ordinary tensor, whose collectives are slower.
     """
-    comm = communicator(group)
+    comm = get_communicator(group)
     # torch validates the size and the dtype, and chooses the default dtype.
     like: Tensor = torch.empty(*size, dtype=dtype, device="meta")  # type: ignore[arg-type]
     call = Call("shared_empty", tuple(like.shape), like.dtype)
     allocated: list[Tensor] = []
 
-    def body(packed: bytes) -> None:
+    def run_call(packed: bytes) -> None:
         dispatch.compare_calls(comm, packed)
         allocated.append(comm.topology.allocate(like.numel(), like.dtype, comm.timeout))
 
-    comm.run(call, [], body, async_op=False)
+    comm.run(call, [], run_call, async_op=False)
     return allocated[0].view(like.shape)

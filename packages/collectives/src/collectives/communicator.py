@@ -64,7 +64,7 @@ class Communicator:
 
     Args:
         group: torch's process group, or its gloo backend.
-        store: a store that only this group uses: see `fresh_store`.
+        store: a store that only this group uses: see `create_fresh_store`.
         deadline: the time by which all ranks must have set up the group, a value of
             time.monotonic.
     """
@@ -85,7 +85,7 @@ class Communicator:
             self.world_size,
             timeout=self.timeout,
             deadline=deadline,
-            find_ended=self.point_to_point.disconnected_peers,
+            find_ended=self.point_to_point.find_disconnected_peers,
         )
         self.failures = FailureDetector(
             store,
@@ -96,7 +96,7 @@ class Communicator:
             self.gloo,
             deadline=deadline,
         )
-        self.progress = ProgressQueue(self.topology.arena, on_end=self._on_progress_ended)
+        self.progress = ProgressQueue(self.topology.arena, on_end=self._announce_progress_end)
         self.cost_models: dict[str, CostModel] = {}
         #: The algorithm that "auto" has chosen, by collective, size in bytes and whether gloo can
         #: run the call.
@@ -272,7 +272,7 @@ class Communicator:
     @property
     def group_timeout(self) -> float:
         """The timeout of the group in seconds, which torch may have changed."""
-        return self.gloo.timeout_seconds() or self._initial_timeout
+        return self.gloo.get_timeout_seconds() or self._initial_timeout
 
     @property
     def is_inherited(self) -> bool:
@@ -287,7 +287,7 @@ class Communicator:
         """True while a call runs on a group that has not failed."""
         return self.progress.running.locked() and self.failures.group_error is None
 
-    def _on_progress_ended(self) -> None:
+    def _announce_progress_end(self) -> None:
         """Announce that this rank makes no further calls, unless the process ends."""
         if not self._is_stopping and self.failures.group_error is None:
             self.failures.announce_end(self.operation)

@@ -30,9 +30,9 @@ from collectives.attribution import (
     Cause,
     Report,
     Status,
-    attribute,
-    disconnected_ranks,
-    ranks_that_left,
+    attribute_failure,
+    list_disconnected_ranks,
+    list_ranks_that_left,
 )
 from collectives.choice.topology import Topology
 from collectives.errors import LEFT_GROUP, UNUSABLE, Mismatch, PeerError, RankLost
@@ -127,7 +127,7 @@ class FailureDetector:
             self.leave_group_with_reason(cause, operation)
             return cause
         if isinstance(error, RankLost):
-            cause = self._reported_mismatch() or error
+            cause = self._find_reported_mismatch() or error
             self.leave_group_with_reason(cause, operation)
             return cause
         failed = RankLost([self._rank], f"rank {self._rank} failed: {error!r}")
@@ -167,7 +167,7 @@ class FailureDetector:
         if operation is not None:
             peer = self._point_to_point.waits_for
             if peer is None and self._arena is not None:
-                peer = next(iter(self._arena.late_ranks()), None)
+                peer = next(iter(self._arena.list_late_ranks()), None)
             text = self._report(operation, Status.WAITING, waits_for=peer).to_json()
         with suppress(TimeoutError, RuntimeError):
             run_within(STORE_SECONDS, lambda: self._store.set(f"waiting/{self._rank}", text))
@@ -187,7 +187,7 @@ class FailureDetector:
     def _publish_report(self, operation: Operation, status: Status, **fields: Any) -> None:
         """Publish this rank's report."""
         report = self._report(
-            operation, status, disconnected=self._point_to_point.disconnected_peers(), **fields
+            operation, status, disconnected=self._point_to_point.find_disconnected_peers(), **fields
         )
         text = report.to_json()
 
@@ -243,9 +243,9 @@ class FailureDetector:
                 reports.update(self._read_missing("report", reports))
                 now = time.monotonic()
                 if (
-                    ranks_that_left(reports, call_number)
+                    list_ranks_that_left(reports, call_number)
                     or reports.keys() >= set(participants)
-                    or (now > min_deadline and disconnected_ranks(reports))
+                    or (now > min_deadline and list_disconnected_ranks(reports))
                     or now > deadline
                 ):
                     return reports, self._read_missing("waiting", reports)
@@ -253,7 +253,7 @@ class FailureDetector:
 
         return query_store(STORE_SECONDS, collect, lambda: self._last_answer)
 
-    def _reported_mismatch(self) -> Mismatch | None:
+    def _find_reported_mismatch(self) -> Mismatch | None:
         """Return the mismatch that a rank of another host has reported, or None."""
         if self._one_host:
             return None
@@ -268,7 +268,7 @@ class FailureDetector:
     ) -> RankLost | Mismatch:
         """Return the error for dead ranks of this host, or for the ranks that the reports blame."""
         number = operation.number
-        dead = [] if self._arena is None else self._arena.dead_ranks()
+        dead = [] if self._arena is None else self._arena.list_dead_ranks()
         if dead:
             return RankLost(dead, f"{format_ranks(dead)} died (call {number}); {UNUSABLE}")
         # A rank may also wait for a peer of its host that takes no part in the messages.
@@ -290,7 +290,7 @@ class FailureDetector:
             )
         except RankLost as store_error:
             return RankLost(store_error.ranks, f"{store_error}; {context}")
-        attribution = attribute(
+        attribution = attribute_failure(
             reports,
             waiting,
             call_number=number,
@@ -298,10 +298,10 @@ class FailureDetector:
             participants=operation.participants,
             world_size=self._world_size,
         )
-        return _error_for(attribution, context, timeout)
+        return _make_error(attribution, context, timeout)
 
 
-def _error_for(attribution: Attribution, context: str, timeout: float) -> RankLost | Mismatch:
+def _make_error(attribution: Attribution, context: str, timeout: float) -> RankLost | Mismatch:
     """Return the error that reports an attribution to the caller."""
     ranks = attribution.ranks
     if attribution.cause is Cause.REPORTED_MISMATCH:

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch.distributed as dist
 
-from collectives.algorithms.gloo import gloo_backend
+from collectives.algorithms.gloo import get_gloo_backend
 from collectives.algorithms.point_to_point import PointToPoint
 from collectives.communicator import Communicator, all_communicators, is_exiting
 from collectives.execution.progress import CLOSE_SECONDS
 from collectives.execution.threads import join_threads, start_thread
-from collectives.store import fresh_store
+from collectives.store import create_fresh_store
 
 # Interval at which a thread checks for destroyed groups.
 DESTROYED_POLL_SECONDS = 0.2
@@ -32,7 +32,7 @@ _creating: dict[Any, threading.Lock] = {}
 _watcher: threading.Thread | None = None
 
 
-def communicator(group: Any = None) -> Communicator:
+def get_communicator(group: Any = None) -> Communicator:
     """Return the communicator of `group`, or of the default group if it is None.
 
     The first call on a gloo group creates the communicator, so every rank of the group must make
@@ -78,13 +78,13 @@ def _set_up(pg: Any) -> Communicator:
     timeout = pg._get_backend(pg._device_types[0]).options._timeout
     # One deadline bounds all waits of the set-up.
     deadline = time.monotonic() + timeout.total_seconds()
-    messages = PointToPoint(pg, range(pg.size()), pg.rank(), gloo_backend(pg))
-    store = fresh_store(
+    messages = PointToPoint(pg, range(pg.size()), pg.rank(), get_gloo_backend(pg))
+    store = create_fresh_store(
         dist.distributed_c10d._get_process_group_store(pg),
         pg.rank(),
         pg.size(),
         deadline,
-        messages.disconnected_peers,
+        messages.find_disconnected_peers,
     )
     return Communicator(pg, store=store, timeout=timeout, deadline=deadline)
 
@@ -103,7 +103,7 @@ def checked(group: Any = None, *, nan: bool = False, shapes: bool = True) -> Ite
         shapes: compare the tensors' shapes. False compares their numbers of elements, as gloo does,
             so that ranks can pass tensors of different shapes.
     """
-    comm = communicator(group)
+    comm = get_communicator(group)
     outer_compare_calls = comm.compare_calls
     outer_find_nan = comm.find_nan
     outer_compare_shapes = comm.compare_shapes

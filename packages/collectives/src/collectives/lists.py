@@ -20,18 +20,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from collectives.algorithms import dispatch
-from collectives.algorithms.reduction import check_dtype, op_name
+from collectives.algorithms.reduction import check_dtype, get_op_name
 from collectives.arguments import (
     check_memory,
     copy_back,
     describe_call,
     flatten,
-    root_rank,
+    get_root_rank,
     separate,
     skip_non_members,
 )
 from collectives.communicator import Communicator
-from collectives.groups import communicator
+from collectives.groups import get_communicator
 from collectives.shared_memory.fingerprint import Call
 
 Tensors = Sequence[Tensor]
@@ -51,20 +51,20 @@ def reduce(
     The tensors of the other ranks do not change. `dst` is a global rank; `group_dst` is the rank in
     the group and can be passed instead.
     """
-    comm = communicator(group)
-    name = op_name(op)
+    comm = get_communicator(group)
+    name = get_op_name(op)
     check_dtype(name, tensor.dtype)
-    root = root_rank(comm, dst, group, group_dst)
+    root = get_root_rank(comm, dst, group, group_dst)
     call = describe_call(comm, "reduce", tensor, "auto", op=name, root=root, outputs=[tensor])
 
-    def body(packed: bytes) -> None:
+    def run_call(packed: bytes) -> None:
         flat = flatten(tensor)
         result = flat if comm.rank == root else flat.clone()
         dispatch.run(comm, call, packed, result)
         if comm.rank == root:
             copy_back(tensor, result)
 
-    return comm.run(call, tensor, body, async_op=async_op)
+    return comm.run(call, tensor, run_call, async_op=async_op)
 
 
 @skip_non_members
@@ -81,8 +81,8 @@ def gather(
     All tensors have the same dtype and number of elements. `dst` is a global rank, by default 0;
     `group_dst` is the rank in the group and can be passed instead.
     """
-    comm = communicator(group)
-    root = root_rank(comm, 0 if dst is None and group_dst is None else dst, group, group_dst)
+    comm = get_communicator(group)
+    root = get_root_rank(comm, 0 if dst is None and group_dst is None else dst, group, group_dst)
     outputs = _check_root_list("gather_list", comm, root, gather_list, tensor)
     call = describe_call(comm, "gather", tensor, "auto", root=root, outputs=outputs)
     inputs = [tensor if rank == root else tensor.new_empty(0) for rank in range(comm.world_size)]
@@ -103,8 +103,8 @@ def scatter(
     All tensors have the same dtype and number of elements. `src` is a global rank, by default 0;
     `group_src` is the rank in the group and can be passed instead.
     """
-    comm = communicator(group)
-    root = root_rank(comm, 0 if src is None and group_src is None else src, group, group_src)
+    comm = get_communicator(group)
+    root = get_root_rank(comm, 0 if src is None and group_src is None else src, group, group_src)
     inputs = _check_root_list("scatter_list", comm, root, scatter_list, tensor)
     call = describe_call(comm, "scatter", tensor, "auto", root=root, outputs=[tensor])
     outputs = [tensor if rank == root else tensor.new_empty(0) for rank in range(comm.world_size)]
@@ -119,19 +119,19 @@ def all_gather(
 
     Sizes may differ between ranks: `tensor_list[i]` has as many elements as the tensor of rank i.
     """
-    comm = communicator(group)
+    comm = get_communicator(group)
     outputs = _check_list("tensor_list", comm, tensor_list, tensor, comm.rank)
     sizes = [output.numel() for output in outputs]
     call = _describe_list(comm, "all_gather", tensor, sizes, outputs=outputs)
 
-    def body(packed: bytes) -> None:
+    def run_call(packed: bytes) -> None:
         local = _pad(flatten(tensor), max(sizes))
         gathered = local.new_empty(comm.world_size * max(sizes))
         dispatch.run(comm, call, packed, gathered, local)
         for output, part in zip(outputs, gathered.tensor_split(comm.world_size), strict=True):
             copy_back(output, part[: output.numel()])
 
-    return comm.run(call, tensor, body, async_op=async_op, result=outputs)
+    return comm.run(call, tensor, run_call, async_op=async_op, result=outputs)
 
 
 @skip_non_members
@@ -146,20 +146,20 @@ def reduce_scatter(
 
     Sizes may differ within a list: `input_list[i]` has as many elements as the output of rank i.
     """
-    comm = communicator(group)
-    name = op_name(op)
+    comm = get_communicator(group)
+    name = get_op_name(op)
     check_dtype(name, output.dtype)
     inputs = _check_list("input_list", comm, input_list, output, comm.rank)
     sizes = [tensor.numel() for tensor in inputs]
     call = _describe_list(comm, "reduce_scatter", output, sizes, op=name, outputs=[output])
 
-    def body(packed: bytes) -> None:
+    def run_call(packed: bytes) -> None:
         flat_input = torch.cat([_pad(flatten(tensor), max(sizes)) for tensor in inputs])
         flat_output = _pad(flatten(output), max(sizes))
         dispatch.run(comm, call, packed, flat_output, flat_input)
         copy_back(output, flat_output[: output.numel()])
 
-    return comm.run(call, inputs, body, async_op=async_op, result=output)
+    return comm.run(call, inputs, run_call, async_op=async_op, result=output)
 
 
 @skip_non_members
@@ -173,7 +173,7 @@ def all_to_all(
 
     Sizes may differ: output i has as many elements as the input that rank i sends to this rank.
     """
-    comm = communicator(group)
+    comm = get_communicator(group)
     outputs = _check_list("output_tensor_list", comm, output_tensor_list)
     inputs = _check_list("input_tensor_list", comm, input_tensor_list)
     # Shapes may differ between ranks. The lengths are compared when the call runs.
@@ -202,14 +202,14 @@ def _exchange(
             f"them to {call.dtype}"
         )
 
-    def body(packed: bytes) -> None:
+    def run_call(packed: bytes) -> None:
         flat_outputs = [flatten(output) for output in outputs]
         flat_inputs = [separate(flatten(tensor), flat_outputs) for tensor in inputs]
         dispatch.all_to_all(comm, call, packed, flat_outputs, flat_inputs)
         for output, part in zip(outputs, flat_outputs, strict=True):
             copy_back(output, part)
 
-    return comm.run(call, inputs, body, async_op=async_op, result=result or outputs)
+    return comm.run(call, inputs, run_call, async_op=async_op, result=result or outputs)
 
 
 def _describe_list(

@@ -7,7 +7,7 @@ import torch.distributed as dist
 
 from collectives.errors import RankLost
 from collectives.execution.timeouts import check_timeout
-from collectives.groups import communicator
+from collectives.groups import get_communicator
 from collectives.shared_memory.fingerprint import format_ranks
 
 
@@ -30,7 +30,7 @@ def rebuild(group: Any = None, *, timeout: timedelta | None = None) -> dist.Proc
     """
     if timeout is not None:
         check_timeout(timeout)
-    comm = communicator(group)
+    comm = get_communicator(group)
     group_error = comm.failures.group_error
     if group_error is None:
         raise RuntimeError(

@@ -62,7 +62,7 @@ def clone_store(store: Store) -> Store:
 # ended during its set-up, and if the number of ranks has changed.
 
 
-def fresh_store(
+def create_fresh_store(
     store: Store,
     rank: int,
     world_size: int,

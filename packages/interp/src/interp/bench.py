@@ -30,9 +30,9 @@ from interp.circuits.low_rank import LowRank
 from interp.decoder.decoder import Decoder
 from interp.decoder.describe import describe
 from interp.decoder.modules.settings import Settings
-from interp.decoder.rotary import Rotary, rotary_angles
+from interp.decoder.rotary import Rotary, compute_rotary_angles
 from interp.patching import logit_difference, patch_parts, patch_streams
-from interp.patching.activation import sites_and_heads
+from interp.patching.activation import find_sites_and_heads
 from interp.patching.batching import replace_heads
 from interp.tap import patch, record
 
@@ -50,16 +50,16 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
     sizes = {"vocabulary": 50257, "d_model": 768, "layers": 12, "heads": 12}
     if quick:
         sizes = {"vocabulary": 1000, "d_model": 96, "layers": 3, "heads": 3}
-    models = {family: random_decoder(family, **sizes).to(device) for family in ("gpt2", "llama")}
     length, sample = (8, 8) if quick else (15, 24)
     rows = []
-    for family, model in models.items():
+    for family in ("gpt2", "llama"):
+        model = build_random_decoder(family, **sizes).to(device)
         for part in (":input", "attention.o:input"):
-            rows.append(patching(model, family, part, length, sample=sample))
+            rows.append(compare_patching(model, family, part, length, sample=sample))
     return rows
 
 
-def random_decoder(
+def build_random_decoder(
     family: str, *, vocabulary: int, d_model: int, layers: int, heads: int, context: int = 1024
 ) -> Decoder:
     """Return a random decoder like "gpt2", or like Llama with 3 query heads per key head."""
@@ -89,7 +89,7 @@ def random_decoder(
         heads=heads,
         d_head=d_head,
         scale=d_head**-0.5,
-        rotary=(Rotary(() if is_gpt2 else rotary_angles(d_head, 1e4)),) * layers,
+        rotary=(Rotary(() if is_gpt2 else compute_rotary_angles(d_head, 1e4)),) * layers,
         windows=(None,) * layers,
         centered=is_gpt2,
         activation="gelu_new" if is_gpt2 else "silu",
@@ -97,7 +97,7 @@ def random_decoder(
     return Decoder(weights, settings)
 
 
-def composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
+def compare_composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
     """Compare K-composition scores of all pairs of heads with those of a peer.
 
     The columns `peer_mib` and `ours_mib` are the sizes of the largest tensors in MiB, in runs on
@@ -106,7 +106,7 @@ def composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
     """
     ours = partial(composition_scores, kind="k")
     peer_run, our_run = partial(peer, ov, qk), partial(ours, ov, qk)
-    row = _compare("k_composition", _sizes(ov), peer_run, our_run, pairs=6)
+    row = _compare("k_composition", _get_sizes(ov), peer_run, our_run, pairs=6)
     meta_circuits = [LowRank(x.a.to("meta"), x.b.to("meta")) for x in (ov, qk)]
     for key, run in (("peer_mib", peer), ("ours_mib", ours)):
         with _LargestTensor() as largest:  # type: ignore[no-untyped-call]
@@ -114,11 +114,11 @@ def composition(peer: Peer, ov: LowRank, qk: LowRank) -> Row:
         row[key] = largest.bytes / 2**20
     with FlopCounterMode(display=False) as counter:
         ours(*meta_circuits)
-    row["products_ms"] = counter.get_total_flops() / _product_rate() / 1e6
+    row["products_ms"] = counter.get_total_flops() / _measure_product_rate() / 1e6
     return row
 
 
-def _product_rate() -> float:
+def _measure_product_rate() -> float:
     """Return the rate of a float32 product of two large square matrices on the CPU, in GFLOP/s."""
     size = 2048
     matrix = torch.randn(size, size)
@@ -126,7 +126,7 @@ def _product_rate() -> float:
     return 2 * size**3 / seconds / 1e9
 
 
-def beside_transformer_lens() -> Row:
+def compare_with_transformer_lens() -> Row:
     """Compare K-composition scores with TransformerLens's function, at the size of GPT-2 small."""
     matrix = importlib.import_module("transformer_lens.FactoredMatrix").FactoredMatrix
     scores = importlib.import_module("transformer_lens.utilities.matrix").composition_scores
@@ -138,10 +138,10 @@ def beside_transformer_lens() -> Row:
 
     ov, qk = (LowRank(torch.randn(12, 12, 768, 64), torch.randn(12, 12, 64, 768)) for _ in range(2))
     version = importlib.metadata.version("transformer-lens")
-    return composition(transformer_lens, ov, qk) | {"peer": f"transformer_lens {version}"}
+    return compare_composition(transformer_lens, ov, qk) | {"peer": f"transformer_lens {version}"}
 
 
-def describing(*, quick: bool = False) -> Row:
+def measure_describe(*, quick: bool = False) -> Row:
     """Measure `describe` for a bfloat16 Llama of TinyLlama's size, or a small Llama if `quick`.
 
     The column `memory` is the peak memory, including the model, divided by the memory of the model.
@@ -190,7 +190,9 @@ class _LargestTensor(TorchDispatchMode):
         return out
 
 
-def patching(model: Decoder, family: str, part: str, length: int, *, sample: int = 24) -> Row:
+def compare_patching(
+    model: Decoder, family: str, part: str, length: int, *, sample: int = 24
+) -> Row:
     """Compare batched patching with one forward pass per patch.
 
     The patches replace every stream (`part=":input"`), or every head of a part, at every position.
@@ -200,7 +202,7 @@ def patching(model: Decoder, family: str, part: str, length: int, *, sample: int
     tokens = torch.randint(model.embed.num_embeddings, (2, 1, length), generator=generator)
     clean, corrupted = tokens.to(model.embed.weight.device)
     metric = logit_difference(model.norm, model.unembed, 1, 2)
-    sites, heads = sites_and_heads(model, part)
+    sites, heads = find_sites_and_heads(model, part)
     patches = list(itertools.product(range(len(sites)), range(heads), range(length)))
     chosen = patches[:: max(1, len(patches) // sample)]
 
@@ -224,12 +226,12 @@ def patching(model: Decoder, family: str, part: str, length: int, *, sample: int
         return torch.stack([values[index] for index in chosen])
 
     case = f"patch_{'streams' if part == ':input' else 'heads'}_{family}"
-    sizes = {**_sizes(model.ov()), "patches": len(patches)}
+    sizes = {**_get_sizes(model.ov()), "patches": len(patches)}
     peer_scale = len(patches) / len(chosen)
     return _compare(case, sizes, one_forward_each, ours, pairs=2, peer_scale=peer_scale)
 
 
-def _sizes(ov: LowRank) -> Row:
+def _get_sizes(ov: LowRank) -> Row:
     layers, heads = ov.batch_shape
     return {"layers": layers, "heads": heads, "d_model": ov.shape[-1]}
 
@@ -284,10 +286,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--json", type=Path, help="write the rows to this file")
     arguments = parser.parse_args(argv)
     if arguments.beside_transformer_lens:
-        rows = [beside_transformer_lens()]
+        rows = [compare_with_transformer_lens()]
     elif arguments.describe:
         torch.set_num_threads(1)
-        rows = [describing(quick=arguments.quick)]
+        rows = [measure_describe(quick=arguments.quick)]
     else:
         rows = bench(device=arguments.device, quick=arguments.quick)
     if arguments.json:

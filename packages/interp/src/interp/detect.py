@@ -38,7 +38,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from interp.prompts import Prompt, mask_of, prompt_of, require_hidden_padding, tokens_of
+from interp.prompts import Prompt, as_prompt, get_mask, get_tokens, require_hidden_padding
 from interp.text import Texts, Tokenizer
 
 #: The largest p-value of a head that is not noise.
@@ -92,7 +92,7 @@ class HeadScores:
 
     def significant(self, kind: str) -> list[DetectedHead]:
         """Return the heads of a kind that are not noise, by descending score; possibly none."""
-        heads = self.top(kind, self._scores_of(kind).numel())
+        heads = self.top(kind, self._get_scores(kind).numel())
         return [head for head in heads if not head.is_noise]
 
     def best(self, kind: str) -> DetectedHead:
@@ -104,7 +104,7 @@ class HeadScores:
 
         Heads without a score (nan) are last. Raises ValueError for an unknown kind.
         """
-        scores = self._scores_of(kind)
+        scores = self._get_scores(kind)
         ranked = scores.flatten().nan_to_num(-1.0)
         heads = []
         for index in ranked.topk(min(count, scores.numel())).indices.tolist():
@@ -114,7 +114,7 @@ class HeadScores:
             heads.append(DetectedHead(kind, name, layer, head, score, chance, p_value))
         return heads
 
-    def _scores_of(self, kind: str) -> Tensor:
+    def _get_scores(self, kind: str) -> Tensor:
         if kind not in self.scores:
             raise ValueError(f"expected kind to be one of {list(self.scores)}, got {kind!r}")
         return self.scores[kind]
@@ -151,20 +151,20 @@ def detect_heads(
     layers = list(patterns.values())
     if not layers:
         raise ValueError("expected attention patterns (batch, heads, seq, seq) per layer, got none")
-    prompt = prompt_of(tokens, tokenizer)
+    prompt = as_prompt(tokens, tokenizer)
     has_mask = isinstance(prompt, Mapping) and prompt.get("attention_mask") is not None
-    token_mask = mask_of(prompt) if has_mask else None
-    tokens = tokens_of(prompt)
+    token_mask = get_mask(prompt) if has_mask else None
+    tokens = get_tokens(prompt)
     tokens = tokens.expand(layers[0].shape[0], -1) if tokens.ndim == 1 else tokens
     _require_shapes(layers, tokens)
-    chosen, is_token = _queries_and_keys(layers, tokens, queries, token_mask)
+    chosen, is_token = _select_queries_and_keys(layers, tokens, queries, token_mask)
     length = tokens.shape[1]
 
     # In half precision, a mean over thousands of queries would be inaccurate.
     dtype = torch.promote_types(layers[0].dtype, torch.float32)
     uniform = is_token[:, None].to(dtype).expand(-1, length, -1).tril()
     uniform = uniform / uniform.sum(-1, keepdim=True).clamp_min(1)
-    kinds = target_keys(tokens, is_token)
+    kinds = find_target_keys(tokens, is_token)
     used = {kind: chosen & mask.any(-1) for kind, mask in kinds.items()}
     scores: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
     bounds: dict[str, list[Tensor]] = {kind: [] for kind in kinds}
@@ -174,19 +174,19 @@ def detect_heads(
         for kind, mask in kinds.items()
     }
     chance = {kind: float((uniform * weight).sum()) for kind, weight in weights.items()}
-    clusters = {kind: _clusters(kind, tokens, used[kind], is_token) for kind in kinds}
+    clusters = {kind: _cluster_queries(kind, tokens, used[kind], is_token) for kind in kinds}
     for i, pattern in enumerate(layers):
         wide = pattern.to(dtype)
         _require_softmax(i, wide, chosen.to(wide.device))
         if token_mask is not None:
             require_hidden_padding(wide, token_mask)
-        visible = _visible_keys(wide, chosen.to(wide.device), is_token.to(wide.device))
+        visible = _find_visible_keys(wide, chosen.to(wide.device), is_token.to(wide.device))
         for kind, mask in kinds.items():
             weight = weights[kind].to(wide.device)
             score = torch.einsum("bhqk,bqk->h", wide, weight)
             scores[kind].append(score.cpu())
             clusterings = [cluster.to(wide.device) for cluster in clusters[kind]]
-            log_bound = _log_bound(wide, visible, mask.to(wide.device), clusterings)
+            log_bound = _compute_log_bound(wide, visible, mask.to(wide.device), clusterings)
             bounds[kind].append(log_bound.exp().cpu())
     stacked = {kind: torch.stack(layer_scores) for kind, layer_scores in scores.items()}
     num_heads = stacked["first"].numel()
@@ -194,7 +194,7 @@ def detect_heads(
     return HeadScores(tuple(patterns), stacked, chance, p_values)
 
 
-def _clusters(kind: str, tokens: Tensor, used: Tensor, is_token: Tensor) -> list[Tensor]:
+def _cluster_queries(kind: str, tokens: Tensor, used: Tensor, is_token: Tensor) -> list[Tensor]:
     """Return one or two clusterings: cluster indices of queries (batch, seq), -1 if unused.
 
     See Note [Clusters of queries].
@@ -212,7 +212,7 @@ def _clusters(kind: str, tokens: Tensor, used: Tensor, is_token: Tensor) -> list
     return [torch.where(used, clustering, -1) for clustering in clusterings]
 
 
-def _queries_and_keys(
+def _select_queries_and_keys(
     layers: list[Tensor], tokens: Tensor, queries: Tensor | slice | None, mask: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Return masks of the queries to average over and of the keys that are not padding."""
@@ -242,7 +242,7 @@ def _queries_and_keys(
     return chosen, (leading + trailing) == 0
 
 
-def _visible_keys(pattern: Tensor, chosen: Tensor, is_token: Tensor) -> Tensor:
+def _find_visible_keys(pattern: Tensor, chosen: Tensor, is_token: Tensor) -> Tensor:
     """Return a mask (batch, seq_q, seq_k) of the keys that each query of this layer can attend to.
 
     A layer whose weights are all 0 beyond some distance is treated as having a sliding window.
@@ -254,7 +254,7 @@ def _visible_keys(pattern: Tensor, chosen: Tensor, is_token: Tensor) -> Tensor:
     return ((distance >= 0) & (distance <= reach)) & is_token[:, None, :]
 
 
-def _log_bound(
+def _compute_log_bound(
     pattern: Tensor, visible: Tensor, targets: Tensor, clusterings: list[Tensor]
 ) -> Tensor:
     """Return the log of the bound of each head's p-value; see Note [Clusters of queries].
@@ -276,11 +276,13 @@ def _log_bound(
     log_bounds = []
     for clustering in clusterings:
         cluster = clustering[row, query].unique(return_inverse=True)[1]
-        log_bounds.append(_log_chernoff(attained, log_means, cluster))
+        log_bounds.append(_compute_log_chernoff(attained, log_means, cluster))
     return torch.stack(log_bounds).amax(0)
 
 
-def _log_chernoff(attained: Tensor, log_means: Mapping[float, Tensor], cluster: Tensor) -> Tensor:
+def _compute_log_chernoff(
+    attained: Tensor, log_means: Mapping[float, Tensor], cluster: Tensor
+) -> Tensor:
     """Return the log of Chernoff's bound (heads,) for the cluster (n,) of each query."""
     size = cluster.bincount().to(attained)
     observed = (attained / size[cluster][:, None]).sum(0)
@@ -294,7 +296,7 @@ def _log_chernoff(attained: Tensor, log_means: Mapping[float, Tensor], cluster: 
     return torch.stack(log_p).amin(0)
 
 
-def target_keys(tokens: Tensor, is_token: Tensor | None = None) -> dict[str, Tensor]:
+def find_target_keys(tokens: Tensor, is_token: Tensor | None = None) -> dict[str, Tensor]:
     """Return the target keys of each kind as booleans (batch, seq_q, seq_k).
 
     `is_token` (batch, seq) is False at padding, which is never a target.

@@ -108,7 +108,9 @@ def bind_hook(
     return call_with_hook
 
 
-def hook_points(model: nn.Module, patterns: Iterable[str], names: str) -> dict[str, Activation]:
+def find_hook_points(
+    model: nn.Module, patterns: Iterable[str], names: str
+) -> dict[str, Activation]:
     """Return the activations by hook name, for all hook names that match the patterns.
 
     Raises ValueError for a pattern without a match, for `names` other than "transformer_lens", and
@@ -124,7 +126,7 @@ def hook_points(model: nn.Module, patterns: Iterable[str], names: str) -> dict[s
             f"names={names!r} of a {type(model).__name__} are unknown; pass names="
             "'transformer_lens' and a Decoder, as from describe()"
         )
-    known = _all_points(model)
+    known = _build_points(model)
     points: dict[str, Activation] = {}
     for pattern in patterns:
         regex = re.escape(pattern).replace(r"\*\*", ".+").replace(r"\*", "[^.]+")
@@ -136,14 +138,14 @@ def hook_points(model: nn.Module, patterns: Iterable[str], names: str) -> dict[s
     return points
 
 
-def _all_points(decoder: Any) -> dict[str, Activation]:
+def _build_points(decoder: Any) -> dict[str, Activation]:
     points = {"hook_embed": Activation("embed_norm")}
     if decoder.position is not None and not decoder.settings.positions_in_attention:
         points["hook_pos_embed"] = Activation("position")
     for i, block in enumerate(decoder.blocks):
         name, attention = f"blocks.{i}", block.attention
         points[f"{name}.hook_resid_pre"] = Activation(f"{name}:input")
-        points |= _scale(f"{name}.ln1", f"{name}.norm1", block.norm1)
+        points |= _build_scale_point(f"{name}.ln1", f"{name}.norm1", block.norm1)
         for part in "qkv":
             heads = attention.heads if part == "q" else attention.kv_heads
             points[f"{name}.attn.hook_{part}"] = Heads(f"{name}.attention.{part}", heads)
@@ -152,17 +154,17 @@ def _all_points(decoder: Any) -> dict[str, Activation]:
         points[f"{name}.hook_attn_out"] = Activation(f"{name}.attention_out")
         if not block.parallel:
             points[f"{name}.hook_resid_mid"] = Activation(f"{name}.mid")
-        points |= _scale(f"{name}.ln2", f"{name}.norm2", block.norm2)
+        points |= _build_scale_point(f"{name}.ln2", f"{name}.norm2", block.norm2)
         if isinstance(block.mlp, DecoderMLP):
             read = "up" if block.mlp.gate is None else "gate"
             points[f"{name}.mlp.hook_pre"] = Activation(f"{name}.mlp.{read}")
             points[f"{name}.mlp.hook_post"] = Activation(f"{name}.mlp.down:input")
         points[f"{name}.hook_mlp_out"] = Activation(f"{name}.mlp_out")
         points[f"{name}.hook_resid_post"] = Activation(name)
-    return points | _scale("ln_final", "norm", decoder.norm)
+    return points | _build_scale_point("ln_final", "norm", decoder.norm)
 
 
-def _scale(name: str, module: str, norm: nn.Module) -> dict[str, Activation]:
+def _build_scale_point(name: str, module: str, norm: nn.Module) -> dict[str, Activation]:
     if isinstance(norm, nn.Identity):
         return {}
     return {f"{name}.hook_scale": Scale(f"{module}:input", norm)}

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from interp.prompts import Prompt, forward, mask_of
+from interp.prompts import Prompt, forward, get_mask
 from interp.tap import record
 
 
@@ -43,7 +43,7 @@ def steering_vector(
             activation = recorded[site]
             forward(model, prompt)
         has_mask = isinstance(prompt, Mapping) and prompt.get("attention_mask") is not None
-        if has_mask and not bool(mask_of(prompt)[:, position].all()):
+        if has_mask and not bool(get_mask(prompt)[:, position].all()):
             raise ValueError(
                 f"position {position} of a prompt is padding; pad on the left, or pass another "
                 "position"
@@ -77,8 +77,9 @@ def knock_out_attention(
     Raises ValueError for a single index, a mask and floats. The replacement raises ValueError for a
     query that would attend to no key and no sink, and if a cache has earlier tokens.
     """
-    query_index, key_index = _index_tensor(queries, "queries"), _index_tensor(keys, "keys")
-    head_index = None if heads is None else _index_tensor(heads, "heads")
+    query_index = _make_index_tensor(queries, "queries")
+    key_index = _make_index_tensor(keys, "keys")
+    head_index = None if heads is None else _make_index_tensor(heads, "heads")
 
     def knock_out(pattern: Tensor) -> Tensor:
         _, num_heads, length, num_keys = pattern.shape
@@ -110,7 +111,7 @@ def knock_out_attention(
     return knock_out
 
 
-def _index_tensor(indices: Sequence[int], what: str) -> Tensor:
+def _make_index_tensor(indices: Sequence[int], what: str) -> Tensor:
     """Return indices as a tensor; raise ValueError for a single number, a mask and floats."""
     if isinstance(indices, int):
         raise ValueError(f"expected a sequence of {what}, got {indices}; pass [{indices}]")
@@ -173,7 +174,7 @@ class SparseAutoencoder:
         The features with indices in `ablate` are set to 0. `keep_error=True` adds the error of the
         reconstruction from all features, so that only the ablated features have an effect.
         """
-        index = _index_tensor(ablate, "features to ablate")
+        index = _make_index_tensor(ablate, "features to ablate")
 
         def reconstruct(x: Tensor) -> Tensor:
             features = self.encode(x)

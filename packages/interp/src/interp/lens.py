@@ -85,8 +85,8 @@ def logit_lens(
     for x in streams:
         log_p = decode(x).log_softmax(-1)
         most_likely = log_p.topk(min(top, log_p.shape[-1]), dim=-1)
-        row = [most_likely.indices, most_likely.values.exp(), _expectation(log_p, -log_p)]
-        row.append(_expectation(final_log_p, final_log_p - log_p))
+        row = [most_likely.indices, most_likely.values.exp(), _compute_expectation(log_p, -log_p)]
+        row.append(_compute_expectation(final_log_p, final_log_p - log_p))
         if targets is not None:
             row.append(log_p.gather(-1, targets[..., None])[..., 0])
         rows.append(row)
@@ -108,7 +108,7 @@ def _require_unnormed(stream: Tensor, norm: Norm | None) -> None:
     """
     if norm is None or stream[..., 0].numel() < 4:
         return
-    gain, shift, _ = _gain_and_shift(norm, stream)
+    gain, shift, _ = _probe_gain_and_shift(norm, stream)
     rms = ((stream - shift) / gain).square().mean(-1).sqrt()
     if bool(((rms - 1).abs() < max(1e-3, torch.finfo(stream.dtype).eps)).all()):
         raise ValueError(
@@ -206,7 +206,7 @@ def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
     """
     if norm is None:
         return torch.ones_like(x), torch.zeros_like(x), False
-    gain, shift, is_centered = _gain_and_shift(norm, x)
+    gain, shift, is_centered = _probe_gain_and_shift(norm, x)
     projected = gain * (x - x.mean(-1, keepdim=True) if is_centered else x)
     scaled = norm(x) - shift
     # The products overflow in float16.
@@ -221,7 +221,7 @@ def probe_norm(norm: Norm | None, x: Tensor) -> tuple[Tensor, Tensor, bool]:
     return gain * scale, shift.expand_as(x), is_centered
 
 
-def _gain_and_shift(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor, bool]:
+def _probe_gain_and_shift(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor, bool]:
     """Return `(g / s, b, is_centered)` of the norm g * P x / s(x) + b, with s at a probe vector."""
     # Signs alternate so that no entry is close to 0, neither before nor after centering.
     probe = x.new_ones((1,) * (x.ndim - 1) + x.shape[-1:])
@@ -233,7 +233,7 @@ def _gain_and_shift(norm: Norm, x: Tensor) -> tuple[Tensor, Tensor, bool]:
     return gain, shift, is_centered
 
 
-def head_outputs(
+def compute_head_outputs(
     mixed: Tensor, w_o: Tensor, *, heads: int, prefix: str = "head"
 ) -> dict[str, Tensor]:
     """Return the output of each head by name, `prefix + number`; outputs sum to `mixed @ w_o.T`.
@@ -255,7 +255,7 @@ def require_whole_heads(mixed: Tensor, heads: int) -> None:
         )
 
 
-def _expectation(log_p: Tensor, values: Tensor) -> Tensor:
+def _compute_expectation(log_p: Tensor, values: Tensor) -> Tensor:
     """Return the mean of `values`, weighted by exp(log_p). A token of probability 0 adds 0."""
     return torch.where(log_p > float("-inf"), log_p.exp() * values, 0).sum(-1)
 

@@ -112,7 +112,7 @@ class _AttentionObserver(TorchFunctionMode):
         if not self.running:  # a softmax outside the model
             return out
         if func is F.scaled_dot_product_attention:
-            self.store(sdpa_pattern(*args, **kwargs))
+            self.store(compute_sdpa_pattern(*args, **kwargs))
         elif func is F.multi_head_attention_forward:
             # The softmax in this function is not intercepted, so a second call returns its weights.
             options = {"need_weights": True, "average_attn_weights": False, "training": False}
@@ -124,7 +124,7 @@ class _AttentionObserver(TorchFunctionMode):
         return out
 
 
-def sdpa_pattern(
+def compute_sdpa_pattern(
     query: Tensor,
     key: Tensor,
     value: Tensor,

@@ -34,17 +34,17 @@ class Weights:
     unembed: Tensor  # (vocabulary, d_model)
 
 
-def qk_circuits(w: Weights) -> Tensor:
+def compute_qk_circuits(w: Weights) -> Tensor:
     """Return W_QK = W_Q^T W_K of every head, (layers, heads, d_model, d_model)."""
     return w.q.mT @ w.k
 
 
-def ov_circuits(w: Weights) -> Tensor:
+def compute_ov_circuits(w: Weights) -> Tensor:
     """Return W_OV = W_O W_V of every head, (layers, heads, d_model, d_model)."""
     return w.o @ w.v
 
 
-def attention_pattern(x: Tensor, w_qk: Tensor, d_head: int) -> Tensor:
+def compute_attention_pattern(x: Tensor, w_qk: Tensor, d_head: int) -> Tensor:
     """Return the causal attention pattern (seq, seq) of a head for a stream `x` (seq, d_model)."""
     scores = x @ w_qk @ x.T / d_head**0.5
     future = torch.ones_like(scores).triu(1).bool()
@@ -52,37 +52,36 @@ def attention_pattern(x: Tensor, w_qk: Tensor, d_head: int) -> Tensor:
     return probabilities
 
 
-def residual_streams(
+def compute_residual_streams(
     w: Weights, tokens: Tensor, ablated: frozenset[tuple[int, int]] = frozenset()
 ) -> list[Tensor]:
     """Return the residual stream (seq, d_model) before the first layer and after each layer.
 
     Heads in `ablated`, given as (layer, head), add nothing.
     """
-    qk, ov = qk_circuits(w), ov_circuits(w)
-    d_head = w.q.shape[-2]
-    x = w.embed[tokens] + w.position[: len(tokens)]
-    streams = [x]
+    qk, ov = compute_qk_circuits(w), compute_ov_circuits(w)
+    streams = [w.embed[tokens] + w.position[: len(tokens)]]
     for layer in range(len(qk)):
-        # All heads of a layer read the same stream.
+        x = streams[-1]  # All heads of a layer read the same stream.
         added = torch.zeros_like(x)
         for head in range(len(qk[layer])):
             if (layer, head) not in ablated:
-                pattern = attention_pattern(x, qk[layer, head], d_head)
+                pattern = compute_attention_pattern(x, qk[layer, head], w.q.shape[-2])
                 added += pattern @ x @ ov[layer, head].T
-        x = x + added
-        streams.append(x)
+        streams.append(x + added)
     return streams
 
 
-def logits(w: Weights, tokens: Tensor, ablated: frozenset[tuple[int, int]] = frozenset()) -> Tensor:
+def compute_logits(
+    w: Weights, tokens: Tensor, ablated: frozenset[tuple[int, int]] = frozenset()
+) -> Tensor:
     """Return the next-token logits at each position, (seq, vocabulary)."""
-    return residual_streams(w, tokens, ablated)[-1] @ w.unembed.T
+    return compute_residual_streams(w, tokens, ablated)[-1] @ w.unembed.T
 
 
 def logit_lens(w: Weights, tokens: Tensor) -> Tensor:
-    """Return the logits of each of the `residual_streams`, (layers + 1, seq, vocabulary)."""
-    return torch.stack([x @ w.unembed.T for x in residual_streams(w, tokens)])
+    """Return the logits of each of the residual streams, (layers + 1, seq, vocabulary)."""
+    return torch.stack([x @ w.unembed.T for x in compute_residual_streams(w, tokens)])
 
 
 def composition_scores(w: Weights, kind: str) -> Tensor:
@@ -91,7 +90,7 @@ def composition_scores(w: Weights, kind: str) -> Tensor:
     W_1 is W_OV of a head in layer 0. A head in layer 1 reads the output of the first head through
     W_2, for queries (kind "q"), keys ("k") or values ("v").
     """
-    qk, ov = qk_circuits(w)[1], ov_circuits(w)
+    qk, ov = compute_qk_circuits(w)[1], compute_ov_circuits(w)
     readers = {"q": qk.mT, "k": qk, "v": ov[1]}[kind]
     norm = torch.linalg.matrix_norm
     writers = ov[0][:, None]  # (heads of layer 0, 1, d_model, d_model)
@@ -100,21 +99,21 @@ def composition_scores(w: Weights, kind: str) -> Tensor:
 
 def copying_scores(w: Weights) -> Tensor:
     """Return sum(l) / sum(|l|) over eigenvalues l of W_U W_OV W_E^T, (layers, heads)."""
-    eigenvalues = torch.linalg.eigvals(w.unembed @ ov_circuits(w) @ w.embed.T)
+    eigenvalues = torch.linalg.eigvals(w.unembed @ compute_ov_circuits(w) @ w.embed.T)
     score: Tensor = eigenvalues.sum(-1).real / eigenvalues.abs().sum(-1)
     return score
 
 
-def ablation_effects(w: Weights, tokens: Tensor) -> Tensor:
+def compute_ablation_effects(w: Weights, tokens: Tensor) -> Tensor:
     """Return the increase of the mean loss (nats) if a head is ablated, (layers, heads)."""
 
-    def loss(ablated: frozenset[tuple[int, int]]) -> Tensor:
-        predicted = logits(w, tokens, ablated)[:-1]
+    def compute_loss(ablated: frozenset[tuple[int, int]]) -> Tensor:
+        predicted = compute_logits(w, tokens, ablated)[:-1]
         return torch.nn.functional.cross_entropy(predicted, tokens[1:])
 
-    baseline = loss(frozenset())
+    baseline = compute_loss(frozenset())
     increases = baseline.new_empty(w.q.shape[:2])
     for layer in range(len(increases)):
         for head in range(len(increases[layer])):
-            increases[layer, head] = loss(frozenset({(layer, head)})) - baseline
+            increases[layer, head] = compute_loss(frozenset({(layer, head)})) - baseline
     return increases

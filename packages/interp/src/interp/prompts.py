@@ -27,7 +27,7 @@ _NO_PADDING = (
 )
 
 
-def prompt_of(
+def as_prompt(
     prompt: Prompt | Texts, tokenizer: Tokenizer | None = None, device: torch.device | None = None
 ) -> Prompt:
     """Return a prompt unchanged, and texts as the result of `encode`.
@@ -45,13 +45,13 @@ def prompt_of(
     return encode(tokenizer, prompt, device=device)
 
 
-def tokens_of(prompt: Prompt) -> Tensor:
+def get_tokens(prompt: Prompt) -> Tensor:
     """Return the token ids of a prompt, (n, seq).
 
     Raises TypeError if `prompt` is not a `Prompt`, and ValueError if it has a cache or no
     `input_ids`.
     """
-    prompt = prompt_of(prompt)
+    prompt = as_prompt(prompt)
     if isinstance(prompt, Tensor):
         return prompt
     for name, value in prompt.items():
@@ -64,14 +64,14 @@ def tokens_of(prompt: Prompt) -> Tensor:
     return tokens
 
 
-def mask_of(prompt: Prompt) -> Tensor:
+def get_mask(prompt: Prompt) -> Tensor:
     """Return booleans (n, seq), False at padding; all are True without an `attention_mask`.
 
     Raises ValueError for a mask that is not (n, seq), has other numbers than 0 and 1, or has a row
     without a token.
     """
     if isinstance(prompt, Tensor) or prompt.get("attention_mask") is None:
-        return torch.ones_like(tokens_of(prompt), dtype=torch.bool)
+        return torch.ones_like(get_tokens(prompt), dtype=torch.bool)
     mask = prompt["attention_mask"]
     ids = prompt.get("input_ids")
     if mask.ndim != 2 or (ids is not None and mask.shape != ids.shape):
@@ -124,7 +124,7 @@ def split_pairs(
     metric. The returned metrics raise ValueError if they read padding.
     """
     clean, corrupted = encode_pairs(model, clean, corrupted, tokenizer)
-    mask = mask_of(clean)
+    mask = get_mask(clean)
     if isinstance(metric, Sequence):
         metrics = list(metric)
         if len(metrics) != len(mask):
@@ -139,7 +139,7 @@ def split_pairs(
     pairs: list[tuple[Prompt, Prompt, Metric]] = []
     for i, pair_metric in enumerate(metrics):
         checked_metric = partial(measure_tokens, pair_metric, mask[i : i + 1])
-        pairs.append((_prompt_at(clean, i), _prompt_at(corrupted, i), checked_metric))
+        pairs.append((_select_prompt(clean, i), _select_prompt(corrupted, i), checked_metric))
     return pairs
 
 
@@ -174,16 +174,17 @@ def encode_pairs(
     Raises ValueError unless the prompts of each pair have equal lengths and equal padding.
     """
     device = next((parameter.device for parameter in model.parameters()), None)
-    clean = prompt_of(clean, tokenizer, device)
-    corrupted = prompt_of(corrupted, tokenizer, device)
-    clean_shape, corrupted_shape = tuple(tokens_of(clean).shape), tuple(tokens_of(corrupted).shape)
+    clean = as_prompt(clean, tokenizer, device)
+    corrupted = as_prompt(corrupted, tokenizer, device)
+    clean_shape = tuple(get_tokens(clean).shape)
+    corrupted_shape = tuple(get_tokens(corrupted).shape)
     if clean_shape != corrupted_shape or len(clean_shape) != 2 or 0 in clean_shape:
         raise ValueError(
             f"prompts are {clean_shape} and {corrupted_shape}; both must be (1, seq) or (pairs, "
             "seq) of one shape, because the positions of a pair correspond: pass prompts with "
             "equal numbers of tokens"
         )
-    differs = (mask_of(clean) != mask_of(corrupted)).any(-1)
+    differs = (get_mask(clean) != get_mask(corrupted)).any(-1)
     if bool(differs.any()):
         raise ValueError(
             f"the prompts of pair {int(differs.nonzero()[0])} have different padding, so their "
@@ -192,9 +193,9 @@ def encode_pairs(
     return clean, corrupted
 
 
-def _prompt_at(prompt: Prompt, index: int) -> Prompt:
+def _select_prompt(prompt: Prompt, index: int) -> Prompt:
     """Return one prompt of a batch as keyword arguments, with a batch dimension of 1."""
-    num_prompts = len(tokens_of(prompt))
+    num_prompts = len(get_tokens(prompt))
     arguments = {"input_ids": prompt} if isinstance(prompt, Tensor) else dict(prompt)
     # Arguments with another number of rows, such as one row of position ids, belong to all prompts.
     for name, value in arguments.items():
@@ -237,13 +238,13 @@ class MeanOverPairs:
         leave_one_out = []
         for i in range(num_pairs):
             other_pairs = [*self.pairs[:i], *self.pairs[i + 1 :]]
-            leave_one_out.append(quantity(mean_over_pairs(other_pairs)))
+            leave_one_out.append(quantity(average_over_pairs(other_pairs)))
         variance = torch.stack(leave_one_out).var(0, correction=0)
         error: Tensor = ((num_pairs - 1) * variance).sqrt()
         return error
 
 
-def mean_over_pairs(results: Sequence[Result]) -> Result:
+def average_over_pairs(results: Sequence[Result]) -> Result:
     """Return a result with the means of all floats and floating-point tensors of several results.
 
     `results` become the `pairs` of the new result. The remaining fields are copied from the first
@@ -270,7 +271,7 @@ def has_argument(model: nn.Module, argument: str) -> bool:
 
 def forward(model: nn.Module, prompt: Prompt) -> Any:
     """Return the model's output for a prompt, with `use_cache=False` if `forward` accepts it."""
-    prompt = prompt_of(prompt)
+    prompt = as_prompt(prompt)
     arguments = {} if isinstance(prompt, Tensor) else dict(prompt)
     if has_argument(model, "use_cache"):
         arguments["use_cache"] = False
@@ -292,7 +293,7 @@ def measure(metric: Metric, streams: Tensor) -> Tensor:
             f"the metric returned {shape} for {len(streams)} streams {tuple(streams.shape)}; it "
             f"must return one number per stream, ({len(streams)},)"
         )
-    if len(streams) > 1 and _mixes_streams(metric, streams[:2]):
+    if len(streams) > 1 and _is_batch_dependent(metric, streams[:2]):
         raise ValueError(
             "the metric of one stream depends on the other streams of its batch, which are "
             "unrelated patches; reduce over the dimensions of positions and features only"
@@ -302,7 +303,7 @@ def measure(metric: Metric, streams: Tensor) -> Tensor:
     return result if result.is_floating_point() else result.to(wide)
 
 
-def _mixes_streams(metric: Metric, streams: Tensor) -> bool:
+def _is_batch_dependent(metric: Metric, streams: Tensor) -> bool:
     """Return True if the metric of the first of two streams depends on the second stream."""
     is_second = torch.tensor([False, True], device=streams.device)
     before, after = _measure_with_nan(metric, streams, is_second[:, None, None])

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from interp.hook_points import Activation, bind_hook, hook_points
+from interp.hook_points import Activation, bind_hook, find_hook_points
 
 #: A new value, or a function from the old value to the new value. With `names="transformer_lens"`,
 #: the function may have a second argument `hook`.
@@ -64,9 +64,9 @@ def record(
 
     actions = {
         point.site: partial(record_activation, name, point)
-        for name, point in _matching_points(model, sites, names).items()
+        for name, point in _find_points(model, sites, names).items()
     }
-    with installed_hooks(model, actions):
+    with install_hooks(model, actions):
         yield recorded
     changed = [
         site for site in versions if site in recorded and recorded[site]._version != versions[site]
@@ -88,7 +88,7 @@ def record_before_hooks(model: nn.Module, *sites: str) -> Iterator[dict[str, Ten
         recorded[site] = tensor.detach().clone()
 
     actions = {site: partial(record_activation, site) for site in expand_sites(model, sites)}
-    with installed_hooks(model, actions, prepend=True):
+    with install_hooks(model, actions, prepend=True):
         yield recorded
 
 
@@ -134,7 +134,7 @@ def patch(
 
     hooks: dict[str, Callable[[Tensor], Tensor]] = {}
     for pattern, replacement in replacements.items():
-        for name, point in _matching_points(model, (pattern,), names).items():
+        for name, point in _find_points(model, (pattern,), names).items():
             if point.site in hooks:
                 raise ValueError(
                     f"{pattern!r} and an earlier pattern both replace {point.site!r}; pass one "
@@ -144,7 +144,7 @@ def patch(
             if names is not None and callable(replacement):
                 bound = bind_hook(replacement, name)
             hooks[point.site] = partial(replace, point, bound)
-    with installed_hooks(model, hooks):
+    with install_hooks(model, hooks):
         yield
     if missed := sorted(hooks.keys() - reached):
         missed_sites = ", ".join(missed)
@@ -154,13 +154,13 @@ def patch(
         )
 
 
-def _matching_points(
+def _find_points(
     model: nn.Module, patterns: tuple[str, ...], names: str | None
 ) -> dict[str, Activation]:
     """Return the matching activations by site, or by hook name if `names` is set."""
     if names is None:
         return {site: Activation(site) for site in expand_sites(model, patterns)}
-    return hook_points(model, patterns, names)
+    return find_hook_points(model, patterns, names)
 
 
 def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
@@ -195,7 +195,7 @@ def expand_sites(model: nn.Module, patterns: tuple[str, ...]) -> list[str]:
 
 
 @contextmanager
-def installed_hooks(
+def install_hooks(
     model: nn.Module,
     actions: Mapping[str, Callable[[Tensor], Tensor | None]],
     prepend: bool = False,
@@ -210,10 +210,10 @@ def installed_hooks(
             name, _, side = site.partition(":")
             module = model.get_submodule(name)
             if side:
-                hook = partial(_on_input, site, action)
+                hook = partial(_act_on_input, site, action)
                 handle = module.register_forward_pre_hook(hook, prepend=prepend, with_kwargs=True)
             else:
-                output_hook = partial(_on_output, site, action)
+                output_hook = partial(_act_on_output, site, action)
                 handle = module.register_forward_hook(output_hook, prepend=prepend)
             handles.append(handle)
         yield
@@ -222,7 +222,7 @@ def installed_hooks(
             handle.remove()
 
 
-def _on_output(
+def _act_on_output(
     site: str,
     action: Callable[[Tensor], Tensor | None],
     module: nn.Module,
@@ -231,18 +231,18 @@ def _on_output(
 ) -> Any:
     if isinstance(output, Tensor):
         return action(output)
-    entries = _entries_of(output)
+    entries = _find_entries(output)
     if entries is None:
         raise TypeError(
             f"the output of {site!r} is a {type(output).__name__} without a tensor; choose a site "
             "whose module returns tensors"
         )
-    key = _first_tensor(site, entries.items())
+    key = _find_first_tensor(site, entries.items())
     new = action(entries[key])
     return None if new is None else _replace_entry(output, entries, key, new)
 
 
-def _entries_of(output: Any) -> dict[Any, Any] | None:
+def _find_entries(output: Any) -> dict[Any, Any] | None:
     """Return the entries of a mapping, tuple, list or dataclass by key; None for other objects."""
     if isinstance(output, Mapping):
         return dict(output)
@@ -275,7 +275,7 @@ def _replace_entry(output: Any, entries: Mapping[Any, Any], key: Any, new: Tenso
     return copied
 
 
-def _on_input(
+def _act_on_input(
     site: str,
     action: Callable[[Tensor], Tensor | None],
     module: nn.Module,
@@ -286,12 +286,12 @@ def _on_input(
         if isinstance(value, Tensor):
             new = action(value)
             return None if new is None else ((*args[:index], new, *args[index + 1 :]), kwargs)
-    name = _first_tensor(site, kwargs.items())
+    name = _find_first_tensor(site, kwargs.items())
     new = action(kwargs[name])
     return None if new is None else (args, {**kwargs, name: new})
 
 
-def _first_tensor(site: str, items: Any) -> Any:
+def _find_first_tensor(site: str, items: Any) -> Any:
     """Return the key of the first tensor in `items`; raise TypeError if there is none."""
     for key, value in items:
         if isinstance(value, Tensor):

@@ -31,7 +31,7 @@ def encode(
     Raises ValueError without a text or for a text without tokens, and TypeError for other objects.
     """
     texts = [texts] if isinstance(texts, str) else list(texts)
-    rows = [token_ids(tokenizer, text) for text in texts]
+    rows = [tokenize_text(tokenizer, text) for text in texts]
     if not rows or not all(rows):
         raise ValueError(f"expected at least one text, each of at least one token, got {texts}")
     length = max(map(len, rows))
@@ -44,7 +44,7 @@ def encode(
     return {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
 
 
-def token_ids(tokenizer: Tokenizer, text: str) -> list[int]:
+def tokenize_text(tokenizer: Tokenizer, text: str) -> list[int]:
     """Return the token ids of one text, without padding.
 
     Raises TypeError if `text` is not a string, and ValueError if the tokenizer returns a batch.

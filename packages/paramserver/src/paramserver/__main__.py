@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     join.add_argument("--peer", type=Path, metavar="FILE", help="public key of the server")
     keys = commands.add_parser("keys", help="write a pair of CURVE keys: FILE and FILE.public")
     keys.add_argument("file", type=Path)
-    keys.set_defaults(call=_keys)
+    keys.set_defaults(call=_create_keys)
     recover_parser = commands.add_parser(
         "recover", help="truncate a damaged journal to its last good record"
     )
@@ -122,7 +122,7 @@ def _join(arguments: argparse.Namespace) -> None:
         print(job.train(worker, *job.args), flush=True)
 
 
-def _keys(arguments: argparse.Namespace) -> None:
+def _create_keys(arguments: argparse.Namespace) -> None:
     zmq = import_zmq()
     public, secret = zmq.curve_keypair()
     descriptor = os.open(arguments.file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

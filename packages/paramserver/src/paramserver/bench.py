@@ -31,7 +31,7 @@ TRANSPORTS: tuple[Transport, ...] = ("shared_memory", "zeromq")
 
 
 def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
-    """Return one row per transport and one row for torch's RPC; see `exchange_rows`.
+    """Return one row per transport and one row for torch's RPC; see `measure_exchange_rows`.
 
     Args:
         device: "cpu"; servers and transports run on the CPU only.
@@ -43,11 +43,11 @@ def bench(*, device: str = "cpu", quick: bool = False) -> list[Row]:
             f"{device!r}"
         )
     if quick:
-        return exchange_rows(mebibytes=8, rounds=5)
-    return exchange_rows(mebibytes=80, rounds=15)
+        return measure_exchange_rows(mebibytes=8, rounds=5)
+    return measure_exchange_rows(mebibytes=80, rounds=15)
 
 
-def exchange_rows(mebibytes: int, rounds: int) -> list[Row]:
+def measure_exchange_rows(mebibytes: int, rounds: int) -> list[Row]:
     """Time pushes and pulls of a model of `mebibytes` MiB between one worker and one server.
 
     Return one row per transport and one for RPC, with median times in milliseconds.
@@ -56,19 +56,19 @@ def exchange_rows(mebibytes: int, rounds: int) -> list[Row]:
     times: dict[str, Times] = {name: [] for name in (*TRANSPORTS, "rpc")}
     for _ in range(2):  # interleaved, so that a slow minute affects all transports
         for transport in TRANSPORTS:
-            times[transport] += time_exchanges(mebibytes, rounds, transport=transport)[0]
-        times["rpc"] += time_rpc(mebibytes, rounds)
+            times[transport] += measure_exchanges(mebibytes, rounds, transport=transport)[0]
+        times["rpc"] += measure_rpc(mebibytes, rounds)
     rows: list[Row] = []
     for name, pairs in times.items():
         ratios = sorted(sum(r) / sum(p) for r, p in zip(times["rpc"], pairs, strict=True))
         row: Row = {"case": "exchange", "transport": name, "model_mib": mebibytes}
-        rows.append(row | median_times(pairs))
+        rows.append(row | compute_median_times(pairs))
         for p in (50, 10, 90):
             rows[-1][f"rpc_over_this_p{p}"] = ratios[round(p / 100 * (len(ratios) - 1))]
     return rows
 
 
-def time_exchanges(
+def measure_exchanges(
     mebibytes: int,
     rounds: int,
     *,
@@ -79,7 +79,7 @@ def time_exchanges(
 ) -> list[Times]:
     """Return each worker's push and pull times while all exchange the model concurrently."""
     result = run(
-        _time_pushes_and_pulls,
+        _measure_pushes_and_pulls,
         _Vector(mebibytes),
         partial(torch.optim.SGD, lr=0.0),
         Asynchronous(),
@@ -92,7 +92,7 @@ def time_exchanges(
     return result.values
 
 
-def median_times(pairs: Times) -> Row:
+def compute_median_times(pairs: Times) -> Row:
     """Return the median times of a push and a pull in milliseconds."""
     push, pull = (statistics.median(column) for column in zip(*pairs, strict=True))
     return {"push_ms": push * 1e3, "pull_ms": pull * 1e3}
@@ -104,7 +104,7 @@ class _Vector(nn.Module):
         self.x = nn.Parameter(torch.randn(mebibytes * 2**18))
 
 
-def _time_pushes_and_pulls(worker: Worker, rounds: int) -> Times:
+def _measure_pushes_and_pulls(worker: Worker, rounds: int) -> Times:
     vector = worker.module
     assert isinstance(vector, _Vector)
     gradient = torch.randn_like(vector.x)
@@ -122,12 +122,12 @@ def _time_pushes_and_pulls(worker: Worker, rounds: int) -> Times:
     return times
 
 
-def time_rpc(mebibytes: int, rounds: int) -> Times:
+def measure_rpc(mebibytes: int, rounds: int) -> Times:
     """Return the times of the same pushes and pulls over torch.distributed.rpc (TensorPipe)."""
     with tempfile.TemporaryDirectory() as folder:
         output = f"{folder}/times"
         arguments = f"{folder}/store", output, mebibytes, rounds
-        torch.multiprocessing.spawn(_rpc_rank, args=arguments, nprocs=2)
+        torch.multiprocessing.spawn(_run_rpc_rank, args=arguments, nprocs=2)
         times: Times = [tuple(t) for t in json.loads(Path(output).read_text())]
         return times
 
@@ -135,15 +135,15 @@ def time_rpc(mebibytes: int, rounds: int) -> Times:
 _SERVER_PARAMETERS: list[Tensor] = []
 
 
-def _rpc_push(gradient: Tensor) -> None:
+def _push_over_rpc(gradient: Tensor) -> None:
     _SERVER_PARAMETERS[0].add_(gradient, alpha=0.0)
 
 
-def _rpc_pull() -> Tensor:
+def _pull_over_rpc() -> Tensor:
     return _SERVER_PARAMETERS[0]
 
 
-def _rpc_rank(rank: int, store: str, output: str, mebibytes: int, rounds: int) -> None:
+def _run_rpc_rank(rank: int, store: str, output: str, mebibytes: int, rounds: int) -> None:
     from torch.distributed import rpc
 
     warnings.simplefilter("ignore")
@@ -157,16 +157,16 @@ def _rpc_rank(rank: int, store: str, output: str, mebibytes: int, rounds: int) -
         gradient = torch.randn_like(pulled)
         for number in range(rounds + 1):
             start = time.perf_counter()
-            rpc.rpc_sync("rank0", _rpc_push, args=(gradient,))
+            rpc.rpc_sync("rank0", _push_over_rpc, args=(gradient,))
             middle = time.perf_counter()
-            pulled.copy_(rpc.rpc_sync("rank0", _rpc_pull))
+            pulled.copy_(rpc.rpc_sync("rank0", _pull_over_rpc))
             if number:
                 times.append((middle - start, time.perf_counter() - middle))
         Path(output).write_text(json.dumps(times))
     rpc.shutdown()
 
 
-def table(rows: list[Row]) -> str:
+def format_table(rows: list[Row]) -> str:
     """Return the rows as aligned text, one block per set of columns."""
     blocks = []
     for columns, group in itertools.groupby(rows, key=tuple):
@@ -188,7 +188,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     rows = bench(device=arguments.device, quick=arguments.quick)
     if arguments.json:
         arguments.json.write_text(json.dumps(rows, indent=1) + "\n")
-    print(table(rows))
+    print(format_table(rows))
 
 
 if __name__ == "__main__":

@@ -66,7 +66,7 @@ def read_checkpoint(path: Path) -> dict[str, Any]:
         return dict(torch.load(file, weights_only=True))
 
 
-def file_version(path: Path) -> tuple[int, int] | None:
+def get_file_version(path: Path) -> tuple[int, int] | None:
     """Return the inode and the time of the last write of a file, or None if there is no file."""
     try:
         status = path.stat()
@@ -75,7 +75,7 @@ def file_version(path: Path) -> tuple[int, int] | None:
     return status.st_ino, status.st_mtime_ns
 
 
-def random_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
+def get_random_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
     """Return the states of torch's random number generators, by device: CPU and CUDA devices."""
     states = {"cpu": torch.get_rng_state()}
     for device in set(devices):
@@ -85,7 +85,7 @@ def random_states(devices: Iterable[torch.device]) -> dict[str, Tensor]:
 
 
 def set_random_states(states: Mapping[str, Tensor]) -> None:
-    """Restore the random number generators to states that `random_states` returned."""
+    """Restore the random number generators to states that `get_random_states` returned."""
     for device, state in states.items():
         if device == "cpu":
             torch.set_rng_state(state)

@@ -13,15 +13,15 @@ from torch import nn
 
 from paramserver.checkpoint import (
     check_checkpoint,
-    file_version,
-    random_states,
+    get_file_version,
+    get_random_states,
     read_checkpoint,
     set_random_states,
     write_checkpoint,
 )
 from paramserver.consistency import LocalSteps
 from paramserver.optimizers import OptimizerFactory, Updater, as_spec
-from paramserver.parameters import local_part
+from paramserver.parameters import get_local_part
 from paramserver.payload import Changes
 from paramserver.protocol.gradients import require_finite
 from paramserver.transport.exchange import Exchange
@@ -50,8 +50,8 @@ class LocalTraining:
         self._exchange = exchange
         self._payload = exchange.payload
         self._layouts = layouts
-        self.updater = _local_updater(factory, parameters)
-        self._settings = self.updater.settings()
+        self.updater = _build_updater(factory, parameters)
+        self._settings = self.updater.format_settings()
         #: Local steps so far. An exchange is due at every multiple of the policy's interval.
         self._steps = 0
         #: Position in the data at local step 0. It may be negative if `_steps` counts a short
@@ -67,7 +67,7 @@ class LocalTraining:
         #: The version of the checkpoint that this worker read or wrote last.
         self._checkpoint_version: tuple[int, int] | None = None
         if self._checkpoint and self._checkpoint.exists():
-            self._checkpoint_version = file_version(self._checkpoint)
+            self._checkpoint_version = get_file_version(self._checkpoint)
             self._resume(read_checkpoint(self._checkpoint))
 
     @property
@@ -88,7 +88,7 @@ class LocalTraining:
             RuntimeError: an update is due, and `pull` has not received it.
         """
         gradients = {
-            name: local_part(parameter.grad)
+            name: get_local_part(parameter.grad)
             for name, parameter in self._parameters.items()
             if parameter.grad is not None
         }
@@ -105,7 +105,7 @@ class LocalTraining:
         """Receive pending updates, and send each fragment that has changed since its last push."""
         if self._thread and self._steps and self._next_pull_step is not None:
             self._receive_update()
-        while self._sent_at[self._next_fragment()] < self._steps:
+        while self._sent_at[self._get_next_fragment()] < self._steps:
             if self._next_pull_step is not None:
                 self._receive_update()
             self._send_fragment()
@@ -116,12 +116,12 @@ class LocalTraining:
             self._in_flight.result()
             self._in_flight = None
 
-    def _next_fragment(self) -> int:
+    def _get_next_fragment(self) -> int:
         return self._exchange.session.clock % self._policy.fragments
 
     def _send_fragment(self, overlap: int = 0) -> None:
         """Push the change of the next fragment; with `overlap`, push and pull in another thread."""
-        fragment = self._next_fragment()
+        fragment = self._get_next_fragment()
         self._payload.capture(fragment)
         if self._checkpoint:
             self._save(self._checkpoint)
@@ -151,7 +151,7 @@ class LocalTraining:
         Raises:
             RuntimeError: another process has written the file since this worker did.
         """
-        if file_version(path) not in (None, self._checkpoint_version):
+        if get_file_version(path) not in (None, self._checkpoint_version):
             raise RuntimeError(
                 f"expected the last checkpoint of this worker in {path}, got a file that another "
                 "process wrote; pass a different file to each worker"
@@ -168,10 +168,10 @@ class LocalTraining:
             "module": self._module.state_dict(),
             "updater": self.updater.state_dict(),
             "payload": self._payload.state_dict(),
-            "random": random_states(p.device for p in self._parameters.values()),
+            "random": get_random_states(p.device for p in self._parameters.values()),
         }
         write_checkpoint(path, state)
-        self._checkpoint_version = file_version(path)
+        self._checkpoint_version = get_file_version(path)
 
     def _resume(self, state: dict[str, Any]) -> None:
         """Continue from a checkpoint, which was saved before a push.
@@ -204,7 +204,7 @@ class LocalTraining:
             self._payload.capture(fragment)
             for server in range(len(self._layouts)):
                 self._payload.write(server)
-            self._payload.on_accepted()
+            self._payload.mark_accepted()
         else:
             self._send_fragment()
         self._sent_at[fragment] = self._steps
@@ -217,7 +217,7 @@ class LocalTraining:
         self._next_pull_step = self._steps + self._policy.overlap
 
 
-def _local_updater(factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> Updater:
+def _build_updater(factory: OptimizerFactory, parameters: Mapping[str, nn.Parameter]) -> Updater:
     spec = as_spec(factory)
     is_local = any(hasattr(parameter, "to_local") for parameter in parameters.values())
     if spec.master_dtype or (spec.max_norm is not None and is_local):

@@ -107,7 +107,7 @@ class Updater:
         self.targets = parameters
         if spec.master_dtype:
             self.targets = [nn.Parameter(p.detach().to(spec.master_dtype)) for p in parameters]
-        self.optimizer = spec.optimizer(self._groups(model) if spec.groups else self.targets)
+        self.optimizer = spec.optimizer(self._build_groups(model) if spec.groups else self.targets)
         received = {id(p) for group in self.optimizer.param_groups for p in group["params"]}
         if received != {id(target) for target in self.targets}:
             raise ValueError(
@@ -120,7 +120,9 @@ class Updater:
         _copy_options(self.optimizer)
         if spec.groups:
             _require_known_options(self.optimizer)
-        self._scheduler = _new_scheduler(spec.scheduler, self.optimizer) if spec.scheduler else None
+        self._scheduler = (
+            _build_scheduler(spec.scheduler, self.optimizer) if spec.scheduler else None
+        )
 
     def step(self) -> None:
         """Clip and apply the gradients of `targets`, clear them, and advance the schedule."""
@@ -141,10 +143,10 @@ class Updater:
 
     def state_dict(self) -> dict[str, Any]:
         """Return a copy of the state of the optimizer, the schedule and the master weights."""
-        optimizer = _without_numpy(copy.deepcopy(self.optimizer.state_dict()))
+        optimizer = _convert_numpy_numbers(copy.deepcopy(self.optimizer.state_dict()))
         state: dict[str, Any] = {"optimizer": optimizer, "scheduler": None, "masters": None}
         if self._scheduler:
-            state["scheduler"] = _without_numpy(copy.deepcopy(self._scheduler.state_dict()))
+            state["scheduler"] = _convert_numpy_numbers(copy.deepcopy(self._scheduler.state_dict()))
         if self.spec.master_dtype:
             state["masters"] = [target.detach().clone() for target in self.targets]
         return state
@@ -169,31 +171,31 @@ class Updater:
                 target.copy_(master)
             self._publish()
 
-    def settings(self) -> dict[str, str]:
+    def format_settings(self) -> dict[str, str]:
         """Return the settings that affect updates, by name, as strings equal in all processes."""
-        settings = self.common_settings()
+        settings = self.format_common_settings()
         del settings["options"]
         # Errors name the first difference. The scheduler's state also contains learning rates, so
         # the options precede it.
         scheduler = settings.pop("scheduler")
         names = {id(target): name for target, name in zip(self.targets, self._names, strict=True)}
         for group in self.optimizer.param_groups:
-            options = options_of_group(group)
+            options = format_group_options(group)
             for target in group["params"]:
                 settings[f"options of {names[id(target)]}"] = ", ".join(options)
         settings["scheduler"] = scheduler
         return settings
 
-    def common_settings(self) -> dict[str, str]:
-        """Return the settings that are equal on all servers of a job; see `settings`."""
+    def format_common_settings(self) -> dict[str, str]:
+        """Return the settings that are equal on all servers of a job; see `format_settings`."""
         spec = self.spec
         settings = {"max_norm": str(spec.max_norm), "master_dtype": str(spec.master_dtype)}
         settings["optimizer"] = type(self.optimizer).__name__
-        groups = [", ".join(options_of_group(group)) for group in self.optimizer.param_groups]
+        groups = [", ".join(format_group_options(group)) for group in self.optimizer.param_groups]
         settings["options"] = "; ".join(groups)
         settings["scheduler"] = "None"
         if self._scheduler:
-            state = _without_numpy(self._scheduler.state_dict())
+            state = _convert_numpy_numbers(self._scheduler.state_dict())
             settings["scheduler"] = f"{type(self._scheduler).__name__} {state}"
         return settings
 
@@ -204,7 +206,7 @@ class Updater:
             for parameter, target in zip(self._parameters, self.targets, strict=True):
                 parameter.copy_(target)
 
-    def _groups(self, model: Mapping[str, Tensor]) -> list[dict[str, Any]]:
+    def _build_groups(self, model: Mapping[str, Tensor]) -> list[dict[str, Any]]:
         """Return one optimizer group per set of options, in the same order on all servers."""
         assert self.spec.groups is not None
         groups: list[dict[str, Any]] = []
@@ -219,7 +221,7 @@ class Updater:
         return groups
 
 
-def options_of_group(group: Mapping[str, Any]) -> list[str]:
+def format_group_options(group: Mapping[str, Any]) -> list[str]:
     """Return the options of a parameter group, or of `defaults`, as strings "key=value".
 
     The strings are equal in all processes. Options are omitted unless they are numbers, strings,
@@ -278,17 +280,17 @@ def _copy_options(optimizer: Optimizer) -> None:
             if isinstance(option, Tensor):
                 group[name] = option.clone()
             elif name != "params":
-                group[name] = _without_numpy(option)
+                group[name] = _convert_numpy_numbers(option)
 
 
-def _without_numpy(value: Any) -> Any:
+def _convert_numpy_numbers(value: Any) -> Any:
     """Convert NumPy numbers, which journals and checkpoints cannot contain, to Python numbers."""
     if isinstance(value, np.generic):
         return value.item()
     if type(value) in (list, tuple):
-        return type(value)(_without_numpy(element) for element in value)
+        return type(value)(_convert_numpy_numbers(element) for element in value)
     if type(value) is dict:
-        return {key: _without_numpy(element) for key, element in value.items()}
+        return {key: _convert_numpy_numbers(element) for key, element in value.items()}
     return value
 
 
@@ -302,7 +304,7 @@ def _require_known_options(optimizer: Optimizer) -> None:
             )
 
 
-def _new_scheduler(
+def _build_scheduler(
     factory: Callable[[Optimizer], LRScheduler], optimizer: Optimizer
 ) -> LRScheduler:
     """Return the optimizer's scheduler, after a check that a journal can resume it.
@@ -323,5 +325,5 @@ def _new_scheduler(
             "expected a scheduler that depends on the number of updates only, got "
             "ReduceLROnPlateau, which needs the loss; pass another scheduler"
         )
-    save_state(_without_numpy(scheduler.state_dict()), io.BytesIO())
+    save_state(_convert_numpy_numbers(scheduler.state_dict()), io.BytesIO())
     return scheduler

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 T = TypeVar("T")
 
 
-def trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
+def get_trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     """Return the parameters that require a gradient, by name. Servers store these parameters.
 
     Raises:
@@ -42,7 +42,7 @@ def _require_separate_memory(parameters: Mapping[str, Tensor]) -> None:
     """
     ranges = []
     for name, parameter in parameters.items():
-        tensor = local_part(parameter.detach())
+        tensor = get_local_part(parameter.detach())
         if tensor.is_meta:
             raise ValueError(
                 f"expected parameters with values, got {name} on the meta device; materialize the "
@@ -104,7 +104,7 @@ def require_unchanged(
             )
 
 
-def local_part(tensor: T) -> T:
+def get_local_part(tensor: T) -> T:
     """Return this rank's part of a `DTensor`, or any other tensor unchanged."""
     if not hasattr(tensor, "to_local"):
         return tensor

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from paramserver.parameters import local_part, require_names
+from paramserver.parameters import get_local_part, require_names
 from paramserver.running.arguments import require_integer
 
 Cut = tuple[str, Tensor, int, int]  # parameter name, parameter, start and stop element
@@ -65,7 +65,7 @@ class Shard:
     @property
     def buffer_bytes(self) -> int:
         """Size of the buffer in bytes, including the padding that aligns the pieces."""
-        return max((_aligned(p.offset + p.nbytes) for p in self.pieces), default=_ALIGNMENT)
+        return max((_align(p.offset + p.nbytes) for p in self.pieces), default=_ALIGNMENT)
 
     def views(self, buffer: Tensor) -> list[Tensor]:
         """Return each piece as a tensor of shape `view_shape` that shares the buffer's memory."""
@@ -89,10 +89,10 @@ class Shard:
         Raises:
             ValueError: the shard is too small for every fragment to contain an element.
         """
-        bounds = [_aligned(i * self.buffer_bytes // count) for i in range(count + 1)]
+        bounds = [_align(i * self.buffer_bytes // count) for i in range(count + 1)]
         fragments = []
         for start, stop in itertools.pairwise(bounds):
-            shard = Shard(tuple(self._pieces_between(start, stop)))
+            shard = Shard(tuple(self._iter_pieces_between(start, stop)))
             fragments.append(Fragment(start, stop, shard))
         if count > 1 and not all(fragment.shard.pieces for fragment in fragments):
             raise ValueError(
@@ -101,7 +101,7 @@ class Shard:
             )
         return fragments
 
-    def _pieces_between(self, start: int, stop: int) -> Iterator[Piece]:
+    def _iter_pieces_between(self, start: int, stop: int) -> Iterator[Piece]:
         """Yield the parts of pieces in bytes `start` to `stop`; offsets are relative to `start`."""
         for piece in self.pieces:
             first = max(start, piece.offset)
@@ -128,7 +128,7 @@ class Fragment:
     stop: int
     shard: Shard
 
-    def view_of(self, buffer: Tensor) -> Tensor:
+    def get_view(self, buffer: Tensor) -> Tensor:
         """Return a view of this fragment's bytes in `buffer`, a buffer of the whole shard."""
         return buffer[self.start : self.stop]
 
@@ -142,7 +142,7 @@ def partition(parameters: Mapping[str, Tensor], servers: int) -> list["Shard"]:
         TypeError: `parameters` is not a mapping, or `servers` is not an integer.
     """
     require_names(parameters)
-    parameters = {name: local_part(tensor) for name, tensor in parameters.items()}
+    parameters = {name: get_local_part(tensor) for name, tensor in parameters.items()}
     servers = require_integer("servers", servers, 1)
     if not parameters:
         raise ValueError("expected parameters that require a gradient, got none")
@@ -180,9 +180,9 @@ def _lay_out(cuts: list[Cut]) -> tuple[Piece, ...]:
     end = 0
     for name, tensor, start, stop in cuts:
         pieces.append(Piece(name, start, stop, tuple(tensor.shape), tensor.dtype, end))
-        end = _aligned(end + pieces[-1].nbytes)
+        end = _align(end + pieces[-1].nbytes)
     return tuple(pieces)
 
 
-def _aligned(nbytes: int) -> int:
+def _align(nbytes: int) -> int:
     return -(-nbytes // _ALIGNMENT) * _ALIGNMENT

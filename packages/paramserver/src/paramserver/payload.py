@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from paramserver.consistency import LocalSteps
-from paramserver.parameters import local_part
+from paramserver.parameters import get_local_part
 from paramserver.partition import Shard
 from paramserver.protocol.gradients import add_flat, flatten
 from paramserver.protocol.messages import Message
@@ -46,7 +46,7 @@ class Gradients:
         """
         shard = self._shards[server]
         buffer = self._connections[server].gradients
-        gradients = {p.name: local_part(self._parameters[p.name].grad) for p in shard.pieces}
+        gradients = {p.name: get_local_part(self._parameters[p.name].grad) for p in shard.pieces}
         return len(buffer), self._write_pieces(shard, gradients, buffer)
 
     def _write_pieces(
@@ -76,31 +76,31 @@ class Gradients:
             torch.cuda.synchronize(device)
         yield len(buffer)
 
-    def on_accepted(self) -> None:
+    def mark_accepted(self) -> None:
         """Update the state after all servers have accepted the payload; gradients have no state."""
 
-    def on_pulled(self, server: int, answer: Message) -> None:
+    def read_answer(self, server: int, answer: Message) -> None:
         """Process the data pulled from `server`. Here, `load` reads the data instead."""
 
     def load(self) -> None:
         """Copy the pulled parameters into the module."""
-        flat = self.flat()
+        flat = self.flatten_parameters()
         for connection, shard in zip(self._connections, self._shards, strict=True):
             connection.read(partial(_copy, shard, flat))
         self.store(flat)
 
-    def flat(self) -> dict[str, Tensor]:
+    def flatten_parameters(self) -> dict[str, Tensor]:
         """Return each parameter, or this rank's part of a `DTensor`, flattened, by name.
 
         A contiguous parameter is returned as a view. Any other parameter is copied in row-major
         order.
         """
-        return {name: local_part(p.detach()).reshape(-1) for name, p in self._parameters.items()}
+        return {n: get_local_part(p.detach()).reshape(-1) for n, p in self._parameters.items()}
 
     def store(self, flat: Mapping[str, Tensor]) -> None:
         """Copy `flat` into non-contiguous parameters; contiguous parameters share its memory."""
         for name, parameter in self._parameters.items():
-            local = local_part(parameter.detach())
+            local = get_local_part(parameter.detach())
             if not local.is_contiguous():  # such as a weight in torch.channels_last
                 local.copy_(flat[name].view(local.shape))
 
@@ -134,10 +134,10 @@ class Changes(Gradients):
         """Compute the change of `fragment` since it was pulled last."""
         self._fragment = fragment
         self._changes = []
-        flat = self.flat()
+        flat = self.flatten_parameters()
         for pulled, fragments in zip(self._pulled, self._fragments, strict=True):
             shard = fragments[fragment].shard
-            old = fragments[fragment].view_of(pulled)
+            old = fragments[fragment].get_view(pulled)
             change = torch.zeros_like(old)
             views = zip(shard.pieces, shard.views(change), shard.views(old), strict=True)
             for piece, view, old_view in views:
@@ -157,11 +157,11 @@ class Changes(Gradients):
         self._connections[server].gradients[: len(change)] = change
         return len(change), ()
 
-    def on_accepted(self) -> None:
+    def mark_accepted(self) -> None:
         """Carry the residuals of the last payload over to the next push."""
         self._residuals |= self._pending_residuals
 
-    def on_pulled(self, server: int, answer: Message) -> None:
+    def read_answer(self, server: int, answer: Message) -> None:
         """Update the copy of the parameters from pulled data: a whole shard, or one fragment."""
         self._connections[server].read(partial(self._update_pulled, server, answer))
 
@@ -172,7 +172,7 @@ class Changes(Gradients):
             pulled.copy_(data)
             return
         fragment = self._fragments[server][answer.fragment]
-        old = fragment.view_of(pulled)
+        old = fragment.get_view(pulled)
         data = data[: answer.size]
         if not self._compression:
             old.copy_(data)
@@ -183,20 +183,21 @@ class Changes(Gradients):
 
     def load(self, alpha: float = 0.0) -> None:
         """Copy the arrived data into the module; a fragment's old values keep weight `alpha`."""
-        flat = self.flat()
+        flat = self.flatten_parameters()
         for server, number in self._arrived.items():
             pulled = self._pulled[server]
             if number < 0:
                 _copy(self._shards[server], flat, pulled)
             else:
                 fragment = self._fragments[server][number]
-                _copy(fragment.shard, flat, fragment.view_of(pulled), alpha)
+                _copy(fragment.shard, flat, fragment.get_view(pulled), alpha)
         self.store(flat)
         self._arrived.clear()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the parameters that were pulled last, by name, and the compression residuals."""
-        pulled = {name: torch.empty_like(flat, device="cpu") for name, flat in self.flat().items()}
+        flat = self.flatten_parameters()
+        pulled = {name: torch.empty_like(part, device="cpu") for name, part in flat.items()}
         for shard, buffer in zip(self._shards, self._pulled, strict=True):
             shard.gather(buffer, pulled)
         return {"pulled": pulled, "residuals": self._residuals}

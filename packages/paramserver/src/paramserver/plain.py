@@ -77,7 +77,7 @@ class Worker:
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in parameters]
         server.push(self.number, gradients)
 
-    def local_steps(self, server: Server, inner: torch.optim.Optimizer, steps: int) -> None:
+    def take_local_steps(self, server: Server, inner: torch.optim.Optimizer, steps: int) -> None:
         """Take `steps` local steps, then push the change (DiLoCo, algorithm 1, lines 3 to 10)."""
         pulled = server.pull()
         self._load(pulled)
@@ -116,5 +116,5 @@ def train_diloco(
     optimizers = [inner(w.model.parameters()) for w in all_workers]  # their state is never reset
     for _ in range(rounds):
         for worker, optimizer in zip(all_workers, optimizers, strict=True):
-            worker.local_steps(server, optimizer, steps)
+            worker.take_local_steps(server, optimizer, steps)
     return server.pull()

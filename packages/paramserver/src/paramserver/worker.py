@@ -14,10 +14,10 @@ from torch import nn
 from paramserver.consistency import LocalSteps, as_local_steps
 from paramserver.local_training import LocalTraining
 from paramserver.optimizers import OptimizerFactory
-from paramserver.parameters import require_unchanged, trainable_parameters
+from paramserver.parameters import get_trainable_parameters, require_unchanged
 from paramserver.partition import partition
 from paramserver.payload import Changes, Gradients
-from paramserver.protocol.replica import layout
+from paramserver.protocol.replica import format_layout
 from paramserver.running.arguments import require_integer
 from paramserver.server import Server
 from paramserver.transport.connection import Connection
@@ -84,13 +84,13 @@ class Worker:
             )
         self.module = module
         self.rank = rank
-        self._parameters = trainable_parameters(module)
+        self._parameters = get_trainable_parameters(module)
         self._shapes = {name: p.shape for name, p in self._parameters.items()}
         self._connections = [
             s.connect(rank, module) if isinstance(s, Server) else s for s in servers
         ]
         shards = partition(self._parameters, len(servers))
-        layouts = [layout(shard, local) for shard in shards]
+        layouts = [format_layout(shard, local) for shard in shards]
         payload_type = partial(Changes, local) if local else Gradients
         self._payload: Gradients = payload_type(self._parameters, shards, self._connections)
         self._has_finished = False

@@ -26,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     If `fit --plot` cannot draw a figure, because the runs do not identify a law, the answers are
     printed before the error.
     """
-    arguments = _parser().parse_args(argv)
+    arguments = _build_parser().parse_args(argv)
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", ScalingWarning)
@@ -36,14 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for message in dict.fromkeys(str(w.message) for w in caught):
         print(f"warning: {message}", file=sys.stderr)
-    print(json.dumps(_finite(result), indent=1) if arguments.json else "\n".join(lines))
+    print(json.dumps(_replace_nonfinite(result), indent=1) if arguments.json else "\n".join(lines))
     if "no_figure" in result:
         print(f"scaling: no figure is written: {result['no_figure']}", file=sys.stderr)
         return 2
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def _build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m scaling", description=__doc__)
     commands = parser.add_subparsers(required=True)
     source = argparse.ArgumentParser(add_help=False)
@@ -86,23 +86,23 @@ def _parser() -> argparse.ArgumentParser:
 
 def _load(arguments: argparse.Namespace) -> Runs:
     units = {}
-    for name, unit in _pairs(arguments.unit).items():
+    for name, unit in _parse_pairs(arguments.unit).items():
         try:
             units[name] = float(unit)
         except ValueError:
             raise ValueError(f"--unit: expected a number in '{name}={unit}'") from None
     runs = load_runs(
         arguments.runs,
-        columns=_pairs(arguments.column),
+        columns=_parse_pairs(arguments.column),
         units=units,
-        where=_pairs(arguments.where),
+        where=_parse_pairs(arguments.where),
         history=False if arguments.history == "no" else arguments.history,
         ignore=arguments.ignore,
     )
     return runs.without_highest(arguments.without_highest)
 
 
-def _pairs(texts: Sequence[str]) -> dict[str, str]:
+def _parse_pairs(texts: Sequence[str]) -> dict[str, str]:
     """Return the pairs of NAME=VALUE strings.
 
     Raises `ValueError` for other strings, or two values of one name.
@@ -176,12 +176,12 @@ def _report(arguments: argparse.Namespace) -> Output:
     return [f"written to {arguments.to}"], {"written": str(arguments.to)}
 
 
-def _finite(value: Any) -> Any:
+def _replace_nonfinite(value: Any) -> Any:
     """Return a value with nan and inf replaced by None, because JSON has neither."""
     if isinstance(value, dict):
-        return {k: _finite(v) for k, v in value.items()}
+        return {k: _replace_nonfinite(v) for k, v in value.items()}
     if isinstance(value, list | tuple):
-        return [_finite(v) for v in value]
+        return [_replace_nonfinite(v) for v in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -37,24 +37,24 @@ def bench(*, device: str = "cpu", quick: bool = False, data: Path | None = None)
     calls = 1 if quick else 9
     budgets = tuple(np.geomspace(1e18, 3e21, 6 if quick else 24))
     noisy = isoflop_runs(budgets=budgets, per_budget=10, noise=5e-3)
-    rows = _fits("generated", noisy, starts, calls)
+    rows = _measure_fits("generated", noisy, starts, calls)
     if data:
-        rows += _fits(data.stem, load_runs(data).without_highest(5), starts, calls)
+        rows += _measure_fits(data.stem, load_runs(data).without_highest(5), starts, calls)
     fit = fit_parametric(noisy)
     resamples = 200 if quick else 4000
-    seconds, _ = _timed(lambda: bootstrap(fit, resamples=resamples))
+    seconds, _ = _measure_call(lambda: bootstrap(fit, resamples=resamples))
     row: Row = {"case": "bootstrap", "runs": len(noisy), "resamples": resamples}
-    rows += [{**row, "time_s": seconds}, *_answers(1000 if quick else 100_000, calls)]
-    return [*rows, *_sweeps(device, quick)]
+    rows += [{**row, "time_s": seconds}, *_measure_answers(1000 if quick else 100_000, calls)]
+    return [*rows, *_measure_sweeps(device, quick)]
 
 
-def _timed(function: Callable[[], T]) -> tuple[float, T]:
+def _measure_call(function: Callable[[], T]) -> tuple[float, T]:
     start = time.perf_counter()
     result = function()
     return time.perf_counter() - start, result
 
 
-def _fits(name: str, runs: Runs, starts: int, calls: int) -> list[Row]:
+def _measure_fits(name: str, runs: Runs, starts: int, calls: int) -> list[Row]:
     """Time `fit_parametric` without and with `prove`, and L-BFGS-B from a number of starts.
 
     The first time is the median of several calls.
@@ -62,9 +62,9 @@ def _fits(name: str, runs: Runs, starts: int, calls: int) -> list[Row]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ScalingWarning)
         fit_parametric(runs)  # the first call loads LAPACK
-        ours = [_timed(lambda: fit_parametric(runs)) for _ in range(calls)]
-        seconds, proved = _timed(lambda: fit_parametric(runs, prove=True))
-    theirs, best = _timed(lambda: lbfgs(runs, starts))
+        ours = [_measure_call(lambda: fit_parametric(runs)) for _ in range(calls)]
+        seconds, proved = _measure_call(lambda: fit_parametric(runs, prove=True))
+    theirs, best = _measure_call(lambda: minimize_by_lbfgs(runs, starts))
     landed = f"scaling, {proved.proof.landed}/{proved.proof.converged} landed"
     fit = ours[0][1]
     timings = [
@@ -79,7 +79,7 @@ def _fits(name: str, runs: Runs, starts: int, calls: int) -> list[Row]:
     ]
 
 
-def _answers(count: int, calls: int) -> list[Row]:
+def _measure_answers(count: int, calls: int) -> list[Row]:
     """Time the first optimum of a fit, and the fit of a table of `count` rows with its reading.
 
     The first optimum includes the posterior and the drift; its time is the median of several fits.
@@ -89,12 +89,12 @@ def _answers(count: int, calls: int) -> list[Row]:
         warnings.simplefilter("ignore", ScalingWarning)
         for seed in range(calls):
             fit = fit_parametric(isoflop_runs(noise=2e-3, seed=seed))
-            seconds.append(_timed(partial(fit.optimal, 1e24))[0])
+            seconds.append(_measure_call(partial(fit.optimal, 1e24))[0])
         random = np.random.default_rng(0)
         n, d = 10 ** random.uniform([[7], [9]], [[9], [11]], (2, count))
         loss = CHINCHILLA.predict(n, d) * np.exp(3e-3 * random.standard_normal(count))
         records = [dict(zip("NDL", row, strict=True)) for row in zip(n, d, loss, strict=True)]
-        of_table, _ = _timed(lambda: fit_parametric(load_runs(records)))
+        of_table, _ = _measure_call(lambda: fit_parametric(load_runs(records)))
     of_optimum = float(np.median(seconds))
     return [
         {"case": "answer", "what": "first optimum", "rows": 72, "time_s": of_optimum},
@@ -102,7 +102,7 @@ def _answers(count: int, calls: int) -> list[Row]:
     ]
 
 
-def shortcut(runs: Runs, method: str) -> Callable[[float], float]:
+def fit_shortcut(runs: Runs, method: str) -> Callable[[float], float]:
     """Return a function from compute to the best size, as found by a misleading method.
 
     The method uses the best run of each budget. "minimum" fits a line in logs through these runs.
@@ -124,7 +124,7 @@ def shortcut(runs: Runs, method: str) -> Callable[[float], float]:
     return lambda compute: float(n.mean() * law(compute / c.mean(), *constants))
 
 
-def _sweeps(device: str, quick: bool) -> list[Row]:
+def _measure_sweeps(device: str, quick: bool) -> list[Row]:
     sweep_learning_rate(seeds=1, steps=1, device=device)  # the first call imports torch
     rows: list[Row] = []
     small: dict[str, Any] = {"seeds": 4, "steps": 5} if quick else {}
@@ -141,7 +141,7 @@ def _sweeps(device: str, quick: bool) -> list[Row]:
     return rows
 
 
-def lbfgs(runs: Runs, starts: int, delta: float = 1e-3) -> float:
+def minimize_by_lbfgs(runs: Runs, starts: int, delta: float = 1e-3) -> float:
     """Return the lowest Huber objective that L-BFGS-B reaches, with exact gradients.
 
     The starts are spread evenly over the 4,500 starts of Hoffmann et al. 2022.
@@ -154,7 +154,7 @@ def lbfgs(runs: Runs, starts: int, delta: float = 1e-3) -> float:
     offsets = np.arange(-1, 1.5, 0.5)
     grid = [*itertools.product(amplitudes, amplitudes, offsets, exponents, exponents)]
 
-    def value_and_gradient(theta: Array) -> tuple[float, Array]:
+    def compute_value_and_gradient(theta: Array) -> tuple[float, Array]:
         a, b, e, alpha, beta = theta
         terms = np.stack([a - alpha * log_n, b - beta * log_d, np.full_like(log_n, e)])
         largest = terms.max(0)
@@ -167,7 +167,9 @@ def lbfgs(runs: Runs, starts: int, delta: float = 1e-3) -> float:
         return float((clipped * (np.abs(r) - 0.5 * clipped)).sum()), np.array(gradient)
 
     chosen = grid[:: max(1, len(grid) // starts)][:starts]
-    ends = [minimize(value_and_gradient, s, jac=True, method="L-BFGS-B").fun for s in chosen]
+    ends = [
+        minimize(compute_value_and_gradient, s, jac=True, method="L-BFGS-B").fun for s in chosen
+    ]
     return float(min(ends))
 
 

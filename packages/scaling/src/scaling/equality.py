@@ -21,7 +21,7 @@ class ComparesArrays:
 
     def __repr__(self) -> str:
         named = [(f.name, getattr(self, f.name)) for f in fields(self)]  # type: ignore[arg-type]
-        lines = [f"{name} = {_short(value)}" for name, value in named]
+        lines = [f"{name} = {_format_short(value)}" for name, value in named]
         if len(lines) > LONGEST:
             lines[LONGEST - 1 :] = [f"and {', '.join(name for name, _ in named[LONGEST - 1 :])}"]
         return "\n  ".join([type(self).__name__, *lines])
@@ -33,25 +33,25 @@ class ComparesArrays:
 
 
 def _have_equal_fields(a: Any, b: Any) -> bool:
-    return all(_equal(getattr(a, field.name), getattr(b, field.name)) for field in fields(a))
+    return all(_is_equal(getattr(a, field.name), getattr(b, field.name)) for field in fields(a))
 
 
-def _equal(a: Any, b: Any) -> bool:
+def _is_equal(a: Any, b: Any) -> bool:
     if isinstance(a, np.ndarray) or isinstance(b, np.ndarray):
         first = np.asarray(a)
         second = np.asarray(b)
         is_float = first.dtype.kind == second.dtype.kind == "f"
         return bool(np.array_equal(first, second, equal_nan=is_float))
     if isinstance(a, dict) and isinstance(b, dict):
-        return a.keys() == b.keys() and all(_equal(a[k], b[k]) for k in a)
+        return a.keys() == b.keys() and all(_is_equal(a[k], b[k]) for k in a)
     if isinstance(a, tuple | list) and type(a) is type(b):
-        return len(a) == len(b) and all(map(_equal, a, b))
+        return len(a) == len(b) and all(map(_is_equal, a, b))
     if is_dataclass(a) and type(a) is type(b):
         return _have_equal_fields(a, b)
     return bool(a == b) or (a != a and b != b)
 
 
-def _short(value: Any) -> str:
+def _format_short(value: Any) -> str:
     if isinstance(value, np.ndarray) and value.dtype.kind == "f" and np.isfinite(value).any():
         return f"{value.shape} from {np.nanmin(value):.4g} to {np.nanmax(value):.4g}"
     if isinstance(value, ComparesArrays):

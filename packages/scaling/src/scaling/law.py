@@ -20,7 +20,7 @@ from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 CONSTANTS = ("E", "A", "B", "alpha", "beta")
 
-#: The numbers of an `Optimum`, in the order of `optima_of`.
+#: The numbers of an `Optimum`, in the order of `compute_optima`.
 OPTIMUM_FIELDS = ("parameters", "tokens", "loss")
 
 #: Probability with which an interval covers the true value.
@@ -66,7 +66,7 @@ def require_model(parameters: float, tokens: float) -> None:
         )
 
 
-def quantiles(
+def compute_quantiles(
     values: ArrayLike, levels: Sequence[float], weights: Array | None = None
 ) -> list[float]:
     """Return the quantiles `levels` of `values`, which are one value per sampled law.
@@ -118,7 +118,7 @@ class Optimum(ComparesArrays):
         return "\n".join(lines)
 
 
-def unidentified_optimum(compute: float, reason: str) -> Optimum:
+def build_unidentified_optimum(compute: float, reason: str) -> Optimum:
     """Return the optimum of runs that do not identify it: nan, with intervals from 0 to inf."""
     intervals = dict.fromkeys(OPTIMUM_FIELDS, Interval(0.0, math.inf))
     return Optimum(compute, math.nan, math.nan, math.nan, intervals, reason=reason)
@@ -172,7 +172,7 @@ class Law:
                 f"expected positive parameters and tokens, got parameters = {reprlib.repr(n)},"
                 f" tokens = {reprlib.repr(d)}"
             )
-        loss = loss_of(self.constants, n, d)
+        loss = compute_loss(self.constants, n, d)
         return loss if loss.ndim else float(loss)
 
     @property
@@ -186,7 +186,7 @@ class Law:
         Raises `TypeError` or `ValueError` unless `compute` is one positive and finite number.
         """
         require_budget(compute)
-        n, d, loss = map(float, optima_of(self.constants, compute))
+        n, d, loss = map(float, compute_optima(self.constants, compute))
         return Optimum(compute, n, d, loss)
 
 
@@ -194,14 +194,14 @@ class Law:
 UNKNOWN_LAW = Law(math.nan, math.nan, math.nan, math.nan, math.nan)
 
 
-def loss_of(constants: Array, parameters: ArrayLike, tokens: ArrayLike) -> Array:
+def compute_loss(constants: Array, parameters: ArrayLike, tokens: ArrayLike) -> Array:
     """Return L(N, D) for constants of shape (…, 5)."""
     e, a, b, alpha, beta = np.moveaxis(constants, -1, 0)
     loss: Array = e + a * parameters**-alpha + b * tokens**-beta
     return loss
 
 
-def optima_of(constants: Array, compute: float) -> Array:
+def compute_optima(constants: Array, compute: float) -> Array:
     """Return N, D and loss of the optima, (3, …), for constants of shape (…, 5).
 
     See Note [Closed-form optimum].
@@ -213,4 +213,4 @@ def optima_of(constants: Array, compute: float) -> Array:
     log_n = np.clip(log_n, log_product - 700, 700)
     n = np.exp(log_n)
     d = np.exp(log_product - log_n)
-    return np.stack([n, d, loss_of(constants, n, d)])
+    return np.stack([n, d, compute_loss(constants, n, d)])

@@ -19,7 +19,7 @@ from scaling.extras import require_module
 from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop.fit import IsoflopFit, fit_isoflop
 from scaling.law import OPTIMUM_FIELDS, Interval
-from scaling.plot import panels
+from scaling.plot import list_panels
 from scaling.runs import Runs, ScalingWarning
 from scaling.uncertainty.backtest import BacktestRow, backtest
 
@@ -72,23 +72,23 @@ def report(runs: Runs, *, at: Sequence[float] = (), title: str = "Scaling laws o
             rows = backtest(runs)
         except ValueError as error:
             failures.append(f"Backtest: {error}")
-        answers = _answers(fits, at)
+        answers = _format_answers(fits, at)
     messages = list(dict.fromkeys(str(w.message) for w in caught)) + failures
-    parts = ["<h2>Answers</h2>", answers, "<h2>Warnings</h2>", _list(messages)]
+    parts = ["<h2>Answers</h2>", answers, "<h2>Warnings</h2>", _format_list(messages)]
     parts += ["<h2>Data</h2>", f"<pre>{html.escape(runs.explanation or f'{len(runs)} runs')}</pre>"]
     for name, fit in fits.items():
         parts.append(f"<h2>{name}</h2>")
         if fit.unidentified:
             parts.append(f"<p>{html.escape(fit.unidentified)}</p>")
         else:
-            parts += [_constants(fit), _figures(fit, max(at))]
+            parts += [_format_constants(fit), _draw_figures(fit, max(at))]
     if rows:
-        parts += ["<h2>Backtest</h2>", backtest_table(rows)]
+        parts += ["<h2>Backtest</h2>", format_backtest(rows)]
     page = Template(files("scaling").joinpath("page.html").read_text("utf-8"))
     return page.substitute(title=html.escape(title), body="\n".join(parts))
 
 
-def _answers(fits: dict[str, Fit], at: Sequence[float]) -> str:
+def _format_answers(fits: dict[str, Fit], at: Sequence[float]) -> str:
     """Return a table of each fit's best model at each compute."""
     rows = []
     coverage = {}
@@ -98,12 +98,12 @@ def _answers(fits: dict[str, Fit], at: Sequence[float]) -> str:
             if best.coverage:
                 coverage[name] = f"<p>{name}: {html.escape(best.coverage)}.</p>"
             intervals = best.intervals or {}
-            cells = [_format(getattr(best, k), intervals.get(k)) for k in OPTIMUM_FIELDS]
+            cells = [_format_value(getattr(best, k), intervals.get(k)) for k in OPTIMUM_FIELDS]
             rows.append([f"{compute:.3g}", name, *cells])
-    return "".join([_table(["FLOPs", "by", *OPTIMUM_FIELDS], rows), *coverage.values()])
+    return "".join([_format_table(["FLOPs", "by", *OPTIMUM_FIELDS], rows), *coverage.values()])
 
 
-def _constants(fit: Fit) -> str:
+def _format_constants(fit: Fit) -> str:
     """Return the law of a fit, with a table of its constants or of its valleys."""
     if isinstance(fit, IsoflopFit):
         law = f"N = {fit.scale:.4g} C^{fit.exponent:.4f}"
@@ -112,26 +112,26 @@ def _constants(fit: Fit) -> str:
             numbers = [f"{v.parameters:.4g}", f"{v.tokens:.4g}", f"{v.loss:.4f}"]
             bottoms.append([f"{v.compute:.3g}", len(v.runs), *numbers])
         head = ["budget, FLOPs", "runs", "best parameters", "tokens", "loss"]
-        return f"<p>{law}</p>" + _table(head, bottoms)
+        return f"<p>{law}</p>" + _format_table(head, bottoms)
     names = ("E", "A", "B", "alpha", "beta", "exponent")
-    rows = [[k, _format(getattr(fit.law, k), fit.posterior.interval(k))] for k in names]
+    rows = [[k, _format_value(getattr(fit.law, k), fit.posterior.interval(k))] for k in names]
     law = "<p>L = E + A / N^alpha + B / D^beta. The intervals of the constants include noise"
     law += f" alone; the answers also include drift, {fit.drift.size:.2g} in log N and"
     law += f" {fit.drift.loss:.2g} in log loss per decade beyond the runs.</p>"
-    return law + _table(["constant", "95 %, noise alone"], rows)
+    return law + _format_table(["constant", "95 %, noise alone"], rows)
 
 
-def backtest_table(rows: Sequence[BacktestRow]) -> str:
+def format_backtest(rows: Sequence[BacktestRow]) -> str:
     """Return the predictions of a backtest as a table, below a note if the backtest failed."""
     lines: list[list[object]] = []
     for r in rows:
         verdict = "covered" if r.size_covered else '<b class="no">missed</b>'
         losses = f"{r.losses_covered} of {r.losses}, {r.loss_error:.2%} off" if r.losses else "–"
-        size = _format(r.size, r.size_interval)
+        size = _format_value(r.size, r.size_interval)
         fitted = [r.method, f"{r.cut:.2g}", r.runs, f"{r.decades:.1f}"]
         lines.append([*fitted, size, f"{r.full_fit_size:.3g}", verdict, losses])
     head = ["method", "runs up to, FLOPs", "runs", "decades", "best size at max FLOPs", "all runs"]
-    table = _table([*head, "", "losses covered"], lines)
+    table = _format_table([*head, "", "losses covered"], lines)
     missed = sum(not row.size_covered for row in rows)
     total = sum(row.losses for row in rows)
     outside = total - sum(row.losses_covered for row in rows)
@@ -144,7 +144,7 @@ def backtest_table(rows: Sequence[BacktestRow]) -> str:
     return table
 
 
-def _format(value: float, interval: Interval | None) -> str:
+def _format_value(value: float, interval: Interval | None) -> str:
     """Return a value with its interval; a dash if both are unknown."""
     if not (interval or math.isfinite(value)):
         return "–"
@@ -152,7 +152,7 @@ def _format(value: float, interval: Interval | None) -> str:
     return f"{text} [{interval.low:.3g}, {interval.high:.3g}]" if interval else text
 
 
-def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+def _format_table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     # On narrow screens, each cell is shown on a separate line with the title of its column.
     lines = []
     for row in rows:
@@ -163,28 +163,28 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return f'<div class="wide"><table><tr>{titles}</tr>\n{body}</table></div>'
 
 
-def _list(items: Sequence[str]) -> str:
+def _format_list(items: Sequence[str]) -> str:
     if not items:
         return "<p>None.</p>"
     return "<ul>" + "".join(f"<li>{html.escape(item)}</li>\n" for item in items) + "</ul>"
 
 
-def _figures(result: Fit, up_to: float) -> str:
+def _draw_figures(result: Fit, up_to: float) -> str:
     """Return each panel of a result as a separate figure, in two columns if there is room."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     figures = []
     with rc_context(FIGURE_SETTINGS):
-        for draw in panels(result, up_to):
+        for draw in list_panels(result, up_to):
             figure = Figure(figsize=(4.4, 3.5))
             figure.set_layout_engine("constrained")
             draw(figure.subplots())
-            figures.append(_svg(figure))
+            figures.append(_draw_svg(figure))
     return f'<div class="panels">{"".join(figures)}</div>'
 
 
-def _svg(figure: "Figure") -> str:
+def _draw_svg(figure: "Figure") -> str:
     """Return a figure as SVG in the color of the text, with a transparent background."""
     buffer = io.StringIO()
     for axes in figure.axes:

@@ -54,24 +54,26 @@ def fit_parametric_law(n: Array, d: Array, loss: Array) -> Constants:
     objective has several minima and hardly changes if A and alpha change together.
     """
 
-    def constants_of(search_point: Array) -> Constants:
+    def unpack_constants(search_point: Array) -> Constants:
         # Logarithms keep E, A and B positive, and comparable if they differ by orders of magnitude.
         e, a, b = np.exp(search_point[:3]).tolist()
         alpha, beta = search_point[3:].tolist()
         return e, a, b, alpha, beta
 
-    def objective(search_point: Array) -> float:
-        predicted = predict_loss(constants_of(search_point), n, d)
+    def compute_objective(search_point: Array) -> float:
+        predicted = predict_loss(unpack_constants(search_point), n, d)
         return float(huber(np.log(predicted) - np.log(loss)).sum())
 
     # log E, log A, log B, alpha, beta
     starts = product((-1.0, 0.5), (5.0, 10.0), (5.0, 10.0), (0.3, 0.6), (0.3, 0.6))
     bounds = [(-7, 3), (-5, 30), (-5, 30), (0.02, 2), (0.02, 2)]
-    optima = [minimize(objective, start, method="L-BFGS-B", bounds=bounds) for start in starts]
-    return constants_of(min(optima, key=lambda optimum: optimum.fun).x)
+    optima = [
+        minimize(compute_objective, start, method="L-BFGS-B", bounds=bounds) for start in starts
+    ]
+    return unpack_constants(min(optima, key=lambda optimum: optimum.fun).x)
 
 
-def optimal_model(constants: Constants, compute: float) -> tuple[float, float]:
+def compute_optimal_model(constants: Constants, compute: float) -> tuple[float, float]:
     """Return the (N, D) with the lowest loss for `compute` FLOPs.
 
     The derivative of the loss along 6 N D = C is zero if alpha A / N^alpha = beta B / D^beta. Then

@@ -38,7 +38,7 @@ def plot(result: Drawable, *, up_to: float = 1e24) -> "Figure":
     require_module("matplotlib", "plot")
     from matplotlib.figure import Figure
 
-    drawn = panels(result, up_to)
+    drawn = list_panels(result, up_to)
     figure = Figure(figsize=(14, 4.5))
     figure.set_layout_engine("constrained")
     for draw, axes in zip(drawn, figure.subplots(1, len(drawn), squeeze=False)[0], strict=True):
@@ -46,7 +46,7 @@ def plot(result: Drawable, *, up_to: float = 1e24) -> "Figure":
     return figure
 
 
-def panels(result: Drawable, up_to: float) -> list[Callable[["Axes"], None]]:
+def list_panels(result: Drawable, up_to: float) -> list[Callable[["Axes"], None]]:
     """Return one function per panel of `plot`, which draws the panel on axes."""
     if isinstance(result, ParametricFit | IsoflopFit):
         if result.unidentified:

@@ -25,11 +25,11 @@ from scaling.tables.columns import (
     require_tokens_of_all_epochs,
     require_tokens_of_text,
 )
-from scaling.tables.derived import TIMES, token_factors
+from scaling.tables.derived import TIMES, find_token_factors
 from scaling.tables.grouping import cluster
 from scaling.tables.history import keep_last_rows
 from scaling.tables.names import Column, match_columns
-from scaling.tables.scales import LARGEST_LOSS, complete
+from scaling.tables.scales import LARGEST_LOSS, complete_quantities
 from scaling.tables.selection import (
     drop_rows_without_loss,
     keep_best_settings,
@@ -37,8 +37,8 @@ from scaling.tables.selection import (
 )
 from scaling.tables.source import read_table
 from scaling.tables.states import (
+    flag_complete_runs,
     keep_finished,
-    reached_the_end,
     require_no_marks,
     require_no_summaries,
 )
@@ -179,14 +179,14 @@ def load_runs(
     name = str(source) if isinstance(source, str | Path) else "the table"
     table = read_table(source)
     total = len(table)
-    table = table.where(where or {}, name).without(ignore, name)
+    table = table.select_where(where or {}, name).drop_columns(ignore, name)
     exclusions: list[str] = []
     table = keep_finished(table, where or {}, exclusions)
     if not len(table):
         raise ValueError("; ".join([f"{name} contains no runs", *exclusions]))
     columns = dict(columns or {})
     present = list(table.columns)
-    if factors := token_factors(present, columns):
+    if factors := find_token_factors(present, columns):
         columns["tokens"] = TIMES.join(factors)
         present.append(columns["tokens"])
     matched = match_columns(present, columns, name)
@@ -202,10 +202,10 @@ def load_runs(
     reading.choices += compare_columns(reading, matched)
     is_history = keep_last_rows(reading, history)
     require_tokens_of_all_epochs(reading, columns, is_history)
-    reading.select(reached_the_end(reading.table, reading.exclusions, reading.choices))
+    reading.select(flag_complete_runs(reading.table, reading.exclusions, reading.choices))
     require_one_data_set(reading)
     keep_best_settings(reading)
-    complete(reading)
+    complete_quantities(reading)
     expected = FLOPS_PER_PARAMETER_TOKEN * reading.values["parameters"] * reading.values["tokens"]
     values = {"compute": expected, **reading.values}
     for message in reading.exclusions:
@@ -217,7 +217,7 @@ def load_runs(
         loss=values["loss"],
         rows=tuple(reading.rows),
     )
-    for message in _unlikely_values(runs, runs.compute / expected, reading.columns):
+    for message in _describe_unlikely_values(runs, runs.compute / expected, reading.columns):
         warnings.warn(message, ScalingWarning, stacklevel=2)
     lines = [f"{len(runs)} of {total} rows of {name}", *_explain(runs, reading)]
     lines += [f"  chosen: {choice}" for choice in reading.choices]
@@ -249,7 +249,9 @@ def _explain(runs: Runs, reading: Reading) -> list[str]:
     return lines
 
 
-def _unlikely_values(runs: Runs, compute_ratio: Array, columns: Mapping[str, Column]) -> list[str]:
+def _describe_unlikely_values(
+    runs: Runs, compute_ratio: Array, columns: Mapping[str, Column]
+) -> list[str]:
     """Return a warning for each kind of value that is possible but unlikely.
 
     `compute_ratio` is C / (6 N D) of each run.

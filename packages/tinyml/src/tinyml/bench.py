@@ -54,7 +54,7 @@ def _bench_kmeans(device: str, quick: bool) -> list[Row]:
             "weights": count,
             "clusters": 16,
             "ours_ms": seconds * 1e3,
-            "squared_error": _squared_error(values, centroids, codes),
+            "squared_error": _compute_squared_error(values, centroids, codes),
         }
         row["sklearn_ms"], row["sklearn_error"] = _run_sklearn(values)
         rows.append(row)
@@ -71,10 +71,10 @@ def _run_sklearn(values: Tensor) -> tuple[float, float]:
     milliseconds = (time.perf_counter() - start) * 1e3
     centroids, labels = (torch.from_numpy(a) for a in (fitted.cluster_centers_, fitted.labels_))
     # scikit-learn sums its `inertia_` in float32. For 10^7 weights, that was 1.5 % too low.
-    return milliseconds, _squared_error(values.cpu(), centroids.flatten(), labels)
+    return milliseconds, _compute_squared_error(values.cpu(), centroids.flatten(), labels)
 
 
-def _squared_error(values: Tensor, centroids: Tensor, codes: Tensor) -> float:
+def _compute_squared_error(values: Tensor, centroids: Tensor, codes: Tensor) -> float:
     """Return the sum over `values` of the squared distance to their centroid, in float64."""
     nearest = centroids.double().index_select(0, codes.int())
     return float((values.double() - nearest).square().sum())
@@ -107,17 +107,17 @@ def _bench_linear(device: str, quick: bool) -> list[Row]:
                 "tokens": tokens,
                 "in": inputs,
                 "out": outputs,
-                "processor": _processor(),
+                "processor": _describe_processor(),
                 "chosen": layer.explain([tokens])[0].split(" (")[0].split(": ")[-1]
                 if hasattr(layer, "explain")
                 else "float32",
-                **_time_ratio(partial(linear, x), partial(ours, x), rounds),
+                **_measure_time_ratio(partial(linear, x), partial(ours, x), rounds),
                 "relative_error": float((ours(x) - linear(x)).norm() / linear(x).norm()),
                 "weight_bytes_ratio": linear[0].weight.nbytes / size_of(ours).bytes,
             }
             peer = _quantize_with_torchao(linear) if name == "int8 dynamic" else None
             if peer is not None:
-                torchao_ratio = _time_ratio(partial(peer, x), partial(ours, x), rounds)
+                torchao_ratio = _measure_time_ratio(partial(peer, x), partial(ours, x), rounds)
                 row["torchao_over_ours_p50"] = torchao_ratio["float32_over_ours_p50"]
                 error = (peer(x) - linear(x)).norm() / linear(x).norm()
                 row["torchao_relative_error"] = float(error)  # sums saturate without VNNI
@@ -140,7 +140,7 @@ def _quantize_with_torchao(linear: nn.Module) -> nn.Module | None:
     return peer
 
 
-def _processor() -> str:
+def _describe_processor() -> str:
     """Return the vector instructions that torch and oneDNN may use."""
     allowed = os.environ.get("ONEDNN_MAX_CPU_ISA", "")
     return f"{torch.backends.cpu.get_cpu_capability()}{allowed and f' (oneDNN: {allowed})'}"
@@ -161,13 +161,15 @@ def _bench_integer(quick: bool) -> list[Row]:
     model(images)
     integer = IntegerModel(model, [images])
     exact = model(images)
-    ratio = _time_ratio(partial(model, images), partial(integer, images), 2 if quick else 21)
+    ratio = _measure_time_ratio(
+        partial(model, images), partial(integer, images), 2 if quick else 21
+    )
     program = to_c(integer)
     return [
         {
             "case": "integer_vgg",
             "images": len(images),
-            "processor": _processor(),
+            "processor": _describe_processor(),
             **ratio,
             "relative_error": float((integer(images) - exact).norm() / exact.norm()),
             "c_flash_kib": program.flash_bytes / 1024,
@@ -176,10 +178,10 @@ def _bench_integer(quick: bool) -> list[Row]:
     ]
 
 
-def _time_ratio(peer: Callable[[], object], ours: Callable[[], object], rounds: int) -> Row:
+def _measure_time_ratio(peer: Callable[[], object], ours: Callable[[], object], rounds: int) -> Row:
     """Return quantiles of the ratio of the peer's time to ours, from interleaved measurements."""
-    repeats = max(1, round(0.01 / _seconds(ours, 3)))
-    pairs = [(_seconds(peer, repeats), _seconds(ours, repeats)) for _ in range(rounds)]
+    repeats = max(1, round(0.01 / _measure(ours, 3)))
+    pairs = [(_measure(peer, repeats), _measure(ours, repeats)) for _ in range(rounds)]
     low, middle, high = np.quantile([a / b for a, b in pairs], [0.1, 0.5, 0.9])
     return {
         "ours_ms": statistics.median(pair[1] for pair in pairs) * 1e3,
@@ -189,7 +191,7 @@ def _time_ratio(peer: Callable[[], object], ours: Callable[[], object], rounds: 
     }
 
 
-def _seconds(call: Callable[[], object], repeats: int) -> float:
+def _measure(call: Callable[[], object], repeats: int) -> float:
     _synchronize()
     start = time.perf_counter()
     for _ in range(repeats):

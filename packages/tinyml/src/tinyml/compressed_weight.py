@@ -13,7 +13,7 @@ from torch.nn.utils import parametrize
 _RANDOM_IF_MISSING = ("transformers", "diffusers")
 
 
-def called_by_save_pretrained() -> bool:
+def is_called_by_save_pretrained() -> bool:
     """Return True if `save_pretrained` of transformers or diffusers is on the call stack."""
     frame: Any = sys._getframe(1)
     while frame is not None:
@@ -30,7 +30,7 @@ def refuse_save_pretrained(*_: Any) -> None:
     The tensors in it do not have the names of the uncompressed model. `from_pretrained` would build
     that model, ignore the unknown names and fill the missing weights with random numbers.
     """
-    if called_by_save_pretrained():
+    if is_called_by_save_pretrained():
         raise ValueError(
             "expected an uncompressed model without adapters for save_pretrained, got adapters or "
             "compressed weights, which from_pretrained would replace with random weights; call "
@@ -63,9 +63,9 @@ class CompressedWeight(nn.Module):
                 "expected no assignment to a compressed weight, whose codes would not change; "
                 "compress the layer after the assignment"
             )
-        return self.trainable_tensor(weight)
+        return self.make_trainable_tensor(weight)
 
-    def trainable_tensor(self, weight: Tensor) -> Tensor:
+    def make_trainable_tensor(self, weight: Tensor) -> Tensor:
         """Return the tensor to train in place of `weight`; it is empty if nothing is trained."""
         return torch.empty(0, dtype=weight.dtype, device=weight.device)
 
@@ -104,7 +104,7 @@ def compress_layer(layer: nn.Module, compressed: CompressedWeight) -> None:
     compressed._is_registering = False
 
 
-def compressed_weight(layer: nn.Module) -> CompressedWeight | None:
+def get_compressed_weight(layer: nn.Module) -> CompressedWeight | None:
     """Return the compressed weight of a layer, or None if it does not have one."""
     if "parametrizations" not in layer._modules or not parametrize.is_parametrized(layer, "weight"):
         return None

@@ -14,20 +14,20 @@ from torch import Tensor, nn
 from tinyml.compressed_weight import (
     CompressedWeight,
     compress_layer,
-    compressed_weight,
+    get_compressed_weight,
     refuse_save_pretrained,
 )
 from tinyml.layers import (
     QUANTIZABLE,
     check_weights,
+    find_layers,
+    find_protected_modules,
+    get_setting_per_layer,
+    get_weight,
+    get_weight_identity,
     is_instance_of,
-    layers_of,
-    protected_modules,
-    setting_per_layer,
-    weight_identity,
-    weight_of,
 )
-from tinyml.validation import check_strided, first_names
+from tinyml.validation import check_strided, format_first_names
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 
@@ -39,17 +39,17 @@ def compress_weights(
     compress: Callable[[nn.Module, int], CompressedWeight],
     protect: Sequence[str],
 ) -> nn.Module:
-    """Return a `plain_copy` whose layers of `kinds` have the weights `compress(layer, bits)`.
+    """Return a plain copy whose layers of `kinds` have the weights `compress(layer, bits)`.
 
     Layers that share a weight share its compressed form. Layers that `protect` or that a mapping
     `bits` does not name are unchanged. Warn of other matrices that stay dense.
     """
-    model = plain_copy(model)
-    chosen = layers_of(model, kinds, protect)
+    model = make_plain_copy(model)
+    chosen = find_layers(model, kinds, protect)
     check_weights(chosen)
-    for name, width in setting_per_layer(bits, chosen).items():
+    for name, width in get_setting_per_layer(bits, chosen).items():
         install_weight(model, chosen[name], compress(chosen[name], width))
-    warn_of_dense_weights(model, protected_modules(model, protect))
+    warn_of_dense_weights(model, find_protected_modules(model, protect))
     return model
 
 
@@ -77,7 +77,7 @@ def warn_of_dense_weights(
         owner, _, key = name.rpartition(".")
         if is_parametrized:
             owner = layer[1:]
-            is_known = compressed_weight(model.get_submodule(owner)) is not None
+            is_known = get_compressed_weight(model.get_submodule(owner)) is not None
         elif key == "weight":
             module = model.get_submodule(owner)
             is_known = is_instance_of(module, QUANTIZABLE) and module not in skipped
@@ -91,8 +91,8 @@ def warn_of_dense_weights(
     if sum(dense.values()) > total / 100:
         warnings.warn(
             "matrices that are not weights of plain linear layers, convolutions or embeddings stay "
-            f"dense, {len(dense)} in total: {first_names(dense)}; protect their modules to leave "
-            "them dense without this warning",
+            f"dense, {len(dense)} in total: {format_first_names(dense)}; protect their modules to "
+            "leave them dense without this warning",
             stacklevel=4,
         )
 
@@ -106,10 +106,10 @@ def remove_parametrizations(module: nn.Module) -> None:
 
 def make_dense(model: nn.Module, layer: nn.Module) -> list[nn.Module]:
     """Make a compressed weight a dense parameter, in place; return all layers that share it."""
-    sharing = [m for m in model.modules() if weight_identity(m) == weight_identity(layer)]
-    if compressed_weight(layer) is not None:
+    sharing = [m for m in model.modules() if get_weight_identity(m) == get_weight_identity(layer)]
+    if get_compressed_weight(layer) is not None:
         stored = cast(Any, layer).parametrizations.weight.original
-        weight = nn.Parameter(weight_of(layer).clone(), stored.requires_grad)
+        weight = nn.Parameter(get_weight(layer).clone(), stored.requires_grad)
         for shared in sharing:
             remove_parametrizations(shared)
             shared.register_parameter("weight", weight)
@@ -141,7 +141,7 @@ class Replacement(nn.Module):
         super().__init__()
         cast(Any, self).register_state_dict_pre_hook(refuse_save_pretrained)
 
-    def layer_to_compress(self) -> nn.Module:
+    def get_layer_to_compress(self) -> nn.Module:
         """Return the layer to compress instead of this one; the base class raises `ValueError`."""
         raise ValueError(
             f"expected a model whose layers were not replaced, got {type(self).__name__} layers; "
@@ -149,7 +149,7 @@ class Replacement(nn.Module):
         )
 
 
-def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
+def make_plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Module:
     """Return a copy of `model` with merged adapters replaced by the merged layers.
 
     Adapters that are not merged remain in the copy. `memo` is the argument of `copy.deepcopy`.
@@ -159,15 +159,15 @@ def plain_copy(model: nn.Module, memo: dict[int, Any] | None = None) -> nn.Modul
     check_supported(model)
     model = copy.deepcopy(model, memo)
     replaced = [module for module in model.modules() if isinstance(module, Replacement)]
-    replacements: dict[nn.Module, nn.Module] = {m: m.layer_to_compress() for m in replaced}
+    replacements: dict[nn.Module, nn.Module] = {m: m.get_layer_to_compress() for m in replaced}
     return replace_modules(model, replacements)
 
 
-def dense_copy(model: nn.Module) -> nn.Module:
-    """Return a `plain_copy` of `model` with dense parameters in place of compressed weights."""
-    model = plain_copy(model)
+def make_dense_copy(model: nn.Module) -> nn.Module:
+    """Return a plain copy of `model` with dense parameters in place of compressed weights."""
+    model = make_plain_copy(model)
     for layer in list(model.modules()):
-        if compressed_weight(layer) is not None:
+        if get_compressed_weight(layer) is not None:
             make_dense(model, layer)
     return model
 
@@ -201,7 +201,7 @@ def check_hooks(model: nn.Module, replacements: dict[nn.Module, nn.Module]) -> N
             )
 
 
-def tensor_versions(*tensors: Tensor) -> list[tuple[int, object]]:
+def get_tensor_versions(*tensors: Tensor) -> list[tuple[int, object]]:
     """Return a value that changes when one of these tensors is replaced or modified in place.
 
     torch does not count modifications through `.data`, which are therefore not detected. The values

@@ -19,7 +19,7 @@ from torch import Tensor, fx, nn
 from torch.fx.traceback import preserve_node_meta
 from torch.utils._pytree import tree_leaves
 
-from tinyml.conversion import plain_copy
+from tinyml.conversion import make_plain_copy
 from tinyml.pruning.size_attributes import SizeReads
 from tinyml.validation import check_strided
 
@@ -56,7 +56,7 @@ class Exported:
         #: The value of each placeholder that is not an input, by the placeholder's name.
         self.constants: dict[str, Tensor] = {node: stored[name] for node, name in names.items()}
 
-    def arguments(self, inputs: tuple[Any, ...]) -> list[Any]:
+    def list_arguments(self, inputs: tuple[Any, ...]) -> list[Any]:
         """Return the values of all placeholders, in order, to run `module` on `inputs`."""
         leaves = iter(tree_leaves(inputs))
         names = [node.name for node in self.nodes if node.op == "placeholder"]
@@ -71,8 +71,8 @@ def export_graph(
     `reads` records which sizes in the graph come from attributes of modules. Raise `ValueError` if
     the model cannot be exported.
     """
-    check_strided("inputs", *tensors_in(inputs))
-    wrapped = _TensorsOnly(plain_copy(model), reads).eval()
+    check_strided("inputs", *list_tensors(inputs))
+    wrapped = _TensorsOnly(make_plain_copy(model), reads).eval()
     try:
         with torch.no_grad(), preserve_node_meta(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -87,7 +87,7 @@ def export_graph(
         ) from error
     graph = Exported(program)
     for node in graph.nodes:
-        if "dropout" in operator_name(node) and node.args[2:3] == (True,):
+        if "dropout" in get_operator_name(node) and node.args[2:3] == (True,):
             raise ValueError(
                 f"{describe_node(node)} drops values in evaluation mode too; pass "
                 "training=self.training to the dropout function, or remove it"
@@ -102,10 +102,12 @@ def _should_decompose(node: fx.Node) -> bool:
     target = node.target
     if not isinstance(target, torch._ops.OpOverload) or target._schema.is_mutable:
         return True
-    if operator_name(node) == "batch_norm":  # (x, weight, bias, mean, variance, training, ...)
+    if get_operator_name(node) == "batch_norm":  # (x, weight, bias, mean, variance, training, ...)
         return bool(node.args[5])
     composite = torch._C.DispatchKey.CompositeImplicitAutograd
-    return operator_name(node) not in COMPOSITE and target.has_kernel_for_dispatch_key(composite)
+    return get_operator_name(node) not in COMPOSITE and target.has_kernel_for_dispatch_key(
+        composite
+    )
 
 
 def _erase_nodes_without_effect(graph: fx.Graph) -> None:
@@ -117,7 +119,7 @@ def _erase_nodes_without_effect(graph: fx.Graph) -> None:
     because `detach_` writes to a tensor.
     """
     for node in list(graph.nodes):
-        name = operator_name(node)
+        name = get_operator_name(node)
         if name == "detach_" and all(user.op != "output" for user in node.users):
             node.replace_all_uses_with(node.all_input_nodes[0])
         if name == "_assert_tensor_metadata" or (name == "detach_" and not node.users):
@@ -134,13 +136,13 @@ class _TensorsOnly(nn.Module):
 
     def forward(self, *inputs: Any) -> list[Tensor]:
         with self.reads or contextlib.nullcontext():
-            tensors = tensors_in(self.model(*inputs))
+            tensors = list_tensors(self.model(*inputs))
         if not tensors:
             raise TypeError("its outputs contain no tensors in tuples, mappings or dataclasses")
         return tensors
 
 
-def tensors_in(value: Any) -> list[Tensor]:
+def list_tensors(value: Any) -> list[Tensor]:
     """Return the tensors of nested tuples, lists, mappings and dataclasses, in order."""
     if isinstance(value, Tensor):
         return [value]
@@ -149,22 +151,22 @@ def tensors_in(value: Any) -> list[Tensor]:
     elif dataclasses.is_dataclass(value):
         value = tuple(getattr(value, field.name) for field in dataclasses.fields(value))
     if isinstance(value, tuple | list):
-        return [tensor for part in value for tensor in tensors_in(part)]
+        return [tensor for part in value for tensor in list_tensors(part)]
     return []
 
 
-def operator_name(node: fx.Node) -> str:
+def get_operator_name(node: fx.Node) -> str:
     """Return "conv2d" for a call of `aten.conv2d.default`, and the name of other nodes."""
     return str(node.target).split(".")[1] if "." in str(node.target) else node.name
 
 
-def shape_of(node: fx.Node) -> tuple[int, ...]:
+def get_shape(node: fx.Node) -> tuple[int, ...]:
     """Return the shape of a node's value, or () if it is not a tensor."""
     value = node.meta.get("val")
     return tuple(value.shape) if isinstance(value, Tensor) else ()
 
 
-def module_of(node: fx.Node) -> str:
+def get_module_name(node: fx.Node) -> str:
     """Return the name of the innermost module whose code created the node."""
     stack = node.meta.get("nn_module_stack") or {}
     paths = [str(path) for path, _ in stack.values()] or [""]
@@ -174,5 +176,5 @@ def module_of(node: fx.Node) -> str:
 
 def describe_node(node: fx.Node) -> str:
     """Return a node's name, operator and module, for error messages."""
-    module = module_of(node)
+    module = get_module_name(node)
     return f"{node.name} ({node.target}{f' in {module}' if module else ''})"

@@ -9,8 +9,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tinyml.compressed_weight import compressed_weight
-from tinyml.validation import check_finite, suggestion
+from tinyml.compressed_weight import get_compressed_weight
+from tinyml.validation import check_finite, format_suggestion
 
 T = TypeVar("T")
 CONVOLUTIONS: tuple[type[nn.Module], ...] = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -28,13 +28,13 @@ def is_instance_of(module: nn.Module, kinds: Sequence[type[nn.Module]]) -> bool:
     return isinstance(module, tuple(kinds)) or (nn.Linear in kinds and is_conv1d(module))
 
 
-def weight_of(layer: nn.Module) -> Tensor:
+def get_weight(layer: nn.Module) -> Tensor:
     """Return the dense weight of a layer, computed from its codes if it is compressed."""
     return cast(Tensor, layer.weight).detach()
 
 
 @torch.no_grad()
-def returns_product_or_rows(layer: nn.Module, call: Callable[[Tensor], Any]) -> bool:
+def is_product_or_rows(layer: nn.Module, call: Callable[[Tensor], Any]) -> bool:
     """Return True if `call` returns the product with the layer's weight, or rows of an embedding.
 
     The product includes the bias, and rows are multiplied by `embed_scale` if the layer has this
@@ -42,7 +42,7 @@ def returns_product_or_rows(layer: nn.Module, call: Callable[[Tensor], Any]) -> 
     `forward` of a subclass may normalize or scale the outputs, or compute positions. Return False
     if `call` raises an exception.
     """
-    weight = weight_of(layer)
+    weight = get_weight(layer)
     try:
         if isinstance(layer, nn.Embedding):
             # Descending indices differ from the positions that some forwards use instead.
@@ -50,7 +50,7 @@ def returns_product_or_rows(layer: nn.Module, call: Callable[[Tensor], Any]) -> 
             scale = torch.as_tensor(getattr(layer, "embed_scale", 1.0)).to(weight)
             expected = F.embedding(inputs, weight) * scale
         else:
-            matrix = outputs_first(layer, weight)
+            matrix = put_outputs_first(layer, weight)
             inputs = torch.linspace(-1, 1, 2 * matrix.shape[1]).to(weight).view(2, -1)
             expected = F.linear(inputs, matrix, cast(Tensor | None, layer.bias))
         outputs = call(inputs)
@@ -65,7 +65,7 @@ def check_weights(layers: Mapping[str, nn.Module]) -> None:
     """Raise `ValueError` unless each weight has elements that are finite and of `FLOAT_TYPES`."""
     for layer_name, layer in layers.items():
         name = f"{layer_name}.weight".lstrip(".")
-        weight = weight_of(layer)
+        weight = get_weight(layer)
         if not weight.numel():
             raise ValueError(
                 f"expected weights with elements, got {name} of shape {tuple(weight.shape)}; "
@@ -74,25 +74,25 @@ def check_weights(layers: Mapping[str, nn.Module]) -> None:
         check_finite(name, weight)
 
 
-def outputs_first(layer: nn.Module, weight: Tensor) -> Tensor:
+def put_outputs_first(layer: nn.Module, weight: Tensor) -> Tensor:
     """Return a tensor of the weight's shape with the layer's outputs as its first dimension."""
     return weight.t() if is_conv1d(layer) else weight
 
 
-def layers_of(
+def find_layers(
     model: nn.Module, kinds: Sequence[type[nn.Module]], protect: Sequence[str] = ()
 ) -> dict[str, nn.Module]:
     """Return the layers of these kinds by name; a shared weight is listed under its first layer.
 
     Layers with compressed weights are included. Layers are left out if other code computes their
     weight, as `weight_norm` does, or if `protect` names a layer that uses their weight (see
-    `protected_modules`). Raise `ValueError` if no layer remains.
+    `find_protected_modules`). Raise `ValueError` if no layer remains.
     """
     layers: dict[str, nn.Module] = {}
-    protected = protected_modules(model, protect)
-    excluded = weights_of_modules(model, protected)
+    protected = find_protected_modules(model, protect)
+    excluded = get_weight_identities(model, protected)
     for name, module in model.named_modules():
-        key = weight_identity(module) if is_instance_of(module, kinds) else None
+        key = get_weight_identity(module) if is_instance_of(module, kinds) else None
         if key is not None and key not in excluded:
             layers[name] = module
             excluded.add(key)
@@ -105,7 +105,7 @@ def layers_of(
     return layers
 
 
-def protected_modules(model: nn.Module, protect: Sequence[str]) -> set[str]:
+def find_protected_modules(model: nn.Module, protect: Sequence[str]) -> set[str]:
     """Return the names of the modules that `protect` names, and of all modules inside them.
 
     A name is the full name of a module or some consecutive dot-separated parts of it: "lm_head",
@@ -117,28 +117,29 @@ def protected_modules(model: nn.Module, protect: Sequence[str]) -> set[str]:
         matches = {name for name in names if f".{entry}." in f".{name}."}
         if not matches:
             raise ValueError(
-                f"expected names of modules in protect, got {entry!r}{suggestion(entry, names)}"
+                f"expected names of modules in protect, got {entry!r}"
+                f"{format_suggestion(entry, names)}"
             )
         protected |= matches
     return protected
 
 
-def weight_identity(layer: nn.Module) -> int | None:
+def get_weight_identity(layer: nn.Module) -> int | None:
     """Return a key that is equal for layers with a shared weight; None without a stored weight."""
-    compressed = compressed_weight(layer)
+    compressed = get_compressed_weight(layer)
     if compressed is not None:
         return id(compressed)
     weight = layer._parameters.get("weight")
     return None if weight is None else id(weight)
 
 
-def weights_of_modules(model: nn.Module, names: Collection[str]) -> set[int | None]:
+def get_weight_identities(model: nn.Module, names: Collection[str]) -> set[int | None]:
     """Return the identities of the weights of the modules with these names."""
     modules = model.named_modules(remove_duplicate=False)
-    return {weight_identity(module) for name, module in modules if name in names} - {None}
+    return {get_weight_identity(module) for name, module in modules if name in names} - {None}
 
 
-def setting_per_layer(
+def get_setting_per_layer(
     settings: T | Mapping[str, T], layers: Mapping[str, nn.Module]
 ) -> dict[str, T]:
     """Return the setting of each layer by name; `settings` is one for all layers, or a mapping.
@@ -150,6 +151,7 @@ def setting_per_layer(
     if unknown := sorted(settings.keys() - layers.keys()):
         raise ValueError(
             f"expected layer names among {sorted(layers)}, got {unknown[0]!r}"
-            f"{suggestion(unknown[0], layers)}; a shared weight has the name of its first layer"
+            f"{format_suggestion(unknown[0], layers)}; a shared weight has the name of its first "
+            "layer"
         )
     return {name: settings[name] for name in layers if name in settings}

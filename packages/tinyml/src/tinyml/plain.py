@@ -26,7 +26,7 @@ def kmeans(weights: Tensor, bits: int, iterations: int = 100) -> tuple[Tensor, T
     return centroids, codes.view(weights.shape)
 
 
-def centroid_gradient(gradient: Tensor, codes: Tensor, num_centroids: int) -> Tensor:
+def compute_centroid_gradient(gradient: Tensor, codes: Tensor, num_centroids: int) -> Tensor:
     """Return the gradient of each centroid: the sum of the gradients of its weights."""
     zeros = torch.zeros(num_centroids, dtype=gradient.dtype)
     return zeros.index_add(0, codes.flatten(), gradient.flatten())
@@ -54,7 +54,7 @@ def dequantize(codes: Tensor, step: float, zero: int) -> Tensor:
     return step * (codes - zero)
 
 
-def integer_linear(
+def compute_integer_linear(
     x: Tensor,
     weight: Tensor,
     bias: Tensor,
@@ -83,7 +83,7 @@ def fake_quantize(weight: Tensor, step: float, bits: int) -> Tensor:
 # --- Magnitude pruning --------------------------------------------------------------------------
 
 
-def magnitude_mask(weight: Tensor, sparsity: float) -> Tensor:
+def compute_magnitude_mask(weight: Tensor, sparsity: float) -> Tensor:
     """Return a mask, False for the fraction `sparsity` of weights with the smallest magnitudes."""
     order = weight.abs().flatten().argsort(stable=True)
     mask = torch.ones(weight.numel(), dtype=torch.bool)
@@ -106,7 +106,7 @@ def remove_channels(
 # --- LoRA: W + (alpha / r) B A (Hu et al., 2021) ------------------------------------------------
 
 
-def lora(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+def apply_lora(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
     """Return y = W x + (alpha / r) B (A x), with A (r, in) and B (out, r).
 
     B starts at zero and A does not, so the function is unchanged at first. With the gradient G of
@@ -115,6 +115,6 @@ def lora(x: Tensor, weight: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tenso
     return x @ weight.t() + alpha / len(a) * (x @ a.t()) @ b.t()
 
 
-def lora_merged(weight: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    """Return the single weight matrix that computes the same function as `lora`."""
+def merge_lora(weight: Tensor, a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """Return the single weight matrix that computes the same function as `apply_lora`."""
     return weight + alpha / len(a) * b @ a

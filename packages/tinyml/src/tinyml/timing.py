@@ -93,7 +93,7 @@ def measure(
 def _select_fastest(
     implementations: Mapping[str, Implementation], inputs: Tensor, reference: str | None
 ) -> Timing:
-    first = _time_first_calls(implementations, inputs, reference)
+    first = _measure_first_calls(implementations, inputs, reference)
     limit = _TOO_SLOW * min(first.values())
     if reference is not None:
         # An implementation that is hardly faster for a few tokens is not clearly faster for many.
@@ -105,7 +105,7 @@ def _select_fastest(
     }
     if len(calls) == 1:
         return Timing(next(iter(calls)), first, {})
-    warm, cold = _time_rounds(calls, reference, is_long=min(first.values()) > _LONG_MS)
+    warm, cold = _measure_rounds(calls, reference, is_long=min(first.values()) > _LONG_MS)
     median = first | {name: statistics.median(times) for name, times in warm.items()}
     cold_median = {name: statistics.median(times) for name, times in cold.items() if times}
     eligible = list(calls)
@@ -121,7 +121,7 @@ def _select_fastest(
     return Timing(best, median, cold_median)
 
 
-def _time_first_calls(
+def _measure_first_calls(
     implementations: Mapping[str, Implementation], inputs: Tensor, reference: str | None
 ) -> dict[str, float]:
     """Return the milliseconds of the best of a few calls of each supported implementation.
@@ -135,9 +135,9 @@ def _time_first_calls(
     for name, implementation in implementations.items():
         call = partial(implementation, trial)
         try:  # the first call prepares the weights of an implementation
-            single = milliseconds(call)
+            single = measure_milliseconds(call)
             repeats = 1 if single > _LONG_MS else 3
-            best = min(single, *(milliseconds(call) for _ in range(repeats)))
+            best = min(single, *(measure_milliseconds(call) for _ in range(repeats)))
             first[name] = best * len(inputs) / len(trial)
         except (RuntimeError, AttributeError) as not_supported:
             error = not_supported
@@ -146,7 +146,7 @@ def _time_first_calls(
     return first
 
 
-def _time_rounds(
+def _measure_rounds(
     calls: Mapping[str, Callable[[], Tensor]], reference: str | None, *, is_long: bool
 ) -> tuple[dict[str, list[float]], dict[str, list[float]]]:
     """Return the milliseconds of interleaved calls, with the weights in the cache and out of it.
@@ -166,9 +166,11 @@ def _time_rounds(
         if number >= _LEAST_ROUNDS and time.perf_counter() - start > _SECONDS:
             break
         for name, call in calls.items():
-            warm[name].append(milliseconds(call) if is_long else _milliseconds_in_cache(call))
+            warm[name].append(
+                measure_milliseconds(call) if is_long else _measure_milliseconds_in_cache(call)
+            )
             if has_cold_rounds:
-                cold[name].append(_milliseconds_after(fill_the_cache, call))
+                cold[name].append(_measure_milliseconds_after(fill_the_cache, call))
         if reference is not None:
             losses = {
                 name: max(_count_losses(t[name], t[reference]) for t in (warm, cold))
@@ -195,7 +197,7 @@ def is_captured() -> bool:
     return torch.compiler.is_compiling() or torch.jit.is_tracing()
 
 
-def milliseconds(call: Callable[[], object], least_seconds: float = 0.0) -> float:
+def measure_milliseconds(call: Callable[[], object], least_seconds: float = 0.0) -> float:
     """Return the mean milliseconds of calls, which are repeated until `least_seconds` have passed.
 
     Without a GPU, a single thread is timed by processor time, which excludes other programs.
@@ -217,18 +219,20 @@ def milliseconds(call: Callable[[], object], least_seconds: float = 0.0) -> floa
     return seconds * 1e3 / num_calls
 
 
-def _milliseconds_in_cache(call: Callable[[], object]) -> float:
+def _measure_milliseconds_in_cache(call: Callable[[], object]) -> float:
     for _ in range(_WARM_UP):
         call()
-    return milliseconds(call, _LEAST_SECONDS)
+    return measure_milliseconds(call, _LEAST_SECONDS)
 
 
-def _milliseconds_after(preparation: Callable[[], object], call: Callable[[], object]) -> float:
+def _measure_milliseconds_after(
+    preparation: Callable[[], object], call: Callable[[], object]
+) -> float:
     preparation()
-    return milliseconds(call)
+    return measure_milliseconds(call)
 
 
-def stored_timing(key: str) -> Timing | None:
+def find_stored_timing(key: str) -> Timing | None:
     """Return the timing that an earlier process on this machine stored under `key`, or None."""
     try:
         return Timing(**_read_stored()[_describe_machine()][key])
@@ -241,7 +245,7 @@ def store_timing(key: str, timing: Timing) -> None:
     stored = _read_stored()
     stored.setdefault(_describe_machine(), {})[key] = asdict(timing)
     try:
-        path = timing_file()
+        path = get_timing_path()
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_file(path) as part:
             part.write_text(json.dumps(stored, indent=1) + "\n")
@@ -249,14 +253,14 @@ def store_timing(key: str, timing: Timing) -> None:
         pass  # a home directory may be read-only; the next process measures again
 
 
-def timing_file() -> Path:
+def get_timing_path() -> Path:
     """Return the path of the stored timings in `$XDG_CACHE_HOME` or `~/.cache`."""
     return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "tinyml/timings.json"
 
 
 def _read_stored() -> dict[str, dict[str, Any]]:
     try:
-        content = json.loads(timing_file().read_text())
+        content = json.loads(get_timing_path().read_text())
     except (OSError, ValueError):
         return {}
     valid = isinstance(content, dict) and all(isinstance(v, dict) for v in content.values())

@@ -17,13 +17,13 @@ FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 Progress = Callable[[str, int, int], None]
 
 
-def suggestion(name: str, known: Iterable[str]) -> str:
+def format_suggestion(name: str, known: Iterable[str]) -> str:
     """Return the end of an error message with the closest known name; empty if none is similar."""
     matches = difflib.get_close_matches(name, list(known), 1, 0.5)
     return f"; did you mean {matches[0]!r}?" if matches else ""
 
 
-def first_names(names: Iterable[str]) -> str:
+def format_first_names(names: Iterable[str]) -> str:
     """Return the first four names, separated by commas, and an ellipsis if there are more."""
     names = list(names)
     return ", ".join(names[:4]) + (", ..." if len(names) > 4 else "")

@@ -15,15 +15,15 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import binary_size, counted
-from accounting.cli.questions import amount, differences, read_model, stored_dtype
-from accounting.cli.serving import serving
+from accounting.breakdown import format_bytes, format_count
+from accounting.cli.questions import iter_differences, parse_amount, read_model, read_stored_dtype
+from accounting.cli.serving import estimate_serving
 from accounting.hardware import HARDWARE
 from accounting.precision import PRECISIONS
 from accounting.search.answer import plan_for
 
 
-def _integer(text: str) -> int:
+def _parse_integer(text: str) -> int:
     """Return the integer in a text; raise `ArgumentTypeError` with the remedy otherwise.
 
     Suffixes are refused, because 128k means 131072 in names of models, and 128000 elsewhere.
@@ -43,14 +43,14 @@ def _integer(text: str) -> int:
 
 #: Options that fix a field of a plan, each with the field, its type and its help text.
 AXES: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "tp": ("tensor", _integer, "tensor parallel"),
-    "pp": ("pipeline", _integer, "pipeline stages"),
-    "cp": ("context", _integer, "context parallel"),
-    "ep": ("expert", _integer, "expert parallel"),
-    "zero": ("zero", _integer, "ZeRO stage; 3 is FSDP"),
-    "microbatches": ("microbatches", _integer, "micro-batches per data rank"),
+    "tp": ("tensor", _parse_integer, "tensor parallel"),
+    "pp": ("pipeline", _parse_integer, "pipeline stages"),
+    "cp": ("context", _parse_integer, "context parallel"),
+    "ep": ("expert", _parse_integer, "expert parallel"),
+    "zero": ("zero", _parse_integer, "ZeRO stage; 3 is FSDP"),
+    "microbatches": ("microbatches", _parse_integer, "micro-batches per data rank"),
     "schedule": ("schedule", str, "gpipe, 1f1b or interleaved"),
-    "virtual-stages": ("virtual_stages", _integer, "chunks per interleaved stage"),
+    "virtual-stages": ("virtual_stages", _parse_integer, "chunks per interleaved stage"),
     "recompute": ("recompute", str, "none, selective or full"),
 }
 
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not words or words[0] in ("-h", "--help"):
             print(__doc__)
             return 0
-        checks.choice("the command", words[0], commands)
+        checks.require_choice("the command", words[0], commands)
         return commands[words[0]](words[1:])
     except BrokenPipeError:
         return 0
@@ -75,7 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser(command: str, about: str | None, *, models: int = 1) -> argparse.ArgumentParser:
+def _build_parser(command: str, about: str | None, *, models: int = 1) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=f"python -m accounting {command}", description=about, allow_abbrev=False
     )
@@ -84,7 +84,7 @@ def _parser(command: str, about: str | None, *, models: int = 1) -> argparse.Arg
     return parser
 
 
-def _options(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
+def _parse_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.Namespace:
     """Parse the options; an unknown option raises `ValueError`."""
     options, unknown = parser.parse_known_args(words)
     if unknown:
@@ -94,12 +94,14 @@ def _options(parser: argparse.ArgumentParser, words: Sequence[str]) -> argparse.
 
 def _plan(words: Sequence[str]) -> int:
     """Search all axes for the fastest plan, and print its memory, duration and price."""
-    parser = _parser("plan", _plan.__doc__)
-    parser.add_argument("--gpus", type=_integer, help="total number of devices")
+    parser = _build_parser("plan", _plan.__doc__)
+    parser.add_argument("--gpus", type=_parse_integer, help="total number of devices")
     parser.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
-    parser.add_argument("--tokens", type=amount, default=1e12, help="1e12, or 1T in powers of 1000")
-    parser.add_argument("--seq", type=_integer, default=4096)
-    parser.add_argument("--batch", type=_integer, help="sequences per step")
+    parser.add_argument(
+        "--tokens", type=parse_amount, default=1e12, help="1e12, or 1T in powers of 1000"
+    )
+    parser.add_argument("--seq", type=_parse_integer, default=4096)
+    parser.add_argument("--batch", type=_parse_integer, help="sequences per step")
     parser.add_argument("--memory", type=float, help="memory per device in GB")
     parser.add_argument("--price", type=float, help="USD per device-hour")
     parser.add_argument("--precision", help=", ".join(PRECISIONS))
@@ -108,7 +110,7 @@ def _plan(words: Sequence[str]) -> int:
     )
     for option, (field, kind, text) in AXES.items():
         parser.add_argument(f"--{option}", dest=field, type=kind, help=text)
-    options = _options(parser, words)
+    options = _parse_options(parser, words)
     if options.gpus is None:
         raise ValueError("expected the number of devices, got none; pass --gpus")
     fields = {field: getattr(options, field) for field, *_ in AXES.values()}
@@ -132,32 +134,36 @@ def _plan(words: Sequence[str]) -> int:
 
 def _show_progress(computed: int, plans: int) -> None:
     if computed % 20 == 0:
-        print(f"\r{computed:,} of at most {counted(plans, 'plan')}", end="\r", file=sys.stderr)
+        print(f"\r{computed:,} of at most {format_count(plans, 'plan')}", end="\r", file=sys.stderr)
 
 
 def _serve(words: Sequence[str]) -> int:
     """Print the memory and speed of inference: cache, concurrent sequences, time per token."""
-    parser = _parser("serve", _serve.__doc__)
-    parser.add_argument("--gpus", type=_integer, default=1, help="total number of devices")
+    parser = _build_parser("serve", _serve.__doc__)
+    parser.add_argument("--gpus", type=_parse_integer, default=1, help="total number of devices")
     parser.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
-    parser.add_argument("--seq", type=_integer, default=8192)
+    parser.add_argument("--seq", type=_parse_integer, default=8192)
     parser.add_argument(
-        "--batch", type=_integer, default=1, help="concurrent sequences, all replicas"
+        "--batch", type=_parse_integer, default=1, help="concurrent sequences, all replicas"
     )
     parser.add_argument("--weights", help="dtype of the weights; default: fp8 if stated, or bf16")
     parser.add_argument("--cache", default="bf16", help="dtype of the cache")
-    parser.add_argument("--dp", dest="data", type=_integer, default=1, help="replicas")
-    parser.add_argument("--ep", dest="expert", type=_integer, default=1, help="expert parallel")
-    parser.add_argument("--pp", dest="pipeline", type=_integer, default=1, help="pipeline stages")
-    options = _options(parser, words)
+    parser.add_argument("--dp", dest="data", type=_parse_integer, default=1, help="replicas")
+    parser.add_argument(
+        "--ep", dest="expert", type=_parse_integer, default=1, help="expert parallel"
+    )
+    parser.add_argument(
+        "--pp", dest="pipeline", type=_parse_integer, default=1, help="pipeline stages"
+    )
+    options = _parse_options(parser, words)
     name = options.models[0]
-    result = serving(
+    result = estimate_serving(
         read_model(name),
         gpus=options.gpus,
         hardware=options.hardware,
         seq=options.seq,
         batch=options.batch,
-        weights=stored_dtype(name) if options.weights is None else options.weights,
+        weights=read_stored_dtype(name) if options.weights is None else options.weights,
         cache=options.cache,
         data=options.data,
         expert=options.expert,
@@ -172,14 +178,14 @@ def _serve(words: Sequence[str]) -> int:
     if not fits:
         needed = result["devices_needed"]
         remedy = (
-            f"{counted(needed, 'device')} would have room"
+            f"{format_count(needed, 'device')} would have room"
             if needed
             else "no number of devices has room; pass smaller dtypes or fewer tokens"
         )
         rows.append(
-            f"DOES NOT FIT: {binary_size(result['weights_bytes'])} of weights and "
-            f"{binary_size(result['cache_bytes_per_sequence'])} of one sequence's cache, for batch="
-            f"{options.batch}, in {binary_size(result['memory_bytes'])}, nine tenths of "
+            f"DOES NOT FIT: {format_bytes(result['weights_bytes'])} of weights and "
+            f"{format_bytes(result['cache_bytes_per_sequence'])} of one sequence's cache, for "
+            f"batch={options.batch}, in {format_bytes(result['memory_bytes'])}, nine tenths of "
             f"{options.gpus} {options.hardware}; {remedy}"
         )
     print(json.dumps(result, indent=1) if options.json else "\n".join(rows))
@@ -188,11 +194,11 @@ def _serve(words: Sequence[str]) -> int:
 
 def _diff(words: Sequence[str]) -> int:
     """Compare two models."""
-    parser = _parser("diff", _diff.__doc__, models=2)
-    parser.add_argument("--seq", type=_integer, default=4096)
-    options = _options(parser, words)
+    parser = _build_parser("diff", _diff.__doc__, models=2)
+    parser.add_argument("--seq", type=_parse_integer, default=4096)
+    options = _parse_options(parser, words)
     first, second = (read_model(text) for text in options.models)
-    rows = [*differences(first, second, seq=options.seq)]
+    rows = [*iter_differences(first, second, seq=options.seq)]
     if options.json:
         result = [{"cost": row.name, "first": row.first, "second": row.second} for row in rows]
         print(json.dumps(result, indent=1))

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown, binary_size, readable
+from accounting.breakdown import Breakdown, format_bytes, format_number
 from accounting.flops import flops
 from accounting.kv_cache import kv_cache
 from accounting.model.records import RECORDS
-from accounting.model.registry import content_of
+from accounting.model.registry import read_content
 from accounting.model.transformer import Transformer
 from accounting.parameters import parameters
 
@@ -25,16 +25,16 @@ class Difference:
     show: Callable[[float], str]
 
 
-@checks.entry()
-def differences(
+@checks.validate()
+def iter_differences(
     first: Transformer, second: Transformer, *, seq: int = 4096
 ) -> Iterator[Difference]:
     """Yield each cost of two models, followed by the costs of its parts."""
     costs: tuple[tuple[str, Callable[[Transformer], Breakdown], Callable[[float], str]], ...] = (
-        ("parameters", parameters, readable),
-        ("active", lambda model: parameters(model, active=True), readable),
+        ("parameters", parameters, format_number),
+        ("active", lambda model: parameters(model, active=True), format_number),
         ("FLOPs per token", lambda model: flops(model, seq=seq), lambda x: f"{x:.4g}"),
-        ("cache", lambda model: kv_cache(model, seq=seq), binary_size),
+        ("cache", lambda model: kv_cache(model, seq=seq), format_bytes),
     )
     for name, cost, show in costs:
         both = cost(first), cost(second)
@@ -46,14 +46,14 @@ def differences(
             yield Difference(name=f"  {part}", first=left, second=right, show=show)
 
 
-@checks.entry()
-def amount(text: str) -> float:
+@checks.validate()
+def parse_amount(text: str) -> float:
     """Return the number that a text such as `300B` states; K, M, B and T are powers of 1000."""
     scale = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 0.0)
     return float(text[:-1]) * scale if scale else float(text)
 
 
-@checks.entry()
+@checks.validate()
 def read_model(text: str) -> Transformer:
     """Return the model of a config.json or its folder, or of comma-separated `name=value` sizes.
 
@@ -73,15 +73,15 @@ def read_model(text: str) -> Transformer:
             fields, field = nested.setdefault(record, {}), inner
         if field in fields:
             raise ValueError(f"expected {name} once, got it twice")
-        fields[field] = _read(value)
+        fields[field] = _parse_value(value)
         if name.endswith((".layers", "_layers")) and type(fields[field]) is int:
             fields[field] = (fields[field],)
     records = {name: RECORDS[name](**values) for name, values in nested.items()}
     return Transformer(**sizes | records)
 
 
-@checks.entry()
-def stored_dtype(text: str) -> str:
+@checks.validate()
+def read_stored_dtype(text: str) -> str:
     """Return "fp8" if `text` is the path of a config.json with fp8 weights, and "bf16" otherwise.
 
     Raises `ValueError` for another quantization. The tables and norms of a file with fp8 weights
@@ -89,7 +89,7 @@ def stored_dtype(text: str) -> str:
     """
     if not os.path.exists(text):
         return "bf16"
-    content = content_of(text)
+    content = read_content(text)
     # A multimodal file may state the quantization of its language model inside that model's part.
     parts = [content, *(part for part in content.values() if isinstance(part, dict))]
     stated = [part[name] for part in parts for name in _QUANTIZATION if part.get(name) is not None]
@@ -109,7 +109,7 @@ def stored_dtype(text: str) -> str:
 _QUANTIZATION = ("quantization_config", "compression_config")
 
 
-def _read(value: str) -> object:
+def _parse_value(value: str) -> object:
     """Return the bool, integer, tuple of layers (from `1+3+5`) or name that a text states."""
     if value.lower() in ("true", "false"):
         return value.lower() == "true"

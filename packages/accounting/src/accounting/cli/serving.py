@@ -10,19 +10,19 @@ from accounting.breakdown import Breakdown
 from accounting.flops import Phase, flops
 from accounting.hardware import Hardware, find
 from accounting.kv_cache import kv_cache
-from accounting.memory.states import device_parameters
-from accounting.model.transformer import Transformer, matrices
+from accounting.memory.states import count_device_parameters
+from accounting.model.transformer import Transformer, list_matrices
 from accounting.plan import Plan, split
-from accounting.precision import bytes_of
-from accounting.time.collective import seconds
-from accounting.time.communication import reduced_blocks
+from accounting.precision import get_itemsize
+from accounting.time.collective import compute_seconds
+from accounting.time.communication import count_reduced_blocks
 from accounting.time.efficiency import (
     BANDWIDTH_FRACTION,
     MATMUL_FRACTION,
     STREAM_PASSES,
 )
-from accounting.time.published import Interval, predicted
-from accounting.time.step import group_link
+from accounting.time.published import Interval, predict_seconds
+from accounting.time.step import get_group_link
 
 
 class Stage(NamedTuple):
@@ -34,13 +34,13 @@ class Stage(NamedTuple):
     #: Bytes of the cache that one new token reads.
     read_bytes: float
 
-    def bytes_with(self, sequences: int) -> float:
+    def count_bytes(self, sequences: int) -> float:
         """Return the bytes per device of the weights and the caches of `sequences`."""
         return self.weight_bytes + sequences * self.cache_bytes
 
 
-@checks.entry()
-def serving(
+@checks.validate()
+def estimate_serving(
     model: Transformer,
     *,
     gpus: int = 1,
@@ -85,7 +85,7 @@ def serving(
     model has no cache.
     """
     device = find(hardware)
-    size = float(bytes_of(weights))
+    size = float(get_itemsize(weights))
     if gpus % (data * pipeline):
         raise ValueError(
             f"expected data x pipeline = {data} x {pipeline} to divide gpus, got gpus={gpus}"
@@ -96,24 +96,24 @@ def serving(
             "sequences of all replicas"
         )
 
-    def stages(ranks: int) -> list[Stage]:
+    def build_stages(ranks: int) -> list[Stage]:
         plan = Plan(data=data, tensor=ranks, pipeline=pipeline, expert=expert)
         plan.check(model)
         result = []
         for number in range(pipeline):
-            part = plan.stage_model(model, number)
+            part = plan.build_stage_model(model, number)
             stored = kv_cache(part, seq=seq, dtype=cache, tensor=ranks)
-            weight_bytes = sum(device_parameters(model, plan, number)) * size
+            weight_bytes = sum(count_device_parameters(model, plan, number)) * size
             # Layers that share keys and values read the same cache one after another.
             unshared = replace(part, shared_kv_layers=())
             read = kv_cache(unshared, seq=seq, dtype=cache, tensor=ranks)
-            read_bytes = float(read.total) - _unselected_bytes(part, stored, seq)
+            read_bytes = float(read.total) - _count_unselected_bytes(part, stored, seq)
             result.append(Stage(part, weight_bytes, float(stored.total), read_bytes))
         return result
 
     tensor = gpus // (data * pipeline)
     sequences = batch // data
-    loads = stages(tensor)
+    loads = build_stages(tensor)
     weight_bytes = data * tensor * sum(stage.weight_bytes for stage in loads)
     cache_bytes = tensor * sum(stage.cache_bytes for stage in loads)
     if not cache_bytes:
@@ -127,7 +127,7 @@ def serving(
         elif stage.cache_bytes:  # A stage without attention stores no cache.
             room = min(room, (usable - stage.weight_bytes) // stage.cache_bytes)
     prefill, decode = (
-        _inference_seconds(
+        _predict_inference_seconds(
             loads, device, tensor, expert, phase, batch=sequences, seq=seq, weights=weights
         )
         for phase in ("prefill", "decode")
@@ -136,22 +136,22 @@ def serving(
         "memory_bytes": usable * gpus,
         "weights_bytes": weight_bytes,
         "cache_bytes_per_sequence": cache_bytes,
-        "bytes_per_device": max(x.bytes_with(sequences) for x in loads),
+        "bytes_per_device": max(x.count_bytes(sequences) for x in loads),
         "sequences_at_once": data * int(room),
-        "devices_needed": data * _replica_devices_needed(model, usable, stages, sequences),
+        "devices_needed": data * _count_replica_devices(model, usable, build_stages, sequences),
         "bytes_per_token": read * tensor,
         "batch": batch,
-        **_bounds("prefill_seconds", prefill),
-        **_bounds("decode_step_seconds", decode),
-        **_bounds("tokens_per_second", decode.rate(batch)),
+        **_name_bounds("prefill_seconds", prefill),
+        **_name_bounds("decode_step_seconds", decode),
+        **_name_bounds("tokens_per_second", decode.to_rate(batch)),
     }
 
 
-def _bounds(name: str, interval: Interval) -> dict[str, float]:
+def _name_bounds(name: str, interval: Interval) -> dict[str, float]:
     return {f"{name}_low": interval.low, name: interval.middle, f"{name}_high": interval.high}
 
 
-def _inference_seconds(
+def _predict_inference_seconds(
     loads: list[Stage],
     device: Hardware,
     tensor: int,
@@ -166,18 +166,18 @@ def _inference_seconds(
 
     The stages run one after another.
     """
-    size = float(bytes_of(weights))
+    size = float(get_itemsize(weights))
     dtypes = [d for d in (weights, "bf16", "fp16", *device.peaks) if d in device.peaks]
     dtype = dtypes[0]
-    attention_peak = device.peak(next((d for d in dtypes if bytes_of(d) >= 2), dtype))
-    wire = max(2, int(bytes_of(dtype)))
+    attention_peak = device.peak(next((d for d in dtypes if get_itemsize(d) >= 2), dtype))
+    wire = max(2, int(get_itemsize(dtype)))
     utilization = MATMUL_FRACTION.get(dtype, 0.8) * device.power_factor
     tokens = batch * (seq if phase == "prefill" else 1)
     least = modeled = 0.0
     for part, _, cache_bytes, read_bytes in loads:
         work = flops(part, seq=seq, batch=batch, phase=phase)
         scores = float(work["attention"].total) / tensor if "attention" in work else 0.0
-        products = _device_operations(part, work, tensor, tokens) - scores
+        products = _count_device_operations(part, work, tensor, tokens) - scores
         moved = _count_parameters_read(part, tensor, tokens, expert) * size
         # A prefill writes the whole cache.
         moved += batch * (read_bytes if phase == "decode" else cache_bytes)
@@ -189,21 +189,25 @@ def _inference_seconds(
         modeled += (moved + stream) / (bandwidth * BANDWIDTH_FRACTION)
         payload = tokens * part.d_model * wire
         if tensor > 1:
-            link = group_link(device, stride=1, ranks=tensor)
-            modeled += seconds("all_reduce", tensor, reduced_blocks(part), payload, link)
+            link = get_group_link(device, stride=1, ranks=tensor)
+            modeled += compute_seconds(
+                "all_reduce", tensor, count_reduced_blocks(part), payload, link
+            )
         if expert > 1 and part.experts:
             # Each token is sent to its experts, and their outputs are sent back.
             exchanges = 2 * len(part.expert_layers)
-            link = group_link(device, stride=tensor, ranks=expert, operation="all_to_all")
+            link = get_group_link(device, stride=tensor, ranks=expert, operation="all_to_all")
             sent = part.experts.per_token * payload
-            modeled += seconds("all_to_all", expert, exchanges, sent, link)
+            modeled += compute_seconds("all_to_all", expert, exchanges, sent, link)
     if len(loads) > 1:
-        link = group_link(device, stride=tensor * expert, ranks=2, operation="send")
-        modeled += seconds("send", 2, len(loads) - 1, payload, link)
-    return replace(predicted(modeled), low=least)
+        link = get_group_link(device, stride=tensor * expert, ranks=2, operation="send")
+        modeled += compute_seconds("send", 2, len(loads) - 1, payload, link)
+    return replace(predict_seconds(modeled), low=least)
 
 
-def _device_operations(model: Transformer, work: Breakdown, tensor: int, tokens: int) -> float:
+def _count_device_operations(
+    model: Transformer, work: Breakdown, tensor: int, tokens: int
+) -> float:
     """Return the operations on a device, which repeats the products that are not split.
 
     `work` are the operations of a whole stage. Latents, routers and the index of sparse attention
@@ -211,15 +215,15 @@ def _device_operations(model: Transformer, work: Breakdown, tensor: int, tokens:
     """
     index = float(work["index"].total) if "index" in work else 0.0
     operations = (float(work.total) + (tensor - 1) * index) / tensor
-    for matrix in matrices(model):
+    for matrix in list_matrices(model):
         if matrix.kind == "matrix":
-            repeated = 1 / matrix.tensor_ranks(tensor, model.kv_heads) - 1 / tensor
+            repeated = 1 / matrix.count_tensor_shards(tensor, model.kv_heads) - 1 / tensor
             used = tokens * matrix.count * matrix.chosen
             operations += 2 * repeated * used * matrix.entries
     return operations
 
 
-def _replica_devices_needed(
+def _count_replica_devices(
     model: Transformer,
     usable: float,
     stages: Callable[[int], list[Stage]],
@@ -231,12 +235,12 @@ def _replica_devices_needed(
             loads = stages(ranks)
         except ValueError:
             continue
-        if max(x.bytes_with(sequences) for x in loads) <= usable:
+        if max(x.count_bytes(sequences) for x in loads) <= usable:
             return ranks * len(loads)
     return 0
 
 
-def _unselected_bytes(model: Transformer, cache: Breakdown, seq: int) -> float:
+def _count_unselected_bytes(model: Transformer, cache: Breakdown, seq: int) -> float:
     """Return the bytes of latents and position keys that a new token does not read.
 
     These are the entries that the index of sparse attention does not select; 0 without an index.
@@ -256,13 +260,13 @@ def _count_parameters_read(model: Transformer, ranks: int, tokens: int = 1, expe
     it their tokens.
     """
     read = 0.0
-    for matrix in matrices(model):
+    for matrix in list_matrices(model):
         if matrix.kind == "table":
             continue
         copies = float(matrix.copies)
         if matrix.routed:
             copies *= (1 - (1 - matrix.chosen / matrix.copies) ** (tokens * expert)) / expert
-        shards = matrix.tensor_ranks(ranks, model.kv_heads)
+        shards = matrix.count_tensor_shards(ranks, model.kv_heads)
         read += split(matrix.count * matrix.entries, shards) * copies
     # A lookup reads one row of a table; a tied head reads the whole table.
     tied = model.vocab_size * model.embedding_dim if model.tied and model.lm_head else 0

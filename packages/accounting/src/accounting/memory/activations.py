@@ -13,21 +13,21 @@ from fractions import Fraction
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown, product, total
-from accounting.model.formulas import Table, tables, value
+from accounting.breakdown import Breakdown, multiply, sum_parts
+from accounting.model.formulas import Table, evaluate, read_tables
 from accounting.model.transformer import Transformer
-from accounting.plan import Plan, validated_plan
-from accounting.precision import bytes_of
-from accounting.workload import WORKLOAD, Workload, workload
+from accounting.plan import Plan, validate_plan
+from accounting.precision import get_itemsize
+from accounting.workload import WORKLOAD, Workload, build_workload
 
-_TENSORS = tables("memory/activations.toml")
+_TENSORS = read_tables("memory/activations.toml")
 #: Number of tensors that functions of several operators in transformers save, besides their input
 #: and output. For example, `gelu_new` saves half of its input, a tanh, and the tanh plus one.
 _WRITTEN_OUT = {"quick_gelu": 1, "gelu_python": 2, "gelu_new": 3, "xielu": 4, "gelu_fast": 6}
 
 
-@checks.entry(*WORKLOAD)
-def activations(
+@checks.validate(*WORKLOAD)
+def count_activation_bytes(
     model: Transformer,
     plan: Plan | None = None,
     work: Workload | None = None,
@@ -42,21 +42,21 @@ def activations(
     `plan.recompute` selects the saved tensors: all (`none`), all except the core of attention
     (`selective`), or only the input of each block (`full`).
     """
-    work = workload(work, run)
-    checks.whole("batch", work.batch)
-    plan = validated_plan(plan, model, batch=work.batch, seq=work.seq)
+    work = build_workload(work, run)
+    checks.require_integer("batch", work.batch)
+    plan = validate_plan(plan, model, batch=work.batch, seq=work.seq)
     if work.transformers:
         _check_transformers(model)
-    stage_model = plan.stage_model(model, stage)
-    names = _layer_variables(stage_model, plan, work)
+    stage_model = plan.build_stage_model(model, stage)
+    names = _collect_layer_variables(stage_model, plan, work)
     if plan.recompute == "full":
-        parts = _rows("block inputs", names)
+        parts = _build_rows("block inputs", names)
     else:
         rows: dict[str, list[Breakdown | None]] = {
-            "attention": _rows("attention", names) if names["n"] else [],
-            "mlp": _rows("mlp", names),
-            "experts": _rows("experts", names) if stage_model.experts else [],
-            "mixers": _mixers(stage_model, names),
+            "attention": _build_rows("attention", names) if names["n"] else [],
+            "mlp": _build_rows("mlp", names),
+            "experts": _build_rows("experts", names) if stage_model.experts else [],
+            "mixers": _build_mixer_rows(stage_model, names),
         }
         # Norms before or after attention or a mixer, and before or after the MLP.
         without_attention = "mixers" if stage_model.mixers else "mlp"
@@ -66,9 +66,9 @@ def activations(
         if stage_model.norm != "none":
             for part, count in norms.items():
                 on_stage = {"norms": stage_model.layers * count}
-                rows[part] = [*_rows("norms", names | on_stage), *rows[part]]
-        parts = [total(part, "B", *leaves) for part, leaves in rows.items()]
-    return total(f"activations of {model.name}", "B", *parts)
+                rows[part] = [*_build_rows("norms", names | on_stage), *rows[part]]
+        parts = [sum_parts(part, "B", *leaves) for part, leaves in rows.items()]
+    return sum_parts(f"activations of {model.name}", "B", *parts)
 
 
 def _check_transformers(model: Transformer) -> None:
@@ -87,7 +87,7 @@ def _check_transformers(model: Transformer) -> None:
             )
 
 
-def head_activations(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
+def count_head_activation_bytes(model: Transformer, plan: Plan, work: Workload) -> Breakdown:
     """Return the bytes of the end of the model: final norm, logits, and the loss with its gradient.
 
     The result is for a micro-batch on one device. The cross-entropy saves the log-softmax in the
@@ -95,17 +95,17 @@ def head_activations(model: Transformer, plan: Plan, work: Workload) -> Breakdow
     start of the backward, where many training steps peak.
     """
     if not model.vocab_size or not model.lm_head:
-        return total("head and loss", "B")
-    names = _sizes(model, plan, work) | {
-        "logit": bytes_of(work.kind.logits),
+        return sum_parts("head and loss", "B")
+    names = _collect_sizes(model, plan, work) | {
+        "logit": get_itemsize(work.kind.logits),
         "final": model.final_norm and model.norm != "none",
         "compiled": work.compiled,
         "V": Fraction(model.vocab_size, plan.tensor),
     }
-    return total("head and loss", "B", *_rows("head and loss", names))
+    return sum_parts("head and loss", "B", *_build_rows("head and loss", names))
 
 
-def gradients_in_flight(
+def count_gradients_in_flight(
     model: Transformer, *, tokens: int, tensor: int = 1, keys: int | None, hidden_tensors: int = 2
 ) -> list[int]:
     """Return the numbers of temporary gradient values in the backward of an MLP and of attention.
@@ -127,13 +127,13 @@ def gradients_in_flight(
     ]
 
 
-def _sizes(model: Transformer, plan: Plan, work: Workload) -> Table:
+def _collect_sizes(model: Transformer, plan: Plan, work: Workload) -> Table:
     """Return the values of the names that all formulas of activations.toml use."""
     tokens = work.tokens(plan)
     is_written_out = work.transformers and model.norm == "rmsnorm"
     fused_norm = (work.fused_norm or work.compiled) and not is_written_out
-    size = bytes_of(work.kind.activations)
-    wide = bytes_of(work.kind.stream) if work.kind.stream else size
+    size = get_itemsize(work.kind.activations)
+    wide = get_itemsize(work.kind.stream) if work.kind.stream else size
     return {
         "t": tokens,
         "r": Fraction(tokens, plan.tensor if plan.sequence_parallel else 1),
@@ -148,10 +148,10 @@ def _sizes(model: Transformer, plan: Plan, work: Workload) -> Table:
     }
 
 
-def _layer_variables(model: Transformer, plan: Plan, work: Workload) -> Table:
+def _collect_layer_variables(model: Transformer, plan: Plan, work: Workload) -> Table:
     """Return the variables of the layer formulas, as a mapping from name to value."""
     dense = len(model.mlp_layers or ())
-    return _sizes(model, plan, work) | {
+    return _collect_sizes(model, plan, work) | {
         "m": model,
         "mla": model.mla,
         "experts": model.experts,
@@ -163,26 +163,26 @@ def _layer_variables(model: Transformer, plan: Plan, work: Workload) -> Table:
         "g": model.heads if model.mla else max(model.kv_heads, plan.tensor),
         "qk": model.qk_dim,
         "v": model.v_head_dim,
-        "hidden": _hidden_tensors(model, work),
+        "hidden": _count_hidden_tensors(model, work),
         "dense": dense,
         "casts": work.kind.stream is not None and not work.compiled,
         "fed": 0 if model.parallel_block and model.norms_per_layer == 1 else dense,
         "x": len(model.expert_layers),
         "transformers": work.transformers,
-        "masked": _masked_layers(model, work),
+        "masked": _count_masked_layers(model, work),
         "flash": work.flash,
         "dropout": work.dropout,
         "scores": not work.flash and plan.recompute == "none",
     }
 
 
-def _masked_layers(model: Transformer, work: Workload) -> int:
+def _count_masked_layers(model: Transformer, work: Workload) -> int:
     """Return the number of layers that save a mask: in transformers, with a window <= `seq`."""
     is_masked = model.window is not None and work.seq >= model.window.size
     return len(model.windowed_layers) if work.transformers and is_masked else 0
 
 
-def _hidden_tensors(model: Transformer, work: Workload) -> int:
+def _count_hidden_tensors(model: Transformer, work: Workload) -> int:
     """Return the number of saved tensors per layer that have the width of the MLP."""
     written_out = _WRITTEN_OUT.get(model.activation, 0) if work.transformers else 0
     is_relu = model.activation == "relu"
@@ -193,16 +193,16 @@ def _hidden_tensors(model: Transformer, work: Workload) -> int:
     return 3 if is_relu or work.fused_gate or work.compiled else 4 + written_out
 
 
-def _rows(part: str, names: Table) -> list[Breakdown | None]:
+def _build_rows(part: str, names: Table) -> list[Breakdown | None]:
     return [
-        product(
-            row["name"], "B", **{key: value(f, names) for key, f in row.items() if key != "name"}
+        multiply(
+            row["name"], "B", **{key: evaluate(f, names) for key, f in row.items() if key != "name"}
         )
         for row in _TENSORS[part]["rows"]
     ]
 
 
-def _mixers(model: Transformer, names: Table) -> list[Breakdown | None]:
+def _build_mixer_rows(model: Transformer, names: Table) -> list[Breakdown | None]:
     """Return the bytes that recurrent layers save: their input, and the values in mixers.toml."""
     parts: list[Breakdown | None] = []
     for mixer in model.mixers:
@@ -210,6 +210,6 @@ def _mixers(model: Transformer, names: Table) -> list[Breakdown | None]:
         stream = {"tokens": names["r"], "d_model": model.d_model, "bytes": names["size"]}
         width = names["per_rank"](mixer.saved)
         saved = {"tokens": names["t"], "width": width, "bytes": names["size"]}
-        parts.append(product(f"input of {mixer.name}", "B", **layers | stream))
-        parts.append(product(mixer.name, "B", **layers | saved))
+        parts.append(multiply(f"input of {mixer.name}", "B", **layers | stream))
+        parts.append(multiply(mixer.name, "B", **layers | saved))
     return parts

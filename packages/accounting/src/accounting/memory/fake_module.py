@@ -22,11 +22,11 @@ class FakeTensors:
         self._copies: dict[int, tuple[Tensor, Tensor]] = {}
         self._storages: dict[int, Tensor] = {}
 
-    def of(self, tensor: Tensor) -> Tensor:
+    def convert(self, tensor: Tensor) -> Tensor:
         """Return the fake copy of a tensor; the same tensor has the same copy."""
         if id(tensor) not in self._copies:
             # Keep the real tensor alive, because otherwise another tensor could get its id.
-            self._copies[id(tensor)] = tensor, self._fake(tensor)
+            self._copies[id(tensor)] = tensor, self._make_fake(tensor)
             self.copies.append(self._copies[id(tensor)][1])
         return self._copies[id(tensor)][1]
 
@@ -36,7 +36,7 @@ class FakeTensors:
         self._copies.clear()
         self._storages.clear()
 
-    def _fake(self, tensor: Tensor) -> Tensor:
+    def _make_fake(self, tensor: Tensor) -> Tensor:
         plain = type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided
         if not plain or tensor.is_quantized or tensor.is_nested:
             raise ValueError(
@@ -44,7 +44,7 @@ class FakeTensors:
                 f"{tensor.layout}; use Ledger around a real step"
             )
         with self.mode:
-            flat = self._storage(tensor)
+            flat = self._get_storage(tensor)
             elements = flat[: flat.numel() // tensor.itemsize * tensor.itemsize].view(tensor.dtype)
             copy_of_tensor = elements.as_strided(
                 tensor.shape, tensor.stride(), tensor.storage_offset()
@@ -53,7 +53,7 @@ class FakeTensors:
                 return nn.Parameter(copy_of_tensor, requires_grad=tensor.requires_grad)
             return copy_of_tensor.requires_grad_(tensor.requires_grad and tensor.is_leaf)
 
-    def _storage(self, tensor: Tensor) -> Tensor:
+    def _get_storage(self, tensor: Tensor) -> Tensor:
         key = tensor.untyped_storage()._cdata
         if key not in self._storages:
             # A fake tensor on the meta device would use other kernels than one on the CPU.
@@ -80,7 +80,7 @@ class _FakeCopies(TorchFunctionMode):
         """Return the fake copy of a tensor that is copied or cloned; otherwise run the function."""
         # `nn.Parameter` is copied by cloning its data.
         if func in (Tensor.__deepcopy__, Tensor.clone):
-            return self.fakes.of(args[0])
+            return self.fakes.convert(args[0])
         return func(*args, **(kwargs or {}))
 
 
@@ -93,7 +93,7 @@ def copy_with(fakes: FakeTensors, module: nn.Module) -> nn.Module:
     _refuse_hooks(module)
     memo: dict[int, Any] = {}
     for tensor in module.parameters():
-        memo[id(tensor)] = fakes.of(tensor)
+        memo[id(tensor)] = fakes.convert(tensor)
     with _FakeCopies(fakes):
         try:
             return copy.deepcopy(module, memo)
@@ -114,14 +114,14 @@ def _refuse_hooks(module: nn.Module) -> None:
     for name, part in module.named_modules():
         kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
         for hook in (hook for kind in kinds for hook in getattr(part, kind).values()):
-            if any(isinstance(value, _SHARED) for value in _shared_values(hook)):
+            if any(isinstance(value, _SHARED) for value in _list_shared_values(hook)):
                 raise ValueError(
                     f"a hook of {name or type(part).__name__} uses tensors, modules or containers "
                     "besides its arguments, which a copy would share; use Ledger around a real step"
                 )
 
 
-def _shared_values(hook: Any) -> list[Any]:
+def _list_shared_values(hook: Any) -> list[Any]:
     """Return the global and enclosing variables and the defaults that a function uses.
 
     `copy.deepcopy` does not copy them. The list is empty for other callables.

@@ -13,7 +13,7 @@ from torch import Tensor, nn, optim
 from torch.utils._pytree import tree_leaves, tree_map
 
 from accounting import checks
-from accounting.breakdown import Breakdown, binary_size, product, total
+from accounting.breakdown import Breakdown, format_bytes, multiply, sum_parts
 from accounting.hardware import Hardware, find
 from accounting.memory.fake_module import FakeTensors, copy_with
 from accounting.memory.ledger import Ledger
@@ -42,7 +42,7 @@ class Fit:
     def explain(self) -> str:
         """Return the verdict, the parts of the peak, and the largest allocations as text."""
         verdict = "fits" if self.fits else "DOES NOT FIT"
-        head = f"{binary_size(self.peak.total)} of {binary_size(self.memory_bytes)}: {verdict}"
+        head = f"{format_bytes(self.peak.total)} of {format_bytes(self.memory_bytes)}: {verdict}"
         return f"{head}, most at {self.when}\n{self.peak.explain()}\n{self.table}"
 
     __str__ = explain
@@ -51,7 +51,7 @@ class Fit:
 # The step must not depend on the caller's grad or inference mode.
 @torch.inference_mode(False)
 @torch.enable_grad()
-@checks.entry()
+@checks.validate()
 def fits(
     module: nn.Module,
     sample: Any,
@@ -87,9 +87,9 @@ def fits(
     hardware = find(device)
     if not any(isinstance(leaf, Tensor) for leaf in tree_leaves(sample)):
         raise TypeError(f"expected sample to be a tensor or arguments with one, got {sample!r:.60}")
-    checks.instance("module", module, nn.Module, "an nn.Module")
+    checks.require_instance("module", module, nn.Module, "an nn.Module")
     # torch disables autocast for other dtypes, with a warning.
-    checks.choice("autocast", autocast, (None, torch.bfloat16, torch.float16))
+    checks.require_choice("autocast", autocast, (None, torch.bfloat16, torch.float16))
     if any(map(nn.parameter.is_lazy, module.parameters())):
         raise ValueError(
             "expected a module without lazy parameters; call it once to materialize them"
@@ -102,8 +102,8 @@ def fits(
     fakes = FakeTensors(mode)
     shadow = copy_with(fakes, module)
     with mode:
-        inputs = tree_map(lambda x: fakes.of(x) if isinstance(x, Tensor) else x, sample)
-        optimizer_copy = _optimizer(optimizer, shadow)
+        inputs = tree_map(lambda x: fakes.convert(x) if isinstance(x, Tensor) else x, sample)
+        optimizer_copy = _build_optimizer(optimizer, shadow)
     ledger = _FakeLedger(rounding=rounding)
     for parameter in shadow.parameters():
         if parameter.requires_grad:
@@ -119,7 +119,7 @@ def fits(
             for _ in range(2):
                 ledger.phase = "activations"
                 with _autocast(devices, autocast):
-                    result = (loss or _loss)(_call(shadow, inputs))
+                    result = (loss or _compute_loss)(_call(shadow, inputs))
                 _backward(result, ledger)
                 del result
                 ledger.phase = "optimizer"
@@ -136,9 +136,9 @@ def fits(
     sizes: Counter[str] = Counter()
     for block in ledger.at_peak:
         sizes[block.phase] += block.nbytes
-    parts = (product(kind, "B", bytes=size) for kind, size in sizes.most_common())
+    parts = (multiply(kind, "B", bytes=size) for kind, size in sizes.most_common())
     return Fit(
-        peak=total(f"peak memory of {type(module).__name__}", "B", *parts),
+        peak=sum_parts(f"peak memory of {type(module).__name__}", "B", *parts),
         when=ledger.when,
         memory_bytes=hardware.memory_bytes,
         table=ledger.table(ledger.at_peak),
@@ -201,7 +201,7 @@ def _refuse_compiled(module: nn.Module) -> None:
             )
 
 
-def _optimizer(optimizer: Any, module: nn.Module) -> optim.Optimizer | None:
+def _build_optimizer(optimizer: Any, module: nn.Module) -> optim.Optimizer | None:
     """Return an optimizer of the trainable parameters, built from its class; None for None."""
     if isinstance(optimizer, optim.Optimizer):
         raise TypeError(
@@ -246,7 +246,7 @@ def _update(module: nn.Module, optimizer: optim.Optimizer | None) -> None:
         optimizer.zero_grad()
 
 
-def _loss(output: Any) -> Tensor:
+def _compute_loss(output: Any) -> Tensor:
     output_loss = getattr(output, "loss", None)
     if isinstance(output_loss, Tensor):
         return output_loss

@@ -11,8 +11,8 @@ from typing import Any
 
 from torch import OutOfMemoryError, Tensor
 
-from accounting.breakdown import binary_size
-from accounting.memory.live import Allocation, LiveMemory, plain_tensors
+from accounting.breakdown import format_bytes
+from accounting.memory.live import Allocation, LiveMemory, list_plain_tensors
 
 
 class Ledger(LiveMemory):
@@ -33,7 +33,7 @@ class Ledger(LiveMemory):
     def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
         super().__exit__(kind, error, trace)
         if isinstance(error, Exception) and _is_out_of_memory(error):
-            size = binary_size(self.live_bytes)
+            size = format_bytes(self.live_bytes)
             error.add_note(f"live tensors when memory ran out, {size}:\n{self.table()}")
 
     def table(self, allocations: list[Allocation] | None = None, rows: int = 12) -> str:
@@ -47,12 +47,12 @@ class Ledger(LiveMemory):
             where = "/".join(block.module.split(".")[-2:])
             sizes[block.phase, where, block.operator] += block.nbytes
         listed = [
-            f"{binary_size(size):>10}  {label:<12} {module or '-'}  {operator}".rstrip()
+            f"{format_bytes(size):>10}  {label:<12} {module or '-'}  {operator}".rstrip()
             for (label, module, operator), size in sizes.most_common(rows)
         ]
         if len(sizes) > rows:
             remainder = sum(sizes.values()) - sum(size for _, size in sizes.most_common(rows))
-            listed.append(f"{binary_size(remainder):>10}  in {len(sizes) - rows} other groups")
+            listed.append(f"{format_bytes(remainder):>10}  in {len(sizes) - rows} other groups")
         return "\n".join(listed)
 
     def hold(self, label: str, *tensors: Tensor) -> None:
@@ -67,7 +67,7 @@ class Ledger(LiveMemory):
 
     def name_gradient(self, parameter: Tensor) -> None:
         """Change the label of a parameter's stored gradient to `gradients`."""
-        for inner in plain_tensors(parameter.grad) if parameter.grad is not None else ():
+        for inner in list_plain_tensors(parameter.grad) if parameter.grad is not None else ():
             key = inner.untyped_storage()._cdata
             if key in self._alive:
                 self._alive[key] = replace(self._alive[key], phase="gradients")

@@ -48,7 +48,7 @@ class LiveMemory(TorchDispatchMode):
 
     def __init__(self, *, rounding: int = 1) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        checks.whole("rounding", rounding)
+        checks.require_integer("rounding", rounding)
         self.live_bytes = 0
         self.peak_bytes = 0
         self.phase = ""
@@ -64,14 +64,14 @@ class LiveMemory(TorchDispatchMode):
         """Count existing tensors, such as the parameters of a model."""
         for tensor in tensors:
             self._count(tensor, operator)
-        self._note("start")
+        self._record_live_bytes("start")
 
     def __enter__(self) -> Self:
         before = register_module_forward_pre_hook(self._enter_module)
         after = register_module_forward_hook(self._leave_module, always_call=True)
         self._hooks.callback(before.remove)
         self._hooks.callback(after.remove)
-        self._hooks.enter_context(_calling_after_resize(self._resized))
+        self._hooks.enter_context(_calling_after_resize(self._record_resize))
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
@@ -91,11 +91,11 @@ class LiveMemory(TorchDispatchMode):
         for leaf in tree_leaves(out):
             if isinstance(leaf, Tensor):
                 self._count(leaf, str(func))
-        self._note(str(func))
+        self._record_live_bytes(str(func))
         return out
 
     def _count(self, tensor: Tensor, operator: str) -> None:
-        for inner in plain_tensors(tensor):
+        for inner in list_plain_tensors(tensor):
             if inner.layout == torch._mkldnn:  # type: ignore[attr-defined]
                 # An mkldnn tensor has no storage; its memory is freed with the tensor.
                 self._count_block(inner, id(inner), inner.numel() * inner.element_size(), operator)
@@ -120,9 +120,9 @@ class LiveMemory(TorchDispatchMode):
             self._alive[key] = replace(known, nbytes=size)
             self.live_bytes += size - known.nbytes
 
-    def _resized(self, storage: torch.UntypedStorage) -> None:
+    def _record_resize(self, storage: torch.UntypedStorage) -> None:
         self._count_storage(storage, "resize_")
-        self._note("resize_")
+        self._record_live_bytes("resize_")
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
         self._modules.append(type(module).__name__)
@@ -134,7 +134,7 @@ class LiveMemory(TorchDispatchMode):
     def _free(self, key: int) -> None:
         self.live_bytes -= self._alive.pop(key).nbytes
 
-    def _note(self, operator: str) -> None:
+    def _record_live_bytes(self, operator: str) -> None:
         self.timeline.append((self.phase, self.live_bytes))
         if self.live_bytes > self.peak_bytes:
             self.peak_bytes = self.live_bytes
@@ -178,7 +178,7 @@ _PARTS: dict[torch.layout, tuple[str, ...]] = {
 }
 
 
-def plain_tensors(tensor: Tensor) -> list[Tensor]:
+def list_plain_tensors(tensor: Tensor) -> list[Tensor]:
     """Return the tensors that a sparse tensor or a wrapper such as DTensor consists of.
 
     For a plain tensor, the list contains the tensor itself.
@@ -190,7 +190,7 @@ def plain_tensors(tensor: Tensor) -> list[Tensor]:
         return [tensor]
     # A DTensor also lists its mesh, which is not a tensor.
     inside = (getattr(tensor, name) for name in names()[0])
-    return [x for part in inside if isinstance(part, Tensor) for x in plain_tensors(part)]
+    return [x for part in inside if isinstance(part, Tensor) for x in list_plain_tensors(part)]
 
 
 def make_state(optimizer: torch.optim.Optimizer) -> None:

@@ -6,25 +6,29 @@ from fractions import Fraction
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown, product, total
-from accounting.memory.activations import activations, gradients_in_flight, head_activations
-from accounting.memory.backward import final_norm, fullest_block, times
-from accounting.memory.states import (
-    cast_weights,
-    fsdp_groups,
-    head_gradient,
-    head_parameters,
-    largest_single_layer,
-    model_states,
-    tied_table_gradients,
+from accounting.breakdown import Breakdown, multiply, sum_parts
+from accounting.memory.activations import (
+    count_activation_bytes,
+    count_gradients_in_flight,
+    count_head_activation_bytes,
 )
-from accounting.model.transformer import Transformer, matrices
-from accounting.plan import Plan, split, validated_plan
-from accounting.precision import Precision, bytes_of
-from accounting.workload import WORKLOAD, Workload, workload
+from accounting.memory.backward import count_final_norm_bytes, find_fullest_block, scale_part
+from accounting.memory.states import (
+    build_fsdp_groups,
+    count_cast_weight_bytes,
+    count_head_gradient_bytes,
+    count_head_parameters,
+    count_state_bytes,
+    count_tied_gradient_bytes,
+    find_largest_single_layer,
+)
+from accounting.model.transformer import Transformer, list_matrices
+from accounting.plan import Plan, split, validate_plan
+from accounting.precision import Precision, get_itemsize
+from accounting.workload import WORKLOAD, Workload, build_workload
 
 
-@checks.entry(*WORKLOAD)
+@checks.validate(*WORKLOAD)
 def peak_memory(
     model: Transformer,
     plan: Plan | None = None,
@@ -57,9 +61,9 @@ def peak_memory(
     each micro-batch, as by default in FSDP2, so their shards exist from the second micro-batch on.
     `plan.accumulate_unsharded` means one reduction per step, so unsharded gradients exist instead.
     """
-    work = workload(work, run)
-    checks.whole("batch", work.batch)
-    plan = validated_plan(plan, model, batch=work.batch, seq=work.seq)
+    work = build_workload(work, run)
+    checks.require_integer("batch", work.batch)
+    plan = validate_plan(plan, model, batch=work.batch, seq=work.seq)
     if plan.tensor * plan.pipeline * plan.context * plan.expert > 1:
         raise ValueError(
             "peak_memory supports data parallelism only; use training_memory for other plans"
@@ -81,7 +85,12 @@ def peak_memory(
             "copies and scales of such layers are not modeled; use training_memory as an estimate"
         )
     step = _Step(model, plan, work)
-    moments = [*step.head(), *step.blocks(), *step.tied_table(), step.optimizer(foreach)]
+    moments = [
+        *step.iter_head_moments(),
+        *step.iter_block_moments(),
+        *step.iter_tied_table_moments(),
+        step.build_optimizer_moment(foreach),
+    ]
     return max(moments, key=lambda moment: moment.total)
 
 
@@ -95,69 +104,73 @@ class _Step:
         self.kind = work.kind
         self.tokens = work.tokens(plan)
         self.parameters = model.size
-        self.states = model_states(
+        self.states = count_state_bytes(
             self.parameters, data=plan.data, zero=plan.zero, precision=self.kind
         )
-        self.cast_weights = cast_weights(model, plan, self.kind)
+        self.cast_weights = count_cast_weight_bytes(model, plan, self.kind)
         self.is_gathered = plan.zero == 3 and plan.data > 1
         self.unsharded = _Unsharded(model, plan, self.kind)
-        self.saved = activations(model, plan, work)
+        self.saved = count_activation_bytes(model, plan, work)
 
-    def head(self) -> Iterator[Breakdown]:
+    def iter_head_moments(self) -> Iterator[Breakdown]:
         """Yield the moments from the end of the forward to the backward of the final norm."""
         unsharded, cast = self.unsharded, self.cast_weights
         saved = replace(self.saved, name="activations")
-        head = head_activations(self.model, self.plan, self.work)
+        head = count_head_activation_bytes(self.model, self.plan, self.work)
         # At the end of the forward the gradient of the logits does not exist yet.
         without = replace(head, parts=head.parts[:-1])
-        ends = unsharded.gathered(0, unsharded.buffer)
-        yield self._moment("at the end of the forward", cast, ends, saved, without, gradients=0)
-        ends = unsharded.gathered(0)
-        yield self._moment("at the start of the backward", cast, ends, saved, head, gradients=0)
-        norm = final_norm(self.model, self.plan, self.work)
+        ends = unsharded.count_gathered_bytes(0, unsharded.buffer)
+        yield self._build_moment(
+            "at the end of the forward", cast, ends, saved, without, gradients=0
+        )
+        ends = unsharded.count_gathered_bytes(0)
+        yield self._build_moment(
+            "at the start of the backward", cast, ends, saved, head, gradients=0
+        )
+        norm = count_final_norm_bytes(self.model, self.plan, self.work)
         if norm.total:
-            ends = unsharded.gathered(0, unsharded.head_gradient)
-            after = self.gradients_after_head()
-            yield self._moment("in the final norm", cast, ends, saved, norm, gradients=after)
+            ends = unsharded.count_gathered_bytes(0, unsharded.head_gradient)
+            after = self.count_gradients_after_head()
+            yield self._build_moment("in the final norm", cast, ends, saved, norm, gradients=after)
 
-    def gradients_after_head(self) -> int:
+    def count_gradients_after_head(self) -> int:
         """Return the number of parameters whose gradients exist after the head's backward pass.
 
         The result is 0 if ZeRO-3 gathers the weights, because `unsharded` then contains these
         gradients.
         """
-        return 0 if self.is_gathered else head_parameters(self.model, self.plan)
+        return 0 if self.is_gathered else count_head_parameters(self.model, self.plan)
 
-    def blocks(self) -> Iterator[Breakdown]:
+    def iter_block_moments(self) -> Iterator[Breakdown]:
         """Yield the moments inside the blocks, from the last block to the first."""
         model, unsharded = self.model, self.unsharded
         cast = self.cast_weights
-        after_first = self.parameters - _first_block_and_table(model)
-        block = fullest_block(model, self.plan, self.work)
-        for part, alive in _inside(model, block, self.tokens, self.work):
-            inside = _gradients_inside(model, part)
-            block_gradients = unsharded.gradients_inside(part, inside)
+        after_first = self.parameters - _count_first_block_and_table(model)
+        block = find_fullest_block(model, self.plan, self.work)
+        for part, alive in _iter_parts_of_block(model, block, self.tokens, self.work):
+            inside = _count_gradients_inside(model, part)
+            block_gradients = unsharded.count_gradients_inside(part, inside)
             if self.is_gathered:
                 inside = 0  # These gradients are unsharded, so `block_gradients` contains them.
             gradients = (unsharded.head_gradient, block_gradients)
-            last = unsharded.gathered(2, *gradients)
-            yield self._moment(
+            last = unsharded.count_gathered_bytes(2, *gradients)
+            yield self._build_moment(
                 f"in the last block's {part}",
                 cast,
                 last,
-                self._saved_before(model.layers - 1),
+                self._count_saved_before(model.layers - 1),
                 alive,
-                gradients=self.gradients_after_head() + inside,
+                gradients=self.count_gradients_after_head() + inside,
             )
             if self.plan.zero == 3 and model.layers > 2:
-                yield from self._middle_blocks(part, alive, block_gradients)
+                yield from self._iter_middle_moments(part, alive, block_gradients)
             reduced = unsharded.reduced_gradients if model.layers > 1 else None
-            first = unsharded.gathered(1, *gradients, reduced, done=model.layers - 1)
-            yield self._moment(
+            first = unsharded.count_gathered_bytes(1, *gradients, reduced, done=model.layers - 1)
+            yield self._build_moment(
                 f"in the first block's {part}", cast, first, alive, gradients=after_first + inside
             )
 
-    def _middle_blocks(
+    def _iter_middle_moments(
         self, part: str, alive: Breakdown, block_gradients: Breakdown | None
     ) -> Iterator[Breakdown]:
         # The last middle block has the most activations, and the first has the most gradients.
@@ -165,39 +178,39 @@ class _Step:
         unsharded = self.unsharded
         gradients = (unsharded.head_gradient, block_gradients, unsharded.reduced_gradients)
         for name, done in middle_blocks.items():
-            gathered = unsharded.gathered(2, *gradients, done=done)
-            yield self._moment(
+            gathered = unsharded.count_gathered_bytes(2, *gradients, done=done)
+            yield self._build_moment(
                 f"in the {name}'s {part}",
                 gathered,
-                self._saved_before(self.model.layers - 1 - done),
+                self._count_saved_before(self.model.layers - 1 - done),
                 alive,
                 gradients=done * unsharded.groups.block,
             )
 
-    def tied_table(self) -> Iterator[Breakdown]:
+    def iter_tied_table_moments(self) -> Iterator[Breakdown]:
         """Yield the moment at which the two gradients of a tied table are added."""
-        tables = tied_table_gradients(self.model, self.plan, self.kind)
+        tables = count_tied_gradient_bytes(self.model, self.plan, self.kind)
         if tables is not None:
-            yield self._moment(
+            yield self._build_moment(
                 "at the gradient of the tied table",
-                self.unsharded.gathered(0, done=self.model.layers),
+                self.unsharded.count_gathered_bytes(0, done=self.model.layers),
                 tables,
                 gradients=self.parameters,
             )
 
-    def optimizer(self, foreach: bool) -> Breakdown:
+    def build_optimizer_moment(self, foreach: bool) -> Breakdown:
         """Return the live tensors while the optimizer computes its square roots."""
-        roots = self._roots(foreach)
-        return self._moment("in the optimizer", roots, gradients=self.parameters)
+        roots = self._count_root_bytes(foreach)
+        return self._build_moment("in the optimizer", roots, gradients=self.parameters)
 
-    def _roots(self, foreach: bool) -> Breakdown:
+    def _count_root_bytes(self, foreach: bool) -> Breakdown:
         """Return the bytes of the square roots of second moments that exist at once."""
-        elements = self.parameters if foreach else self._most_root_elements()
+        elements = self.parameters if foreach else self._count_most_root_elements()
         shard = split(elements, self.plan.data if self.plan.zero else 1)
-        size = bytes_of(self.kind.moments[-1]) if self.kind.moments else Fraction(0)
-        return product("square roots", "B", parameters=shard, bytes=size)
+        size = get_itemsize(self.kind.moments[-1]) if self.kind.moments else Fraction(0)
+        return multiply("square roots", "B", parameters=shard, bytes=size)
 
-    def _most_root_elements(self) -> int:
+    def _count_most_root_elements(self) -> int:
         """Return the largest number of temporary elements if parameters are updated one by one.
 
         Three tensors exist at once: sqrt(v), sqrt(v) divided by the bias correction, and the latter
@@ -206,7 +219,7 @@ class _Step:
         # If a bias follows each matrix, the previous parameter is small.
         biased = {"attention": self.model.qkv_bias, "mlp": self.model.mlp_bias}
         elements = previous = 0
-        for matrix in matrices(self.model):
+        for matrix in list_matrices(self.model):
             elements = max(elements, previous + 2 * matrix.entries)
             previous = 0 if biased.get(matrix.part) else matrix.entries
         experts = self.model.experts
@@ -216,24 +229,24 @@ class _Step:
             elements = max(elements, 2 * stacked * self.model.d_model * experts.width)
         return elements
 
-    def _moment(self, when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
+    def _build_moment(self, when: str, *parts: Breakdown | None, gradients: int) -> Breakdown:
         if self.plan.microbatches > 1:
             gradients = self.parameters
         unsharded = self.plan.has_unsharded_gradients() and "optimizer" not in when
         shard = split(gradients, self.plan.data if self.plan.zero >= 2 and not unsharded else 1)
-        size = bytes_of(self.kind.gradients)
-        return total(
+        size = get_itemsize(self.kind.gradients)
+        return sum_parts(
             f"peak memory of {self.model.name}, {when}",
             "B",
             self.states["weights"],
-            product("gradients", "B", parameters=shard, bytes=size),
+            multiply("gradients", "B", parameters=shard, bytes=size),
             *(part for part in self.states if part.name == "optimizer"),
             *parts,
         )
 
-    def _saved_before(self, blocks: int) -> Breakdown | None:
+    def _count_saved_before(self, blocks: int) -> Breakdown | None:
         fraction = Fraction(max(0, blocks), self.model.layers)
-        return times("activations of the blocks before", self.saved, share=fraction)
+        return scale_part("activations of the blocks before", self.saved, share=fraction)
 
 
 class _Unsharded:
@@ -242,26 +255,29 @@ class _Unsharded:
     def __init__(self, model: Transformer, plan: Plan, kind: Precision) -> None:
         self.model = model
         self.plan = plan
-        self.groups = fsdp_groups(model, plan, 0)
-        self.size = bytes_of(kind.cast_weights or kind.weights)
+        self.groups = build_fsdp_groups(model, plan, 0)
+        self.size = get_itemsize(kind.cast_weights or kind.weights)
         block, size = self.groups.block, self.size
-        self.buffer = product("buffer of the last gather", "B", parameters=block, bytes=size)
-        self.head_gradient = head_gradient(model, plan, kind)
+        self.buffer = multiply("buffer of the last gather", "B", parameters=block, bytes=size)
+        self.head_gradient = count_head_gradient_bytes(model, plan, kind)
         # Without a reduction in each micro-batch, the fullest backward is not the last one.
         reduced = 0 if plan.has_unsharded_gradients() else block
-        self.reduced_gradients = product(
-            "gradients being reduced", "B", parameters=reduced, bytes=bytes_of(kind.gradients)
+        self.reduced_gradients = multiply(
+            "gradients being reduced", "B", parameters=reduced, bytes=get_itemsize(kind.gradients)
         )
 
-    def gradients_inside(self, part: str, parameters: int) -> Breakdown:
-        """Return the gradients of a block in the backward of its part, from `_gradients_inside`.
+    def count_gradients_inside(self, part: str, parameters: int) -> Breakdown:
+        """Return the gradients of a block in the backward of its part.
 
-        In attention, the gradients of the whole block count.
+        `parameters` is the result of `_count_gradients_inside`. In attention, the gradients of the
+        whole block count.
         """
         count = self.groups.block if part == "attention" else parameters
-        return product("gradients of a block", "B", parameters=count, bytes=self.size)
+        return multiply("gradients of a block", "B", parameters=count, bytes=self.size)
 
-    def gathered(self, blocks: int, *others: Breakdown | None, done: int = 0) -> Breakdown | None:
+    def count_gathered_bytes(
+        self, blocks: int, *others: Breakdown | None, done: int = 0
+    ) -> Breakdown | None:
         """Return the gathered weights of the ends and of `blocks` blocks, with `others`.
 
         `done` is the number of blocks whose backward is complete. The result is None without
@@ -272,10 +288,10 @@ class _Unsharded:
         if not self.plan.reshard_after_forward:
             # All blocks stay gathered, and each one is freed after its backward.
             blocks = self.model.layers - done
-        return self.groups.gathered(blocks, self.size, *others)
+        return self.groups.count_gathered_bytes(blocks, self.size, *others)
 
 
-def _inside(
+def _iter_parts_of_block(
     model: Transformer, block: Breakdown, tokens: int, work: Workload
 ) -> Iterator[tuple[str, Breakdown]]:
     """Yield the live tensors in the backward of one block: in its MLP, and in its attention.
@@ -283,11 +299,11 @@ def _inside(
     In the MLP, all saved tensors of the block are alive. In the attention, only its own saved
     tensors are. Both include the temporary gradients.
     """
-    size = bytes_of(work.kind.activations)
+    size = get_itemsize(work.kind.activations)
     core = (block["attention"],) if "attention" in block else ()
     # The backward of GELU in one kernel starts after the input of the down-projection is freed.
     is_gelu = not model.gated_mlp and model.activation == "gelu"
-    temporary = gradients_in_flight(
+    temporary = count_gradients_in_flight(
         model,
         tokens=tokens,
         keys=None if work.flash else work.seq,
@@ -296,17 +312,17 @@ def _inside(
     for part, saved, numbers in zip(
         ("MLP", "attention"), (block.parts, core), temporary, strict=True
     ):
-        gradients = product("gradients in flight", "B", numbers=numbers, bytes=size)
+        gradients = multiply("gradients in flight", "B", numbers=numbers, bytes=size)
         yield part, Breakdown(f"one block, in its {part}", "B", parts=(*saved, gradients))
 
 
-def _gradients_inside(model: Transformer, part: str) -> int:
+def _count_gradients_inside(model: Transformer, part: str) -> int:
     """Return the number of parameters of a block with gradients at the peak in a part of it.
 
     `part` is "MLP", whose backward pass starts with its down-projection, or attention. The backward
     pass of attention follows those of the MLP and the output projection.
     """
-    block = [m for m in matrices(largest_single_layer(model)) if m.layers is not None]
+    block = [m for m in list_matrices(find_largest_single_layer(model)) if m.layers is not None]
     mlp = [m for m in block if m.part in ("mlp", "experts")]
     if part == "MLP":
         return sum(m.size for m in mlp if m.name in ("down", "shared down"))
@@ -315,9 +331,9 @@ def _gradients_inside(model: Transformer, part: str) -> int:
     )
 
 
-def _first_block_and_table(model: Transformer) -> int:
+def _count_first_block_and_table(model: Transformer) -> int:
     """Return the number of parameters without gradients before the first block's backward pass."""
-    layer_matrices = matrices(largest_single_layer(model))
+    layer_matrices = list_matrices(find_largest_single_layer(model))
     block = sum(m.size for m in layer_matrices if m.layers is not None and m.part != "norms")
     table = sum(m.size for m in layer_matrices if m.kind == "table" or m.part == "embedding")
     return block + (0 if model.tied else table)

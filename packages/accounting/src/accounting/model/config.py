@@ -5,8 +5,8 @@ from dataclasses import replace
 from typing import Any
 
 from accounting import checks
-from accounting.model.family_tables import ALIASES, mixer_tables
-from accounting.model.formulas import FUNCTIONS, Table, value
+from accounting.model.family_tables import ALIASES, read_mixer_tables
+from accounting.model.formulas import FUNCTIONS, Table, evaluate
 from accounting.model.records import RECORDS, Matrix, Mixer, Window
 
 # Keys of a table that are not fields of a `Transformer`.
@@ -37,7 +37,7 @@ ACTIVATIONS = {
 }
 
 
-def _with_canonical_names(content: Mapping[str, Any], family: str) -> Mapping[str, Any]:
+def _add_canonical_names(content: Mapping[str, Any], family: str) -> Mapping[str, Any]:
     """Return the configuration with each aliased field also stored under its canonical name.
 
     Raises `ValueError` if both names are present with different values, because the order of fields
@@ -65,7 +65,7 @@ class Config:
     """
 
     def __init__(self, content: Mapping[str, Any], family: str, table: Table) -> None:
-        self.content = _with_canonical_names(content, family)
+        self.content = _add_canonical_names(content, family)
         self.family = family
         self.table = table
         self.let: Table = table.get("let", {})
@@ -75,18 +75,24 @@ class Config:
         layer_types = self.get("layer_types", self.get("layers_block_type"))
         self.layer_types: Any = () if layer_types is None else layer_types
         self.has_layer_types = layer_types is not None
-        methods = (self.get, self.raw, self.some, self.first_of, self.sliding, self.attends)
-        self.functions = _FUNCTIONS | {function.__name__: function for function in methods}
+        self.functions = _FUNCTIONS | {
+            "get": self.get,
+            "raw": self.get_raw,
+            "some": self.get_nonzero,
+            "first_of": self.get_first,
+            "sliding": self.is_sliding,
+            "attends": self.is_attention,
+        }
 
     def __getitem__(self, name: str) -> Any:
         if name in self.functions:
             return self.functions[name]
         if name in self.let:
-            return self.value(self.let[name])
+            return self.evaluate(self.let[name])
         if name == "i":
             return self.layer
         if name == "kind":
-            return self._kind()
+            return self._get_kind()
         value = self.content.get(name)
         if value is not None:
             return value
@@ -106,16 +112,16 @@ class Config:
         value = self.content.get(name)
         return default if value is None else value
 
-    def raw(self, name: str, default: Any = None) -> Any:
+    def get_raw(self, name: str, default: Any = None) -> Any:
         """Return a field even if it is null, or `default` if it is missing."""
         return self.content.get(name, default)
 
-    def some(self, name: str, default: Any) -> Any:
+    def get_nonzero(self, name: str, default: Any) -> Any:
         """Return a field, or `default` if it is missing or null; raise `ValueError` if it is 0."""
         value = self.content.get(name)
-        return default if value is None else self.positive(name, value)
+        return default if value is None else self.require_nonzero(name, value)
 
-    def first_of(self, *names: str) -> Any:
+    def get_first(self, *names: str) -> Any:
         """Return the first of these fields that the file sets, or otherwise their first default.
 
         A default of 0, False or "" is used only if it is that of the last field. Raises
@@ -126,20 +132,20 @@ class Config:
                 return self.content[name]
         return self[next((name for name in names if self.fields.get(name)), names[-1])]
 
-    def sliding(self, default: bool) -> bool:
+    def is_sliding(self, default: bool) -> bool:
         """Return True if this layer has a window in `layer_types`; `default` without that field."""
-        kind = self._kind()
+        kind = self._get_kind()
         return default if kind is None else bool(kind == "sliding_attention")
 
-    def attends(self, default: bool) -> bool:
+    def is_attention(self, default: bool) -> bool:
         """Return True if this layer is attention in `layer_types`; `default` without that field."""
-        kind = self._kind()
+        kind = self._get_kind()
         return default if kind is None else kind in _ATTENTION
 
-    def _kind(self) -> Any:
+    def _get_kind(self) -> Any:
         return self.layer_types[self.layer] if self.layer_types else None
 
-    def value(self, entry: Any) -> Any:
+    def evaluate(self, entry: Any) -> Any:
         """Return the value of a formula; a number or a bool is returned unchanged.
 
         Raises `ValueError` if the evaluation fails.
@@ -147,93 +153,97 @@ class Config:
         if not isinstance(entry, str):
             return entry
         try:
-            return value(entry, self)  # type: ignore[arg-type]
+            return evaluate(entry, self)  # type: ignore[arg-type]
         except (ArithmeticError, AttributeError, LookupError, TypeError) as error:
             raise ValueError(
                 f"this {self.family} config.json cannot be read: {entry} fails with {error}"
             ) from None
 
-    def size(self, name: str, entry: Any) -> int:
+    def evaluate_size(self, name: str, entry: Any) -> int:
         """Return the value of a formula as an integer; a bool counts as 1 or 0."""
-        value = self.value(entry)
-        return checks.whole(name, int(value) if isinstance(value, bool) else value, least=0)
+        value = self.evaluate(entry)
+        return checks.require_integer(
+            name, int(value) if isinstance(value, bool) else value, least=0
+        )
 
-    def where(self, entry: Any) -> tuple[int, ...]:
+    def list_layers(self, entry: Any) -> tuple[int, ...]:
         """Return the indices of the layers for which a formula is true."""
         indices = []
         for layer in range(self.layers):
             self.layer = layer
-            if self.value(entry):
+            if self.evaluate(entry):
                 indices.append(layer)
         return tuple(indices)
 
-    def arguments(self, table: Table) -> Table:
+    def build_arguments(self, table: Table) -> Table:
         """Return the keyword arguments of `Transformer` that a family's table of formulas defines.
 
         Raises `ValueError` if `layer_types` has the wrong length or an unknown entry, or if a
         formula fails.
         """
-        self.layers = checks.whole("layers", self.value(table["layers"]), most=checks.MOST_LAYERS)
+        self.layers = checks.require_integer(
+            "layers", self.evaluate(table["layers"]), most=checks.MOST_LAYERS
+        )
         if self.has_layer_types and len(self.layer_types) != self.layers:
             raise ValueError(
                 f"expected one entry of layer_types per layer ({self.layers}), got "
                 f"{len(self.layer_types)}"
             )
         for kind in self.layer_types:
-            checks.choice(
+            checks.require_choice(
                 f"a kind in layer_types of {self.family}", kind, table.get("kinds", _ATTENTION)
             )
         arguments: Table = {}
         for key, entry in table.items():
             if key in _DERIVABLE:
-                arguments |= self._explicit_size(key, entry)
+                arguments |= self._build_explicit_size(key, entry)
             elif key not in _OTHER_KEYS:
-                arguments[key] = self._argument(key, entry)
-        extra = [matrix for row in table.get("extra", ()) for matrix in self.matrices(row)]
+                arguments[key] = self._build_argument(key, entry)
+        extra = [matrix for row in table.get("extra", ()) for matrix in self.iter_matrices(row)]
         # The rows of `more` belong to a head or pooler, which reads the output of the last layer.
         for row in table.get("more", ()):
-            extra += [replace(matrix, where="last") for matrix in self.matrices(row)]
+            extra += [replace(matrix, where="last") for matrix in self.iter_matrices(row)]
         return arguments | {"extra": tuple(matrix for matrix in extra if matrix.entries)}
 
-    def _argument(self, key: str, entry: Any) -> Any:
+    def _build_argument(self, key: str, entry: Any) -> Any:
         """Return the value of one argument of `Transformer`."""
         if key in ("attention_layers", "mlp_layers", "shared_kv_layers"):
-            return self.where(entry)
+            return self.list_layers(entry)
         if key in RECORDS:
-            return self.record(RECORDS[key], entry)
+            return self.build_record(RECORDS[key], entry)
         if key == "mixers":
-            mixers = [self.mixer(row) for row in entry]
+            mixers = [self.build_mixer(row) for row in entry]
             return tuple(mixer for mixer in mixers if mixer.layers)
-        return self.value(entry)
+        return self.evaluate(entry)
 
-    def _explicit_size(self, key: str, entry: Any) -> Table:
+    def _build_explicit_size(self, key: str, entry: Any) -> Table:
         """Return `{key: size}`, or an empty dictionary if `Transformer` has to derive the size.
 
         `Transformer` derives a size other than `heads` if its table entry is 0 or its field is
         None. Raises `ValueError` if a field is 0.
         """
-        size = self.value(entry)
+        size = self.evaluate(entry)
         if entry != 0 and size is not None:
-            return {key: self.positive(entry, size)}
+            return {key: self.require_nonzero(entry, size)}
         return {key: size} if key == "heads" else {}
 
-    def record(self, kind: type, entry: Table) -> Any:
+    def build_record(self, kind: type, entry: Table) -> Any:
         """Return an `Experts`, `Window` or `MLA` record, or None if the model does not have it.
 
         Raises `ValueError` if `width` or `q_rank` is 0, or if `layer_types` requires a window that
         is missing.
         """
-        if not self.value(entry.get("if", True)):
+        if not self.evaluate(entry.get("if", True)):
             return self._require_no_window(kind)
-        layers = {"layers": self.where(entry["where"])} if "where" in entry else {}
+        layers = {"layers": self.list_layers(entry["where"])} if "where" in entry else {}
         if layers == {"layers": ()}:
             return None
-        sizes = {k: self.value(v) for k, v in entry.items() if k not in ("if", "where")}
+        sizes = {k: self.evaluate(v) for k, v in entry.items() if k not in ("if", "where")}
         if "size" in sizes and sizes["size"] is None:
             return self._require_no_window(kind)
         for name in ("width", "q_rank"):
             if sizes.get(name) is not None:
-                self.positive(entry[name], sizes[name])
+                self.require_nonzero(entry[name], sizes[name])
         return kind(**{k: v for k, v in sizes.items() if v is not None}, **layers)
 
     def _require_no_window(self, kind: type) -> None:
@@ -244,7 +254,7 @@ class Config:
                 "sliding_window is null or switched off; pass a size, or full_attention layers"
             )
 
-    def positive(self, entry: Any, value: Any) -> Any:
+    def require_nonzero(self, entry: Any, value: Any) -> Any:
         """Return a size; raise `ValueError` for 0, which `Transformer` would treat as missing."""
         if not value:
             raise ValueError(
@@ -253,20 +263,20 @@ class Config:
             )
         return value
 
-    def mixer(self, entry: Table) -> Mixer:
+    def build_mixer(self, entry: Table) -> Mixer:
         """Return a recurrent mixer: the formulas of mixers.toml for the sizes of the family."""
         name = entry["like"]
-        layers = self.where(entry["where"])
-        table = mixer_tables()[name]
-        sizes = {k: self.value(v) for k, v in entry.items() if k not in ("like", "where")}
-        sizes = table.get("sizes", {}) | sizes | {"d_model": self.value(self.table["d_model"])}
+        layers = self.list_layers(entry["where"])
+        table = read_mixer_tables()[name]
+        sizes = {k: self.evaluate(v) for k, v in entry.items() if k not in ("like", "where")}
+        sizes = table.get("sizes", {}) | sizes | {"d_model": self.evaluate(self.table["d_model"])}
         inner = Config(sizes, self.family, table)
         matrices = (
             Matrix(
                 "mixer",
                 label,
-                inner.size(label, rows or 1),
-                inner.size(label, columns),
+                inner.evaluate_size(label, rows or 1),
+                inner.evaluate_size(label, columns),
                 split,
                 kind="matrix" if rows else "vector",
             )
@@ -276,28 +286,28 @@ class Config:
             name=name,
             layers=layers,
             matrices=tuple(matrix for matrix in matrices if matrix.entries),
-            state=inner.value(table["state"]),
-            scan=inner.value(table["scan"]),
-            saved=inner.value(table["saved"]) if "saved" in table else None,
+            state=inner.evaluate(table["state"]),
+            scan=inner.evaluate(table["scan"]),
+            saved=inner.evaluate(table["saved"]) if "saved" in table else None,
         )
 
-    def matrices(self, row: Table) -> Iterator[Matrix]:
+    def iter_matrices(self, row: Table) -> Iterator[Matrix]:
         """Yield an additional matrix, table or vector of a family, and its bias if it has one."""
-        if not self.value(row.get("if", True)):
+        if not self.evaluate(row.get("if", True)):
             return
         once = row.get("once", False)
         kind = row.get("kind", "matrix" if row.get("bias") else "vector")
         matrix = Matrix(
             part=row.get("part", "pooler" if once else "ends"),
             name=row["name"],
-            rows=self.size(row["name"], row.get("rows", 1)),
-            columns=self.size(row["name"], row.get("columns", 1)),
+            rows=self.evaluate_size(row["name"], row.get("rows", 1)),
+            columns=self.evaluate_size(row["name"], row.get("columns", 1)),
             split=row.get("split", "none"),
             kind=kind,
-            layers=self.where(row["where"]) if "where" in row else None,
+            layers=self.list_layers(row["where"]) if "where" in row else None,
             applies_to="sequence" if once else "tokens",
-            skips=self.size("skips", row.get("skips", 0)),
-            shared=self.size("shared", row.get("shared", 0)),
+            skips=self.evaluate_size("skips", row.get("skips", 0)),
+            shared=self.evaluate_size("shared", row.get("shared", 0)),
         )
         yield matrix
         if row.get("bias"):
@@ -305,7 +315,7 @@ class Config:
             yield replace(matrix, name=name, rows=1, kind="vector", split="none", skips=0)
 
 
-def activation(name: str) -> str:
+def classify_activation(name: str) -> str:
     """Return the value of `Transformer.activation` for a name in a config.json.
 
     Raises `ValueError` for an unknown name.
@@ -317,21 +327,26 @@ def activation(name: str) -> str:
     raise ValueError(f"expected hidden_act to be one of {listed}, got {name!r}")
 
 
-def _same(value: Any) -> Any:
+def _require_same(value: Any) -> Any:
     values = set(value) if isinstance(value, list) else {value}
     if len(values) != 1:
         raise ValueError(f"expected one value, or the same value for all layers, got {value!r}")
     return values.pop()
 
 
-def _count(value: Any) -> int:
+def _count_values(value: Any) -> int:
     return len(value) if isinstance(value, list | tuple) else 1
 
 
-def _pair(value: Any) -> tuple[int, int]:
+def _as_pair(value: Any) -> tuple[int, int]:
     return tuple(value) if isinstance(value, list | tuple) else (value, value)
 
 
 #: Sizes that `Transformer` derives if they are missing, and `heads`; a file must not set them to 0.
 _DERIVABLE = ("heads", "kv_heads", "head_dim", "v_head_dim", "d_ff", "embedding_dim")
-_FUNCTIONS: Table = FUNCTIONS | {"act": activation, "same": _same, "pair": _pair, "count": _count}
+_FUNCTIONS: Table = FUNCTIONS | {
+    "act": classify_activation,
+    "same": _require_same,
+    "pair": _as_pair,
+    "count": _count_values,
+}

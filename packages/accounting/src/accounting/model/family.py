@@ -7,27 +7,27 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from accounting.model.config import Config
-from accounting.model.family_tables import merged_table
+from accounting.model.family_tables import merge_table
 from accounting.model.formulas import Table
 
 
-def family_arguments(content: Mapping[str, Any], family: str) -> Table:
+def build_family_arguments(content: Mapping[str, Any], family: str) -> Table:
     """Return the keyword arguments of `Transformer` for a configuration of a known family.
 
     Raises `ValueError` if the family's table refuses the configuration, if the table does not list
     the class in `architectures`, or if a field is missing or invalid.
     """
-    table = merged_table(family)
+    table = merge_table(family)
     config = Config(content, family, table)
     for condition, message in table.get("refuse", ()):
-        if config.value(condition):
+        if config.evaluate(condition):
             raise ValueError(message.format_map(config))
-    return {"name": content.get("_name_or_path") or family} | config.arguments(
-        table | _head(table, content, family)
+    return {"name": content.get("_name_or_path") or family} | config.build_arguments(
+        table | _get_head_entries(table, content, family)
     )
 
 
-def class_named(content: Mapping[str, Any]) -> str:
+def get_class_name(content: Mapping[str, Any]) -> str:
     """Return the first name in `architectures`, or "" without one.
 
     Raises `ValueError` unless the field is a list or missing.
@@ -38,25 +38,25 @@ def class_named(content: Mapping[str, Any]) -> str:
     return str(named[0]) if named else ""
 
 
-def _head(table: Table, content: Mapping[str, Any], family: str) -> Table:
+def _get_head_entries(table: Table, content: Mapping[str, Any], family: str) -> Table:
     """Return the table entries for the head that the class in `architectures` builds.
 
     Raises `ValueError` for a class that the table does not list.
     """
-    name = class_named(content)
+    name = get_class_name(content)
     known: dict[str, Table] = {}
     for endings, head_entries in table["heads_known"].items():
         for ending in endings.split("|"):
-            known |= dict.fromkeys(_class_names(table, family, ending), head_entries)
-    if normalized_name(name) not in known:
+            known |= dict.fromkeys(_iter_class_names(table, family, ending), head_entries)
+    if normalize_name(name) not in known:
         raise ValueError(
             f"expected architectures to name a known class of {family}, got {name!r}; omit it for "
             "a decoder with its head, or an encoder without one"
         )
-    return dict(known[normalized_name(name)])
+    return dict(known[normalize_name(name)])
 
 
-def _class_names(table: Table, family: str, ending: str) -> Iterator[str]:
+def _iter_class_names(table: Table, family: str, ending: str) -> Iterator[str]:
     """Yield the normalized names of a family's classes with an ending, such as `ForCausalLM`.
 
     An empty ending yields an empty name. A class name starts with the name of its family, or with a
@@ -67,9 +67,9 @@ def _class_names(table: Table, family: str, ending: str) -> Iterator[str]:
         return
     endings = ("", "_text", "_model", "_text_model")
     for name in (*table.get("classes", ()), *map(family.removesuffix, endings)):
-        yield normalized_name(name + ending)
+        yield normalize_name(name + ending)
 
 
-def normalized_name(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Return a name in lower case without separators, so MPTForCausalLM equals MptForCausalLM."""
     return name.replace("_", "").replace("-", "").lower()

@@ -7,18 +7,18 @@ the format.
 
 from functools import cache
 
-from accounting.model.formulas import Table, tables
+from accounting.model.formulas import Table, read_tables
 
 _FILES = {
-    name: tables(f"model/families/{name}.toml") for name in ("decoders", "hybrids", "encoders")
+    name: read_tables(f"model/families/{name}.toml") for name in ("decoders", "hybrids", "encoders")
 }
 _BASE: Table = {
     name: table for file in _FILES.values() for name, table in file.pop("base", {}).items()
 }
 #: Aliases of fields, and the families that use them.
-ALIASES: Table = tables("model/families/aliases.toml")
+ALIASES: Table = read_tables("model/families/aliases.toml")
 #: Vision towers and projectors of multimodal families.
-TOWERS: Table = tables("model/families/towers.toml")
+TOWERS: Table = read_tables("model/families/towers.toml")
 TOWERS |= {name: TOWERS[table["like"]] for name, table in TOWERS.items() if "like" in table}
 #: Multimodal classes, grouped by the field that ties the head of their language model.
 MULTIMODAL: Table = _FILES["decoders"].pop("multimodal")
@@ -36,13 +36,13 @@ ENCODERS = frozenset(_FILES["encoders"])
 
 
 @cache
-def mixer_tables() -> Table:
+def read_mixer_tables() -> Table:
     """Return the tables of recurrent layers by name."""
-    return tables("model/families/mixers.toml")
+    return read_tables("model/families/mixers.toml")
 
 
 @cache
-def merged_table(name: str, base: bool = False) -> Table:
+def merge_table(name: str, base: bool = False) -> Table:
     """Return a family's table, merged with the tables in its `like`, whose entries it overrides.
 
     With `base`, `name` is a base table even if a family has the same name.
@@ -50,11 +50,11 @@ def merged_table(name: str, base: bool = False) -> Table:
     entries: Table = _BASE[name] if base or name not in FAMILIES else FAMILIES[name]
     merged: Table = {}
     for base_name in entries.get("like", ()):
-        merged = _overridden(merged, merged_table(base_name, base=base_name in _BASE))
-    return _overridden(merged, entries)
+        merged = _override(merged, merge_table(base_name, base=base_name in _BASE))
+    return _override(merged, entries)
 
 
-def _overridden(table: Table, entries: Table) -> Table:
+def _override(table: Table, entries: Table) -> Table:
     """Return a table with `entries` added; the tables `fields` and `let` are merged by key."""
     nested = {
         key: table[key] | entries[key]

@@ -14,22 +14,22 @@ _ALLOWED = (math.ceil, int, len, max, min, range, sum)
 FUNCTIONS: Table = {function.__name__: function for function in _ALLOWED}
 
 
-def tables(name: str) -> Table:
+def read_tables(name: str) -> Table:
     """Return the content of a TOML file; `name` is its path in this package."""
     return tomllib.loads((Path(__file__).parents[1] / name).read_text(encoding="utf-8"))
 
 
-def value(entry: Any, names: Mapping[str, Any]) -> Any:
+def evaluate(entry: Any, names: Mapping[str, Any]) -> Any:
     """Return the value of a formula, or a number or a bool unchanged.
 
     Names in `names` take precedence over the functions in `FUNCTIONS`.
     """
-    return eval(_compiled(entry), _GLOBALS, names) if isinstance(entry, str) else entry
+    return eval(_compile(entry), _GLOBALS, names) if isinstance(entry, str) else entry
 
 
 _GLOBALS: Table = {"__builtins__": FUNCTIONS}
 
 
 @cache
-def _compiled(text: str) -> CodeType:
+def _compile(text: str) -> CodeType:
     return compile(text, text, "eval")

@@ -4,8 +4,8 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from accounting.model.config import Config
-from accounting.model.family import class_named, family_arguments, normalized_name
-from accounting.model.family_tables import FAMILIES, MULTIMODAL, TOWERS, merged_table
+from accounting.model.family import build_family_arguments, get_class_name, normalize_name
+from accounting.model.family_tables import FAMILIES, MULTIMODAL, TOWERS, merge_table
 from accounting.model.formulas import Table
 from accounting.model.records import Matrix
 
@@ -18,7 +18,7 @@ _NESTED = ("text_config", "llm_config", "language_config")
 _OUTER_HEAD = ("ovis2",)
 
 
-def language_model(content: Mapping[str, Any], family: Any) -> Table | None:
+def find_language_model(content: Mapping[str, Any], family: Any) -> Table | None:
     """Return the configuration of a multimodal model's language model, or None without one.
 
     The result is a nested configuration, or the file itself for families that are `flat` in
@@ -47,11 +47,11 @@ def has_head(content: Mapping[str, Any]) -> bool:
     Raises `ValueError` if the class is neither a known base model nor a class for generation.
     """
     family = content["model_type"]
-    name = class_named(content)
+    name = get_class_name(content)
     # Base models in `by_language_model` may contain the head, so they are refused below.
     groups = ("tied_by_default", "untied_by_default", "by_either")
     known = any(family in MULTIMODAL[group] for group in groups)
-    if known and normalized_name(name) == normalized_name(f"{family}_model"):
+    if known and normalize_name(name) == normalize_name(f"{family}_model"):
         return False
     if not name or name.endswith(("ForConditionalGeneration", "ForCausalLM")):
         return True
@@ -61,7 +61,7 @@ def has_head(content: Mapping[str, Any]) -> bool:
     )
 
 
-def tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
+def resolve_tied_embeddings(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
     """Return {"tie_word_embeddings": value} if the outer field overrides the language model's.
 
     The dictionary is empty if the language model's field applies. Raises `ValueError` if it is
@@ -84,7 +84,9 @@ def tied(content: Mapping[str, Any], inner: Mapping[str, Any]) -> Table:
     )
 
 
-def vision_tower(content: Mapping[str, Any], width: int, part_sizes: PartSizes) -> Iterator[Matrix]:
+def iter_vision_tower(
+    content: Mapping[str, Any], width: int, part_sizes: PartSizes
+) -> Iterator[Matrix]:
     """Yield the parts of a vision tower of a known kind and of its projector.
 
     The parts have the kind `table`, because no text token multiplies them. Every tensor-parallel
@@ -98,16 +100,16 @@ def vision_tower(content: Mapping[str, Any], width: int, part_sizes: PartSizes) 
     if "tower" in table:
         fields = Config(vision, f"{family}_vision", table | {"fields": table["vision"]})
         for name, formula in table["tower"].items():
-            yield _tower_part(name, fields.size(name, formula))
+            yield _build_tower_part(name, fields.evaluate_size(name, formula))
     else:
-        fields = Config(vision, str(kind), merged_table(str(kind)))
-        arguments = family_arguments({**vision, "architectures": None}, str(kind))
+        fields = Config(vision, str(kind), merge_table(str(kind)))
+        arguments = build_family_arguments({**vision, "architectures": None}, str(kind))
         for name, size in part_sizes(arguments).items():
-            yield _tower_part(name, size)
+            yield _build_tower_part(name, size)
     outer = Config({**content, "vision": fields, "width": width}, family, table)
     for name, formula in table.get("projector", {}).items():
-        yield _tower_part(f"projector {name}", outer.size(name, formula))
+        yield _build_tower_part(f"projector {name}", outer.evaluate_size(name, formula))
 
 
-def _tower_part(name: str, size: int) -> Matrix:
+def _build_tower_part(name: str, size: int) -> Matrix:
     return Matrix("vision tower", name, 1, size, kind="table")

@@ -68,7 +68,7 @@ class Matrix:
         """The number of entries in all stored copies of all layers."""
         return self.stored_count * self.copies * self.entries
 
-    def tensor_ranks(self, tensor: int, kv_heads: int) -> int:
+    def count_tensor_shards(self, tensor: int, kv_heads: int) -> int:
         """Return the number of shards if `tensor` devices store the matrix.
 
         It is less than `tensor` if several devices store copies. `kv_heads` is the number of key
@@ -79,7 +79,7 @@ class Matrix:
         return min(tensor, self.kv_heads or kv_heads) if self.split == "heads" else tensor
 
 
-@checks.named
+@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class MLA:
     """Multi-head latent attention, which compresses keys and values into a latent (DeepSeek-V2)."""
@@ -106,7 +106,7 @@ class MLA:
             )
 
 
-@checks.named
+@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Experts:
     """A mixture of experts that replaces the MLP of a layer."""
@@ -127,7 +127,7 @@ class Experts:
 
     def __post_init__(self) -> None:
         checks.convert_fields(self, "experts.")
-        _some_layers("experts", self.layers)
+        _require_some_layers("experts", self.layers)
         if self.per_token > self.count:
             raise ValueError(
                 f"expected 1 <= experts.per_token <= experts.count={self.count}, "
@@ -135,7 +135,7 @@ class Experts:
             )
 
 
-@checks.named
+@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Window:
     """Sliding-window or chunked attention, in which a query attends to about `size` keys."""
@@ -154,7 +154,7 @@ class Window:
 
     def __post_init__(self) -> None:
         checks.convert_fields(self, "window.")
-        _some_layers("window", self.layers)
+        _require_some_layers("window", self.layers)
 
 
 class AttentionGroup(NamedTuple):
@@ -176,9 +176,9 @@ class AttentionGroup(NamedTuple):
 RECORDS: dict[str, Any] = {"mla": MLA, "experts": Experts, "window": Window}
 
 
-def _some_layers(record: str, layers: object) -> None:
+def _require_some_layers(record: str, layers: object) -> None:
     """Raise `ValueError` if a list of layers is empty; None means all layers."""
-    if layers is not None and not checks.layers(f"{record}.layers", layers):
+    if layers is not None and not checks.require_layers(f"{record}.layers", layers):
         raise ValueError(
             f"expected {record}.layers with at least one layer, got {layers!r}; "
             f"pass {record}=None for no layer"

@@ -10,13 +10,19 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
-from accounting.model.family import family_arguments
+from accounting.model.family import build_family_arguments
 from accounting.model.family_tables import FAMILIES, REFUSED
 from accounting.model.formulas import Table
-from accounting.model.multimodal import PartSizes, has_head, language_model, tied, vision_tower
+from accounting.model.multimodal import (
+    PartSizes,
+    find_language_model,
+    has_head,
+    iter_vision_tower,
+    resolve_tied_embeddings,
+)
 
 
-def transformer_arguments(content: Mapping[str, Any], part_sizes: PartSizes) -> Table:
+def build_transformer_arguments(content: Mapping[str, Any], part_sizes: PartSizes) -> Table:
     """Return the keyword arguments of the `Transformer` that a configuration describes.
 
     `part_sizes` maps keyword arguments of a `Transformer` to the number of parameters in each part.
@@ -26,14 +32,16 @@ def transformer_arguments(content: Mapping[str, Any], part_sizes: PartSizes) -> 
     if not isinstance(family, str | None):
         raise ValueError(f"expected model_type to be a name, got {family!r}")
     if family in FAMILIES:
-        return family_arguments(content, family)
-    inner = language_model(content, family)
+        return build_family_arguments(content, family)
+    inner = find_language_model(content, family)
     if inner is None or family is None:
-        raise ValueError(_reason(family))
+        raise ValueError(_explain_refusal(family))
     # The class of the whole model decides whether its language model has a head.
     classes = {"architectures": None if has_head(content) else [f"{inner['model_type']}Model"]}
-    arguments = transformer_arguments(inner | tied(content, inner) | classes, part_sizes)
-    tower = tuple(vision_tower(content, arguments["d_model"], part_sizes))
+    arguments = build_transformer_arguments(
+        inner | resolve_tied_embeddings(content, inner) | classes, part_sizes
+    )
+    tower = tuple(iter_vision_tower(content, arguments["d_model"], part_sizes))
     scope = "without its other parts"
     if tower:
         scope = "with the parameters of its vision tower; FLOPs and activations are of text"
@@ -42,7 +50,7 @@ def transformer_arguments(content: Mapping[str, Any], part_sizes: PartSizes) -> 
     return arguments | {"name": content.get("_name_or_path") or name}
 
 
-def _reason(family: str | None) -> str:
+def _explain_refusal(family: str | None) -> str:
     """Return the reason why a family without a table is refused."""
     if family is None:
         return "expected a config.json with model_type, got one without it"
@@ -58,7 +66,7 @@ def _reason(family: str | None) -> str:
     )
 
 
-def content_of(config: object) -> dict[str, Any]:
+def read_content(config: object) -> dict[str, Any]:
     """Return the fields of a configuration: a folder, a file, its content, or a config object.
 
     Raises `FileNotFoundError` if the file does not exist, `ValueError` if it is not a JSON object,

@@ -17,16 +17,16 @@ from typing import Any, ClassVar
 
 from accounting import checks
 from accounting.model.config import ACTIVATIONS
-from accounting.model.formulas import tables, value
+from accounting.model.formulas import evaluate, read_tables
 from accounting.model.records import MLA, AttentionGroup, Experts, Matrix, Mixer, Window
-from accounting.model.registry import content_of, transformer_arguments
+from accounting.model.registry import build_transformer_arguments, read_content
 
 
 class DerivedSize(int):
     """A size that was not passed, so `dataclasses.replace` derives it again."""
 
 
-@checks.named
+@checks.refuse_unknown_fields
 @dataclass(frozen=True, kw_only=True)
 class Transformer:
     """A transformer described by its sizes.
@@ -133,7 +133,7 @@ class Transformer:
         family is unknown. Raises `FileNotFoundError` with the download command if `config` is a
         path that does not exist, such as the name of a model on the hub.
         """
-        return cls(**transformer_arguments(content_of(config), _part_sizes))
+        return cls(**build_transformer_arguments(read_content(config), _count_part_sizes))
 
     def __post_init__(self) -> None:
         checks.convert_fields(self, heads=0, vocab_size=0, norms_per_layer=0, **_CHOICES)
@@ -142,19 +142,19 @@ class Transformer:
         self._derive_sizes()
         all_layers = tuple(range(self.layers))
         if self.experts:
-            layers = self._layers("experts.layers", self.experts.layers, all_layers)
+            layers = self._resolve_layers("experts.layers", self.experts.layers, all_layers)
             width = self.experts.width
             if not width or isinstance(width, DerivedSize):
                 width = DerivedSize(self.d_ff)
             object.__setattr__(self, "experts", replace(self.experts, layers=layers, width=width))
         if self.window:
-            layers = self._layers("window.layers", self.window.layers, all_layers)
+            layers = self._resolve_layers("window.layers", self.window.layers, all_layers)
             object.__setattr__(self, "window", replace(self.window, layers=layers))
-        attention = self._layers(
+        attention = self._resolve_layers(
             "attention_layers", self.attention_layers, all_layers if self.heads else ()
         )
         object.__setattr__(self, "attention_layers", attention)
-        shared = self._layers("shared_kv_layers", self.shared_kv_layers, ())
+        shared = self._resolve_layers("shared_kv_layers", self.shared_kv_layers, ())
         object.__setattr__(self, "shared_kv_layers", shared)
         if attention and not self.heads:
             raise ValueError("expected heads >= 1 with attention_layers, got heads=0")
@@ -163,11 +163,13 @@ class Transformer:
                 "expected window in a layer with attention, got none; pass window=None"
             )
         dense = tuple(i for i in all_layers if i not in self.expert_layers)
-        object.__setattr__(self, "mlp_layers", self._layers("mlp_layers", self.mlp_layers, dense))
+        object.__setattr__(
+            self, "mlp_layers", self._resolve_layers("mlp_layers", self.mlp_layers, dense)
+        )
         if self.window and self.window.chunked and not self.causal:
             raise ValueError("expected window.chunked=False for an encoder, got True")
         for mixer in self.mixers:
-            self._layers(f"layers of {mixer.name}", mixer.layers, ())
+            self._resolve_layers(f"layers of {mixer.name}", mixer.layers, ())
         self._check_blocks()
         self._check_sharing()
 
@@ -257,15 +259,15 @@ class Transformer:
         if not getattr(self, name):
             object.__setattr__(self, name, DerivedSize(default))
 
-    def _layers(
+    def _resolve_layers(
         self, name: str, layers: Iterable[int] | None, default: tuple[int, ...]
     ) -> tuple[int, ...]:
-        return default if layers is None else checks.layers(name, layers, self.layers)
+        return default if layers is None else checks.require_layers(name, layers, self.layers)
 
     @property
     def size(self) -> int:
         """The total number of parameters."""
-        return sum(matrix.size for matrix in matrices(self))
+        return sum(matrix.size for matrix in list_matrices(self))
 
     @cached_property
     def expert_layers(self) -> frozenset[int]:
@@ -359,33 +361,33 @@ _RECORDS: dict[str, tuple[type, bool]] = {
     "mixers": (Mixer, True),
     "extra": (Matrix, True),
 }
-_PARTS = tables("model/matrices.toml")
+_PARTS = read_tables("model/matrices.toml")
 
 
-def _part_sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
+def _count_part_sizes(arguments: Mapping[str, Any]) -> dict[str, int]:
     """Return the number of parameters in each part of a `Transformer` with these arguments."""
     sizes: Counter[str] = Counter()
-    for matrix in matrices(Transformer(**arguments)):
+    for matrix in list_matrices(Transformer(**arguments)):
         sizes[matrix.part] += matrix.size
     return dict(sizes)
 
 
 @lru_cache(maxsize=4096)
-def matrices(model: Transformer) -> tuple[Matrix, ...]:
+def list_matrices(model: Transformer) -> tuple[Matrix, ...]:
     """Return the matrices of a model that have entries, one record per kind of matrix."""
     mixers = (
         replace(matrix, part=mixer.name, layers=mixer.layers)
         for mixer in model.mixers
         for matrix in mixer.matrices
     )
-    ordered = [matrix for part in _PARTS for matrix in _part(model, part)]
+    ordered = [matrix for part in _PARTS for matrix in _iter_part(model, part)]
     ends = [i for i, matrix in enumerate(ordered) if matrix.part in ("norms", "head")]
     split = ends[0] if ends else len(ordered)
     ordered = [*ordered[:split], *mixers, *ordered[split:], *model.extra]
     return tuple(matrix for matrix in ordered if matrix.size)
 
 
-def _part(model: Transformer, part: str) -> Iterator[Matrix]:
+def _iter_part(model: Transformer, part: str) -> Iterator[Matrix]:
     """Yield the matrices of one part of matrices.toml that the model has."""
     layers = tuple(model.attention_layers or ())
     group = AttentionGroup(False, layers, model.kv_heads, model.qk_dim, model.v_head_dim)
@@ -393,10 +395,10 @@ def _part(model: Transformer, part: str) -> Iterator[Matrix]:
     if part == "attention" and model.window and (model.window.head_dim or model.window.kv_heads):
         groups = model.attention_groups
     for group in groups:
-        yield from _rows(model, part, group)
+        yield from _iter_rows(model, part, group)
 
 
-def _rows(model: Transformer, part: str, group: AttentionGroup) -> Iterator[Matrix]:
+def _iter_rows(model: Transformer, part: str, group: AttentionGroup) -> Iterator[Matrix]:
     """Yield the matrices of one part; matrices of attention are in the layers of `group`."""
     experts = model.experts
     keys = tuple(layer for layer in group.layers if layer in model.key_layers)
@@ -418,11 +420,11 @@ def _rows(model: Transformer, part: str, group: AttentionGroup) -> Iterator[Matr
         "values": tuple(i for i in keys if i not in full) if model.keys_as_values else keys,
         "bias": model.mlp_bias if experts is None or experts.bias is None else experts.bias,
     }
-    part_layers = value(_PARTS[part].get("layers"), names)
+    part_layers = evaluate(_PARTS[part].get("layers"), names)
     for name, rows, columns, split, condition, *more in _PARTS[part]["rows"]:
         options: dict[str, Any] = {"kind": "matrix" if rows else "vector"} | dict(*more)
-        layers = value(options.pop("layers"), names) if "layers" in options else part_layers
-        if layers == () or not value(condition, names):
+        layers = evaluate(options.pop("layers"), names) if "layers" in options else part_layers
+        if layers == () or not evaluate(condition, names):
             continue
         if options.get("routed") and experts:
             options |= {"copies": experts.count, "chosen": experts.per_token}
@@ -432,7 +434,7 @@ def _rows(model: Transformer, part: str, group: AttentionGroup) -> Iterator[Matr
         if part in ("attention", "mlp"):
             options["shared"] = model.shared_blocks
         options["layers"] = None if layers is None else tuple(layers)
-        num_rows = int(value(rows or 1, names))
-        num_columns = int(value(columns, names))
+        num_rows = int(evaluate(rows or 1, names))
+        num_columns = int(evaluate(columns, names))
         suffix = group.suffix if part == "attention" else ""
         yield Matrix(part, name + suffix, num_rows, num_columns, split, **options)

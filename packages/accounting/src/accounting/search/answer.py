@@ -6,23 +6,23 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown, binary_size, counted
+from accounting.breakdown import Breakdown, format_bytes, format_count
 from accounting.flops import flops
 from accounting.hardware import Hardware, find
 from accounting.memory.training import training_memory
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan
-from accounting.precision import Precision, recipe
+from accounting.precision import Precision, get_recipe
 from accounting.search.plans import (
     AXES,
     MEMORY_FRACTION,
     FittingPlan,
-    least_memory,
+    find_least_memory,
     plans_that_fit,
 )
 from accounting.search.space import Space
-from accounting.time.goodput import Goodput, goodput
-from accounting.time.published import Interval, predicted
+from accounting.time.goodput import Goodput, compute_goodput
+from accounting.time.published import Interval, predict_seconds
 from accounting.time.step import step_time
 from accounting.workload import Workload
 
@@ -93,14 +93,15 @@ class Answer:
             f"{self.model.name} on {plan.devices:,} {device.name}, {self.tokens:.4g} tokens, "
             f"{self.batch:,} x {self.seq:,} per step, {self.precision}",
             f"layout     {plan.layout}",
-            f"memory     {binary_size(self.memory.total)} of {binary_size(device.memory_bytes)}",
-            *self.memory.shares(binary_size),
+            f"memory     {format_bytes(self.memory.total)} of {format_bytes(device.memory_bytes)}",
+            *self.memory.format_shares(format_bytes),
             f"step       {self.seconds} s",
-            *self.step.shares(lambda value: f"{value:.4g} s"),
+            *self.step.format_shares(lambda value: f"{value:.4g} s"),
             f"MFU        {self.mfu}",
             f"intervals  of a step, {self.seconds.basis}",
             f"days       {self.days}, with failures and checkpoints: "
-            f"{counted(self.failures.failures, 'failure')}, goodput {self.failures.goodput:.1%}",
+            f"{format_count(self.failures.failures, 'failure')}, "
+            f"goodput {self.failures.goodput:.1%}",
             f"           3 published trainings took {least_ratio} to {largest_ratio} times the "
             "predicted hours",
             f"price      {self.usd} USD" if self.usd else "price      unknown; pass usd_per_hour",
@@ -109,7 +110,7 @@ class Answer:
         if self.others:
             rows.append("alternatives with their modeled step")
             rows += [
-                f"  {other.step_seconds:8.4g} s {binary_size(other.memory_bytes):>10}  "
+                f"  {other.step_seconds:8.4g} s {format_bytes(other.memory_bytes):>10}  "
                 f"{other.plan.layout}"
                 for other in self.others[:4]
             ]
@@ -118,7 +119,7 @@ class Answer:
     __str__ = explain
 
 
-@checks.entry(*AXES, usd_per_hour=0)
+@checks.validate(*AXES, usd_per_hour=0)
 def plan_for(
     model: Transformer,
     *,
@@ -152,7 +153,7 @@ def plan_for(
     price = device.usd_per_hour if usd_per_hour is None else usd_per_hour
     if precision is None:
         precision = "megatron_bf16" if "bf16" in device.peaks else "mixed_fp16"
-    kind = recipe(precision)
+    kind = get_recipe(precision)
     if batch is None:
         batch = max(TOKENS_PER_STEP // seq, 1)
         # Round up to a multiple of `gpus`, or of gpus / gcd(gpus, 8) if the batch is small.
@@ -163,13 +164,13 @@ def plan_for(
     question |= {"precision": kind, "time_limit": time_limit, "progress": progress}
     candidates = plans_that_fit(model, **question, **fixed)
     if not candidates:
-        raise ValueError(no_room(model, device, gpus, work, fixed))
+        raise ValueError(explain_no_room(model, device, gpus, work, fixed))
     best, *others = candidates
-    seconds = predicted(best.step_seconds, model=model, hardware=device, precision=kind)
+    seconds = predict_seconds(best.step_seconds, model=model, hardware=device, precision=kind)
     useful = float(flops(model, seq=seq, batch=batch).total) / gpus / device.peak(kind.compute)
-    hours = seconds.scaled(tokens / (batch * seq) / 3600)
-    failures = goodput(hours.middle, gpus)
-    wall = hours.scaled(1 / failures.goodput)
+    hours = seconds.scale(tokens / (batch * seq) / 3600)
+    failures = compute_goodput(hours.middle, gpus)
+    wall = hours.scale(1 / failures.goodput)
     return Answer(
         model=model,
         hardware=device,
@@ -182,15 +183,15 @@ def plan_for(
         memory=training_memory(model, best.plan, work),
         step=step_time(model, best.plan, work, hardware=device),
         seconds=seconds,
-        mfu=seconds.rate(useful),
-        days=wall.scaled(1 / 24),
-        usd=None if price is None else wall.scaled(gpus * price),
-        megawatt_hours=wall.scaled(gpus * device.power_watts / 1e6),
+        mfu=seconds.to_rate(useful),
+        days=wall.scale(1 / 24),
+        usd=None if price is None else wall.scale(gpus * price),
+        megawatt_hours=wall.scale(gpus * device.power_watts / 1e6),
         failures=failures,
     )
 
 
-def no_room(
+def explain_no_room(
     model: Transformer,
     device: Hardware,
     gpus: int,
@@ -202,26 +203,26 @@ def no_room(
     There are three possible reasons. The fixed fields contradict each other or the model, no
     degrees of parallelism divide the devices and the batch, or the memory is too small.
     """
-    contradiction = _contradiction(model, work.seq, fixed)
+    contradiction = _explain_contradiction(model, work.seq, fixed)
     if contradiction:
         return contradiction
     settings = ", ".join(f"{name}={value}" for name, value in fixed.items()) or "no fixed fields"
     head = f"no plan over {gpus} {device.name} fits batch={work.batch}, seq={work.seq}, {settings}"
     capacity = MEMORY_FRACTION * device.memory_bytes
     space = Space(model, device, gpus, work, fixed)
-    needed = least_memory(space)
+    needed = find_least_memory(space)
     if needed is None:
-        return f"{head}: divisibility fails, not memory. {_indivisible(space)}"
+        return f"{head}: divisibility fails, not memory. {_explain_indivisible(space)}"
     return (
-        f"{head}: the plan with the least memory needs {binary_size(needed)} per device and "
-        f"{binary_size(capacity)} are usable, so {binary_size(needed - capacity)} are missing; use "
-        "more devices, a smaller batch or fewer options"
+        f"{head}: the plan with the least memory needs {format_bytes(needed)} per device and "
+        f"{format_bytes(capacity)} are usable, so {format_bytes(needed - capacity)} are missing; "
+        "use more devices, a smaller batch or fewer options"
     )
 
 
-def _indivisible(space: Space) -> str:
+def _explain_indivisible(space: Space) -> str:
     """Return a sentence that says which numbers do not divide the devices or the batch."""
-    batch, degrees = space.work.batch, space.data_degrees()
+    batch, degrees = space.work.batch, space.list_data_degrees()
     fewest = degrees[0] if degrees else 1
     head = f"The fewest data-parallel ranks are {fewest}, and batch={batch} is"
     if batch < fewest:
@@ -235,13 +236,14 @@ def _indivisible(space: Space) -> str:
             f"{batch - excess + fewest}, or change the number of devices"
         )
     return (
-        f"No degrees divide {counted(space.devices, 'device')}, batch={batch}, "
-        f"{counted(space.model.layers, 'layer')} and {counted(space.model.heads, 'head')}; free a "
-        "fixed field, or change the batch or the number of devices"
+        f"No degrees divide {format_count(space.devices, 'device')}, batch={batch}, "
+        f"{format_count(space.model.layers, 'layer')} and "
+        f"{format_count(space.model.heads, 'head')}; free a fixed field, or change the batch or "
+        "the number of devices"
     )
 
 
-def _contradiction(model: Transformer, seq: int, fixed: Mapping[str, Any]) -> str:
+def _explain_contradiction(model: Transformer, seq: int, fixed: Mapping[str, Any]) -> str:
     """Return the error of a plan with the fixed fields, or an empty string if it is valid."""
     interleaved = fixed.get("virtual_stages", 1) > 1
     usual: dict[str, Any] = {
@@ -254,7 +256,7 @@ def _contradiction(model: Transformer, seq: int, fixed: Mapping[str, Any]) -> st
         plan = Plan(**usual | dict(fixed) | {"data": data})
         plan.check(model, seq=seq)
         # The number of ranks that share weights is unknown at this point, so assume at least two.
-        replace(plan, data=max(2, plan.data), devices=0).keeps_weights_unsharded()
+        replace(plan, data=max(2, plan.data), devices=0).has_unsharded_weights()
     except ValueError as error:
         return str(error)
     return ""

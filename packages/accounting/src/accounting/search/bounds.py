@@ -14,21 +14,21 @@ from dataclasses import replace
 from functools import cache, partial
 from typing import NamedTuple
 
-from accounting.memory.activations import activations
-from accounting.memory.backward import fullest_backward
+from accounting.memory.activations import count_activation_bytes
+from accounting.memory.backward import find_fullest_backward
 from accounting.memory.states import (
-    device_parameters,
-    fsdp_groups,
-    layer_kinds,
-    stages_by_kind,
+    build_fsdp_groups,
+    classify_layers,
+    count_device_parameters,
+    group_stages_by_kind,
 )
-from accounting.plan import Plan, in_flight, part_of
-from accounting.precision import bytes_of
+from accounting.plan import Plan, build_part, count_in_flight
+from accounting.precision import get_itemsize
 from accounting.search.space import Candidate, Layout, Space
-from accounting.time.collective import phases, seconds
-from accounting.time.communication import state_calls, token_collectives
-from accounting.time.efficiency import BANDWIDTH_FRACTION, stage_rates
-from accounting.time.step import OVERLAP, attention_flops, group_link
+from accounting.time.collective import compute_seconds, count_phases
+from accounting.time.communication import list_state_calls, list_token_collectives
+from accounting.time.efficiency import BANDWIDTH_FRACTION, compute_stage_rates
+from accounting.time.step import OVERLAP, count_attention_flops, get_group_link
 
 #: Bounds are reduced by this fraction, because a sum of floats in another order may be smaller.
 ROUNDING = 1e-9
@@ -94,11 +94,11 @@ class Bounds:
     def __init__(self, space: Space) -> None:
         self._space = space
         kind = space.work.kind
-        self._weight = float(bytes_of(kind.weights))
-        self._gradient = float(bytes_of(kind.gradients))
-        self._gathered = float(bytes_of(kind.cast_weights or kind.weights))
+        self._weight = float(get_itemsize(kind.weights))
+        self._gradient = float(get_itemsize(kind.gradients))
+        self._gathered = float(get_itemsize(kind.cast_weights or kind.weights))
         self._optimizer = float(kind.bytes_per_parameter) - self._weight - self._gradient
-        self._activation = float(bytes_of(kind.activations))
+        self._activation = float(get_itemsize(kind.activations))
         # The optimizer reads and writes all model states once.
         bandwidth = space.device.memory_bandwidth * BANDWIDTH_FRACTION
         self._update_seconds = 2 * float(kind.bytes_per_parameter) / bandwidth
@@ -106,60 +106,64 @@ class Bounds:
         self._memory = cache(self._compute_memory)
         self._time = cache(self._compute_time)
         self._temporary = cache(self._compute_temporary)
-        self._link = cache(partial(group_link, space.device))
+        self._link = cache(partial(get_group_link, space.device))
         self._stage_memory = cache(self._sum_memory)
         self._stage_time = cache(self._sum_time)
 
-    def least_bytes(self, layout: Layout) -> float:
+    def bound_layout_bytes(self, layout: Layout) -> float:
         """Return a lower bound in bytes per device on the memory of all plans of a layout."""
         sharded = (self._weight + self._optimizer) / layout.replicas
         least = 0.0
-        for stage in self._stages_of(layout):
+        for stage in self._get_stages(layout):
             memory = self._stage_memory(layout.tensor, layout.recompute, stage)
-            stored = in_flight(layout, stage.number) / layout.virtual_stages
-            saved = memory.saved * stored * self._tokens(layout)
+            stored = count_in_flight(layout, stage.number) / layout.virtual_stages
+            saved = memory.saved * stored * self._count_tokens(layout)
             least = max(least, sharded * (memory.dense + memory.routed) + saved)
         return (1 - ROUNDING) * least
 
-    def bytes(self, candidate: Candidate) -> float:
+    def bound_bytes(self, candidate: Candidate) -> float:
         """Return a lower bound in bytes per device on the memory of a plan."""
-        stages = self._stages_of(candidate.layout)
-        return (1 - ROUNDING) * max(self._stage_bytes(stage, candidate) for stage in stages)
+        stages = self._get_stages(candidate.layout)
+        return (1 - ROUNDING) * max(self._count_stage_bytes(stage, candidate) for stage in stages)
 
-    def least_seconds(self, layout: Layout) -> float:
+    def bound_layout_seconds(self, layout: Layout) -> float:
         """Return a lower bound on the step time of all plans of a layout."""
-        largest_expert = max((expert for expert, _ in self._space.options(layout)), default=1)
-        busy, _ = self._busy_seconds(layout, largest_expert)
+        largest_expert = max((expert for expert, _ in self._space.list_options(layout)), default=1)
+        busy, _ = self._compute_busy_seconds(layout, largest_expert)
         # The traffic of tensor parallelism is not hidden.
-        blocking = min(self._tensor_traffic(stage, layout).seconds for stage in self._inner(layout))
-        return (busy + blocking) * (1 + _idle(layout)) * (1 - ROUNDING)
+        blocking = min(
+            self._compute_tensor_traffic(stage, layout).seconds
+            for stage in self._list_inner_stages(layout)
+        )
+        return (busy + blocking) * (1 + layout.idle_fraction) * (1 - ROUNDING)
 
-    def seconds(self, candidate: Candidate) -> float:
+    def bound_seconds(self, candidate: Candidate) -> float:
         """Return a lower bound on the step time of a plan."""
         layout, expert, zero = candidate
-        busy, compute = self._busy_seconds(layout, expert)
+        busy, compute = self._compute_busy_seconds(layout, expert)
         updated = 0.0
-        for stage in self._stages_of(layout):
+        for stage in self._get_stages(layout):
             memory = self._stage_memory(layout.tensor, layout.recompute, stage)
             whole = memory.dense + memory.routed / expert
             shard = (memory.dense + memory.routed) / layout.replicas
             updated = max(updated, shard if zero else whole)
-        exposed = self._exposed_seconds(candidate, compute) + self._tied_seconds(layout)
-        total = busy * (1 + _idle(layout)) + exposed + updated * self._update_seconds
+        total = busy * (1 + layout.idle_fraction) + updated * self._update_seconds
+        total += self._compute_exposed_seconds(candidate, compute)
+        total += self._compute_tied_seconds(layout)
         return total * (1 - ROUNDING)
 
-    def _stage_bytes(self, stage: Stage, candidate: Candidate) -> float:
+    def _count_stage_bytes(self, stage: Stage, candidate: Candidate) -> float:
         layout, expert, zero = candidate
         memory = self._stage_memory(layout.tensor, layout.recompute, stage)
         whole = memory.dense + memory.routed / expert
         shard = (memory.dense + memory.routed) / layout.replicas
         states = self._weight * (shard if zero == 3 else whole)
         states += self._optimizer * (shard if zero else whole)
-        saved = memory.saved * self._tokens(layout) / layout.virtual_stages
-        temporary = self._temporary(layout.tensor, stage.is_last) * self._tokens(layout)
-        stored = in_flight(layout, stage.number)
+        saved = memory.saved * self._count_tokens(layout) / layout.virtual_stages
+        temporary = self._temporary(layout.tensor, stage.is_last) * self._count_tokens(layout)
+        stored = count_in_flight(layout, stage.number)
         if zero == 3 and layout.replicas > 1:
-            few, every, block = self._gathered_bytes(stage, layout, expert)
+            few, every, block = self._count_gathered_bytes(stage, layout, expert)
             if layout.pipeline == 1:
                 # The gradients of a block exist in addition to the copy that is reduced.
                 beside = few + block * (self._gathered + self._gradient)
@@ -178,7 +182,7 @@ class Bounds:
             later = stored * saved + few
         return states + temporary + max(stored * saved + few, later + gradients)
 
-    def _gathered_bytes(
+    def _count_gathered_bytes(
         self, stage: Stage, layout: Layout, expert: int
     ) -> tuple[float, float, float]:
         """Return the bytes gathered at once, the bytes of all weights, and the size of a block.
@@ -198,7 +202,7 @@ class Bounds:
         few = self._gathered * (memory.ends + 2 * block)
         return min(few, every), every, block
 
-    def _busy_seconds(self, layout: Layout, expert: int) -> tuple[float, float]:
+    def _compute_busy_seconds(self, layout: Layout, expert: int) -> tuple[float, float]:
         """Return two maxima over stages: the seconds without collectives, and the compute seconds.
 
         Different stages may have the two maxima.
@@ -206,7 +210,7 @@ class Bounds:
         sequences = self._space.work.batch / layout.data / layout.context
         tokens = sequences * self._space.work.seq
         slowest = most_compute = 0.0
-        for stage in self._stages_of(layout):
+        for stage in self._get_stages(layout):
             time = self._stage_time(layout.tensor, layout.recompute, stage)
             compute = tokens * time.arithmetic + sequences / layout.tensor * time.attention
             moved = layout.microbatches * (time.dense_weights + time.routed_weights / expert)
@@ -214,56 +218,60 @@ class Bounds:
             most_compute = max(most_compute, compute)
         return slowest, most_compute
 
-    def _exposed_seconds(self, candidate: Candidate, compute: float) -> float:
+    def _compute_exposed_seconds(self, candidate: Candidate, compute: float) -> float:
         """Return the exposed seconds of traffic, with the bubble that blocking traffic causes."""
         layout, expert, zero = candidate
         can_hide = (1.0 if zero == 3 else OVERLAP["data"]) * compute
-        call_bytes = self._tokens(layout) * self._space.model.d_model * self._activation
+        call_bytes = self._count_tokens(layout) * self._space.model.d_model * self._activation
         if self._space.model.experts:
             call_bytes *= self._space.model.experts.per_token
         results = []
-        for stage in self._inner(layout):
+        for stage in self._list_inner_stages(layout):
             time = self._stage_time(layout.tensor, layout.recompute, stage)
-            tensor = self._tensor_traffic(stage, layout)
+            tensor = self._compute_tensor_traffic(stage, layout)
             exchanges = layout.microbatches * time.num_exchanges
-            routed = self._traffic("all_to_all", layout.tensor, expert, exchanges, call_bytes)
-            context = self._context_traffic(stage, layout)
-            states = self._state_traffic(stage, candidate)
+            routed = self._compute_traffic(
+                "all_to_all", layout.tensor, expert, exchanges, call_bytes
+            )
+            context = self._compute_context_traffic(stage, layout)
+            states = self._list_state_traffic(stage, candidate)
             hidden = min(sum(part.seconds for part in states), can_hide) + context.seconds
             blocking = tensor.seconds + routed.seconds
             parts = (tensor, routed, context, *states)
             needs = sum(part.seconds for part in parts)
             wire = sum(part.wire for part in parts)
-            results.append((wire, needs - min(hidden, compute) + blocking * _idle(layout)))
+            results.append((wire, needs - min(hidden, compute) + blocking * layout.idle_fraction))
         # `step_time` chooses the inner stage with the most bytes on the wire.
         most_bytes = max(wire for wire, _ in results) * (1 - ROUNDING)
         return min(exposed for wire, exposed in results if wire >= most_bytes)
 
-    def _tied_seconds(self, layout: Layout) -> float:
+    def _compute_tied_seconds(self, layout: Layout) -> float:
         """Return the seconds of the all-reduce between the stages that store a tied embedding."""
         model = self._space.model
         if layout.pipeline == 1 or not (model.tied and model.lm_head):
             return 0.0
         table = model.vocab_size * model.embedding_dim / layout.tensor * self._gradient
         stride = layout.tensor * layout.replicas * (layout.pipeline - 1)
-        return self._traffic("all_reduce", stride, 2, 1, table).seconds
+        return self._compute_traffic("all_reduce", stride, 2, 1, table).seconds
 
-    def _tensor_traffic(self, stage: Stage, layout: Layout) -> Traffic:
-        call_bytes = self._tokens(layout) * self._space.model.d_model * self._activation
+    def _compute_tensor_traffic(self, stage: Stage, layout: Layout) -> Traffic:
+        call_bytes = self._count_tokens(layout) * self._space.model.d_model * self._activation
         time = self._stage_time(layout.tensor, layout.recompute, stage)
         num_calls = layout.microbatches * time.num_tensor_phases
-        return self._traffic("all_gather", 1, layout.tensor, num_calls, call_bytes)
+        return self._compute_traffic("all_gather", 1, layout.tensor, num_calls, call_bytes)
 
-    def _context_traffic(self, stage: Stage, layout: Layout) -> Traffic:
+    def _compute_context_traffic(self, stage: Stage, layout: Layout) -> Traffic:
         time = self._stage_time(layout.tensor, layout.recompute, stage)
         num_calls = layout.microbatches * time.num_passes
         if not num_calls:
             return Traffic(0.0, 0.0)
         # A ring pass sends the blocks of all ranks.
-        call_bytes = time.pass_bytes / time.num_passes * self._tokens(layout) * layout.context
-        return self._traffic("all_gather", layout.tensor, layout.context, num_calls, call_bytes)
+        call_bytes = time.pass_bytes / time.num_passes * self._count_tokens(layout) * layout.context
+        return self._compute_traffic(
+            "all_gather", layout.tensor, layout.context, num_calls, call_bytes
+        )
 
-    def _state_traffic(self, stage: Stage, candidate: Candidate) -> list[Traffic]:
+    def _list_state_traffic(self, stage: Stage, candidate: Candidate) -> list[Traffic]:
         """Return the traffic of each collective of data parallelism."""
         layout, expert, zero = candidate
         memory = self._stage_memory(layout.tensor, layout.recompute, stage)
@@ -278,34 +286,36 @@ class Bounds:
             (ends, layout.tensor, layout.replicas, False),
             (memory.routed / expert, *far, reshards),
         ):
-            for call in state_calls(zero, layout.pipeline, layout.microbatches, is_resharded):
+            for call in list_state_calls(zero, layout.pipeline, layout.microbatches, is_resharded):
                 size = count * sizes[call.payload]
-                traffic.append(self._traffic(call.operation, stride, ranks, call.calls, size))
+                traffic.append(
+                    self._compute_traffic(call.operation, stride, ranks, call.calls, size)
+                )
         return traffic
 
-    def _traffic(
+    def _compute_traffic(
         self, operation: str, stride: int, ranks: int, num_calls: float, call_bytes: float
     ) -> Traffic:
         if ranks == 1 or not num_calls or not call_bytes:
             return Traffic(0.0, 0.0)
         link = self._link(stride=stride, ranks=ranks, operation=operation)
-        wire = phases(operation) * num_calls * call_bytes * (ranks - 1) / ranks
-        return Traffic(seconds(operation, ranks, num_calls, call_bytes, link), wire)
+        wire = count_phases(operation) * num_calls * call_bytes * (ranks - 1) / ranks
+        return Traffic(compute_seconds(operation, ranks, num_calls, call_bytes, link), wire)
 
-    def _inner(self, layout: Layout) -> list[Stage]:
-        return [stage for stage in self._stages_of(layout) if stage.is_inner]
+    def _list_inner_stages(self, layout: Layout) -> list[Stage]:
+        return [stage for stage in self._get_stages(layout) if stage.is_inner]
 
-    def _tokens(self, layout: Layout) -> float:
+    def _count_tokens(self, layout: Layout) -> float:
         """Return the tokens of a micro-batch on a device."""
         sequences = self._space.work.batch // (layout.data * layout.microbatches)
         return sequences * self._space.work.seq / layout.context
 
-    def _stages_of(self, layout: Layout) -> tuple[Stage, ...]:
+    def _get_stages(self, layout: Layout) -> tuple[Stage, ...]:
         return self._stages(layout.pipeline, layout.virtual_stages, layout.schedule)
 
     def _compute_stages(self, pipeline: int, virtual: int, schedule: str) -> tuple[Stage, ...]:
-        plan = self._space.reference(1, pipeline, virtual, schedule)
-        kinds = layer_kinds(self._space.model)
+        plan = self._space.build_reference_plan(1, pipeline, virtual, schedule)
+        kinds = classify_layers(self._space.model)
         return tuple(
             Stage(
                 number=number,
@@ -314,7 +324,7 @@ class Bounds:
                 layers=tuple((kinds.index(kind), count) for kind, count in counts),
                 ends=ends,
             )
-            for (counts, ends), number in stages_by_kind(self._space.model, plan).items()
+            for (counts, ends), number in group_stages_by_kind(self._space.model, plan).items()
         )
 
     def _sum_memory(self, tensor: int, recompute: str, stage: Stage) -> Memory:
@@ -327,28 +337,28 @@ class Bounds:
         self, tensor: int, recompute: str, layer: int, first: bool, last: bool
     ) -> Memory:
         """Return the memory of a layer, with the embedding if `first` and the head if `last`."""
-        model = part_of(self._space.model, (layer,), first, last)
-        plan = self._plan(tensor, recompute)
-        dense, routed = device_parameters(model, plan)
-        saved = activations(model, plan, replace(self._space.work, batch=1)).total
-        ends = fsdp_groups(model, plan, 0).ends
+        model = build_part(self._space.model, (layer,), first, last)
+        plan = self._build_plan(tensor, recompute)
+        dense, routed = count_device_parameters(model, plan)
+        saved = count_activation_bytes(model, plan, replace(self._space.work, batch=1)).total
+        ends = build_fsdp_groups(model, plan, 0).ends
         return Memory(dense, routed, ends, float(saved) / self._space.work.seq)
 
     def _compute_time(
         self, tensor: int, recompute: str, layer: int, first: bool, last: bool
     ) -> Time:
         """Return the time of a layer, with the embedding if `first` and the head if `last`."""
-        model = part_of(self._space.model, (layer,), first, last)
-        plan = self._plan(tensor, recompute)
+        model = build_part(self._space.model, (layer,), first, last)
+        plan = self._build_plan(tensor, recompute)
         device, work = self._space.device, replace(self._space.work, batch=1)
-        rates = stage_rates(model, plan, work, device)
-        attention = attention_flops(model, Plan(recompute=recompute), work, 0)
+        rates = compute_stage_rates(model, plan, work, device)
+        attention = count_attention_flops(model, Plan(recompute=recompute), work, 0)
         calls: Counter[str] = Counter()
         pass_bytes = 0.0
         # The few calls of the embedding and the head are omitted.
-        block = part_of(self._space.model, (layer,), first=False, last=False)
-        for call in token_collectives(block, plan, 0, bytes_of(work.kind.activations)):
-            calls[call.axis] += call.count * phases(call.operation)
+        block = build_part(self._space.model, (layer,), first=False, last=False)
+        for call in list_token_collectives(block, plan, 0, get_itemsize(work.kind.activations)):
+            calls[call.axis] += call.count * count_phases(call.operation)
             pass_bytes += float(call.payload) * (call.axis == "context")
         return Time(
             arithmetic=rates.arithmetic,
@@ -365,12 +375,14 @@ class Bounds:
     def _compute_temporary(self, tensor: int, is_last: bool) -> float:
         """Return the bytes per token of tensors that exist only during the backward pass."""
         work = replace(self._space.work, batch=1)
-        temporary = fullest_backward(self._space.model, self._plan(tensor, "none"), work, is_last)
+        temporary = find_fullest_backward(
+            self._space.model, self._build_plan(tensor, "none"), work, is_last
+        )
         # The loss has a few bytes that do not grow with the tokens.
         return (float(temporary.total) - 8) / work.seq
 
-    def _plan(self, tensor: int, recompute: str) -> Plan:
-        sequence_parallel = self._space.uses_sequence_parallelism(tensor)
+    def _build_plan(self, tensor: int, recompute: str) -> Plan:
+        sequence_parallel = self._space.has_sequence_parallelism(tensor)
         return Plan(tensor=tensor, recompute=recompute, sequence_parallel=sequence_parallel)
 
 
@@ -390,8 +402,3 @@ def _sum(costs_of: Callable[[int, bool, bool], Iterable[float]], stage: Stage) -
         sum(count * value for count, value in zip(counts, values, strict=True))
         for values in zip(*costs, strict=True)
     ]
-
-
-def _idle(layout: Layout) -> float:
-    """Return the seconds of the pipeline bubble per second of a stage's work."""
-    return (layout.pipeline - 1) / (layout.microbatches * layout.virtual_stages)

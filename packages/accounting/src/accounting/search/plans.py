@@ -15,12 +15,12 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import counted
+from accounting.breakdown import format_count
 from accounting.hardware import Hardware, find
 from accounting.memory.training import training_memory
 from accounting.model.transformer import Transformer
 from accounting.plan import CHOICES, Plan
-from accounting.precision import Precision, recipe
+from accounting.precision import Precision, get_recipe
 from accounting.search.bounds import ROUNDING, Bounds
 from accounting.search.space import Candidate, Layout, Space
 from accounting.time.step import step_time
@@ -44,11 +44,11 @@ class FittingPlan:
     plan: Plan
     #: Bytes on the fullest device.
     memory_bytes: float
-    #: Modeled seconds of a step; `accounting.time.published.predicted` adds an interval.
+    #: Modeled seconds of a step; `accounting.time.published.predict_seconds` adds an interval.
     step_seconds: float
 
 
-@checks.entry(*AXES)
+@checks.validate(*AXES)
 def plans_that_fit(
     model: Transformer,
     *,
@@ -88,8 +88,8 @@ def plans_that_fit(
     divide the devices, or for `expert` above 1 in a model without experts.
     """
     start = time.monotonic()
-    device, kind = find(hardware), recipe(precision)
-    checks.fields(Plan, fixed, **CHOICES)
+    device, kind = find(hardware), get_recipe(precision)
+    checks.validate_fields(Plan, fixed, **CHOICES)
     _check_degrees(model, devices, fixed)
     capacity = device.memory_bytes if memory_bytes is None else memory_bytes
     usable = capacity * MEMORY_FRACTION
@@ -97,7 +97,7 @@ def plans_that_fit(
     space = Space(model, device, devices, work, fixed)
     fitting: list[FittingPlan] = []
     slowest = math.inf
-    for computed, (bound, candidate) in enumerate(_fitting_by_time(space, usable)):
+    for computed, (bound, candidate) in enumerate(_iter_fitting_by_time(space, usable)):
         if bound >= slowest:
             break
         if progress is not None:
@@ -107,19 +107,19 @@ def plans_that_fit(
                 break
             raise TimeoutError(
                 f"expected a plan that fits within {time_limit} s, got none among {computed:,} of "
-                f"{counted(space.count, 'plan')}; pass a larger time_limit or fix fields of the "
-                "plan"
+                f"{format_count(space.count, 'plan')}; pass a larger time_limit or fix fields of "
+                "the plan"
             )
-        fitting_plan = _computed(space, candidate, usable)
+        fitting_plan = _compute_fitting_plan(space, candidate, usable)
         if fitting_plan is not None:
-            bisect.insort(fitting, fitting_plan, key=_rank)
+            bisect.insort(fitting, fitting_plan, key=_compute_sort_key)
             if len(fitting) >= most:
                 # Bounds are reduced by the same fraction.
                 slowest = fitting[most - 1].step_seconds * (1 - ROUNDING)
     return fitting[:most]
 
 
-def _rank(fitting: FittingPlan) -> tuple[float, int]:
+def _compute_sort_key(fitting: FittingPlan) -> tuple[float, int]:
     """Return the time of a plan up to rounding, and the number of ranks that split a sequence.
 
     Among plans of equal time, the ones that split models and sequences least are first.
@@ -128,21 +128,21 @@ def _rank(fitting: FittingPlan) -> tuple[float, int]:
     return float(f"{fitting.step_seconds:.9g}"), plan.tensor * plan.pipeline * plan.context
 
 
-def _fitting_by_time(space: Space, usable_bytes: float) -> Iterator[tuple[float, Candidate]]:
+def _iter_fitting_by_time(space: Space, usable_bytes: float) -> Iterator[tuple[float, Candidate]]:
     """Yield the plans whose memory bound fits, in the order of the lower bounds of their time."""
     bounds = Bounds(space)
-    return _ascending(
-        (layout for layout in space.layouts if bounds.least_bytes(layout) <= usable_bytes),
-        bounds.least_seconds,
+    return _iter_ascending(
+        (layout for layout in space.layouts if bounds.bound_layout_bytes(layout) <= usable_bytes),
+        bounds.bound_layout_seconds,
         lambda layout: (
-            (bounds.seconds(candidate), candidate)
-            for candidate in space.candidates(layout)
-            if bounds.bytes(candidate) <= usable_bytes
+            (bounds.bound_seconds(candidate), candidate)
+            for candidate in space.iter_candidates(layout)
+            if bounds.bound_bytes(candidate) <= usable_bytes
         ),
     )
 
 
-def _ascending(
+def _iter_ascending(
     layouts: Iterable[Layout],
     bound_of_layout: Callable[[Layout], float],
     bounds_of_candidates: Callable[[Layout], Iterable[tuple[float, Candidate]]],
@@ -165,9 +165,11 @@ def _ascending(
                 heapq.heappush(heap, (bound, next(order), candidate))
 
 
-def _computed(space: Space, candidate: Candidate, usable_bytes: float) -> FittingPlan | None:
+def _compute_fitting_plan(
+    space: Space, candidate: Candidate, usable_bytes: float
+) -> FittingPlan | None:
     """Return a candidate's plan with its memory and time, or None if it is invalid or too large."""
-    plan = space.plan(candidate)
+    plan = space.build_plan(candidate)
     if plan is None:
         return None
     memory_bytes = float(training_memory(space.model, plan, space.work).total)
@@ -177,19 +179,19 @@ def _computed(space: Space, candidate: Candidate, usable_bytes: float) -> Fittin
     return FittingPlan(plan=plan, memory_bytes=memory_bytes, step_seconds=float(step.total))
 
 
-def least_memory(space: Space) -> float | None:
+def find_least_memory(space: Space) -> float | None:
     """Return the least bytes per device over all plans, or None if no plan is valid."""
     bounds = Bounds(space)
     least = math.inf
-    plans = _ascending(
+    plans = _iter_ascending(
         space.layouts,
-        bounds.least_bytes,
-        lambda layout: ((bounds.bytes(c), c) for c in space.candidates(layout)),
+        bounds.bound_layout_bytes,
+        lambda layout: ((bounds.bound_bytes(c), c) for c in space.iter_candidates(layout)),
     )
     for bound, candidate in plans:
         if bound >= least * (1 - ROUNDING):
             break
-        plan = space.plan(candidate)
+        plan = space.build_plan(candidate)
         if plan is not None:
             least = min(least, float(training_memory(space.model, plan, space.work).total))
     return None if math.isinf(least) else least
@@ -213,8 +215,8 @@ def _check_degrees(model: Transformer, devices: int, fixed: dict[str, Any]) -> N
         )
 
 
-@checks.entry()
-def fewest_devices(
+@checks.validate()
+def find_fewest_devices(
     model: Transformer,
     *,
     memory_bytes: float,
@@ -228,17 +230,17 @@ def fewest_devices(
     `sharded_activations` of it is divided by the number of devices. Raises `ValueError` if
     2**20 devices do not suffice.
     """
-    checks.number("sharded_activations", sharded_activations, most=1, open=False)
+    checks.require_number("sharded_activations", sharded_activations, most=1, open=False)
 
-    def fits(devices: int) -> bool:
+    def has_room(devices: int) -> bool:
         need = training_memory(model, Plan(data=devices, zero=3), batch=0).total
         whole = activation_bytes * (1 - sharded_activations + sharded_activations / devices)
         return bool(need + whole <= memory_bytes)
 
     most = 2**20
-    if not fits(most):
+    if not has_room(most):
         raise ValueError(
             f"{model.name} does not fit {memory_bytes:,.0f} bytes per device on up to {most:,} "
             "devices; pass fewer activation_bytes, or shard more of them"
         )
-    return bisect.bisect_left(range(most), True, lo=1, key=fits)
+    return bisect.bisect_left(range(most), True, lo=1, key=has_room)

@@ -34,6 +34,11 @@ class Layout(NamedTuple):
         """The number of ranks that store the same dense weights."""
         return self.data * self.context
 
+    @property
+    def idle_fraction(self) -> float:
+        """The seconds of the pipeline bubble per second of a stage's work."""
+        return (self.pipeline - 1) / (self.microbatches * self.virtual_stages)
+
 
 class Candidate(NamedTuple):
     """A layout with an expert degree and a ZeRO stage, which determine a plan."""
@@ -63,24 +68,24 @@ class Space:
         self.devices = devices
         self.work = work
         self.fixed = fixed
-        self._cached_options = cache(self._options)
+        self._cached_options = cache(self._list_replica_options)
 
     @cached_property
     def layouts(self) -> list[Layout]:
         """All layouts whose degrees divide the devices, the batch and the model."""
         return [
             layout
-            for tensor in self._tensor_degrees()
-            for pipeline in self._pipeline_degrees(tensor)
-            for layout in self._layouts(tensor, pipeline)
+            for tensor in self._list_tensor_degrees()
+            for pipeline in self._list_pipeline_degrees(tensor)
+            for layout in self._iter_layouts(tensor, pipeline)
         ]
 
     @cached_property
     def count(self) -> int:
         """The number of plans."""
-        return sum(len(self.options(layout)) for layout in self.layouts)
+        return sum(len(self.list_options(layout)) for layout in self.layouts)
 
-    def data_degrees(self) -> list[int]:
+    def list_data_degrees(self) -> list[int]:
         """Return the sorted data-parallel degrees that are possible for some batch."""
         free = {name: value for name, value in self.fixed.items() if name != "microbatches"}
         # A batch of one sequence per device is a multiple of data x pipeline for every layout.
@@ -88,16 +93,16 @@ class Space:
         space = Space(self.model, self.device, self.devices, work, free)
         return sorted({layout.data for layout in space.layouts})
 
-    def options(self, layout: Layout) -> list[tuple[int, int]]:
+    def list_options(self, layout: Layout) -> list[tuple[int, int]]:
         """Return the pairs (expert degree, ZeRO stage) of the plans of a layout."""
         return self._cached_options(layout.replicas, layout.pipeline, layout.schedule)
 
-    def candidates(self, layout: Layout) -> Iterator[Candidate]:
+    def iter_candidates(self, layout: Layout) -> Iterator[Candidate]:
         """Yield the plans of a layout."""
-        for expert, zero in self.options(layout):
+        for expert, zero in self.list_options(layout):
             yield Candidate(layout, expert, zero)
 
-    def plan(self, candidate: Candidate) -> Plan | None:
+    def build_plan(self, candidate: Candidate) -> Plan | None:
         """Return the plan of a candidate, or None if it is invalid or its memory is not modeled."""
         layout, expert, zero = candidate
         try:
@@ -105,11 +110,11 @@ class Space:
                 **layout._asdict(),
                 expert=expert,
                 zero=zero,
-                sequence_parallel=self.uses_sequence_parallelism(layout.tensor),
+                sequence_parallel=self.has_sequence_parallelism(layout.tensor),
                 reshard_after_forward=self.reshards,
             )
             plan.check(self.model, batch=self.work.batch, seq=self.work.seq)
-            plan.keeps_weights_unsharded()
+            plan.has_unsharded_weights()
         except ValueError:
             return None
         return plan
@@ -119,11 +124,11 @@ class Space:
         """True unless `reshard_after_forward=False` is fixed."""
         return bool(self.fixed.get("reshard_after_forward", True))
 
-    def uses_sequence_parallelism(self, tensor_degree: int) -> bool:
+    def has_sequence_parallelism(self, tensor_degree: int) -> bool:
         """Return True if plans with this tensor-parallel degree use sequence parallelism."""
         return bool(self.fixed.get("sequence_parallel", tensor_degree > 1))
 
-    def reference(self, tensor: int, pipeline: int, virtual: int, schedule: str) -> Plan:
+    def build_reference_plan(self, tensor: int, pipeline: int, virtual: int, schedule: str) -> Plan:
         """Return a plan with one replica and one micro-batch per pipeline stage."""
         return Plan(
             tensor=tensor,
@@ -131,40 +136,40 @@ class Space:
             virtual_stages=virtual,
             schedule=schedule,
             microbatches=pipeline,
-            sequence_parallel=self.uses_sequence_parallelism(tensor),
+            sequence_parallel=self.has_sequence_parallelism(tensor),
         )
 
-    def _pipeline_degrees(self, tensor: int) -> list[int]:
+    def _list_pipeline_degrees(self, tensor: int) -> list[int]:
         ranks = self.devices // tensor
-        degrees = self._choices("pipeline", divisors(ranks))
+        degrees = self._list_choices("pipeline", list_divisors(ranks))
         return [p for p in degrees if ranks % p == 0 and p <= self.model.layers]
 
-    def _choices(self, name: str, default: Iterable[Any]) -> list[Any]:
+    def _list_choices(self, name: str, default: Iterable[Any]) -> list[Any]:
         if name in self.fixed:
             return [self.fixed[name]]
         return list(default)
 
-    def _tensor_degrees(self) -> list[int]:
+    def _list_tensor_degrees(self) -> list[int]:
         """Return the fixed tensor-parallel degree, or all degrees with groups inside a node."""
         node = self.device.devices_per_node
         inside = [
             tensor
-            for tensor in divisors(self.devices)
+            for tensor in list_divisors(self.devices)
             if tensor <= node and (self.devices <= node or node % tensor == 0)
         ]
-        return [t for t in self._choices("tensor", inside) if self.devices % t == 0]
+        return [t for t in self._list_choices("tensor", inside) if self.devices % t == 0]
 
-    def _layouts(self, tensor: int, pipeline: int) -> Iterator[Layout]:
+    def _iter_layouts(self, tensor: int, pipeline: int) -> Iterator[Layout]:
         """Yield the layouts with the given degrees."""
-        for virtual in self._choices("virtual_stages", self._chunks(pipeline)):
+        for virtual in self._list_choices("virtual_stages", self._list_chunks(pipeline)):
             usual = "interleaved" if virtual > 1 else "1f1b"
             schedule = self.fixed.get("schedule", usual)
             if self._is_valid(tensor, pipeline, virtual, schedule):
-                for context, data in self._replicas(self.devices // (tensor * pipeline)):
-                    for microbatches in self._microbatches(data):
+                for context, data in self._iter_replicas(self.devices // (tensor * pipeline)):
+                    for microbatches in self._list_microbatches(data):
                         if schedule == "interleaved" and microbatches % pipeline:
                             continue
-                        for recompute in self._choices("recompute", CHOICES["recompute"]):
+                        for recompute in self._list_choices("recompute", CHOICES["recompute"]):
                             yield Layout(
                                 tensor=tensor,
                                 pipeline=pipeline,
@@ -176,7 +181,7 @@ class Space:
                                 recompute=recompute,
                             )
 
-    def _chunks(self, pipeline: int) -> list[int]:
+    def _list_chunks(self, pipeline: int) -> list[int]:
         """Return the numbers of chunks per stage; only equal chunks are interleaved."""
         if pipeline == 1:
             return [1]
@@ -186,18 +191,18 @@ class Space:
     def _is_valid(self, tensor: int, pipeline: int, virtual: int, schedule: str) -> bool:
         """Return True if the model can be divided by these degrees."""
         try:
-            plan = self.reference(tensor, pipeline, virtual, schedule)
+            plan = self.build_reference_plan(tensor, pipeline, virtual, schedule)
             plan.check(self.model, seq=self.work.seq)
         except ValueError:
             return False
         return True
 
-    def _replicas(self, replicas: int) -> Iterator[tuple[int, int]]:
+    def _iter_replicas(self, replicas: int) -> Iterator[tuple[int, int]]:
         """Yield the pairs of context- and data-parallel degrees whose product is `replicas`."""
         seq = self.work.seq
         max_context = 1 if self.model.mixers else max(1, seq // LEAST_TOKENS_PER_RANK)
-        usual = (c for c in divisors(replicas) if c <= max_context)
-        for context in self._choices("context", usual):
+        usual = (c for c in list_divisors(replicas) if c <= max_context)
+        for context in self._list_choices("context", usual):
             if replicas % context or seq % context:
                 continue
             data = replicas // context
@@ -205,21 +210,25 @@ class Space:
             if (self.fixed.get("data") or data) == data:
                 yield context, data
 
-    def _microbatches(self, data: int) -> list[int]:
+    def _list_microbatches(self, data: int) -> list[int]:
         if self.work.batch % data:
             return []
         batch = self.work.batch // data
-        return [m for m in self._choices("microbatches", divisors(batch)) if batch % m == 0]
+        return [
+            m for m in self._list_choices("microbatches", list_divisors(batch)) if batch % m == 0
+        ]
 
-    def _options(self, replicas: int, pipeline: int, schedule: str) -> list[tuple[int, int]]:
+    def _list_replica_options(
+        self, replicas: int, pipeline: int, schedule: str
+    ) -> list[tuple[int, int]]:
         """Return the pairs (expert degree, ZeRO stage) for a number of replicas."""
         num_experts = self.model.experts.count if self.model.experts else 1
-        experts = divisors(math.gcd(replicas, num_experts))
+        experts = list_divisors(math.gcd(replicas, num_experts))
         zeros = CHOICES["zero"] if replicas > 1 else (0,)
         return [
             (expert, zero)
-            for expert in self._choices("expert", experts)
-            for zero in self._choices("zero", zeros)
+            for expert in self._list_choices("expert", experts)
+            for zero in self._list_choices("zero", zeros)
             if replicas % expert == 0
             and num_experts % expert == 0
             and self._has_zero(zero, replicas, pipeline, schedule)
@@ -235,7 +244,7 @@ class Space:
         return zero < 3 or schedule != "interleaved"
 
 
-def divisors(number: int) -> list[int]:
+def list_divisors(number: int) -> list[int]:
     """Return the divisors of a positive number in ascending order."""
     small = [d for d in range(1, math.isqrt(number) + 1) if number % d == 0]
     large = [number // d for d in reversed(small)]

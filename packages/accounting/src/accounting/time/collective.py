@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
 
-from accounting.breakdown import Breakdown, plain, product, total
+from accounting.breakdown import Breakdown, multiply, simplify, sum_parts
 from accounting.hardware import Link
 
 
@@ -33,31 +33,33 @@ class Collective:
     @property
     def payload(self) -> int | float:
         """The payload bytes of all calls."""
-        return plain(self.count * self.call_bytes)
+        return simplify(self.count * self.call_bytes)
 
     @property
     def wire_fraction(self) -> Fraction:
         """The bytes that one device of a ring sends per byte of payload."""
         if self.operation == "send":
             return Fraction(1)
-        return Fraction(phases(self.operation) * (self.ranks - 1), self.ranks)
+        return Fraction(count_phases(self.operation) * (self.ranks - 1), self.ranks)
 
     @property
     def wire(self) -> int | float:
         """The bytes that one device of a ring sends in all calls."""
-        return plain(self.wire_fraction * self.count * self.call_bytes)
+        return simplify(self.wire_fraction * self.count * self.call_bytes)
 
-    def seconds(self, link: Link) -> float:
+    def compute_seconds(self, link: Link) -> float:
         """Return the seconds of all calls; see `seconds` of this module."""
-        return seconds(self.operation, self.ranks, self.count, float(self.call_bytes), link)
+        return compute_seconds(self.operation, self.ranks, self.count, float(self.call_bytes), link)
 
 
-def phases(operation: str) -> int:
+def count_phases(operation: str) -> int:
     """Return 2 for an all-reduce, which is a reduce-scatter and an all-gather, and 1 otherwise."""
     return 2 if operation == "all_reduce" else 1
 
 
-def seconds(operation: str, ranks: int, count: float, call_bytes: float, link: Link) -> float:
+def compute_seconds(
+    operation: str, ranks: int, count: float, call_bytes: float, link: Link
+) -> float:
     """Return the seconds of `count` calls of a collective, each with a payload of `call_bytes`.
 
     A collective uses a ring or a double binary tree, whichever is faster. An all-to-all sends to
@@ -71,7 +73,7 @@ def seconds(operation: str, ranks: int, count: float, call_bytes: float, link: L
     steps = math.ceil(math.log2(ranks))
     sent = steps / 2 if operation == "all_to_all" else 1
     tree = steps * count * link.latency + sent * payload_seconds
-    return phases(operation) * min(ring, tree)
+    return count_phases(operation) * min(ring, tree)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,20 +93,20 @@ class Communication:
     @property
     def payload(self) -> Breakdown:
         """The payload bytes by collective."""
-        return total(
+        return sum_parts(
             f"payload of {self.name}",
             "B",
-            *(product(c.name, "B", c.operation, calls=c.count, each=c.call_bytes) for c in self),
+            *(multiply(c.name, "B", c.operation, calls=c.count, each=c.call_bytes) for c in self),
         )
 
     @property
     def wire(self) -> Breakdown:
         """The bytes that one device sends, by collective."""
-        return total(
+        return sum_parts(
             f"bytes sent by a device for {self.name}",
             "B",
             *(
-                product(
+                multiply(
                     c.name,
                     "B",
                     f"ring {c.operation} over {c.ranks}",

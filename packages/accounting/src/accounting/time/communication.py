@@ -5,17 +5,17 @@ from fractions import Fraction
 from typing import NamedTuple
 
 from accounting import checks
-from accounting.memory.states import device_parameters, fsdp_groups
+from accounting.memory.states import build_fsdp_groups, count_device_parameters
 from accounting.model.transformer import Transformer
-from accounting.plan import Plan, validated_plan
-from accounting.precision import bytes_of
+from accounting.plan import Plan, validate_plan
+from accounting.precision import get_itemsize
 from accounting.time.collective import Collective, Communication
 
 #: Name of the all-reduce between the first and the last stage, which both store a tied embedding.
 TIED_GRADIENTS = "gradients of the tied embedding"
 
 
-@checks.entry()
+@checks.validate()
 def communication(
     model: Transformer,
     plan: Plan | None = None,
@@ -34,17 +34,19 @@ def communication(
     the messages. Raises `ValueError` if the plan is not valid for the model or the batch, or if the
     training step of the model is not modeled.
     """
-    plan = validated_plan(plan, model, batch=batch, seq=seq)
+    plan = validate_plan(plan, model, batch=batch, seq=seq)
     tokens = batch // (plan.data * plan.microbatches) * (seq // plan.context)
-    size = bytes_of(activations)
-    collectives = [*_states(model, plan, bytes_of(weights), bytes_of(gradients), stage)]
+    size = get_itemsize(activations)
+    collectives = [
+        *_iter_state_collectives(model, plan, get_itemsize(weights), get_itemsize(gradients), stage)
+    ]
     if batch:
-        collectives += token_collectives(model, plan, stage, tokens * size)
+        collectives += list_token_collectives(model, plan, stage, tokens * size)
     nonempty = (c for c in collectives if c.ranks > 1 and c.count and c.call_bytes)
     return Communication(name=model.name, collectives=tuple(nonempty))
 
 
-def token_collectives(
+def list_token_collectives(
     model: Transformer, plan: Plan, stage: int, column_bytes: Fraction
 ) -> list[Collective]:
     """Return the collectives of tensor, expert, context and pipeline parallelism.
@@ -52,13 +54,13 @@ def token_collectives(
     Their payload is proportional to `column_bytes`: the bytes of one feature of all tokens of a
     micro-batch on a device. Their calls are counted per step.
     """
-    stage_model = plan.stage_model(model, stage)
+    stage_model = plan.build_stage_model(model, stage)
     stream = column_bytes * model.d_model
     return [
-        *_tensor(stage_model, plan, stream, stage),
-        *_experts(stage_model, plan, stream),
-        *_context(stage_model, model, plan, column_bytes),
-        *_pipeline(plan, stream, stage),
+        *_iter_tensor_collectives(stage_model, plan, stream, stage),
+        *_iter_expert_collectives(stage_model, plan, stream),
+        *_iter_context_collectives(stage_model, model, plan, column_bytes),
+        *_iter_pipeline_collectives(plan, stream, stage),
     ]
 
 
@@ -72,7 +74,7 @@ class StateCalls(NamedTuple):
     payload: str
 
 
-def state_calls(
+def list_state_calls(
     zero: int, pipeline: int, microbatches: int, reshard_after_forward: bool
 ) -> list[StateCalls]:
     """Return the collectives of data parallelism for a ZeRO stage.
@@ -97,22 +99,22 @@ def state_calls(
     return calls
 
 
-def _states(
+def _iter_state_collectives(
     model: Transformer, plan: Plan, weight: Fraction, gradient: Fraction, stage: int
 ) -> Iterator[Collective]:
     """Yield the collectives of data parallelism, and the reduction of a tied embedding.
 
     Data parallelism reduces gradients; with ZeRO it also gathers weights.
     """
-    dense, routed = device_parameters(model, plan, stage)
-    ends = fsdp_groups(model, plan, stage).ends if plan.zero == 3 else 0
+    dense, routed = count_device_parameters(model, plan, stage)
+    ends = build_fsdp_groups(model, plan, stage).ends if plan.zero == 3 else 0
     reshards = plan.reshard_after_forward
     for suffix, count, ranks, is_resharded in (
         ("", dense - ends, plan.replicas, reshards),
         (" of the ends", ends, plan.replicas, False),
         (" of experts", routed, plan.expert_replicas, reshards),
     ):
-        for name, operation, calls, payload in state_calls(
+        for name, operation, calls, payload in list_state_calls(
             plan.zero, plan.pipeline, plan.microbatches, is_resharded
         ):
             if payload == "gradients" and plan.has_unsharded_gradients():
@@ -124,11 +126,11 @@ def _states(
         yield Collective(TIED_GRADIENTS, "all_reduce", "pipeline", 2, 1, table)
 
 
-def _tensor(
+def _iter_tensor_collectives(
     stage_model: Transformer, plan: Plan, call_bytes: int | Fraction, stage: int
 ) -> Iterator[Collective]:
     """Yield the collectives of tensor parallelism, with or without sequence parallelism."""
-    blocks = reduced_blocks(stage_model)
+    blocks = count_reduced_blocks(stage_model)
     # The embedding and the gradient of the head's input also end with an all-reduce.
     first = int(stage == 0 and stage_model.vocab_size > 0)
     last = int(stage == plan.pipeline - 1 and stage_model.lm_head and stage_model.vocab_size > 0)
@@ -152,7 +154,7 @@ def _tensor(
         yield Collective(name, operation, "tensor", plan.tensor, step_calls, call_bytes)
 
 
-def reduced_blocks(model: Transformer) -> int:
+def count_reduced_blocks(model: Transformer) -> int:
     """Return the number of blocks whose outputs tensor parallelism reduces in a forward pass.
 
     These are attention or a mixer, and the MLP or experts. A parallel block has a single output.
@@ -162,7 +164,9 @@ def reduced_blocks(model: Transformer) -> int:
     return len(mixing | mlp) if model.parallel_block else len(mixing) + len(mlp)
 
 
-def _experts(stage_model: Transformer, plan: Plan, stream: Fraction) -> Iterator[Collective]:
+def _iter_expert_collectives(
+    stage_model: Transformer, plan: Plan, stream: Fraction
+) -> Iterator[Collective]:
     """Yield the all-to-alls that send tokens to their experts and back, forward and backward."""
     calls_per_pass = len(stage_model.expert_layers) * plan.microbatches
     call_bytes = stream * (stage_model.experts.per_token if stage_model.experts else 0)
@@ -172,12 +176,12 @@ def _experts(stage_model: Transformer, plan: Plan, stream: Fraction) -> Iterator
             yield Collective(name, "all_to_all", "expert", plan.expert, calls, call_bytes)
 
 
-def _context(
+def _iter_context_collectives(
     stage_model: Transformer, model: Transformer, plan: Plan, column_bytes: Fraction
 ) -> Iterator[Collective]:
     """Yield the traffic of ring attention: keys and values, and their gradients.
 
-    `column_bytes` is that of `token_collectives`.
+    `column_bytes` is that of `list_token_collectives`.
     """
     heads = max(1, model.kv_heads // plan.tensor) if model.heads else 0
     width = heads * (model.qk_dim + model.v_head_dim)
@@ -192,7 +196,7 @@ def _context(
         yield Collective(name, "all_gather", "context", plan.context, calls, all_blocks)
 
 
-def _pipeline(plan: Plan, stream: Fraction, stage: int) -> Iterator[Collective]:
+def _iter_pipeline_collectives(plan: Plan, stream: Fraction, stage: int) -> Iterator[Collective]:
     # A device sends the stream, or its shard of the sequence.
     sent_bytes = stream / (plan.tensor if plan.sequence_parallel else 1)
     forward = plan.virtual_stages - (stage == plan.pipeline - 1)

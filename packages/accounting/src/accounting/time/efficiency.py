@@ -9,9 +9,9 @@ operations are bound by bandwidth: norms, activations, residual sums, and an unf
 from typing import NamedTuple
 
 from accounting.hardware import Hardware
-from accounting.model.transformer import Transformer, matrices
+from accounting.model.transformer import Transformer, list_matrices
 from accounting.plan import Plan
-from accounting.precision import bytes_of
+from accounting.precision import get_itemsize
 from accounting.workload import Workload
 
 #: Fraction of the dense peak that large matrix products reach, by dtype: 0.8 of the 312 TFLOP/s of
@@ -44,7 +44,9 @@ class StageRates(NamedTuple):
     routed_weights: float
 
 
-def stage_rates(model: Transformer, plan: Plan, work: Workload, device: Hardware) -> StageRates:
+def compute_stage_rates(
+    model: Transformer, plan: Plan, work: Workload, device: Hardware
+) -> StageRates:
     """Return the rates of a stage; `model` is the stage's model.
 
     The rates depend on three fields of `plan`: `tensor`, `sequence_parallel` and `recompute`.
@@ -52,13 +54,13 @@ def stage_rates(model: Transformer, plan: Plan, work: Workload, device: Hardware
     kind = work.kind
     utilization = MATMUL_FRACTION.get(kind.compute, 0.8) * device.power_factor
     peak = device.peak(kind.compute) * utilization
-    size = float(bytes_of(kind.activations))
+    size = float(get_itemsize(kind.activations))
     bandwidth = device.memory_bandwidth * BANDWIDTH_FRACTION
     # The backward costs twice the forward. Full recomputation repeats the forward of blocks.
     block_passes = 4.0 if plan.recompute == "full" else 3.0
     values = dense = routed = 0.0
     operations = block_passes / plan.tensor * sum(len(m.layers) * m.scan for m in model.mixers)
-    for matrix in matrices(model):
+    for matrix in list_matrices(model):
         # A tied head multiplies by the embedding, the only table that is split along its rows.
         is_head = model.tied and model.lm_head and matrix.split == "rows"
         if matrix.kind != "matrix" and not (matrix.kind == "table" and is_head):
@@ -67,7 +69,7 @@ def stage_rates(model: Transformer, plan: Plan, work: Workload, device: Hardware
         used = 1 / work.seq if matrix.applies_to == "sequence" else 1 - matrix.skips / work.seq
         passes = block_passes if matrix.layers is not None else 3.0
         repeats = passes * matrix.count * used
-        ranks = matrix.tensor_ranks(plan.tensor, model.kv_heads)
+        ranks = matrix.count_tensor_shards(plan.tensor, model.kv_heads)
         entries = matrix.entries / ranks
         operations += repeats * 2 * matrix.chosen * entries
         # Each product reads its input and writes its output; the matrix is counted below.
@@ -83,13 +85,13 @@ def stage_rates(model: Transformer, plan: Plan, work: Workload, device: Hardware
     return StageRates(
         arithmetic=operations / peak,
         traffic=values * seconds_per_value,
-        elementwise=_elementwise_values(model, plan, work, size) * seconds_per_value,
+        elementwise=_count_elementwise_values(model, plan, work, size) * seconds_per_value,
         dense_weights=dense * seconds_per_value,
         routed_weights=routed * seconds_per_value,
     )
 
 
-def _elementwise_values(model: Transformer, plan: Plan, work: Workload, size: float) -> float:
+def _count_elementwise_values(model: Transformer, plan: Plan, work: Workload, size: float) -> float:
     """Return the number of values per token that operations between matrix products move.
 
     These are norms, activations, residual sums, unfused scores and the loss.

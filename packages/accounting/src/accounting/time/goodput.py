@@ -13,7 +13,7 @@ import math
 from dataclasses import dataclass
 
 from accounting import checks
-from accounting.breakdown import counted
+from accounting.breakdown import format_count
 
 #: 54 days of Llama 3 405B on 16,384 devices: 419 unexpected interruptions (Grattafiori et al. 2024,
 #: section 3.3.4). The times of a checkpoint and of a restart are assumptions.
@@ -34,8 +34,8 @@ class Goodput:
     failures: float
 
 
-@checks.entry(restart_hours=0)
-def goodput(
+@checks.validate(restart_hours=0)
+def compute_goodput(
     work_hours: float,
     devices: int,
     *,
@@ -52,13 +52,13 @@ def goodput(
     """
     hours_between_failures = 1 / (devices * failures_per_device_hour)
     if interval_hours is None:
-        interval_hours = _best_interval_hours(checkpoint_hours, hours_between_failures)
+        interval_hours = _compute_best_interval_hours(checkpoint_hours, hours_between_failures)
     interval_hours = min(interval_hours, work_hours)
     segment = interval_hours + checkpoint_hours
     if (restart_hours + segment) / hours_between_failures > 600:
         raise ValueError(
             f"failures_per_device_hour is {failures_per_device_hour:g} on "
-            f"{counted(devices, 'device')}, one every {hours_between_failures:.3g} hours; a "
+            f"{format_count(devices, 'device')}, one every {hours_between_failures:.3g} hours; a "
             f"segment of {segment:.3g} hours never ends; pass fewer failures or devices, or a "
             "shorter interval_hours"
         )
@@ -73,7 +73,7 @@ def goodput(
     )
 
 
-def _best_interval_hours(checkpoint_hours: float, hours_between_failures: float) -> float:
+def _compute_best_interval_hours(checkpoint_hours: float, hours_between_failures: float) -> float:
     """Return the hours of work between checkpoints that minimize the expected duration.
 
     With x = tau / M, the derivative is zero for log(1 - x) + x = -C/M. Bisection finds the

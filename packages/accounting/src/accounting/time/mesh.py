@@ -41,7 +41,7 @@ class MeshBatch:
         return self.per_device * self.fsdp * self.tensor
 
 
-@checks.entry()
+@checks.validate()
 def compute_bound_batch(
     *,
     fsdp: int,

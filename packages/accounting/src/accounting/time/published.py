@@ -16,12 +16,12 @@ from statistics import fmean
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown, counted
+from accounting.breakdown import Breakdown, format_count
 from accounting.hardware import Hardware, find
 from accounting.model.records import RECORDS
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan
-from accounting.precision import Precision, recipe
+from accounting.precision import Precision, get_recipe
 from accounting.time.efficiency import MATMUL_FRACTION
 from accounting.time.step import step_time
 from accounting.workload import Workload
@@ -55,7 +55,7 @@ class PublishedRun:
     @cached_property
     def group(self) -> Group:
         """The properties on which the error of the prediction may depend."""
-        return group_of(self.model, self.hardware, self.precision)
+        return classify_run(self.model, self.hardware, self.precision)
 
 
 #: Columns of a table that are sizes of the model.
@@ -67,22 +67,22 @@ def _read() -> tuple[PublishedRun, ...]:
     text = Path(__file__).with_name("published.toml").read_text(encoding="utf-8")
     tables = tomllib.loads(text)
 
-    def with_inherited(entry: dict[str, Any]) -> dict[str, Any]:
-        inherited = with_inherited(tables["like"][entry["like"]]) if "like" in entry else {}
+    def merge_inherited(entry: dict[str, Any]) -> dict[str, Any]:
+        inherited = merge_inherited(tables["like"][entry["like"]]) if "like" in entry else {}
         merged_fields = {
             k: inherited[k] | entry[k] for k in ("model", "plan") if k in inherited and k in entry
         }
         return inherited | entry | merged_fields
 
-    runs = [_published(with_inherited(entry), tables["size"]) for entry in tables["run"]]
+    runs = [_build_run(merge_inherited(entry), tables["size"]) for entry in tables["run"]]
     for table in tables["table"]:
         for entries in table["rows"]:
             row = dict(zip(table["columns"], entries, strict=True))
-            runs.append(_published(with_inherited(table) | row, tables["size"]))
+            runs.append(_build_run(merge_inherited(table) | row, tables["size"]))
     return tuple(runs)
 
 
-def _published(entry: dict[str, Any], sizes: dict[str, Any]) -> PublishedRun:
+def _build_run(entry: dict[str, Any], sizes: dict[str, Any]) -> PublishedRun:
     """Return the run of an entry, whose keys are fields of the model, the plan and the run."""
     model = entry.get("model", {}) | {key: entry[key] for key in _SIZES if key in entry}
     if "size" in entry:
@@ -94,17 +94,17 @@ def _published(entry: dict[str, Any], sizes: dict[str, Any]) -> PublishedRun:
         if "layers" in fields:
             fields["layers"] = tuple(range(*fields["layers"]))
         model[key] = RECORDS[key](**fields)
-    plan = _plan(entry)
+    plan = _build_plan(entry)
     derived = {
         "model": Transformer(name=entry.get("size") or entry["name"], **model),
         "plan": plan,
-        "seconds": _seconds(entry, model, plan.devices),
+        "seconds": _compute_measured_seconds(entry, model, plan.devices),
     }
     known = {key: entry[key] for key in PublishedRun.__dataclass_fields__ if key in entry}
     return PublishedRun(**known | derived)
 
 
-def _plan(entry: dict[str, Any]) -> Plan:
+def _build_plan(entry: dict[str, Any]) -> Plan:
     """Return the plan of an entry.
 
     `virtual_stages` above 1 imply the interleaved schedule. `microbatch` implies `data`,
@@ -121,19 +121,19 @@ def _plan(entry: dict[str, Any]) -> Plan:
     return Plan(**plan)
 
 
-def _seconds(entry: dict[str, Any], model: dict[str, Any], devices: int) -> float:
+def _compute_measured_seconds(entry: dict[str, Any], model: dict[str, Any], devices: int) -> float:
     """Return the measured time of a step from `seconds`, `rate`, or `work` and `teraflops`."""
     numbers = model | {"batch": entry["batch"], "seq": entry["seq"]}
 
-    def value(formula: Any) -> float:
+    def evaluate(formula: Any) -> float:
         # `eval` is safe because the formula comes from a file of this package.
         return float(eval(formula, {}, numbers) if isinstance(formula, str) else formula)
 
     if "work" in entry:
-        return value(entry["work"]) / (entry["teraflops"] * 1e12 * devices)
+        return evaluate(entry["work"]) / (entry["teraflops"] * 1e12 * devices)
     if "rate" in entry:
         return float(entry["batch"] * entry["seq"] / (devices * entry["rate"]))
-    return value(entry["seconds"])
+    return evaluate(entry["seconds"])
 
 
 RUNS: tuple[PublishedRun, ...] = _read()
@@ -150,12 +150,12 @@ class Interval:
     #: intervals contained.
     basis: str = ""
 
-    def scaled(self, factor: float) -> "Interval":
+    def scale(self, factor: float) -> "Interval":
         """Return the interval of a quantity that is proportional to this one."""
         low, middle, high = (bound * factor for bound in (self.low, self.middle, self.high))
         return replace(self, low=low, middle=middle, high=high)
 
-    def rate(self, work: float) -> "Interval":
+    def to_rate(self, work: float) -> "Interval":
         """Return the interval of `work` per second, if this interval is in seconds."""
         low, middle, high = (work / duration for duration in (self.high, self.middle, self.low))
         return replace(self, low=low, middle=middle, high=high)
@@ -183,18 +183,18 @@ class LogRatio:
 
 
 @lru_cache
-def ratios(group: Group | None = None) -> tuple[LogRatio, ...]:
+def list_ratios(group: Group | None = None) -> tuple[LogRatio, ...]:
     """Return the log ratios of the runs of a group, or of all runs for None."""
     listed = (index for index, run in enumerate(RUNS) if group in (None, run.group))
-    return tuple(map(_ratio, listed))
+    return tuple(map(_compute_ratio, listed))
 
 
 @cache
-def _ratio(index: int) -> LogRatio:
+def _compute_ratio(index: int) -> LogRatio:
     run = RUNS[index]
-    usual = held_out = math.log(run.seconds / float(modeled(run).total))
+    usual = held_out = math.log(run.seconds / float(compute_modeled_seconds(run).total))
     if run.fitted:
-        held_out = math.log(run.seconds / float(modeled(run, held_out=True).total))
+        held_out = math.log(run.seconds / float(compute_modeled_seconds(run, held_out=True).total))
     return LogRatio(
         source=run.source.split(",")[0],
         group=run.group,
@@ -203,14 +203,14 @@ def _ratio(index: int) -> LogRatio:
     )
 
 
-def group_of(model: Transformer, hardware: str | Hardware, precision: str | Precision) -> Group:
+def classify_run(model: Transformer, hardware: str | Hardware, precision: str | Precision) -> Group:
     """Return the properties on which errors may depend; see `Group`."""
     chip = find(hardware).chip
-    return chip, recipe(precision).compute, "MoE" if model.experts else "dense"
+    return chip, get_recipe(precision).compute, "MoE" if model.experts else "dense"
 
 
-def modeled(run: PublishedRun, *, held_out: bool = False) -> Breakdown:
-    """Return the modeled seconds of a step of a run, without the factor of `learned`.
+def compute_modeled_seconds(run: PublishedRun, *, held_out: bool = False) -> Breakdown:
+    """Return the modeled seconds of a step of a run, without the factor of `learn_factor`.
 
     With `held_out`, constants that were fitted to the source of the run are replaced by the default
     overlap, a power factor of 1, and for fp8 the matmul fraction of bf16.
@@ -220,10 +220,10 @@ def modeled(run: PublishedRun, *, held_out: bool = False) -> Breakdown:
     device = replace(device, attention_fraction=device.attention_fraction * run.attention)
     if not held_out or not run.fitted:
         return step_time(run.model, run.plan, work, hardware=device, overlap=run.overlap)
-    return step_time(run.model, run.plan, work, hardware=_without_fitted_constants(device))
+    return step_time(run.model, run.plan, work, hardware=_remove_fitted_constants(device))
 
 
-def _without_fitted_constants(device: Hardware) -> Hardware:
+def _remove_fitted_constants(device: Hardware) -> Hardware:
     """Return a device without power factor, whose fp8 products reach the fraction of bf16."""
     peaks = dict(device.peaks)
     if "fp8" in peaks:
@@ -233,7 +233,7 @@ def _without_fitted_constants(device: Hardware) -> Hardware:
     return replace(device, power_factor=1.0, peaks=peaks)
 
 
-def mean_log_ratio(log_ratios: Iterable[LogRatio]) -> float:
+def compute_mean_log_ratio(log_ratios: Iterable[LogRatio]) -> float:
     """Return the mean log ratio with all constants, in which each source has equal weight."""
     by_source: dict[str, list[float]] = {}
     for ratio in log_ratios:
@@ -241,7 +241,7 @@ def mean_log_ratio(log_ratios: Iterable[LogRatio]) -> float:
     return fmean(fmean(logs) for logs in by_source.values())
 
 
-def errors_by_source(log_ratios: Sequence[LogRatio]) -> dict[str, list[float]]:
+def compute_errors_by_source(log_ratios: Sequence[LogRatio]) -> dict[str, list[float]]:
     """Return, by source, the absolute log errors of its runs predicted from all other sources.
 
     A single source is predicted with a factor of 1.
@@ -249,12 +249,12 @@ def errors_by_source(log_ratios: Sequence[LogRatio]) -> dict[str, list[float]]:
     errors: dict[str, list[float]] = {}
     for source in dict.fromkeys(ratio.source for ratio in log_ratios):
         others = [ratio for ratio in log_ratios if ratio.source != source]
-        middle = mean_log_ratio(others) if others else 0.0
+        middle = compute_mean_log_ratio(others) if others else 0.0
         errors[source] = [abs(r.held_out - middle) for r in log_ratios if r.source == source]
     return errors
 
 
-def half_width(errors: Mapping[str, Sequence[float]]) -> float:
+def compute_half_width(errors: Mapping[str, Sequence[float]]) -> float:
     """Return the quantile `ERROR_QUANTILE` of the errors of all runs, equally weighted by source.
 
     `errors` are logarithms of factors, by source. Raises `ValueError` if there are none.
@@ -268,7 +268,7 @@ def half_width(errors: Mapping[str, Sequence[float]]) -> float:
     raise ValueError("expected errors of at least one source, got none")
 
 
-def interval_group(
+def choose_interval_group(
     runs: Iterable[LogRatio | PublishedRun],
     group: Group | None,
     least_sources: int = LEAST_SOURCES,
@@ -278,7 +278,7 @@ def interval_group(
     return group if len(sources) >= least_sources else None
 
 
-def learned(
+def learn_factor(
     log_ratios: Sequence[LogRatio], group: Group | None, least_sources: int = LEAST_SOURCES
 ) -> Interval:
     """Return the factor that multiplies modeled seconds, and its interval, for a group.
@@ -287,39 +287,41 @@ def learned(
     Otherwise the factor is computed from all runs, and the interval from the source with the widest
     errors.
     """
-    if interval_group(log_ratios, group, least_sources):
+    if choose_interval_group(log_ratios, group, least_sources):
         of_group = [ratio for ratio in log_ratios if ratio.group == group]
-        middle = mean_log_ratio(of_group)
-        half = half_width(errors_by_source(of_group))
+        middle = compute_mean_log_ratio(of_group)
+        half = compute_half_width(compute_errors_by_source(of_group))
     else:
-        middle = mean_log_ratio(log_ratios)
-        half = max(half_width({s: e}) for s, e in errors_by_source(log_ratios).items())
+        middle = compute_mean_log_ratio(log_ratios)
+        half = max(
+            compute_half_width({s: e}) for s, e in compute_errors_by_source(log_ratios).items()
+        )
     low, high = math.exp(middle - half), math.exp(middle + half)
     return Interval(low=low, middle=math.exp(middle), high=high)
 
 
 @lru_cache
-def coverage(group: Group | None = None) -> tuple[int, int, int]:
+def count_covered_runs(group: Group | None = None) -> tuple[int, int, int]:
     """Return the numbers of covered runs, of all runs, and of sources in a group.
 
     A run is covered if the interval that is learned for the group from all other sources contains
     its ratio. For None, the runs of all groups that have too few sources are compared with the
     widest interval of the other sources.
     """
-    log_ratios = ratios(group)
-    members = [ratio for ratio in log_ratios if group == interval_group(RUNS, ratio.group)]
+    log_ratios = list_ratios(group)
+    members = [ratio for ratio in log_ratios if group == choose_interval_group(RUNS, ratio.group)]
     sources = {ratio.source for ratio in members}
     covered = 0
     for source in sources:
         others = [ratio for ratio in log_ratios if ratio.source != source]
-        interval = learned(others, group, LEAST_SOURCES - 1)
+        interval = learn_factor(others, group, LEAST_SOURCES - 1)
         held_out = [math.exp(ratio.held_out) for ratio in members if ratio.source == source]
         covered += sum(interval.low <= factor <= interval.high for factor in held_out)
     return covered, len(members), len(sources)
 
 
-@checks.entry()
-def predicted(
+@checks.validate()
+def predict_seconds(
     seconds: float,
     *,
     model: Transformer | None = None,
@@ -336,18 +338,18 @@ def predicted(
     """
     group = None
     if model is not None and hardware is not None and precision is not None:
-        group = group_of(model, hardware, precision)
+        group = classify_run(model, hardware, precision)
     # The runs of other groups do not affect a separate interval.
-    log_ratios = ratios(interval_group(RUNS, group))
-    return replace(learned(log_ratios, group).scaled(seconds), basis=_basis(group))
+    log_ratios = list_ratios(choose_interval_group(RUNS, group))
+    return replace(learn_factor(log_ratios, group).scale(seconds), basis=_describe_basis(group))
 
 
-def _basis(group: Group | None) -> str:
-    separate = interval_group(RUNS, group)
-    covered, runs, sources = coverage(separate)
+def _describe_basis(group: Group | None) -> str:
+    separate = choose_interval_group(RUNS, group)
+    covered, runs, sources = count_covered_runs(separate)
     text = (
-        f"{covered} of {counted(runs, 'run')} of {counted(sources, 'published source')} lie in the "
-        "interval of the other sources when their source is held out whole"
+        f"{covered} of {format_count(runs, 'run')} of {format_count(sources, 'published source')} "
+        "lie in the interval of the other sources when their source is held out whole"
     )
     if group is None:
         return f"{text}; without device, precision and model this is the widest known"

@@ -7,9 +7,9 @@ compute if its intensity is at least the ridge, `peak / bandwidth`.
 from dataclasses import dataclass
 
 from accounting import checks
-from accounting.breakdown import plain
+from accounting.breakdown import simplify
 from accounting.hardware import Hardware, find
-from accounting.precision import bytes_of
+from accounting.precision import get_itemsize
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class Roofline:
     __str__ = explain
 
 
-@checks.entry()
+@checks.validate()
 def roofline(
     hardware: str | Hardware,
     *,
@@ -62,16 +62,16 @@ def roofline(
             raise ValueError("expected either shape=(m, k, n), or flops and bytes, got both")
         if not isinstance(shape, tuple | list) or len(shape) != 3:
             raise ValueError(f"expected shape=(m, k, n), got {shape}")
-        m, k, n = (checks.whole("an extent of shape", extent) for extent in shape)
+        m, k, n = (checks.require_integer("an extent of shape", extent) for extent in shape)
         flops = 2 * m * k * n
         # Each of the three matrices moves through memory once.
-        bytes = plain(bytes_of(dtype) * (m * k + k * n + m * n))
+        bytes = simplify(get_itemsize(dtype) * (m * k + k * n + m * n))
     if not flops or not bytes:
         raise ValueError(
             f"expected shape=(m, k, n), or flops > 0 and bytes > 0, got {flops=} and {bytes=}"
         )
-    checks.number("flops", flops)
-    checks.number("bytes", bytes)
+    checks.require_number("flops", flops)
+    checks.require_number("bytes", bytes)
     peak, bandwidth = device.peak(dtype), device.memory_bandwidth
     ratio = flops / bytes
     ridge = peak / bandwidth

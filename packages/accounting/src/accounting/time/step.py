@@ -13,24 +13,24 @@ from dataclasses import replace
 from typing import Any
 
 from accounting import checks
-from accounting.breakdown import Breakdown, product, total
-from accounting.flops import attention_operations, flops
+from accounting.breakdown import Breakdown, multiply, sum_parts
+from accounting.flops import count_attention_operations, flops
 from accounting.hardware import Hardware, Link, find
-from accounting.memory.states import device_parameters, distinct_stages
+from accounting.memory.states import count_device_parameters, list_distinct_stages
 from accounting.model.transformer import Transformer
-from accounting.plan import Plan, split, validated_plan
+from accounting.plan import Plan, split, validate_plan
 from accounting.precision import Precision
 from accounting.time.collective import Collective
 from accounting.time.communication import TIED_GRADIENTS, communication
-from accounting.time.efficiency import BANDWIDTH_FRACTION, stage_rates
-from accounting.workload import WORKLOAD, Workload, workload
+from accounting.time.efficiency import BANDWIDTH_FRACTION, compute_stage_rates
+from accounting.workload import WORKLOAD, Workload, build_workload
 
 _HIDDEN = {"context": 1.0, "pipeline": 1.0, "tensor": 0.0, "expert": 0.0}
 #: For each axis, the fraction of a step's compute time that can hide its traffic.
 OVERLAP: Mapping[str, float] = {"data": 2 / 3, **_HIDDEN}
 
 
-@checks.entry(*WORKLOAD)
+@checks.validate(*WORKLOAD)
 def step_time(
     model: Transformer,
     plan: Plan,
@@ -48,19 +48,19 @@ def step_time(
     multiply in the `compute` dtype of the recipe, and attention in the dtype of activations. With
     `flash=False`, attention writes its scores to memory. `overlap` maps an axis of the plan to the
     fraction of the compute time that can hide its traffic. The defaults are `OVERLAP`, and 1 for
-    the data axis with ZeRO-3. The result is the modeled time; `accounting.time.published.predicted`
-    adds the factor and interval of published runs. Raises `ValueError` if the device does not list
-    a dtype of the recipe. Also raises `ValueError` if the plan is not valid for the model or the
-    batch, or if the training step of the model is not modeled.
+    the data axis with ZeRO-3. The result is the modeled time, to which `predict_seconds` adds the
+    factor and interval of published runs. Raises `ValueError` if the device does not list a dtype
+    of the recipe. Also raises `ValueError` if the plan is not valid for the model or the batch, or
+    if the training step of the model is not modeled.
     """
-    work = workload(work, run, precision="mixed_bf16")
-    checks.whole("batch", work.batch)
+    work = build_workload(work, run, precision="mixed_bf16")
+    checks.require_integer("batch", work.batch)
     device = find(hardware)
-    plan = validated_plan(plan, model, batch=work.batch, seq=work.seq)
+    plan = validate_plan(plan, model, batch=work.batch, seq=work.seq)
     parts = max(
         (
-            _stage_seconds(model, plan, work, stage, device)
-            for stage in distinct_stages(model, plan)
+            _list_stage_seconds(model, plan, work, stage, device)
+            for stage in list_distinct_stages(model, plan)
         ),
         key=lambda parts: sum(float(part.total) for part in parts),
     )
@@ -70,13 +70,13 @@ def step_time(
         # ZeRO-3 also gathers weights during the forward, so all compute can hide its data traffic.
         can_hide["data"] = 1.0
     for axis, fraction in (overlap or {}).items():
-        checks.choice("an axis of overlap", axis, OVERLAP)
-        can_hide[axis] = checks.number(f"overlap of {axis}", fraction, most=1, open=False)
+        checks.require_choice("an axis of overlap", axis, OVERLAP)
+        can_hide[axis] = checks.require_number(f"overlap of {axis}", fraction, most=1, open=False)
     unused_compute, blocking_seconds = compute, 0.0
     unused = {axis: fraction * compute for axis, fraction in can_hide.items()}
     exposed_parts = []
-    for collective, link in collectives_on(model, plan, work, hardware=device):
-        needs = collective.seconds(link)
+    for collective, link in iter_linked_collectives(model, plan, work, hardware=device):
+        needs = collective.compute_seconds(link)
         hidden = min(needs, unused_compute, unused[collective.axis])
         if collective.name == TIED_GRADIENTS:
             hidden = 0.0  # The gradient of the embedding is the last one of a step.
@@ -85,50 +85,52 @@ def step_time(
         if collective.axis in ("tensor", "expert", "context"):
             blocking_seconds += needs - hidden
         note = f"{needs:.4g} s on {link.name}, {hidden:.4g} s of it hidden"
-        exposed_parts.append(product(collective.name, "s", note, exposed=needs - hidden))
+        exposed_parts.append(multiply(collective.name, "s", note, exposed=needs - hidden))
     idle = (plan.pipeline - 1) / (plan.microbatches * plan.virtual_stages)
     busy = sum(float(part.total) for part in parts) + blocking_seconds
-    bubble = product("bubble", "s", "(p - 1) / (m v) of a stage's work", share=idle, busy=busy)
-    return total(
+    bubble = multiply("bubble", "s", "(p - 1) / (m v) of a stage's work", share=idle, busy=busy)
+    return sum_parts(
         f"iteration of {model.name} on {plan.devices} {device.name}",
         "s",
         *parts,
         bubble,
-        total("exposed communication", "s", *exposed_parts),
-        _optimizer(model, plan, work.kind, device),
+        sum_parts("exposed communication", "s", *exposed_parts),
+        _compute_optimizer_seconds(model, plan, work.kind, device),
     )
 
 
-def _stage_seconds(
+def _list_stage_seconds(
     model: Transformer, plan: Plan, work: Workload, stage: int, device: Hardware
 ) -> list[Breakdown]:
-    attention = attention_flops(model, plan, work, stage)
+    attention = count_attention_flops(model, plan, work, stage)
     core = 1 / (device.peak(work.kind.activations) * device.attention_fraction)
-    scores = product("attention", "s", flops=attention, seconds_per_flop=core)
-    stage_model = plan.stage_model(model, stage)
-    rates, tokens = stage_rates(stage_model, plan, work, device), work.tokens(plan)
+    scores = multiply("attention", "s", flops=attention, seconds_per_flop=core)
+    stage_model = plan.build_stage_model(model, stage)
+    rates, tokens = compute_stage_rates(stage_model, plan, work, device), work.tokens(plan)
     weights = rates.dense_weights + rates.routed_weights / plan.expert
 
-    def per_microbatch(name: str, seconds: float) -> Breakdown:
-        return product(name, "s", microbatches=plan.microbatches, each=seconds)
+    def multiply_by_microbatches(name: str, seconds: float) -> Breakdown:
+        return multiply(name, "s", microbatches=plan.microbatches, each=seconds)
 
     return [
-        total("compute", "s", per_microbatch("matrices", tokens * rates.arithmetic), scores),
-        total(
+        sum_parts(
+            "compute", "s", multiply_by_microbatches("matrices", tokens * rates.arithmetic), scores
+        ),
+        sum_parts(
             "bandwidth",
             "s",
-            per_microbatch("matrices", tokens * rates.traffic + weights),
-            per_microbatch("between them", tokens * rates.elementwise),
+            multiply_by_microbatches("matrices", tokens * rates.traffic + weights),
+            multiply_by_microbatches("between them", tokens * rates.elementwise),
         ),
     ]
 
 
-def attention_flops(model: Transformer, plan: Plan, work: Workload, stage: int) -> float:
+def count_attention_flops(model: Transformer, plan: Plan, work: Workload, stage: int) -> float:
     """Return the FLOPs of attention per step on one device of a stage, with recomputation."""
-    stage_model = plan.stage_model(model, stage)
+    stage_model = plan.build_stage_model(model, stage)
     options: Any = {"recompute": plan.recompute, "flash": work.flash}
     operations = flops(stage_model, seq=work.seq, batch=work.batch // plan.data, **options)
-    attention = core = float(attention_operations(operations))
+    attention = core = float(count_attention_operations(operations))
     if "recomputed" in operations:
         recomputed = operations["recomputed"]
         attention += sum(float(part.total) for part in recomputed if part.name != "blocks")
@@ -139,30 +141,32 @@ def attention_flops(model: Transformer, plan: Plan, work: Workload, stage: int) 
     return attention / (plan.tensor * plan.context)
 
 
-def _optimizer(model: Transformer, plan: Plan, kind: Precision, device: Hardware) -> Breakdown:
+def _compute_optimizer_seconds(
+    model: Transformer, plan: Plan, kind: Precision, device: Hardware
+) -> Breakdown:
     """Return the seconds to read and write each weight, gradient and optimizer state once."""
     seconds_per_byte = 1 / (device.memory_bandwidth * BANDWIDTH_FRACTION)
-    count, moved = _updated_parameters(model, plan), 2 * kind.bytes_per_parameter
-    return product(
+    count, moved = _count_updated_parameters(model, plan), 2 * kind.bytes_per_parameter
+    return multiply(
         "optimizer", "s", parameters=count, bytes=moved, seconds_per_byte=seconds_per_byte
     )
 
 
-def _updated_parameters(model: Transformer, plan: Plan) -> int:
+def _count_updated_parameters(model: Transformer, plan: Plan) -> int:
     """Return the largest number of parameters that a device updates, over the pipeline stages.
 
     With ZeRO, a device updates one shard.
     """
     largest = 0
-    for stage in distinct_stages(model, plan):
-        dense, routed = device_parameters(model, plan, stage)
+    for stage in list_distinct_stages(model, plan):
+        dense, routed = count_device_parameters(model, plan, stage)
         if plan.zero:
             dense, routed = split(dense, plan.replicas), split(routed, plan.expert_replicas)
         largest = max(largest, dense + routed)
     return largest
 
 
-def collectives_on(
+def iter_linked_collectives(
     model: Transformer, plan: Plan, work: Workload, *, hardware: Hardware
 ) -> Iterable[tuple[Collective, Link]]:
     """Yield each collective of the inner stage that sends the most bytes, and its group's link.
@@ -170,7 +174,7 @@ def collectives_on(
     A pipeline of one or two stages has no inner stage, so its last stage is used. The all-reduce of
     a tied embedding, which is on the first and the last stage, is included.
     """
-    inner = [stage for stage in distinct_stages(model, plan) if 0 < stage < plan.pipeline - 1]
+    inner = [stage for stage in list_distinct_stages(model, plan) if 0 < stage < plan.pipeline - 1]
     kind = work.kind
     run: dict[str, Any] = {"batch": work.batch, "seq": work.seq}
     # FSDP gathers the cast copies of the weights, if there are any.
@@ -190,11 +194,11 @@ def collectives_on(
         if collective.name == TIED_GRADIENTS:
             stride *= plan.pipeline - 1
         ranks, operation = collective.ranks, collective.operation
-        yield collective, group_link(hardware, stride=stride, ranks=ranks, operation=operation)
+        yield collective, get_group_link(hardware, stride=stride, ranks=ranks, operation=operation)
 
 
-@checks.entry()
-def group_link(
+@checks.validate()
+def get_group_link(
     hardware: str | Hardware, *, stride: int, ranks: int, operation: str = "all_reduce"
 ) -> Link:
     """Return the slowest link of a group of `ranks` devices that are `stride` devices apart.

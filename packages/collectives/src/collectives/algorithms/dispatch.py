@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from collectives.algorithms import hierarchical, ring, tree
-from collectives.choice.cost import NATIVE, CostModel, candidates
+from collectives.choice.cost import NATIVE, CostModel, list_candidates
 from collectives.choice.tuning import tune
 from collectives.communicator import Communicator
 from collectives.errors import PeerError, RankLost
@@ -64,12 +64,12 @@ def run(comm: Communicator, call: Call, packed: bytes, *tensors: Tensor) -> None
     elif kind in ("all_gather", "all_to_all"):
         arguments = ()
     if algorithm == "shared_memory":
-        shared = [topology.shared(tensors[0])] if kind == "all_reduce" else []
+        shared = [topology.find_shared_copies(tensors[0])] if kind == "all_reduce" else []
         IN_SHARED_MEMORY[kind](topology.require_arena(), *tensors, *arguments, packed, *shared)
     elif algorithm == "hierarchical":
         root = call.root if kind == "broadcast" else None
         # Only the leaders receive messages of other hosts.
-        comm.operation.participants = hierarchical.host_leaders(topology.hosts, root)
+        comm.operation.participants = hierarchical.list_host_leaders(topology.hosts, root)
         HIERARCHICAL[kind](
             topology.arena, comm.point_to_point, topology.hosts, *tensors, *arguments, packed
         )
@@ -120,7 +120,7 @@ def make_job(comm: Communicator, call: Call, out: Tensor, source: Tensor) -> Job
         if not tensor.is_contiguous() or tensor.is_conj() or tensor.is_neg():
             return None
     arena = comm.topology.require_arena()
-    shared = comm.topology.shared(out)
+    shared = comm.topology.find_shared_copies(out)
     return protocol.make_job(arena, call.kind, call.packed, out, source, call.op, call.root, shared)
 
 
@@ -236,7 +236,7 @@ def validate(comm: Communicator, kind: str, algorithm: str, dtype: torch.dtype, 
     if algorithm == "auto":
         return
     topology = comm.topology
-    supported = candidates(kind, topology.ranks_per_host, shared=topology.is_single_host)
+    supported = list_candidates(kind, topology.ranks_per_host, shared=topology.is_single_host)
     if kind != "all_to_all" and comm.gloo.can_run(kind, dtype, op):
         supported = (*supported, NATIVE)
     if algorithm not in supported:

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import AllgatherOptions, PrefixStore, ProcessGroupGloo, Store
 
-from collectives.algorithms.point_to_point import close_peers, first_line
+from collectives.algorithms.point_to_point import close_peers, get_first_line
 from collectives.algorithms.reduction import average
 from collectives.errors import PeerError
 from collectives.store import clone_store, run_within
@@ -53,7 +53,7 @@ OPTIONS = {
 OPS = {"SUM": "SUM", "AVG": "SUM", "PRODUCT": "PRODUCT", "MIN": "MIN", "MAX": "MAX"}
 
 
-def gloo_backend(group: Any) -> Any:
+def get_gloo_backend(group: Any) -> Any:
     """Return the group's gloo backend.
 
     Return None if the group has no gloo backend, for example with MPI or with NCCL only. Return
@@ -71,7 +71,7 @@ class GlooGroups:
 
     def __init__(self, group: Any, store: Store) -> None:
         #: The group's gloo backend, or None.
-        self.base = gloo_backend(group)
+        self.base = get_gloo_backend(group)
         #: For each packed call, a gloo group and the function that starts its collective.
         self.groups: dict[bytes, tuple[Any, Callable[..., Any]]] = {}
         self._options: Any = None if self.base is None else self.base.options
@@ -84,7 +84,7 @@ class GlooGroups:
             self._separate_store = separate_store(self._store)
         return self._separate_store
 
-    def timeout_seconds(self) -> float:
+    def get_timeout_seconds(self) -> float:
         """Return the current timeout of the group's gloo backend, or 0 if there is none."""
         return 0.0 if self._options is None else float(self._options._timeout.total_seconds())
 
@@ -123,7 +123,7 @@ class GlooGroups:
             group._set_default_timeout(timeout)
             start(*tensors).wait(timeout)
         except (RuntimeError, TimeoutError) as error:
-            raise PeerError(None, first_line(error)) from error
+            raise PeerError(None, get_first_line(error)) from error
         average(op, tensors[0], group.size())
 
     def close_connections(self) -> None:
@@ -180,13 +180,13 @@ def _start_function(group: Any, kind: str, op: str, root: int) -> Callable[..., 
         "all_reduce": lambda flat: group.allreduce([flat], options),
         "reduce": lambda flat: group.reduce([flat], options),
         "reduce_scatter": lambda out, flat: group._reduce_scatter_base(out, flat, options),
-        "all_gather": lambda out, flat: group._allgather_base(_raw(out), _raw(flat), options),
-        "broadcast": lambda flat: group.broadcast([_raw(flat)], options),
-        "all_to_all": lambda out, flat: group.alltoall_base(_raw(out), _raw(flat), [], []),
+        "all_gather": lambda out, flat: group._allgather_base(_as_raw(out), _as_raw(flat), options),
+        "broadcast": lambda flat: group.broadcast([_as_raw(flat)], options),
+        "all_to_all": lambda out, flat: group.alltoall_base(_as_raw(out), _as_raw(flat), [], []),
     }
     return functions[kind]
 
 
-def _raw(flat: Tensor) -> Tensor:
+def _as_raw(flat: Tensor) -> Tensor:
     """Return a view that gloo can copy: bytes, unless gloo knows the dtype."""
     return flat if flat.dtype in DTYPES else flat.view(torch.uint8)

@@ -37,14 +37,14 @@ def all_reduce(
     """
     # AVG divides once, after the sums of all hosts have been added.
     partial = "SUM" if op == "AVG" else op
-    leaders = host_leaders(hosts)
+    leaders = list_host_leaders(hosts)
 
     def reduce_block(block: Tensor) -> None:
         start_time = time.monotonic()
         if arena is not None:
             protocol.all_reduce(arena, block, partial, packed)
         if point_to_point.rank in leaders:
-            ring.all_reduce(point_to_point.subgroup(leaders), block, partial)
+            ring.all_reduce(point_to_point.make_subgroup(leaders), block, partial)
             average(op, block, point_to_point.world_size)
         if arena is not None:
             # The other ranks wait for their leader, and thereby for the other hosts.
@@ -54,7 +54,7 @@ def all_reduce(
     if flat.dtype == torch.bfloat16:
         reduce_block(flat)
     else:
-        tree.in_wide_blocks(flat, reduce_block)
+        tree.run_in_wide_blocks(flat, reduce_block)
 
 
 def broadcast(
@@ -66,10 +66,10 @@ def broadcast(
     packed: bytes,
 ) -> None:
     """Copy the tensor of rank `source` to every rank; the ranks of a host compare `packed`."""
-    leaders = host_leaders(hosts, source)
+    leaders = list_host_leaders(hosts, source)
     start_time = time.monotonic()
     if point_to_point.rank in leaders:
-        ring.broadcast(point_to_point.subgroup(leaders), flat, leaders.index(source))
+        ring.broadcast(point_to_point.make_subgroup(leaders), flat, leaders.index(source))
     if arena is not None:
         leader = next(rank for rank in leaders if rank in arena.group_ranks)
         with remaining_timeout(start_time, arena):
@@ -87,6 +87,6 @@ def remaining_timeout(start_time: float, arena: Arena) -> Iterator[None]:
         arena.timeout = timeout
 
 
-def host_leaders(hosts: Sequence[Sequence[int]], source: int | None = None) -> list[int]:
+def list_host_leaders(hosts: Sequence[Sequence[int]], source: int | None = None) -> list[int]:
     """Return the leader of each host: `source` on its host, the first rank on other hosts."""
     return [source if source is not None and source in host else host[0] for host in hosts]

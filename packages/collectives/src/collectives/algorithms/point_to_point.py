@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import ProcessGroupGloo
 
-from collectives.algorithms.reduction import COMBINE, in_pieces
+from collectives.algorithms.reduction import COMBINE, split_into_pieces
 from collectives.errors import PeerError
 
 # Note [Tags of messages]
@@ -58,7 +58,7 @@ class PointToPoint:
         self._ranks = ranks
         self._state = _State()
 
-    def subgroup(self, positions: Sequence[int]) -> "PointToPoint":
+    def make_subgroup(self, positions: Sequence[int]) -> "PointToPoint":
         """Return an object for messages between the ranks at `positions`, numbered in that order.
 
         The new object and this one share the deadline, the tag and the peer that is waited for.
@@ -78,7 +78,7 @@ class PointToPoint:
         """The peer (a rank of the group) whose message a thread waits for, or None."""
         return self._state.peer
 
-    def disconnected_peers(self) -> list[int]:
+    def find_disconnected_peers(self) -> list[int]:
         """Return the ranks of the group whose connections were closed, but not by this rank."""
         if not isinstance(self._backend, ProcessGroupGloo):
             return []
@@ -87,10 +87,10 @@ class PointToPoint:
         peers = []
         for peer in set(self._ranks) - {self._ranks[self.rank]}:
             try:
-                receive([_unused_buffer()], peer, UNUSED_TAG)
+                receive([_make_unused_buffer()], peer, UNUSED_TAG)
             except RuntimeError as error:
                 # gloo closes this rank's connections when one of its waits times out.
-                if "timeout" not in first_line(error):
+                if "timeout" not in get_first_line(error):
                     peers.append(peer)
         return peers
 
@@ -135,12 +135,12 @@ class PointToPoint:
             if out.numel():
                 COMBINE[op](local, received, out=out)
             return
-        outs = _pieces(out)
+        outs = _split_message(out)
         # One buffer is combined while the other buffer is received.
         buffers = [torch.empty_like(outs[0]) for _ in outs[:2]]
         receiving = self._start([], [(source, buffer) for buffer in buffers[:1]])
-        sending = self._start([(target, piece) for piece in _pieces(outgoing)], [])
-        for i, (local_piece, out_piece) in enumerate(zip(_pieces(local), outs, strict=True)):
+        sending = self._start([(target, piece) for piece in _split_message(outgoing)], [])
+        for i, (local_piece, out_piece) in enumerate(zip(_split_message(local), outs, strict=True)):
             current, receiving = receiving, []
             if i + 1 < len(outs):
                 buffer = buffers[(i + 1) % 2][: outs[i + 1].numel()]
@@ -170,7 +170,7 @@ class PointToPoint:
         try:
             return start([raw], peer, tag)
         except RuntimeError as error:
-            raise PeerError(peer, first_line(error)) from error
+            raise PeerError(peer, get_first_line(error)) from error
 
     def _wait(self, started: Sequence[Started]) -> None:
         for peer, work, _ in started:
@@ -179,7 +179,7 @@ class PointToPoint:
             try:
                 work.wait(timedelta(seconds=seconds))
             except RuntimeError as error:
-                raise PeerError(peer, first_line(error)) from error
+                raise PeerError(peer, get_first_line(error)) from error
             finally:
                 self._state.peer = None
 
@@ -202,19 +202,19 @@ def close_peers(group: Any, peers: Iterable[int]) -> None:
     """Close a group's connections to `peers`: gloo closes them when one of its waits times out."""
     for peer in peers:
         with suppress(RuntimeError):
-            group.recv([_unused_buffer()], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
+            group.recv([_make_unused_buffer()], peer, UNUSED_TAG).wait(timedelta(milliseconds=1))
 
 
-def _unused_buffer() -> Tensor:
+def _make_unused_buffer() -> Tensor:
     """Return the buffer of a receive that only tests or closes a connection."""
     return torch.empty(1, dtype=torch.uint8, device="cpu")
 
 
-def _pieces(flat: Tensor) -> list[Tensor]:
+def _split_message(flat: Tensor) -> list[Tensor]:
     """Return views of at most `PIECE_BYTES` each, or [] if the tensor is empty."""
-    return in_pieces(flat, PIECE_BYTES // flat.element_size()) if flat.numel() else []
+    return split_into_pieces(flat, PIECE_BYTES // flat.element_size()) if flat.numel() else []
 
 
-def first_line(error: Exception) -> str:
+def get_first_line(error: Exception) -> str:
     """Return an error's message without torch's C++ stack trace, or its type if it is empty."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__

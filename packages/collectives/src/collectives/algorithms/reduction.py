@@ -25,13 +25,13 @@ COMBINE: dict[str, Combine] = {
 }
 
 
-def op_name(op: object) -> str:
+def get_op_name(op: object) -> str:
     """Return the name of a reduce op, such as "SUM" for `ReduceOp.SUM`."""
-    return _op_name(getattr(op, "op", op))
+    return _get_op_name(getattr(op, "op", op))
 
 
 @lru_cache
-def _op_name(kind: object) -> str:
+def _get_op_name(kind: object) -> str:
     name = str(getattr(kind, "name", kind)).rsplit(".", 1)[-1]
     if name not in COMBINE:
         raise ValueError(f"reduce op {name} is not supported; use one of {', '.join(COMBINE)}")
@@ -53,7 +53,7 @@ def check_dtype(op: str, dtype: torch.dtype) -> None:
         raise TypeError(f"{op} of {dtype} is not defined; pass integers or bool")
     try:
         value = torch.zeros(1, dtype=dtype, device="cpu")
-        total = torch.zeros(1, dtype=accumulation_dtype(dtype), device="cpu")
+        total = torch.zeros(1, dtype=get_accumulation_dtype(dtype), device="cpu")
         reduce_into(op, [value, value], value, total)
     except RuntimeError as error:
         # torch copies some dtypes, such as uint16, but has no arithmetic for them.
@@ -62,7 +62,7 @@ def check_dtype(op: str, dtype: torch.dtype) -> None:
         ) from error
 
 
-def in_pieces(flat: Tensor, length: int) -> list[Tensor]:
+def split_into_pieces(flat: Tensor, length: int) -> list[Tensor]:
     """Return views of `length` elements each; the last view may be shorter.
 
     If `flat` is empty, the list contains one empty view.
@@ -72,7 +72,7 @@ def in_pieces(flat: Tensor, length: int) -> list[Tensor]:
     return [flat[start : start + length] for start in range(0, flat.numel(), length)]
 
 
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+def get_accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Return float32 for 16-bit and 8-bit floats, complex64 for complex32, otherwise the dtype."""
     if dtype == torch.complex32:
         return torch.complex64

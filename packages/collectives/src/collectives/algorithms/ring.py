@@ -11,7 +11,7 @@ For n ranks and S bytes (Patarasuk and Yuan, 2009), a rank sends
 In no algorithm does the busiest rank send fewer bytes, so the ring is the choice for long messages.
 
 A ring sends partial sums, so a dtype that accumulates in a wider one would be rounded at every
-step. For such a dtype, a reduce-scatter sends each slice to its owner instead (`direct`): the same
+step. For such a dtype, `reduce_scatter_directly` sends each slice to its owner instead: the same
 bytes and steps, and one rounding.
 """
 
@@ -21,7 +21,12 @@ import torch
 from torch import Tensor
 
 from collectives.algorithms.point_to_point import PIECE_BYTES, PointToPoint
-from collectives.algorithms.reduction import accumulation_dtype, average, in_pieces, reduce_into
+from collectives.algorithms.reduction import (
+    average,
+    get_accumulation_dtype,
+    reduce_into,
+    split_into_pieces,
+)
 
 
 def all_reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
@@ -56,8 +61,8 @@ def _reduce(
     """Reduce slices[rank] into `out`, or in place, which may overwrite the other slices too."""
     rank, world_size = point_to_point.rank, point_to_point.world_size
     result = slices[rank] if out is None else out
-    if accumulation_dtype(result.dtype) != result.dtype:
-        direct(point_to_point, slices, result, op)
+    if get_accumulation_dtype(result.dtype) != result.dtype:
+        reduce_scatter_directly(point_to_point, slices, result, op)
         return
     if world_size == 1 and out is not None:
         out.copy_(slices[0])
@@ -82,10 +87,12 @@ def _gather(point_to_point: PointToPoint, slices: Sequence[Tensor]) -> None:
         point_to_point.exchange([(right, leaving)], [(left, arriving)])
 
 
-def direct(point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor, op: str) -> None:
+def reduce_scatter_directly(
+    point_to_point: PointToPoint, slices: Sequence[Tensor], out: Tensor, op: str
+) -> None:
     """Send each slice to its owner, which reduces the received slices into `out`."""
     rank, world_size = point_to_point.rank, point_to_point.world_size
-    wide = accumulation_dtype(out.dtype)
+    wide = get_accumulation_dtype(out.dtype)
     length = max(1, PIECE_BYTES // world_size // wide.itemsize)
     for start in range(0, max(s.numel() for s in slices), length):
         pieces = [s[start : start + length] for s in slices]
@@ -105,7 +112,7 @@ def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:
     right, left = (rank + 1) % world_size, (rank - 1) % world_size
     is_first = rank == source
     is_last = right == source
-    pieces = in_pieces(flat, PIECE_BYTES // flat.element_size())
+    pieces = split_into_pieces(flat, PIECE_BYTES // flat.element_size())
     for i in range(len(pieces) + 1):
         sends = [(right, pieces[i - 1])] if i > 0 and not is_last else []
         receives = [(left, pieces[i])] if i < len(pieces) and not is_first else []

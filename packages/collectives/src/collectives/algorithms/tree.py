@@ -15,10 +15,10 @@ from collections.abc import Callable
 from torch import Tensor
 
 from collectives.algorithms.point_to_point import PIECE_BYTES, PointToPoint
-from collectives.algorithms.reduction import accumulation_dtype, average, in_pieces
+from collectives.algorithms.reduction import average, get_accumulation_dtype, split_into_pieces
 
 
-def levels(rank: int, world_size: int) -> list[tuple[int, int, int]]:
+def list_ranges(rank: int, world_size: int) -> list[tuple[int, int, int]]:
     """Return the ranges (low, middle, high) that contain `rank`, from the largest to the smallest.
 
     A range is [low, high) and is halved at `middle`; the first half may be one rank longer.
@@ -34,7 +34,7 @@ def levels(rank: int, world_size: int) -> list[tuple[int, int, int]]:
 
 def all_reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
     """Reduce the flat tensor over all ranks, in place."""
-    in_wide_blocks(flat, lambda block: _all_reduce(point_to_point, block, op))
+    run_in_wide_blocks(flat, lambda block: _all_reduce(point_to_point, block, op))
 
 
 def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:
@@ -42,7 +42,7 @@ def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:
     world_size = point_to_point.world_size
     # Ranks are numbered from the source.
     position = (point_to_point.rank - source) % world_size
-    for low, middle, _ in levels(position, world_size):
+    for low, middle, _ in list_ranges(position, world_size):
         if position == low:
             point_to_point.exchange([((middle + source) % world_size, flat)], [])
         elif position == middle:
@@ -52,20 +52,20 @@ def broadcast(point_to_point: PointToPoint, flat: Tensor, source: int) -> None:
 def reduce(point_to_point: PointToPoint, flat: Tensor, op: str) -> None:
     """Reduce to rank 0, in place; the tensors of other ranks are overwritten by partial results."""
     empty = flat[:0]
-    for low, middle, _ in reversed(levels(point_to_point.rank, point_to_point.world_size)):
+    for low, middle, _ in reversed(list_ranges(point_to_point.rank, point_to_point.world_size)):
         if point_to_point.rank == low:
             point_to_point.exchange_reduce((middle, empty), (middle, flat, flat), op)
         elif point_to_point.rank == middle:
             point_to_point.exchange_reduce((low, flat), (low, empty, empty), op)
 
 
-def in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
+def run_in_wide_blocks(flat: Tensor, step: Callable[[Tensor], None]) -> None:
     """Run `step` in place on the tensor, or on pieces converted to the accumulation dtype."""
-    wide = accumulation_dtype(flat.dtype)
+    wide = get_accumulation_dtype(flat.dtype)
     if wide == flat.dtype:
         step(flat)
         return
-    for piece in in_pieces(flat, PIECE_BYTES // wide.itemsize):
+    for piece in split_into_pieces(flat, PIECE_BYTES // wide.itemsize):
         block = piece.to(wide)
         step(block)
         piece.copy_(block)

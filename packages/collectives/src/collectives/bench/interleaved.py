@@ -55,7 +55,7 @@ def time_interleaved(
     `size` (bytes) determines the number of calls per round, and the number of rounds unless
     `rounds` is passed.
     """
-    rounds = rounds or _num_rounds(size, quick)
+    rounds = rounds or _choose_num_rounds(size, quick)
     repeats = max(1, min(20, (4 << 20) // size))
     seconds = np.zeros((len(contenders), rounds, repeats))
     sent = np.zeros(len(contenders))
@@ -67,11 +67,11 @@ def time_interleaved(
                 collectives.barrier()
             else:
                 dist.barrier()
-            bytes_before = sent_bytes()
-            call_seconds = [_time_call(call, device) for _ in range(repeats)]
+            bytes_before = count_sent_bytes()
+            call_seconds = [_measure_call(call, device) for _ in range(repeats)]
             if j >= 0:
                 seconds[i, j] = call_seconds
-                sent[i] += (sent_bytes() - bytes_before) / rounds / repeats
+                sent[i] += (count_sent_bytes() - bytes_before) / rounds / repeats
     slowest = torch.from_numpy(np.concatenate([seconds.ravel(), sent])).to(device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     values = slowest.cpu().numpy()
@@ -83,13 +83,13 @@ def time_interleaved(
     }
 
 
-def _num_rounds(size: int, quick: bool) -> int:
+def _choose_num_rounds(size: int, quick: bool) -> int:
     if size > HUGE_BYTES:
         return 2
     return 5 if quick or size > WARM_UP_BYTES else 9
 
 
-def _time_call(call: Callable[[], object], device: str) -> float:
+def _measure_call(call: Callable[[], object], device: str) -> float:
     start_time = time.perf_counter()
     call()
     if device == "cuda":
@@ -97,14 +97,14 @@ def _time_call(call: Callable[[], object], device: str) -> float:
     return time.perf_counter() - start_time
 
 
-def sent_bytes() -> int:
+def count_sent_bytes() -> int:
     """Return the bytes that this process's open TCP connections have sent, without headers."""
     if not sys.platform.startswith("linux"):
         return 0
-    return sum(_bytes_sent_by(int(name)) for name in os.listdir("/proc/self/fd"))
+    return sum(_count_socket_bytes(int(name)) for name in os.listdir("/proc/self/fd"))
 
 
-def _bytes_sent_by(descriptor: int) -> int:
+def _count_socket_bytes(descriptor: int) -> int:
     """Return the bytes that a TCP socket has sent, or 0 for any other file or a closed one."""
     with suppress(OSError):
         if not stat.S_ISSOCK(os.fstat(descriptor).st_mode):

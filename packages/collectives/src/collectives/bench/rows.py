@@ -30,10 +30,10 @@ from torch._C._distributed_c10d import FileStore
 from torch.multiprocessing.spawn import start_processes
 
 import collectives
-from collectives.algorithms.reduction import in_pieces
+from collectives.algorithms.reduction import split_into_pieces
 from collectives.bench.interleaved import Times, time_interleaved
-from collectives.choice.cost import candidates
-from collectives.groups import communicator
+from collectives.choice.cost import list_candidates
+from collectives.groups import get_communicator
 
 Row = dict[str, float | int | str]
 # Number of elements after which the values of a tensor repeat.
@@ -114,7 +114,7 @@ def _measure(device: str, sizes: Sequence[int], quick: bool, cases: Sequence[str
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     rows = []
     for case, size in itertools.product(cases, sizes):
-        rows += _rows(case, size, device, quick)
+        rows += _measure_rows(case, size, device, quick)
     return rows
 
 
@@ -135,7 +135,7 @@ class _Case:
         #: The function of each contender.
         self.calls: dict[str, Callable[..., object]] = {self.native: getattr(dist, FUNCTIONS[kind])}
         ours = getattr(collectives, FUNCTIONS[kind])
-        for name in ("auto", *_algorithms(kind, device)):
+        for name in ("auto", *_list_algorithms(kind, device)):
             self.calls[name] = partial(ours, algorithm=name)
         #: The result and the source of each contender.
         self.tensors = dict.fromkeys(self.calls, (result, source))
@@ -162,22 +162,22 @@ class _Case:
         """Run a contender on known values and return the number of wrong elements."""
         result, source = self.tensors[name]
         result.fill_(torch.nan)
-        block = _values(dist.get_rank(), self.device)
+        block = _make_values(dist.get_rank(), self.device)
         for part in (result if in_place else source).split(self.count):
-            for piece in in_pieces(part, BLOCK):
+            for piece in split_into_pieces(part, BLOCK):
                 piece.copy_(block[: piece.numel()])
         if in_place:
             self.run_in_place(name)
         else:
             self.run(name)
         parts = result.split(self.count)
-        return sum(_num_wrong(part, block) for part, block in zip(parts, expected, strict=False))
+        return sum(_count_wrong(part, block) for part, block in zip(parts, expected, strict=False))
 
 
-def _rows(kind: str, size: int, device: str, quick: bool) -> list[Row]:
+def _measure_rows(kind: str, size: int, device: str, quick: bool) -> list[Row]:
     """Return one row per contender for a collective at one size."""
     case = _Case(kind, size, device)
-    expected = [_values(rank, device) for rank in range(dist.get_world_size())]
+    expected = [_make_values(rank, device) for rank in range(dist.get_world_size())]
     if kind != "all_gather":
         expected = [torch.stack(expected).sum(0)]
     rows: dict[str, Row] = {name: {} for name in case.calls}
@@ -188,40 +188,40 @@ def _rows(kind: str, size: int, device: str, quick: bool) -> list[Row]:
         contenders = {name: partial(run, name) for name in case.calls}
         times = time_interleaved(contenders, size, quick, device)
         for name, row in rows.items():
-            for column, value in _speed(kind, size, times[name]).items():
+            for column, value in _compute_speed(kind, size, times[name]).items():
                 row[prefix + column] = value
             row[f"{prefix}wrong"] = wrong[name]
             # The in-place ratios replace the out-of-place ratios.
-            row |= _ratios(times, name, case.native)
+            row |= _compute_ratios(times, name, case.native)
     # The choice of "auto" is known only after its calls.
-    return [_description(kind, name, size, device) | row for name, row in rows.items()]
+    return [_describe_row(kind, name, size, device) | row for name, row in rows.items()]
 
 
-def _algorithms(kind: str, device: str) -> list[str]:
+def _list_algorithms(kind: str, device: str) -> list[str]:
     """Return the names of this package's algorithms, which run on CPU tensors only."""
     if device != "cpu":
         return []
-    topology = communicator().topology
-    return list(candidates(kind, topology.ranks_per_host, shared=topology.is_single_host))
+    topology = get_communicator().topology
+    return list(list_candidates(kind, topology.ranks_per_host, shared=topology.is_single_host))
 
 
-def _values(rank: int, device: str) -> Tensor:
+def _make_values(rank: int, device: str) -> Tensor:
     """Return the block of values that is repeated in a rank's tensor."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(BLOCK, generator=generator).to(device)
 
 
-def _num_wrong(result: Tensor, block: Tensor) -> int:
+def _count_wrong(result: Tensor, block: Tensor) -> int:
     """Return how many elements of `result` differ from the repeated block."""
     wrong = 0
-    for piece in in_pieces(result, BLOCK):
+    for piece in split_into_pieces(result, BLOCK):
         wrong += int((~piece.isclose(block[: piece.numel()], rtol=1e-5, atol=1e-5)).sum())
     return wrong
 
 
-def _description(kind: str, name: str, size: int, device: str) -> Row:
+def _describe_row(kind: str, name: str, size: int, device: str) -> Row:
     """Return the columns that identify a row."""
-    comm = communicator()
+    comm = get_communicator()
     # The array is a multiple of one float32, and of one per rank if it is scattered or gathered.
     multiple = 4 if kind == "all_reduce" else 4 * comm.world_size
     whole = size // multiple * multiple
@@ -245,7 +245,7 @@ def _description(kind: str, name: str, size: int, device: str) -> Row:
     }
 
 
-def _speed(kind: str, size: int, times: Times) -> Row:
+def _compute_speed(kind: str, size: int, times: Times) -> Row:
     """Return the columns of time and bandwidth."""
     world = dist.get_world_size()
     seconds = float(np.median(times.rounds))
@@ -258,7 +258,7 @@ def _speed(kind: str, size: int, times: Times) -> Row:
     }
 
 
-def _ratios(times: dict[str, Times], name: str, native: str) -> Row:
+def _compute_ratios(times: dict[str, Times], name: str, native: str) -> Row:
     """Return the columns that compare a contender with the backend's own collective."""
     by_round = times[native].rounds / times[name].rounds
     return {

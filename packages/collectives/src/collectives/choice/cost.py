@@ -11,7 +11,7 @@ overhead of LogP: Culler and others, 1993). A ring of two ranks sends and receiv
 whereas a tree sends and then receives. For short messages, both would cost the same without omega,
 but measurements show that the ring takes longer.
 
-`terms` counts the quantities from the definition of each algorithm, so a fit is linear least
+`count_terms` counts the quantities from the definition of each algorithm, so a fit is linear least
 squares. Shared memory is faster than messages at every size, so its counts are not modeled: each
 collective counts as one reduction of its bytes.
 
@@ -95,7 +95,9 @@ class CostModel:
                 raise ValueError(
                     f"expected samples of at least two ranks, got {sample}; one rank sends nothing"
                 )
-        counts = [terms(s.collective, s.algorithm, s.size_bytes, s.ranks_per_host) for s in samples]
+        counts = [
+            count_terms(s.collective, s.algorithm, s.size_bytes, s.ranks_per_host) for s in samples
+        ]
         rows = np.array([astuple(count) for count in counts])
         rows /= np.array([sample.seconds for sample in samples])[:, None]
         # Columns are scaled to equal length. Otherwise prices in nanoseconds would be rounded to
@@ -115,10 +117,12 @@ class CostModel:
         """
         if size_bytes < 0:
             raise ValueError(f"expected size_bytes of at least 0, got {size_bytes}")
-        measured = self._samples_by_size(collective, algorithm, ranks_per_host)
+        measured = self._get_samples_by_size(collective, algorithm, ranks_per_host)
         if not measured:
-            quantities = astuple(terms(collective, algorithm, size_bytes, tuple(ranks_per_host)))
-            prices = self.prices().values()
+            quantities = astuple(
+                count_terms(collective, algorithm, size_bytes, tuple(ranks_per_host))
+            )
+            prices = self.get_prices().values()
             return sum(count * price for count, price in zip(quantities, prices, strict=True))
         sizes = sorted(measured)
         log_seconds = np.log([measured[size].seconds for size in sizes])
@@ -138,8 +142,8 @@ class CostModel:
         If gloo's own collective was measured and can run (`native`), only algorithms that won at
         least three quarters of the rounds compete with it.
         """
-        algorithms = candidates(collective, ranks_per_host)
-        if native and self._samples_by_size(collective, NATIVE, ranks_per_host):
+        algorithms = list_candidates(collective, ranks_per_host)
+        if native and self._get_samples_by_size(collective, NATIVE, ranks_per_host):
             winners = [
                 a for a in algorithms if self._is_winner(collective, a, size_bytes, ranks_per_host)
             ]
@@ -152,7 +156,7 @@ class CostModel:
         self, collective: str, algorithm: str, size_bytes: int, ranks_per_host: Sequence[int]
     ) -> bool:
         """Return True if the algorithm won enough rounds at both adjacent measured sizes."""
-        measured = self._samples_by_size(collective, algorithm, ranks_per_host)
+        measured = self._get_samples_by_size(collective, algorithm, ranks_per_host)
         if not measured:
             return False
         smaller = [size for size in measured if size <= size_bytes]
@@ -160,7 +164,7 @@ class CostModel:
         neighbors = (max(smaller, default=min(measured)), min(larger, default=max(measured)))
         return all(measured[size].wins >= MIN_WINS for size in neighbors)
 
-    def _samples_by_size(
+    def _get_samples_by_size(
         self, collective: str, algorithm: str, ranks_per_host: Sequence[int]
     ) -> dict[int, Sample]:
         key = collective, algorithm, tuple(ranks_per_host)
@@ -170,7 +174,7 @@ class CostModel:
             if (sample.collective, sample.algorithm, sample.ranks_per_host) == key
         }
 
-    def prices(self) -> dict[str, float]:
+    def get_prices(self) -> dict[str, float]:
         """Return the four prices by name, in the order of `Terms`."""
         names = [field.name for field in fields(self) if field.name != "samples"]
         return {name: getattr(self, name) for name in names}
@@ -190,7 +194,7 @@ class CostModel:
         return cls(**values, samples=tuple(samples))
 
 
-def candidates(
+def list_candidates(
     collective: str, ranks_per_host: Sequence[int], *, shared: bool | None = None
 ) -> tuple[str, ...]:
     """Return the names of the algorithms that can run this collective with these ranks per host.
@@ -217,13 +221,15 @@ def candidates(
     return tuple(names)
 
 
-def terms(collective: str, algorithm: str, size: int, ranks_per_host: tuple[int, ...]) -> Terms:
+def count_terms(
+    collective: str, algorithm: str, size: int, ranks_per_host: tuple[int, ...]
+) -> Terms:
     """Return the counts of messages, bytes and operations on the critical path of one call.
 
     `size` is the number of bytes of the call. `predict` multiplies each count by its price. Raise
     ValueError if the algorithm cannot run the collective.
     """
-    supported = candidates(collective, ranks_per_host, shared=True)
+    supported = list_candidates(collective, ranks_per_host, shared=True)
     if algorithm not in supported:
         raise ValueError(
             f"expected one of {', '.join(supported)} for {collective} with {ranks_per_host} ranks "
@@ -235,13 +241,13 @@ def terms(collective: str, algorithm: str, size: int, ranks_per_host: tuple[int,
     if algorithm == "shared_memory":
         return Terms(reduced_bytes=size)
     if algorithm == "hierarchical":
-        return _message_terms(collective, "ring", size, len(ranks_per_host), 1)
+        return _count_message_terms(collective, "ring", size, len(ranks_per_host), 1)
     # The ranks of one host send to another host over the same link.
     ranks_per_link = max(ranks_per_host) if len(ranks_per_host) > 1 else 1
-    return _message_terms(collective, algorithm, size, world_size, ranks_per_link)
+    return _count_message_terms(collective, algorithm, size, world_size, ranks_per_link)
 
 
-def _message_terms(
+def _count_message_terms(
     collective: str, algorithm: str, size: int, world_size: int, ranks_per_link: int
 ) -> Terms:
     others = world_size - 1

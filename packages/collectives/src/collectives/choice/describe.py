@@ -4,8 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from collectives.choice.cost import COLLECTIVES, CostModel, candidates
-from collectives.groups import communicator
+from collectives.choice.cost import COLLECTIVES, CostModel, list_candidates
+from collectives.groups import get_communicator
 from collectives.shared_memory import engine
 
 SIZES = (1 << 10, 64 << 10, 1 << 20, 16 << 20, 100 << 20)
@@ -37,7 +37,7 @@ class Description:
         Raise ValueError if there is no such collective.
         """
         ranks_per_host = tuple(len(host) for host in self.hosts)
-        algorithms = candidates(collective, ranks_per_host)
+        algorithms = list_candidates(collective, ranks_per_host)
         if self.shared_memory:
             return dict.fromkeys(SIZES, algorithms[0])
         model = self.models.get(collective)
@@ -60,7 +60,7 @@ class Description:
             default = UNMEASURED.get(collective, "not measured yet")
             lines.append(f"{collective}: {picks or default}")
             if collective in self.models and not self.shared_memory:
-                prices = self.models[collective].prices().items()
+                prices = self.models[collective].get_prices().items()
                 lines.append("  " + ", ".join(f"{name} {price:.3g}" for name, price in prices))
         return "\n".join(lines)
 
@@ -70,9 +70,11 @@ def describe(group: Any = None) -> Description:
 
     Every rank must make the first call on a group, because it sets the group up.
     """
-    comm = communicator(group)
+    comm = get_communicator(group)
     topology = comm.topology
-    compiled = "compiled" if engine.library() is not None else f"Python ({engine.why_not()})"
+    compiled = (
+        "compiled" if engine.get_library() is not None else f"Python ({engine.explain_refusal()})"
+    )
     return Description(
         rank=comm.rank,
         hosts=tuple(tuple(host) for host in topology.hosts),

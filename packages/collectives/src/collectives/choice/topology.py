@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import Store
 from collectives.shared_memory import segment as memory
 from collectives.shared_memory.arena import ARENA_BYTES, Arena, is_available
 from collectives.shared_memory.protocol import Shared
-from collectives.shared_memory.segment import HEADER_BYTES, Address, host_identity
+from collectives.shared_memory.segment import HEADER_BYTES, Address, get_host_identity
 from collectives.store import fetch
 
 # Number of views of one allocation that are cached.
@@ -65,7 +65,7 @@ class Topology:
             )
         #: For each rank that does not share memory with this rank, the reason.
         self.why_not = {
-            other: _why_not(addresses[rank], addresses[other])
+            other: _explain_refusal(addresses[rank], addresses[other])
             for other in range(world_size)
             if other not in self.local_ranks
         }
@@ -111,7 +111,7 @@ class Topology:
         weakref.finalize(mappings[position], self._shared.pop, base, None)
         return tensor[:numel]
 
-    def shared(self, flat: Tensor) -> Shared | None:
+    def find_shared_copies(self, flat: Tensor) -> Shared | None:
         """Return all ranks' copies of a tensor, or None if `allocate` did not return its memory."""
         storage = flat.untyped_storage().data_ptr()
         entry = self._shared.get(storage)
@@ -139,7 +139,9 @@ class Topology:
         with suppress(OSError):
             segment = memory.Segment(size) if is_available() else None
         try:
-            address = segment.address if segment else Address(host_identity(), 0, 0, 0, 0, 0, "")
+            address = (
+                segment.address if segment else Address(get_host_identity(), 0, 0, 0, 0, 0, "")
+            )
             texts = self._gather_texts(key, json.dumps(asdict(address)), ranks)
             addresses = [Address(**json.loads(text)) for text in texts]
             mappings: list[mmap.mmap | None] = [None] * len(addresses)
@@ -164,7 +166,7 @@ class Topology:
         return list(values.values())
 
 
-def _why_not(local: Address, other: Address) -> str:
+def _explain_refusal(local: Address, other: Address) -> str:
     """Return the reason why this rank cannot map another rank's segment."""
     for address, subject in ((local, "this rank"), (other, "it")):
         if not address.token:

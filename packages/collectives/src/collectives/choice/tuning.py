@@ -15,7 +15,7 @@ import torch
 
 from collectives.algorithms import tree
 from collectives.algorithms.point_to_point import PointToPoint
-from collectives.choice.cost import MIN_WINS, NATIVE, CostModel, Sample, candidates
+from collectives.choice.cost import MIN_WINS, NATIVE, CostModel, Sample, list_candidates
 
 # Number of calls per algorithm and round, by size in bytes.
 CALLS_PER_ROUND = {1 << 10: 12, 16 << 10: 8, 64 << 10: 4, 256 << 10: 3, 1 << 20: 2, 8 << 20: 1}
@@ -47,27 +47,27 @@ def tune(
         broadcast: returns rank 0's text on every rank.
         native: True if gloo's own collective can run.
     """
-    algorithms = candidates(kind, ranks_per_host, shared=False)
+    algorithms = list_candidates(kind, ranks_per_host, shared=False)
     if native:
         algorithms = (*algorithms, NATIVE)
     samples = []
     for size, calls in CALLS_PER_ROUND.items():
         functions = [partial(call, name, size) for name in algorithms]
-        seconds = _time_rounds(functions, calls, point_to_point, native=native)
+        seconds = _measure_rounds(functions, calls, point_to_point, native=native)
         slowest = torch.tensor(seconds, dtype=torch.float64, device="cpu")
         tree.all_reduce(point_to_point, slowest.view(-1), "MAX")
         # The first round includes the time to connect.
         rounds = slowest[min(1, len(slowest) - 1) :]
         medians = rounds.median(0).values.tolist()
         # The last algorithm is gloo's own if it can run.
-        wins = _wins(rounds) if native else [1.0] * len(algorithms)
+        wins = _compute_win_rates(rounds) if native else [1.0] * len(algorithms)
         for algorithm, median, won in zip(algorithms, medians, wins, strict=True):
             samples.append(Sample(kind, algorithm, size, tuple(ranks_per_host), median, won))
     model = replace(CostModel.fit(samples), samples=tuple(samples))
     return CostModel.from_json(broadcast(model.to_json() if point_to_point.rank == 0 else ""))
 
 
-def _time_rounds(
+def _measure_rounds(
     functions: Sequence[Callable[[], object]],
     calls: int,
     point_to_point: PointToPoint,
@@ -80,16 +80,16 @@ def _time_rounds(
     seconds: list[list[float]] = []
     is_finished = False
     while not is_finished:
-        seconds.append([_time_calls(function, calls, point_to_point) for function in functions])
-        factor = CLOSE_FACTOR if native and _any_rank(point_to_point, _is_close(seconds)) else 1
+        seconds.append([_measure_calls(function, calls, point_to_point) for function in functions])
+        factor = CLOSE_FACTOR if native and _is_any_set(point_to_point, _is_close(seconds)) else 1
         is_late = time.perf_counter() > start_time + factor * max_seconds
-        is_finished = _any_rank(point_to_point, is_late or len(seconds) >= factor * MAX_ROUNDS)
+        is_finished = _is_any_set(point_to_point, is_late or len(seconds) >= factor * MAX_ROUNDS)
         # The timeout detects ranks that do not respond; it does not limit the measurement.
         point_to_point.restart_deadline()
     return seconds
 
 
-def _wins(rounds: torch.Tensor) -> list[float]:
+def _compute_win_rates(rounds: torch.Tensor) -> list[float]:
     """Return the fraction of rounds in which each algorithm was faster than the last one.
 
     rounds[i, j] is the time of algorithm j in round i, in seconds.
@@ -100,21 +100,23 @@ def _wins(rounds: torch.Tensor) -> list[float]:
 def _is_close(seconds: Sequence[Sequence[float]]) -> bool:
     """Return True if an algorithm's wins are close to the required fraction."""
     rounds = torch.tensor(seconds, dtype=torch.float64, device="cpu")
-    return any(abs(won - MIN_WINS) < CLOSE_WINS for won in _wins(rounds))
+    return any(abs(won - MIN_WINS) < CLOSE_WINS for won in _compute_win_rates(rounds))
 
 
-def _time_calls(function: Callable[[], object], calls: int, point_to_point: PointToPoint) -> float:
+def _measure_calls(
+    function: Callable[[], object], calls: int, point_to_point: PointToPoint
+) -> float:
     """Return the seconds per call."""
     # The first call is not timed: the previous algorithm has changed caches and threads.
     function()
-    _any_rank(point_to_point, False)
+    _is_any_set(point_to_point, False)
     start_time = time.perf_counter()
     for _ in range(calls):
         function()
     return (time.perf_counter() - start_time) / calls
 
 
-def _any_rank(point_to_point: PointToPoint, flag: bool) -> bool:
+def _is_any_set(point_to_point: PointToPoint, flag: bool) -> bool:
     """Return True if any rank passes True. This synchronizes all ranks."""
     flags = torch.tensor([flag], dtype=torch.uint8, device="cpu")
     tree.all_reduce(point_to_point, flags, "MAX")

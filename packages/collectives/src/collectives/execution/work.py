@@ -60,7 +60,7 @@ class Work(dist.Work):
         self._lock = threading.Lock()
 
     @classmethod
-    def completed(cls, result: Any = None) -> "Work":
+    def make_completed(cls, result: Any = None) -> "Work":
         """Return the handle of an operation that has finished already."""
         work = cls(lambda: None, result)
         work.run()

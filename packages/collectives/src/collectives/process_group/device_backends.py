@@ -82,14 +82,16 @@ def create_backend(group: Any, device: torch.device, options: Any, backend_optio
     name = dist.Backend.default_device_backend_map.get(device.type)
     if name is None:
         raise ValueError(f"torch has no backend for {device.type} tensors; move them to the CPU")
-    backend = _backend_by_name(name, device, options, backend_options)
+    backend = _create_backend_by_name(name, device, options, backend_options)
     kind = dist.Backend.backend_type_map.get(name, dist.ProcessGroup.BackendType.CUSTOM)
     # torch's C++ code (coalescing, functional collectives) finds the backend by its device.
     group._register_backend(torch.device(device.type), kind, backend)
     return backend
 
 
-def _backend_by_name(name: str, device: torch.device, options: Any, backend_options: Any) -> Any:
+def _create_backend_by_name(
+    name: str, device: torch.device, options: Any, backend_options: Any
+) -> Any:
     """Create one of torch's backends for the ranks of the group, as init_process_group does."""
     store: Store = PrefixStore(f"beside/{device.type}", options.store)
     rank = options.group_rank

@@ -56,7 +56,7 @@ class Options:
         )
 
 
-def single(tensors: Any) -> Tensor:
+def unwrap_tensor(tensors: Any) -> Tensor:
     """Return the tensor of a method's argument: a tensor, or a list of one tensor per device."""
     if isinstance(tensors, Tensor):
         return tensors
@@ -65,10 +65,10 @@ def single(tensors: Any) -> Tensor:
             f"expected one tensor, because a rank has one CPU device, got {len(tensors)}; use a "
             "coalesced call for several tensors"
         )
-    return single(tensors[0])
+    return unwrap_tensor(tensors[0])
 
 
-def single_list(tensor_lists: Any) -> list[Tensor]:
+def unwrap_list(tensor_lists: Any) -> list[Tensor]:
     """Return the argument as a flat list of tensors; `[[t1, t2]]` is accepted as `[t1, t2]`."""
     if not tensor_lists or isinstance(tensor_lists[0], Tensor):
         return list(tensor_lists)
@@ -80,10 +80,10 @@ def single_list(tensor_lists: Any) -> list[Tensor]:
     return list(tensor_lists[0])
 
 
-def tensors_in(values: Iterable[Any]) -> Iterator[Tensor]:
+def iter_tensors(values: Iterable[Any]) -> Iterator[Tensor]:
     """Yield the tensors in `values` and in the lists and tuples that it contains."""
     for value in values:
         if isinstance(value, Tensor):
             yield value
         elif isinstance(value, (list, tuple)):
-            yield from tensors_in(value)
+            yield from iter_tensors(value)

@@ -13,20 +13,20 @@ import torch.distributed as dist
 
 from collectives.execution.timeouts import limit_calls
 from collectives.execution.work import MessageWork, Work
-from collectives.process_group.method_arguments import Options, tensors_in
+from collectives.process_group.method_arguments import Options, iter_tensors
 
 Method = Callable[..., Any]
 #: The handle of a call, or None if the call has finished.
 OptionalWork = dist.Work | None
 
 
-def by_device(method: Method) -> Method:
+def dispatch_by_device(method: Method) -> Method:
     """Return a method that forwards tensors of another device to the backend of that device."""
     name = method.__name__
 
     @wraps(method)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        tensor = next(tensors_in([*args, *kwargs.values()]), None)
+        tensor = next(iter_tensors([*args, *kwargs.values()]), None)
         if tensor is not None and not tensor.is_cpu:
             return getattr(self.get_backend(tensor.device), name)(*args, **kwargs)
         work = method(self, *args, **kwargs)
@@ -51,7 +51,7 @@ def collective_method(*names: str) -> Callable[[Callable[..., OptionalWork]], Me
         tensor_names = list(inspect.signature(function).parameters)[1:-1]
 
         @wraps(function)
-        def method(self: Any, *args: Any, **kwargs: Any) -> dist.Work:
+        def call_method(self: Any, *args: Any, **kwargs: Any) -> dist.Work:
             tensors = dict(zip(tensor_names, args, strict=False))
             for name in tensor_names[len(args) :]:
                 if name in kwargs:
@@ -60,15 +60,15 @@ def collective_method(*names: str) -> Callable[[Callable[..., OptionalWork]], Me
             with limit_calls(options.timeout):
                 work = function(self, **tensors, options=options)
             if work is None:
-                return Work.completed(list(tensors_in([tensors[tensor_names[0]]])))
+                return Work.make_completed(list(iter_tensors([tensors[tensor_names[0]]])))
             return work
 
-        return by_device(method)
+        return dispatch_by_device(call_method)
 
     return decorate
 
 
-def on_gloo(name: str) -> Method:
+def make_gloo_method(name: str) -> Method:
     """Return a method that calls gloo's method of the same name.
 
     The inherited method would deadlock. It holds the GIL while gloo may wait for its own thread.
@@ -81,10 +81,10 @@ def on_gloo(name: str) -> Method:
         return None if work is None else MessageWork(work, self._gloo.options._timeout)
 
     forward.__name__ = name
-    return by_device(forward)
+    return dispatch_by_device(forward)
 
 
-def refused(name: str, backend: str, remedy: str) -> Method:
+def make_refused_method(name: str, backend: str, remedy: str) -> Method:
     """Return a method that raises NotImplementedError.
 
     The inherited method would address gloo only, and so have no effect on the calls of this

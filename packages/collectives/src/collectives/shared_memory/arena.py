@@ -71,7 +71,7 @@ def is_available() -> bool:
     """Return True if ranks can share memory on this machine."""
     if sys.platform != "linux":
         return False
-    return platform.machine() in ("x86_64", "AMD64") or engine.library() is not None
+    return platform.machine() in ("x86_64", "AMD64") or engine.get_library() is not None
 
 
 class Arena:
@@ -124,8 +124,8 @@ class Arena:
         #: The other ranks' processes, by position. A rank whose own set-up is complete may already
         #: have left the group and ended.
         self._processes = {i: PeerProcess(pids[i]) for i in self._others}
-        self._library = engine.library()
-        self._addresses = engine.addresses(
+        self._library = engine.get_library()
+        self._addresses = engine.make_address_array(
             [torch.frombuffer(m, dtype=torch.uint8) for m in self._memory]
         )
         self._shared = engine.Memory(
@@ -167,7 +167,7 @@ class Arena:
     def sync(self) -> None:
         """Tick, then wait until all ranks have ticked."""
         if self._library is not None:
-            self.run_job(self.job("tick"))
+            self.run_job(self.make_job("tick"))
             return
         tick = self._shared.tick = self.tick + 1
         clocks = self._clocks
@@ -194,12 +194,12 @@ class Arena:
 
     def _check_peers(self, tick: int, deadline: float) -> None:
         """Raise RankLost if a rank cannot reach this tick, or does not reach it in time."""
-        late = self._late_positions(tick)
+        late = self._list_late_positions(tick)
         left = [i for i in late if self._left[i][0]]
         dead = [i for i in late if self._processes[i].has_ended()]
         # In this order: a rank may end after a failure, and may fail after it has reached the tick.
-        failed = [i for i in late if self._reported_ranks(i)]
-        late = self._late_positions(tick)
+        failed = [i for i in late if self._read_blamed_ranks(i)]
+        late = self._list_late_positions(tick)
         if self._failures[self.rank][0]:
             rank = self.group_ranks[self.rank]
             raise RankLost([rank], f"rank {rank}, this rank, has left the group; {UNUSABLE}")
@@ -219,17 +219,17 @@ class Arena:
             event = f"did not make the call within the timeout of {self.timeout:g} s"
             self._raise_lost(late, event)
 
-    def _late_positions(self, tick: int) -> list[int]:
+    def _list_late_positions(self, tick: int) -> list[int]:
         """Return the positions of the other ranks that have not reached a tick."""
         return [i for i in self._others if self._clocks[i][0] < tick]
 
-    def late_ranks(self) -> list[int]:
+    def list_late_ranks(self) -> list[int]:
         """Return the ranks of the group that have not reached this rank's tick."""
-        return [self.group_ranks[i] for i in self._late_positions(self.tick)]
+        return [self.group_ranks[i] for i in self._list_late_positions(self.tick)]
 
     # ----- the engine -----
 
-    def job(self, kind: str, **fields: Any) -> engine.Job:
+    def make_job(self, kind: str, **fields: Any) -> engine.Job:
         """Return the engine's job for a collective of kind `kind`.
 
         The job writes the call and the note of the last `announce`. `fields` are the other fields
@@ -270,11 +270,11 @@ class Arena:
                     self._fill_queue()
 
     def _fill_queue(self) -> None:
-        put = engine.library_with_interpreter().put
+        put = engine.get_library_with_interpreter().put
         while self._backlog and put(self._queue, self._backlog[0]):
             self._backlog.popleft()
 
-    def dead_ranks(self) -> list[int]:
+    def list_dead_ranks(self) -> list[int]:
         """Return the ranks of the group whose processes on this host have ended."""
         positions = [i for i, process in self._processes.items() if process.has_ended()]
         return [self.group_ranks[i] for i in positions]
@@ -298,7 +298,7 @@ class Arena:
             self._failures[self.rank][0] = len(ranks)
         self._clocks[self.rank][0] = self._shared.completed
 
-    def _reported_ranks(self, position: int) -> list[int]:
+    def _read_blamed_ranks(self, position: int) -> list[int]:
         """Return the ranks that the rank at `position` blames, or [] if it has not failed."""
         numbers = self._blamed[position][: self._failures[position][0]].tolist()
         # On some processors, the number of ranks may become visible before the ranks.
@@ -306,7 +306,7 @@ class Arena:
 
     def _fail_as_reported(self, position: int) -> None:
         """Leave the group for the reason that the rank at `position` has left it."""
-        blamed = self._reported_ranks(position)
+        blamed = self._read_blamed_ranks(position)
         reporter = self.group_ranks[position]
         if blamed == [reporter]:
             self._leave_and_raise([position], "left after an error")
@@ -352,13 +352,15 @@ class Arena:
 
     def read_lengths(self) -> list[Lengths]:
         """Return all ranks' lengths in an all-to-all; raise Mismatch if they do not match."""
-        heads = [slot[: self.lengths_room].view(torch.int64) for slot in self.slots(torch.uint8)]
+        heads = [
+            slot[: self.lengths_room].view(torch.int64) for slot in self.get_slots(torch.uint8)
+        ]
         values = [head[: 2 * self.world_size].tolist() for head in heads]
         lengths = [Lengths(row[: self.world_size], row[self.world_size :]) for row in values]
         fingerprint.compare_lengths(dict(enumerate(lengths)), self.group_ranks)
         return lengths
 
-    def slots(self, dtype: torch.dtype, *, ahead: int = 0) -> list[Tensor]:
+    def get_slots(self, dtype: torch.dtype, *, ahead: int = 0) -> list[Tensor]:
         """Return all ranks' slots of the last tick, or `ahead` ticks later, as `dtype`."""
         cell = (self.tick + ahead) & 1
         if (dtype, cell) not in self._views:

@@ -84,37 +84,37 @@ class Queue(ctypes.Structure):
 FUNCTIONS = {"run": (Memory, Job), "serve": (Memory, Queue), "put": (Queue, Job), "is_done": (Job,)}
 
 
-def library() -> ctypes.CDLL | None:
-    """Return the compiled engine, or None if it is not available; `why_not` returns the reason."""
-    return _compiled().library
+def get_library() -> ctypes.CDLL | None:
+    """Return the compiled engine, or None if it is not available (see `explain_refusal`)."""
+    return _load_engine().library
 
 
-def why_not() -> str:
+def explain_refusal() -> str:
     """Return the reason why the engine is not available, or an empty string if it is."""
-    return _compiled().reason
+    return _load_engine().reason
 
 
-def reduces(dtype: torch.dtype, op: str) -> bool:
+def can_reduce(dtype: torch.dtype, op: str) -> bool:
     """Return True if the engine supports this reduction."""
-    compiled = library()
+    compiled = get_library()
     if compiled is None or op not in OPS or dtype not in DTYPES:
         return False
     return bool(compiled.can_reduce(DTYPES[dtype]))
 
 
-def library_with_interpreter() -> ctypes.CDLL:
+def get_library_with_interpreter() -> ctypes.CDLL:
     """Return the engine for short calls, during which the GIL is not released."""
-    compiled = _compiled().library_with_interpreter
+    compiled = _load_engine().library_with_interpreter
     assert compiled is not None
     return compiled
 
 
 def is_done(job: Job | None) -> bool:
     """Return True if the engine has run the job, even if no Python thread has noticed yet."""
-    return job is not None and bool(library_with_interpreter().is_done(job))
+    return job is not None and bool(get_library_with_interpreter().is_done(job))
 
 
-def addresses(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
+def make_address_array(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
     """Return the tensors' addresses as a C array."""
     return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
 
@@ -130,7 +130,7 @@ class _Compiled:
 
 
 @cache
-def _compiled() -> _Compiled:
+def _load_engine() -> _Compiled:
     """Compile the engine, or load it from the cache."""
     if sys.platform != "linux":
         return _Compiled(reason="it is written for Linux")
@@ -138,7 +138,7 @@ def _compiled() -> _Compiled:
     if not compiler:
         return _Compiled(reason="no C compiler")
     try:
-        path = _folder() / f"engine-{_name(compiler)}.so"
+        path = _find_folder() / f"engine-{_compute_name(compiler)}.so"
         if not path.exists():
             _compile(compiler, path)
         library = ctypes.CDLL(str(path))
@@ -153,7 +153,7 @@ def _compiled() -> _Compiled:
     return _Compiled(library, with_interpreter)
 
 
-def _folder() -> Path:
+def _find_folder() -> Path:
     """Return a folder that only this user can write to.
 
     Any user with write access could make this process load a library.
@@ -172,7 +172,7 @@ def _folder() -> Path:
     return Path(tempfile.mkdtemp(prefix="collectives-"))
 
 
-def _name(compiler: str) -> str:
+def _compute_name(compiler: str) -> str:
     """Return a hash of the source, the flags, the processor and the compiler's path."""
     processor = platform.machine()
     with suppress(OSError):

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from collectives.algorithms.reduction import accumulation_dtype, in_pieces, reduce_into
+from collectives.algorithms.reduction import get_accumulation_dtype, reduce_into, split_into_pieces
 from collectives.shared_memory import engine
 from collectives.shared_memory.arena import ONE_SHOT_BYTES, SLOT_BYTES, Arena
 
@@ -50,20 +50,20 @@ def all_reduce(
     if _run_in_engine(arena, "all_reduce", packed, flat, flat, op, shared=shared):
         return
     # The Python implementation cannot reduce in place, so all ranks copy through the slots.
-    arena.announce(packed, _note(None))
-    pieces = in_pieces(flat, SLOT_BYTES // flat.element_size())
+    arena.announce(packed, _pack_note(None))
+    pieces = split_into_pieces(flat, SLOT_BYTES // flat.element_size())
     _copy_in(arena, pieces[0])
     arena.sync()
     # Ranks with a shared tensor have not copied the first piece yet.
-    must_repeat = any(note != _note(None) for note in arena.read_notes(_NOTE.size))
+    must_repeat = any(note != _pack_note(None) for note in arena.read_notes(_NOTE.size))
     small = flat.numel() * flat.element_size() <= ONE_SHOT_BYTES
-    scratch = _scratch(flat)
+    scratch = _allocate_scratch(flat)
     for i, piece in enumerate(pieces):
         if i or must_repeat:
             _copy_in(arena, piece)
             arena.sync()
         if small or arena.world_size <= 2:
-            parts = [slot[: piece.numel()] for slot in arena.slots(piece.dtype)]
+            parts = [slot[: piece.numel()] for slot in arena.get_slots(piece.dtype)]
             reduce_into(op, parts, piece, scratch)
         else:
             _sum_slices(arena, piece, op, scratch)
@@ -76,9 +76,9 @@ def reduce_scatter(arena: Arena, out: Tensor, flat: Tensor, op: str, packed: byt
     arena.announce(packed)
     slices = flat.tensor_split(arena.world_size)
     width = SLOT_BYTES // arena.world_size // flat.element_size()
-    scratch = _scratch(flat)
+    scratch = _allocate_scratch(flat)
     for start in range(0, max(1, out.numel()), width):
-        slots = arena.slots(flat.dtype, ahead=1)
+        slots = arena.get_slots(flat.dtype, ahead=1)
         piece = out[start : start + width]
         size = piece.numel()
         for i, part in enumerate(slices):
@@ -103,7 +103,7 @@ def all_gather(arena: Arena, out: Tensor, local: Tensor, packed: bytes) -> None:
         arena.sync()
         if start == 0:
             arena.read_notes()
-        for part, slot in zip(slices, arena.slots(local.dtype), strict=True):
+        for part, slot in zip(slices, arena.get_slots(local.dtype), strict=True):
             part[start : start + width].copy_(slot[: piece.numel()])
 
 
@@ -112,14 +112,14 @@ def broadcast(arena: Arena, flat: Tensor, source: int, packed: bytes) -> None:
     if _run_in_engine(arena, "broadcast", packed, flat, flat, root=source):
         return
     arena.announce(packed)
-    for i, piece in enumerate(in_pieces(flat, SLOT_BYTES // flat.element_size())):
+    for i, piece in enumerate(split_into_pieces(flat, SLOT_BYTES // flat.element_size())):
         if arena.rank == source:
             _copy_in(arena, piece)
         arena.sync()
         if i == 0:
             arena.read_notes()
         if arena.rank != source:
-            piece.copy_(arena.slots(flat.dtype)[source][: piece.numel()])
+            piece.copy_(arena.get_slots(flat.dtype)[source][: piece.numel()])
 
 
 def all_to_all(
@@ -129,20 +129,20 @@ def all_to_all(
     dtype = inputs[0].dtype
     lengths = [part.numel() for part in (*inputs, *outputs)]
     arena.announce(packed)
-    if engine.library() is not None:
-        job = arena.job(
+    if engine.get_library() is not None:
+        job = arena.make_job(
             "all_to_all",
             itemsize=dtype.itemsize,
             lengths=(ctypes.c_int64 * len(lengths))(*lengths),
-            inputs=engine.addresses(inputs),
-            outputs=engine.addresses(outputs),
+            inputs=engine.make_address_array(inputs),
+            outputs=engine.make_address_array(outputs),
         )
         arena.run_job(job)
         return
-    _all_to_all_in_python(arena, outputs, inputs, lengths)
+    _run_all_to_all_in_python(arena, outputs, inputs, lengths)
 
 
-def _all_to_all_in_python(
+def _run_all_to_all_in_python(
     arena: Arena, outputs: Sequence[Tensor], inputs: Sequence[Tensor], lengths: Sequence[int]
 ) -> None:
     """Run an all-to-all whose call has been announced.
@@ -155,7 +155,7 @@ def _all_to_all_in_python(
     world_size = arena.world_size
     head = arena.lengths_room
     width = (SLOT_BYTES - head) // max(1, world_size - 1) // dtype.itemsize
-    raw = arena.slots(torch.uint8, ahead=1)
+    raw = arena.get_slots(torch.uint8, ahead=1)
     raw[rank][:head].view(torch.int64)[: 2 * world_size] = torch.tensor(lengths, device="cpu")
     start = 0
     longest = max(lengths[:world_size])
@@ -164,7 +164,7 @@ def _all_to_all_in_python(
         for target, part in enumerate(inputs):
             piece = part[start : start + width]
             if target != rank:
-                offset = _position(target, rank) * width
+                offset = _get_part_index(target, rank) * width
                 slots[rank][offset:][: piece.numel()].copy_(piece)
         arena.sync()
         if start == 0:
@@ -174,13 +174,13 @@ def _all_to_all_in_python(
         for source, part in enumerate(outputs):
             piece = part[start : start + width]
             if source != rank:
-                offset = _position(rank, source) * width
+                offset = _get_part_index(rank, source) * width
                 piece.copy_(slots[source][offset:][: piece.numel()])
-        raw = arena.slots(torch.uint8, ahead=1)
+        raw = arena.get_slots(torch.uint8, ahead=1)
         start += width
 
 
-def _position(target: int, owner: int) -> int:
+def _get_part_index(target: int, owner: int) -> int:
     """Return the index of the target's part in the slot of `owner`, which omits its own part."""
     return target - 1 if target > owner else target
 
@@ -207,7 +207,7 @@ def make_job(
     A job's count is the number of elements of the input, or of the output of a reduce-scatter. A
     job without an op counts bytes instead of elements, because it only copies.
     """
-    is_supported = engine.reduces(source.dtype, op) if op else engine.library() is not None
+    is_supported = engine.can_reduce(source.dtype, op) if op else engine.get_library() is not None
     if not is_supported:
         return None
     counted = out if kind == "reduce_scatter" else source
@@ -222,9 +222,9 @@ def make_job(
     if kind == "all_reduce":
         if count * size <= ONE_SHOT_BYTES:
             shared = None
-        fields["copies"] = engine.addresses(shared.copies) if shared else None
-    arena.announce(packed, _note(shared) if kind == "all_reduce" else b"")
-    return arena.job(kind, count=count, itemsize=size, **fields)
+        fields["copies"] = engine.make_address_array(shared.copies) if shared else None
+    arena.announce(packed, _pack_note(shared) if kind == "all_reduce" else b"")
+    return arena.make_job(kind, count=count, itemsize=size, **fields)
 
 
 def _run_in_engine(arena: Arena, *args: Any, **kwargs: Any) -> bool:
@@ -236,32 +236,37 @@ def _run_in_engine(arena: Arena, *args: Any, **kwargs: Any) -> bool:
     return True
 
 
-def _note(shared: Shared | None) -> bytes:
+def _pack_note(shared: Shared | None) -> bytes:
     """Return the allocation and offset of a shared tensor, or zeros if it is not shared."""
     return _NOTE.pack(shared.allocation, shared.offset) if shared else _NOTE.pack(0, 0)
 
 
 def _copy_in(arena: Arena, piece: Tensor) -> None:
     """Copy a piece to this rank's slot of the next tick."""
-    arena.slots(piece.dtype, ahead=1)[arena.rank][: piece.numel()].copy_(piece)
+    arena.get_slots(piece.dtype, ahead=1)[arena.rank][: piece.numel()].copy_(piece)
 
 
 def _sum_slices(arena: Arena, piece: Tensor, op: str, scratch: Tensor | None) -> None:
     """Reduce this rank's slice of a piece; collect the other slices after the next tick."""
     rank, world_size = arena.rank, arena.world_size
     parts = [
-        slot[: piece.numel()].tensor_split(world_size)[rank] for slot in arena.slots(piece.dtype)
+        slot[: piece.numel()].tensor_split(world_size)[rank]
+        for slot in arena.get_slots(piece.dtype)
     ]
-    result = arena.slots(piece.dtype, ahead=1)[rank][: piece.numel()].tensor_split(world_size)[rank]
+    result = arena.get_slots(piece.dtype, ahead=1)[rank][: piece.numel()].tensor_split(world_size)[
+        rank
+    ]
     reduce_into(op, parts, result, scratch)
     arena.sync()
-    results = [slot[: piece.numel()].tensor_split(world_size) for slot in arena.slots(piece.dtype)]
+    results = [
+        slot[: piece.numel()].tensor_split(world_size) for slot in arena.get_slots(piece.dtype)
+    ]
     for i, part in enumerate(piece.tensor_split(world_size)):
         part.copy_(results[i][i])
 
 
-def _scratch(like: Tensor) -> Tensor | None:
+def _allocate_scratch(like: Tensor) -> Tensor | None:
     """Return the scratch tensor of `reduce_into`, or None if it needs none."""
-    wide = accumulation_dtype(like.dtype)
+    wide = get_accumulation_dtype(like.dtype)
     size = max(1, min(like.numel(), WIDE_ELEMENTS))
     return None if wide == like.dtype else torch.empty(size, dtype=wide, device="cpu")

@@ -38,7 +38,7 @@ class Segment:
     """Memory of `size` bytes that this process creates and other processes may map."""
 
     def __init__(self, size: int) -> None:
-        self._descriptor = _anonymous_file()
+        self._descriptor = _create_anonymous_file()
         try:
             # Reserve the pages: if memory is full, raise OSError now instead of SIGBUS later.
             os.posix_fallocate(self._descriptor, 0, HEADER_BYTES + size)
@@ -50,7 +50,7 @@ class Segment:
         self.mapping[:TOKEN_BYTES] = token
         status = os.fstat(self._descriptor)
         self.address = Address(
-            host=host_identity(),
+            host=get_host_identity(),
             pid=os.getpid(),
             descriptor=self._descriptor,
             device=status.st_dev,
@@ -66,7 +66,7 @@ class Segment:
 
 def open_segment(address: Address) -> mmap.mmap | None:
     """Return a mapping of a peer's segment, or None unless it is proved to be the same memory."""
-    if not address.token or address.host != host_identity():
+    if not address.token or address.host != get_host_identity():
         return None
     path = f"/proc/{address.pid}/fd/{address.descriptor}"
     try:
@@ -83,7 +83,7 @@ def open_segment(address: Address) -> mmap.mmap | None:
     return mapping if mapping[:TOKEN_BYTES].hex() == address.token else None
 
 
-def host_identity() -> str:
+def get_host_identity() -> str:
     """Return an identifier of the running kernel and the network namespace.
 
     Processes in different network namespaces count as different hosts. Without /proc, every call
@@ -97,7 +97,7 @@ def host_identity() -> str:
         return secrets.token_hex(TOKEN_BYTES)
 
 
-def _anonymous_file() -> int:
+def _create_anonymous_file() -> int:
     """Return a descriptor of a file in memory that has no name.
 
     Without `memfd_create`, which is missing from older kernels, some builds of Python and some

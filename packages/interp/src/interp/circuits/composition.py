@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from interp.circuits.low_rank import LowRank, decomposable
+from interp.circuits.low_rank import LowRank, as_decomposable
 
 Kind = Literal["q", "k", "v"]
 
@@ -34,19 +34,19 @@ def composition_scores(ov: LowRank, qk: LowRank | None = None, *, kind: Kind) ->
     is about 1 / sqrt(d_model). Half precision is converted to float32. Raises ValueError for an
     unknown `kind`, a missing `qk`, and circuits whose shapes do not multiply.
     """
-    reader = _reader(ov, qk, kind)
+    reader = _select_reader(ov, qk, kind)
     layers, heads = ov.batch_shape
-    reads, writes = _folded(reader.mT).mT, _folded(ov)
+    reads, writes = _fold(reader.mT).mT, _fold(ov)
     scores = writes.new_zeros(layers, heads, layers, heads)
     for layer in range(layers - 1):
-        scores[layer, :, layer + 1 :] = _pair_norms(reads[layer + 1 :], writes[layer])
+        scores[layer, :, layer + 1 :] = _compute_pair_norms(reads[layer + 1 :], writes[layer])
     # Folding also preserves the ratios between the norms of products and of circuits.
     writer_norms = torch.linalg.matrix_norm(writes)
     norms: Tensor = writer_norms[:, :, None, None] * torch.linalg.matrix_norm(reads)
     return scores / norms.clamp_min(torch.finfo(scores.dtype).tiny)
 
 
-def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
+def _select_reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
     if kind not in ("q", "k", "v"):
         raise ValueError(f"expected kind 'q', 'k' or 'v', got {kind!r}")
     if kind == "v":
@@ -66,23 +66,23 @@ def _reader(ov: LowRank, qk: LowRank | None, kind: Kind) -> LowRank:
     return reader
 
 
-def _folded(matrix: LowRank) -> Tensor:
+def _fold(matrix: LowRank) -> Tensor:
     """Return `a R^T` with b^T = Q R: `a b` is the result times Q^T, which has orthonormal rows.
 
     The result is also multiplied by a positive factor, which does not change scores.
     """
-    a, b = _unit_size(decomposable(matrix.a)), _unit_size(decomposable(matrix.b))
+    a, b = _normalize(as_decomposable(matrix.a)), _normalize(as_decomposable(matrix.b))
     triangle: Tensor = torch.linalg.qr(b.mT, mode="r").R
     return (a @ triangle.mT).expand(*matrix.batch_shape, -1, -1)
 
 
-def _unit_size(x: Tensor) -> Tensor:
+def _normalize(x: Tensor) -> Tensor:
     """Return matrices with a largest absolute entry of 1, to avoid overflow and underflow."""
     largest = torch.linalg.vector_norm(x, ord=math.inf, dim=(-2, -1), keepdim=True)
     return x / largest.where(largest > 0, 1)
 
 
-def _pair_norms(reads: Tensor, writes: Tensor) -> Tensor:
+def _compute_pair_norms(reads: Tensor, writes: Tensor) -> Tensor:
     """Return ||reads[l, i] @ writes[h]||, (h, l, i), for (l, i, r, d) and (h, d, s)."""
     layers, heads, rank, d_model = reads.shape
     columns = writes.movedim(0, 1).reshape(d_model, -1)

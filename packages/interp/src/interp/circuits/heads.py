@@ -12,7 +12,7 @@ from torch import Tensor
 from interp.circuits.low_rank import LowRank
 
 
-def circuit_pattern(
+def compute_circuit_pattern(
     x: Tensor, qk: LowRank | Tensor, *, scale: float = 1.0, causal: bool = True
 ) -> Tensor:
     """Return softmax(x W_QK x^T scale), (..., seq, seq), for streams `x` (..., seq, d_model).
@@ -28,9 +28,9 @@ def circuit_pattern(
     return scores.softmax(dim=-1)
 
 
-def attention_head(
+def apply_attention_head(
     x: Tensor, qk: LowRank | Tensor, ov: LowRank | Tensor, *, scale: float = 1.0
 ) -> Tensor:
-    """Return A (x W_OV^T) of a causal head, (..., seq, d_model); A is its `circuit_pattern`."""
+    """Return A (x W_OV^T) of a causal head, (..., seq, d_model); A is its pattern."""
     moved = ov.apply(x) if isinstance(ov, LowRank) else x @ ov.mT
-    return circuit_pattern(x, qk, scale=scale) @ moved
+    return compute_circuit_pattern(x, qk, scale=scale) @ moved

@@ -101,7 +101,7 @@ class LowRank:
 
     def norm(self) -> Tensor:
         """Return the Frobenius norm of each matrix, (...)."""
-        wide = self._decomposable()
+        wide = self._as_decomposable()
         # R b has the same norm as a b with a = Q R. Gram matrices would lose half of the digits.
         norm: Tensor = torch.linalg.matrix_norm(torch.linalg.qr(wide.a, mode="r").R @ wide.b)
         return norm
@@ -112,7 +112,7 @@ class LowRank:
         With the QR of both factors, a b = Q_a (R_a R_b^T) Q_b^T, and only the r x r matrix in
         parentheses needs an SVD.
         """
-        wide = self._decomposable()
+        wide = self._as_decomposable()
         q_a, r_a = torch.linalg.qr(wide.a)
         q_b, r_b = torch.linalg.qr(wide.b.mT)
         u, s, vh = torch.linalg.svd(r_a @ r_b.mT, full_matrices=False)
@@ -125,12 +125,12 @@ class LowRank:
         """
         if self.shape[-1] != self.shape[-2]:
             raise ValueError(f"expected square matrices for eigenvalues, got {tuple(self.shape)}")
-        wide = self._decomposable()
-        return finite_eigenvalues(wide.b @ wide.a)
+        wide = self._as_decomposable()
+        return compute_eigenvalues(wide.b @ wide.a)
 
-    def _decomposable(self) -> LowRank:
+    def _as_decomposable(self) -> LowRank:
         """Return this matrix with half-precision factors in float32, as `torch.linalg` requires."""
-        return LowRank(decomposable(self.a), decomposable(self.b))
+        return LowRank(as_decomposable(self.a), as_decomposable(self.b))
 
 
 def qk_circuit(w_q: Tensor, w_k: Tensor, *, heads: int, kv_heads: int | None = None) -> LowRank:
@@ -141,7 +141,7 @@ def qk_circuit(w_q: Tensor, w_k: Tensor, *, heads: int, kv_heads: int | None = N
     Raises ValueError if the rows of a weight are not whole heads.
     """
     q = _split(w_q, heads, "w_q")
-    k = _per_query_head(_split(w_k, heads if kv_heads is None else kv_heads, "w_k"), heads)
+    k = _repeat_for_query_heads(_split(w_k, heads if kv_heads is None else kv_heads, "w_k"), heads)
     return LowRank(q.mT, k)
 
 
@@ -151,7 +151,7 @@ def ov_circuit(w_v: Tensor, w_o: Tensor, *, heads: int, kv_heads: int | None = N
     `w_v` (..., kv_heads * d_head, d_model) and `w_o` (..., d_model, heads * d_head) are weights of
     `nn.Linear`; leading dimensions (layers) are preserved. Errors are those of `qk_circuit`.
     """
-    v = _per_query_head(_split(w_v, heads if kv_heads is None else kv_heads, "w_v"), heads)
+    v = _repeat_for_query_heads(_split(w_v, heads if kv_heads is None else kv_heads, "w_v"), heads)
     return LowRank(_split(w_o.mT, heads, "w_o.mT").mT, v)
 
 
@@ -165,17 +165,17 @@ def synthesize(matrix: Tensor, rank: int) -> LowRank:
     max_rank = min(matrix.shape[-2:]) if matrix.ndim >= 2 else 0
     if not 0 < rank <= max_rank:
         raise ValueError(f"expected 1 <= rank <= {max_rank}, got {rank} for {tuple(matrix.shape)}")
-    u, s, vh = torch.linalg.svd(decomposable(matrix), full_matrices=False)
+    u, s, vh = torch.linalg.svd(as_decomposable(matrix), full_matrices=False)
     root = s[..., :rank].sqrt()
     return LowRank(u[..., :rank] * root[..., None, :], root[..., None] * vh[..., :rank, :])
 
 
-def decomposable(x: Tensor) -> Tensor:
+def as_decomposable(x: Tensor) -> Tensor:
     """Return `x` in a dtype that supports factorizations: float32 for half precision."""
     return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
 
 
-def finite_eigenvalues(matrix: Tensor) -> Tensor:
+def compute_eigenvalues(matrix: Tensor) -> Tensor:
     """Return the eigenvalues of square matrices (..., r, r), complex (..., r).
 
     Raises ValueError for nan and inf.
@@ -200,7 +200,7 @@ def _split(weight: Tensor, heads: int, name: str) -> Tensor:
     return weight.reshape(*weight.shape[:-2], heads, -1, weight.shape[-1])
 
 
-def _per_query_head(weight: Tensor, heads: int) -> Tensor:
+def _repeat_for_query_heads(weight: Tensor, heads: int) -> Tensor:
     """Repeat each key-value head for all query heads that share it (grouped-query attention)."""
     kv_heads = weight.shape[-3]
     if heads % kv_heads:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from interp.circuits.low_rank import LowRank, decomposable, finite_eigenvalues
+from interp.circuits.low_rank import LowRank, as_decomposable, compute_eigenvalues
 
 
 def copying_eigenvalues(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
@@ -23,8 +23,8 @@ def copying_eigenvalues(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:
     They are the eigenvalues of B (W_E W_U) A with W_OV = A B. W_E W_U (d_model, d_model) is
     computed once for all heads, in float32 for half precision. Raises ValueError for nan and inf.
     """
-    through: Tensor = decomposable(embed).mT @ decomposable(unembed)
-    return finite_eigenvalues(decomposable(ov.b) @ through @ decomposable(ov.a))
+    through: Tensor = as_decomposable(embed).mT @ as_decomposable(unembed)
+    return compute_eigenvalues(as_decomposable(ov.b) @ through @ as_decomposable(ov.a))
 
 
 def copying_scores(ov: LowRank, embed: Tensor, unembed: Tensor) -> Tensor:

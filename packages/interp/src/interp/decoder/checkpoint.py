@@ -10,12 +10,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
-from interp.decoder.config_settings import settings_from_config
-from interp.decoder.constants import constants_of
+from interp.decoder.config_settings import build_settings
+from interp.decoder.constants import build_constants
 from interp.decoder.decoder import Decoder
-from interp.decoder.expected_weights import missing_weights
+from interp.decoder.expected_weights import list_missing_weights
 from interp.decoder.families import FAMILIES
-from interp.decoder.names import canonical_weights, count_layers, roles_of
+from interp.decoder.names import assign_roles, canonicalize_weights, count_layers
 
 
 def load_decoder(
@@ -29,13 +29,13 @@ def load_decoder(
     """
     folder = Path(path)
     config = json.loads((folder / "config.json").read_text())
-    settings = settings_from_config(config)
+    settings = build_settings(config)
     tensors: dict[str, Tensor] = {}
-    for file in _weight_files(folder):
+    for file in _list_weight_files(folder):
         with safe_open(file, framework="pt", device=str(device)) as opened:
             for key in opened.keys():  # noqa: SIM118  (safe_open is not a mapping)
                 tensors[key] = opened.get_tensor(key).to(dtype)
-    if "embed.weight" not in roles_of(tensors).values():
+    if "embed.weight" not in assign_roles(tensors).values():
         raise ValueError(f"{folder} has no tensor for embed.weight; is a shard missing?")
     is_tied = bool(config.get("tie_word_embeddings", FAMILIES[config["model_type"]].tied))
     _drop_tied_unembedding(tensors, is_tied, folder)
@@ -45,18 +45,18 @@ def load_decoder(
             f"expected {expected_layers} layers in {folder}, the number in its config.json, got "
             f"{layers}; is a shard missing?"
         )
-    folded = constants_of(None, config).fold_into(tensors)
-    weights = canonical_weights(folded, d_head=settings.d_head, heads=settings.heads)
+    folded = build_constants(None, config).fold_into(tensors)
+    weights = canonicalize_weights(folded, d_head=settings.d_head, heads=settings.heads)
     weights = {name: weight.contiguous() for name, weight in weights.items()}
     _require_equal_layers(weights, folder)
-    if missing := missing_weights(weights, config, settings):
+    if missing := list_missing_weights(weights, config, settings):
         raise ValueError(f"{folder} has no tensor for {', '.join(missing)}; is a shard missing?")
     return Decoder(weights, settings).to(device)
 
 
 def _drop_tied_unembedding(tensors: dict[str, Tensor], is_tied: bool, folder: Path) -> None:
     """Drop a copy of a tied embedding; raise ValueError if `is_tied` contradicts the tensors."""
-    names = {role: name for name, role in roles_of(tensors).items()}
+    names = {role: name for name, role in assign_roles(tensors).items()}
     embed, unembed = names.get("embed.weight"), names.get("unembed.weight")
     if not is_tied and unembed is None:
         raise ValueError(
@@ -75,7 +75,7 @@ def _drop_tied_unembedding(tensors: dict[str, Tensor], is_tied: bool, folder: Pa
     del tensors[unembed]
 
 
-def _weight_files(folder: Path) -> list[Path]:
+def _list_weight_files(folder: Path) -> list[Path]:
     index = folder / "model.safetensors.index.json"
     names = {"model.safetensors"}
     if index.is_file():

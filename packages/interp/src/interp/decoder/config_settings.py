@@ -12,7 +12,7 @@ from typing import Any
 
 from interp.decoder.families import FAMILIES, Family
 from interp.decoder.modules.settings import Settings
-from interp.decoder.rotary import Rotary, scaled_rotary, yarn_temperature
+from interp.decoder.rotary import Rotary, build_scaled_rotary, compute_yarn_temperature
 
 #: Options that change the function of the model, with their only supported values.
 _REQUIRED: Mapping[str, object] = {
@@ -40,7 +40,7 @@ _EPS_OPTIONS = ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon", "norm_ep
 _EQUAL: Mapping[str, str] = {"word_embed_proj_dim": "hidden_size", "head_dim": "qk_rope_head_dim"}
 
 
-def settings_from_config(config: Mapping[str, Any]) -> Settings:
+def build_settings(config: Mapping[str, Any]) -> Settings:
     """Return the settings that a Hugging Face configuration determines.
 
     Raises ValueError for families that are not in `FAMILIES`, for unsupported options that change
@@ -61,7 +61,7 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
     d_head = config.get("head_dim") or d_model // heads
     if family.latent:
         d_head = _find_option(config, "qk_nope_head_dim") + _find_option(config, "qk_rope_head_dim")
-    kinds = layer_types(config, layers)
+    kinds = list_layer_types(config, layers)
     windows = [config["sliding_window"] if kind == "sliding_attention" else None for kind in kinds]
     return Settings(
         heads=heads,
@@ -69,11 +69,11 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
         eps=_find_option(config, *_EPS_OPTIONS, default=family.eps),
         centered=family.centered,
         bare_norms=family.bare_norms,
-        activation=_activation(config, family),
-        scale=_score_scale(config, family, d_head),
-        rotary=tuple(_rotary_of(config, family, d_head, kind) for kind in kinds),
+        activation=_find_activation(config, family),
+        scale=_compute_score_scale(config, family, d_head),
+        rotary=tuple(_build_rotary(config, family, d_head, kind) for kind in kinds),
         interleaved=family.interleaved and config.get("rope_interleave", True) is not False,
-        alibi_slopes=_alibi_slopes(heads) if family.alibi else (),
+        alibi_slopes=_compute_alibi_slopes(heads) if family.alibi else (),
         positions_skip_padding=family.positions_skip_padding,
         windows=tuple(windows),
         parallel=_is_parallel(config, family),
@@ -85,11 +85,11 @@ def settings_from_config(config: Mapping[str, Any]) -> Settings:
         experts_used=config.get("num_experts_per_tok") or 0,
         experts_sum_to_one=name in ("mixtral", "gpt_oss")
         or (name != "deepseek_v2" and bool(config.get("norm_topk_prob"))),
-        **_routing_of_deepseek(config),
+        **_build_deepseek_routing(config),
     )
 
 
-def _routing_of_deepseek(config: Mapping[str, Any]) -> dict[str, Any]:
+def _build_deepseek_routing(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings of DeepSeek's routers, or {} for other families."""
     if not FAMILIES[config["model_type"]].latent:
         return {}
@@ -140,7 +140,7 @@ def _find_option(config: Mapping[str, Any], *names: str, default: Any = None) ->
     return default
 
 
-def _activation(config: Mapping[str, Any], family: Family) -> str:
+def _find_activation(config: Mapping[str, Any], family: Family) -> str:
     if family.fixed_activation is not None:
         return family.fixed_activation
     options = ("hidden_activation", "hidden_act", "activation_function", "activation")
@@ -151,13 +151,13 @@ def _activation(config: Mapping[str, Any], family: Family) -> str:
     return activation
 
 
-def _score_scale(config: Mapping[str, Any], family: Family, d_head: int) -> float:
+def _compute_score_scale(config: Mapping[str, Any], family: Family, d_head: int) -> float:
     scale: float = d_head**-0.5
     if family.latent:
-        rope = _rope_parameters(config, family, "full_attention")
+        rope = _merge_rope_parameters(config, family, "full_attention")
         method = rope.get("rope_type") or rope.get("type") or "default"
         if method != "default" and rope.get("mscale_all_dim"):
-            scale *= yarn_temperature(rope["factor"], rope["mscale_all_dim"]) ** 2
+            scale *= compute_yarn_temperature(rope["factor"], rope["mscale_all_dim"]) ** 2
     if config["model_type"] in ("gemma2", "gemma3_text"):
         scale = _find_option(config, "query_pre_attn_scalar") ** -0.5
     elif config["model_type"] == "granite":
@@ -173,7 +173,7 @@ def _is_parallel(config: Mapping[str, Any], family: Family) -> bool:
     return bool(config.get(family.parallel_option, family.parallel))
 
 
-def layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
+def list_layer_types(config: Mapping[str, Any], layers: int) -> list[str]:
     """Return the kind of each layer, "full_attention" or "sliding_attention"."""
     if config.get("layer_types"):
         return list(config["layer_types"])
@@ -203,7 +203,7 @@ def _is_windowed_in_qwen(config: Mapping[str, Any], layer: int) -> bool:
     return config["model_type"] == "qwen3_moe" or is_after_limit
 
 
-def _alibi_slopes(heads: int) -> tuple[float, ...]:
+def _compute_alibi_slopes(heads: int) -> tuple[float, ...]:
     """Return the slope of each head's position bias; Press et al. 2022, "ALiBi"."""
     power = 2 ** math.floor(math.log2(heads))
     slopes = [2 ** (-8 * (i + 1) / power) for i in range(power)]
@@ -212,17 +212,17 @@ def _alibi_slopes(heads: int) -> tuple[float, ...]:
     return tuple(slopes)
 
 
-def _rotary_of(config: Mapping[str, Any], family: Family, d_head: int, kind: str) -> Rotary:
-    """Return the rotary positions of one kind of layer (see `layer_types`), which may be none."""
+def _build_rotary(config: Mapping[str, Any], family: Family, d_head: int, kind: str) -> Rotary:
+    """Return the rotary positions of one kind of layer, which may be none."""
     if not family.rotary or (config["model_type"] == "cohere2" and kind == "full_attention"):
         return Rotary()
-    rope = _rope_parameters(config, family, kind)
-    dims = _rotated_dims(config, family, d_head, rope)
+    rope = _merge_rope_parameters(config, family, kind)
+    dims = _count_rotated_dims(config, family, d_head, rope)
     max_length = config.get("max_position_embeddings", 0)
-    return scaled_rotary(rope, dims, _original_length(config, rope), max_length)
+    return build_scaled_rotary(rope, dims, _get_original_length(config, rope), max_length)
 
 
-def _rotated_dims(
+def _count_rotated_dims(
     config: Mapping[str, Any], family: Family, d_head: int, rope: Mapping[str, Any]
 ) -> int:
     """Return the number of dimensions per head that are rotated."""
@@ -242,7 +242,7 @@ def _rotated_dims(
     return dims or d_head
 
 
-def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
+def _get_original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
     """Return the context length of pretraining, by default `max_position_embeddings`, or 0.
 
     A value outside the rotary parameters has priority over a value among them.
@@ -252,7 +252,7 @@ def _original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
     return length
 
 
-def _rope_parameters(config: Mapping[str, Any], family: Family, kind: str) -> dict[str, Any]:
+def _merge_rope_parameters(config: Mapping[str, Any], family: Family, kind: str) -> dict[str, Any]:
     """Return the rotary parameters of one kind of layer, with the base as `rope_theta`.
 
     Newer configurations have `rope_parameters`, possibly one set per kind of layer. Older

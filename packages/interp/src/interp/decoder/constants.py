@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.names import is_norm_role, roles_of
+from interp.decoder.names import assign_roles, is_norm_role
 
 #: OPT's position table has two rows before position 0, for padding.
 _OPT_OFFSET = 2
@@ -39,7 +39,7 @@ class Constants:
 
         If the embedding or the logits are scaled, a tied unembedding becomes a separate tensor.
         """
-        roles = roles_of(tensors)
+        roles = assign_roles(tensors)
         folded = dict(tensors)
         for name, role in roles.items():
             folded[name] = self._fold(role, tensors[name])
@@ -63,7 +63,7 @@ class Constants:
         return tensor
 
 
-def constants_of(model: nn.Module | None, config: Mapping[str, Any]) -> Constants:
+def build_constants(model: nn.Module | None, config: Mapping[str, Any]) -> Constants:
     """Return the constants of a model, or, if it is None, of a checkpoint with `config`."""
     name = str(config.get("model_type"))
     if name.startswith("gemma"):

@@ -32,7 +32,7 @@ from interp.decoder.modules.cache import Cache, require_cache_of
 from interp.decoder.modules.settings import Comparison, Settings
 from interp.decoder.modules.weights import UnsetLinear, Weights
 from interp.decoder.source import Source
-from interp.lens import head_outputs, require_sum
+from interp.lens import compute_head_outputs, require_sum
 from interp.prompts import Prompt, forward, require_zeros_and_ones
 from interp.tap import record
 
@@ -72,14 +72,14 @@ class Decoder(nn.Module):
         self.source: Source | None = None
         #: The comparisons under random weights that this decoder passed in `describe`.
         self.comparisons: tuple[Comparison, ...] = ()
-        self.embed = weights.embedding("embed")
-        self.embed_norm = weights.norm("embed_norm", settings)
-        self.position = weights.embedding("position") if "position" in weights else None
+        self.embed = weights.build_embedding("embed")
+        self.embed_norm = weights.build_norm("embed_norm", settings)
+        self.position = weights.build_embedding("position") if "position" in weights else None
         layers = len(settings.windows)
         self.blocks = nn.ModuleList(DecoderBlock(weights, i, settings) for i in range(layers))
-        self.norm = weights.stream_norm("norm", settings)
+        self.norm = weights.build_stream_norm("norm", settings)
         if "unembed" in weights:
-            self.unembed = weights.linear("unembed")
+            self.unembed = weights.build_linear("unembed")
         else:
             vocabulary, d_model = self.embed.weight.shape
             tied = UnsetLinear(d_model, vocabulary, bias=False, device="meta")
@@ -114,15 +114,15 @@ class Decoder(nn.Module):
         model has changed; see `require_fresh`.
         """
         self.require_fresh()
-        padding = self._padding(input_ids, attention_mask, cache)
+        padding = self._find_padding(input_ids, attention_mask, cache)
         x, position, positions = self._embed(input_ids, padding, position_ids, cache)
         for block in self.blocks:
             x = block(x, padding, position, positions, cache)
         if cache is not None and positions is not None:
             cache.commit(self, positions, padding)
-        return self._logits(x)
+        return self._compute_logits(x)
 
-    def _padding(
+    def _find_padding(
         self, input_ids: Tensor, attention_mask: Tensor | None, cache: Cache | None
     ) -> Tensor | None:
         """Return booleans (batch, tokens), True at padding, or None without an `attention_mask`.
@@ -166,7 +166,7 @@ class Decoder(nn.Module):
         The position embeddings are None unless only queries and keys read them. Positions are None
         if they are column indices.
         """
-        positions = self._positions(input_ids, padding, position_ids, cache)
+        positions = self._compute_positions(input_ids, padding, position_ids, cache)
         x = self.embed_norm(self.embed(input_ids))
         if self.position is None:
             return x, None, positions
@@ -178,7 +178,7 @@ class Decoder(nn.Module):
             return x, position, positions
         return x + position, None, positions
 
-    def _positions(
+    def _compute_positions(
         self,
         tokens: Tensor,
         padding: Tensor | None,
@@ -209,8 +209,8 @@ class Decoder(nn.Module):
     def _require_same_angles(self, earlier: Tensor, positions: Tensor) -> None:
         """Raise ValueError if the new tokens change the rotary angles of the cached tokens."""
         for block in self.layers:
-            angles_of = block.attention.angles_of
-            if angles_of(earlier) != angles_of(positions):
+            select_angles = block.attention.select_angles
+            if select_angles(earlier) != select_angles(positions):
                 raise ValueError(
                     f"the rotary angles depend on the length of the text, and {positions.shape[1]} "
                     "tokens have other angles than the tokens in the cache; pass the whole text "
@@ -222,7 +222,7 @@ class Decoder(nn.Module):
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         if self.source is not None:
             # Weights that were converted or moved no longer share memory with the described model.
-            self.source = self.source.with_copies(self.parameters())
+            self.source = self.source.derive_with_copies(self.parameters())
         return self
 
     def require_fresh(self) -> None:
@@ -287,9 +287,9 @@ class Decoder(nn.Module):
         the described model has changed; see `require_fresh`.
         """
         self.require_fresh()
-        return self._logits(stream)
+        return self._compute_logits(stream)
 
-    def _logits(self, stream: Tensor) -> Tensor:
+    def _compute_logits(self, stream: Tensor) -> Tensor:
         logits: Tensor = self.unembed(self.norm(stream))
         cap = self.settings.logit_cap
         return logits if cap is None else (logits / cap).tanh() * cap
@@ -335,7 +335,7 @@ class Decoder(nn.Module):
             if isinstance(block.attention_out, nn.Identity):
                 mixed = recorded[f"blocks.{i}.attention.o:input"]
                 heads = block.attention.heads
-                parts |= head_outputs(mixed, o.weight, heads=heads, prefix=f"head {i}.")
+                parts |= compute_head_outputs(mixed, o.weight, heads=heads, prefix=f"head {i}.")
                 if o.bias is not None:
                     parts[f"attention bias {i}"] = o.bias.expand(1, 1, -1)
             else:

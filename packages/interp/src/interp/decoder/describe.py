@@ -15,21 +15,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from interp.decoder.config_settings import layer_types, settings_from_config
-from interp.decoder.constants import constants_of
+from interp.decoder.config_settings import build_settings, list_layer_types
+from interp.decoder.constants import build_constants
 from interp.decoder.decoder import Decoder
 from interp.decoder.families import FAMILIES
 from interp.decoder.modules.settings import Settings
 from interp.decoder.names import (
-    canonical_parts,
-    canonical_weights,
+    assign_roles,
+    canonicalize_weights,
+    count_head_features,
     count_layers,
-    features_of_heads,
-    roles_of,
+    iter_canonical_parts,
 )
-from interp.decoder.rotary import Rotary, rotary_angles
-from interp.decoder.source import Source, weights_of
-from interp.decoder.verify.matching import compute_logits, distance, evaluating, matching_settings
+from interp.decoder.rotary import Rotary, compute_rotary_angles
+from interp.decoder.source import Source, collect_weights
+from interp.decoder.verify.matching import (
+    compute_distance,
+    compute_logits,
+    evaluating,
+    find_matching_settings,
+)
 
 #: The lock of a verification, which temporarily replaces the weights of the model. A concurrent
 #: verification would take the random weights for the original weights.
@@ -64,7 +69,7 @@ def describe(model: nn.Module, **settings: Any) -> Decoder:
 
 
 def _describe(model: nn.Module, settings: dict[str, Any]) -> Decoder:
-    tensors = weights_of(model)
+    tensors = collect_weights(model)
     for name, tensor in tensors.items():
         if type(tensor) not in (nn.Parameter, Tensor) or tensor.is_meta:
             raise ValueError(
@@ -83,30 +88,30 @@ def _describe(model: nn.Module, settings: dict[str, Any]) -> Decoder:
                 "rotary="
             )
         _require_known(config, tensors)
-        candidates = _settings_from_model(model, config)
+        candidates = _list_model_settings(model, config)
     else:
-        candidates = list(_settings_from_module(model, tensors, theta))
+        candidates = list(_iter_module_settings(model, tensors, theta))
     unique: list[Settings] = []  # Passed settings may make candidates equal.
     for candidate in candidates:
         changed = replace(candidate, **settings)
         if changed not in unique:
             unique.append(changed)
-    constants = constants_of(model, config)
+    constants = build_constants(model, config)
 
     def build(weights: Mapping[str, Tensor], chosen: Settings) -> Decoder:
         folded = constants.fold_into(weights)
-        named = canonical_weights(folded, d_head=chosen.d_head, heads=chosen.heads)
+        named = canonicalize_weights(folded, d_head=chosen.d_head, heads=chosen.heads)
         return Decoder(named, chosen)
 
-    roles = roles_of(tensors)
-    chosen, comparisons = matching_settings(
+    roles = assign_roles(tensors)
+    chosen, comparisons = find_matching_settings(
         model, tensors, roles, unique, build, constants=constants
     )
     decoder = build(tensors, chosen)
     _require_equal_logits(model, decoder)
     folded = constants.fold_into(tensors)
     decoder.comparisons = comparisons
-    decoder.source = Source(model, tensors, _copied_names(tensors, folded, chosen))
+    decoder.source = Source(model, tensors, _find_copied_names(tensors, folded, chosen))
     return decoder
 
 
@@ -117,7 +122,7 @@ def _require_known(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
         return
     unknown = "its norms, positions and activation are unknown"
     try:
-        roles_of(tensors)
+        assign_roles(tensors)
     except ValueError as error:
         unknown = str(error)
     raise ValueError(
@@ -126,12 +131,12 @@ def _require_known(config: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> 
     )
 
 
-def _copied_names(
+def _find_copied_names(
     tensors: Mapping[str, Tensor], folded: Mapping[str, Tensor], chosen: Settings
 ) -> set[str]:
     """Return the names of the tensors of which the decoder has copies."""
     copied = set()
-    for name, _, value in canonical_parts(folded, d_head=chosen.d_head, heads=chosen.heads):
+    for name, _, value in iter_canonical_parts(folded, d_head=chosen.d_head, heads=chosen.heads):
         if name in tensors:
             storage = tensors[name].untyped_storage().data_ptr()
             if value.untyped_storage().data_ptr() != storage:
@@ -148,7 +153,7 @@ def _require_equal_logits(model: nn.Module, decoder: Decoder) -> None:
     tokens = torch.randint(vocabulary, (1, length), generator=generator, device="cpu").to(device)
     with evaluating(model):
         logits, expected = decoder(tokens), compute_logits(model, tokens)
-    errors = sorted(distance(logits[:, [i]], expected[:, [i]]) for i in range(length))
+    errors = sorted(compute_distance(logits[:, [i]], expected[:, [i]]) for i in range(length))
     # Rounding may route some tokens to other experts, but not the majority of tokens.
     error = errors[length // 2 if decoder.settings.experts_used else -1]
     is_half = decoder.embed.weight.dtype in (torch.bfloat16, torch.float16)
@@ -161,12 +166,12 @@ def _require_equal_logits(model: nn.Module, decoder: Decoder) -> None:
         )
 
 
-def _settings_from_model(model: nn.Module, config: Mapping[str, Any]) -> list[Settings]:
+def _list_model_settings(model: nn.Module, config: Mapping[str, Any]) -> list[Settings]:
     """Return the configuration's settings, and those with the model's angles if they differ."""
-    settings = settings_from_config(config)
+    settings = build_settings(config)
     buffers = {name.rpartition(".")[2]: buffer for name, buffer in model.named_buffers()}
     rotary_of_model = []
-    kinds = layer_types(config, len(settings.rotary))
+    kinds = list_layer_types(config, len(settings.rotary))
     for kind, rotary in zip(kinds, settings.rotary, strict=True):
         # The buffer inv_freq may contain the angles of an earlier long text.
         names = (f"{kind}_original_inv_freq", "original_inv_freq", f"{kind}_inv_freq", "inv_freq")
@@ -185,7 +190,7 @@ def _settings_from_model(model: nn.Module, config: Mapping[str, Any]) -> list[Se
     return list(dict.fromkeys([settings, replace(settings, rotary=tuple(rotary_of_model))]))
 
 
-def _settings_from_module(
+def _iter_module_settings(
     model: nn.Module, tensors: Mapping[str, Tensor], theta: float | None
 ) -> Iterator[Settings]:
     """Yield candidate settings of a module without a configuration."""
@@ -197,8 +202,8 @@ def _settings_from_module(
         )
     eps = _find_number(model, "eps", "variance_epsilon", "epsilon")
     centered = any("LayerNorm" in type(module).__name__ for module in model.modules())
-    d_head, layers = features_of_heads(tensors) // heads, count_layers(tensors)
-    weights = canonical_weights(tensors, d_head=d_head, heads=heads)
+    d_head, layers = count_head_features(tensors) // heads, count_layers(tensors)
+    weights = canonicalize_weights(tensors, d_head=d_head, heads=heads)
     activations = ("gelu_new", "gelu", "relu", "silu")
     thetas: list[float | None] = [1e4, 5e5, 1e6, None]
     if theta:
@@ -207,7 +212,7 @@ def _settings_from_module(
         thetas = [None]
     epsilons = [1e-5, 1e-6] if eps is None else [eps]
     for activation, base, epsilon in itertools.product(activations, thetas, epsilons):
-        angles = () if base is None else rotary_angles(d_head, base)
+        angles = () if base is None else compute_rotary_angles(d_head, base)
         yield Settings(
             heads=heads,
             d_head=d_head,

@@ -64,7 +64,7 @@ _OTHERS: Mapping[str, tuple[str, ...]] = {
 }
 
 
-def missing_weights(
+def list_missing_weights(
     names: Iterable[str], config: Mapping[str, Any], settings: Settings
 ) -> list[str]:
     """Return the expected kinds of weights that no layer has, sorted.
@@ -79,7 +79,7 @@ def missing_weights(
         expected.add("position.weight")
     if not FAMILIES[family].bare_norms:
         has_biases = FAMILIES[family].centered and family not in _WITHOUT_NORM_BIASES
-        for norm in ("norm", *(f"blocks.*.{norm}" for norm in _norms(config, settings))):
+        for norm in ("norm", *(f"blocks.*.{norm}" for norm in _list_norms(config, settings))):
             expected |= {f"{norm}.weight", f"{norm}.bias"} if has_biases else {f"{norm}.weight"}
     for (option, default), parts in _BIASES.get(family, _USUAL_BIASES).items():
         if config.get(option, default):
@@ -92,7 +92,7 @@ def missing_weights(
     return sorted(expected - kinds)
 
 
-def _norms(config: Mapping[str, Any], settings: Settings) -> tuple[str, ...]:
+def _list_norms(config: Mapping[str, Any], settings: Settings) -> tuple[str, ...]:
     """Return the names of the norms in each block."""
     family = config["model_type"]
     num_norms = config.get("num_ln_in_parallel_attn")  # An option of Falcon.

@@ -85,7 +85,7 @@ def fold_decoder(model: Decoder) -> Decoder:
     RuntimeError if the described model has changed.
     """
     model.require_fresh()
-    source = None if model.source is None else model.source.with_copies()
+    source = None if model.source is None else model.source.derive_with_copies()
     # The copy has separate parameters, which share memory until they are folded. If both decoders
     # had the same parameters, .to() of the copy would convert the original.
     parameters = {id(p): nn.Parameter(p.detach(), p.requires_grad) for p in model.parameters()}

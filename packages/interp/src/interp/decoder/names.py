@@ -67,7 +67,7 @@ _INSIDE = {
 }
 
 
-def canonical_weights(
+def canonicalize_weights(
     tensors: Mapping[str, Tensor], *, d_head: int, heads: int
 ) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint or a module under the names of `Decoder`.
@@ -77,7 +77,7 @@ def canonical_weights(
     different tensors with the same role, and for fused weights that are not whole heads.
     """
     weights: dict[str, Tensor] = {}
-    for name, part, value in canonical_parts(tensors, d_head=d_head, heads=heads):
+    for name, part, value in iter_canonical_parts(tensors, d_head=d_head, heads=heads):
         if part in weights and weights[part] is not value and not torch.equal(weights[part], value):
             raise ValueError(f"two different tensors are {part}, one is {name}; leave one out")
         weights[part] = value
@@ -86,15 +86,15 @@ def canonical_weights(
     return weights
 
 
-def canonical_parts(
+def iter_canonical_parts(
     tensors: Mapping[str, Tensor], *, d_head: int, heads: int
 ) -> Iterator[tuple[str, str, Tensor]]:
     """Yield (tensor name, canonical name, part of the tensor) for each part of each tensor."""
     is_conv1d = _is_input_first(tensors)
     # The experts of gpt-oss have biases, weights (in, out) and interleaved gate and up projections.
     is_gpt_oss = any(name.endswith("experts.gate_up_proj_bias") for name in tensors)
-    roles = roles_of(tensors)
-    rotated = _latent_rotary_dims(tensors, roles)
+    roles = assign_roles(tensors)
+    rotated = _count_latent_rotary_dims(tensors, roles)
     for name, role in roles.items():
         tensor = tensors[name]
         if is_conv1d and re.search(r"\.c_(attn|proj|fc)\.weight$", name):
@@ -110,7 +110,7 @@ def canonical_parts(
             yield name, part, value
 
 
-def roles_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
+def assign_roles(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     """Return a dictionary from tensor names to roles, such as `blocks.3.attention.qkv.weight`.
 
     Buffers of old checkpoints are left out. Raises ValueError for a name without a role.
@@ -123,8 +123,8 @@ def roles_of(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for name, tensor in tensors.items():
         if _BUFFER.search(name):
             continue
-        role = _role_of(
-            _with_kind(name), has_experts=has_experts, has_output_norms=has_output_norms
+        role = _find_role(
+            _append_kind(name), has_experts=has_experts, has_output_norms=has_output_norms
         )
         if role is None:
             raise ValueError(
@@ -158,10 +158,10 @@ def count_layers(tensors: Mapping[str, Tensor]) -> int:
     return max(numbers) + 1
 
 
-def features_of_heads(tensors: Mapping[str, Tensor]) -> int:
+def count_head_features(tensors: Mapping[str, Tensor]) -> int:
     """Return heads * d_head, the width of the input of the output projection."""
     for name, tensor in tensors.items():
-        role = _role_of(name, has_experts=False, has_output_norms=False) or ""
+        role = _find_role(name, has_experts=False, has_output_norms=False) or ""
         if role.endswith(".attention.o.weight"):
             return tensor.shape[0 if _is_input_first(tensors) else 1]
     raise ValueError("no attention was found: expected the weight of an output projection (o_proj)")
@@ -173,14 +173,14 @@ def _is_input_first(tensors: Mapping[str, Tensor]) -> bool:
     return any(x.shape[1] > x.shape[0] for x in fused)
 
 
-def _with_kind(name: str) -> str:
+def _append_kind(name: str) -> str:
     """Return a parameter's name with ".weight" or ".bias" at the end."""
     for regex, replacement in _UNNAMED:
         name = regex.sub(replacement, name)
     return name
 
 
-def _role_of(name: str, *, has_experts: bool, has_output_norms: bool) -> str | None:
+def _find_role(name: str, *, has_experts: bool, has_output_norms: bool) -> str | None:
     match = _LAYER.match(name)
     if match is None:
         path, _, kind = name.rpartition(".")
@@ -190,12 +190,12 @@ def _role_of(name: str, *, has_experts: bool, has_output_norms: bool) -> str | N
                 return f"{role}.{kind}"
         return None
     layer, inner, kind = match.groups()
-    role_inside = _role_in_block(inner, has_experts=has_experts, has_output_norms=has_output_norms)
-    return None if role_inside is None else f"blocks.{layer}.{role_inside}.{kind}"
+    inner_role = _find_inner_role(inner, has_experts=has_experts, has_output_norms=has_output_norms)
+    return None if inner_role is None else f"blocks.{layer}.{inner_role}.{kind}"
 
 
 @functools.cache
-def _role_in_block(inner: str, *, has_experts: bool, has_output_norms: bool) -> str | None:
+def _find_inner_role(inner: str, *, has_experts: bool, has_output_norms: bool) -> str | None:
     """Return the role, such as `attention.q`, of the module with the name `inner` in a block."""
     if has_output_norms and inner == "post_attention_layernorm":
         return "attention_out"
@@ -238,7 +238,7 @@ def _split_fused(
         yield role, tensor
 
 
-def _latent_rotary_dims(tensors: Mapping[str, Tensor], roles: Mapping[str, str]) -> int:
+def _count_latent_rotary_dims(tensors: Mapping[str, Tensor], roles: Mapping[str, str]) -> int:
     """Return the number of rotated dimensions per head in latent attention, or 0."""
     tensor_of = {role.split(".", 2)[-1]: tensors[name] for name, role in roles.items()}
     down = tensor_of.get("attention.kv_down.weight")

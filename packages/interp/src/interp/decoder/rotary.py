@@ -28,7 +28,7 @@ class Rotary:
     #: The factor of dynamic scaling.
     factor: float = 1.0
 
-    def angles_at(self, length: int) -> tuple[float, ...]:
+    def compute_angles(self, length: int) -> tuple[float, ...]:
         """Return the angles of a text of `length` tokens."""
         if self.original_length is None or length <= self.original_length:
             return self.angles
@@ -38,10 +38,10 @@ class Rotary:
         tokens = torch.tensor(length, dtype=torch.float32, device="cpu")
         growth = self.factor * tokens / self.original_length - (self.factor - 1)
         dims = 2 * len(self.angles)
-        return rotary_angles(dims, self.theta * growth ** (dims / (dims - 2)))
+        return compute_rotary_angles(dims, self.theta * growth ** (dims / (dims - 2)))
 
 
-def rotary_angles(
+def compute_rotary_angles(
     dims: int, theta: float | Tensor, divisors: float | Sequence[float] = 1.0
 ) -> tuple[float, ...]:
     """Return theta^(-2i / dims), divided by `divisors`, for the pairs i of `dims` dimensions."""
@@ -51,7 +51,7 @@ def rotary_angles(
     return tuple((1.0 / inverse).tolist())
 
 
-def scaled_rotary(
+def build_scaled_rotary(
     rope: Mapping[str, Any], dims: int, original_length: int, max_length: int
 ) -> Rotary:
     """Return the rotary positions of `dims` dimensions by the method that `rope` names.
@@ -61,7 +61,7 @@ def scaled_rotary(
     dynamic scaling and YaRN.
     """
     method = rope.get("rope_type") or rope.get("type") or "default"
-    angles = rotary_angles(dims, rope["rope_theta"])
+    angles = compute_rotary_angles(dims, rope["rope_theta"])
     if method == "default":
         return Rotary(angles)
     factor = rope.get("factor")
@@ -84,11 +84,11 @@ def scaled_rotary(
         return Rotary(tuple(scaled))
     if method == "yarn":
         angles = _scale_as_yarn(angles, factor, original_length, rope)
-        return Rotary(angles, _yarn_scale(factor, rope))
+        return Rotary(angles, _compute_yarn_scale(factor, rope))
     if method in ("longrope", "su"):
-        angles = rotary_angles(dims, rope["rope_theta"], rope["short_factor"])
-        long_angles = rotary_angles(dims, rope["rope_theta"], rope["long_factor"])
-        scale = _longrope_scale(factor, rope, original_length)
+        angles = compute_rotary_angles(dims, rope["rope_theta"], rope["short_factor"])
+        long_angles = compute_rotary_angles(dims, rope["rope_theta"], rope["long_factor"])
+        scale = _compute_longrope_scale(factor, rope, original_length)
         return Rotary(angles, scale, original_length, long_angles)
     raise ValueError(
         f"rope_type {method!r} is not one of default, dynamic, linear, llama3, longrope, yarn"
@@ -110,12 +110,12 @@ def _scale_as_yarn(
     """Interpolate angles as in Peng et al. 2023, "YaRN"; `length` is the pretraining context."""
     dims = 2 * len(angles)
 
-    def pair_with(rotations: float) -> float:
+    def find_pair(rotations: float) -> float:
         """Return the index of the pair that rotates this number of times within the context."""
         log_theta = math.log(rope["rope_theta"])
         return dims * math.log(length / (rotations * 2 * math.pi)) / (2 * log_theta)
 
-    low, high = pair_with(rope.get("beta_fast") or 32), pair_with(rope.get("beta_slow") or 1)
+    low, high = find_pair(rope.get("beta_fast") or 32), find_pair(rope.get("beta_slow") or 1)
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dims - 1)
@@ -128,22 +128,22 @@ def _scale_as_yarn(
     return tuple(scaled)
 
 
-def _yarn_scale(factor: float, rope: Mapping[str, Any]) -> float:
+def _compute_yarn_scale(factor: float, rope: Mapping[str, Any]) -> float:
     """Return YaRN's scale of rotated queries and keys."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        scale_of_all_dims = yarn_temperature(factor, rope["mscale_all_dim"])
-        return yarn_temperature(factor, rope["mscale"]) / scale_of_all_dims
-    return yarn_temperature(factor, 1.0)
+        scale_of_all_dims = compute_yarn_temperature(factor, rope["mscale_all_dim"])
+        return compute_yarn_temperature(factor, rope["mscale"]) / scale_of_all_dims
+    return compute_yarn_temperature(factor, 1.0)
 
 
-def yarn_temperature(factor: float, weight: float) -> float:
+def compute_yarn_temperature(factor: float, weight: float) -> float:
     """Return YaRN's scale of queries and keys: 0.1 weight log(factor) + 1, or 1 if factor <= 1."""
     return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
 
 
-def _longrope_scale(factor: float, rope: Mapping[str, Any], length: int) -> float:
+def _compute_longrope_scale(factor: float, rope: Mapping[str, Any], length: int) -> float:
     """Return LongRoPE's scale of rotated queries and keys."""
     if rope.get("attention_factor") is not None:
         return float(rope["attention_factor"])

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 _TRAINING_ONLY = re.compile(r"drop|initializer|coef")
 
 
-def weights_of(model: nn.Module) -> dict[str, Tensor]:
+def collect_weights(model: nn.Module) -> dict[str, Tensor]:
     """Return the parameters of a model by name, and the router corrections, which are buffers."""
     weights: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     for name, buffer in model.named_buffers():
@@ -37,15 +37,16 @@ class Source:
         self.modules = dict(model.named_modules(remove_duplicate=False))
         self.tensors = dict(tensors)
         self.storages = {name: tensor.data_ptr() for name, tensor in tensors.items()}
-        self.fingerprints = {name: _fingerprint(tensors[name]) for name in sorted(copied)}
-        self.constants = _constants_of(model)
-        self.buffers = {name: _fingerprint(x) for name, x in _fixed_buffers(model, tensors).items()}
+        self.fingerprints = {name: _compute_fingerprint(tensors[name]) for name in sorted(copied)}
+        self.constants = _collect_constants(model)
+        buffers = _collect_fixed_buffers(model, tensors)
+        self.buffers = {name: _compute_fingerprint(x) for name, x in buffers.items()}
 
     def __reduce__(self) -> tuple[type[None], tuple[()]]:
         # A pickled or deep-copied decoder has separate weights and therefore no source.
         return type(None), ()
 
-    def with_copies(self, parameters: Iterable[Tensor] = ()) -> Source:
+    def derive_with_copies(self, parameters: Iterable[Tensor] = ()) -> Source:
         """Return the source of a decoder that shares `parameters` and copies all other weights."""
         shared = {parameter.untyped_storage().data_ptr() for parameter in parameters}
         storages = {name: x.untyped_storage().data_ptr() for name, x in self.tensors.items()}
@@ -66,7 +67,7 @@ class Source:
                     f"the module {name} was added, replaced or removed after the model was "
                     "described; describe() the model again"
                 )
-        current = weights_of(self.model)
+        current = collect_weights(self.model)
         for name, tensor in self.tensors.items():
             if current.get(name) is not tensor or tensor.data_ptr() != self.storages[name]:
                 raise RuntimeError(
@@ -75,15 +76,15 @@ class Source:
                 )
         self._require_same_constants()
         for name, before in self.fingerprints.items():
-            if not _are_equal(before, _fingerprint(self.tensors[name])):
+            if not _are_equal(before, _compute_fingerprint(self.tensors[name])):
                 raise RuntimeError(
                     f"{name} was changed in place, and the description has a copy of it; "
                     "describe() the model again"
                 )
 
     def _require_same_constants(self) -> None:
-        constants = _constants_of(self.model)
-        buffers = _fixed_buffers(self.model, self.tensors)
+        constants = _collect_constants(self.model)
+        buffers = _collect_fixed_buffers(self.model, self.tensors)
         changed = []
         for name in self.constants.keys() | constants.keys():
             before, after = self.constants.get(name), constants.get(name)
@@ -92,7 +93,7 @@ class Source:
                 changed.append(name)
         changed += self.buffers.keys() ^ buffers.keys()
         for name in self.buffers.keys() & buffers.keys():
-            if not _are_equal(self.buffers[name], _fingerprint(buffers[name])):
+            if not _are_equal(self.buffers[name], _compute_fingerprint(buffers[name])):
                 changed.append(name)
         if changed:
             raise RuntimeError(
@@ -101,7 +102,7 @@ class Source:
             )
 
 
-def _constants_of(model: nn.Module) -> dict[str, Any]:
+def _collect_constants(model: nn.Module) -> dict[str, Any]:
     """Return the floats of the configuration and the modules, and replaced `forward` methods."""
     constants = {}
     owners = [("config", getattr(model, "config", None)), *model.named_modules()]
@@ -115,7 +116,7 @@ def _constants_of(model: nn.Module) -> dict[str, Any]:
     return constants
 
 
-def _fixed_buffers(model: nn.Module, weights: Collection[str]) -> dict[str, Tensor]:
+def _collect_fixed_buffers(model: nn.Module, weights: Collection[str]) -> dict[str, Tensor]:
     """Return the floating-point buffers that are not weights and that no call changes."""
     buffers = {}
     for path, module in model.named_modules():
@@ -139,7 +140,7 @@ def _are_equal(before: tuple[Tensor, ...], after: tuple[Tensor, ...]) -> bool:
     )
 
 
-def _fingerprint(tensor: Tensor) -> tuple[Tensor, ...]:
+def _compute_fingerprint(tensor: Tensor) -> tuple[Tensor, ...]:
     """Return the bits of a vector, or exact sums of the bits along two dimensions of a matrix."""
     integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     bits = tensor.detach().view(integers[tensor.element_size()])

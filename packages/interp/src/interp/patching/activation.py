@@ -17,8 +17,8 @@ from interp.prompts import (
     Metric,
     Metrics,
     Prompt,
+    average_over_pairs,
     forward,
-    mean_over_pairs,
     measure,
     split_pairs,
 )
@@ -91,7 +91,7 @@ def patch_streams(
     """
     pairs = split_pairs(model, clean, corrupted, metric, tokenizer)
     results = [_patch_pair(model, ":input", *pair, batch) for pair in pairs]
-    return mean_over_pairs([replace(result, values=result.values[:, 0]) for result in results])
+    return average_over_pairs([replace(result, values=result.values[:, 0]) for result in results])
 
 
 @torch.no_grad()
@@ -114,14 +114,14 @@ def patch_parts(
     for an unknown part.
     """
     pairs = split_pairs(model, clean, corrupted, metric, tokenizer)
-    return mean_over_pairs([_patch_pair(model, part, *pair, batch) for pair in pairs])
+    return average_over_pairs([_patch_pair(model, part, *pair, batch) for pair in pairs])
 
 
 def _patch_pair(
     model: Decoder, part: str, clean: Prompt, corrupted: Prompt, metric: Metric, batch: int
 ) -> PatchingResult:
     run = Restart(model, corrupted, batch=batch)
-    sites, heads = sites_and_heads(model, part)
+    sites, heads = find_sites_and_heads(model, part)
     last_block = f"blocks.{len(sites) - 1}"
     with record(model, *sites, last_block) as recorded:
         forward(model, clean)
@@ -134,7 +134,7 @@ def _patch_pair(
     return PatchingResult(values.view(len(sites), heads, length), clean_value, corrupted_value)
 
 
-def sites_and_heads(model: Decoder, part: str) -> tuple[list[str], int]:
+def find_sites_and_heads(model: Decoder, part: str) -> tuple[list[str], int]:
     """Return the site of a part in each block, and the number of heads of this part.
 
     Raises ValueError for an unknown part.

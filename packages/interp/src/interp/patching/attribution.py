@@ -11,16 +11,22 @@ from torch import Tensor
 
 from interp.decoder.decoder import Decoder
 from interp.patching.batching import require_unmodified_modules
-from interp.patching.paths import EdgeEffects, Node, measure_edges, projection, sender_changes
+from interp.patching.paths import (
+    EdgeEffects,
+    Node,
+    compute_sender_changes,
+    get_projection,
+    measure_edges,
+)
 from interp.patching.restart import Restart
 from interp.prompts import (
     Metric,
     Metrics,
     Prompt,
+    average_over_pairs,
     encode_pairs,
     forward,
-    mask_of,
-    mean_over_pairs,
+    get_mask,
     measure,
     measure_tokens,
     split_pairs,
@@ -51,12 +57,12 @@ def attribution_patching(
         forward(model, clean)
         clean_run = dict(recorded)
         forward(model, corrupted)
-    mask = mask_of(corrupted)
+    mask = get_mask(corrupted)
 
     def metric_of_logits(logits: Tensor, _: Tensor) -> Tensor:
         return measure_tokens(metric, mask, logits)
 
-    gradients = _gradients(model, corrupted, metric_of_logits, recorded)
+    gradients = _compute_gradients(model, corrupted, metric_of_logits, recorded)
     return {
         site: ((clean_run[site] - recorded[site]) * gradients[site]).sum(-1) for site in recorded
     }
@@ -92,17 +98,17 @@ def edge_attribution(
     runs = [Restart(model, prompt, batch=batch) for _, prompt, _ in pairs]
     results, changes = [], []
     for run, pair in zip(runs, pairs, strict=True):
-        result, change = _estimated_edges(run, *pair, senders, receivers)
+        result, change = _estimate_edges(run, *pair, senders, receivers)
         results.append(result)
         changes.append(change)
-    edges = mean_over_pairs(results)
+    edges = average_over_pairs(results)
     wanted = _select_largest(edges, exact)
     measured_results = []
     for run, pair, result, change in zip(runs, pairs, results, changes, strict=True):
         values = measure_edges(run, pair[2], edges, wanted, change)
         exact_values = torch.where(wanted | ~edges.exists, values, float("nan"))
         measured_results.append(replace(result, exact=exact_values))
-    return mean_over_pairs(measured_results)
+    return average_over_pairs(measured_results)
 
 
 def _select_largest(edges: EdgeEffects, count: int | None) -> Tensor:
@@ -115,7 +121,7 @@ def _select_largest(edges: EdgeEffects, count: int | None) -> Tensor:
     return wanted.view_as(edges.exists)
 
 
-def _estimated_edges(
+def _estimate_edges(
     run: Restart,
     clean: Prompt,
     corrupted: Prompt,
@@ -126,13 +132,13 @@ def _estimated_edges(
     """Return the estimates for one pair of prompts, and the changes of the senders' outputs."""
     model = run.model
     with torch.no_grad():
-        edges, changes = sender_changes(model, clean, corrupted, senders, receivers)
+        edges, changes = compute_sender_changes(model, clean, corrupted, senders, receivers)
     inner = ("attention.q", "attention.k", "attention.v", "attention.pattern", "norm2:input")
     final = f"blocks.{len(model.layers) - 1}"
     sites = [final, *(f"blocks.*.{site}" for site in inner)]
     with torch.no_grad(), record(model, *sites) as recorded:
         forward(model, corrupted)
-    gradients = _gradients(
+    gradients = _compute_gradients(
         model, corrupted, lambda logits, final_stream: measure(metric, final_stream), recorded
     )
     # Effects (senders, heads) of each kind of receiver and layer.
@@ -147,7 +153,9 @@ def _estimated_edges(
             elif receiver.kind == "mlp":
                 site = f"blocks.{receiver.layer}.norm2:input"
             chunks = [
-                _receiver_effects(run, receiver, site, changes[chosen], recorded, gradients, metric)
+                _estimate_receiver_effects(
+                    run, receiver, site, changes[chosen], recorded, gradients, metric
+                )
                 for chosen in torch.split(rows, run.batch)
             ]
             effects[key] = torch.cat(chunks)
@@ -156,7 +164,7 @@ def _estimated_edges(
 
 
 @torch.no_grad()
-def _receiver_effects(
+def _estimate_receiver_effects(
     run: Restart,
     receiver: Node,
     site: str,
@@ -175,18 +183,18 @@ def _receiver_effects(
     if receiver.kind == "mlp":
         return torch.einsum("nsd,xsd->n", change, gradients[site])[:, None]
     block = run.model.layers[receiver.layer]
-    linear, heads = projection(block.attention, receiver.kind)
+    linear, heads = get_projection(block.attention, receiver.kind)
     stream = run.block_inputs[receiver.layer]
     new_projection = linear(block.norm1(stream + change))  # [n, seq, heads * d_head]
     if receiver.kind == "v":
         value_effects = (new_projection - recorded[f"{site}.v"]) * gradients[f"{site}.v"]
         return value_effects.unflatten(-1, (heads, -1)).sum((1, 3))
-    return _pattern_effects(
+    return _estimate_pattern_effects(
         run, receiver, site, new_projection, heads, recorded, gradients[f"{site}.pattern"]
     )
 
 
-def _pattern_effects(
+def _estimate_pattern_effects(
     run: Restart,
     receiver: Node,
     site: str,
@@ -216,7 +224,7 @@ def _pattern_effects(
     inputs[receiver.kind] = new_keys_or_queries
     padding, _, position_ids = run.block_arguments
     old_pattern = recorded[f"{site}.pattern"]  # [1, query heads, seq, seq], without the sink
-    scores = attention.scores(inputs["q"], inputs["k"], padding, position_ids)
+    scores = attention.compute_scores(inputs["q"], inputs["k"], padding, position_ids)
     pattern = scores.softmax(-1)[..., : old_pattern.shape[-1]]  # [rows, query heads, seq, seq]
     effects = ((pattern - old_pattern) * gradient).sum((2, 3))  # [rows, query heads]
     if is_joint:
@@ -225,7 +233,7 @@ def _pattern_effects(
     return effects.unflatten(-1, (heads, -1)).sum(-1)
 
 
-def _gradients(
+def _compute_gradients(
     model: Decoder,
     prompt: Prompt,
     metric: Callable[[Tensor, Tensor], Tensor],

@@ -14,7 +14,7 @@ from torch import Tensor
 from interp.decoder.decoder import Decoder
 from interp.patching.restart import Restart
 from interp.prompts import Metric, measure
-from interp.tap import installed_hooks
+from interp.tap import install_hooks
 
 Actions = Mapping[str, Callable[[Tensor], Tensor]]
 
@@ -65,14 +65,14 @@ class PatchBatch:
         # only. At o:input, these are therefore selected before the actions run. At q, k and v, the
         # unaffected positions are added after the actions.
         with (
-            installed_hooks(self.run.model, {f"{name}.o:input": self._select_affected}),
-            installed_hooks(self.run.model, actions),
-            installed_hooks(self.run.model, fill),
+            install_hooks(self.run.model, {f"{name}.o:input": self._select_affected}),
+            install_hooks(self.run.model, actions),
+            install_hooks(self.run.model, fill),
         ):
             block = self.run.model.layers[layer]
             self.streams = block(self.streams, padding, embeddings, position_ids)
 
-    def final_streams(self) -> Tensor:
+    def assemble_final_streams(self) -> Tensor:
         """Return the final streams (rows, seq, d_model), recorded at unaffected positions."""
         return self._fill_rows(self.run.final_stream, self.streams)
 
@@ -110,7 +110,7 @@ def run_patches(
                 new = source[positions, heads]
                 actions = {sites[layer]: partial(replace_heads, index, new, source.shape[1])}
             batch.run_block(layer, actions)
-        results.append(measure(metric, batch.final_streams()))
+        results.append(measure(metric, batch.assemble_final_streams()))
     return torch.cat(results)
 
 

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from interp.patching.activation import logit_difference
 from interp.prompts import Metric
-from interp.text import Tokenizer, encode, token_ids
+from interp.text import Tokenizer, encode, tokenize_text
 
 
 def pairs_of(
@@ -39,13 +39,15 @@ def pairs_of(
             "per pair, not single strings"
         )
     metrics = [
-        logit_difference(norm, unembed, _token_of(tokenizer, right), _token_of(tokenizer, wrong))
+        logit_difference(
+            norm, unembed, _encode_answer(tokenizer, right), _encode_answer(tokenizer, wrong)
+        )
         for right, wrong in zip(columns["right"], columns["wrong"], strict=True)
     ]
     return encode(tokenizer, columns["clean"]), encode(tokenizer, columns["corrupted"]), metrics
 
 
-def _token_of(tokenizer: Any, answer: str | int) -> int:
+def _encode_answer(tokenizer: Any, answer: str | int) -> int:
     if not isinstance(answer, str):
         if not float(answer).is_integer():
             raise ValueError(f"expected a text or a token id as an answer, got {answer!r}")
@@ -53,7 +55,7 @@ def _token_of(tokenizer: Any, answer: str | int) -> int:
     if hasattr(tokenizer, "convert_ids_to_tokens"):  # transformers, which may add special tokens
         ids = tokenizer.encode(answer, add_special_tokens=False)
     else:
-        ids = token_ids(tokenizer, answer)
+        ids = tokenize_text(tokenizer, answer)
     if len(ids) != 1:
         raise ValueError(f"the answer {answer!r} is {len(ids)} tokens; pass the id of one token")
     if ids[0] == getattr(tokenizer, "unk_token_id", None) and answer != tokenizer.unk_token:

@@ -19,8 +19,8 @@ from interp.prompts import (
     Metric,
     Metrics,
     Prompt,
+    average_over_pairs,
     forward,
-    mean_over_pairs,
     measure,
     split_pairs,
 )
@@ -107,10 +107,12 @@ def patch_edges(
     pairs = split_pairs(model, clean, corrupted, metric, tokenizer)
     for clean_prompt, corrupted_prompt, pair_metric in pairs:
         run = Restart(model, corrupted_prompt, batch=batch)
-        edges, changes = sender_changes(model, clean_prompt, corrupted_prompt, senders, receivers)
+        edges, changes = compute_sender_changes(
+            model, clean_prompt, corrupted_prompt, senders, receivers
+        )
         values = measure_edges(run, pair_metric, edges, edges.exists, changes)
         results.append(replace(edges, values=values))
-    return mean_over_pairs(results)
+    return average_over_pairs(results)
 
 
 @torch.no_grad()
@@ -127,14 +129,16 @@ def measure_edges(
             if receiver.kind == "final":
                 after = measure(metric, run.final_stream + changes[chosen])
             else:
-                site, replacement = _receiver_patch(run, receiver, changes[chosen])
+                site, replacement = _build_receiver_patch(run, receiver, changes[chosen])
                 with patch(model, {site: replacement}):
                     after = measure(metric, run(receiver.layer, len(chosen)))
             values[chosen, column] = after - baseline
     return values
 
 
-def _receiver_patch(run: Restart, receiver: Node, changes: Tensor) -> tuple[str, partial[Tensor]]:
+def _build_receiver_patch(
+    run: Restart, receiver: Node, changes: Tensor
+) -> tuple[str, partial[Tensor]]:
     """Return the site of a receiver, and a replacement that adds `changes` to the receiver's input.
 
     `changes` are (n, seq, d_model). For queries, keys and values, only one head is replaced.
@@ -144,19 +148,19 @@ def _receiver_patch(run: Restart, receiver: Node, changes: Tensor) -> tuple[str,
         return f"{name}.norm2:input", partial(torch.add, changes)
     block = run.model.layers[receiver.layer]
     normed = block.norm1(run.block_inputs[receiver.layer] + changes)
-    linear, heads = projection(block.attention, receiver.kind)
+    linear, heads = get_projection(block.attention, receiver.kind)
     new = linear(normed).unflatten(-1, (heads, -1))[:, :, receiver.head]
     index = (slice(None), slice(None), torch.tensor(receiver.head, device=new.device))
     return f"{name}.attention.{receiver.kind}", partial(replace_heads, index, new, heads)
 
 
-def projection(attention: DecoderAttention, kind: str) -> tuple[nn.Module, int]:
+def get_projection(attention: DecoderAttention, kind: str) -> tuple[nn.Module, int]:
     """Return the module that computes "q", "k" or "v", and the number of its heads."""
     linear = cast(nn.Module, getattr(attention, kind))
     return linear, attention.heads if kind == "q" else attention.kv_heads
 
 
-def sender_changes(
+def compute_sender_changes(
     model: Decoder,
     clean: Prompt,
     corrupted: Prompt,
@@ -195,20 +199,20 @@ def sender_changes(
         old_output = block.attention_out(attention.o(mixed[site]))
         changes.append(new_output - old_output)
         changes.append(clean_run[f"blocks.{i}.mlp_out"] - recorded[f"blocks.{i}.mlp_out"])
-    all_senders, all_receivers = _all_nodes(model)
+    all_senders, all_receivers = _list_nodes(model)
     chosen_senders = _select_nodes(senders, all_senders, "senders")
     chosen_receivers = _select_nodes(receivers, all_receivers, "receivers")
     rows = [all_senders.index(node) for node in chosen_senders]
     layers, parallel = len(model.layers), model.settings.parallel
-    outputs = torch.tensor([_output_order(node) for node in chosen_senders])
-    inputs = torch.tensor([_input_order(node, layers, parallel) for node in chosen_receivers])
+    outputs = torch.tensor([_get_output_order(node) for node in chosen_senders])
+    inputs = torch.tensor([_get_input_order(node, layers, parallel) for node in chosen_receivers])
     exists = (outputs[:, None] < inputs).to(changes[0].device)
     values = torch.zeros_like(exists, dtype=changes[0].dtype)
     edges = EdgeEffects(tuple(chosen_senders), tuple(chosen_receivers), exists, values)
     return edges, torch.cat(changes)[rows]
 
 
-def _all_nodes(model: Decoder) -> tuple[list[Node], list[Node]]:
+def _list_nodes(model: Decoder) -> tuple[list[Node], list[Node]]:
     """Return all senders, in the order of their outputs, and all receivers."""
     senders = [Node("embed")]
     receivers: list[Node] = []
@@ -233,14 +237,14 @@ def _select_nodes(nodes: Sequence[Node] | None, known: list[Node], what: str) ->
     return list(nodes)
 
 
-def _output_order(node: Node) -> int:
+def _get_output_order(node: Node) -> int:
     """Return the index of the attention or MLP that computes a sender's output; -1 for "embed"."""
     if node.kind == "embed":
         return -1
     return 2 * node.layer + (1 if node.kind == "mlp" else 0)
 
 
-def _input_order(node: Node, layers: int, parallel: bool) -> int:
+def _get_input_order(node: Node, layers: int, parallel: bool) -> int:
     """Return the index of the attention or MLP whose input `node` reads, in order of computation.
 
     In `parallel` blocks, the MLP reads the same input as the attention.

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from interp.decoder.decoder import Decoder
 from interp.decoder.modules.mlp import NoMLP
 from interp.hook_points import center
-from interp.lens import head_outputs
+from interp.lens import compute_head_outputs
 from interp.transformer_lens.names import get_act_name
 from interp.transformer_lens.options import require_options
 
@@ -88,7 +88,7 @@ class ActivationCache(Mapping[Any, Tensor]):
         final norm, `apply_ln` applies this norm to each stream, with the stream's own scale.
         """
         require_options("accumulated_resid", options, _OPTIONS)
-        last = self._layer_index(layer)
+        last = self._resolve_layer(layer)
         streams = {}
         for i in range(min(last + 1, len(self.decoder.layers))):
             streams[f"{i}_pre"] = self["resid_pre", i]
@@ -124,7 +124,7 @@ class ActivationCache(Mapping[Any, Tensor]):
             in_attention = self.decoder.settings.positions_in_attention
             if self.decoder.position is not None and not in_attention:
                 parts["pos_embed"] = self["pos_embed"]
-        for i in range(self._layer_index(layer)):
+        for i in range(self._resolve_layer(layer)):
             if mode != "mlp":
                 parts[f"{i}_attn_out"] = self["attn_out", i]
             if mode != "attn" and not isinstance(self.decoder.layers[i].mlp, NoMLP):
@@ -139,7 +139,7 @@ class ActivationCache(Mapping[Any, Tensor]):
         """
         require_options("stack_head_results", options, _OPTIONS)
         parts: dict[str, Tensor] = {}
-        for i in range(self._layer_index(layer)):
+        for i in range(self._resolve_layer(layer)):
             block = self.decoder.layers[i]
             if not isinstance(block.attention_out, nn.Identity):
                 raise ValueError(
@@ -147,7 +147,9 @@ class ActivationCache(Mapping[Any, Tensor]):
                     "stream; use decompose_resid()"
                 )
             z, attention = self["z", i].flatten(-2), block.attention
-            parts |= head_outputs(z, attention.o.weight, heads=attention.heads, prefix=f"L{i}H")
+            parts |= compute_head_outputs(
+                z, attention.o.weight, heads=attention.heads, prefix=f"L{i}H"
+            )
         return self._stack(parts, layer, **options)
 
     def apply_ln_to_stack(
@@ -164,7 +166,7 @@ class ActivationCache(Mapping[Any, Tensor]):
         centers each component. Weights and biases of the norm are not applied; `fold_decoder` moves
         them into the next matrix.
         """
-        index = self._layer_index(layer)
+        index = self._resolve_layer(layer)
         norm, key = self.decoder.norm, "ln_final.hook_scale"
         if index < len(self.decoder.layers):
             block = self.decoder.layers[index]
@@ -200,7 +202,7 @@ class ActivationCache(Mapping[Any, Tensor]):
             direction = direction[:, None]
         return (stack * direction).sum(-1)
 
-    def _layer_index(self, layer: int | None) -> int:
+    def _resolve_layer(self, layer: int | None) -> int:
         """Return the index of the layer, or the number of layers for the final norm."""
         num_layers = len(self.decoder.layers)
         if layer is None or layer == -1:

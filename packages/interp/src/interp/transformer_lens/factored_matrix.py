@@ -109,7 +109,7 @@ class FactoredMatrix:
         items = list(index) if isinstance(index, tuple) else [index]
         ellipses = [position for position, item in enumerate(items) if item is Ellipsis]
         num_omitted = self.ndim - len(items) + len(ellipses)
-        if num_omitted < 0 or len(ellipses) > 1 or any(map(_changes_dimensions, items)):
+        if num_omitted < 0 or len(ellipses) > 1 or any(map(_is_changing_dimensions, items)):
             raise IndexError(
                 f"expected at most {self.ndim} integers, slices and vectors of indices, and at "
                 f"most one ellipsis, got {index!r}; index `.AB` for new dimensions"
@@ -124,7 +124,7 @@ class FactoredMatrix:
         )
 
 
-def _changes_dimensions(item: Any) -> bool:
+def _is_changing_dimensions(item: Any) -> bool:
     """Return True if an index does not stand for exactly one dimension, such as None or a mask."""
     if isinstance(item, Tensor):
         return item.ndim > 1 or (item.ndim == 0 and item.dtype == torch.bool)

@@ -16,14 +16,14 @@ from interp.decoder.decoder import Decoder
 from interp.decoder.modules.cache import Cache
 from interp.decoder.modules.mlp import DecoderMLP, NoMLP
 from interp.hook_points import HookPoint
-from interp.tap import installed_hooks, record
+from interp.tap import install_hooks, record
 from interp.transformer_lens.activation_cache import ActivationCache
 from interp.transformer_lens.factored_matrix import FactoredMatrix
 from interp.transformer_lens.generation import continue_tokens, sample
 from interp.transformer_lens.hooks import Hook, HookFunction, HookManagement, HookSelector
 from interp.transformer_lens.options import require_options
 from interp.transformer_lens.tokens import Input, TextConversion
-from interp.transformer_lens.weights import named_weights
+from interp.transformer_lens.weights import collect_named_weights
 
 #: The options of a call; see `HookedDecoder.__call__`.
 _OPTIONS = "prepend_bos", "padding_side", "attention_mask", "loss_per_token", "stop_at_layer"
@@ -44,12 +44,12 @@ class Submodule:
         if attribute.startswith("_"):
             raise AttributeError(attribute)
         name = f"{self._name}.{attribute}"
-        members = self._model.hook_dict | named_weights(self._model.decoder)
+        members = self._model.hook_dict | collect_named_weights(self._model.decoder)
         if name in members:
             return members[name]
         if any(other.startswith(f"{name}.") for other in members):
             return Submodule(self._model, name)
-        raise AttributeError(f"the model has no {name!r}; {self._model.remedy_for(name)}")
+        raise AttributeError(f"the model has no {name!r}; {self._model.suggest_remedy(name)}")
 
 
 def _require_no_weight(attribute: str) -> None:
@@ -91,7 +91,7 @@ class HookedDecoder(TextConversion, HookManagement):
     def __init__(
         self, decoder: Decoder, tokenizer: Any = None, *, default_prepend_bos: bool = True
     ) -> None:
-        HookManagement.__init__(self, decoder, _config(decoder))
+        HookManagement.__init__(self, decoder, _build_config(decoder))
         TextConversion.__init__(self, tokenizer, default_prepend_bos, self.cfg.device)
         #: The blocks, with weights such as `blocks[0].attn.W_Q` and hook points.
         self.blocks = [Submodule(self, f"blocks.{i}") for i in range(self.cfg.n_layers)]
@@ -150,13 +150,13 @@ class HookedDecoder(TextConversion, HookManagement):
         """
         require_options("run_with_cache", options, _OPTIONS)
         if names_filter is None:
-            names = self._matching_hooks(lambda name: True)
+            names = self._find_hooks(lambda name: True)
         elif isinstance(names_filter, str) or callable(names_filter):
-            names = self._matching_hooks(names_filter)
+            names = self._find_hooks(names_filter)
         else:
             names = []
             for selector in names_filter:
-                names += self._matching_hooks(selector)
+                names += self._find_hooks(selector)
         output, recorded = self._call(names, input, return_type, **options)
         cache = ActivationCache(recorded, self)
         return output, cache.remove_batch_dim() if remove_batch_dim else cache
@@ -196,7 +196,7 @@ class HookedDecoder(TextConversion, HookManagement):
     ) -> tuple[Tensor, Tensor | None]:
         """Return token ids (batch, pos) and their mask, which is None without padding."""
         if not isinstance(input, Tensor):
-            return self.tokens_and_mask(input, prepend_bos, padding_side)
+            return self.encode_with_mask(input, prepend_bos, padding_side)
         tokens = input[None] if input.ndim == 1 else input
         if attention_mask is None:
             self.require_no_left_padding(tokens)
@@ -235,12 +235,12 @@ class HookedDecoder(TextConversion, HookManagement):
             positions = (mask.long().cumsum(-1) - 1).clamp_min(0)[:, -tokens.shape[1] :]
         with ExitStack() as stack:
             for hook in hooks:
-                stack.enter_context(self._installed(hook, head_outputs_by_layer))
+                stack.enter_context(self._install(hook, head_outputs_by_layer))
             recording = record(self.decoder, *sites, names="transformer_lens")
             recorded = stack.enter_context(recording)
             if stop is not None:
                 site = "norm:input" if stop == num_layers else f"blocks.{stop}:input"
-                stack.enter_context(installed_hooks(self.decoder, {site: _stop}))
+                stack.enter_context(install_hooks(self.decoder, {site: _stop}))
             try:
                 result: Tensor = self.decoder(tokens, mask, positions, cache)
             except _Stopped as error:
@@ -253,12 +253,12 @@ class HookedDecoder(TextConversion, HookManagement):
             raise AttributeError(name)
         if name in ("embed", "pos_embed", "unembed"):
             return Submodule(self, name)
-        weights = named_weights(self.decoder)
+        weights = collect_named_weights(self.decoder)
         matches = [weight for full, weight in weights.items() if full.endswith(f".{name}")]
         if name in ("W_E", "W_pos", "W_U", "b_U") and matches:
             return matches[0]
         if len(matches) != self.cfg.n_layers:
-            raise AttributeError(f"HookedDecoder has no {name!r}; {self.remedy_for(name)}")
+            raise AttributeError(f"HookedDecoder has no {name!r}; {self.suggest_remedy(name)}")
         return torch.stack(matches)
 
     def tokens_to_residual_directions(self, tokens: str | int | Tensor) -> Tensor:
@@ -273,19 +273,19 @@ class HookedDecoder(TextConversion, HookManagement):
     @property
     def QK(self) -> FactoredMatrix:
         """W_Q W_K^T of every head, (n_layers, n_heads, d_model, d_model)."""
-        return FactoredMatrix(self.W_Q, self._for_each_query_head(self.W_K).mT)
+        return FactoredMatrix(self.W_Q, self._repeat_for_query_heads(self.W_K).mT)
 
     @property
     def OV(self) -> FactoredMatrix:
         """W_V W_O of every head, (n_layers, n_heads, d_model, d_model)."""
-        return FactoredMatrix(self._for_each_query_head(self.W_V), self.W_O)
+        return FactoredMatrix(self._repeat_for_query_heads(self.W_V), self.W_O)
 
-    def _for_each_query_head(self, weight: Tensor) -> Tensor:
+    def _repeat_for_query_heads(self, weight: Tensor) -> Tensor:
         return weight.repeat_interleave(self.cfg.n_heads // weight.shape[1], dim=1)
 
     def tl_named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """Return an iterator of names and weights, except norms, experts and latent projections."""
-        return iter(named_weights(self.decoder).items())
+        return iter(collect_named_weights(self.decoder).items())
 
     def loss_fn(
         self,
@@ -360,7 +360,7 @@ class HookedDecoder(TextConversion, HookManagement):
         return texts[0] if isinstance(input, str) else texts
 
 
-def _config(decoder: Decoder) -> SimpleNamespace:
+def _build_config(decoder: Decoder) -> SimpleNamespace:
     first_layer, weight = decoder.layers[0], decoder.embed.weight
     limits = [decoder.settings.context]
     if decoder.position is not None:

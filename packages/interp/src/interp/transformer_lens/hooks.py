@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from interp.decoder.decoder import Decoder
-from interp.hook_points import HookPoint, hook_points
-from interp.lens import head_outputs
+from interp.hook_points import HookPoint, find_hook_points
+from interp.lens import compute_head_outputs
 from interp.tap import patch
 
 #: A function called as `f(activation, hook=point)`. It returns the new activation, or None to keep
@@ -53,7 +53,7 @@ class HookManagement:
         self.decoder = decoder
         self.cfg = cfg
         results = [f"blocks.{i}.attn.hook_result" for i in range(cfg.n_layers)]
-        names = [*hook_points(decoder, ["**"], "transformer_lens"), *results]
+        names = [*find_hook_points(decoder, ["**"], "transformer_lens"), *results]
         #: All hook points by name.
         self.hook_dict = {name: ModelHookPoint(name, self) for name in names}
         self._hooks: list[Hook] = []
@@ -93,7 +93,7 @@ class HookManagement:
         self._hooks = self._hooks + self._create_hooks(name, hook, dir)
 
     def _create_hooks(self, name: HookSelector, function: HookFunction, dir: str) -> list[Hook]:
-        matches = self._matching_hooks(name)
+        matches = self._find_hooks(name)
         if dir == "bwd" and callable(name):
             matches = [match for match in matches if not match.endswith("hook_scale")]
         has_scale = any(match.endswith("hook_scale") for match in matches)
@@ -114,7 +114,7 @@ class HookManagement:
         """Choose whether the outputs of single heads, `hook_result`, can be recorded and hooked."""
         self.cfg.use_attn_result = use_attn_result
 
-    def _matching_hooks(self, selector: HookSelector) -> list[str]:
+    def _find_hooks(self, selector: HookSelector) -> list[str]:
         """Return the hook names that a name or a predicate selects.
 
         "hook_in" and "hook_out" of a block are its input and output streams. Raises ValueError for
@@ -130,10 +130,10 @@ class HookManagement:
         name = re.sub(r"^(blocks\.\d+\.hook)_in$", r"\1_resid_pre", selector)
         name = re.sub(r"^(blocks\.\d+\.hook)_out$", r"\1_resid_post", name)
         if name not in known:
-            raise ValueError(f"no hook is named {selector!r}; {self.remedy_for(selector)}")
+            raise ValueError(f"no hook is named {selector!r}; {self.suggest_remedy(selector)}")
         return [name]
 
-    def remedy_for(self, name: str) -> str:
+    def suggest_remedy(self, name: str) -> str:
         """Return advice for a name that is missing."""
         if name in self.hook_dict and name.endswith("hook_result"):
             return "call set_use_attn_result(True) first"
@@ -148,7 +148,7 @@ class HookManagement:
         return not name.startswith("ln_final.")
 
     @contextmanager
-    def _installed(self, hook: Hook, head_outputs_by_layer: dict[int, Tensor]) -> Iterator[None]:
+    def _install(self, hook: Hook, head_outputs_by_layer: dict[int, Tensor]) -> Iterator[None]:
         """Call the function of `hook` in all calls of the decoder inside the context.
 
         `head_outputs_by_layer` contains the latest outputs of the heads of each layer.
@@ -183,7 +183,7 @@ class HookManagement:
         def add_changes(module: nn.Module, inputs: tuple[Tensor], output: Tensor) -> Tensor:
             before = head_outputs_by_layer.get(layer)
             if before is None:
-                outputs = head_outputs(inputs[0], attention.o.weight, heads=attention.heads)
+                outputs = compute_head_outputs(inputs[0], attention.o.weight, heads=attention.heads)
                 before = torch.stack(list(outputs.values()), -2)
             head_outputs_by_layer[layer] = act(before.clone())
             return output + (head_outputs_by_layer[layer] - before).sum(-2)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from interp.text import token_ids
+from interp.text import tokenize_text
 
 #: Texts, or token ids (batch, pos) or (pos,).
 Input = str | Sequence[str] | Tensor
@@ -34,9 +34,9 @@ class TextConversion:
         Raises ValueError without a tokenizer, for another `padding_side`, and if the tokenizer has
         no padding token or BOS token although one is needed.
         """
-        return self.tokens_and_mask(input, prepend_bos, padding_side)[0]
+        return self.encode_with_mask(input, prepend_bos, padding_side)[0]
 
-    def tokens_and_mask(
+    def encode_with_mask(
         self, input: str | Sequence[str], prepend_bos: bool | None, padding_side: str | None
     ) -> tuple[Tensor, Tensor | None]:
         """Return the token ids of texts, and a mask (batch, pos) that is 0 at padding.
@@ -45,7 +45,7 @@ class TextConversion:
         """
         encode = partial(self._require_tokenizer(), add_special_tokens=False)
         texts = [input] if isinstance(input, str) else input
-        rows = [token_ids(encode, text) for text in texts]
+        rows = [tokenize_text(encode, text) for text in texts]
         if self.default_prepend_bos if prepend_bos is None else prepend_bos:
             bos = self.tokenizer.bos_token_id
             if bos is None:
@@ -54,7 +54,7 @@ class TextConversion:
         lengths = [len(row) for row in rows]
         if len(set(lengths)) < 2:
             return torch.tensor(rows, dtype=torch.long, device=self._device), None
-        padding = self._padding_token()
+        padding = self._get_padding_token()
         if padding is None:
             raise ValueError(
                 f"the texts have {lengths} tokens, and the tokenizer has no padding token; set "
@@ -64,17 +64,17 @@ class TextConversion:
         if side not in ("left", "right"):
             raise ValueError(f"expected padding_side 'left' or 'right', got {side!r}")
 
-        def padded(row: list[int], filler: int) -> list[int]:
+        def pad(row: list[int], filler: int) -> list[int]:
             missing = [filler] * (max(lengths) - len(row))
             return missing + row if side == "left" else row + missing
 
-        tokens = torch.tensor([padded(row, padding) for row in rows], device=self._device)
-        mask = torch.tensor([padded([1] * len(row), 0) for row in rows], device=self._device)
+        tokens = torch.tensor([pad(row, padding) for row in rows], device=self._device)
+        mask = torch.tensor([pad([1] * len(row), 0) for row in rows], device=self._device)
         return tokens, mask
 
     def require_no_left_padding(self, tokens: Tensor) -> None:
         """Raise ValueError if token ids (batch, pos) start with padding, as `to_tokens` may add."""
-        padding = self._padding_token()
+        padding = self._get_padding_token()
         # A BOS token that is also the padding token may start a text once.
         length = 2 if padding == getattr(self.tokenizer, "bos_token_id", None) else 1
         start = tokens[:, :length]
@@ -85,7 +85,7 @@ class TextConversion:
                 f"{padding}; pass attention_mask=, or the texts"
             )
 
-    def _padding_token(self) -> int | None:
+    def _get_padding_token(self) -> int | None:
         padding: int | None = getattr(self.tokenizer, "pad_token_id", None)
         return getattr(self.tokenizer, "eos_token_id", None) if padding is None else padding
 

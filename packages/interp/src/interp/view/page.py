@@ -22,7 +22,7 @@ from torch import Tensor
 
 from interp.detect import HeadScores
 from interp.lens import Attribution, Lens
-from interp.prompts import Prompt, mask_of, prompt_of, require_hidden_padding, tokens_of
+from interp.prompts import Prompt, as_prompt, get_mask, get_tokens, require_hidden_padding
 from interp.text import Texts, Tokenizer
 
 
@@ -63,30 +63,30 @@ def view(
     text without a tokenizer.
     """
     if isinstance(tokens, str) or tokenizer is not None:
-        tokens = prompt_of(cast(Prompt | Texts, tokens), tokenizer)
-    name_of = _token_name_function(vocabulary, tokenizer)
-    strings = _token_strings(tokens, name_of, example)
+        tokens = as_prompt(cast(Prompt | Texts, tokens), tokenizer)
+    name_of = _make_token_namer(vocabulary, tokenizer)
+    strings = _list_token_strings(tokens, name_of, example)
     data: dict[str, object] = {"tokens": strings}
     if patterns is not None:
-        mask = mask_of(tokens)[[example]] if isinstance(tokens, Mapping) else None
+        mask = get_mask(tokens)[[example]] if isinstance(tokens, Mapping) else None
         data["patterns"] = _encode_patterns(patterns, example, len(strings), mask)
     if heads is not None:
         data["heads"] = {
-            "layers": _distinguishing_parts(list(heads.names)),
+            "layers": _shorten_names(list(heads.names)),
             "scores": {kind: scores.tolist() for kind, scores in heads.scores.items()},
             "chance": dict(heads.chance),
             "p_values": {kind: p_values.tolist() for kind, p_values in heads.p_values.items()},
         }
     if patching is not None:
-        data["patching"] = _heat_map(patching, strings)
+        data["patching"] = _build_heat_map(patching, strings)
     if lens is not None:
-        data["lens"] = _lens_table(lens, example, len(strings), name_of)
+        data["lens"] = _build_lens_table(lens, example, len(strings), name_of)
     if attributions is not None:
         terms = attributions.terms[:, example]
         _require_length("attributions", terms.shape[-1], len(strings))
         data["attribution"] = {"names": list(attributions.names), "terms": terms.tolist()}
     page = resources.files("interp.view").joinpath("view.html").read_text(encoding="utf-8")
-    parts = {"{{title}}": html.escape(title), "{{data}}": _json(data)}
+    parts = {"{{title}}": html.escape(title), "{{data}}": _encode_json(data)}
     page = re.sub(r"{{(?:title|data)}}", lambda match: parts[match[0]], page)
     path = Path(path)
     if path.exists() and not path.is_file():  # A pipe or a device, such as /dev/stdout.
@@ -102,20 +102,20 @@ def view(
     return path
 
 
-def _token_strings(
+def _list_token_strings(
     tokens: Texts | Sequence[int] | Prompt, name_of: Callable[[int], str], example: int
 ) -> list[str]:
     """Return the string of each token of one sequence, "" at padding; `name_of` converts ids."""
     if not isinstance(tokens, Tensor | Mapping):
         return [token if isinstance(token, str) else name_of(token) for token in tokens]
-    ids, mask = tokens_of(tokens), mask_of(tokens)
+    ids, mask = get_tokens(tokens), get_mask(tokens)
     if ids.ndim == 2:
         ids, mask = ids[example], mask[example]
     pairs = zip(ids.tolist(), mask.tolist(), strict=True)
     return [name_of(token) if is_token else "" for token, is_token in pairs]
 
 
-def _token_name_function(
+def _make_token_namer(
     vocabulary: Sequence[str] | None, tokenizer: Tokenizer | None
 ) -> Callable[[int], str]:
     """Return a function from token ids to strings: decimal ids if nothing else names tokens."""
@@ -125,7 +125,7 @@ def _token_name_function(
     return str if decode is None else lambda token: str(decode([token]))
 
 
-def _heat_map(values: Tensor, tokens: list[str]) -> dict[str, Any]:
+def _build_heat_map(values: Tensor, tokens: list[str]) -> dict[str, Any]:
     """Return the rows, columns, values and row label of a heat map of patching results."""
     _require_length("the patches", values.shape[-1], len(tokens))
     indices = itertools.product(*map(range, values.shape[:-1]))
@@ -149,7 +149,7 @@ def _encode_patterns(
     if not isinstance(named, Mapping):
         named = {str(i): pattern for i, pattern in enumerate(named)}
     layers = []
-    for name, pattern in zip(_distinguishing_parts(list(named)), named.values(), strict=True):
+    for name, pattern in zip(_shorten_names(list(named)), named.values(), strict=True):
         heads = pattern[example] if pattern.ndim == 4 else pattern
         if heads.ndim != 3 or heads.shape[1:] != (length, length):
             raise ValueError(
@@ -168,7 +168,7 @@ def _encode_patterns(
     return layers
 
 
-def _distinguishing_parts(names: list[str]) -> list[str]:
+def _shorten_names(names: list[str]) -> list[str]:
     """Return names without common parts, such as 0 and 1 for blocks.0.mlp and blocks.1.mlp."""
     split_names = [name.split(".") for name in names]
     if len(names) < 2 or len({len(parts) for parts in split_names}) > 1:
@@ -177,7 +177,7 @@ def _distinguishing_parts(names: list[str]) -> list[str]:
     return [".".join(itertools.compress(parts, differs)) for parts in split_names]
 
 
-def _lens_table(
+def _build_lens_table(
     lens: Lens, example: int, length: int, name_of: Callable[[int], str]
 ) -> dict[str, object]:
     """Return the predictions of each layer for one example."""
@@ -203,20 +203,21 @@ def _require_length(label: str, positions: int, length: int) -> None:
         )
 
 
-def _json(data: object) -> str:
+def _encode_json(data: object) -> str:
     """Return JSON that is safe inside a script element.
 
     Floats are rounded to 6 significant digits; nan and infinities become null.
     """
-    text = json.dumps(_finite(data), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    finite = _make_finite(data)
+    text = json.dumps(finite, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     return text.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
 
 
-def _finite(data: object) -> object:
+def _make_finite(data: object) -> object:
     if isinstance(data, dict):
-        return {key: _finite(value) for key, value in data.items()}
+        return {key: _make_finite(value) for key, value in data.items()}
     if isinstance(data, list):
-        return [_finite(value) for value in data]
+        return [_make_finite(value) for value in data]
     if isinstance(data, float):
         return float(f"{data:.6g}") if abs(data) < float("inf") else None
     return data

@@ -114,7 +114,7 @@ class DiskJournal:
             self._file_number = spans[-1].file_number
             files.publish_file(self.folder, self._file_number)
             if spans[-1].kind == files.TORN:
-                path = files.journal_path(self.folder, "journal", self._file_number)
+                path = files.build_path(self.folder, "journal", self._file_number)
                 nbytes = spans[-1].stop - spans[-1].start
                 _LOG.warning("%s: removed the last %d bytes: an incomplete record", path, nbytes)
                 os.truncate(path, spans[-1].start)
@@ -122,7 +122,7 @@ class DiskJournal:
             files.create_file(self.folder, self._identity, 0)
             files.publish_file(self.folder, 0)
         self._use(
-            files.journal_path(self.folder, "journal", self._file_number).open("r+b", buffering=0)
+            files.build_path(self.folder, "journal", self._file_number).open("r+b", buffering=0)
         )
         core.journal = self
         return has_state
@@ -196,7 +196,7 @@ class DiskJournal:
             checksum = zlib.crc32(part, checksum)
         if self._file.tell() != self._stop:
             self._discard_incomplete_record()
-        head = files.record_head(
+        head = files.pack_record_head(
             self._identity, self._file_number, self._stop, kind, size, checksum
         )
         try:
@@ -231,7 +231,7 @@ class DiskJournal:
         try:
             self._append(files.SEAL, [])
             # If the server dies here, the next server reads the seal and renames the file.
-            path.rename(files.journal_path(self.folder, "journal", number))
+            path.rename(files.build_path(self.folder, "journal", number))
         except OSError:
             file.close()
             self._stop = stop
@@ -247,21 +247,21 @@ class DiskJournal:
 
     def _write_snapshot(self, state: dict[str, Any], number: int) -> None:
         """Write snapshot `number` with this state, and remove the files that it replaces."""
-        unfinished = files.journal_path(self.folder, "unfinished", number)
+        unfinished = files.build_path(self.folder, "unfinished", number)
         try:
             with unfinished.open("w+b") as file:
                 save_state(state, file)
                 size = file.seek(0, os.SEEK_END)
                 checksum = files.compute_checksum(file, 0, size)
-                file.write(files.snapshot_tail(self._identity, number, size, checksum))
+                file.write(files.pack_snapshot_tail(self._identity, number, size, checksum))
                 file.flush()
                 os.fsync(file.fileno())
-            unfinished.rename(files.journal_path(self.folder, "snapshot", number))
+            unfinished.rename(files.build_path(self.folder, "snapshot", number))
             # No file may be removed before the name of the snapshot is on the disk.
             files.sync_folder(self.folder)
             for name in ("snapshot", "journal", "unfinished"):
-                for old in (n for n in files.file_numbers(self.folder, name) if n < number):
-                    files.journal_path(self.folder, name, old).unlink()
+                for old in (n for n in files.list_numbers(self.folder, name) if n < number):
+                    files.build_path(self.folder, name, old).unlink()
             self.error = None
         except Exception as error:  # torch's writer raises RuntimeError
             # The files that remain are a complete journal; the next snapshot is written later.
@@ -296,9 +296,9 @@ def _restore(folder: Path, core: Core) -> tuple[list[Span], bool]:
 
     Return the journal's spans, and True if it has a snapshot or a record.
     """
-    first = files.newest_snapshot(folder)
-    has_files = first is not None or files.file_numbers(folder, "journal")
-    spans = list(files.checked_spans(folder, first)) if has_files else []
+    first = files.find_newest_snapshot(folder)
+    has_files = first is not None or files.list_numbers(folder, "journal")
+    spans = list(files.iter_checked_spans(folder, first)) if has_files else []
     snapshot = None if first is None else files.read_snapshot(folder, first)
     current: list[Span] = []
     try:
@@ -306,11 +306,11 @@ def _restore(folder: Path, core: Core) -> tuple[list[Span], bool]:
     except Exception as error:
         if not current:  # the snapshot is of another job
             raise
-        path = files.journal_path(folder, "journal", current[-1].file_number)
+        path = files.build_path(folder, "journal", current[-1].file_number)
         start = current[-1].start
         raise JournalError(
             f"{path}: the record at byte {start} cannot be applied: {type(error).__name__}: "
             f"{error}. The journal was not changed. Fix the program, or discard this record and "
-            f"later ones by `{files.recovery_command(folder)} --before {path}:{start}`"
+            f"later ones by `{files.format_recovery_command(folder)} --before {path}:{start}`"
         ) from error
     return spans, snapshot is not None or bool(current)

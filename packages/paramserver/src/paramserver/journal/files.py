@@ -71,17 +71,17 @@ class Span:
     stop: int
 
 
-def checked_spans(folder: Path, snapshot: int | None) -> Iterator[Span]:
+def iter_checked_spans(folder: Path, snapshot: int | None) -> Iterator[Span]:
     """Check a snapshot and the files after it; yield their spans, or raise `JournalError`."""
     identity = b"" if snapshot is None else check_snapshot(folder, snapshot)
     number = snapshot or 0
-    last = max(file_numbers(folder, "journal"), default=0)
+    last = max(list_numbers(folder, "journal"), default=0)
     kind = b""
     while number <= last or kind == SEAL:
-        path = journal_path(folder, "journal", number)
+        path = build_path(folder, "journal", number)
         if kind == SEAL:
-            path = _path_after_seal(folder, number)
-        for span in _checked_spans_of_file(path, number, identity, is_last=number >= last):
+            path = _find_path_after_seal(folder, number)
+        for span in _iter_checked_file_spans(path, number, identity, is_last=number >= last):
             if span.kind == START:
                 identity = read_identity(folder, [span])
             kind = span.kind
@@ -89,12 +89,12 @@ def checked_spans(folder: Path, snapshot: int | None) -> Iterator[Span]:
         number += 1
 
 
-def _checked_spans_of_file(
+def _iter_checked_file_spans(
     path: Path, number: int, identity: bytes, *, is_last: bool
 ) -> Iterator[Span]:
     if not path.exists():
         path = path.with_name(f"journal-{number:08d}")
-        raise damage_error(path, 0, "the file is missing, but files before and after it exist")
+        raise build_error(path, 0, "the file is missing, but files before and after it exist")
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(0)
@@ -104,7 +104,7 @@ def _checked_spans_of_file(
         kind = START
         while start < size:
             if kind == SEAL:
-                raise damage_error(path, start, "data follow the seal at the end of the file")
+                raise build_error(path, start, "data follow the seal at the end of the file")
             span = _read_record_span(path, file, number, identity, size)
             if span is None:
                 break
@@ -113,10 +113,10 @@ def _checked_spans_of_file(
             kind = span.kind
     if start < size:
         if not is_last:
-            raise damage_error(path, start, "a record is incomplete, but later files exist")
+            raise build_error(path, start, "a record is incomplete, but later files exist")
         yield Span(number, TORN, start, size)
     elif not is_last and kind != SEAL:
-        raise damage_error(path, size, "the file does not end with a seal, but later files exist")
+        raise build_error(path, size, "the file does not end with a seal, but later files exist")
 
 
 def _read_record_span(
@@ -128,13 +128,13 @@ def _read_record_span(
     if len(head) < RECORD_HEAD.size:
         return None
     kind, length, checksum, _ = RECORD_HEAD.unpack(head)
-    if head != record_head(identity, number, start, kind, length, checksum):
-        raise damage_error(path, start, "the checksum of a record's header is wrong")
+    if head != pack_record_head(identity, number, start, kind, length, checksum):
+        raise build_error(path, start, "the checksum of a record's header is wrong")
     stop = start + RECORD_HEAD.size + length
     if stop > size:
         return None
     if compute_checksum(file, start + RECORD_HEAD.size, length) != checksum:
-        raise damage_error(path, start, "the checksum of a record is wrong")
+        raise build_error(path, start, "the checksum of a record is wrong")
     return Span(number, kind, start, stop)
 
 
@@ -154,7 +154,7 @@ def read_records(folder: Path, spans: Iterable[Span], current: list[Span]) -> It
 
 def read_body(folder: Path, span: Span) -> bytes:
     """Return the body of a record."""
-    with _path_after_seal(folder, span.file_number).open("rb") as file:
+    with _find_path_after_seal(folder, span.file_number).open("rb") as file:
         file.seek(span.start + RECORD_HEAD.size)
         return file.read(span.stop - span.start - RECORD_HEAD.size)
 
@@ -166,7 +166,7 @@ def encode_record(record: Record) -> tuple[bytes, list[Any]]:
     return REPLAYED, [record.log.to_text().encode()]
 
 
-def record_head(
+def pack_record_head(
     identity: bytes, number: int, start: int, kind: bytes, size: int, checksum: int
 ) -> bytes:
     """Return the header of a record at byte `start` of file `number`."""
@@ -175,7 +175,7 @@ def record_head(
     return head + struct.pack("<I", zlib.crc32(head, seed))
 
 
-def _file_head(identity: bytes, number: int) -> bytes:
+def _pack_file_head(identity: bytes, number: int) -> bytes:
     head = FILE_HEAD.pack(MAGIC, identity, number, 0)[:-4]
     return head + struct.pack("<I", zlib.crc32(head))
 
@@ -185,23 +185,23 @@ def _check_head(path: Path, head: bytes, number: int, identity: bytes) -> bytes:
     file_identity = head[len(MAGIC) : len(MAGIC) + IDENTITY_BYTES]
     if not head.startswith(MAGIC):
         text = f"expected {MAGIC!r} of this version of the format, got {head[: len(MAGIC)]!r}"
-        raise damage_error(path, 0, text)
+        raise build_error(path, 0, text)
     if len(head) < FILE_HEAD.size or head[-4:] != struct.pack("<I", zlib.crc32(head[:-4])):
-        raise damage_error(path, 0, "the checksum of its header is wrong")
-    if head != _file_head(file_identity, number):
-        raise damage_error(path, 0, f"its header is that of file {FILE_HEAD.unpack(head)[2]}")
+        raise build_error(path, 0, "the checksum of its header is wrong")
+    if head != _pack_file_head(file_identity, number):
+        raise build_error(path, 0, f"its header is that of file {FILE_HEAD.unpack(head)[2]}")
     if identity and file_identity != identity:
-        raise damage_error(path, 0, "its header is that of another journal")
+        raise build_error(path, 0, "its header is that of another journal")
     return file_identity
 
 
 def read_identity(folder: Path, spans: list[Span]) -> bytes:
     """Return the identity that the head of the last span's file contains."""
-    with _path_after_seal(folder, spans[-1].file_number).open("rb") as file:
+    with _find_path_after_seal(folder, spans[-1].file_number).open("rb") as file:
         return file.read(FILE_HEAD.size)[len(MAGIC) : len(MAGIC) + IDENTITY_BYTES]
 
 
-def snapshot_tail(identity: bytes, number: int, size: int, checksum: int) -> bytes:
+def pack_snapshot_tail(identity: bytes, number: int, size: int, checksum: int) -> bytes:
     """Return the last bytes of a snapshot, which follow `size` bytes of state."""
     tail = SNAPSHOT_TAIL.pack(size, checksum, MAGIC, identity, number, 0)[:-4]
     return tail + struct.pack("<I", zlib.crc32(tail))
@@ -209,26 +209,26 @@ def snapshot_tail(identity: bytes, number: int, size: int, checksum: int) -> byt
 
 def check_snapshot(folder: Path, number: int) -> bytes:
     """Return the journal's identity; raise `JournalError` if the snapshot is damaged."""
-    path = journal_path(folder, "snapshot", number)
+    path = build_path(folder, "snapshot", number)
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END) - SNAPSHOT_TAIL.size
         if size < 0:
-            raise damage_error(path, 0, "the file is incomplete")
+            raise build_error(path, 0, "the file is incomplete")
         file.seek(size)
         tail = file.read()
         length, checksum, magic, identity, its_number, _ = SNAPSHOT_TAIL.unpack(tail)
-        if magic != MAGIC or tail != snapshot_tail(identity, its_number, length, checksum):
-            raise damage_error(path, size, "the end of the file is not that of a snapshot")
+        if magic != MAGIC or tail != pack_snapshot_tail(identity, its_number, length, checksum):
+            raise build_error(path, size, "the end of the file is not that of a snapshot")
         if its_number != number:
-            raise damage_error(path, size, f"the end of the file is that of snapshot {its_number}")
+            raise build_error(path, size, f"the end of the file is that of snapshot {its_number}")
         if length != size or compute_checksum(file, 0, size) != checksum:
-            raise damage_error(path, 0, f"the checksum of its {size} bytes is wrong")
+            raise build_error(path, 0, f"the checksum of its {size} bytes is wrong")
     return bytes(identity)
 
 
 def read_snapshot(folder: Path, number: int) -> dict[str, Any]:
     """Return the state of a snapshot that `check_snapshot` has accepted."""
-    state: dict[str, Any] = torch.load(journal_path(folder, "snapshot", number), weights_only=True)
+    state: dict[str, Any] = torch.load(build_path(folder, "snapshot", number), weights_only=True)
     return state
 
 
@@ -244,10 +244,10 @@ def compute_checksum(file: BinaryIO, start: int, size: int) -> int:
 
 def create_file(folder: Path, identity: bytes, number: int) -> Path:
     """Write a file without records under its temporary name, and sync it; return its path."""
-    path = journal_path(folder, "next", number)
+    path = build_path(folder, "next", number)
     try:
         with path.open("wb") as file:
-            file.write(_file_head(identity, number))
+            file.write(_pack_file_head(identity, number))
             file.flush()
             os.fsync(file.fileno())
         sync_folder(folder)
@@ -259,9 +259,9 @@ def create_file(folder: Path, identity: bytes, number: int) -> Path:
 
 def publish_file(folder: Path, number: int) -> None:
     """Rename a file of the journal to its final name, unless it has that name already."""
-    path = journal_path(folder, "journal", number)
+    path = build_path(folder, "journal", number)
     if not path.exists():
-        journal_path(folder, "next", number).rename(path)
+        build_path(folder, "next", number).rename(path)
         sync_folder(folder)
 
 
@@ -274,41 +274,41 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def journal_path(folder: Path, name: str, number: int) -> Path:
+def build_path(folder: Path, name: str, number: int) -> Path:
     """Return the path of a file: `name` is `journal`, `next`, `snapshot` or `unfinished`."""
     return folder / f"{name}-{number:08d}"
 
 
-def _path_after_seal(folder: Path, number: int) -> Path:
+def _find_path_after_seal(folder: Path, number: int) -> Path:
     """Return the path of a file whose predecessor is sealed.
 
     The file has its temporary name if the server died before it renamed the file. The same is true
     if the machine died before the new name was on the disk.
     """
-    path = journal_path(folder, "journal", number)
-    return path if path.exists() else journal_path(folder, "next", number)
+    path = build_path(folder, "journal", number)
+    return path if path.exists() else build_path(folder, "next", number)
 
 
-def file_numbers(folder: Path, name: str) -> list[int]:
-    """Return the sorted numbers of all files with this name; see `journal_path`."""
+def list_numbers(folder: Path, name: str) -> list[int]:
+    """Return the sorted numbers of all files with this name; see `build_path`."""
     matches = (re.fullmatch(rf"{name}-(\d{{8,}})", path.name) for path in folder.iterdir())
     return sorted(int(match[1]) for match in matches if match)
 
 
-def newest_snapshot(folder: Path) -> int | None:
+def find_newest_snapshot(folder: Path) -> int | None:
     """Return the number of the newest snapshot, or None if there is none."""
-    return max(file_numbers(folder, "snapshot"), default=None)
+    return max(list_numbers(folder, "snapshot"), default=None)
 
 
-def damage_error(path: Path, offset: int, damage: str) -> JournalError:
+def build_error(path: Path, offset: int, damage: str) -> JournalError:
     """Return the error for damage at byte `offset`, with the remedy."""
     return JournalError(
         f"{path} is damaged at byte {offset}: {damage}. Nothing was changed. Restore the file from "
-        f"a copy, or go back to the last good record by `{recovery_command(path.parent)}`."
+        f"a copy, or go back to the last good record by `{format_recovery_command(path.parent)}`."
     )
 
 
-def recovery_command(folder: Path) -> str:
+def format_recovery_command(folder: Path) -> str:
     """Return the command that recovers a folder and the folders of the job's other servers."""
     whole = folder.parent if re.fullmatch(r"server-\d+", folder.name) else folder
     return f"python -m paramserver recover {whole}"

@@ -17,7 +17,7 @@ from paramserver.protocol.log import Log
 _READS = 5
 
 
-def journal_folders(folder: Path) -> list[Path]:
+def list_journal_folders(folder: Path) -> list[Path]:
     """Return the folders that contain journals of a job's servers, in the order of the servers."""
     paths = {p for p in folder.glob("server-*") if re.fullmatch(r"server-\d+", p.name)}
     # A server that was killed right after its start leaves nothing but the lock file.
@@ -37,7 +37,7 @@ def require_journals(folder: Path, servers: int, numbers: Iterable[int]) -> None
         servers: number of servers of the job.
         numbers: the servers that start in this folder; the others may be on other machines.
     """
-    present = journal_folders(folder)
+    present = list_journal_folders(folder)
     convert = (
         f"Nothing was changed. To continue with {servers} servers instead of {len(present)}, run "
         f"`python -m paramserver convert MODULE:JOB {folder} NEW` and pass NEW"
@@ -66,10 +66,11 @@ def _has_pushes(folder: Path) -> bool:
     """
     for _ in range(_READS):
         try:
-            first = files.newest_snapshot(folder)
+            first = files.find_newest_snapshot(folder)
             if first is not None and first > 1:  # snapshot 1 contains the initial state
                 return True
-            return any(span.kind == files.STAGED for span in files.checked_spans(folder, first))
+            spans = files.iter_checked_spans(folder, first)
+            return any(span.kind == files.STAGED for span in spans)
         except (JournalError, OSError):  # damaged, or the server has just replaced its files
             time.sleep(0.1)
     return True
@@ -93,7 +94,7 @@ def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> lis
         RuntimeError: another process uses one of the journals.
     """
     folder = Path(folder)
-    folders = journal_folders(folder) or [folder]
+    folders = list_journal_folders(folder) or [folder]
     if before and not any(_is_in(before[0], path) for path in folders):
         raise ValueError(
             f"expected a file of {folder}, got {before[0]}; pass the path that the error names"
@@ -108,14 +109,14 @@ def _recover_locked(folders: list[Path], before: tuple[str, int] | None) -> list
     good_parts = [
         _GoodPart(path, before if before and _is_in(before[0], path) else None) for path in folders
     ]
-    ends = [part.last() for part in good_parts]
+    ends = [part.get_last_end() for part in good_parts]
     # The first server must not continue after a record that a damaged server has lost, and no
     # server may remain ahead of the first one.
     damaged = [end.position for part, end in zip(good_parts, ends, strict=True) if part.error]
     if damaged:
-        ends[0] = good_parts[0].last(min(damaged))
+        ends[0] = good_parts[0].get_last_end(min(damaged))
     ends[1:] = [
-        part.last(min(end.position, ends[0].position))
+        part.get_last_end(min(end.position, ends[0].position))
         for part, end in zip(good_parts[1:], ends[1:], strict=True)
     ]
     lines = []
@@ -146,7 +147,7 @@ class _GoodPart:
         self._before = (Path(before[0]).name, before[1]) if before else None
         self._ends: list[_End] = []
         self._identity = b""
-        snapshots = sorted(files.file_numbers(folder, "snapshot"), reverse=True)
+        snapshots = sorted(files.list_numbers(folder, "snapshot"), reverse=True)
         for snapshot in [*snapshots, None]:
             self._scan(snapshot)
             if self._ends:
@@ -163,8 +164,8 @@ class _GoodPart:
                 self._identity = files.check_snapshot(self.folder, snapshot)
                 position = int(files.read_snapshot(self.folder, snapshot)["replica"]["position"])
                 self._ends.append(_End(position, snapshot, files.FILE_HEAD.size))
-            for span in files.checked_spans(self.folder, snapshot):
-                name = files.journal_path(self.folder, "journal", span.file_number).name
+            for span in files.iter_checked_spans(self.folder, snapshot):
+                name = files.build_path(self.folder, "journal", span.file_number).name
                 if self._before and (name, span.start) >= self._before:
                     self.error = self.error or f"{name} is discarded from byte {span.start} on."
                     return
@@ -177,7 +178,7 @@ class _GoodPart:
         except JournalError as error:
             self.error = self.error or str(error)
 
-    def last(self, position: int | None = None) -> _End:
+    def get_last_end(self, position: int | None = None) -> _End:
         """Return the last possible end, at most at entry `position` of the log."""
         ends = [end for end in self._ends if position is None or end.position <= position]
         if not ends:
@@ -189,11 +190,11 @@ class _GoodPart:
 
     def cut(self, end: _End) -> list[str]:
         """Truncate at `end` and move the remainder to `discarded-N`; return a report's lines."""
-        path = files.journal_path(self.folder, "journal", end.file_number)
+        path = files.build_path(self.folder, "journal", end.file_number)
         later = [
-            files.journal_path(self.folder, name, number)
+            files.build_path(self.folder, name, number)
             for name in ("journal", "snapshot", "next")
-            for number in files.file_numbers(self.folder, name)
+            for number in files.list_numbers(self.folder, name)
             if number > end.file_number
         ]
         if not self.error and not later and path.exists() and path.stat().st_size == end.stop:

@@ -6,7 +6,7 @@ simulated network.
 
 `Core.handle` validates a request before it changes or records anything. With a journal, it records
 every change before it returns the answer. If it returns None, the request has to wait: the caller
-retries it after each later request, and calls `check` at `next_deadline`.
+retries it after each later request, and calls `check` at `find_next_deadline`.
 
 | request            | server   | appended to the log       | staged    | may wait for          |
 |--------------------|----------|---------------------------|-----------|-----------------------|
@@ -29,12 +29,12 @@ from typing import Any
 from torch import Tensor
 
 from paramserver.consistency import Consistency
-from paramserver.protocol.ledger import Ledger, wrong_clock
+from paramserver.protocol.ledger import Ledger, build_wrong_clock_error
 from paramserver.protocol.log import Log, Push
-from paramserver.protocol.messages import Kind, Message, PeerLost, pushed_twice
+from paramserver.protocol.messages import Kind, Message, PeerLost, build_pushed_twice_error
 from paramserver.protocol.records import Journal, Record, Replayed, Staged
 from paramserver.protocol.replica import Replica
-from paramserver.protocol.validation import public_session_id, validate
+from paramserver.protocol.validation import hash_session, validate
 from paramserver.protocol.waits import Waits
 
 Data = Tensor | None
@@ -160,9 +160,9 @@ class Core:
         """Measure the silence of all workers from `now`, after this server was suspended."""
         self.waits.reset_silence(self.ledger.members, now)
 
-    def next_deadline(self) -> float:
+    def find_next_deadline(self) -> float:
         """Return the time at which `check` has to be called if no request arrives before then."""
-        return self.waits.next_deadline(self.ledger)
+        return self.waits.find_next_deadline(self.ledger)
 
     def mark_lost(self, worker: int, reason: str) -> None:
         """Handle the loss of an awaited worker as `_continues_after_loss` describes."""
@@ -180,7 +180,7 @@ class Core:
 
     def snapshot(self) -> dict[str, Any]:
         """Return the state from which a server can continue at this position of the log."""
-        return {"replica": self.replica.snapshot(), "ledger": self.ledger.state()}
+        return {"replica": self.replica.snapshot(), "ledger": self.ledger.to_state()}
 
     def restore(self, snapshot: Mapping[str, Any] | None, records: Iterable[Record]) -> None:
         """Restore a snapshot, if any, and replay the records that the journal has stored since."""
@@ -214,7 +214,7 @@ class Core:
                 return self._answer_with_log(worker, message)
             case Kind.FETCH | Kind.REPLAY | Kind.END:
                 self._replay(log)
-                return self._answer_after_log(worker, message)
+                return self._answer_after_replay(worker, message)
         raise ValueError(f"expected a request, got {message.kind!r}")
 
     def _answer_with_log(self, worker: int, message: Message) -> Message | None:
@@ -228,7 +228,7 @@ class Core:
             return Message(Kind.OK, text=text)
         return None if self.ledger.awaited else self._answer_with_newest(text)
 
-    def _answer_after_log(self, worker: int, message: Message) -> Message:
+    def _answer_after_replay(self, worker: int, message: Message) -> Message:
         """Return the answer to a request whose log this server has replayed."""
         if message.kind is Kind.FETCH:
             return self._fetch(worker, message)
@@ -260,7 +260,7 @@ class Core:
         if data is None:
             raise ValueError(f"expected gradients of worker {worker}, got a push without data")
         if self.ledger.has_pending_push(worker):
-            raise pushed_twice(worker)
+            raise build_pushed_twice_error(worker)
         data = data[: message.size]
         gradients = self.replica.unpack(push, data, is_known_finite=is_known_finite)
         if self.journal:
@@ -277,7 +277,7 @@ class Core:
             return Message(Kind.REREAD, position=replica.position)
         if self._elastic:
             # The field `clock` of a JOIN contains the number of the session.
-            self.ledger.join(worker, public_session_id(message.clock))
+            self.ledger.join(worker, hash_session(message.clock))
             self._replay_own_log()
         member = self.ledger.members[worker]
         return Message(
@@ -286,7 +286,7 @@ class Core:
 
     def _read(self, worker: int, message: Message) -> Message | None:
         self._check_clock(worker, message)
-        if self.ledger.workers_behind(message.clock):
+        if self.ledger.list_workers_behind(message.clock):
             return None
         self.ledger.read(worker, message.number)
         if message.kind is Kind.READ:
@@ -331,7 +331,7 @@ class Core:
         may_repeat = self._elastic and message.kind in (Kind.PUSH, Kind.COMMIT)
         is_repeated = may_repeat and message.clock == member.clock - 1
         if message.clock != member.clock and not is_repeated:
-            raise wrong_clock(worker, message.clock, member.clock)
+            raise build_wrong_clock_error(worker, message.clock, member.clock)
 
     def _take_log(self, worker: int, message: Message) -> Log:
         """Return the log from the position of the message, and discard the entries before it.
@@ -342,15 +342,15 @@ class Core:
         self._replay_own_log()
         if worker in self.ledger.members:
             self.ledger.discard_before(message.position)
-        return self.ledger.log_from(message.position)
+        return self.ledger.get_log_from(message.position)
 
     def _replay_own_log(self) -> None:
-        self._replay(self.ledger.log_from(self.replica.position))
+        self._replay(self.ledger.get_log_from(self.replica.position))
 
     def _replay(self, log: Log | None) -> None:
         assert log is not None  # `validate` returns the log of each request that contains one
         self.ledger.replay(log)  # does nothing on the first server, which created the log
-        new = log.after(self.replica.position)
+        new = log.select_from(self.replica.position)
         if new.entries and self.journal:
             self.journal.record(Replayed(new))
         try:

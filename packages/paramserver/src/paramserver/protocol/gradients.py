@@ -24,7 +24,7 @@ def require_finite(worker: int, gradients: Mapping[str, Tensor]) -> None:
             )
 
 
-def mean(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
+def compute_mean(gradients: Sequence[Tensor], dtype: torch.dtype) -> Tensor:
     """Return the mean of the gradients in `dtype`, summed in `dtype` or float32 if that is wider.
 
     With several gradients, the sum overwrites the first gradient if it has the dtype of the sum.

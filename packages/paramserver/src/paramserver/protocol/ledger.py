@@ -26,7 +26,7 @@ from paramserver.protocol.log import (
     Read,
     Start,
     Write,
-    digest,
+    compute_digest,
     parse_push,
 )
 
@@ -95,14 +95,14 @@ class Ledger:
         """Active workers, and workers that are expected to join."""
         return {w: member for w, member in self.members.items() if member.active or member.expected}
 
-    def workers_behind(self, clock: int) -> list[int]:
+    def list_workers_behind(self, clock: int) -> list[int]:
         """Return the workers for which a reader at `clock` has to wait."""
         bound = self._consistency.bound
         return [w for w, member in self.awaited.items() if clock - member.clock > bound]
 
     def has_pending_push(self, worker: int) -> bool:
         """Return True if a push of `worker` is accepted but not applied yet."""
-        return worker in self._pushed()
+        return worker in self._find_pushed_workers()
 
     # The following methods handle requests. A worker repeats a request if the answer was lost.
 
@@ -126,7 +126,7 @@ class Ledger:
         if clock == member.clock - 1 and clock >= member.first_clock:
             return  # repeated: the push is in the log
         if clock != member.clock:
-            raise wrong_clock(worker, clock, member.clock)
+            raise build_wrong_clock_error(worker, clock, member.clock)
         if self._consistency.averages:
             self._append(Accept((worker, epoch, clock)))
             self._write_if_complete()
@@ -145,7 +145,7 @@ class Ledger:
             self._append(Leave(worker))
             self._write_if_complete()
 
-    def log_from(self, position: int) -> Log:
+    def get_log_from(self, position: int) -> Log:
         """Return the log from `position`, or from the first stored entry if that is later."""
         skipped = min(max(0, position - self._first), len(self._entries))
         entries = tuple(self._entries[skipped:])
@@ -182,7 +182,7 @@ class Ledger:
             ValueError: `log` does not continue the history of this ledger, which must not be used
                 any more. Validation therefore replays a received log on a copy first.
         """
-        for entry in self._continuation(log).entries:
+        for entry in self._select_continuation(log).entries:
             self._check(entry)
             self._append(entry)
 
@@ -197,13 +197,13 @@ class Ledger:
         copied._digests = self._digests[-1:]
         return copied
 
-    def state(self) -> dict[str, Any]:
+    def to_state(self) -> dict[str, Any]:
         """Return the whole state as a value that JSON can encode."""
         return {
             "version": self.version,
             "members": {str(w): asdict(member) for w, member in self.members.items()},
             "accepted": list(self._accepted),
-            "log": self.log_from(self._first).to_text(),
+            "log": self.get_log_from(self._first).to_text(),
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
@@ -216,15 +216,15 @@ class Ledger:
         self._entries = list(log.entries)
         self._digests = [log.before]
         for entry in log.entries:
-            self._digests.append(digest(self._digests[-1], entry))
+            self._digests.append(compute_digest(self._digests[-1], entry))
 
-    def _continuation(self, log: Log) -> Log:
+    def _select_continuation(self, log: Log) -> Log:
         """Return the new part of `log`; raise `ValueError` if it does not continue this ledger."""
         if log.start > self.stop:
             raise ValueError(
                 f"expected a log from entry {self.stop} or earlier, got one from {log.start}"
             )
-        new = log.after(self.stop)
+        new = log.select_from(self.stop)
         if log.stop >= self.stop and new.before != self._digests[-1]:
             raise ValueError(
                 f"the log continues another history than this server's first {self.stop} entries: "
@@ -249,7 +249,7 @@ class Ledger:
                     member
                     and epoch == member.epoch
                     and number > member.reads
-                    and not self.workers_behind(member.clock)
+                    and not self.list_workers_behind(member.clock)
                 )
             case Leave(worker):
                 valid = worker in self.awaited
@@ -273,7 +273,7 @@ class Ledger:
         and the policy's bound holds for its first read.
         """
         member = self.awaited.get(worker)
-        return member.clock if member else self._slowest()
+        return member.clock if member else self._find_slowest_clock()
 
     def _may_push(self, push: Push) -> bool:
         worker, epoch, clock = push
@@ -289,16 +289,16 @@ class Ledger:
             return False
         return staleness == (self.version - self.members[pushes[0][0]].read_version,)
 
-    def _slowest(self) -> int:
+    def _find_slowest_clock(self) -> int:
         clocks = [member.clock for member in self.awaited.values()]
         return min(clocks or [member.clock for member in self.members.values()], default=0)
 
     def _append(self, entry: Entry) -> None:
         self._entries.append(entry)
-        self._digests.append(digest(self._digests[-1], entry))
+        self._digests.append(compute_digest(self._digests[-1], entry))
         match entry:
             case Start(workers):
-                clock = self._slowest()
+                clock = self._find_slowest_clock()
                 for worker in range(workers):
                     member = self.members.setdefault(worker, Member(active=False))
                     member.expected = True
@@ -343,16 +343,16 @@ class Ledger:
 
     def _is_complete(self) -> bool:
         """Return True if all awaited workers have pushed at this clock."""
-        pushed = self._pushed()
+        pushed = self._find_pushed_workers()
         return bool(self._accepted) and pushed.issuperset(self.awaited)
 
-    def _pushed(self) -> set[int]:
+    def _find_pushed_workers(self) -> set[int]:
         """Return the workers that have pushed in their present membership at this clock."""
         members = self.members
         return {w for w, epoch, _ in self._accepted if epoch >= members[w].first_epoch}
 
 
-def wrong_clock(worker: int, clock: int, expected: int) -> ValueError:
+def build_wrong_clock_error(worker: int, clock: int, expected: int) -> ValueError:
     """Return the error for a push or pull whose clock is not the worker's current clock."""
     return ValueError(
         f"worker {worker} is at clock {clock}, but the server has {expected} of its gradients; "

@@ -84,12 +84,12 @@ class Log:
         """Number of the next entry."""
         return self.start + len(self.entries)
 
-    def after(self, position: int) -> "Log":
+    def select_from(self, position: int) -> "Log":
         """Return the part of the log from `position` on, or the whole log if it starts later."""
         skipped = max(0, position - self.start)
         before = self.before
         for entry in self.entries[:skipped]:
-            before = digest(before, entry)
+            before = compute_digest(before, entry)
         return Log(max(position, self.start), self.entries[skipped:], before)
 
     def to_text(self) -> str:
@@ -104,13 +104,13 @@ class Log:
         """Return the log that `to_text` wrote; raise `ValueError` for any other text."""
         match json.loads(text):
             case [int(start), ["after", str(before)], *lists] if _is_number(start):
-                return Log(start, tuple(map(_from_list, lists)), before)
+                return Log(start, tuple(map(_parse_entry, lists)), before)
             case [int(start), *lists] if _is_number(start):
-                return Log(start, tuple(map(_from_list, lists)))
+                return Log(start, tuple(map(_parse_entry, lists)))
         raise ValueError(f"expected a log [start, entry, ...], got {text[:80]!r}")
 
 
-def digest(before: str, entry: Entry) -> str:
+def compute_digest(before: str, entry: Entry) -> str:
     """Return the digest of a history that ends with `entry`; `before` is the digest without it."""
     text = before + json.dumps(_to_list(entry), separators=(",", ":"))
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
@@ -120,7 +120,7 @@ def _to_list(entry: Entry) -> list[Any]:
     return [type(entry).__name__.lower(), *vars(entry).values()]
 
 
-def _from_list(fields: Any) -> Entry:
+def _parse_entry(fields: Any) -> Entry:
     match fields:
         case ["start", workers] if _is_number(workers) and workers < 2**20:
             return Start(workers)

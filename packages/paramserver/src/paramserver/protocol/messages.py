@@ -80,14 +80,14 @@ class Message:
         if not has_types or not all(type(n) is int and -1 <= n < LIMIT for n in values[1:8]):
             raise ValueError(f"expected the fields of a message, got {str(values)[:80]}")
 
-    def fields(self) -> tuple[Any, ...]:
+    def to_fields(self) -> tuple[Any, ...]:
         """Return all fields in order."""
         # `astuple` would copy deeply, which takes longer than all other work on a message.
         return tuple(vars(self).values())
 
     def to_text(self) -> str:
         """Return the message as JSON, for transports that carry text."""
-        return json.dumps(self.fields(), separators=(",", ":"))
+        return json.dumps(self.to_fields(), separators=(",", ":"))
 
     @staticmethod
     def from_text(text: str | bytes) -> "Message":
@@ -96,7 +96,7 @@ class Message:
 
     @staticmethod
     def from_fields(fields: Any) -> "Message":
-        """Return the message with these `fields()`; raise `ValueError` for any other value."""
+        """Return the message with these `to_fields()`; raise `ValueError` for any other value."""
         if not isinstance(fields, list) or len(fields) != 9 or type(fields[0]) is not int:
             raise ValueError(f"expected the fields of a message, got {str(fields)[:80]}")
         return Message(Kind(fields[0]), *fields[1:])
@@ -111,17 +111,17 @@ def check_request(worker: int, message: Message) -> None:
         raise ValueError(f"expected SYNC or END from an observer (worker {OBSERVER}), got {kind!r}")
     numbers = message.epoch, message.clock, message.number, message.position, message.size
     if min(numbers) < 0:
-        raise ValueError(f"expected fields >= 0 in {kind!r}, got {str(message.fields())[:80]}")
+        raise ValueError(f"expected fields >= 0 in {kind!r}, got {str(message.to_fields())[:80]}")
     if text and kind not in _KINDS_WITH_TEXT:
         raise ValueError(f"expected {kind!r} without a text, got {text[:80]!r}")
 
 
-def failure(error: BaseException) -> Message:
+def build_failure(error: BaseException) -> Message:
     """Return an answer that carries an exception."""
     return Message(Kind.FAILED, text=f"{type(error).__name__}: {error}")
 
 
-def pushed_twice(worker: int) -> RuntimeError:
+def build_pushed_twice_error(worker: int) -> RuntimeError:
     """Return the error of a second push before the update of the first has been applied."""
     return RuntimeError(
         f"worker {worker} pushed twice in one bulk-synchronous step; pull between pushes"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from paramserver.optimizers import OptimizerFactory, Updater, options_of_group
+from paramserver.optimizers import OptimizerFactory, Updater, format_group_options
 from paramserver.partition import Piece
 
 #: Optimizers that update each element independently of the other elements of its tensor.
@@ -21,7 +21,7 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 
-def updater_of_pieces(
+def build_pieces_updater(
     factory: OptimizerFactory,
     targets: Sequence[nn.Parameter],
     pieces: Sequence[Piece],
@@ -87,8 +87,8 @@ def _require_options_of_whole(updater: Updater, parameters: Iterable[Tensor]) ->
             "and shape"
         )
     # Unlike the group's options, the defaults are not changed by a schedule.
-    options = options_of_group(updater.optimizer.defaults)
-    expected = options_of_group(optimizer.defaults)
+    options = format_group_options(updater.optimizer.defaults)
+    expected = format_group_options(optimizer.defaults)
     if options != expected:
         raise ValueError(
             "expected the optimizer's options to be the same for every part of the parameters, "

@@ -17,11 +17,11 @@ from torch import Tensor, nn
 
 from paramserver.consistency import Consistency, LocalSteps
 from paramserver.optimizers import OptimizerFactory
-from paramserver.parameters import local_part
+from paramserver.parameters import get_local_part
 from paramserver.partition import Shard
-from paramserver.protocol.gradients import add_flat, flatten, mean, require_finite
+from paramserver.protocol.gradients import add_flat, compute_mean, flatten, require_finite
 from paramserver.protocol.log import Accept, Join, Leave, Log, Push, Read, Write
-from paramserver.protocol.pieces_optimizer import updater_of_pieces
+from paramserver.protocol.pieces_optimizer import build_pieces_updater
 
 EpochAndNumber = tuple[int, int]
 
@@ -50,7 +50,7 @@ class Replica:
     ) -> None:
         local = policy if isinstance(policy, LocalSteps) else None
         self.shard = shard
-        self.layout = layout(shard, policy)
+        self.layout = format_layout(shard, policy)
         #: Number of log entries that were replayed.
         self.position = 0
         #: Number of updates applied so far.
@@ -61,13 +61,13 @@ class Replica:
         if memory is None:
             memory = torch.zeros(shard.buffer_bytes, dtype=torch.uint8, device="cpu")
         self._buffer = memory.zero_()
-        views = [f.shard.views(f.view_of(self._buffer)) for f in self._fragments]
+        views = [f.shard.views(f.get_view(self._buffer)) for f in self._fragments]
         self._parameters = [nn.Parameter(view) for views_of in views for view in views_of]
         pieces = [piece for fragment in self._fragments for piece in fragment.shard.pieces]
-        flat = {name: local_part(p.detach()).reshape(-1) for name, p in parameters.items()}
+        flat = {name: get_local_part(p.detach()).reshape(-1) for name, p in parameters.items()}
         shard.scatter(flat, self._buffer)
         factory = local.outer if local else optimizer
-        self._updater = updater_of_pieces(
+        self._updater = build_pieces_updater(
             factory,
             self._parameters,
             pieces,
@@ -79,9 +79,9 @@ class Replica:
         #: For each fragment, the tensors that receive the gradients.
         self._targets = [[next(targets) for _ in views_of] for views_of in views]
         rules = {"policy": _describe(policy)}
-        self._settings = rules | self._updater.settings()
+        self._settings = rules | self._updater.format_settings()
         #: The settings that must be equal on all servers of the job, as one line of text.
-        self.common_settings = _shorten(json.dumps(rules | self._updater.common_settings()))
+        self.common_settings = _shorten(json.dumps(rules | self._updater.format_common_settings()))
         self.compression = local.compression if local else None
         #: With compression, the parameters that readers have received. They differ from `_buffer`
         #: by a rounding error, which is added to the next change.
@@ -156,7 +156,7 @@ class Replica:
             raise RuntimeError(
                 f"expected a log from entry {self.position} or earlier, got one from {log.start}"
             )
-        for entry in log.after(self.position).entries:
+        for entry in log.select_from(self.position).entries:
             pushes: tuple[Push, ...] = ()
             if isinstance(entry, Accept):
                 pushes = (entry.push,)
@@ -169,7 +169,7 @@ class Replica:
     def replay(self, log: Log) -> None:
         """Apply the new entries of `log`; raise `RuntimeError` if this server cannot apply them."""
         self.check(log)
-        for entry in log.after(self.position).entries:
+        for entry in log.select_from(self.position).entries:
             match entry:
                 case Accept(push):
                     self._accepted.add(push)
@@ -281,7 +281,7 @@ class Replica:
         self._published = state["published"]
         self._changed, change = state["changed"]
         fragment = self._fragments[self._changed]
-        self._change = fragment.view_of(self.newest) if change is None else change
+        self._change = fragment.get_view(self.newest) if change is None else change
 
     def _discard_staged(self, worker: int) -> None:
         """Discard the staged pushes of `worker` that are not accepted."""
@@ -307,14 +307,14 @@ class Replica:
         """Update fragment `number` with the mean of the gradients of `pushes`."""
         fragment = self._fragments[number]
         for target, *gradients in zip(self._targets[number], *pushes, strict=True):
-            target.grad = mean(gradients, target.dtype)
+            target.grad = compute_mean(gradients, target.dtype)
         self._updater.step()
         self.version += 1
         self._changed = number
-        self._change = fragment.view_of(self.newest)
+        self._change = fragment.get_view(self.newest)
         if self.compression and self._published is not None:
-            new = fragment.shard.views(fragment.view_of(self._buffer))
-            published = fragment.shard.views(fragment.view_of(self._published))
+            new = fragment.shard.views(fragment.get_view(self._buffer))
+            published = fragment.shard.views(fragment.get_view(self._published))
             change = self.compression.encode(flatten(new) - flatten(published))
             numel = sum(view.numel() for view in new)
             add_flat(published, self.compression.decode(change, numel))
@@ -335,7 +335,7 @@ def _shorten(text: str) -> str:
     return f"{text[:_MAX_SETTINGS]}... (SHA-256 {hashlib.sha256(text.encode()).hexdigest()})"
 
 
-def layout(shard: Shard, policy: Consistency | None) -> str:
+def format_layout(shard: Shard, policy: Consistency | None) -> str:
     """Return a string that is equal in two processes only if their shards and payloads match."""
     if not isinstance(policy, LocalSteps):
         return f"{shard.digest()} (gradients)"

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from typing import TypeVar
 
 from paramserver.protocol.log import Log
-from paramserver.protocol.messages import Kind, Message, pushed_twice
+from paramserver.protocol.messages import Kind, Message, build_pushed_twice_error
 
 T = TypeVar("T")
 
@@ -107,10 +107,10 @@ class Session:
                 answers = yield [self._request(0, Kind.PULL)]
             else:
                 (answer,) = yield [self._request(0, Kind.READ)]
-                answers = yield self._requests_with_log(Kind.FETCH, Log.from_text(answer.text))
+                answers = yield self._build_log_requests(Kind.FETCH, Log.from_text(answer.text))
                 self._positions = [answer.position for answer in answers]
         self._has_pushed = False
-        return self._common_version(answers)
+        return self._update_version(answers)
 
     def prepare_push(self) -> Requests[None]:
         """Forward the log, so that all servers have applied the worker's last push.
@@ -119,7 +119,7 @@ class Session:
             RuntimeError: the last push waits for other workers; the worker has to pull first.
         """
         if self._has_pushed and (yield from self._forward_log()):
-            raise pushed_twice(self.worker)
+            raise build_pushed_twice_error(self.worker)
 
     def push(self) -> Requests[None]:
         """Push the gradients to all servers; either all servers accept them or none does."""
@@ -139,11 +139,11 @@ class Session:
         """
         while True:
             (first,) = yield [self._request(0, Kind.FINISH)]
-            others = self._requests_with_log(Kind.END, Log.from_text(first.text))[1:]
+            others = self._build_log_requests(Kind.END, Log.from_text(first.text))[1:]
             answers = [first, *((yield others) if others else [])]
             # Try again if a worker that joined in the meantime has created a later version.
             if all(answer.number <= first.number for answer in answers):
-                return self._common_version(answers)
+                return self._update_version(answers)
 
     def leave(self) -> Requests[None]:
         """Stop pushing without waiting for other workers."""
@@ -153,7 +153,7 @@ class Session:
         """Forward the first server's log; return True if this worker's last push is not applied."""
         (answer,) = yield [self._request(0, kind)]
         log = Log.from_text(answer.text)
-        if others := self._requests_with_log(Kind.REPLAY, log)[1:]:
+        if others := self._build_log_requests(Kind.REPLAY, log)[1:]:
             answers = yield others
             self._positions[1:] = [answer.position for answer in answers]
         # The next request reports this position, so that the first server discards these entries.
@@ -165,17 +165,17 @@ class Session:
         message = Message(kind, self.epoch, self.clock, self._reads, position)
         return Request(server, replace(message, pulled_version=self.version))
 
-    def _requests_with_log(self, kind: Kind, log: Log) -> list[Request]:
+    def _build_log_requests(self, kind: Kind, log: Log) -> list[Request]:
         if max(self._positions) > log.stop:
             raise RuntimeError(
                 f"the servers have replayed {self._positions} entries of the log, but server 0 has "
                 f"{log.stop}: a journal was restored from an older copy; "
                 "recover all servers' journals together"
             )
-        texts = [log.after(position).to_text() for position in self._positions]
+        texts = [log.select_from(position).to_text() for position in self._positions]
         message = self._request(0, kind).message
         return [Request(i, replace(message, text=text)) for i, text in enumerate(texts)]
 
-    def _common_version(self, answers: list[Message]) -> int:
+    def _update_version(self, answers: list[Message]) -> int:
         (self.version,) = {answer.number for answer in answers}
         return self.version

@@ -106,7 +106,7 @@ def _check_sender(worker: int, message: Message, session: int | None, ledger: Le
             return  # the thread that sends it starts before the worker joins
         raise ValueError(f"worker {worker} is unknown: join first")
     outdated = f"this session of worker {worker} is outdated: the worker has rejoined"
-    if session is not None and public_session_id(session) != member.sessions[-1]:
+    if session is not None and hash_session(session) != member.sessions[-1]:
         raise PeerLost(f"{outdated}, or another process uses its number")
     if message.kind in (Kind.HEARTBEAT, Kind.ABORT):
         return  # these requests belong to a session, not to an epoch
@@ -119,7 +119,7 @@ def _check_sender(worker: int, message: Message, session: int | None, ledger: Le
         )
 
 
-def public_session_id(session: int) -> int:
+def hash_session(session: int) -> int:
     """Return the hash that identifies a session in the log.
 
     Every worker can read the log, but only the worker that joined knows the session number.

@@ -38,25 +38,26 @@ class Waits:
         self.last_seen = dict.fromkeys({*self.last_seen, *workers}, now)
         self.waiting = {w: (now, message) for w, (_, message) in self.waiting.items()}
 
-    def blockers(self, message: Message, ledger: Ledger) -> list[int]:
+    def list_blockers(self, message: Message, ledger: Ledger) -> list[int]:
         """Return the workers that block a request and are not waiting for an answer themselves."""
         is_finish = message.kind is Kind.FINISH
-        blockers = ledger.awaited if is_finish else ledger.workers_behind(message.clock)
+        blockers = ledger.awaited if is_finish else ledger.list_workers_behind(message.clock)
         return [worker for worker in blockers if worker not in self.waiting]
 
     def find_silent_blockers(self, worker: int, ledger: Ledger, now: float) -> list[int]:
         """Return the workers whose silence has let the wait of `worker` time out."""
         since, message = self.waiting[worker]
-        return [w for w in self.blockers(message, ledger) if self._deadline(w, since) <= now]
+        blockers = self.list_blockers(message, ledger)
+        return [w for w in blockers if self._compute_deadline(w, since) <= now]
 
-    def next_deadline(self, ledger: Ledger) -> float:
+    def find_next_deadline(self, ledger: Ledger) -> float:
         """Return the time at which the next wait times out, or infinity if no wait can time out."""
         ends = (
-            self._deadline(w, since)
+            self._compute_deadline(w, since)
             for since, message in self.waiting.values()
-            for w in self.blockers(message, ledger)
+            for w in self.list_blockers(message, ledger)
         )
         return min(ends, default=float("inf"))
 
-    def _deadline(self, worker: int, since: float) -> float:
+    def _compute_deadline(self, worker: int, since: float) -> float:
         return max(since, self.last_seen.get(worker, 0.0)) + self.timeout

@@ -13,7 +13,7 @@ from torch import Tensor
 from paramserver.consistency import as_local_steps
 from paramserver.journal.disk_journal import DiskJournal, restore
 from paramserver.journal.files import JournalError, sync_folder
-from paramserver.journal.recovery import journal_folders
+from paramserver.journal.recovery import list_journal_folders
 from paramserver.partition import Piece
 from paramserver.protocol.core import Core
 from paramserver.protocol.records import Replayed
@@ -53,7 +53,7 @@ def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
         raise ValueError(f"expected a new folder for the journals, got {target}, which exists")
     old = _restore_cores(job, source)
     new = [job.server(shard, elastic=True).core for shard in job.shards()]
-    values = _whole_values([core.replica for core in old])
+    values = _assemble_values([core.replica for core in old])
     for core in new:
         core.ledger = old[0].ledger.copy()
         _set_values(core.replica, values)
@@ -70,7 +70,7 @@ def convert_journal(job: Job, source: str | Path, target: str | Path) -> None:
 
 def _restore_cores(job: Job, source: Path) -> list[Core]:
     """Return the cores of the servers in `source`, all at the same position of the log."""
-    folders = journal_folders(source)
+    folders = list_journal_folders(source)
     if not folders:
         raise ValueError(
             f"expected journals of servers in {source}, got none; pass the folder that `run` or "
@@ -85,7 +85,7 @@ def _restore_cores(job: Job, source: Path) -> list[Core]:
         try:
             # The first server may be ahead of the other servers. They can replay its log, because
             # they have staged all committed pushes.
-            core.restore(None, [Replayed(first.ledger.log_from(core.replica.position))])
+            core.restore(None, [Replayed(first.ledger.get_log_from(core.replica.position))])
         except (ValueError, RuntimeError) as error:
             raise JournalError(
                 f"{folder} does not match {folders[0]}: {error}. Recover the journals of all "
@@ -94,7 +94,7 @@ def _restore_cores(job: Job, source: Path) -> list[Core]:
     return cores
 
 
-def _whole_values(replicas: Sequence[Replica]) -> Values:
+def _assemble_values(replicas: Sequence[Replica]) -> Values:
     """Return the values of whole parameters by name.
 
     The values are the parameters, the state of the optimizer, and the gradients of pushes that are
@@ -102,7 +102,7 @@ def _whole_values(replicas: Sequence[Replica]) -> Values:
     """
     values: Values = {}
     for replica in replicas:
-        for index, (piece, target, state) in enumerate(_pieces_with_state(replica)):
+        for index, (piece, target, state) in enumerate(_list_pieces_with_state(replica)):
             piece_values = {_PARAMETER: target.detach(), **state}
             for push in sorted(replica._accepted):
                 piece_values[f"push {push}"] = replica._staged[push][index]
@@ -111,7 +111,7 @@ def _whole_values(replicas: Sequence[Replica]) -> Values:
     return values
 
 
-def _pieces_with_state(replica: Replica) -> list[tuple[Piece, Tensor, dict[str, Any]]]:
+def _list_pieces_with_state(replica: Replica) -> list[tuple[Piece, Tensor, dict[str, Any]]]:
     """Return each piece, the tensor that the optimizer updates, and the tensor's state."""
     updater = replica._updater
     return [
@@ -139,7 +139,7 @@ def _add_piece(whole: dict[str, Any], key: str, value: Any, piece: Piece) -> Non
     whole[key] = value
 
 
-def _piece_of(value: Any, piece: Piece) -> Any:
+def _select_piece(value: Any, piece: Piece) -> Any:
     """Return the elements of a parameter's value that belong to a piece, or a copy of a scalar."""
     if not isinstance(value, Tensor):
         return value
@@ -152,8 +152,8 @@ def _piece_of(value: Any, piece: Piece) -> Any:
 def _set_values(replica: Replica, values: Values) -> None:
     """Set a replica's parameters and optimizer state to the values of whole parameters."""
     updater = replica._updater
-    for piece, target, _ in _pieces_with_state(replica):
-        parts = {key: _piece_of(value, piece) for key, value in values[piece.name].items()}
+    for piece, target, _ in _list_pieces_with_state(replica):
+        parts = {key: _select_piece(value, piece) for key, value in values[piece.name].items()}
         target.copy_(parts.pop(_PARAMETER))
         state = {key: part for key, part in parts.items() if not key.startswith("push ")}
         if state:
@@ -178,5 +178,6 @@ def _set_history(replica: Replica, old: Sequence[Replica], values: Values) -> No
     replica._accepted = set(first._accepted)
     for push in replica._accepted:
         replica._staged[push] = [
-            _piece_of(values[piece.name][f"push {push}"], piece) for piece in replica.shard.pieces
+            _select_piece(values[piece.name][f"push {push}"], piece)
+            for piece in replica.shard.pieces
         ]

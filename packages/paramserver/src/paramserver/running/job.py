@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from paramserver.consistency import Consistency, as_local_steps
 from paramserver.optimizers import OptimizerFactory
-from paramserver.parameters import trainable_parameters
+from paramserver.parameters import get_trainable_parameters
 from paramserver.partition import Shard, partition
 from paramserver.protocol.messages import PeerLost
 from paramserver.running.arguments import require_integer, require_timeout
@@ -82,14 +82,14 @@ class Job:
 
     def shards(self) -> list[Shard]:
         """Return the shard of each server."""
-        return partition(trainable_parameters(self.module), self.servers)
+        return partition(get_trainable_parameters(self.module), self.servers)
 
     def server(
         self, shard: Shard, *, elastic: bool = False, memory: Tensor | None = None
     ) -> Server:
         """Return a new server of one shard."""
         return Server(
-            trainable_parameters(self.module),
+            get_trainable_parameters(self.module),
             self.optimizer,
             self.consistency,
             workers=self.workers,
@@ -164,7 +164,7 @@ def assemble_result(job: Job, shards: list[Shard], outcomes: Mapping[str, Outcom
         assert causes[0].error is not None
         raise causes[0].error
     reports: list[ServerReport] = [outcome.value for outcome in servers]
-    trained = trainable_parameters(job.module)
+    trained = get_trainable_parameters(job.module)
     parameters = {
         name: torch.empty(p.shape, dtype=p.dtype, device="cpu") for name, p in trained.items()
     }

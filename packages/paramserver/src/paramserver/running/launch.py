@@ -105,7 +105,7 @@ def run(
         for i, (shard, channels) in enumerate(zip(shards, server_ends, strict=True)):
             processes.start(f"server {i}", _serve, packed, shard, channels)
         for w, channels in enumerate(worker_ends):
-            processes.start(f"worker {w}", _work, packed, w, channels)
+            processes.start(f"worker {w}", _run_worker, packed, w, channels)
         for channels in (*server_ends, *worker_ends):
             for channel in channels:
                 channel.close()
@@ -142,7 +142,7 @@ def _serve(
     return ServerReport(parameters, server.version, server.staleness)
 
 
-def _work(packed: bytes, rank: int, channels: Channels) -> Any:
+def _run_worker(packed: bytes, rank: int, channels: Channels) -> Any:
     job = Job.unpack(packed)
     connections = [RemoteConnection(channel, job.timeout + GRACE_SECONDS) for channel in channels]
     with job.worker(rank, connections) as worker:

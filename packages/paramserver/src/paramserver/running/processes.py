@@ -69,7 +69,7 @@ class Processes:
         self._calls[name] = target, *args
         receiver, sender = self._context.Pipe(duplex=False)
         process: BaseProcess = self._context.Process(  # type: ignore[attr-defined]
-            target=_process, args=(sender, self._folder, name, target, args), name=name
+            target=_run_process, args=(sender, self._folder, name, target, args), name=name
         )
         process.start()
         sender.close()
@@ -87,7 +87,7 @@ class Processes:
         self._killed.setdefault(name, reason)
         self.running[name][0].kill()
 
-    def outcomes_within(self, seconds: float | None) -> Iterator[Outcome]:
+    def iter_outcomes(self, seconds: float | None) -> Iterator[Outcome]:
         """Wait at most `seconds` for a message, and yield the outcomes of processes that ended.
 
         Then kill the workers that were reported as lost more than `grace_period` seconds ago.
@@ -116,7 +116,7 @@ class Processes:
                 self.kill(name, reason)
 
 
-def _process(
+def _run_process(
     pipe: Connection,
     folder: str | None,
     name: str,
@@ -162,7 +162,7 @@ def collect(processes: Processes, *, allow_missing: bool) -> dict[str, Outcome]:
     outcomes: dict[str, Outcome] = {}
     deadline = math.inf
     while processes.running:
-        for outcome in processes.outcomes_within(min(1.0, max(0.0, deadline - time.monotonic()))):
+        for outcome in processes.iter_outcomes(min(1.0, max(0.0, deadline - time.monotonic()))):
             outcomes[outcome.name] = outcome
             if outcome.failed and not (allow_missing and outcome.name.startswith("worker")):
                 deadline = min(deadline, time.monotonic() + processes.grace_period)

@@ -6,7 +6,7 @@ There is one thread per worker, because a request may wait until it can be answe
 from functools import partial
 from threading import Thread
 
-from paramserver.protocol.messages import Kind, Message, check_request, failure
+from paramserver.protocol.messages import Kind, Message, build_failure, check_request
 from paramserver.server import Server
 from paramserver.transport.chunks import FiniteCheck
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Channel
@@ -57,6 +57,6 @@ def _answer_next(server: Server, worker: int, channel: Channel) -> bool:
     except ConnectionError:
         raise
     except Exception as error:  # the optimizer may raise any exception; the worker receives it
-        reply = failure(error)
+        reply = build_failure(error)
     channel.send(reply)
     return request.kind not in (Kind.FINISH, Kind.END)

@@ -63,14 +63,14 @@ def join_servers(
         ValueError: the number of addresses is not the number of servers.
     """
     with (
-        _connected(job, rank, addresses, keys) as connections,
+        _open_connections(job, rank, addresses, keys) as connections,
         job.worker(rank, connections, checkpoint) as worker,
     ):
         yield worker
 
 
 @contextmanager
-def _connected(
+def _open_connections(
     job: Job, rank: int, addresses: Sequence[str], keys: Keys | None
 ) -> Iterator[list[ZeroMQConnection]]:
     session = secrets.randbits(40)
@@ -92,7 +92,7 @@ def read_final_state(
 ) -> list[ServerReport]:
     """Return the parameters and staleness counts of all servers at the same version."""
     reports = []
-    with _connected(job, OBSERVER, addresses, keys) as connections:
+    with _open_connections(job, OBSERVER, addresses, keys) as connections:
         log = connections[0].request(Message(Kind.SYNC)).text
         for connection in connections:
             answer = connection.request(Message(Kind.END, text=log))
@@ -121,14 +121,14 @@ def run_on_zeromq(
             processes.start(f"server {i}", _serve, packed, i, address, journal_folder)
         workers = [f"worker {w}" for w in range(job.workers)]
         for w, name in enumerate(workers):
-            processes.start(name, _work, packed, w, addresses, journal_folder)
+            processes.start(name, _run_worker, packed, w, addresses, journal_folder)
         ended: dict[str, Outcome] = {}
         final_state: Future[list[ServerReport]] | None = None
         # Read in a thread, because this loop may have to restart a server in the meantime.
         reader = ThreadPoolExecutor(1)
         try:
             while not (final_state and final_state.done()):
-                for outcome in processes.outcomes_within(0.02 if final_state else 0.5):
+                for outcome in processes.iter_outcomes(0.02 if final_state else 0.5):
                     if outcome.exit_code is not None and restarts > 0:
                         restarts -= 1
                         processes.restart(outcome.name)
@@ -152,7 +152,7 @@ def _serve(
     open_server(Job.unpack(packed), number, address, journal=journal).serve(*report)
 
 
-def _work(packed: bytes, rank: int, addresses: Sequence[str], journal: str | None) -> Any:
+def _run_worker(packed: bytes, rank: int, addresses: Sequence[str], journal: str | None) -> Any:
     job = Job.unpack(packed)
     checkpoint = None
     if journal is not None and as_local_steps(job.consistency):

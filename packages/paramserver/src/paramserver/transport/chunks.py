@@ -84,7 +84,7 @@ class FiniteCheck:
         return flat is not None and self._checked == len(flat) and math.isfinite(self._sum)
 
 
-def chunk_bounds(nbytes: int) -> Iterator[tuple[int, int]]:
+def iter_chunk_bounds(nbytes: int) -> Iterator[tuple[int, int]]:
     """Yield the start and stop of each chunk of `nbytes` bytes, each of at most `CHUNK_BYTES`.
 
     Yield one empty chunk if `nbytes` is 0.

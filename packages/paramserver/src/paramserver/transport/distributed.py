@@ -51,7 +51,7 @@ class DistributedChannel(Channel):
 
     def send(self, message: Message) -> None:
         """Send a message: its numbers, then its text and data if it has any."""
-        *numbers, text = message.fields()
+        *numbers, text = message.to_fields()
         raw = text.encode()
         self._send(torch.tensor([*numbers, len(raw)], device="cpu"))
         if raw:

@@ -46,7 +46,7 @@ class Exchange:
         """Send the payload to all servers; either all servers accept it or none does."""
         self.run(self.session.prepare_push())
         self.run(self.session.push())
-        self.payload.on_accepted()
+        self.payload.mark_accepted()
 
     def run(self, steps: Requests[T]) -> T:
         """Send the requests that a method of `session` yields; return the method's result."""
@@ -72,7 +72,7 @@ class Exchange:
             message = replace(message, size=pushed)
         answer = self._connections[request.server].request(message, write_chunks)
         if answer.size:
-            self.payload.on_pulled(request.server, answer)
+            self.payload.read_answer(request.server, answer)
         return answer, pushed
 
     def _request_all(self, requests: list[Request]) -> list[tuple[Message, int]]:

@@ -64,8 +64,8 @@ class SharedMemoryChannel(Channel):
         self._descriptor = descriptor
         self._nbytes = nbytes
         self._index = index
-        start = _start(nbytes, index)
-        end = _start(nbytes, index + 1)
+        start = _compute_start(nbytes, index)
+        end = _compute_start(nbytes, index + 1)
         memory = torch.frombuffer(mmap.mmap(descriptor, 0), dtype=torch.uint8)
         self.server_memory: Tensor = memory[:nbytes]
         self.parameters = memory[start : start + nbytes]
@@ -152,13 +152,13 @@ def _rebuild(descriptor: Any, *others: Any) -> SharedMemoryChannel:
     return SharedMemoryChannel(descriptor.detach(), *others)
 
 
-def _start(nbytes: int, index: int) -> int:
+def _compute_start(nbytes: int, index: int) -> int:
     return nbytes + index * (2 * nbytes + _WORDS_BYTES)
 
 
-def channel_pairs(workers: list[str], server: str, nbytes: int) -> list[Ends]:
+def create_channel_pairs(workers: list[str], server: str, nbytes: int) -> list[Ends]:
     """Return the worker's end and the server's end of a new connection per worker."""
-    descriptor = _anonymous_file(_start(nbytes, len(workers)))
+    descriptor = _create_anonymous_file(_compute_start(nbytes, len(workers)))
     pairs = []
     for index, worker in enumerate(workers):
         worker_pipe, server_pipe = Pipe()
@@ -169,7 +169,7 @@ def channel_pairs(workers: list[str], server: str, nbytes: int) -> list[Ends]:
     return pairs
 
 
-def _anonymous_file(nbytes: int) -> int:
+def _create_anonymous_file(nbytes: int) -> int:
     with tempfile.TemporaryFile() as file:
         has_memfd = hasattr(os, "memfd_create")
         descriptor = os.memfd_create("paramserver") if has_memfd else os.dup(file.fileno())
@@ -186,7 +186,7 @@ def connect_all(sizes: list[int], workers: int) -> tuple[list[Channels], list[Ch
     server_channels: list[Channels] = []
     worker_channels: list[list[Channel]] = [[] for _ in names]
     for server, nbytes in enumerate(sizes):
-        pairs = channel_pairs(names, f"server {server}", nbytes)
+        pairs = create_channel_pairs(names, f"server {server}", nbytes)
         server_channels.append(tuple(server_end for _, server_end in pairs))
         for channels, (worker_end, _) in zip(worker_channels, pairs, strict=True):
             channels.append(worker_end)

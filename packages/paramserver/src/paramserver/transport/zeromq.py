@@ -35,8 +35,8 @@ import torch
 
 from paramserver.journal.disk_journal import DiskFullError, DiskJournal
 from paramserver.protocol.core import Core
-from paramserver.protocol.messages import LIMIT, OBSERVER, Kind, Message, failure
-from paramserver.transport.chunks import CHUNK_BYTES, BufferPool, ChunkReceiver, chunk_bounds
+from paramserver.protocol.messages import LIMIT, OBSERVER, Kind, Message, build_failure
+from paramserver.transport.chunks import CHUNK_BYTES, BufferPool, ChunkReceiver, iter_chunk_bounds
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, import_zmq
 from paramserver.transport.zeromq_connection import MAX_CHUNKS, Keys
 
@@ -178,7 +178,7 @@ class ZeroMQServer:
         except Exception as error:  # the error concerns this sender only
             _LOG.debug("refused a message of %r: %s", received.name, error)
             if message.kind not in (Kind.HEARTBEAT, Kind.ABORT):
-                self._send(request, failure(error))
+                self._send(request, build_failure(error))
             return False
         if message.kind is Kind.ABORT:
             self.core.mark_lost(worker, message.text)
@@ -251,7 +251,7 @@ class ZeroMQServer:
                 self._last_full_report = now
                 _LOG.error("%s; all workers wait until there is room", error)
         except Exception as error:  # the worker receives it
-            reply = failure(error)
+            reply = build_failure(error)
         if reply is None:
             self._waiting[worker] = request
         else:
@@ -266,14 +266,14 @@ class ZeroMQServer:
         for worker, request in list(self._waiting.items()):
             if worker in timed_out:
                 del self._waiting[worker]
-                self._send(request, failure(timed_out[worker]))
+                self._send(request, build_failure(timed_out[worker]))
             else:
                 self._keep_alive(request, now)
 
     def _send(self, request: "_Request", reply: Message) -> None:
         out = self._buffers.allocate() if reply.size else None
-        for start, stop in chunk_bounds(reply.size):
-            head = [*request.key, start, *(() if start else reply.fields())]
+        for start, stop in iter_chunk_bounds(reply.size):
+            head = [*request.key, start, *(() if start else reply.to_fields())]
             frames: list[Any] = [request.name, json.dumps(head).encode()]
             if out is not None:
                 # Copy, because the next request may change the data before they are sent.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from paramserver.protocol.messages import Kind, Message, PeerLost, raise_failure
-from paramserver.transport.chunks import ChunkReceiver, chunk_bounds
+from paramserver.transport.chunks import ChunkReceiver, iter_chunk_bounds
 from paramserver.transport.connection import KINDS_WITH_GRADIENTS, Connection, import_zmq
 
 #: Seconds between two HEARTBEATs of a worker.
@@ -94,7 +94,7 @@ class ZeroMQConnection(Connection):
             if not self._socket.poll(int(retry * 1000)):
                 silence += min(retry, time.monotonic() - poll_start)
                 if silence > self._timeout:
-                    raise self._lost(start)
+                    raise self._build_lost_error(start)
                 if self._sent.done:  # otherwise the request has not left this process yet
                     self._send(message)
                 continue
@@ -111,7 +111,7 @@ class ZeroMQConnection(Connection):
             is_complete = has_all_data and answer.kind is not Kind.WAIT
         return answer
 
-    def _lost(self, start: float) -> PeerLost:
+    def _build_lost_error(self, start: float) -> PeerLost:
         # A server does not answer a client whose key it does not know.
         remedy = "check that it knows this key" if self._request_number == 1 else "restart it"
         return PeerLost(
@@ -140,10 +140,10 @@ class ZeroMQConnection(Connection):
         socket = socket or self._socket
         nbytes = message.size if message.kind in KINDS_WITH_GRADIENTS else 0
         data = self.gradients[:nbytes]
-        for start, stop in chunk_bounds(len(data)):
+        for start, stop in iter_chunk_bounds(len(data)):
             while written_bytes < stop:  # the previous chunk is sent while this one is written
                 written_bytes = next(chunks, stop)
-            fields = () if start else message.fields()
+            fields = () if start else message.to_fields()
             head = json.dumps(
                 [self._worker, self.session, self._request_number, start, *fields]
             ).encode()
@@ -155,7 +155,7 @@ class ZeroMQConnection(Connection):
                 self._sent = socket.send_multipart(frames, flags, copy=False, track=True)
 
     def _send_heartbeats(self) -> None:
-        fields = Message(Kind.HEARTBEAT).fields()
+        fields = Message(Kind.HEARTBEAT).to_fields()
         head = json.dumps([self._worker, self.session, 0, 0, *fields]).encode()
         while not self._closed.wait(_HEARTBEAT_SECONDS):
             with suppress(self._zmq.Again):  # the server is not connected now

@@ -23,24 +23,24 @@ MIN_SINGULAR_VALUE = 0.04
 REMEDY = "train several sizes at each of three or more budgets that span at least a factor of ten"
 
 
-def why_not_identified(parameters: Array, tokens: Array) -> str:
+def explain_unidentified(parameters: Array, tokens: Array) -> str:
     """Return why the runs do not identify a law of N and D, with a remedy; empty if they do."""
     x, y = (v - v.mean() for v in np.log([parameters, tokens]))
     columns = np.stack([x, y, x**2 / 2, y**2 / 2])
-    if singular_values(columns).min() >= MIN_SINGULAR_VALUE:
+    if compute_singular_values(columns).min() >= MIN_SINGULAR_VALUE:
         return ""
-    cause = line_defect(parameters, tokens) or (
+    cause = describe_line(parameters, tokens) or (
         "log N, log D and their squares are almost linearly dependent over these runs, as they are"
         " if all but a few runs lie on one curve, so the terms of N and D cannot be told apart"
     )
     return f"these {len(parameters)} runs do not identify a law: {cause}; {REMEDY}"
 
 
-def line_defect(parameters: Array, tokens: Array) -> str:
+def describe_line(parameters: Array, tokens: Array) -> str:
     """Return a description of the line on which log N and log D lie, or an empty string."""
     logs = np.log([parameters, tokens])
     centered = logs - logs.mean(1)[:, None]
-    spreads = singular_values(logs)
+    spreads = compute_singular_values(logs)
     if spreads.min() >= MIN_SINGULAR_VALUE:
         return ""
     a, b = np.linalg.svd(centered)[0][:, -1]  # a x + b y is constant over the runs
@@ -61,7 +61,7 @@ def line_defect(parameters: Array, tokens: Array) -> str:
     return f"tokens follow the parameters as D = c N^{slope:.2f} {thickness}"
 
 
-def singular_values(columns: Array) -> Array:
+def compute_singular_values(columns: Array) -> Array:
     """Center k columns (k, n) and return their singular values (k,), divided by sqrt(n).
 
     If n < k, the missing singular values are 0.

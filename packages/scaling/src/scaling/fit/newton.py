@@ -23,7 +23,7 @@ from scaling.units import Array
 VANISHED = 18.0
 
 
-def vanished_terms(problem: Problem, theta: Array) -> NDArray[np.bool_]:
+def flag_vanished_terms(problem: Problem, theta: Array) -> NDArray[np.bool_]:
     """Return flags (S, K) of the terms that have vanished.
 
     A term whose amplitude is not stored as a logarithm never counts as vanished.
@@ -34,11 +34,11 @@ def vanished_terms(problem: Problem, theta: Array) -> NDArray[np.bool_]:
     return vanished
 
 
-def constants_at_bound(problem: Problem, theta: Array) -> list[str]:
+def list_constants_at_bound(problem: Problem, theta: Array) -> list[str]:
     """Return the names of the constants at a bound, and of the amplitudes of vanished terms."""
     low, high = problem.bounds
     at_bound = (theta <= low) | (theta >= high)
-    at_bound[: problem.num_terms] |= vanished_terms(problem, theta[None])[0]
+    at_bound[: problem.num_terms] |= flag_vanished_terms(problem, theta[None])[0]
     return [name for name, flag in zip(problem.form.constants, at_bound, strict=True) if flag]
 
 
@@ -76,20 +76,20 @@ def polish(
     return result
 
 
-def objective(problem: Problem, theta: Array, delta: float) -> Array:
+def compute_objective(problem: Problem, theta: Array, delta: float) -> Array:
     """Return the sums of Huber losses (S,); delta = inf gives half the sum of squares."""
-    return _Evaluation.at(problem, theta, np.ones((1, 1)), delta).objective
+    return _Evaluation.from_parameters(problem, theta, np.ones((1, 1)), delta).objective
 
 
-def residuals(problem: Problem, theta: Array) -> Array:
+def compute_residuals(problem: Problem, theta: Array) -> Array:
     """Return the residuals, log predicted minus log observed (S, n)."""
-    return _Evaluation.at(problem, theta, np.ones((1, 1)), np.inf).residuals
+    return _Evaluation.from_parameters(problem, theta, np.ones((1, 1)), np.inf).residuals
 
 
-def log_jacobian(problem: Problem, theta: Array) -> Array:
+def compute_log_jacobian(problem: Problem, theta: Array) -> Array:
     """Return the derivatives (P, n) of the log predictions of one parameter vector (P,)."""
-    point = _Evaluation.at(problem, theta[None], np.ones((1, 1)), np.inf)
-    jacobian: Array = _jacobian(problem, theta[None], point)[0]
+    point = _Evaluation.from_parameters(problem, theta[None], np.ones((1, 1)), np.inf)
+    jacobian: Array = _compute_jacobian(problem, theta[None], point)[0]
     return jacobian
 
 
@@ -104,11 +104,13 @@ class _Evaluation:
     objective: Array
 
     @staticmethod
-    def at(problem: Problem, theta: Array, weights: Array, delta: float) -> "_Evaluation":
+    def from_parameters(
+        problem: Problem, theta: Array, weights: Array, delta: float
+    ) -> "_Evaluation":
         shape = (len(theta), problem.num_terms, len(problem.log_target))
         slopes = np.empty(shape)
         total = np.zeros((shape[0], shape[2]))
-        for k, log_value in enumerate(problem.log_values(theta)):
+        for k, log_value in enumerate(problem.compute_log_values(theta)):
             if k in problem.log_amplitude_terms:
                 np.exp(theta[:, k, None] + log_value, out=slopes[:, k])
                 total += slopes[:, k]
@@ -145,13 +147,15 @@ def _polish_chunk(
     theta = result.theta[index]
     lowest, highest = problem.bounds
     weights = weights[index] if len(weights) > 1 else weights
-    point = _Evaluation.at(problem, theta, weights, delta)
+    point = _Evaluation.from_parameters(problem, theta, weights, delta)
     damping = np.full(len(index), 0.1)
     for _ in range(max_steps):
-        gradient, hessian = _derivatives(problem, theta, point, weights, delta, damping)
+        gradient, hessian = _compute_derivatives(problem, theta, point, weights, delta, damping)
         pinned = ((theta <= lowest) & (gradient > 0)) | ((theta >= highest) & (gradient < 0))
-        trial = np.clip(theta + _newton_step(problem, gradient, hessian, pinned), lowest, highest)
-        new = _Evaluation.at(problem, trial, weights, delta)
+        trial = np.clip(
+            theta + _compute_newton_step(problem, gradient, hessian, pinned), lowest, highest
+        )
+        new = _Evaluation.from_parameters(problem, trial, weights, delta)
         expected = -((trial - theta) * gradient).sum(1)
         accepted = (expected > 0) & (new.objective <= point.objective)
         theta[accepted] = trial[accepted]
@@ -177,7 +181,7 @@ def _polish_chunk(
     result.objective[index] = point.objective
 
 
-def _newton_step(
+def _compute_newton_step(
     problem: Problem, gradient: Array, hessian: Array, pinned: NDArray[np.bool_]
 ) -> Array:
     """Return the Newton step (S, P); `pinned` parameters are at a bound and do not move.
@@ -201,7 +205,7 @@ def _newton_step(
     return step
 
 
-def _jacobian(problem: Problem, theta: Array, point: _Evaluation) -> Array:
+def _compute_jacobian(problem: Problem, theta: Array, point: _Evaluation) -> Array:
     """Return the derivatives of the log predictions, (S, P, n)."""
     k = problem.num_terms
     jacobian = np.zeros((len(theta), theta.shape[1], len(problem.log_target)))
@@ -212,7 +216,7 @@ def _jacobian(problem: Problem, theta: Array, point: _Evaluation) -> Array:
     return jacobian
 
 
-def _derivatives(
+def _compute_derivatives(
     problem: Problem,
     theta: Array,
     point: _Evaluation,
@@ -223,7 +227,7 @@ def _derivatives(
     """Return the gradient (S, P) and the damped Hessian (S, P, P) of the objective."""
     errors = point.residuals
     size = np.abs(errors)
-    jacobian = _jacobian(problem, theta, point)
+    jacobian = _compute_jacobian(problem, theta, point)
     pull = weights * np.clip(errors, -delta, delta)
     reweighted = weights * (delta / np.maximum(size, delta) if np.isfinite(delta) else 1.0)
     # A residual is log m minus a constant for the prediction m. Its second derivative is therefore

@@ -17,24 +17,24 @@ from scaling.fit.search import (
     Estimate,
     Loss,
     Proof,
+    compute_residual_objective,
     describe_optima,
     estimate,
-    objective_value,
 )
 from scaling.fit.varpro import Problem
 from scaling.law import (
     CONSTANTS,
     Interval,
     Optimum,
+    build_unidentified_optimum,
     require_budget,
     require_model,
-    unidentified_optimum,
 )
 from scaling.runs import Runs, ScalingWarning
 from scaling.tables.cells import list_some
 from scaling.uncertainty.diagnostics import (
     BEND_P_VALUE,
-    bend_p_value,
+    compute_bend_p_value,
     warn_of_optimum,
     warn_of_prediction,
 )
@@ -91,7 +91,7 @@ class ParametricFit(Estimate):
         """
         require_budget(compute)
         if self.unidentified:
-            best = unidentified_optimum(compute, self.unidentified)
+            best = build_unidentified_optimum(compute, self.unidentified)
         else:
             best = self.drift.widen(self.posterior.optimal(compute))
         warn_of_optimum(best, self.runs)
@@ -109,7 +109,7 @@ class ParametricFit(Estimate):
             return Prediction(math.nan, Interval(0.0, math.inf), reason=self.unidentified)
         mean = self.posterior.predict(parameters, tokens)
         warn_of_prediction(parameters, tokens, self.runs)
-        return self.drift.prediction_of_run(mean, parameters, tokens, self.residuals)
+        return self.drift.predict_run(mean, parameters, tokens, self.residuals)
 
 
 def fit_parametric(
@@ -143,14 +143,14 @@ def fit_parametric(
     errors = part.residuals
     messages = [part.unidentified]
     if not part.unidentified:
-        messages = _fit_messages(runs, part.problem, theta, errors, proof)
+        messages = _list_messages(runs, part.problem, theta, errors, proof)
     for message in messages:
         warnings.warn(message, ScalingWarning, stacklevel=2)
-    value = objective_value(errors, loss, delta)
+    value = compute_residual_objective(errors, loss, delta)
     return ParametricFit(runs, part.law, loss, delta, errors, value, proof, tuple(messages))
 
 
-def _fit_messages(
+def _list_messages(
     runs: Runs, problem: Problem, theta: Array, errors: Array, proof: Proof
 ) -> list[str]:
     messages = []
@@ -158,14 +158,14 @@ def _fit_messages(
         messages.append(several)
     if len(runs) == FEWEST_RUNS:
         messages.append(NO_FREEDOM)
-    p_value = bend_p_value(problem, theta, errors)
+    p_value = compute_bend_p_value(problem, theta, errors)
     if p_value < BEND_P_VALUE:
         messages.append(
             f"no law of this form fits: the residuals bend with size or tokens (F test, p ="
             f" {p_value:.1g}); the intervals of `optimal` and `predict` include drift, those of"
             " `posterior` and `bootstrap` assume the law"
         )
-    for name in newton.constants_at_bound(problem, theta):
+    for name in newton.list_constants_at_bound(problem, theta):
         value = problem.to_constants(theta)[CONSTANTS.index(name)]
         messages.append(
             f"{name} = {value:.4g} is at its bound or has vanished: the data do not determine it"

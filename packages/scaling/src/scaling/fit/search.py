@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 
 from scaling.equality import ComparesArrays
 from scaling.fit import newton
-from scaling.fit.identifiability import why_not_identified
-from scaling.fit.varpro import Problem, grid_starts
+from scaling.fit.identifiability import explain_unidentified
+from scaling.fit.varpro import Problem, build_grid_starts
 from scaling.law import CONSTANTS, UNKNOWN_LAW, Law
 from scaling.runs import Runs, require_runs
 from scaling.units import Array
@@ -105,12 +105,12 @@ class Estimate(ComparesArrays):
     @cached_property
     def unidentified(self) -> str:
         """The reason why the runs do not identify the law, which is then nan; otherwise empty."""
-        return why_not_identified(self.runs.parameters, self.runs.tokens)
+        return explain_unidentified(self.runs.parameters, self.runs.tokens)
 
     @cached_property
     def problem(self) -> Problem:
         """The problem that the fit solved: see Note [Centered parameters] in varpro.py."""
-        return Problem.chinchilla(self.runs)
+        return Problem.from_runs(self.runs)
 
 
 def estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimate, Array, Proof]:
@@ -130,9 +130,9 @@ def estimate(runs: Runs, loss: Loss, delta: float, prove: bool) -> tuple[Estimat
     unknown = Estimate(runs, UNKNOWN_LAW, loss, delta, np.full(len(runs), np.nan))
     if unknown.unidentified:
         return unknown, UNKNOWN_LAW.constants, Proof(0, 0, 0, complete=False)
-    problem = Problem.chinchilla(runs)
+    problem = Problem.from_runs(runs)
     theta, proof = search(problem, loss, delta, prove)
-    errors = newton.residuals(problem, theta)[0]
+    errors = newton.compute_residuals(problem, theta)[0]
     part = Estimate(runs, Law(*problem.to_constants(theta[0]).tolist()), loss, delta, errors)
     return part, theta[0], proof
 
@@ -146,14 +146,14 @@ def search(problem: Problem, loss: Loss, delta: float, prove: bool) -> tuple[Arr
     most two exponents, the search is also repeated from the whole grid if the starts reach several
     optima. See Note [Vanished terms] for the remaining steps.
     """
-    first_delta = _initial_delta(loss, delta)
+    first_delta = _choose_initial_delta(loss, delta)
     dimensions = max(sum(len(axis) > 1 for axis in problem.exponent_grid), 1)
     if len(problem.log_target) > SEARCH_ROWS and not prove:
-        starts = _optimum_of_a_sample(problem, loss, delta)
+        starts = _search_sample(problem, loss, delta)
     else:
-        starts = grid_starts(problem)
+        starts = build_grid_starts(problem)
         if not prove:
-            starts = starts[_promising_starts(problem, starts, first_delta, dimensions)]
+            starts = starts[_select_starts(problem, starts, first_delta, dimensions)]
     ends = newton.polish(problem, starts, delta=first_delta, max_steps=MAX_STEPS)
     _revive(problem, ends, first_delta)
     last_delta = first_delta
@@ -163,7 +163,7 @@ def search(problem: Problem, loss: Loss, delta: float, prove: bool) -> tuple[Arr
     best = int(np.argmin(ends.objective))
     # Rounding changes a residual r by a few ulps of 1, and the objective by |psi(r)| times as much.
     # Here psi is the derivative of the Huber loss.
-    errors = newton.residuals(problem, ends.theta)
+    errors = newton.compute_residuals(problem, ends.theta)
     rounding = 1e-15 * np.abs(np.clip(errors, -last_delta, last_delta)).sum(1)
     tolerance = ends.objective[best] * SAME_OBJECTIVE + 2 * (rounding + rounding[best])
     landed = ends.objective <= ends.objective[best] + tolerance
@@ -177,7 +177,7 @@ def search(problem: Problem, loss: Loss, delta: float, prove: bool) -> tuple[Arr
     return ends.theta[[best]], proof
 
 
-def _optimum_of_a_sample(problem: Problem, loss: Loss, delta: float) -> Array:
+def _search_sample(problem: Problem, loss: Loss, delta: float) -> Array:
     """Return the result of a search over `SEARCH_ROWS` rows, as a start for all rows.
 
     The sample is evenly spaced in the order of the targets. It has the same basins as the table,
@@ -192,12 +192,12 @@ def _optimum_of_a_sample(problem: Problem, loss: Loss, delta: float) -> Array:
     return start
 
 
-def _promising_starts(
+def _select_starts(
     problem: Problem, starts: Array, delta: float, dimensions: int
 ) -> NDArray[np.intp]:
     """Return the indices of the best grid points and, up to two exponents, of a coarser grid."""
     count = BEST_STARTS if dimensions < 4 else BEST_STARTS // 2
-    best = np.argsort(newton.objective(problem, starts, delta))[:count]
+    best = np.argsort(newton.compute_objective(problem, starts, delta))[:count]
     if dimensions >= 3:
         return best
     points = [len(axis) for axis in problem.exponent_grid]
@@ -221,7 +221,7 @@ def refit(
     "lad" (least absolute deviations) is approximated by Huber losses whose delta shrinks to
     `finest`.
     """
-    first_delta = _initial_delta(loss, delta)
+    first_delta = _choose_initial_delta(loss, delta)
     ends = newton.polish(problem, starts, delta=first_delta, weights=weights)
     if loss == "lad":
         return _shrink_delta(problem, ends, first_delta, weights, finest)
@@ -236,7 +236,7 @@ def require_objective(loss: Loss, delta: float) -> None:
         raise ValueError(f"expected delta > 0 (1e-3 is usual), got {delta}")
 
 
-def objective_value(errors: Array, loss: Loss, delta: float) -> float:
+def compute_residual_objective(errors: Array, loss: Loss, delta: float) -> float:
     """Return the objective of log residuals; for "lad" it is the sum of absolute residuals."""
     size = np.abs(errors)
     if loss == "lad":
@@ -245,7 +245,7 @@ def objective_value(errors: Array, loss: Loss, delta: float) -> float:
     return float((clipped * (size - 0.5 * clipped)).sum())
 
 
-def _initial_delta(loss: Loss, delta: float) -> float:
+def _choose_initial_delta(loss: Loss, delta: float) -> float:
     return {"huber": delta, "lad": 1e-3, "squares": np.inf}[loss]
 
 
@@ -284,7 +284,7 @@ def _revive_terms(problem: Problem, ends: newton.PolishResult, delta: float) -> 
     """
     best: dict[int, tuple[float, Array]] = {}
     sizes = np.log(REVIVAL_SIZES * problem.target_spread)
-    for i, term in np.argwhere(newton.vanished_terms(problem, ends.theta)):
+    for i, term in np.argwhere(newton.flag_vanished_terms(problem, ends.theta)):
         shared: set[int] = set()
         for k, other in enumerate(problem.terms):
             if k != term:
@@ -297,7 +297,7 @@ def _revive_terms(problem: Problem, ends: newton.PolishResult, delta: float) -> 
         values = np.array(list(itertools.product(sizes, *grids)))
         trials = np.tile(ends.theta[i], (len(values), 1))
         trials[:, [term, *(problem.num_terms + j for j in private)]] = values
-        objective = newton.objective(problem, trials, delta)
+        objective = newton.compute_objective(problem, trials, delta)
         least = float(objective.min())
         known = best[i][0] if i in best else ends.objective[i] * (1 - 1e-12)
         if least < known:

@@ -96,7 +96,7 @@ class Problem(ComparesArrays):
     log_target: Array
 
     @staticmethod
-    def chinchilla(runs: Runs) -> "Problem":
+    def from_runs(runs: Runs) -> "Problem":
         """Return the problem of fitting Chinchilla's law to runs."""
         columns = {"parameters": runs.parameters, "tokens": runs.tokens}
         return Problem(CATALOG["chinchilla"], columns, np.log(runs.loss))
@@ -177,7 +177,7 @@ class Problem(ComparesArrays):
                 grid.append(np.linspace(low, high, points + 2)[1:-1])
         return grid
 
-    def log_values(self, theta: Array) -> list[Array]:
+    def compute_log_values(self, theta: Array) -> list[Array]:
         """Return the centered log g of each term, (S, n) or (1, n), for (S, P) parameters."""
         exponents = theta[:, self.num_terms :]
         values = []
@@ -192,7 +192,7 @@ class Problem(ComparesArrays):
             values.append(log_value)
         return values
 
-    def _centers(self, exponents: Array) -> Array:
+    def _compute_centers(self, exponents: Array) -> Array:
         """Return the center of each term whose amplitude is stored as a logarithm: see `Term`."""
         terms = [self.terms[k] for k in self.log_amplitude_terms]
         slopes = np.array([term.center_slopes for term in terms])
@@ -204,7 +204,7 @@ class Problem(ComparesArrays):
         """Return the uncentered constants of the form for parameters of shape (…, P)."""
         constants = theta.copy()
         logs = self.log_amplitude_terms
-        log_amplitudes = theta[..., logs] - self._centers(theta[..., self.num_terms :])
+        log_amplitudes = theta[..., logs] - self._compute_centers(theta[..., self.num_terms :])
         # Beyond about ±700, the exponential is inf or 0 in float64.
         constants[..., logs] = np.exp(np.clip(log_amplitudes, -700, 700))
         return constants
@@ -213,12 +213,12 @@ class Problem(ComparesArrays):
         """Return the parameters theta for constants of shape (…, P); inverse of `to_constants`."""
         theta = constants.copy()
         logs = self.log_amplitude_terms
-        centers = self._centers(constants[..., self.num_terms :])
+        centers = self._compute_centers(constants[..., self.num_terms :])
         theta[..., logs] = np.log(constants[..., logs]) + centers
         return theta
 
 
-def grid_starts(problem: Problem) -> Array:
+def build_grid_starts(problem: Problem) -> Array:
     """Return (S, P) starts: each point of the exponent grid with its best amplitudes.
 
     The amplitudes minimize the squared relative error of the target and are not negative.
@@ -226,10 +226,12 @@ def grid_starts(problem: Problem) -> Array:
     grid = np.array(list(itertools.product(*problem.exponent_grid)))
     theta = np.concatenate([np.zeros((len(grid), problem.num_terms)), grid], axis=1)
     # Each term divided by the target, (S, n), or (1, n) if the term does not use an exponent.
-    relative_terms = [np.exp(value - problem.log_target) for value in problem.log_values(theta)]
+    relative_terms = [
+        np.exp(value - problem.log_target) for value in problem.compute_log_values(theta)
+    ]
     shape = (len(grid), len(problem.log_target))
     design = np.stack([np.broadcast_to(term, shape) for term in relative_terms], axis=1)
-    theta[:, : problem.num_terms] = _nonnegative_amplitudes(design)
+    theta[:, : problem.num_terms] = _solve_nonnegative_amplitudes(design)
     least = LEAST_AMPLITUDE * problem.target_spread
     for k in problem.log_amplitude_terms:
         # A zero amplitude has no logarithm, and the exponent of its term would have no gradient.
@@ -237,7 +239,7 @@ def grid_starts(problem: Problem) -> Array:
     return theta
 
 
-def _nonnegative_amplitudes(design: Array) -> Array:
+def _solve_nonnegative_amplitudes(design: Array) -> Array:
     """Return the non-negative a (S, K) that minimize |sum_k a_k design_k - 1|^2, for (S, K, n).
 
     At the minimum, some amplitudes are zero and the others solve a linear system. There are few

@@ -19,7 +19,7 @@ from scipy.special import stdtrit
 from scaling.equality import ComparesArrays
 from scaling.isoflop.optima import fit_valleys
 from scaling.isoflop.valley import Valley
-from scaling.law import Interval, Optimum, require_budget, unidentified_optimum
+from scaling.law import Interval, Optimum, build_unidentified_optimum, require_budget
 from scaling.runs import Runs, ScalingWarning, require_runs
 from scaling.uncertainty.diagnostics import Diagnostics, warn_of_optimum
 from scaling.uncertainty.drift import (
@@ -27,8 +27,8 @@ from scaling.uncertainty.drift import (
     PRIOR_VALLEY_DRIFT,
     VALLEY_COVERAGE,
     CutError,
-    drift_per_decade,
-    drift_start,
+    compute_drift_per_decade,
+    compute_drift_start,
 )
 from scaling.units import Array
 
@@ -64,16 +64,16 @@ class IsoflopFit(ComparesArrays):
         """
         require_budget(compute)
         if self.unidentified:
-            best = unidentified_optimum(compute, self.unidentified)
+            best = build_unidentified_optimum(compute, self.unidentified)
             warn_of_optimum(best, self.runs)
             return best
         n = self.scale * compute**self.exponent
-        low, high = self._size_interval(compute, n)
+        low, high = self._compute_size_interval(compute, n)
         product = compute / self.flops_per_parameter_token(compute)
         tokens = Interval(product / high, product / low if low else math.inf)
         intervals = {"parameters": Interval(low, high), "tokens": tokens}
         reason = NO_FREEDOM if len(self.valleys) == 2 else ""
-        coverage = VALLEY_COVERAGE if self._decades_of_drift(compute) and not reason else ""
+        coverage = VALLEY_COVERAGE if self._compute_drift_decades(compute) and not reason else ""
         best = Optimum(compute, n, product / n, math.nan, intervals, coverage, reason)
         warn_of_optimum(best, self.runs)
         return best
@@ -91,7 +91,7 @@ class IsoflopFit(ComparesArrays):
         half = student * math.sqrt(float(self.covariance[1, 1]))
         return Interval(self.exponent - half, self.exponent + half)
 
-    def _size_interval(self, compute: float, n: float) -> tuple[float, float]:
+    def _compute_size_interval(self, compute: float, n: float) -> tuple[float, float]:
         """Return the ends of the interval of the best size `n` at `compute` FLOPs."""
         freedom = len(self.valleys) - 2
         if freedom <= 0:
@@ -100,17 +100,17 @@ class IsoflopFit(ComparesArrays):
         position = np.array([1.0, math.log(compute) - middle])
         scatter = math.sqrt(float(position @ self.covariance @ position))
         student = float(stdtrit(freedom, 0.975))
-        drift = self.drift * self._decades_of_drift(compute)
+        drift = self.drift * self._compute_drift_decades(compute)
         half = math.hypot(student * scatter, NORMAL_QUANTILE * drift)
         return n * math.exp(-half), n * math.exp(min(half, 600.0))
 
-    def _decades_of_drift(self, compute: float) -> float:
+    def _compute_drift_decades(self, compute: float) -> float:
         """Return the decades of a compute above the start of the drift or below the budgets.
 
         The result is 0 between the two.
         """
         budgets = np.array([valley.compute for valley in self.valleys])
-        above = math.log10(compute / drift_start(budgets))
+        above = math.log10(compute / compute_drift_start(budgets))
         return max(above, math.log10(budgets[0] / compute), 0.0)
 
     def flops_per_parameter_token(self, compute: float) -> float:
@@ -151,26 +151,26 @@ def fit_isoflop(runs: Runs, *, nearest: int | None = None, tolerance: float = 0.
     budgets = runs.budgets(tolerance)
     if len(budgets) < 2:
         budget = budgets[0].compute[0]
-        return _unidentified(
+        return _build_unidentified_fit(
             runs, f"column 'compute' contains one budget, {budget:.3g}: a law needs two"
         )
     diagnostics = Diagnostics()
     valleys, covariance = fit_valleys(budgets, nearest, diagnostics)
     if len(valleys) < 2:
         causes = "\n".join(diagnostics)
-        return _unidentified(runs, f"fewer than two budgets have a valley:\n{causes}")
+        return _build_unidentified_fit(runs, f"fewer than two budgets have a valley:\n{causes}")
     _report_valleys(valleys, diagnostics)
     c = np.array([valley.compute for valley in valleys])
     n = np.array([valley.parameters for valley in valleys])
-    drift = _drift(c, n, covariance)
-    scale, exponent, covariance = _power_law(c, n, covariance)
+    drift = _estimate_drift(c, n, covariance)
+    scale, exponent, covariance = _fit_power_law(c, n, covariance)
     messages = tuple(diagnostics)
     for message in messages:
         warnings.warn(message, ScalingWarning, stacklevel=2)
     return IsoflopFit(runs, tuple(valleys), scale, exponent, covariance, drift, messages)
 
 
-def _unidentified(runs: Runs, reason: str) -> IsoflopFit:
+def _build_unidentified_fit(runs: Runs, reason: str) -> IsoflopFit:
     """Return the fit of runs that do not identify a law, and issue the reason as a warning."""
     warnings.warn(reason, ScalingWarning, stacklevel=3)
     nan = math.nan
@@ -193,7 +193,7 @@ def _report_valleys(valleys: list[Valley], diagnostics: Diagnostics) -> None:
         )
 
 
-def _power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Array]:
+def _fit_power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Array]:
     """Return the scale, the exponent, and the covariance of the line through log C and log N.
 
     The budgets are weighted by the inverse of `covariance`. The returned covariance is scaled by
@@ -201,7 +201,7 @@ def _power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Arr
     """
     x = np.log(c)
     weight = np.linalg.inv(covariance / np.trace(covariance))
-    line, inverse, scatter = _weighted_line(x - x.mean(), np.log(n), weight)
+    line, inverse, scatter = _fit_weighted_line(x - x.mean(), np.log(n), weight)
     height, exponent = map(float, line)
     scale = math.exp(height - exponent * float(x.mean()))
     if not exponent > 0:
@@ -212,7 +212,7 @@ def _power_law(c: Array, n: Array, covariance: Array) -> tuple[float, float, Arr
     return scale, exponent, scatter * inverse
 
 
-def _weighted_line(x: Array, y: Array, weight: Any) -> tuple[Array, Any, float]:
+def _fit_weighted_line(x: Array, y: Array, weight: Any) -> tuple[Array, Any, float]:
     """Fit a line; return (height, slope), their covariance at unit scatter, and the scatter.
 
     The scatter is the weighted sum of squared errors per degree of freedom.
@@ -224,7 +224,7 @@ def _weighted_line(x: Array, y: Array, weight: Any) -> tuple[Array, Any, float]:
     return line, inverse, float(errors @ weight @ errors) / max(len(x) - 2, 1)
 
 
-def _drift(c: Array, n: Array, covariance: Array) -> float:
+def _estimate_drift(c: Array, n: Array, covariance: Array) -> float:
     """Return the drift per decade, from the errors at the largest budget of lines through fewer.
 
     For nested least-squares fits, the variance of the difference of two predictions is the
@@ -235,12 +235,12 @@ def _drift(c: Array, n: Array, covariance: Array) -> float:
     lines = []
     for count in range(3, len(c) + 1):
         weight = np.linalg.inv(covariance[:count, :count])
-        lines.append(_weighted_line(x[:count], y[:count], weight))
+        lines.append(_fit_weighted_line(x[:count], y[:count], weight))
     cuts = []
     for i, (line, inverse, _) in enumerate(lines[:-1]):
         full_line, full_inverse, scatter = lines[-1]
         deviation = math.sqrt(scatter * (inverse[0, 0] - full_inverse[0, 0])) + 1e-12
-        decades = math.log10(c[-1] / drift_start(c[: i + 3]))
+        decades = math.log10(c[-1] / compute_drift_start(c[: i + 3]))
         # Each budget consists of several runs, so every cut has full weight.
         cuts.append(CutError(decades, float(line[0] - full_line[0]), deviation, 1.0))
-    return drift_per_decade(cuts, PRIOR_VALLEY_DRIFT)
+    return compute_drift_per_decade(cuts, PRIOR_VALLEY_DRIFT)

@@ -10,8 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from scaling.fit.identifiability import singular_values
-from scaling.isoflop.valley import Valley, fit_common_shape, parabola_bottom
+from scaling.fit.identifiability import compute_singular_values
+from scaling.isoflop.valley import Valley, fit_common_shape, fit_parabola
 from scaling.runs import Runs
 from scaling.tables.cells import list_some
 from scaling.uncertainty.diagnostics import Diagnostics
@@ -41,19 +41,19 @@ def fit_valleys(
     """
     groups = [_sort_and_check(group, diagnostics) for group in budgets]
     if nearest is None:
-        common = _valleys_of_common_shape(groups, diagnostics)
+        common = _fit_valleys_of_common_shape(groups, diagnostics)
         if common is not None:
             return common
-    fitted = [_parabola_valley(group, nearest, diagnostics) for group in groups]
+    fitted = [_fit_parabola_valley(group, nearest, diagnostics) for group in groups]
     valleys = [valley for valley in fitted if valley is not None]
     return valleys, np.eye(len(valleys))
 
 
-def _location(group: Runs) -> str:
-    return f"compute = {_budget(group):.3g} (rows {list_some(group.rows)})"
+def _format_location(group: Runs) -> str:
+    return f"compute = {_compute_budget(group):.3g} (rows {list_some(group.rows)})"
 
 
-def _budget(group: Runs) -> float:
+def _compute_budget(group: Runs) -> float:
     """Return the geometric mean of the compute of a group of runs."""
     return float(np.exp(np.log(group.compute).mean()))
 
@@ -64,7 +64,7 @@ def _sort_and_check(group: Runs, diagnostics: Diagnostics) -> Runs:
     # Runs of one size, for example with several seeds, are one point of the grid.
     x = np.unique(np.log(group.parameters))
     best = int(np.searchsorted(x, np.log(group.parameters[np.argmin(group.loss)])))
-    location = _location(group)
+    location = _format_location(group)
     if (spread := group.compute.max() / group.compute.min()) > 1.2:
         diagnostics.add("'compute' spans a factor of {:.2f}: not one budget", location, spread)
     if best in (0, len(x) - 1):
@@ -79,12 +79,14 @@ def _sort_and_check(group: Runs, diagnostics: Diagnostics) -> Runs:
     return group
 
 
-def _parabola_valley(group: Runs, nearest: int | None, diagnostics: Diagnostics) -> Valley | None:
+def _fit_parabola_valley(
+    group: Runs, nearest: int | None, diagnostics: Diagnostics
+) -> Valley | None:
     """Return the parabola of one budget, or None with a message if the runs fix no bottom.
 
     `nearest` limits the fit to this many runs, the nearest in log size to the best run.
     """
-    location = _location(group)
+    location = _format_location(group)
     x = np.log(group.parameters)
     if nearest is not None:
         best = int(np.argmin(group.loss))
@@ -93,24 +95,26 @@ def _parabola_valley(group: Runs, nearest: int | None, diagnostics: Diagnostics)
         x = x[near]
     if not _can_fix_a_valley(group, diagnostics):
         return None
-    coefficients, bottom = parabola_bottom(x, group.loss)
+    coefficients, bottom = fit_parabola(x, group.loss)
     if bottom is None:
         diagnostics.add("'loss' has no bottom within 'parameters'; left out", location)
         return None
     loss = float(np.polynomial.polynomial.polyval(bottom - x.mean(), coefficients))
-    return Valley(_budget(group), math.exp(bottom), loss, group, (*map(float, coefficients),))
+    return Valley(
+        _compute_budget(group), math.exp(bottom), loss, group, (*map(float, coefficients),)
+    )
 
 
 def _can_fix_a_valley(group: Runs, diagnostics: Diagnostics) -> bool:
     """Return True if a budget's runs fix three coefficients of a curve; otherwise add a message."""
-    location = _location(group)
+    location = _format_location(group)
     x = np.log(group.parameters)
     if (sizes := len(np.unique(x))) < 3:
         diagnostics.add(f"{sizes} sizes do not fix 3 coefficients; left out", location)
         return False
     # Repetitions of one size differ by rounding, and a curve through them is noise.
     columns = np.stack([x, (x - x.mean()) ** 2 / 2])
-    if singular_values(columns).min() < MIN_BUDGET_SINGULAR_VALUE:
+    if compute_singular_values(columns).min() < MIN_BUDGET_SINGULAR_VALUE:
         diagnostics.add("sizes that hardly differ do not fix a valley; left out", location)
         return False
     # The bottom of a curve through equal losses is determined by rounding.
@@ -120,7 +124,7 @@ def _can_fix_a_valley(group: Runs, diagnostics: Diagnostics) -> bool:
     return True
 
 
-def _valleys_of_common_shape(
+def _fit_valleys_of_common_shape(
     groups: list[Runs], diagnostics: Diagnostics
 ) -> tuple[list[Valley], Array] | None:
     """Return the valleys of a common shape that have a bottom, and the covariance of the bottoms.
@@ -152,11 +156,13 @@ def _valleys_of_common_shape(
     for i, (group, x) in enumerate(zip(usable, log_sizes, strict=True)):
         bottom = float(shape.bottoms[i] + x.mean())
         if not x[0] <= bottom <= x[-1]:
-            diagnostics.add("'loss' has no bottom within 'parameters'; left out", _location(group))
+            diagnostics.add(
+                "'loss' has no bottom within 'parameters'; left out", _format_location(group)
+            )
             continue
         size = math.exp(bottom)
         coefficients = (*map(float, shape.coefficients[i]),)
-        valley = Valley(_budget(group), size, 0.0, group, coefficients, shape.exponents)
+        valley = Valley(_compute_budget(group), size, 0.0, group, coefficients, shape.exponents)
         valleys.append(replace(valley, loss=float(valley.predict(np.array([size]))[0])))
         indices.append(i)
     return valleys, shape.covariance[np.ix_(indices, indices)]

@@ -76,11 +76,11 @@ class Valley(ComparesArrays):
         if self.shape is None:
             polynomial: Array = np.polynomial.polynomial.polyval(u, coefficients)
             return polynomial
-        curve: Array = _curve_terms(u, *self.shape) @ coefficients
+        curve: Array = _compute_curve_terms(u, *self.shape) @ coefficients
         return curve
 
 
-def parabola_bottom(x: Array, loss: Array) -> tuple[Array, float | None]:
+def fit_parabola(x: Array, loss: Array) -> tuple[Array, float | None]:
     """Return the coefficients and the bottom of a parabola of loss over x = log N.
 
     `x` is sorted. The coefficients apply to x - mean(x). The bottom is None if it is not within the
@@ -123,7 +123,7 @@ class _Budgets:
     mask: NDArray[np.bool_]
 
     @staticmethod
-    def of(sizes: Sequence[Array], losses: Sequence[Array]) -> "_Budgets":
+    def from_sizes(sizes: Sequence[Array], losses: Sequence[Array]) -> "_Budgets":
         shape = (len(sizes), max(map(len, sizes)))
         u = np.zeros(shape)
         weights = np.zeros(shape)
@@ -137,18 +137,18 @@ class _Budgets:
         """Number of runs beyond three per budget."""
         return int(self.mask.sum()) - 3 * len(self.u)
 
-    def terms(self, p: float, q: float) -> Array:
+    def compute_terms(self, p: float, q: float) -> Array:
         """Return the weighted terms of the curves, (budgets, n, 3)."""
-        return _curve_terms(self.u, p, q) * self.weights[..., None]
+        return _compute_curve_terms(self.u, p, q) * self.weights[..., None]
 
     def solve(self, p: float, q: float) -> tuple[Array, Array]:
         """Return an orthonormal basis of the weighted terms, (budgets, n, 3), and c0, c1 and c2."""
-        basis, triangle = np.linalg.qr(self.terms(p, q))
+        basis, triangle = np.linalg.qr(self.compute_terms(p, q))
         ones = self.mask.astype(np.float64)[..., None]
         coefficients: Array = np.linalg.solve(triangle, basis.transpose(0, 2, 1) @ ones)[..., 0]
         return basis, coefficients
 
-    def slopes(self, p: float, q: float, coefficients: Array) -> Array:
+    def compute_slopes(self, p: float, q: float, coefficients: Array) -> Array:
         """Return the weighted derivatives of the curves in p and q, (budgets, n, 2)."""
         falling = np.exp(-p * self.u) / p
         rising = np.exp(q * self.u) / q
@@ -156,18 +156,18 @@ class _Budgets:
         by_q = coefficients[:, 2:3] * rising * (self.u - 1 / q)
         return np.stack([by_p, by_q], axis=-1) * self.weights[..., None]
 
-    def residuals(self, log_exponents: Array) -> Array:
+    def compute_residuals(self, log_exponents: Array) -> Array:
         """Return the relative residuals of all runs for the best coefficients."""
-        basis, _ = np.linalg.qr(self.terms(*np.exp(log_exponents)))
+        basis, _ = np.linalg.qr(self.compute_terms(*np.exp(log_exponents)))
         ones = self.mask[..., None]
         fitted: Array = basis @ (basis.transpose(0, 2, 1) @ ones)
         return (fitted - ones)[..., 0][self.mask]
 
-    def jacobian(self, log_exponents: Array) -> Array:
+    def compute_jacobian(self, log_exponents: Array) -> Array:
         """Return the derivatives of `residuals` in log p and log q (Kaufman's approximation)."""
         p, q = np.exp(log_exponents)
         basis, coefficients = self.solve(p, q)
-        slopes = self.slopes(p, q, coefficients) * (p, q)
+        slopes = self.compute_slopes(p, q, coefficients) * (p, q)
         # The part of a slope that the coefficients absorb does not change the residuals.
         remaining: Array = slopes - basis @ (basis.transpose(0, 2, 1) @ slopes)
         return remaining[self.mask]
@@ -179,18 +179,18 @@ def fit_common_shape(sizes: Sequence[Array], losses: Sequence[Array]) -> CommonS
     `sizes` has one array per budget: log N minus the mean log N of the budget. The covariance
     includes the uncertainty of the coefficients and of the shape.
     """
-    budgets = _Budgets.of(sizes, losses)
+    budgets = _Budgets.from_sizes(sizes, losses)
     log_exponents, noise = _search_shape(budgets)
     p, q = map(float, np.exp(log_exponents))
     _, coefficients = budgets.solve(p, q)
-    bottoms, gradients = _bottoms(coefficients, p, q)
+    bottoms, gradients = _compute_bottoms(coefficients, p, q)
     count = len(sizes)
     columns = 3 * count + 2
     jacobian = np.zeros((*budgets.u.shape, columns))
-    terms = budgets.terms(p, q)
+    terms = budgets.compute_terms(p, q)
     for i in range(count):
         jacobian[i, :, 3 * i : 3 * i + 3] = terms[i]
-    jacobian[..., -2:] = budgets.slopes(p, q, coefficients)
+    jacobian[..., -2:] = budgets.compute_slopes(p, q, coefficients)
     prior = np.zeros((2, columns))
     prior[:, -2:] = noise * PRIOR_PRECISION_ROOT / (p, q)
     rows = np.concatenate([jacobian[budgets.mask], prior])
@@ -208,16 +208,18 @@ def _search_shape(budgets: _Budgets) -> tuple[Array, float]:
     """
     prior_mean = math.log(PRIOR_EXPONENT)
     starts = [np.array(pair) for pair in itertools.product(np.log(START_EXPONENTS), repeat=2)]
-    log_exponents = min(starts, key=lambda pair: float((budgets.residuals(pair) ** 2).sum()))
+    log_exponents = min(
+        starts, key=lambda pair: float((budgets.compute_residuals(pair) ** 2).sum())
+    )
     noise = 0.0
     for _ in range(30):
         prior = noise * PRIOR_PRECISION_ROOT
 
         def residuals(pair: Array, prior: Array = prior) -> Array:
-            return np.concatenate([budgets.residuals(pair), prior @ (pair - prior_mean)])
+            return np.concatenate([budgets.compute_residuals(pair), prior @ (pair - prior_mean)])
 
         def jacobian(pair: Array, prior: Array = prior) -> Array:
-            return np.concatenate([budgets.jacobian(pair), prior])
+            return np.concatenate([budgets.compute_jacobian(pair), prior])
 
         log_exponents = least_squares(
             residuals,
@@ -229,14 +231,14 @@ def _search_shape(budgets: _Budgets) -> tuple[Array, float]:
             gtol=None,
         ).x
         previous = noise
-        squares = float((budgets.residuals(log_exponents) ** 2).sum())
+        squares = float((budgets.compute_residuals(log_exponents) ** 2).sum())
         noise = math.sqrt(squares / budgets.freedom) + 1e-15
         if abs(noise - previous) < 1e-3 * noise:
             break
     return log_exponents, noise
 
 
-def _bottoms(coefficients: Array, p: float, q: float) -> tuple[Array, Array]:
+def _compute_bottoms(coefficients: Array, p: float, q: float) -> tuple[Array, Array]:
     """Return each curve's bottom and its gradient with respect to all coefficients, p and q.
 
     The slope of a curve is zero at u = log(c1 / c2) / (p + q), if c1 and c2 are positive.
@@ -253,6 +255,6 @@ def _bottoms(coefficients: Array, p: float, q: float) -> tuple[Array, Array]:
     return bottoms, gradients
 
 
-def _curve_terms(u: Array, p: float, q: float) -> Array:
+def _compute_curve_terms(u: Array, p: float, q: float) -> Array:
     """Return 1, exp(-p u) / p and exp(q u) / q, stacked along the last axis."""
     return np.stack([np.ones_like(u), np.exp(-p * u) / p, np.exp(q * u) / q], axis=-1)

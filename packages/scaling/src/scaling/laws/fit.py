@@ -16,20 +16,20 @@ from scaling.equality import ComparesArrays
 from scaling.fit import newton
 from scaling.fit.identifiability import (
     MIN_SINGULAR_VALUE,
-    singular_values,
-    why_not_identified,
+    compute_singular_values,
+    explain_unidentified,
 )
 from scaling.fit.search import (
     Loss,
     Proof,
+    compute_residual_objective,
     describe_optima,
-    objective_value,
     refit,
     require_objective,
     search,
 )
 from scaling.fit.varpro import Problem
-from scaling.law import CONFIDENCE_LEVEL, Interval, quantiles
+from scaling.law import CONFIDENCE_LEVEL, Interval, compute_quantiles
 from scaling.laws.form import CATALOG, Form
 from scaling.runs import Runs, ScalingWarning
 from scaling.units import COLUMNS, Array
@@ -72,7 +72,7 @@ class LawFit(ComparesArrays):
             " add rows"
         )
 
-    def resampled_constants(self, seed: int = 0) -> Array:
+    def resample_constants(self, seed: int = 0) -> Array:
         """Return the constants (RESAMPLES, P) of refits to rows drawn with replacement."""
         n = len(self.problem.log_target)
         random = np.random.default_rng(seed)
@@ -97,7 +97,7 @@ class LawFit(ComparesArrays):
                 f"expected the inputs {[*self.form.inputs]} of {self.form.name}, got {[*inputs]}"
             )
         for name in inputs:
-            _column(inputs, name)
+            _extract_column(inputs, name)
         return self.form.predict(self.constants, **inputs)
 
     def interval(self, target: str | Callable[[Mapping[str, float]], float]) -> Interval:
@@ -126,9 +126,11 @@ class LawFit(ComparesArrays):
             )
         if self.reason:
             return Interval(-math.inf, math.inf)
-        rows = self.resampled_constants()
+        rows = self.resample_constants()
         values = [evaluate(dict(zip(self.form.constants, row, strict=True))) for row in rows]
-        ends = np.array(quantiles(values, [0.5 - CONFIDENCE_LEVEL / 2, 0.5 + CONFIDENCE_LEVEL / 2]))
+        ends = np.array(
+            compute_quantiles(values, [0.5 - CONFIDENCE_LEVEL / 2, 0.5 + CONFIDENCE_LEVEL / 2])
+        )
         widening = math.sqrt(len(self.residuals) / self.freedom)
         if estimate > 0 and ends[0] > 0:
             low, high = estimate * (ends / estimate) ** widening
@@ -167,7 +169,7 @@ def fit_law(
     many rows as constants.
     """
     form = _resolve_form(form)
-    columns, log_target = _columns(form, rows)
+    columns, log_target = _extract_columns(form, rows)
     require_objective(loss, delta)
     needed = len(form.constants)
     if len(log_target) < needed:
@@ -185,10 +187,10 @@ def fit_law(
             " to fit"
         )
     theta, proof = search(problem, loss, delta, prove)
-    errors = newton.residuals(problem, theta)[0]
+    errors = newton.compute_residuals(problem, theta)[0]
     if several := describe_optima(proof):
         warnings.warn(several, ScalingWarning, stacklevel=2)
-    if at_bound := newton.constants_at_bound(problem, theta[0]):
+    if at_bound := newton.list_constants_at_bound(problem, theta[0]):
         warnings.warn(
             f"{', '.join(at_bound)} of {form.name} ended at a bound: the rows do not determine it,"
             " or do not follow such a law",
@@ -199,7 +201,7 @@ def fit_law(
     fit = LawFit(
         form,
         dict(zip(form.constants, values, strict=True)),
-        objective_value(errors, loss, delta),
+        compute_residual_objective(errors, loss, delta),
         errors,
         proof,
         problem,
@@ -218,11 +220,11 @@ def _require_identified(form: Form, columns: Mapping[str, Array]) -> None:
     if not present or not form.exponents:
         return
     if len(present) == 2 and len(form.terms) > 1:
-        if reason := why_not_identified(columns["parameters"], columns["tokens"]):
+        if reason := explain_unidentified(columns["parameters"], columns["tokens"]):
             raise ValueError(reason)
         return
     logs = np.stack([np.log(columns[k]) for k in present])
-    if singular_values(logs).min() < MIN_SINGULAR_VALUE:
+    if compute_singular_values(logs).min() < MIN_SINGULAR_VALUE:
         raise ValueError(
             f"these {logs.shape[1]} rows do not identify {form.name}: the logarithms of"
             f" {' and '.join(present)} do not vary independently; add rows that do, or pass a Form"
@@ -240,7 +242,7 @@ def _resolve_form(form: Form | str) -> Form:
     return CATALOG[form]
 
 
-def _column(rows: Mapping[str, ArrayLike], name: str) -> Array:
+def _extract_column(rows: Mapping[str, ArrayLike], name: str) -> Array:
     """Return a copy of a column; raise `ValueError` unless it is positive and finite."""
     if name not in rows:
         raise ValueError(f"expected a column {name!r}, got columns {[*rows]}")
@@ -256,12 +258,12 @@ def _column(rows: Mapping[str, ArrayLike], name: str) -> Array:
     return column
 
 
-def _columns(form: Form, rows: Rows) -> tuple[dict[str, Array], Array]:
+def _extract_columns(form: Form, rows: Rows) -> tuple[dict[str, Array], Array]:
     """Return a form's input columns and its log target; raise `ValueError` if lengths differ."""
     if isinstance(rows, Runs):
         rows = {name: getattr(rows, name) for name in COLUMNS}
-    columns = {k: _column(rows, k) for k in form.inputs}
-    y = _column(rows, form.target)
+    columns = {k: _extract_column(rows, k) for k in form.inputs}
+    y = _extract_column(rows, form.target)
     if {v.shape for v in columns.values()} != {y.shape} or y.ndim != 1:
         shapes = {k: v.shape for k, v in {**columns, form.target: y}.items()}
         raise ValueError(f"expected one-dimensional columns of one length, got shapes {shapes}")

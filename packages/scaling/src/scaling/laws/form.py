@@ -93,7 +93,7 @@ class Form:
     def _require_known_names(self, text: str, known: Set[str]) -> set[str]:
         """Return the names in an expression; raise `ValueError` for bad syntax or unknown names."""
         try:
-            names = _names_in(text)
+            names = _collect_names(text)
         except SyntaxError:
             raise ValueError(f"{self.name}: {text!r} is not an expression") from None
         if unknown := names - known:
@@ -120,7 +120,7 @@ class Form:
             constant = zeros + _evaluate(text, columns, at_zero)
             slopes = {}
             for j, name in enumerate(self.exponents):
-                if name in _names_in(text):
+                if name in _collect_names(text):
                     at_one = {**at_zero, name: np.float64(1.0)}
                     slopes[j] = _evaluate(text, columns, at_one) - constant
             result.append((constant, slopes))
@@ -148,7 +148,7 @@ def _evaluate(text: str, columns: Mapping[str, Array], exponents: Mapping[str, A
     return eval(_compile(text), scope)
 
 
-def _names_in(text: str) -> set[str]:
+def _collect_names(text: str) -> set[str]:
     """Return the names that an expression uses."""
     return {
         node.id for node in ast.walk(ast.parse(text, mode="eval")) if isinstance(node, ast.Name)

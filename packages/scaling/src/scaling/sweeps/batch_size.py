@@ -17,7 +17,7 @@ from scaling.sweeps.sweep import (
     Setting,
     Sweep,
     build_sweep,
-    distinct_settings,
+    sort_distinct_settings,
     sweep_function,
 )
 from scaling.units import Array
@@ -99,7 +99,7 @@ def sweep_learning_rate(
 
     default = SETTINGS[task, optimizer]
     default_rates = np.geomspace(*default.rates)
-    grid, sizes = distinct_settings(
+    grid, sizes = sort_distinct_settings(
         default_rates if rates is None else rates,
         default.batch_sizes if batch_sizes is None else batch_sizes,
     )

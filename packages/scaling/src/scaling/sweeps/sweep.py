@@ -93,7 +93,7 @@ class Sweep(ComparesArrays):
         return np.exp(self.log_loss)
 
 
-def distinct_settings(
+def sort_distinct_settings(
     rates: Sequence[float] | Array, batch_sizes: Sequence[int]
 ) -> tuple[Array, Array]:
     """Return the sorted distinct rates and batch sizes.
@@ -124,7 +124,7 @@ def sweep_function(
             f"expected rates and batch_sizes with a function as task, got {rates=} and"
             f" {batch_sizes=}"
         )
-    grid, sizes = distinct_settings(rates, batch_sizes)
+    grid, sizes = sort_distinct_settings(rates, batch_sizes)
     losses = np.empty((len(sizes), seeds, len(grid)))
     for i, size in enumerate(sizes.tolist()):
         for k in range(seeds):
@@ -142,10 +142,12 @@ def sweep_function(
 
 def build_sweep(task: str, optimizer: str, rates: Array, sizes: Array, by_seed: Array) -> Sweep:
     """Return the sweep of log losses (batch sizes, seeds, rates), with warnings about its edges."""
-    log_loss = np.stack([_mean(losses) for losses in by_seed])
+    log_loss = np.stack([_compute_mean(losses) for losses in by_seed])
     best = np.array([_fit_best_rate(rates, curve) for curve in log_loss])
     _warn_of_edges(rates, sizes, log_loss)
-    intervals = tuple(_interval(rates, *pair) for pair in zip(by_seed, best.tolist(), strict=True))
+    intervals = tuple(
+        _compute_interval(rates, *pair) for pair in zip(by_seed, best.tolist(), strict=True)
+    )
     return Sweep(
         task,
         optimizer,
@@ -178,9 +180,9 @@ def _explain_unbounded(sizes: Array, best: Array, intervals: Sequence[Interval])
 
 def _warn_of_edges(rates: Array, sizes: Array, log_loss: Array) -> None:
     """Issue a warning about batch sizes whose least loss is at the lowest or highest rate."""
-    curves = [_trained(rates, curve) for curve in log_loss]
+    curves = [_select_trained(rates, curve) for curve in log_loss]
     for side, direction in ((0, "below"), (-1, "above")):
-        at_edge = [i for i, (x, y) in enumerate(curves) if _neighbors(x, y)[side] is None]
+        at_edge = [i for i, (x, y) in enumerate(curves) if _find_neighbors(x, y)[side] is None]
         if at_edge:
             edge = math.exp(curves[at_edge[0]][0][side])
             warnings.warn(
@@ -192,7 +194,7 @@ def _warn_of_edges(rates: Array, sizes: Array, log_loss: Array) -> None:
             )
 
 
-def _mean(log_losses: Array) -> Array:
+def _compute_mean(log_losses: Array) -> Array:
     """Return the log of the mean loss (rates,) over the trained seeds; nan if there are none."""
     count = (~np.isnan(log_losses)).sum(0)
     filled = np.where(np.isnan(log_losses), -np.inf, log_losses)
@@ -200,7 +202,7 @@ def _mean(log_losses: Array) -> Array:
     return np.where(count > 0, mean, np.nan)
 
 
-def _interval(rates: Array, by_seed: Array, best: float) -> Interval:
+def _compute_interval(rates: Array, by_seed: Array, best: float) -> Interval:
     """Return the 95 % interval of a best rate, from log losses (seeds, rates).
 
     The interval assumes Student's t distribution of the log best rate. The deviation is that of a
@@ -212,9 +214,9 @@ def _interval(rates: Array, by_seed: Array, best: float) -> Interval:
     freedom = 0
     if math.isfinite(best):
         if len(trained) >= 3:
-            deviation, freedom = _jackknife_deviation(rates, trained)
+            deviation, freedom = _compute_jackknife_deviation(rates, trained)
         else:
-            deviation, freedom = _curve_deviation(rates, _mean(trained), best)
+            deviation, freedom = _compute_curve_deviation(rates, _compute_mean(trained), best)
     if not (math.isfinite(deviation) and freedom > 0):
         return Interval(0.0, math.inf)
     # A wider interval would exceed the range of float64.
@@ -222,13 +224,13 @@ def _interval(rates: Array, by_seed: Array, best: float) -> Interval:
     return Interval(best * math.exp(-half), best * math.exp(half))
 
 
-def _jackknife_deviation(rates: Array, trained: Array) -> tuple[float, int]:
+def _compute_jackknife_deviation(rates: Array, trained: Array) -> tuple[float, int]:
     """Return the jackknife deviation over seeds of the log best rate, and its degrees of freedom.
 
     The deviation is inf if the rates do not bracket a best rate after leaving out one of the seeds.
     """
     count = len(trained)
-    bottoms = [_fit_best_rate(rates, _mean(np.delete(trained, i, 0))) for i in range(count)]
+    bottoms = [_fit_best_rate(rates, _compute_mean(np.delete(trained, i, 0))) for i in range(count)]
     if not np.isfinite(bottoms).all():
         return math.inf, count - 1
     logs = np.log(bottoms)
@@ -236,15 +238,15 @@ def _jackknife_deviation(rates: Array, trained: Array) -> tuple[float, int]:
     return math.sqrt((count - 1) / count * squares), count - 1
 
 
-def _curve_deviation(rates: Array, curve: Array, best: float) -> tuple[float, int]:
+def _compute_curve_deviation(rates: Array, curve: Array, best: float) -> tuple[float, int]:
     """Return the linearized deviation of the log best rate, and its degrees of freedom.
 
     The deviation follows from the scatter of the losses about the polynomial of `_fit_best_rate`.
     It is inf without degrees of freedom, or if the polynomial has no minimum near `best`.
     """
-    x, y = _trained(rates, curve)
-    near = _near_best(x, y)
-    degree = _degree(near)
+    x, y = _select_trained(rates, curve)
+    near = _select_near_best(x, y)
+    degree = _choose_degree(near)
     freedom = int(near.sum()) - degree - 1
     if freedom <= 0:
         return math.inf, freedom
@@ -257,13 +259,13 @@ def _curve_deviation(rates: Array, curve: Array, best: float) -> tuple[float, in
     return math.sqrt(float(gradient @ covariance[-3:-1, -3:-1] @ gradient)), freedom
 
 
-def _trained(rates: Array, log_loss: Array) -> tuple[Array, Array]:
+def _select_trained(rates: Array, log_loss: Array) -> tuple[Array, Array]:
     """Return the log rates that were trained, and their log losses; inf if a run diverged."""
     is_trained = ~np.isnan(log_loss)
     return np.log(rates[is_trained]), log_loss[is_trained]
 
 
-def _near_best(x: Array, log_loss: Array) -> NDArray[np.bool_]:
+def _select_near_best(x: Array, log_loss: Array) -> NDArray[np.bool_]:
     """Return a mask of the rates to which the curve is fitted.
 
     These are the rates within a factor of `FIT_RANGE` of the rate with the least loss, and the two
@@ -275,18 +277,18 @@ def _near_best(x: Array, log_loss: Array) -> NDArray[np.bool_]:
     distance = x - x[best]
     rise = log_loss - log_loss[best]
     curvature = 0.0
-    for neighbor in _neighbors(x, log_loss):
+    for neighbor in _find_neighbors(x, log_loss):
         if neighbor is not None and math.isfinite(rise[neighbor]):
             curvature = max(curvature, rise[neighbor] / distance[neighbor] ** 2)
     return near & (rise <= np.maximum(FIT_RISE, FIT_RATIO * curvature * distance**2))
 
 
-def _degree(near: NDArray[np.bool_]) -> int:
+def _choose_degree(near: NDArray[np.bool_]) -> int:
     """Return the degree of the polynomial through the rates near the best."""
     return 4 if near.sum() > 6 else 2
 
 
-def _neighbors(x: Array, log_loss: Array) -> tuple[int | None, int | None]:
+def _find_neighbors(x: Array, log_loss: Array) -> tuple[int | None, int | None]:
     """Return the indices of the neighbors below and above the rate with the least loss, or None.
 
     A neighbor differs from this rate by at least the factor `SMALLEST_STEP`. If no rate does, the
@@ -307,29 +309,29 @@ def _neighbors(x: Array, log_loss: Array) -> tuple[int | None, int | None]:
 def _fit_best_rate(rates: Array, log_loss: Array) -> float:
     """Return the rate that minimizes a polynomial fitted to log loss over log rate.
 
-    The fit uses the rates of `_near_best`. The polynomial is a quartic if these are more than six,
-    and otherwise a parabola. If they are fewer than three, the result is the rate with the least
-    loss. The result lies between the neighbors of this rate: see `_neighbors`. It is nan if the
-    least loss is at the lowest or highest rate.
+    The fit uses the rates of `_select_near_best`. The polynomial is a quartic if these are more
+    than six, and otherwise a parabola. If they are fewer than three, the result is the rate with
+    the least loss. The result lies between the neighbors of this rate: see `_find_neighbors`. It is
+    nan if the least loss is at the lowest or highest rate.
     """
-    x, y = _trained(rates, log_loss)
+    x, y = _select_trained(rates, log_loss)
     best = int(np.argmin(y))
-    lower, upper = _neighbors(x, y)
+    lower, upper = _find_neighbors(x, y)
     if lower is None or upper is None:
         return math.nan
-    near = _near_best(x, y)
+    near = _select_near_best(x, y)
     if near.sum() < 3:
         return math.exp(x[best])
-    bottom = _polynomial_minimum(x[near], y[near], _degree(near))
+    bottom = _minimize_polynomial(x[near], y[near], _choose_degree(near))
     if not x[lower] <= bottom <= x[upper]:
         # The fitted rates are too far from the bottom for a parabola; the neighbors bracket it.
         bracket = np.arange(lower, upper + 1)
         bracket = bracket[np.isfinite(y[bracket])]
-        bottom = _polynomial_minimum(x[bracket], y[bracket], min(len(bracket) - 1, 2))
+        bottom = _minimize_polynomial(x[bracket], y[bracket], min(len(bracket) - 1, 2))
     return math.exp(bottom)
 
 
-def _polynomial_minimum(x: Array, y: Array, degree: int) -> float:
+def _minimize_polynomial(x: Array, y: Array, degree: int) -> float:
     """Return the position of the minimum of a polynomial fit of y over x, within the range of x."""
     curve = np.polynomial.Polynomial.fit(x, y, degree)
     grid = np.linspace(x[0], x[-1], 2001)

@@ -10,25 +10,25 @@ import numpy as np
 
 from scaling.runs import ScalingWarning
 from scaling.sweeps.sweep import Sweep, build_sweep
-from scaling.tables.cells import blank_cells, list_some, parse_numbers, require_unambiguous
+from scaling.tables.cells import flag_blank_cells, list_some, parse_numbers, require_unambiguous
 from scaling.tables.columns import parse_positive
-from scaling.tables.grouping import SAME_SETTING, SAME_SIZE, SAME_TOKENS, cluster, setting_codes
+from scaling.tables.grouping import SAME_SETTING, SAME_SIZE, SAME_TOKENS, cluster, encode_settings
 from scaling.tables.names import (
     SWEEP_NAMES,
     WORDS,
-    ambiguity,
+    find_set_word,
+    format_ambiguity,
     is_current_step,
     is_planned_steps,
     is_setting_name,
     recognize,
-    set_word,
     split_words,
 )
 from scaling.tables.selection import ROWS_PER_SETTING
 from scaling.tables.source import read_table
 from scaling.tables.states import (
+    flag_complete_runs,
     keep_finished,
-    reached_the_end,
     require_no_marks,
     require_no_summaries,
 )
@@ -121,12 +121,12 @@ def fit_sweeps(
             f"expected by to name columns among {sorted(table.columns)}, got by = {by!r}"
         )
     chosen = _choose_columns(table, columns or {})
-    codes = setting_codes(table, names)
+    codes = encode_settings(table, names)
     sweeps = {}
     for code in range(codes.max() + 1):
         group = table.select(codes == code)
         _require_one_setting(group, chosen)
-        key = tuple(str(group.cells(name)[0]) for name in names)
+        key = tuple(str(group.get_cells(name)[0]) for name in names)
         sweeps[key] = _fit(group, chosen, exclusions)
     return sweeps
 
@@ -135,14 +135,14 @@ def _read(
     source: Any, where: Mapping[str, Any], ignore: str | Sequence[str]
 ) -> tuple[Table, list[str]]:
     """Return the finished runs of a table, and sentences about the runs that were left out."""
-    table = read_table(source).where(where, "the table").without(ignore, "the table")
+    table = read_table(source).select_where(where, "the table").drop_columns(ignore, "the table")
     exclusions: list[str] = []
     table = keep_finished(table, where, exclusions)
     if not len(table):
         raise ValueError("; ".join(["the table contains no runs", *exclusions]))
     require_no_summaries(table)
     require_no_marks(table)
-    table = table.select(reached_the_end(table, exclusions, []))
+    table = table.select(flag_complete_runs(table, exclusions, []))
     for message in exclusions:
         warnings.warn(message, ScalingWarning, stacklevel=3)
     return table, exclusions
@@ -161,7 +161,7 @@ def _choose_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
         else:
             likely = [name for name in present if _normalize(name) in usual_names]
         if len(likely) > 1:
-            raise ValueError(ambiguity(quantity, likely))
+            raise ValueError(format_ambiguity(quantity, likely))
         if not likely:
             raise ValueError(
                 f"expected a column for the {quantity}, got {present}; pass"
@@ -174,14 +174,14 @@ def _choose_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
 def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
     """Raise `ValueError` if rows are a history or have several sizes, lengths or other settings."""
     # A diverged run may have stopped early.
-    with_loss = table.select(np.isfinite(parse_numbers(table.cells(chosen["loss"]))))
+    with_loss = table.select(np.isfinite(parse_numbers(table.get_cells(chosen["loss"]))))
     for name in table.columns:
-        if _normalize(name) in RUN_IDS and _repeats_runs(table, name, chosen):
+        if _normalize(name) in RUN_IDS and _has_repeated_runs(table, name, chosen):
             raise ValueError(
                 f"column {name!r} names a run in several rows, so the rows are a history: keep the"
                 " last row of each run, whose loss is the final one"
             )
-        if _counts_steps(name) and len(with_loss) and _is_setting(name, with_loss, chosen):
+        if _is_step_count(name) and len(with_loss) and _is_setting(name, with_loss, chosen):
             raise ValueError(
                 f"column {name!r} differs between rows of one batch size, so the rows may be a"
                 " history or trainings of several lengths: keep the last row of each run, with the"
@@ -190,10 +190,10 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
             )
     settings = {}
     for name in table.columns:
-        is_read = name in chosen.values() or _counts_steps(name)
+        is_read = name in chosen.values() or _is_step_count(name)
         is_repetition = _normalize(name) in WORDS["repetitions"]
         if not (is_read or is_repetition) and _is_setting(name, table, chosen):
-            settings[name] = list(dict.fromkeys(map(str, table.cells(name))))
+            settings[name] = list(dict.fromkeys(map(str, table.get_cells(name))))
     if not settings:
         return
     sizes = [n for n in settings if recognize(n, "parameters") or recognize(n, "tokens")]
@@ -207,13 +207,13 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
     )
 
 
-def _repeats_runs(table: Table, name: str, chosen: Mapping[str, str]) -> bool:
+def _has_repeated_runs(table: Table, name: str, chosen: Mapping[str, str]) -> bool:
     """Return True if run names repeat and each name has a single rate and batch size.
 
     Numbers that restart at every rate or batch size identify repetitions instead.
     """
-    runs = table.codes([name])
-    pairs = np.stack([runs, setting_codes(table, [chosen["batch_size"], chosen["rate"]])])
+    runs = table.encode_columns([name])
+    pairs = np.stack([runs, encode_settings(table, [chosen["batch_size"], chosen["rate"]])])
     count = int(runs.max()) + 1
     return count < len(runs) and np.unique(pairs, axis=1).shape[1] == count
 
@@ -221,30 +221,30 @@ def _repeats_runs(table: Table, name: str, chosen: Mapping[str, str]) -> bool:
 def _is_setting(name: str, table: Table, chosen: Mapping[str, str]) -> bool:
     """Return True if a column distinguishes settings, such as sizes, rather than repetitions."""
     is_quantity = True  # A number of a quantity is a setting even if no two rows are equal.
-    is_named = bool(set_word(name)) or is_setting_name(name)
+    is_named = bool(find_set_word(name)) or is_setting_name(name)
     if recognize(name, "parameters"):
-        codes = setting_codes(table, [name], SAME_SIZE)
+        codes = encode_settings(table, [name], SAME_SIZE)
         within = np.zeros(len(table), np.intp)
-    elif recognize(name, "tokens") or recognize(name, "compute") or _counts_steps(name):
+    elif recognize(name, "tokens") or recognize(name, "compute") or _is_step_count(name):
         # With a fixed number of steps, larger batches use more tokens, so compare within one size.
-        codes = setting_codes(table, [name], SAME_TOKENS)
-        within = setting_codes(table, [chosen["batch_size"]])
-    elif is_named and np.isnan(parse_numbers(table.cells(name))).any():
+        codes = encode_settings(table, [name], SAME_TOKENS)
+        within = encode_settings(table, [chosen["batch_size"]])
+    elif is_named and np.isnan(parse_numbers(table.get_cells(name))).any():
         # Unlike a warmup, an optimizer or a data set is not chosen by the rate or the batch size.
         is_quantity = False
-        codes = table.codes([name])
+        codes = table.encode_columns([name])
         within = np.zeros(len(table), np.intp)
     else:
         is_quantity = False
-        codes = table.codes([name])
-        within = setting_codes(table, [chosen["batch_size"], chosen["rate"]])
+        codes = table.encode_columns([name])
+        within = encode_settings(table, [chosen["batch_size"], chosen["rate"]])
     pairs = np.unique(np.stack([within, codes]), axis=1)
     differs = pairs.shape[1] > within.max() + 1
     # Names, dates and measurements differ in almost every row; a setting has few values.
     return differs and (is_quantity or (codes.max() + 1) * ROWS_PER_SETTING <= len(table))
 
 
-def _counts_steps(name: str) -> bool:
+def _is_step_count(name: str) -> bool:
     """Return True if a name is that of the steps of a training, done or planned."""
     is_known = "".join(split_words(name)) in WORDS["step_columns"]
     return is_known or is_current_step(name) or is_planned_steps(name)
@@ -253,8 +253,8 @@ def _counts_steps(name: str) -> bool:
 def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> Sweep:
     messages = [*exclusions]
     # A blank cell means that the loss is missing, but "nan" means that the run diverged.
-    blank = blank_cells(table.columns[chosen["loss"]])
-    blank &= [str(cell).strip().lower() != "nan" for cell in table.cells(chosen["loss"])]
+    blank = flag_blank_cells(table.columns[chosen["loss"]])
+    blank &= [str(cell).strip().lower() != "nan" for cell in table.get_cells(chosen["loss"])]
     if blank.all():
         raise ValueError(f"no row has a loss in column {chosen['loss']!r}")
     if blank.any():
@@ -288,8 +288,8 @@ def _fit(table: Table, chosen: Mapping[str, str], exclusions: Sequence[str]) -> 
 def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
     """Return (row, loss) pairs by (batch size, rate); the loss is inf if the run diverged."""
     rows = table.rows.tolist()
-    require_unambiguous(chosen["batch_size"], rows, table.cells(chosen["batch_size"]), ".")
-    cells = table.cells(chosen["loss"])
+    require_unambiguous(chosen["batch_size"], rows, table.get_cells(chosen["batch_size"]), ".")
+    cells = table.get_cells(chosen["loss"])
     numbers = parse_numbers(cells, is_count=False)
     numbers[[str(cell).strip().lower() in DIVERGED for cell in cells]] = math.inf
     for i in np.flatnonzero(~(numbers > 0)):
@@ -303,7 +303,7 @@ def _read_runs(table: Table, chosen: Mapping[str, str]) -> RunsBySetting:
     seeds = [name for name in table.columns if _normalize(name) in WORDS["repetitions"]]
     order = range(len(table))
     if seeds:
-        order = np.argsort(setting_codes(table, seeds), kind="stable").tolist()
+        order = np.argsort(encode_settings(table, seeds), kind="stable").tolist()
     for k in order:
         setting = (float(sizes[k]), float(rates[k]))
         runs.setdefault(setting, []).append((rows[k], float(numbers[k])))
@@ -344,7 +344,9 @@ def _mark_diverged(runs: RunsBySetting) -> list[int]:
         for rate, pairs in curve.items():
             if rate < best:
                 continue
-            limit = max(DIVERGENCE_JUMP, DIVERGENCE_RATIO * _rise_at(math.log(rate / best), rises))
+            limit = max(
+                DIVERGENCE_JUMP, DIVERGENCE_RATIO * _interpolate_rise(math.log(rate / best), rises)
+            )
             marked = []
             for row, loss in pairs:
                 has_diverged = math.log(loss / least[best]) > limit
@@ -353,7 +355,7 @@ def _mark_diverged(runs: RunsBySetting) -> list[int]:
     return sorted(row for losses in runs.values() for row, loss in losses if loss == math.inf)
 
 
-def _rise_at(distance: float, rises: Mapping[float, float]) -> float:
+def _interpolate_rise(distance: float, rises: Mapping[float, float]) -> float:
     """Return the rise of the log loss at a log-rate distance from the best rate.
 
     `rises` maps log-rate distances below the best rate to rises. Between these, the rise is

@@ -50,20 +50,20 @@ def train(
         random.manual_seed((seed + 1) * 1_000_003 + batch)
         rule = (_SGD if optimizer == "sgd" else _Adam)(model.parameters, rate)
         for _ in range(setting.steps):
-            x = draw(seeds, batch, dimension, random=random)
-            errors = draw(seeds, batch, 1, random=random)
-            gradients = model.gradients(x, setting.noise * errors)
-            for p, update in zip(model.parameters, rule.updates(gradients), strict=True):
+            x = draw_normal(seeds, batch, dimension, random=random)
+            errors = draw_normal(seeds, batch, 1, random=random)
+            gradients = model.compute_gradients(x, setting.noise * errors)
+            for p, update in zip(model.parameters, rule.compute_updates(gradients), strict=True):
                 p -= update
             if can_rescale and isinstance(model, _Linear):
                 model.rescale()
-        loss = model.log_loss()
+        loss = model.compute_log_loss()
         diverged = loss.isnan() | (loss > DIVERGED)
         losses.append(loss.masked_fill(diverged, np.inf).cpu().numpy())
     return np.stack(losses)
 
 
-def draw(*shape: int, random: torch.Generator) -> Tensor:
+def draw_normal(*shape: int, random: torch.Generator) -> Tensor:
     """Return normal numbers in float64, because losses fall by a hundred orders of magnitude."""
     return torch.randn(*shape, generator=random, device=random.device).double()
 
@@ -72,7 +72,7 @@ class _Linear:
     """Regression on x ~ N(0, I), stored as the error w - w* (S, R, D); at first |w - w*|^2 = D."""
 
     def __init__(self, seeds: int, rates: int, dimension: int, random: torch.Generator) -> None:
-        start = draw(seeds, 1, dimension, random=random)
+        start = draw_normal(seeds, 1, dimension, random=random)
         start *= dimension**0.5 / start.norm(dim=-1, keepdim=True)
         self.parameters = [start.repeat(1, rates, 1)]
         self.log_size = start.new_zeros(seeds, rates)
@@ -86,11 +86,11 @@ class _Linear:
         self.parameters[0] /= size_SR1
         self.log_size += size_SR1.squeeze(-1).log()
 
-    def gradients(self, x_SBD: Tensor, noise_SB1: Tensor) -> list[Tensor]:
+    def compute_gradients(self, x_SBD: Tensor, noise_SB1: Tensor) -> list[Tensor]:
         error_SBR = x_SBD @ self.parameters[0].mT - noise_SB1
         return [error_SBR.mT @ x_SBD / x_SBD.shape[1]]
 
-    def log_loss(self) -> Tensor:
+    def compute_log_loss(self) -> Tensor:
         return 2 * self.log_size + (self.parameters[0].square().sum(-1) / 2).log()
 
 
@@ -98,16 +98,16 @@ class _MLP:
     """A ReLU network without biases that learns another network of the same width."""
 
     def __init__(self, seeds: int, rates: int, dimension: int, random: torch.Generator) -> None:
-        def layers() -> tuple[Tensor, Tensor]:
-            inner = draw(seeds, 1, WIDTH, dimension, random=random)
-            outer = draw(seeds, 1, WIDTH, random=random)
+        def draw_layers() -> tuple[Tensor, Tensor]:
+            inner = draw_normal(seeds, 1, WIDTH, dimension, random=random)
+            outer = draw_normal(seeds, 1, WIDTH, random=random)
             return inner * (2 / dimension) ** 0.5, outer / WIDTH**0.5
 
-        self.teacher = layers()
-        self.parameters = [p.repeat(1, rates, *[1] * (p.dim() - 2)) for p in layers()]
-        self.test = draw(seeds, 512, dimension, random=random)
+        self.teacher = draw_layers()
+        self.parameters = [p.repeat(1, rates, *[1] * (p.dim() - 2)) for p in draw_layers()]
+        self.test = draw_normal(seeds, 512, dimension, random=random)
 
-    def gradients(self, x_SBD: Tensor, noise_SB1: Tensor) -> list[Tensor]:
+    def compute_gradients(self, x_SBD: Tensor, noise_SB1: Tensor) -> list[Tensor]:
         inner, outer = self.parameters
         hidden_SBRH, out_SBR = _forward(inner, outer, x_SBD)
         error_SBR = (out_SBR - _forward(*self.teacher, x_SBD)[1] - noise_SB1) / x_SBD.shape[1]
@@ -116,7 +116,7 @@ class _MLP:
         common_SRHD = (gated_error_SBRH.flatten(2).mT @ x_SBD).view_as(inner)
         return [outer[..., None] * common_SRHD, (inner * common_SRHD).sum(-1)]
 
-    def log_loss(self) -> Tensor:
+    def compute_log_loss(self) -> Tensor:
         target = _forward(*self.teacher, self.test)[1]
         inner, outer = self.parameters
         return ((_forward(inner, outer, self.test)[1] - target).square().mean(1) / 2).log()
@@ -134,7 +134,7 @@ class _SGD:
         # The shape broadcasts to (S, R, …).
         self.rates = [rates.view(1, -1, *[1] * (p.dim() - 2)) for p in parameters]
 
-    def updates(self, gradients: list[Tensor]) -> Iterator[Tensor]:
+    def compute_updates(self, gradients: list[Tensor]) -> Iterator[Tensor]:
         return (rate * g for rate, g in zip(self.rates, gradients, strict=True))
 
 
@@ -145,7 +145,7 @@ class _Adam(_SGD):
         self.second = [torch.zeros_like(p) for p in parameters]
         self.count = 0
 
-    def updates(self, gradients: list[Tensor]) -> Iterator[Tensor]:
+    def compute_updates(self, gradients: list[Tensor]) -> Iterator[Tensor]:
         self.count += 1
         corrections = [1 - beta**self.count for beta in BETAS]
         for i, g in enumerate(gradients):

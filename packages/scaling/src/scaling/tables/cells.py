@@ -76,7 +76,7 @@ def parse_number(cell: Any, unit: float = 1.0, is_count: bool = True) -> float:
     parsed = NUMBER.fullmatch(text)
     if not parsed:
         return float(text) if text.lower() in ("inf", "-inf", "infinity") else math.nan
-    suffix_unit = _suffix_unit(parsed["unit"])
+    suffix_unit = _parse_suffix(parsed["unit"])
     digits = SEPARATORS.sub("", parsed["digits"].strip())
     if is_count and not parsed["power"] and THOUSANDS.fullmatch(digits):
         digits = digits.replace(",", "")
@@ -85,7 +85,7 @@ def parse_number(cell: Any, unit: float = 1.0, is_count: bool = True) -> float:
     return float(f"{digits}e{parsed['power'] or 0}") * (suffix_unit or unit)
 
 
-def _suffix_unit(text: str | None) -> float:
+def _parse_suffix(text: str | None) -> float:
     """Return the factor of a suffix; nan if it is unknown, and 0 if it states no factor."""
     words = re.sub(r"[ .]", "", (text or "").lower())
     words = re.sub("(?:tokens?|param(?:eter)?s?)$", "", words)
@@ -116,7 +116,7 @@ def parse_numbers(
         return np.array([parse_number(cell, unit, is_count) for cell in cells], np.float64)
 
 
-def blank_cells(column: NDArray[Any]) -> NDArray[np.bool_]:
+def flag_blank_cells(column: NDArray[Any]) -> NDArray[np.bool_]:
     """Return flags of the cells of a column that have no value."""
     try:
         return np.isnan(column.astype(np.float64))  # fast, if all cells are numbers

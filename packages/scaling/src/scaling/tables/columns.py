@@ -11,10 +11,17 @@ from collections.abc import Container, Mapping
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.tables.cells import blank_cells, list_some, parse_numbers, require_unambiguous
-from scaling.tables.derived import TIMES, factor_kind, products_of_tokens
+from scaling.tables.cells import flag_blank_cells, list_some, parse_numbers, require_unambiguous
+from scaling.tables.derived import TIMES, classify_factor, list_token_products
 from scaling.tables.grouping import SAME_TOKENS
-from scaling.tables.names import WORDS, Column, Match, ambiguity, split_words, text_unit
+from scaling.tables.names import (
+    WORDS,
+    Column,
+    Match,
+    format_ambiguity,
+    parse_text_unit,
+    split_words,
+)
 from scaling.tables.scales import SMALLEST_MEDIAN
 from scaling.tables.states import is_true
 from scaling.tables.table import Reading, Table
@@ -49,9 +56,9 @@ def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, 
     for quantity, column in columns.items():
         unit = reading.units.get(quantity, column.unit)
         if column.name in reading.table.columns:
-            if quantity != "loss" and column.unit != 1 and not _shows_decimal_points(reading):
+            if quantity != "loss" and column.unit != 1 and not _has_decimal_points(reading):
                 require_unambiguous(
-                    column.name, reading.rows, reading.table.cells(column.name), ".,"
+                    column.name, reading.rows, reading.table.get_cells(column.name), ".,"
                 )
             numbers = parse_positive(reading.table, column.name, unit, quantity != "loss")
         else:
@@ -59,7 +66,7 @@ def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, 
             for name in column.name.split(TIMES):
                 # The factors are whole numbers, so a comma can only separate thousands. Only points
                 # are ambiguous.
-                require_unambiguous(name, reading.rows, reading.table.cells(name), ".")
+                require_unambiguous(name, reading.rows, reading.table.get_cells(name), ".")
                 numbers = numbers * parse_positive(reading.table, name, 1.0, True)
         values[quantity] = numbers
         if "perplexity" in column.description:
@@ -72,8 +79,8 @@ def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, 
     return values
 
 
-def _shows_decimal_points(reading: Reading) -> bool:
-    losses = reading.table.cells(reading.columns["loss"].name)
+def _has_decimal_points(reading: Reading) -> bool:
+    losses = reading.table.get_cells(reading.columns["loss"].name)
     return any(isinstance(cell, str) and "." in cell for cell in losses)
 
 
@@ -82,7 +89,7 @@ def parse_positive(table: Table, name: str, unit: float, is_count: bool) -> Arra
     numbers = parse_numbers(table.columns[name], unit, is_count)
     invalid = np.flatnonzero(~(np.isfinite(numbers) & (numbers > 0)))
     if len(invalid):
-        cells = table.cells(name)
+        cells = table.get_cells(name)
         unparsed = [i for i in invalid if np.isnan(numbers[i])]
         wanted = "contain numbers" if unparsed else "be positive and finite"
         bad = [f"row {table.rows[i]}: {cells[i]!r}" for i in unparsed or invalid]
@@ -126,8 +133,8 @@ def _compare_rival(reading: Reading, quantity: str, column: Column, rival: Colum
     if (difference > math.log1p(allowed)).any():
         i = int(np.nanargmax(difference))
         raise ValueError(
-            f"{ambiguity(quantity, [column.name, rival.name])}: in row {reading.rows[i]} they are"
-            f" {values[i]:.5g} and {other_values[i]:.5g}"
+            f"{format_ambiguity(quantity, [column.name, rival.name])}: in row {reading.rows[i]}"
+            f" they are {values[i]:.5g} and {other_values[i]:.5g}"
         )
     return f"{quantity} by {column.name!r}, with which {rival.name!r} agrees"
 
@@ -152,8 +159,8 @@ def _compare_alternative(reading: Reading, quantity: str, column: Column, other:
         if wrong.any():
             i = int(np.argmax(wrong))
             raise ValueError(
-                f"{ambiguity(quantity, [column.name, other.name])}: in row {reading.rows[i]} they"
-                f" are {values[i]:.5g} and {other_values[i]:.5g}, which is the wrong order for"
+                f"{format_ambiguity(quantity, [column.name, other.name])}: in row {reading.rows[i]}"
+                f" they are {values[i]:.5g} and {other_values[i]:.5g}, which is the wrong order for"
                 " their names"
             )
     if is_active:
@@ -165,7 +172,7 @@ def _compare_alternative(reading: Reading, quantity: str, column: Column, other:
 def _parse_plausible(reading: Reading, quantity: str, column: Column) -> Array:
     """Return the numbers of a column; nan for cells that are not positive and finite."""
     unit = reading.units.get(quantity, column.unit)
-    numbers = parse_numbers(reading.table.cells(column.name), unit)
+    numbers = parse_numbers(reading.table.get_cells(column.name), unit)
     return np.where((numbers > 0) & np.isfinite(numbers), numbers, np.nan)
 
 
@@ -188,7 +195,7 @@ def require_active_parameters(reading: Reading, named_quantities: Container[str]
             row = reading.rows[mixtures[0]]
             raise ValueError(
                 f"column {column.name!r} may count all parameters or the active ones, because"
-                f" {name!r} is {reading.table.cells(name)[mixtures[0]]!r} in row {row}: add a"
+                f" {name!r} is {reading.table.get_cells(name)[mixtures[0]]!r} in row {row}: add a"
                 f" column 'active_params', confirm with columns={{'parameters': {column.name!r}}},"
                 f" or leave {name!r} out with ignore=[{name!r}]"
             )
@@ -196,7 +203,7 @@ def require_active_parameters(reading: Reading, named_quantities: Container[str]
 
 def _has_mixtures(reading: Reading, name: str) -> NDArray[np.bool_]:
     """Return flags of the rows that are mixtures of experts, according to a column."""
-    cells = reading.table.cells(name)
+    cells = reading.table.get_cells(name)
     words = split_words(name)
     stem = "".join(words).removesuffix("count")
     # The last word may be singular: n_expert. Names with `per`, such as tokens_per_expert, do not
@@ -225,7 +232,7 @@ def require_tokens_of_text(reading: Reading) -> None:
     `units["tokens"]` is the number of tokens per unit of text, and depends on the tokenizer.
     """
     column = reading.columns.get("tokens")
-    bytes_per_unit = text_unit(column.name) if column else 0.0
+    bytes_per_unit = parse_text_unit(column.name) if column else 0.0
     if not (column and bytes_per_unit):
         return
     low, high = TOKENS_PER_BYTE
@@ -247,9 +254,9 @@ def require_tokens_of_all_epochs(
     tokens is confirmed. A size of text must always be named, so naming it does not confirm it.
     """
     column = reading.columns.get("tokens")
-    if column is None or ("tokens" in named_quantities and not text_unit(column.name)):
+    if column is None or ("tokens" in named_quantities and not parse_text_unit(column.name)):
         return
-    reason = _reason_for_all_epochs(reading, column.name, is_history)
+    reason = _explain_all_epochs(reading, column.name, is_history)
     if reason:
         reading.choices.append(f"tokens by {column.name!r} are those of all epochs: {reason}")
         return
@@ -260,16 +267,16 @@ def require_tokens_of_all_epochs(
         is_other = "per" in words or {*words} & {*WORDS["no_factors"]}
         if not is_epochs or is_other or name in column.name.split(TIMES):
             continue
-        cells = reading.table.cells(name)
+        cells = reading.table.get_cells(name)
         epochs = parse_numbers(cells)
         # If epochs are counted from 0, the number of the first epoch is 0.
         is_single_epoch = (np.abs(epochs - 1) <= SAME_TOKENS) | (epochs == 0)
-        has_cell = ~blank_cells(reading.table.columns[name])
+        has_cell = ~flag_blank_cells(reading.table.columns[name])
         other_rows = np.flatnonzero(~is_single_epoch & has_cell)
         if len(other_rows):
             i = other_rows[0]
             confirm = f"columns={{'tokens': {column.name!r}}}"
-            if text_unit(column.name):
+            if parse_text_unit(column.name):
                 confirm = f"ignore=[{name!r}]"
             raise ValueError(
                 f"column {column.name!r} may count the tokens of all epochs, or those of one epoch,"
@@ -279,28 +286,28 @@ def require_tokens_of_all_epochs(
             )
 
 
-def _reason_for_all_epochs(reading: Reading, name: str, is_history: bool) -> str:
+def _explain_all_epochs(reading: Reading, name: str, is_history: bool) -> str:
     """Return the reason why a column counts the tokens of all epochs, or "" without evidence.
 
     Raises `ValueError` if its tokens differ from a product of columns that counts all epochs, such
     as steps times batch tokens.
     """
-    if _names_all_epochs(name):
+    if _is_name_of_all_epochs(name):
         return "the name says so"
     if is_history:
         return "they rise within runs"
     tokens = reading.values["tokens"]
-    for factors in products_of_tokens(list(reading.table.columns)):
+    for factors in list_token_products(list(reading.table.columns)):
         product = TIMES.join(factors)
-        numbers = np.prod([parse_numbers(reading.table.cells(f)) for f in factors], axis=0)
-        if not _names_all_epochs(product) or text_unit(name) or not (numbers > 0).all():
+        numbers = np.prod([parse_numbers(reading.table.get_cells(f)) for f in factors], axis=0)
+        if not _is_name_of_all_epochs(product) or parse_text_unit(name) or not (numbers > 0).all():
             continue
         differs = np.abs(np.log(numbers / tokens)) > np.log1p(SAME_TOKENS)
         if not differs.any():
             return f"{product!r} is equal in every row"
         i = int(np.argmax(differs))
         raise ValueError(
-            f"{ambiguity('tokens', [name, product])}: in row {reading.rows[i]} they are"
+            f"{format_ambiguity('tokens', [name, product])}: in row {reading.rows[i]} they are"
             f" {tokens[i]:.5g} and {numbers[i]:.5g}"
         )
     if {"parameters", "compute"} <= {*reading.values}:
@@ -311,9 +318,9 @@ def _reason_for_all_epochs(reading: Reading, name: str, is_history: bool) -> str
     return ""
 
 
-def _names_all_epochs(name: str) -> bool:
+def _is_name_of_all_epochs(name: str) -> bool:
     """Return True if a column or product counts tokens of all epochs, according to its name."""
-    if any(factor_kind(factor) == "steps" for factor in name.split(TIMES)):
+    if any(classify_factor(factor) == "steps" for factor in name.split(TIMES)):
         return True
     joined = "".join(split_words(name))
     return "data" not in joined and any(word in joined for word in WORDS["trained"])

@@ -19,7 +19,7 @@ PRODUCTS = (
 TIMES = " * "
 
 
-def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]:
+def find_token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]:
     """Return the columns whose product is the number of tokens; empty if tokens are a column.
 
     The user may name the product, as in `{"tokens": "steps * batch"}`. Otherwise a product is used
@@ -35,7 +35,7 @@ def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]
         return name.split(TIMES)
     if "compute" in named or any(recognize(p, k) for p in present for k in ("tokens", "compute")):
         return []
-    by_kind = _by_kind(present)
+    by_kind = _group_by_kind(present)
     products = [p for p in PRODUCTS if all(by_kind[kind] for kind in p)]
     if not products and by_kind["steps"] and by_kind["batch"]:
         factors = [by_kind[kind][0] for kind in ("steps", "batch", "length") if by_kind[kind]]
@@ -56,23 +56,23 @@ def token_factors(present: Sequence[str], named: Mapping[str, str]) -> list[str]
     return [by_kind[kind][0] for kind in products[0]]
 
 
-def products_of_tokens(present: Sequence[str]) -> list[list[str]]:
+def list_token_products(present: Sequence[str]) -> list[list[str]]:
     """Return the factors of each product that is the number of tokens of the whole training."""
-    by_kind = _by_kind(present)
+    by_kind = _group_by_kind(present)
     products = [[by_kind[kind] for kind in kinds] for kinds in PRODUCTS]
     return [[names[0] for names in p] for p in products if all(len(names) == 1 for names in p)]
 
 
-def _by_kind(present: Sequence[str]) -> dict[str, list[str]]:
+def _group_by_kind(present: Sequence[str]) -> dict[str, list[str]]:
     """Return the columns of each kind of factor."""
     by_kind: dict[str, list[str]] = {kind: [] for kind in PRODUCT_NAMES}
     for name in present:
-        if kind := factor_kind(name):
+        if kind := classify_factor(name):
             by_kind[kind].append(name)
     return by_kind
 
 
-def factor_kind(name: str) -> str:
+def classify_factor(name: str) -> str:
     """Return the kind of factor that a column name stands for, or "" if it is not a factor.
 
     The kinds are the keys of `PRODUCT_NAMES`, such as "steps" for `train/global_step`. The kind is

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from scaling.tables.reshape import flatten_cells, from_records
-from scaling.tables.table import Table, object_cells, require_unique_names
+from scaling.tables.table import Table, as_object_cells, require_unique_names
 
 #: Recognized delimiters of a CSV file. The most frequent one in the header is used.
 DELIMITERS = "\t;|,"
@@ -88,7 +88,7 @@ def parse_csv(path: Path, text: str) -> Table:
         choices.append("a comma in a number starts its decimals")
     columns = {}
     for k, name in enumerate(names if cells else []):
-        columns[name] = object_cells(list(map(str.strip, cells[k::count])))
+        columns[name] = as_object_cells(list(map(str.strip, cells[k::count])))
     table = Table(columns, np.array(numbers[1:], np.intp), choices)
     return flatten_cells(table) if "{" in text else table
 
@@ -119,7 +119,7 @@ def _read_quoted(lines: list[str], delimiter: str) -> CsvCells:
     comments = 0
     start = 0
 
-    def content() -> Iterator[str]:
+    def iter_content() -> Iterator[str]:
         nonlocal start, comments
         for i, line in enumerate(lines, 1):
             if start == 0:
@@ -129,7 +129,7 @@ def _read_quoted(lines: list[str], delimiter: str) -> CsvCells:
                 start = i
             yield f"{line}\n"
 
-    for cells in csv.reader(content(), delimiter=delimiter, skipinitialspace=True):
+    for cells in csv.reader(iter_content(), delimiter=delimiter, skipinitialspace=True):
         if any(map(str.strip, cells)):
             all_cells += cells
             widths.append(len(cells))

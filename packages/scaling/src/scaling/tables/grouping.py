@@ -43,7 +43,7 @@ def cluster(values: Array, tolerance: float, max_factor: float = 2.0) -> NDArray
     return codes
 
 
-def setting_codes(
+def encode_settings(
     table: Table, names: Sequence[str], tolerance: float = SAME_SETTING
 ) -> NDArray[np.intp]:
     """Return the index, counted from 0, of each row's combination of values in some columns.
@@ -54,8 +54,8 @@ def setting_codes(
     """
     keys = []
     for name in names:
-        codes = table.codes([name])
-        numbers = parse_numbers(table.cells(name))
+        codes = table.encode_columns([name])
+        numbers = parse_numbers(table.get_cells(name))
         is_positive = np.isfinite(numbers) & (numbers > 0)
         groups = cluster(numbers[is_positive], tolerance, 1 + tolerance)
         codes[is_positive] = len(table) + groups
@@ -65,7 +65,7 @@ def setting_codes(
     return index
 
 
-def below_cuts(axis: Array, fractions: Sequence[float]) -> list[NDArray[np.bool_]]:
+def select_below_cuts(axis: Array, fractions: Sequence[float]) -> list[NDArray[np.bool_]]:
     """Return masks of the runs up to each quantile of an axis such as compute.
 
     Runs within 1 % of a cut are below it, because budgets are often equal only up to rounding.

@@ -13,7 +13,7 @@ from scaling.tables.cells import list_some, parse_numbers
 from scaling.tables.columns import parse_columns
 from scaling.tables.grouping import cluster
 from scaling.tables.names import WORDS, is_rate_name, split_words
-from scaling.tables.selection import setting_columns
+from scaling.tables.selection import list_setting_columns
 from scaling.tables.table import Reading
 from scaling.units import Array
 
@@ -63,12 +63,12 @@ def keep_last_rows(reading: Reading, history: object) -> bool:
         present = list(reading.table.columns)
         raise ValueError(f"history={history!r} is not a column; the columns are {present}")
     progress = reading.values["tokens" if "tokens" in reading.values else "compute"]
-    size = _sizes(reading, SIZE_TOLERANCE)
+    size = _get_sizes(reading, SIZE_TOLERANCE)
     ends = _find_run_ends(reading, history, size, progress)
     if ends is None:
         return False
     column, last = ends
-    resumed = _resumed_runs(reading, column, size, progress)
+    resumed = _list_resumed_runs(reading, column, size, progress)
     _replace_rates_by_peaks(reading, column)
     reading.exclusions.append(
         f"column {column!r} names a run in several rows: the row with the most tokens is the end of"
@@ -85,7 +85,7 @@ def keep_last_rows(reading: Reading, history: object) -> bool:
     return True
 
 
-def _sizes(reading: Reading, tolerance: float) -> Array:
+def _get_sizes(reading: Reading, tolerance: float) -> Array:
     """Return the parameters of each row, or other numbers that distinguish the sizes."""
     values = reading.values
     if "parameters" in values:
@@ -94,9 +94,9 @@ def _sizes(reading: Reading, tolerance: float) -> Array:
     return cluster(values["compute"] / values["tokens"], tolerance).astype(np.float64)
 
 
-def _resumed_runs(reading: Reading, column: str, size: Array, progress: Array) -> list[str]:
+def _list_resumed_runs(reading: Reading, column: str, size: Array, progress: Array) -> list[str]:
     """Return the names of runs that start where another run of the same size stops."""
-    codes = reading.table.codes([column])
+    codes = reading.table.encode_columns([column])
     count = np.bincount(codes)
     first = np.full(len(count), np.inf)
     np.minimum.at(first, codes, progress)
@@ -105,7 +105,7 @@ def _resumed_runs(reading: Reading, column: str, size: Array, progress: Array) -
     size_of_run = np.zeros(len(count))
     size_of_run[codes] = size
     largest_gap = LATE_START * (last - first) / np.maximum(count - 1, 1)
-    names = dict.fromkeys(map(str, reading.table.cells(column)))
+    names = dict.fromkeys(map(str, reading.table.get_cells(column)))
     resumed = []
     for i, name in enumerate(names):
         if count[i] > 1 and first[i] > largest_gap[i]:
@@ -120,12 +120,12 @@ def _replace_rates_by_peaks(reading: Reading, column: str) -> None:
 
     Runs with different peaks may have the same last rate, such as 0.
     """
-    codes = reading.table.codes([column])
+    codes = reading.table.encode_columns([column])
     columns = dict(reading.table.columns)
     for name in reading.table.columns:
         if not is_rate_name(name):
             continue
-        rates = parse_numbers(reading.table.cells(name))
+        rates = parse_numbers(reading.table.get_cells(name))
         peaks = np.full(codes.max() + 1, -np.inf)
         np.fmax.at(peaks, codes, rates)
         if np.isfinite(peaks).all() and (peaks[codes] != rates).any():
@@ -145,9 +145,9 @@ def _report_missing_ends(reading: Reading, column: str) -> None:
     except ValueError:
         return  # Rows without a loss may have no tokens either.
     trained: dict[str, float] = {}
-    for name, value in zip(map(str, rows.table.cells(column)), later.tolist(), strict=True):
+    for name, value in zip(map(str, rows.table.get_cells(column)), later.tolist(), strict=True):
         trained[name] = max(value, trained.get(name, 0.0))
-    ends = zip(reading.table.cells(column), reading.values[progress].tolist(), strict=True)
+    ends = zip(reading.table.get_cells(column), reading.values[progress].tolist(), strict=True)
     early = [name for name, end in ends if trained.get(str(name), 0.0) > end * MISSING_END]
     if early:
         reading.exclusions.append(
@@ -181,11 +181,13 @@ def _find_run_ends(
     repeated = ""
     for column in candidates:
         _require_one_text_per_run(reading, column)
-        codes = reading.table.codes([column])
+        codes = reading.table.encode_columns([column])
         is_unique = codes.max() + 1 == len(codes)
         # A column `id` of numbers may be an index or the key of a database.
-        is_index = column.lower() in ("id", "uid") and str(reading.table.cells(column)[0]).isdigit()
-        if is_unique and not is_index and not _names_checkpoints(reading, column):
+        is_index = (
+            column.lower() in ("id", "uid") and str(reading.table.get_cells(column)[0]).isdigit()
+        )
+        if is_unique and not is_index and not _has_checkpoint_names(reading, column):
             unique_names = column
         order = np.lexsort((progress, codes))
         is_same_run = np.diff(codes[order]) == 0
@@ -206,7 +208,7 @@ def _find_run_ends(
     if unique_names:
         reason = f"column {unique_names!r} has a different name in every row"
     else:
-        size = _sizes(reading, STRICT_SIZE_TOLERANCE)
+        size = _get_sizes(reading, STRICT_SIZE_TOLERANCE)
         _require_no_checkpoints(reading, rising + checkpoints, size, progress)
         _require_different_tokens(reading, candidates, size, progress)
         reason = (
@@ -231,16 +233,20 @@ def _require_different_tokens(
     if last_words & {*WORDS["repetitions"]}:
         return
     for column in candidates:
-        codes = reading.table.codes([column])
+        codes = reading.table.encode_columns([column])
         order = np.argsort(codes, kind="stable")
         is_same_run = np.diff(codes[order]) == 0
         differs = (np.diff(size[order]) != 0) | (np.diff(progress[order]) != 0)
         if not is_same_run.any() or differs[is_same_run].any():
             continue
-        settings = setting_columns(reading)
+        settings = list_setting_columns(reading)
         # A history may log a decaying rate, but its losses fall from row to row.
         falls = bool((np.diff(reading.values["loss"][order]) < 0)[is_same_run].all())
-        if falls or not settings or len({*reading.table.codes([column, *settings])}) < len(codes):
+        if (
+            falls
+            or not settings
+            or len({*reading.table.encode_columns([column, *settings])}) < len(codes)
+        ):
             _raise_repeated_tokens(reading, column, progress)
 
 
@@ -249,7 +255,7 @@ def _require_one_text_per_run(reading: Reading, column: str) -> None:
     parts = ("train", *WORDS["held_out"])
     part = re.compile(f"(.*[^a-z]|)(?:{'|'.join(parts)})")
     by_stem: dict[str, list[str]] = {}
-    for name in dict.fromkeys(map(str, reading.table.cells(column))):
+    for name in dict.fromkeys(map(str, reading.table.get_cells(column))):
         # Matching a million names takes seconds, so the ending is checked first.
         if name.lower().endswith(parts) and (match := part.fullmatch(name.lower())):
             by_stem.setdefault(match[1], []).append(name)
@@ -263,12 +269,12 @@ def _require_one_text_per_run(reading: Reading, column: str) -> None:
 
 def _raise_repeated_tokens(reading: Reading, column: str, progress: Array) -> NoReturn:
     """Raise `ValueError` with two rows of a run that have the same tokens."""
-    codes = reading.table.codes([column])
+    codes = reading.table.encode_columns([column])
     order = np.lexsort((progress, codes))
     is_repeated = (np.diff(codes[order]) == 0) & (np.diff(progress[order]) == 0)
     first = order[int(np.argmax(is_repeated))]
     second = order[int(np.argmax(is_repeated)) + 1]
-    name = reading.table.cells(column)[first]
+    name = reading.table.get_cells(column)[first]
     raise ValueError(
         f"column {column!r} names {name!r} in rows {reading.rows[first]} and {reading.rows[second]}"
         " with the same tokens, as after a restart or if the tokens are those of the whole"
@@ -280,7 +286,7 @@ def _require_no_checkpoints(
     reading: Reading, rising: Sequence[str], size: Array, progress: Array
 ) -> None:
     """Raise `ValueError` if the rows look like checkpoints of training runs."""
-    rises = [name for name in rising if _rises(reading, name, size, progress)]
+    rises = [name for name in rising if _is_rising(reading, name, size, progress)]
     if rises:
         evidence = f"column {rises[0]!r} rises with the tokens of each size"
     elif _has_checkpoints(size, progress):
@@ -296,12 +302,12 @@ def _require_no_checkpoints(
     )
 
 
-def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
+def _is_rising(reading: Reading, column: str, size: Array, progress: Array) -> bool:
     """Return True if a column rises with the tokens of each size, for at least half of the rows.
 
     Rows that differ only in a seed or another setting count once. At least four rows are needed.
     """
-    cells = reading.table.cells(column)
+    cells = reading.table.get_cells(column)
     steps = parse_numbers(cells)
     if np.isnan(steps).all():  # names of checkpoints, such as step_1000
         steps = parse_numbers([re.sub(r"^.*?(\d*)\D*$", r"\1", str(cell)) for cell in cells])
@@ -315,9 +321,9 @@ def _rises(reading: Reading, column: str, size: Array, progress: Array) -> bool:
     return len(steps) >= 4 and later >= len(steps) / 2
 
 
-def _names_checkpoints(reading: Reading, column: str) -> bool:
+def _has_checkpoint_names(reading: Reading, column: str) -> bool:
     """Return True if at least half of the cells end with a step, epoch or number of tokens."""
-    cells = reading.table.cells(column)
+    cells = reading.table.get_cells(column)
     matches = sum(CHECKPOINT_NAME.fullmatch(str(cell).lower()) is not None for cell in cells)
     return matches >= len(cells) / 2
 

@@ -16,30 +16,32 @@ _DATA: dict[str, dict[str, str]] = tomllib.loads(
 )
 
 
-def _word_lists(table: str) -> dict[str, list[str]]:
+def _split_word_lists(table: str) -> dict[str, list[str]]:
     return {key: words.split() for key, words in _DATA[table].items()}
 
 
 #: Recognized names of each column of `Runs`, in lower case without punctuation.
-NAMES = _word_lists("names")
+NAMES = _split_word_lists("names")
 
 #: Recognized names of each column of a learning-rate sweep.
-SWEEP_NAMES = _word_lists("sweeps")
+SWEEP_NAMES = _split_word_lists("sweeps")
 
 #: Names of the factors of the number of tokens.
-PRODUCT_NAMES = _word_lists("products")
+PRODUCT_NAMES = _split_word_lists("products")
 
 #: Factor of each unit word.
-UNITS = {word: float(unit) for unit, words in _word_lists("units").items() for word in words}
+UNITS = {word: float(unit) for unit, words in _split_word_lists("units").items() for word in words}
 
 #: Number of bytes of each unit of a size of text; the difference between GB and GiB is ignored.
-TEXT_UNITS = {w: float(unit) for unit, words in _word_lists("text_units").items() for w in words}
+TEXT_UNITS = {
+    w: float(unit) for unit, words in _split_word_lists("text_units").items() for w in words
+}
 
 #: Lists of words with a common meaning: see names.toml.
-WORDS = _word_lists("words")
+WORDS = _split_word_lists("words")
 
 #: Words for the states of runs.
-STATES = {kind: frozenset(words) for kind, words in _word_lists("states").items()}
+STATES = {kind: frozenset(words) for kind, words in _split_word_lists("states").items()}
 
 #: For each column of `Runs`, the names of the other columns.
 OTHER_NAMES = {
@@ -138,13 +140,13 @@ def match_columns(present: Sequence[str], named: Mapping[str, str], source: str)
         raise ValueError(
             f"{source} has columns {list(present)}; expected a loss and two of parameters, tokens"
             f" and compute, recognized {sorted(result.chosen)}; name another column with"
-            f" columns={{{missing[0]!r}: '…'}}{_bytes_remedy(present)}"
-            f"{_logarithm_remedy(present, missing)}"
+            f" columns={{{missing[0]!r}: '…'}}{_format_bytes_remedy(present)}"
+            f"{_format_logarithm_remedy(present, missing)}"
         )
     return result
 
 
-def _logarithm_remedy(present: Iterable[str], missing: Container[str]) -> str:
+def _format_logarithm_remedy(present: Iterable[str], missing: Container[str]) -> str:
     """Return the remedies for columns of logarithms of missing quantities; empty without any."""
     remedies = []
     for name in present:
@@ -162,10 +164,10 @@ def _logarithm_remedy(present: Iterable[str], missing: Container[str]) -> str:
     return "".join(remedies)
 
 
-def _bytes_remedy(present: Iterable[str]) -> str:
+def _format_bytes_remedy(present: Iterable[str]) -> str:
     """Return the remedy for a column of bytes of text; empty if there is none."""
     for name in present:
-        if text_unit(name):
+        if parse_text_unit(name):
             return (
                 f"; if {name!r} is the size of the text, pass columns={{'tokens': {name!r}}} and"
                 " units={'tokens': …} with the tokens that your tokenizer makes of one unit"
@@ -173,7 +175,7 @@ def _bytes_remedy(present: Iterable[str]) -> str:
     return ""
 
 
-def text_unit(name: str) -> float:
+def parse_text_unit(name: str) -> float:
     """Return the bytes of one unit of a column with the size of the text; 0 for other columns."""
     return next((TEXT_UNITS[word] for word in split_words(name) if word in TEXT_UNITS), 0.0)
 
@@ -183,11 +185,13 @@ def _choose(quantity: str, likely: list[Column], source: str, result: Match) -> 
 
     Raises `ValueError` if several candidates are equally specific.
     """
-    preferred = _preferred(likely)
+    preferred = _select_preferred(likely)
     best_rank = max(column.rank for column in preferred)
     best = [column for column in preferred if column.rank == best_rank]
     if len(best) > 1:
-        raise ValueError(f"{source}: {ambiguity(quantity, [column.name for column in best])}")
+        raise ValueError(
+            f"{source}: {format_ambiguity(quantity, [column.name for column in best])}"
+        )
     result.chosen[quantity] = best[0]
     result.rivals[quantity] = []
     result.alternatives[quantity] = []
@@ -200,13 +204,13 @@ def _choose(quantity: str, likely: list[Column], source: str, result: Match) -> 
             result.alternatives[quantity].append(column)
 
 
-def ambiguity(quantity: str, names: Sequence[str]) -> str:
+def format_ambiguity(quantity: str, names: Sequence[str]) -> str:
     """Return a message that several columns could be read, with advice on how to choose one."""
     readings = " or ".join(f"columns={{{quantity!r}: {name!r}}}" for name in names)
     return f"columns {list(names)} may each be the {quantity}; choose one with {readings}"
 
 
-def _preferred(likely: list[Column]) -> list[Column]:
+def _select_preferred(likely: list[Column]) -> list[Column]:
     """Return the columns of the kind that C = 6 N D needs, without single letters if possible.
 
     Active parameters of a mixture of experts are preferred to all parameters, because only active
@@ -257,7 +261,7 @@ def _match_stem(column: Column, words: list[str], quantity: str) -> Column | Non
         # config.size is a path, but batch_size and time_budget are different quantities.
         if stem in WORDS["vague"] and not {*before} <= {*WORDS["paths"], *UNITS}:
             return None
-        leading_unit = _leading_unit(before[-1]) if before else None
+        leading_unit = _parse_leading_unit(before[-1]) if before else None
         if leading_unit is not None:
             unit_text = f"in units of {leading_unit:g}"
             column = replace(column, unit=leading_unit, description=unit_text)
@@ -309,7 +313,7 @@ def _split_unit(words: list[str], quantity: str) -> tuple[list[str], float, str]
     return words, unit, description
 
 
-def _leading_unit(word: str) -> float | None:
+def _parse_leading_unit(word: str) -> float | None:
     """Return the factor that a word before a name stands for; None if the word is not a unit.
 
     An example is 1e18 in "1e18 FLOPs".
@@ -340,7 +344,7 @@ def _recognize_loss(name: str, words: list[str]) -> Column | None:
     if re.search(r"\bbase ?(?:2|10)\b", " ".join(words)):
         return None
     joined = "".join(words)
-    description, unit = _loss_unit(words)
+    description, unit = _parse_loss_unit(words)
     units = {"nats", "bits"} if unit != 1 or "nats" in words else set()
     ignored = {*WORDS["held_out"], *WORDS["says_nothing"], *units}
     core = "".join(word for word in words if word not in ignored)
@@ -366,7 +370,7 @@ def _recognize_loss(name: str, words: list[str]) -> Column | None:
     return Column(name, unit, description, rank)
 
 
-def _loss_unit(words: list[str]) -> tuple[str, float]:
+def _parse_loss_unit(words: list[str]) -> tuple[str, float]:
     """Return the unit in a loss's name and its factor to nats, which is 1 if not converted."""
     joined = "".join(words)
     if re.search("ppl|perplexity", joined):
@@ -387,7 +391,7 @@ def _loss_unit(words: list[str]) -> tuple[str, float]:
     return "", 1.0
 
 
-def set_word(name: str) -> str:
+def find_set_word(name: str) -> str:
     """Return the word of a name that distinguishes data sets or groups of runs; empty if none.
 
     An example is "dataset" in `dataset_name`.
@@ -407,14 +411,14 @@ def is_rate_name(name: str) -> bool:
     if "lr" in words or words == ["rate"]:
         return True
     # A name such as dropout_rate also ends with `rate`.
-    return ends_with(name, {*SWEEP_NAMES["rate"]} - {"eta", "rate"})
+    return has_ending(name, {*SWEEP_NAMES["rate"]} - {"eta", "rate"})
 
 
 def is_setting_name(name: str) -> bool:
     """Return True if a name ends with a setting, such as a learning rate or an optimizer."""
     # A column `eta` is usually the remaining time, and `b` may be anything.
     known = {*SWEEP_NAMES["rate"], *SWEEP_NAMES["batch_size"], *WORDS["settings"]} - {"eta", "b"}
-    return ends_with(name, known)
+    return has_ending(name, known)
 
 
 def is_method_name(name: str) -> bool:
@@ -422,13 +426,13 @@ def is_method_name(name: str) -> bool:
     words = split_words(name)
     while words[-1:] and words[-1] in WORDS["method_fillers"]:
         words = words[:-1]
-    return ends_with(" ".join(words), WORDS["methods"])
+    return has_ending(" ".join(words), WORDS["methods"])
 
 
 def is_planned_steps(name: str) -> bool:
     """Return True if a column of this name contains the planned number of steps of a training."""
     words = split_words(name)
-    return ends_with(name, WORDS["planned_steps"]) and not {*words} & {*WORDS["no_factors"]}
+    return has_ending(name, WORDS["planned_steps"]) and not {*words} & {*WORDS["no_factors"]}
 
 
 def is_current_step(name: str) -> bool:
@@ -438,7 +442,7 @@ def is_current_step(name: str) -> bool:
     return words[-1:] in (["step"], ["iter"], ["iteration"]) and not {*words} & other
 
 
-def ends_with(name: str, stems: Container[str]) -> bool:
+def has_ending(name: str, stems: Container[str]) -> bool:
     """Return True if the last words of a name, without separators, are one of the stems."""
     words = split_words(name)
     return any("".join(words[i:]) in stems for i in range(len(words)))

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from scaling.tables.names import recognize
-from scaling.tables.table import Table, object_cells
+from scaling.tables.table import Table, as_object_cells
 
 Record = dict[str, Any]
 
@@ -29,7 +29,7 @@ def from_records(records: Sequence[Any], rows: Sequence[int] | None = None) -> T
             raise TypeError(f"expected a record that maps names to values, got {record!r}")
     flat = [_flatten(record) for record in records]
     names = dict.fromkeys(name for record in flat for name in record)
-    columns = {name: object_cells([record.get(name) for record in flat]) for name in names}
+    columns = {name: as_object_cells([record.get(name) for record in flat]) for name in names}
     positions = np.arange(1, len(flat) + 1) if rows is None else np.array(rows, np.intp)
     return Table(columns, positions)
 
@@ -101,12 +101,12 @@ def pivot(table: Table) -> Table:
     if metric is None or has_losses or not {"value", "step"} <= set(lowered):
         return table
     run_names = [lowered[name] for name in METRIC_RUNS if name in lowered][:1]
-    runs = table.codes(run_names) if run_names else np.zeros(len(table), np.intp)
+    runs = table.encode_columns(run_names) if run_names else np.zeros(len(table), np.intp)
     records: dict[tuple[int, str], Record] = {}
     rows: dict[tuple[int, str], int] = {}
     by_run: dict[int, dict[str, list[Any]]] = {}
     names = [metric, lowered["value"], lowered["step"], *run_names]
-    for i, (tag, value, step, *run) in enumerate(zip(*map(table.cells, names), strict=True)):
+    for i, (tag, value, step, *run) in enumerate(zip(*map(table.get_cells, names), strict=True)):
         key = (int(runs[i]), str(step))
         record = records.setdefault(key, {"step": step, **dict(zip(run_names, run, strict=True))})
         earlier = record.get(str(tag), value)

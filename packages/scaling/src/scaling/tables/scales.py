@@ -36,13 +36,13 @@ SMALLEST_MEDIAN = {"parameters": 1e5, "tokens": 1e6, "compute": 1e12}
 LARGEST_COMPUTE_RATIO = 10.0
 
 
-def complete(reading: Reading) -> None:
+def complete_quantities(reading: Reading) -> None:
     """Compute missing parameters or tokens from C = 6 N D, and check the scale of all columns.
 
     Raises `ValueError` if numbers seem to be in another unit.
     """
     values = reading.values
-    with_unit = _columns_with_unit(reading)
+    with_unit = _list_columns_with_unit(reading)
     for k, other in (("parameters", "tokens"), ("tokens", "parameters")):
         if k not in values:
             values[k] = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * values[other])
@@ -53,7 +53,7 @@ def complete(reading: Reading) -> None:
     _require_loss(reading)
 
 
-def _columns_with_unit(reading: Reading) -> set[str]:
+def _list_columns_with_unit(reading: Reading) -> set[str]:
     """Return the columns whose unit is stated by their name, by their cells or by `units`."""
     known = set(reading.units)
     for k, column in reading.columns.items():

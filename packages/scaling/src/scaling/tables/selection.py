@@ -10,15 +10,15 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from scaling.tables.cells import blank_cells, list_some, parse_numbers
-from scaling.tables.derived import TIMES, factor_kind
-from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, setting_codes
+from scaling.tables.cells import flag_blank_cells, list_some, parse_numbers
+from scaling.tables.derived import TIMES, classify_factor
+from scaling.tables.grouping import SAME_SIZE, SAME_TOKENS, cluster, encode_settings
 from scaling.tables.names import (
     WORDS,
+    find_set_word,
     is_method_name,
     is_rate_name,
     is_setting_name,
-    set_word,
     split_words,
 )
 from scaling.tables.states import parse_flags
@@ -51,7 +51,7 @@ DESIGN_TOLERANCES = {"parameters": SAME_SIZE, "tokens": SAME_TOKENS, "compute": 
 def drop_rows_without_loss(reading: Reading) -> None:
     """Leave out the rows whose loss is blank; raise `ValueError` if no row has a loss."""
     column = reading.columns["loss"].name
-    blank = blank_cells(reading.table.columns[column])
+    blank = flag_blank_cells(reading.table.columns[column])
     if blank.all():
         raise ValueError(f"{reading.name} contains no runs with a loss in column {column!r}")
     if blank.any():
@@ -65,22 +65,22 @@ def drop_rows_without_loss(reading: Reading) -> None:
 
 def require_one_data_set(reading: Reading) -> None:
     """Raise `ValueError` if the rows use several data sets, whose losses follow different laws."""
-    for name in _possible_settings(reading):
-        word = set_word(name)
+    for name in _list_possible_settings(reading):
+        word = find_set_word(name)
         if not word:
             continue
-        codes = reading.table.codes([name])
+        codes = reading.table.encode_columns([name])
         count = int(codes.max()) + 1
         if count == 1:
             continue
         # Names that are all different, or mostly different labels, identify runs.
         names_runs = count == len(codes) or (word in WORDS["labels"] and count > len(codes) / 2)
         # Columns such as `experiment_name` may repeat the size of the model in words.
-        if names_runs or (word in WORDS["labels"] and _labels_a_quantity(reading, codes)):
+        if names_runs or (word in WORDS["labels"] and _is_quantity_label(reading, codes)):
             named = "runs" if names_runs else "sizes or budgets"
             reading.choices.append(f"column {name!r} names {named}, not several data sets")
             continue
-        texts = list(dict.fromkeys(map(str, reading.table.cells(name))))
+        texts = list(dict.fromkeys(map(str, reading.table.get_cells(name))))
         raise ValueError(
             f"column {name!r} names {count} sets of runs ({list_some(texts)}), which may follow"
             f" different laws: select one with where={{{name!r}: {texts[0]!r}}}, or read all as one"
@@ -88,7 +88,7 @@ def require_one_data_set(reading: Reading) -> None:
         )
 
 
-def _labels_a_quantity(reading: Reading, codes: NDArray[np.intp]) -> bool:
+def _is_quantity_label(reading: Reading, codes: NDArray[np.intp]) -> bool:
     """Return True if each value of a column stands for one size, token count or compute."""
     for k, tolerance in DESIGN_TOLERANCES.items():
         if k in reading.values:
@@ -111,14 +111,14 @@ def keep_best_settings(reading: Reading) -> None:
     `ValueError` if a method, such as the optimizer, changes from one size or number of tokens to
     another.
     """
-    names = setting_columns(reading)
+    names = list_setting_columns(reading)
     if not names:
-        _require_known_settings(reading, _designs(reading, MAX_SEARCHED_ROWS), names)
+        _require_known_settings(reading, _encode_designs(reading, MAX_SEARCHED_ROWS), names)
         rows = np.arange(len(reading.table))
         _require_compared_methods(reading, rows, rows, names)
         return
-    design = _designs(reading, len(reading.table))
-    setting = setting_codes(reading.table, names)
+    design = _encode_designs(reading, len(reading.table))
+    setting = encode_settings(reading.table, names)
     pairs, of_row = np.unique(np.stack([design, setting]), axis=1, return_inverse=True)
     of_row = of_row.reshape(-1)
     mean = np.bincount(of_row, reading.values["loss"]) / np.bincount(of_row)
@@ -136,45 +136,49 @@ def keep_best_settings(reading: Reading) -> None:
     reading.select(keep)
 
 
-def _method_codes(reading: Reading, name: str) -> NDArray[np.intp]:
+def _encode_methods(reading: Reading, name: str) -> NDArray[np.intp]:
     """Return integer codes of the texts in a column, per row; zeros if all cells are numbers."""
-    cells = reading.table.cells(name)
+    cells = reading.table.get_cells(name)
     if not np.isnan(parse_numbers(cells)).any():
         return np.zeros(len(cells), np.intp)
     texts = [str(cell).strip().lower() for cell in cells]
     return np.unique(texts, return_inverse=True)[1]
 
 
-def _switch_codes(reading: Reading, name: str, keep: NDArray[np.intp]) -> NDArray[np.intp]:
+def _encode_switch(reading: Reading, name: str, keep: NDArray[np.intp]) -> NDArray[np.intp]:
     """Return the code of each row in a column that is a switch; zeros for other columns.
 
     A switch has two values in the kept rows: flags, 0 and another number, or numbers from 0 to 1,
     such as rates of dropout. A blank cell beside such numbers is 0. Counts, widths and learning
     rates may naturally follow the scale, so they are not switches. A switch matters if it follows
-    the scale: see `_follows_scale`.
+    the scale: see `_is_following_scale`.
     """
     none = np.zeros(len(reading.table), np.intp)
     last_word = {*split_words(name)[-1:]}
     if last_word & {"epoch", *WORDS["repetitions"]} or is_rate_name(name):
         return none
     # Each different cell is parsed once. Two values may be written in a few different notations.
-    notations = reading.table.codes([name])
+    notations = reading.table.encode_columns([name])
     first_rows = np.unique(notations, return_index=True)[1]
     if len(first_rows) > MAX_NOTATIONS:
         return none
     cells = reading.table.columns[name][first_rows]
     numbers = parse_flags(cells)
     if np.nanmax(numbers, initial=0) <= 1:
-        numbers[blank_cells(cells)] = 0
+        numbers[flag_blank_cells(cells)] = 0
     numbers = numbers[notations]
     values, codes, counts = np.unique(numbers[keep], return_inverse=True, return_counts=True)
     is_switch = len(values) == 2 and (values[0] == 0 or 0 < values[0] < values[1] <= 1)
-    if not is_switch or counts.min() < ROWS_PER_SETTING or not _follows_scale(reading, keep, codes):
+    if (
+        not is_switch
+        or counts.min() < ROWS_PER_SETTING
+        or not _is_following_scale(reading, keep, codes)
+    ):
         return none
     return (numbers == values[1]).astype(np.intp)
 
 
-def _follows_scale(reading: Reading, keep: NDArray[np.intp], codes: NDArray[np.intp]) -> bool:
+def _is_following_scale(reading: Reading, keep: NDArray[np.intp], codes: NDArray[np.intp]) -> bool:
     """Return True if two values are constant within each size, token count or budget.
 
     If most of these groups have a single run, all groups of one value must be larger than those of
@@ -206,13 +210,13 @@ def _require_compared_methods(
         if name in used:
             continue
         is_method = is_method_name(name)
-        codes = _method_codes(reading, name) if is_method else _switch_codes(reading, name, keep)
+        codes = _encode_methods(reading, name) if is_method else _encode_switch(reading, name, keep)
         values = np.unique(codes[keep])
         pairs = np.unique(np.stack([design, codes]), axis=1)
         is_complete = np.isin(pairs[1], values).sum() == len(values) * (design.max() + 1)
         if len(values) == 1 or (name in compared and is_complete):
             continue
-        texts = list(dict.fromkeys(map(str, reading.table.cells(name))))
+        texts = list(dict.fromkeys(map(str, reading.table.get_cells(name))))
         raise ValueError(
             f"column {name!r} has {len(texts)} values ({list_some(texts)}), and not every size and"
             " number of tokens was run with each: the runs may follow one law in spite of this, or"
@@ -221,7 +225,7 @@ def _require_compared_methods(
         )
 
 
-def _designs(reading: Reading, count: int) -> NDArray[np.intp]:
+def _encode_designs(reading: Reading, count: int) -> NDArray[np.intp]:
     """Return the index of the design (size, tokens, compute) of each of the first `count` rows."""
     keys = []
     for k, tolerance in DESIGN_TOLERANCES.items():
@@ -231,22 +235,24 @@ def _designs(reading: Reading, count: int) -> NDArray[np.intp]:
     return codes
 
 
-def setting_columns(reading: Reading) -> list[str]:
+def list_setting_columns(reading: Reading) -> list[str]:
     """Return the columns of known settings, such as learning rates, that differ between runs."""
     used = {column.name for column in reading.columns.values()}
     return [
         name
         for name in reading.table.columns
-        if name not in used and is_setting_name(name) and setting_codes(reading.table, [name]).any()
+        if name not in used
+        and is_setting_name(name)
+        and encode_settings(reading.table, [name]).any()
     ]
 
 
-def _possible_settings(reading: Reading) -> list[str]:
+def _list_possible_settings(reading: Reading) -> list[str]:
     """Return the columns that are not read, and sequence lengths even if they are read."""
     factors = {part for column in reading.columns.values() for part in column.name.split(TIMES)}
     # The factors of the tokens, such as steps and batch size, are read, so they are not unknown.
     # A sequence length is the exception: unlike a batch size, it is not a known setting.
-    used = {name for name in factors if factor_kind(name) != "length"}
+    used = {name for name in factors if classify_factor(name) != "length"}
     return [name for name in reading.table.columns if name not in used]
 
 
@@ -270,18 +276,18 @@ def _require_known_settings(
     )
     table = reading.table.select(np.arange(len(groups)))
     unknown = []
-    for name in _possible_settings(reading):
+    for name in _list_possible_settings(reading):
         is_repetition = "".join(split_words(name)[-1:]) in WORDS["repetitions"]
         if name in known or is_repetition:
             continue
-        codes = setting_codes(table, [name])
+        codes = encode_settings(table, [name])
         num_values = np.bincount(np.unique(np.stack([groups, codes]), axis=1)[0])
         differs = (num_values > 1)[is_repeated]
         repeats = (codes.max() + 1) * ROWS_PER_SETTING <= len(table)
         if repeats and differs.mean() >= SETTING_FRACTION:
             unknown.append(name)
     if unknown:
-        value = str(table.cells(unknown[0])[0])
+        value = str(table.get_cells(unknown[0])[0])
         factors = reading.columns["tokens"].name.split(TIMES) if "tokens" in reading.columns else []
         # If `ignore` removes a factor of the token count, the tokens are no longer known.
         tokens = ", and add a column of tokens" if {*unknown} & {*factors} else ""

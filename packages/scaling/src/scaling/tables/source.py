@@ -13,7 +13,7 @@ import numpy as np
 from scaling.tables.files import parse_csv, parse_json, read_text
 from scaling.tables.names import NAMES, recognize
 from scaling.tables.reshape import flatten_cells, from_records, pivot
-from scaling.tables.table import Table, object_cells, require_unique_names
+from scaling.tables.table import Table, as_object_cells, require_unique_names
 
 #: Keys under which JSON files store their records.
 RECORD_KEYS = ("runs", "data", "rows", "results", "records")
@@ -105,9 +105,9 @@ def _from_columns(content: Mapping[str, Any]) -> Table:
     for name, values in content.items():
         cells = np.atleast_1d(np.asanyarray(values))
         if cells.ndim > 1:  # NumPy drops the field names of a column of structs of polars
-            cells = object_cells(list(values))
+            cells = as_object_cells(list(values))
         if cells.dtype.kind not in "biuf" or isinstance(cells, np.ma.MaskedArray):
-            cells = object_cells(cells.tolist())  # masked cells become None
+            cells = as_object_cells(cells.tolist())  # masked cells become None
         columns[str(name)] = cells
     lengths = {name: len(cells) for name, cells in columns.items()}
     if len(set(lengths.values())) > 1:

@@ -17,7 +17,7 @@ from scaling.tables.cells import is_blank, list_some, parse_numbers
 from scaling.tables.names import (
     STATES,
     WORDS,
-    ends_with,
+    has_ending,
     is_current_step,
     is_planned_steps,
     split_words,
@@ -42,7 +42,7 @@ def keep_finished(table: Table, selected_by: Container[str], messages: list[str]
     Columns in `selected_by` are not read as states, because the user has selected rows by them.
     """
     for name in table.columns:
-        finished = None if name in selected_by else _finished_flags(name, table)
+        finished = None if name in selected_by else _flag_finished(name, table)
         if finished is None or finished.all():
             continue
         left_out = table.rows[~finished].tolist()
@@ -54,7 +54,7 @@ def keep_finished(table: Table, selected_by: Container[str], messages: list[str]
     return table
 
 
-def reached_the_end(table: Table, messages: list[str], choices: list[str]) -> NDArray[np.bool_]:
+def flag_complete_runs(table: Table, messages: list[str], choices: list[str]) -> NDArray[np.bool_]:
     """Return flags of the runs that did not stop early; append a message about the other runs.
 
     The last step of a run is compared with its planned number of steps, such as `max_steps`.
@@ -63,10 +63,10 @@ def reached_the_end(table: Table, messages: list[str], choices: list[str]) -> ND
     `_step` may do. It is not compared, and this choice is appended to `choices`. Raises
     `ValueError` if it agrees in fewer than half of the rows, or if no `progress` is complete.
     """
-    progress = [*_progress_of(table, is_planned_steps, is_current_step, choices)]
+    progress = [*_iter_planned_progress(table, is_planned_steps, is_current_step, choices)]
     if not progress:
-        progress = [*_progress_of(table, _is_planned_epochs, _is_current_epoch, choices)]
-    progress += _progress_columns(table)
+        progress = [*_iter_planned_progress(table, _is_planned_epochs, _is_current_epoch, choices)]
+    progress += _iter_progress_columns(table)
     reached = np.ones(len(table), bool)
     for name, plan, fraction in progress:
         stopped = fraction < 1 - STEP_TOLERANCE
@@ -79,7 +79,7 @@ def reached_the_end(table: Table, messages: list[str], choices: list[str]) -> ND
     return reached
 
 
-def _progress_of(
+def _iter_planned_progress(
     table: Table,
     is_plan: Callable[[str], bool],
     is_counter: Callable[[str], bool],
@@ -89,8 +89,8 @@ def _progress_of(
     plans = filter(is_plan, table.columns)
     counters = [*filter(is_counter, table.columns)]
     for plan, name in itertools.product(plans, counters):
-        planned = parse_numbers(table.cells(plan))
-        fraction = parse_numbers(table.cells(name)) / np.where(planned > 0, planned, np.nan)
+        planned = parse_numbers(table.get_cells(plan))
+        fraction = parse_numbers(table.get_cells(name)) / np.where(planned > 0, planned, np.nan)
         agrees = np.abs(fraction - 1) <= STEP_TOLERANCE
         if agrees.mean() >= 0.5:
             yield name, repr(plan), fraction
@@ -104,12 +104,12 @@ def _progress_of(
             choices.append(f"{name!r} is not compared with {plan!r}: no row has equal numbers")
 
 
-def _progress_columns(table: Table) -> Iterator[tuple[str, str, Array]]:
-    """Yield columns such as `progress`, a fraction or a percentage, as `_progress_of` does."""
+def _iter_progress_columns(table: Table) -> Iterator[tuple[str, str, Array]]:
+    """Yield columns such as `progress`, a fraction or a percentage: name, end and done fraction."""
     for name in table.columns:
-        if not ends_with(name, WORDS["progress"]):
+        if not has_ending(name, WORDS["progress"]):
             continue
-        texts = [str(cell).strip() for cell in table.cells(name)]
+        texts = [str(cell).strip() for cell in table.get_cells(name)]
         done = parse_numbers([text.removesuffix("%") for text in texts])
         if np.isnan(done).all():
             continue
@@ -125,7 +125,7 @@ def _progress_columns(table: Table) -> Iterator[tuple[str, str, Array]]:
 
 
 def _is_planned_epochs(name: str) -> bool:
-    return ends_with(name, WORDS["planned_epochs"])
+    return has_ending(name, WORDS["planned_epochs"])
 
 
 def _is_current_epoch(name: str) -> bool:
@@ -154,7 +154,7 @@ def require_no_marks(table: Table) -> None:
         is_bad_mark = bool({*words} & {*WORDS["marks"]})
         if not is_bad_mark and "".join(words[-1:]) not in WORDS["good_marks"]:
             continue
-        cells = table.cells(name)
+        cells = table.get_cells(name)
         texts = [_normalize(cell) for cell in cells]
         marked = [(text in TRUE) == is_bad_mark for text in texts]
         if {*texts} <= {*TRUE, *FALSE, ""} and any(marked) and not all(marked):
@@ -171,7 +171,7 @@ def require_no_summaries(table: Table) -> None:
     for name in table.columns:
         if not _is_label(name):
             continue
-        cells = table.cells(name)
+        cells = table.get_cells(name)
         texts = {*map(str, cells)}
         summaries = {text for text in texts if _has_only(text, WORDS["averages"])}
         if not summaries:
@@ -204,7 +204,7 @@ def _has_only(text: str, kind: Sequence[str]) -> bool:
     return bool(words & {*kind}) and words <= {*kind, *WORDS["summary_fillers"]}
 
 
-def _finished_flags(name: str, table: Table) -> NDArray[np.bool_] | None:
+def _flag_finished(name: str, table: Table) -> NDArray[np.bool_] | None:
     """Return flags of the finished runs by this column; None if it is not a column of states."""
     spaced = re.sub("([a-z])([A-Z])", r"\1 \2", name.rsplit(".")[-1])
     words = re.findall("[a-z]+", spaced.lower())
@@ -216,13 +216,13 @@ def _finished_flags(name: str, table: Table) -> NDArray[np.bool_] | None:
     is_flag = words[-1] in STATES["flags"]
     known = {*STATES["finished"], *STATES["unfinished"], *STATES["unclear"]}
     allowed = None if is_state or is_code or is_flag else {"", *known}
-    texts = _normalized_cells(table.cells(name), allowed)
+    texts = _normalize_cells(table.get_cells(name), allowed)
     present = {*texts} - {""}
     if not present:
         return None
     finished: set[str] | None = None
     if is_state:
-        finished = _finished_states(name, texts, table)
+        finished = _find_finished_states(name, texts, table)
     elif is_code:
         finished = {"0", "0.0", "00"}  # Slurm writes 0:0
     elif is_flag and present <= TRUE | FALSE:
@@ -232,14 +232,14 @@ def _finished_flags(name: str, table: Table) -> NDArray[np.bool_] | None:
         # With any other name (outcome, phase, result), the values must be unambiguous states.
         has_both = present & STATES["finished"] and present & STATES["unfinished"]
         if has_both or present & STATES["broken"]:
-            finished = _finished_states(name, texts, table)
+            finished = _find_finished_states(name, texts, table)
             # If a column names only failures, a blank cell means that the run finished.
             if finished is not None and not present & STATES["finished"]:
                 finished |= {""}
     return None if finished is None else np.array([text in finished for text in texts])
 
 
-def _normalized_cells(cells: list[Any], allowed: set[str] | None) -> list[str]:
+def _normalize_cells(cells: list[Any], allowed: set[str] | None) -> list[str]:
     """Return the normalized texts of cells; an empty list if any text is not allowed."""
     # A column has few different states, so each text is normalized once.
     normalized: dict[str, str] = {}
@@ -254,7 +254,7 @@ def _normalized_cells(cells: list[Any], allowed: set[str] | None) -> list[str]:
     return texts
 
 
-def _finished_states(name: str, texts: list[str], table: Table) -> set[str] | None:
+def _find_finished_states(name: str, texts: list[str], table: Table) -> set[str] | None:
     """Return the states of finished runs; raise `ValueError` for unknown states.
 
     Return None if none of the cells is a known state.

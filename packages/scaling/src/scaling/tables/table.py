@@ -35,11 +35,11 @@ class Table:
         columns = {name: cells[which] for name, cells in self.columns.items()}
         return Table(columns, self.rows[which], self.choices)
 
-    def where(self, wanted: Mapping[str, Any], source: str) -> "Table":
+    def select_where(self, wanted: Mapping[str, Any], source: str) -> "Table":
         """Return the rows whose cells have the `wanted` values; raise `ValueError` if none has."""
         table = self
         for name, value in wanted.items():
-            texts = list(map(str, table.cells(name))) if name in table.columns else []
+            texts = list(map(str, table.get_cells(name))) if name in table.columns else []
             is_equal = {text: _is_equal(text, value) for text in dict.fromkeys(texts)}
             table = table.select(np.flatnonzero([is_equal[text] for text in texts]))
             if not len(table):
@@ -47,7 +47,7 @@ class Table:
                 raise ValueError(f"{source}: no row has {name!r} = {value!r}; {reason}")
         return table
 
-    def without(self, names: str | Sequence[str], source: str) -> "Table":
+    def drop_columns(self, names: str | Sequence[str], source: str) -> "Table":
         """Return the table without some columns; raise `ValueError` if it does not have them."""
         names = [names] if isinstance(names, str) else names
         if unknown := set(names) - set(self.columns):
@@ -59,15 +59,15 @@ class Table:
         ignored = [f"column {name!r} is ignored" for name in names]
         return Table(columns, self.rows, [*self.choices, *ignored])
 
-    def cells(self, name: str) -> list[Any]:
+    def get_cells(self, name: str) -> list[Any]:
         """Return a column as Python values, so that messages show cells as they were written."""
         values: list[Any] = self.columns[name].tolist()
         return values
 
-    def codes(self, names: Sequence[str]) -> NDArray[np.intp]:
+    def encode_columns(self, names: Sequence[str]) -> NDArray[np.intp]:
         """Return the index, counted from 0, of each row's combination of texts in some columns."""
         index: dict[tuple[str, ...], int] = {}
-        keys = zip(*(map(str, self.cells(name)) for name in names), strict=True)
+        keys = zip(*(map(str, self.get_cells(name)) for name in names), strict=True)
         codes = (index.setdefault(key, len(index)) for key in keys)
         return np.fromiter(codes, np.intp, len(self))
 
@@ -114,7 +114,7 @@ def _is_equal(text: str, value: Any) -> bool:
         return False
 
 
-def object_cells(values: Sequence[Any]) -> Cells:
+def as_object_cells(values: Sequence[Any]) -> Cells:
     """Return values as a vector of Python objects, even if they are sequences."""
     return np.fromiter(values, object, len(values))
 

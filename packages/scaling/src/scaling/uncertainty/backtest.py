@@ -18,7 +18,7 @@ from scaling.fit.parametric import ParametricFit, fit_parametric
 from scaling.isoflop.fit import IsoflopFit, fit_isoflop
 from scaling.law import Interval
 from scaling.runs import Runs, ScalingWarning, require_runs
-from scaling.tables.grouping import below_cuts
+from scaling.tables.grouping import select_below_cuts
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN
 
 METHODS = ("parametric", "isoflop")
@@ -83,7 +83,7 @@ def backtest(
                 continue
             law = whole.law if isinstance(whole, ParametricFit) else whole
             full_fit_size = law.optimal(highest).parameters
-            for below in below_cuts(compute, fractions):
+            for below in select_below_cuts(compute, fractions):
                 cut = float(compute[below].max())
                 try:
                     rows.append(_predict_held_out(method, runs, below, cut, highest, full_fit_size))

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.special import ndtr, ndtri, stdtrit
 
-from scaling.fit.newton import vanished_terms
+from scaling.fit.newton import flag_vanished_terms
 from scaling.fit.search import Estimate, refit
-from scaling.law import CONFIDENCE_LEVEL, CONSTANTS, Interval, quantiles
+from scaling.law import CONFIDENCE_LEVEL, CONSTANTS, Interval, compute_quantiles
 from scaling.runs import BUDGET_TOLERANCE, Runs, ScalingWarning
 from scaling.tables.grouping import cluster
 from scaling.uncertainty.posterior import NO_FREEDOM, Sample, Target
@@ -51,7 +51,7 @@ class Bootstrap(Sample):
         bias = ndtri(np.clip(below, 0.01, 0.99))
         student = stdtrit(min(freedom, self.sample_size - 1), 0.5 + CONFIDENCE_LEVEL / 2)
         half = student * math.sqrt(1 + len(CONSTANTS) / freedom)
-        low, high = quantiles(values, [ndtr(2 * bias - half), ndtr(2 * bias + half)])
+        low, high = compute_quantiles(values, [ndtr(2 * bias - half), ndtr(2 * bias + half)])
         return Interval(min(low, estimate), max(high, estimate))
 
 
@@ -83,7 +83,7 @@ def bootstrap(
     if resamples < FEWEST_RESAMPLES:
         raise ValueError(f"expected at least {FEWEST_RESAMPLES} resamples, got {resamples}")
     n = len(fit.runs)
-    group = np.arange(n) if by is None else _groups(fit.runs, by)
+    group = np.arange(n) if by is None else _encode_groups(fit.runs, by)
     count = int(group.max()) + 1
     random = np.random.default_rng(seed)
     group_counts = random.multinomial(count, np.full(count, 1 / count), resamples)
@@ -91,7 +91,7 @@ def bootstrap(
     problem = fit.problem
     starts = np.tile(problem.from_constants(fit.law.constants), (resamples, 1))
     ends = refit(problem, starts, fit.loss, fit.delta, weights=weights, finest=1e-6)
-    settled = ends.converged & ~vanished_terms(problem, ends.theta).any(1)
+    settled = ends.converged & ~flag_vanished_terms(problem, ends.theta).any(1)
     failed = int((~settled).sum())
     if failed * 100 > resamples:
         warnings.warn(
@@ -104,7 +104,7 @@ def bootstrap(
     return Bootstrap(fit.law, problem.to_constants(ends.theta), n, count, reason=reason)
 
 
-def _groups(runs: Runs, by: str | Sequence[object]) -> NDArray[np.intp]:
+def _encode_groups(runs: Runs, by: str | Sequence[object]) -> NDArray[np.intp]:
     """Return the group index of each run; raise `ValueError` for fewer than five groups."""
     if isinstance(by, str):
         if by != "budget":

@@ -75,7 +75,7 @@ def warn_of_optimum(best: Optimum, runs: Runs) -> None:
             f"{prefix} lies between {interval.low:.3g} and {interval.high:.3g}, with noise and"
             " drift: the runs do not determine it better; train at larger budgets"
         )
-    if distances := _distances(best, runs):
+    if distances := _describe_distances(best, runs):
         messages.append(
             f"{prefix}, {best.parameters:.3g}, is far from any run: {' and '.join(distances)}"
         )
@@ -86,7 +86,7 @@ def warn_of_optimum(best: Optimum, runs: Runs) -> None:
 def warn_of_prediction(parameters: float, tokens: float, runs: Runs) -> None:
     """Issue a `ScalingWarning` if the predicted model is far from all runs."""
     compute = FLOPS_PER_PARAMETER_TOKEN * parameters * tokens
-    distances = _distances(Optimum(compute, parameters, tokens, math.nan), runs)
+    distances = _describe_distances(Optimum(compute, parameters, tokens, math.nan), runs)
     if distances:
         warnings.warn(
             f"a model of {parameters:.3g} parameters and {tokens:.3g} tokens is far from any run:"
@@ -96,7 +96,7 @@ def warn_of_prediction(parameters: float, tokens: float, runs: Runs) -> None:
         )
 
 
-def _distances(best: Optimum, runs: Runs) -> list[str]:
+def _describe_distances(best: Optimum, runs: Runs) -> list[str]:
     """Return phrases that describe how a model is far from all runs; empty if it is near.
 
     It is far if its compute is above all runs, its parameters are below all runs, or its tokens per
@@ -127,13 +127,13 @@ class BendTest(NamedTuple):
     remaining_freedom: int
 
 
-def bend_p_value(problem: Problem, theta: Array, errors: Array) -> float:
+def compute_bend_p_value(problem: Problem, theta: Array, errors: Array) -> float:
     """Return the p value of the F test in Note [Lack of fit].
 
     This is the probability of residuals at least this curved if the losses follow the law. It is 1
     if there are too few runs or no noise.
     """
-    test = _bend_test(problem, theta, errors)
+    test = _compute_bend_test(problem, theta, errors)
     if test is None:
         return 1.0
     mean_explained = test.explained / test.explained_freedom
@@ -142,20 +142,20 @@ def bend_p_value(problem: Problem, theta: Array, errors: Array) -> float:
     return float(fdtrc(test.explained_freedom, test.remaining_freedom, ratio))
 
 
-def lack_of_fit(problem: Problem, theta: Array, errors: Array) -> float:
+def compute_lack_of_fit(problem: Problem, theta: Array, errors: Array) -> float:
     """Return the standard deviation of the error of log loss due to the form of the law.
 
     It is the root of the mean square that the powers explain in excess of noise. It grows
     continuously from zero, so an interval that includes it does not jump at a significance level.
     """
-    test = _bend_test(problem, theta, errors)
+    test = _compute_bend_test(problem, theta, errors)
     if test is None:
         return 0.0
     by_noise = test.explained_freedom * test.remaining / test.remaining_freedom
     return math.sqrt(max(test.explained - by_noise, 0.0) / len(errors))
 
 
-def _bend_test(problem: Problem, theta: Array, errors: Array) -> BendTest | None:
+def _compute_bend_test(problem: Problem, theta: Array, errors: Array) -> BendTest | None:
     """Return the sums of squares of the bend test; None for too few runs or runs without noise.
 
     Residuals are clipped at four spreads, so that misread runs do not dominate.
@@ -167,7 +167,7 @@ def _bend_test(problem: Problem, theta: Array, errors: Array) -> BendTest | None
     freedom = len(errors) - len(theta) - NUM_BEND_TERMS
     if freedom < 5 or spread < 1e-7:
         return None
-    basis, _ = np.linalg.qr(newton.log_jacobian(problem, theta).T)
+    basis, _ = np.linalg.qr(newton.compute_log_jacobian(problem, theta).T)
     clipped = np.clip(errors, -4 * spread, 4 * spread)
     clipped = clipped - basis @ (basis.T @ clipped)
     terms = terms - basis @ (basis.T @ terms)

@@ -33,7 +33,7 @@ from scaling.equality import ComparesArrays
 from scaling.fit.search import Estimate, estimate
 from scaling.law import CONFIDENCE_LEVEL, Interval, Optimum
 from scaling.runs import Runs
-from scaling.tables.grouping import below_cuts
+from scaling.tables.grouping import select_below_cuts
 from scaling.uncertainty.posterior import Posterior, Prediction, sample_posterior
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
@@ -103,7 +103,7 @@ class CutError(NamedTuple):
 class Drift(ComparesArrays):
     """The errors of a law beyond its runs, as standard deviations of logarithms per decade."""
 
-    #: Compute above which drift grows: see `drift_start`.
+    #: Compute above which drift grows: see `compute_drift_start`.
     start: float
     #: Smallest and largest compute, parameters and tokens of the runs.
     ranges: tuple[tuple[float, float], ...]
@@ -116,7 +116,7 @@ class Drift(ComparesArrays):
 
     def widen(self, best: Optimum) -> Optimum:
         """Return an optimum whose intervals include the drift up to its compute."""
-        decades = self.decades(best.compute)
+        decades = self.compute_decades(best.compute)
         per_decade = {"parameters": self.size, "tokens": self.size, "loss": self.loss}
         intervals = {}
         for name, interval in (best.intervals or {}).items():
@@ -124,27 +124,27 @@ class Drift(ComparesArrays):
         coverage = COVERAGE if decades and not best.reason else ""
         return replace(best, intervals=intervals, coverage=coverage)
 
-    def prediction_of_run(
+    def predict_run(
         self, mean: Prediction, parameters: float, tokens: float, residuals: Array
     ) -> Prediction:
         """Return the prediction of one new run: the interval of the mean with noise and drift."""
-        decades = self.decades(FLOPS_PER_PARAMETER_TOKEN * parameters * tokens)
+        decades = self.compute_decades(FLOPS_PER_PARAMETER_TOKEN * parameters * tokens)
         for value, (low, high) in zip((parameters, tokens), self.ranges[1:], strict=True):
             # Along the optima, a decade of parameters or of tokens is two decades of compute.
             decades = max(decades, 2 * math.log10(value / high), 2 * math.log10(low / value))
         ratio = RUN_NOISE_FACTOR ** min(decades / RUN_NOISE_RAMP, 1.0)
-        with_noise = _widen(mean.interval, mean.loss, run_noise(residuals))
+        with_noise = _widen(mean.interval, mean.loss, compute_run_noise(residuals))
         interval = _widen(with_noise, mean.loss, self.loss * decades, ratio)
         coverage = COVERAGE if decades and not mean.reason else ""
         return Prediction(mean.loss, interval, coverage, mean.reason)
 
-    def decades(self, compute: float) -> float:
+    def compute_decades(self, compute: float) -> float:
         """Return the decades of a compute above `start` or below the smallest run; otherwise 0."""
         lowest = self.ranges[0][0]
         return max(math.log10(compute / self.start), math.log10(lowest / compute), 0.0)
 
 
-def drift_start(compute: Array) -> float:
+def compute_drift_start(compute: Array) -> float:
     """Return the geometric mean compute of the largest fifth of the runs.
 
     If drift started at the largest run, one run far above the others would change all intervals.
@@ -155,7 +155,7 @@ def drift_start(compute: Array) -> float:
     return float(np.exp(weights @ logs / weights.sum()))
 
 
-def run_noise(residuals: Array) -> float:
+def compute_run_noise(residuals: Array) -> float:
     """Return the standard deviation of log losses about the law, from n residuals.
 
     The standard deviation is that of the normal distribution that has the 95 % quantile of the
@@ -175,14 +175,14 @@ def measure_drift(whole: Estimate) -> Drift:
     runs = whole.runs
     compute = FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens
     highest = float(compute.max())
-    start = drift_start(compute)
+    start = compute_drift_start(compute)
     columns = (compute, runs.parameters, runs.tokens)
     ranges = tuple((float(column.min()), float(column.max())) for column in columns)
     of_whole = sample_posterior(whole, draws=CUT_DRAWS)
-    deviation = of_whole.log_deviation(of_whole.sizes(highest))
+    deviation = of_whole.compute_log_deviation(of_whole.sizes(highest))
     sizes = []
     losses = []
-    for below in below_cuts(compute, CUT_FRACTIONS):
+    for below in select_below_cuts(compute, CUT_FRACTIONS):
         if below.sum() <= FEWEST_RUNS:
             continue
         try:
@@ -191,25 +191,27 @@ def measure_drift(whole: Estimate) -> Drift:
             continue
         if part.unidentified:
             continue
-        decades = math.log10(highest / drift_start(compute[below]))
+        decades = math.log10(highest / compute_drift_start(compute[below]))
         weight = min((len(part.runs) - FEWEST_RUNS) / (FULL_WEIGHT_RUNS - FEWEST_RUNS), 1.0)
         posterior = sample_posterior(part, draws=CUT_DRAWS)
         predicted = part.law.optimal(highest).parameters
         size_error = math.log(predicted / whole.law.optimal(highest).parameters)
-        size_deviation = posterior.log_deviation(posterior.sizes(highest))
+        size_deviation = posterior.compute_log_deviation(posterior.sizes(highest))
         noise = math.hypot(size_deviation, deviation, 1e-12)
         sizes.append(CutError(decades, size_error, noise, weight))
-        losses.append(CutError(decades, *_loss_error(part, posterior, runs[~below]), weight))
+        losses.append(
+            CutError(decades, *_compute_loss_error(part, posterior, runs[~below]), weight)
+        )
     return Drift(
         start,
         ranges,
         tuple(sizes),
-        drift_per_decade(sizes, PRIOR_SIZE_DRIFT),
-        drift_per_decade(losses, PRIOR_LOSS_DRIFT),
+        compute_drift_per_decade(sizes, PRIOR_SIZE_DRIFT),
+        compute_drift_per_decade(losses, PRIOR_LOSS_DRIFT),
     )
 
 
-def _loss_error(part: Estimate, posterior: Posterior, beyond: Runs) -> tuple[float, float]:
+def _compute_loss_error(part: Estimate, posterior: Posterior, beyond: Runs) -> tuple[float, float]:
     """Return the median error in log loss that `part` makes on the runs `beyond` its cut.
 
     Also return the standard deviation that noise alone would give this median.
@@ -219,11 +221,11 @@ def _loss_error(part: Estimate, posterior: Posterior, beyond: Runs) -> tuple[flo
     losses = posterior.losses(float(beyond.parameters[median]), float(beyond.tokens[median]))
     low, high = np.quantile(errors, [0.16, 0.84])
     of_median = float(high - low) / 2 / math.sqrt(len(beyond))
-    deviation = math.hypot(posterior.log_deviation(losses), of_median, 1e-12)
+    deviation = math.hypot(posterior.compute_log_deviation(losses), of_median, 1e-12)
     return float(np.median(errors)), deviation
 
 
-def drift_per_decade(cuts: Sequence[CutError], prior: float) -> float:
+def compute_drift_per_decade(cuts: Sequence[CutError], prior: float) -> float:
     """Return the drift per decade, shrunken towards the typical drift `prior`.
 
     See Note [Shrunken drift]. Without cuts the result is `prior`.

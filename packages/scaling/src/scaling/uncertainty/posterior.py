@@ -39,9 +39,9 @@ from scaling.law import (
     Interval,
     Law,
     Optimum,
-    loss_of,
-    optima_of,
-    quantiles,
+    compute_loss,
+    compute_optima,
+    compute_quantiles,
     require_budget,
     require_model,
 )
@@ -140,13 +140,13 @@ class Sample(ComparesArrays):
     def sizes(self, compute: float) -> Array:
         """Return the best number of parameters of each law, (laws,)."""
         require_budget(compute)
-        sizes: Array = optima_of(self.constants, compute)[0]
+        sizes: Array = compute_optima(self.constants, compute)[0]
         return sizes
 
     def losses(self, parameters: float, tokens: float) -> Array:
         """Return the loss that each law predicts for one model, (laws,)."""
         require_model(parameters, tokens)
-        return loss_of(self.constants, parameters, tokens)
+        return compute_loss(self.constants, parameters, tokens)
 
     def optimal(self, compute: float) -> Optimum:
         """Return the optimum of the fitted law, with intervals of its N, D and loss."""
@@ -155,7 +155,7 @@ class Sample(ComparesArrays):
         for row, name in enumerate(OPTIMUM_FIELDS):
 
             def field(laws: Array, row: int = row) -> Array:
-                values: Array = optima_of(laws, compute)[row]
+                values: Array = compute_optima(laws, compute)[row]
                 return values
 
             intervals[name] = self.interval(field)
@@ -165,7 +165,7 @@ class Sample(ComparesArrays):
         """Return the loss by the fitted law, with an interval of the mean, without run noise."""
         require_model(parameters, tokens)
         loss = self.law.predict(parameters, tokens)
-        interval = self.interval(lambda laws: loss_of(laws, parameters, tokens))
+        interval = self.interval(lambda laws: compute_loss(laws, parameters, tokens))
         return Prediction(loss, interval, reason=self.reason)
 
 
@@ -185,12 +185,12 @@ class Posterior(Sample):
         values, estimate = self.evaluate(target)
         if self.reason:
             return Interval(0.0, math.inf)
-        low, high = quantiles(
+        low, high = compute_quantiles(
             values, [0.5 - CONFIDENCE_LEVEL / 2, 0.5 + CONFIDENCE_LEVEL / 2], self.weights
         )
         return Interval(min(low, estimate), max(high, estimate))
 
-    def log_deviation(self, values: Array) -> float:
+    def compute_log_deviation(self, values: Array) -> float:
         """Return the standard deviation over the laws of the log of a positive quantity.
 
         It is inf if there is a `reason` for infinite intervals.
@@ -218,9 +218,9 @@ def sample_posterior(fit: Estimate, *, draws: int = DRAWS) -> Posterior:
     """
     freedom = len(fit.runs) - len(CONSTANTS)
     if freedom <= 0:
-        return _unbounded_posterior(fit, NO_FREEDOM)
+        return _build_unbounded_posterior(fit, NO_FREEDOM)
     # Noiseless runs have only rounding errors.
-    noise = max(fit_noise(fit), 1e-12)
+    noise = max(estimate_noise(fit), 1e-12)
     random = np.random.default_rng(0)
     exponents = _propose_exponents(fit, noise, draws, random)
     constants, squares = _draw_amplitudes(fit, exponents.values, noise, freedom, random)
@@ -228,12 +228,12 @@ def sample_posterior(fit: Estimate, *, draws: int = DRAWS) -> Posterior:
     log_weights = likelihood + exponents.log_prior - exponents.log_density
     possible = (constants > 0).all(1) & np.isfinite(log_weights)
     if not possible.any():
-        return _unbounded_posterior(fit, NO_LAWS)
+        return _build_unbounded_posterior(fit, NO_LAWS)
     weights = np.where(possible, np.exp(log_weights - log_weights[possible].max()), 0.0)
     return Posterior(fit.law, constants[possible], weights[possible] / weights.sum())
 
 
-def _unbounded_posterior(fit: Estimate, reason: str) -> Posterior:
+def _build_unbounded_posterior(fit: Estimate, reason: str) -> Posterior:
     return Posterior(fit.law, fit.law.constants[None], np.empty(0), reason=reason)
 
 
@@ -251,7 +251,7 @@ def _propose_exponents(
     """Return exponents drawn from a t distribution about the maximum of likelihood times prior."""
     problem = fit.problem
     theta = problem.from_constants(fit.law.constants)
-    jacobian = newton.log_jacobian(problem, theta).copy()
+    jacobian = newton.compute_log_jacobian(problem, theta).copy()
     jacobian[3:] *= theta[3:, None]  # derivatives in the logarithms of the exponents
     information = jacobian @ jacobian.T / noise**2
     prior = PRIOR_PRECISION_ROOT.T @ PRIOR_PRECISION_ROOT
@@ -320,7 +320,7 @@ def _draw_amplitudes(
     return constants, squares
 
 
-def fit_noise(fit: Estimate) -> float:
+def estimate_noise(fit: Estimate) -> float:
     """Return the noise of log loss at which least squares would be as precise as a robust fit.
 
     The standard deviation of the runs is estimated by their mean absolute residual. This mean
@@ -337,10 +337,10 @@ def fit_noise(fit: Estimate) -> float:
     limit = LARGEST_RESIDUAL * NORMAL_PER_MEDIAN * float(np.median(sizes))
     deviation = float(np.minimum(sizes, limit).mean()) / MEAN_ABSOLUTE
     width = (fit.delta if fit.loss == "huber" else 0.0) / max(deviation, 1e-300)
-    return deviation / math.sqrt(huber_efficiency(width))
+    return deviation / math.sqrt(compute_huber_efficiency(width))
 
 
-def huber_efficiency(width: float) -> float:
+def compute_huber_efficiency(width: float) -> float:
     """Return the efficiency of a Huber loss for normal errors with standard deviation one.
 
     It is E[psi']^2 / E[psi^2], which is 2 / pi at width zero and approaches 1 for large widths.

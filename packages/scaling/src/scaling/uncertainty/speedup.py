@@ -13,11 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from scaling.fit.parametric import ParametricFit
-from scaling.law import Interval, quantiles, require_budget, require_numbers
+from scaling.law import Interval, compute_quantiles, require_budget, require_numbers
 from scaling.laws.fit import LawFit
 from scaling.laws.form import Form
-from scaling.uncertainty.diagnostics import lack_of_fit
-from scaling.uncertainty.drift import NORMAL_QUANTILE, PRIOR_LOSS_DRIFT, drift_start
+from scaling.uncertainty.diagnostics import compute_lack_of_fit
+from scaling.uncertainty.drift import NORMAL_QUANTILE, PRIOR_LOSS_DRIFT, compute_drift_start
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
 
 Fit = ParametricFit | LawFit
@@ -78,21 +78,21 @@ def effective_speedup(
             is not positive and finite.
     """
     inputs = inputs or {}
-    first = _recipe_of(a, inputs, seed=0)
-    second = _recipe_of(b, inputs, seed=1)
+    first = _build_recipe(a, inputs, seed=0)
+    second = _build_recipe(b, inputs, seed=1)
     if unused := {*inputs} - {*first.inputs, *second.inputs}:
         raise ValueError(f"inputs: neither law has the inputs {sorted(unused)}")
     require_budget(compute)
-    loss = first.best_loss(first.constants, np.array([math.log(compute)]))
-    log_factor = float(second.log_compute(second.constants, loss)[0]) - math.log(compute)
+    loss = first.compute_best_loss(first.constants, np.array([math.log(compute)]))
+    log_factor = float(second.solve_log_compute(second.constants, loss)[0]) - math.log(compute)
     factor = math.exp(log_factor)
     best = float(loss[0])
     if reason := first.reason or second.reason:
         return Speedup(compute, best, factor, Interval(0.0, math.inf), reason)
-    losses = first.best_loss(first.sample, np.full(PAIRS, math.log(compute)))
-    log_factors = second.log_compute(second.sample, losses) - math.log(compute)
-    low, high = quantiles(log_factors, [0.025, 0.975])
-    nearest, farthest = second.crossings(best, first.law_error(np.log(compute)))
+    losses = first.compute_best_loss(first.sample, np.full(PAIRS, math.log(compute)))
+    log_factors = second.solve_log_compute(second.sample, losses) - math.log(compute)
+    low, high = compute_quantiles(log_factors, [0.025, 0.975])
+    nearest, farthest = second.find_crossings(best, first.compute_law_error(np.log(compute)))
     if not math.isfinite(factor):
         low = min(low, nearest - math.log(compute))
         return Speedup(compute, best, factor, Interval(_exp(low), math.inf))
@@ -129,12 +129,12 @@ class _Recipe:
     #: Standard deviation of the error of log loss due to the form of the law.
     lack: float
 
-    def law_error(self, log_compute: Array) -> Array:
+    def compute_law_error(self, log_compute: Array) -> Array:
         """Return the standard deviation of log loss beyond noise: drift and lack of fit."""
         decades = np.maximum((log_compute - self.log_start) / math.log(10), 0.0)
         return np.hypot(self.drift * decades, self.lack)
 
-    def best_loss(self, constants: Array, log_compute: Array) -> Array:
+    def compute_best_loss(self, constants: Array, log_compute: Array) -> Array:
         """Return the least loss (S,) over all N, for each pair of law and compute."""
         log_product = log_compute[:, None] - math.log(FLOPS_PER_PARAMETER_TOKEN)
         low = np.zeros_like(log_product)
@@ -151,11 +151,13 @@ class _Recipe:
         least: Array = loss.min(1)
         return least
 
-    def log_compute(self, constants: Array, loss: Array) -> Array:
+    def solve_log_compute(self, constants: Array, loss: Array) -> Array:
         """Return the log of the least compute (S,), for each pair of law and loss."""
         low, high = (np.full(len(loss), end) for end in COMPUTE_RANGE)
         # Positive below the compute that reaches the loss, and otherwise at most 0.
-        low_gap, high_gap = (np.log(self.best_loss(constants, x) / loss) for x in (low, high))
+        low_gap, high_gap = (
+            np.log(self.compute_best_loss(constants, x) / loss) for x in (low, high)
+        )
         is_reached = high_gap <= 0
         middle = high
         for step in range(BISECTIONS + INTERPOLATIONS):
@@ -164,7 +166,7 @@ class _Recipe:
                 gaps = low_gap[is_reached], high_gap[is_reached]
                 fraction[is_reached] = gaps[0] / (gaps[0] - gaps[1])
             middle = low + fraction * (high - low)
-            gap = np.log(self.best_loss(constants, middle) / loss)
+            gap = np.log(self.compute_best_loss(constants, middle) / loss)
             above = gap > 0
             low = np.where(above, middle, low)
             low_gap = np.where(above, gap, low_gap)
@@ -172,19 +174,21 @@ class _Recipe:
             high_gap = np.where(above, high_gap, gap)
         return np.where(is_reached, middle, np.inf)
 
-    def crossings(self, loss: float, error: Array) -> tuple[float, float]:
+    def find_crossings(self, loss: float, error: Array) -> tuple[float, float]:
         """Return the log of the compute at which the ends of the 95 % band reach a loss.
 
         The band combines the error of the law and `error`, the standard deviation of the log of the
         loss itself. Its lower end reaches the loss first. Return inf for an end that does not.
         """
         grid = np.linspace(*COMPUTE_RANGE, CROSSING_POINTS)
-        gaps = np.log(self.best_loss(self.constants, grid) / loss)
-        margin = NORMAL_QUANTILE * np.hypot(error, self.law_error(grid))
-        return _first_crossing(grid, gaps - margin), _first_crossing(grid, gaps + margin)
+        gaps = np.log(self.compute_best_loss(self.constants, grid) / loss)
+        margin = NORMAL_QUANTILE * np.hypot(error, self.compute_law_error(grid))
+        return _interpolate_crossing(grid, gaps - margin), _interpolate_crossing(
+            grid, gaps + margin
+        )
 
 
-def _first_crossing(x: Array, y: Array) -> float:
+def _interpolate_crossing(x: Array, y: Array) -> float:
     """Return the first x at which y, interpolated linearly, is at most 0; inf if there is none."""
     i = int(np.argmax(y <= 0))
     if y[i] > 0:
@@ -192,7 +196,7 @@ def _first_crossing(x: Array, y: Array) -> float:
     return float(x[i - 1] + (x[i] - x[i - 1]) * y[i - 1] / (y[i - 1] - y[i])) if i else float(x[0])
 
 
-def _recipe_of(fit: Fit, inputs: Mapping[str, float], seed: int) -> _Recipe:
+def _build_recipe(fit: Fit, inputs: Mapping[str, float], seed: int) -> _Recipe:
     """Return the recipe of a fit; raise an error if its law has unexpected inputs."""
     if not isinstance(fit, ParametricFit | LawFit):
         raise TypeError(
@@ -222,14 +226,14 @@ def _recipe_of(fit: Fit, inputs: Mapping[str, float], seed: int) -> _Recipe:
         constants = np.array([*fit.constants.values()])
         sample = np.empty((0, len(constants)))
         if not fit.reason:
-            sample = fit.resampled_constants(seed)[:PAIRS]
+            sample = fit.resample_constants(seed)[:PAIRS]
         widening = math.sqrt(len(fit.residuals) / max(fit.freedom, 1))
         theta = fit.theta[0]
         product = problem.columns["parameters"] * problem.columns["tokens"]
-        start = drift_start(FLOPS_PER_PARAMETER_TOKEN * product)
+        start = compute_drift_start(FLOPS_PER_PARAMETER_TOKEN * product)
         drift = PRIOR_LOSS_DRIFT
         reason = fit.reason
-    lack = lack_of_fit(problem, theta, fit.residuals)
+    lack = compute_lack_of_fit(problem, theta, fit.residuals)
     used = {name: inputs[name] for name in needed}
     log_start = math.log(start)
     return _Recipe(form, used, constants[None], sample, reason, widening, log_start, drift, lack)

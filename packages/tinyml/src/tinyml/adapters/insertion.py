@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from tinyml.adapters.lora import LoRA
 from tinyml.adapters.parameter_lora import (
     ParameterLoRA,
+    find_parameter_adapters,
     install_parameter_adapters,
-    matching_parameters,
-    new_adapter,
-    parameter_adapters,
+    make_parameter_adapter,
+    match_parameters,
 )
 from tinyml.conversion import Replacement, check_supported, replace_modules
-from tinyml.layers import is_instance_of, protected_modules
-from tinyml.validation import suggestion
+from tinyml.layers import find_protected_modules, is_instance_of
+from tinyml.validation import format_suggestion
 
 
 def add_lora(
@@ -48,10 +48,10 @@ def add_lora(
     names = (parameters,) if isinstance(parameters, str) else tuple(parameters)
     alpha_or_rank = float(rank if alpha is None else alpha)
     single = {
-        (module, key): new_adapter(model, module, key, rank, alpha_or_rank)
-        for module, key in matching_parameters(model, names)
+        (module, key): make_parameter_adapter(model, module, key, rank, alpha_or_rank)
+        for module, key in match_parameters(model, names)
     }
-    protected = protected_modules(model, protect)
+    protected = find_protected_modules(model, protect)
     listed = (targets,) if isinstance(targets, str) else targets
     entries = None if listed is None else tuple(listed)
     chosen: list[nn.Module] = []
@@ -63,11 +63,11 @@ def add_lora(
             "which would have no effect; pass dropout=0"
         )
     return insert_adapters(
-        model, chosen, lambda base: new_layer_adapter(base, rank, alpha, dropout), single
+        model, chosen, lambda base: make_layer_adapter(base, rank, alpha, dropout), single
     )
 
 
-def new_layer_adapter(
+def make_layer_adapter(
     base: nn.Module, rank: int, alpha: float | None = None, dropout: float = 0.0
 ) -> LoRA:
     """Return an adapter of a layer, without dropout if the layer is an embedding."""
@@ -123,7 +123,7 @@ def _check_ties(model: nn.Module, adapted: Collection[Tensor | None]) -> None:
         for weight, tied in names.items():
             if weight not in adapted or len(tied) == 1:
                 continue
-            if len(tied) > 2 or not tying_configs(module) or not _is_head(module, weight):
+            if len(tied) > 2 or not find_tying_configs(module) or not _is_head(module, weight):
                 raise ValueError(
                     "expected adapters of weights that a configuration can untie, got an adapter "
                     f"of the weight that {tied} share; exclude the layers with protect, or copy "
@@ -146,7 +146,7 @@ def _is_head(model: nn.Module, weight: Tensor) -> bool:
     return False
 
 
-def tying_configs(model: nn.Module) -> list[Any]:
+def find_tying_configs(model: nn.Module) -> list[Any]:
     """Return the transformers configurations that tie embeddings and heads."""
     configs = []
     for module in model.modules():
@@ -199,7 +199,7 @@ def _select_layers(
         known = [name.rpartition(".")[2] for name, _ in named_modules]
         raise ValueError(
             f"expected ends of the names of {kind_names} layers as targets, got "
-            f"{sorted(unmatched)}{suggestion(min(unmatched), known)}"
+            f"{sorted(unmatched)}{format_suggestion(min(unmatched), known)}"
         )
     if not chosen:
         raise ValueError(
@@ -213,16 +213,16 @@ def _select_layers(
 def require_no_adapters(model: nn.Module) -> None:
     """Raise `ValueError` if a layer or a single parameter of `model` has an adapter."""
     layers = [name for name, layer in model.named_modules() if isinstance(layer, LoRA)]
-    if names := sorted([*layers, *parameter_adapters(model)]):
+    if names := sorted([*layers, *find_parameter_adapters(model)]):
         raise ValueError(
             f"expected a model without adapters, got an adapter of {names[0] or 'the model'}; call "
             "merge_and_unload(model) first, or add all adapters in one call"
         )
 
 
-def adapters_of(model: nn.Module) -> dict[str, LoRA]:
+def require_adapters(model: nn.Module) -> dict[str, LoRA]:
     """Return the adapters of layers by name; raise `ValueError` if the model has no adapter."""
     adapters = {name: layer for name, layer in model.named_modules() if isinstance(layer, LoRA)}
-    if not adapters and not parameter_adapters(model):
+    if not adapters and not find_parameter_adapters(model):
         raise ValueError("expected a model with adapters, got none; call add_lora(model) first")
     return adapters

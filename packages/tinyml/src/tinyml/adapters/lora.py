@@ -22,14 +22,14 @@ from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
 from tinyml.adapters.low_rank_update import LowRankUpdate
-from tinyml.compressed_weight import compressed_weight
-from tinyml.conversion import Replacement, tensor_versions, without_autocast
+from tinyml.compressed_weight import get_compressed_weight
+from tinyml.conversion import Replacement, get_tensor_versions, without_autocast
 from tinyml.layers import (
+    get_weight,
+    get_weight_identity,
     is_conv1d,
     is_instance_of,
-    returns_product_or_rows,
-    weight_identity,
-    weight_of,
+    is_product_or_rows,
 )
 from tinyml.validation import check_finite
 
@@ -54,7 +54,7 @@ class LoRA(LowRankUpdate, Replacement):
                 f"expected max_norm=None, got {base.max_norm}, with which an embedding rewrites "
                 "its weight; exclude it with protect"
             )
-        weight = weight_of(base)
+        weight = get_weight(base)
         self.transposed = isinstance(base, nn.Embedding) or is_conv1d(base)
         if dropout and isinstance(base, nn.Embedding | NonDynamicallyQuantizableLinear):
             # nn.MultiheadAttention reads the weight of its out_proj without calling the layer.
@@ -151,7 +151,7 @@ class LoRA(LowRankUpdate, Replacement):
         """
         if torch.compiler.is_compiling():
             return
-        stamp = tensor_versions(self.lora_A, self.lora_B), self.scaling
+        stamp = get_tensor_versions(self.lora_A, self.lora_B), self.scaling
         if stamp == self._stamp:
             return
         a, b, scaling = self._merged_factors
@@ -166,12 +166,12 @@ class LoRA(LowRankUpdate, Replacement):
     @torch.no_grad()
     def check_mergeable(self) -> None:
         """Raise `RuntimeError`, `TypeError` or `ValueError` if the update cannot be merged now."""
-        if compressed_weight(self.base) is not None:
+        if get_compressed_weight(self.base) is not None:
             raise RuntimeError(
                 "the base weight is compressed, and compressing the merged weight would lose a "
                 "part of the update; keep the adapter unmerged, or merge before compressing"
             )
-        if weight_identity(self.base) is None:
+        if get_weight_identity(self.base) is None:
             raise RuntimeError(
                 "the base weight is computed from other tensors and cannot be updated; keep the "
                 "adapter unmerged"
@@ -195,7 +195,7 @@ class LoRA(LowRankUpdate, Replacement):
             self.base.weight = original
             self._unmerged_weight = None
 
-    def layer_to_compress(self) -> nn.Module:
+    def get_layer_to_compress(self) -> nn.Module:
         """Return the base with the update if it is merged, otherwise the adapter itself.
 
         Raise `RuntimeError` if the factors have changed since `merge`.
@@ -212,7 +212,7 @@ def _check_outputs(base: nn.Module, call: Callable[[Tensor], Any]) -> None:
     The update is added to these outputs. If a hook or the `forward` of a subclass normalizes or
     scales them, merging the update into the weight would change the function.
     """
-    if not returns_product_or_rows(base, call):
+    if not is_product_or_rows(base, call):
         kind = "rows" if isinstance(base, nn.Embedding) else "product"
         raise TypeError(
             f"expected a layer that returns the {kind} of its weight, got other outputs from the "

@@ -6,11 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from tinyml.adapters.insertion import adapters_of, tying_configs
+from tinyml.adapters.insertion import find_tying_configs, require_adapters
 from tinyml.adapters.lora import LoRA
 from tinyml.adapters.parameter_lora import (
     check_updated_parameters,
-    parameter_adapters,
+    find_parameter_adapters,
     unload_parameters,
 )
 from tinyml.conversion import check_hooks, replace_modules
@@ -22,12 +22,12 @@ def merge(model: nn.Module) -> nn.Module:
     Return the model. If an adapter cannot be merged or is merged already, raise an error before any
     adapter is merged.
     """
-    if names := sorted(parameter_adapters(model)):
+    if names := sorted(find_parameter_adapters(model)):
         raise ValueError(
             f"expected adapters of layers only, got an adapter of the parameter {names[0]}; call "
             "merge_and_unload(model)"
         )
-    _merge_all(adapters_of(model))
+    _merge_all(require_adapters(model))
     return model
 
 
@@ -50,19 +50,19 @@ def merge_and_unload(model: nn.Module) -> nn.Module:
     weight that was tied to another layer is separate afterwards, and the configuration of a
     transformers model no longer ties its weights.
     """
-    adapters = adapters_of(model)
+    adapters = require_adapters(model)
     bases: dict[nn.Module, nn.Module] = {adapter: adapter.base for adapter in adapters.values()}
     check_hooks(model, bases)
     for adapter in adapters.values():
-        adapter.layer_to_compress()  # raises if a factor has changed since it was merged
+        adapter.get_layer_to_compress()  # raises if a factor has changed since it was merged
     check_updated_parameters(model)
-    before = _weights_before(model, adapters)
+    before = _get_unmerged_weights(model, adapters)
     _merge_all({name: adapter for name, adapter in adapters.items() if not adapter.merged})
     unload_parameters(model)
     model = replace_modules(model, bases)
     # Two adapters have updated one weight, or another module has the weight before the update.
     is_untied = len(set(before)) < len(before) or not set(before).isdisjoint(model.parameters())
-    configs = tying_configs(model)
+    configs = find_tying_configs(model)
     if is_untied and configs:
         for config in configs:
             config.tie_word_embeddings = False
@@ -86,9 +86,9 @@ def _separate_shared_parameters(model: nn.Module) -> None:
                 visited.add(parameter)
 
 
-def _weights_before(model: nn.Module, adapters: dict[str, LoRA]) -> list[Tensor | None]:
+def _get_unmerged_weights(model: nn.Module, adapters: dict[str, LoRA]) -> list[Tensor | None]:
     """Return the weight without the update of each adapted layer and parameter."""
-    names = [name.rpartition(".") for name in parameter_adapters(model)]
+    names = [name.rpartition(".") for name in find_parameter_adapters(model)]
     owners: list[tuple[Any, str]] = [(model.get_submodule(path), key) for path, _, key in names]
     before: list[Tensor | None] = [owner.parametrizations[key].original for owner, key in owners]
     for adapter in adapters.values():
@@ -98,6 +98,6 @@ def _weights_before(model: nn.Module, adapters: dict[str, LoRA]) -> list[Tensor 
 
 def unmerge(model: nn.Module) -> nn.Module:
     """Undo `merge`, bit for bit; adapters that are not merged are unchanged. Return the model."""
-    for adapter in adapters_of(model).values():
+    for adapter in require_adapters(model).values():
         adapter.unmerge()
     return model

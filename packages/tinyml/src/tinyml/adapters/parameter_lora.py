@@ -18,7 +18,7 @@ from torch.nn.utils import parametrize
 from tinyml.adapters.low_rank_update import LowRankUpdate
 from tinyml.compressed_weight import refuse_save_pretrained
 from tinyml.conversion import remove_parametrizations, without_autocast
-from tinyml.validation import check_finite, suggestion
+from tinyml.validation import check_finite, format_suggestion
 
 
 class ParameterLoRA(LowRankUpdate, nn.Module):
@@ -54,7 +54,7 @@ class ParameterLoRA(LowRankUpdate, nn.Module):
 
     def compute_once(self, owner: nn.Module, _: Any) -> None:
         """Compute the updated weight before `owner` runs, which may read the weight per expert."""
-        weight = cast(Any, owner).parametrizations[self._name_in(owner)].original
+        weight = cast(Any, owner).parametrizations[self._find_name_in(owner)].original
         self.discard()
         self._updated = self.forward(weight)
 
@@ -68,12 +68,12 @@ class ParameterLoRA(LowRankUpdate, nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_updated": None}  # a copy computes the updated weight again
 
-    def _name_in(self, owner: nn.Module) -> str:
+    def _find_name_in(self, owner: nn.Module) -> str:
         parametrizations = cast(Any, owner).parametrizations
         return next(name for name, listed in parametrizations.items() if listed[-1] is self)
 
 
-def matching_parameters(model: nn.Module, wanted: Iterable[str]) -> list[tuple[str, str]]:
+def match_parameters(model: nn.Module, wanted: Iterable[str]) -> list[tuple[str, str]]:
     """Return (module, parameter) for each parameter whose name matches an entry of `wanted`.
 
     A name matches if it equals the entry, or ends with a dot and the entry. Parameters of one
@@ -84,13 +84,16 @@ def matching_parameters(model: nn.Module, wanted: Iterable[str]) -> list[tuple[s
     for entry in entries:
         if not any(f".{name}".endswith(f".{entry}") for name in known):
             raise ValueError(
-                f"expected ends of the names of parameters, got {entry!r}{suggestion(entry, known)}"
+                f"expected ends of the names of parameters, got {entry!r}"
+                f"{format_suggestion(entry, known)}"
             )
     matches = [n for n in known if any(f".{n}".endswith(f".{entry}") for entry in entries)]
     return [(module, key) for module, _, key in (name.rpartition(".") for name in matches)]
 
 
-def new_adapter(model: nn.Module, module: str, key: str, rank: int, alpha: float) -> ParameterLoRA:
+def make_parameter_adapter(
+    model: nn.Module, module: str, key: str, rank: int, alpha: float
+) -> ParameterLoRA:
     """Return an adapter for the parameter `key` of the module `module`, without installing it."""
     owner = model.get_submodule(module)
     if not module or hasattr(owner, "parametrizations"):
@@ -118,7 +121,7 @@ def install_parameter_adapters(
         owner.register_forward_hook(adapter.discard, always_call=True)
 
 
-def parameter_adapters(model: nn.Module) -> dict[str, ParameterLoRA]:
+def find_parameter_adapters(model: nn.Module) -> dict[str, ParameterLoRA]:
     """Return the adapters of parameters by the name of the parameter, in the model's order."""
     adapters: dict[str, ParameterLoRA] = {}
     for name, module in model.named_modules():
@@ -131,7 +134,7 @@ def parameter_adapters(model: nn.Module) -> dict[str, ParameterLoRA]:
 @torch.no_grad()
 def check_updated_parameters(model: nn.Module) -> None:
     """Raise `ValueError` if an adapted parameter with its update contains NaN or infinity."""
-    for name, adapter in parameter_adapters(model).items():
+    for name, adapter in find_parameter_adapters(model).items():
         adapter.discard()
         module, _, key = name.rpartition(".")
         check_finite(f"{name} with its update", getattr(model.get_submodule(module), key))
@@ -140,7 +143,7 @@ def check_updated_parameters(model: nn.Module) -> None:
 @torch.no_grad()
 def unload_parameters(model: nn.Module) -> None:
     """Replace adapted parameters by plain ones that include the update, under their old names."""
-    names = [name.rpartition(".") for name in parameter_adapters(model)]
+    names = [name.rpartition(".") for name in find_parameter_adapters(model)]
     for module in dict.fromkeys(module for module, _, _ in names):
         owner: Any = model.get_submodule(module)
         updated = {key: getattr(owner, key).clone() for m, _, key in names if m == module}

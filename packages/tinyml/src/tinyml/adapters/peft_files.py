@@ -17,22 +17,22 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from tinyml.adapters.insertion import (
-    adapters_of,
     insert_adapters,
-    new_layer_adapter,
+    make_layer_adapter,
+    require_adapters,
     require_no_adapters,
 )
 from tinyml.adapters.lora import LoRA
 from tinyml.adapters.parameter_lora import (
     ParameterLoRA,
-    matching_parameters,
-    new_adapter,
-    parameter_adapters,
+    find_parameter_adapters,
+    make_parameter_adapter,
+    match_parameters,
 )
 from tinyml.conversion import check_supported
 from tinyml.export.atomic_file import atomic_file
 from tinyml.layers import is_conv1d
-from tinyml.validation import check_finite, first_names
+from tinyml.validation import check_finite, format_first_names
 
 _PREFIX = "base_model.model."
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
@@ -53,14 +53,14 @@ def save_lora(model: nn.Module, folder: str | Path) -> None:
     Raise `ValueError` if the model has no adapters, or if it is itself an adapter.
     """
     check_supported(model)
-    adapters = adapters_of(model)
+    adapters = require_adapters(model)
     if "" in adapters:
         raise ValueError(
             "expected adapters inside a module, got a single adapter, which has no name in the file"
         )
-    single = parameter_adapters(model)
+    single = find_parameter_adapters(model)
     all_adapters: dict[str, LoRA | ParameterLoRA] = {**adapters, **single}
-    path_of = {name: path for path, name in _names_by_path(list(single)).items()}
+    path_of = {name: path for path, name in _map_paths_to_names(list(single)).items()}
     tensors: dict[str, Tensor] = {}
     for name, adapter in all_adapters.items():
         is_embedding = isinstance(adapter, LoRA) and isinstance(adapter.base, nn.Embedding)
@@ -123,23 +123,24 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
     modules = dict(model.named_modules(remove_duplicate=False))
     pairs = _read_factors(folder, modules)
     require_no_adapters(model)
-    targeted = matching_parameters(model, config.get("target_parameters") or ())
-    names = _names_by_path([f"{module}.{key}" for module, key in targeted])
+    targeted = match_parameters(model, config.get("target_parameters") or ())
+    names = _map_paths_to_names([f"{module}.{key}" for module, key in targeted])
     if unknown := sorted(pairs.keys() - modules.keys() - names.keys()):
         raise ValueError(
-            f"expected names of this model, got names of another model: {first_names(unknown)}"
+            "expected names of this model, got names of another model: "
+            f"{format_first_names(unknown)}"
         )
     single = {}
     for path, name in names.items():
         module, _, key = name.rpartition(".")
-        rank, alpha = _rank_and_alpha(name, config)
-        single[module, key] = new_adapter(model, module, key, rank, alpha)
+        rank, alpha = _read_rank_and_alpha(name, config)
+        single[module, key] = make_parameter_adapter(model, module, key, rank, alpha)
         _copy_factors(name, single[module, key], pairs.pop(path, {}))
     named: dict[nn.Module, str] = {}
     for name in pairs:
         other = named.setdefault(modules[name], name)
         if not _are_equal(pairs[other], pairs[name]) or (
-            _rank_and_alpha(other, config) != _rank_and_alpha(name, config)
+            _read_rank_and_alpha(other, config) != _read_rank_and_alpha(name, config)
         ):
             raise ValueError(
                 f"expected equal adapters of {other} and {name}, which are one layer of the model, "
@@ -148,15 +149,15 @@ def load_lora(model: nn.Module, folder: str | Path) -> nn.Module:
 
     def make_adapter(base: nn.Module) -> LoRA:
         name = named[base]
-        rank, alpha = _rank_and_alpha(name, config)
-        adapter = new_layer_adapter(base, rank, alpha, float(config.get("lora_dropout") or 0.0))
+        rank, alpha = _read_rank_and_alpha(name, config)
+        adapter = make_layer_adapter(base, rank, alpha, float(config.get("lora_dropout") or 0.0))
         _copy_factors(name, adapter, pairs[name])
         return adapter
 
     return insert_adapters(model, named, make_adapter, single)
 
 
-def _names_by_path(names: Sequence[str]) -> dict[str, str]:
+def _map_paths_to_names(names: Sequence[str]) -> dict[str, str]:
     """Return the name of each adapted parameter by its path in the file.
 
     peft wraps the module once per parameter, in the order of registration. The last wrapper is the
@@ -200,7 +201,7 @@ def _are_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
     return first.keys() == second.keys() and all(torch.equal(first[k], second[k]) for k in first)
 
 
-def _rank_and_alpha(name: str, config: dict[str, Any]) -> tuple[int, float]:
+def _read_rank_and_alpha(name: str, config: dict[str, Any]) -> tuple[int, float]:
     """Return the rank and the alpha of an adapter, so that alpha / rank is its scaling."""
     rank: int = _match_pattern(name, config.get("rank_pattern"), config["r"])
     alpha: float = _match_pattern(name, config.get("alpha_pattern"), config["lora_alpha"])

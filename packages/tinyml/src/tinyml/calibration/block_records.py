@@ -27,7 +27,7 @@ class BlockRecord:
     def __init__(self, outputs: Any, path: Path) -> None:
         self.path = path
         #: The outputs with placeholders for tensors. Not all other objects can be pickled.
-        self.placeholder = tree_map(_Freed.of, outputs)
+        self.placeholder = tree_map(_Freed.from_value, outputs)
         tensors = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
         torch.save(copy_values(tensors), path)  # a view would be saved with its whole storage
 
@@ -49,7 +49,7 @@ class _Freed(Tensor):
     """
 
     @staticmethod
-    def of(value: Any) -> Any:
+    def from_value(value: Any) -> Any:
         """Return a placeholder for a tensor, and a copy of any other object."""
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
@@ -71,7 +71,7 @@ def copy_values(values: Any) -> Any:
     return tree_map(copy_leaf, values)
 
 
-def block_state(block: nn.Module, arguments: Any) -> tuple[list[Any], list[tuple[int, int]]]:
+def get_block_state(block: nn.Module, arguments: Any) -> tuple[list[Any], list[tuple[int, int]]]:
     """Return the values in a block's arguments and in its modules' attributes, and their stamps.
 
     A stamp changes if the value is replaced, or if it is a tensor that is modified in place. The
@@ -83,11 +83,11 @@ def block_state(block: nn.Module, arguments: Any) -> tuple[list[Any], list[tuple
         for key, value in vars(module).items()
         if key not in _ATTRIBUTES_OF_MODULE
     ]
-    leaves = _leaves([arguments, attributes])
-    return leaves, [(id(leaf), _version(leaf)) for leaf in leaves]
+    leaves = _list_leaves([arguments, attributes])
+    return leaves, [(id(leaf), _get_version(leaf)) for leaf in leaves]
 
 
-def _leaves(root: Any) -> list[Any]:
+def _list_leaves(root: Any) -> list[Any]:
     """Return the values in nested containers and in attributes of objects, without the containers.
 
     The list also contains the objects with attributes. If there are more than `_MAX_VALUES` values,
@@ -114,6 +114,6 @@ def _leaves(root: Any) -> list[Any]:
     return leaves
 
 
-def _version(value: Any) -> int:
+def _get_version(value: Any) -> int:
     """Return the number of modifications of a tensor in place, or 0 if they are not counted."""
     return value._version if isinstance(value, Tensor) and not value.is_inference() else 0

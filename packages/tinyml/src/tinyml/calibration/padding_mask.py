@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 
-def _padding_mask(model: nn.Module, batch: Any) -> Tensor | None:
+def _find_padding_mask(model: nn.Module, batch: Any) -> Tensor | None:
     """Return a mask (batch, seq) that is True for tokens that are not padding, or None.
 
     Masks without two dimensions are ignored. Raise `ValueError` if a mask has other values than 0
@@ -45,7 +45,7 @@ def remove_padding(inputs: Tensor, model: nn.Module, batch: Any) -> Tensor:
     Raise `ValueError` if the tokens may be in two orders, by sequence or by position.
     """
     flat = inputs.reshape(-1, inputs.shape[-1])
-    mask = _padding_mask(model, batch)
+    mask = _find_padding_mask(model, batch)
     if mask is None:
         return flat
     # Blocks of experts join the sequences before their layers.

@@ -31,9 +31,9 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from tinyml.calibration.block_records import BlockRecord, block_state, copy_values
+from tinyml.calibration.block_records import BlockRecord, copy_values, get_block_state
 from tinyml.calibration.padding_mask import remove_padding
-from tinyml.conversion import tensor_versions
+from tinyml.conversion import get_tensor_versions
 from tinyml.validation import Progress
 
 #: Number of tokens that are converted to float64 at a time.
@@ -63,7 +63,7 @@ def visit_layers(
     with TemporaryDirectory(prefix="tinyml-") as folder:
         replay = _Replay(model, batches, layers, Path(folder))
         with replay.installed():
-            while (stage := replay.next_stage()) is not None:
+            while (stage := replay.run_to_next_stage()) is not None:
                 for name in stage.layers:
                     visit(name, stage.moment)
                     replay.done[name] = stage.batches
@@ -113,7 +113,7 @@ class _Run:
 
     def reach(self, name: str, inputs: Tensor) -> None:
         """Add an unfinished layer, or end the run if the layer receives another input."""
-        stamp = tensor_versions(inputs), inputs.shape, inputs.stride()
+        stamp = get_tensor_versions(inputs), inputs.shape, inputs.stride()
         if self.inputs is None:
             self.inputs = inputs
             self.stamp = stamp
@@ -139,7 +139,7 @@ class _Replay:
         self._batches = batches
         self._layers = layers
         self._order = list(layers)
-        self._blocks = _blocks_with(model, layers)
+        self._blocks = _find_blocks(model, layers)
         #: The outputs of finished blocks by batch and block.
         self._records: dict[tuple[int, str], BlockRecord] = {}
         self._folder = folder
@@ -150,7 +150,7 @@ class _Replay:
         self._last: dict[tuple[int, str], str] = {}
         self._run = _Run(0)
 
-    def next_stage(self) -> _Stage | None:
+    def run_to_next_stage(self) -> _Stage | None:
         """Run all batches to their next layer; return the stage of the first of these layers."""
         stage: _Stage | None = None
         for number, batch in enumerate(self._batches):
@@ -233,10 +233,10 @@ class _Replay:
             return self._records[key].load()
         if key in self._placeholders:
             return self._placeholders[key]
-        # `before` keeps the old values alive (see `block_state`).
-        before = block_state(self._blocks[name], (args, kwargs))
+        # `before` keeps the old values alive (see `get_block_state`).
+        before = get_block_state(self._blocks[name], (args, kwargs))
         outputs = forward(*args, **kwargs)
-        has_effects = block_state(self._blocks[name], (args, kwargs))[1] != before[1]
+        has_effects = get_block_state(self._blocks[name], (args, kwargs))[1] != before[1]
         # If the run has an input of an unfinished layer, the layer may be inside the block.
         if self._run.inputs is None and not has_effects:
             self._record(key, outputs)
@@ -260,7 +260,7 @@ class _Replay:
             freed.path.unlink()
 
 
-def _blocks_with(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
+def _find_blocks(model: nn.Module, layers: Mapping[str, nn.Module]) -> dict[str, nn.Module]:
     """Return the children of lists of modules that contain some of `layers`, by name.
 
     Of the blocks inside a block, only those with several layers are returned: running a single

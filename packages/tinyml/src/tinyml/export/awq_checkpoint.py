@@ -16,10 +16,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from tinyml.export.pretrained_folder import (
+    compute_unsigned_codes,
+    get_quantized_linears,
     group_size_of,
     pack_int32,
-    quantized_linears,
-    unsigned_codes,
     write_folder,
 )
 from tinyml.quantization.grid_weight import GridWeight
@@ -34,7 +34,7 @@ def save_awq(model: nn.Module, folder: str | Path) -> None:
     that are not quantized are listed in `modules_to_not_convert`. The head must not be quantized,
     because transformers leaves it dense: pass `protect=["lm_head"]`. The tokenizer is not saved.
     """
-    grids = quantized_linears(model, (4,))
+    grids = get_quantized_linears(model, (4,))
     group_size = group_size_of(grids)
     if group_size == -1:
         raise ValueError("expected groups of inputs, got one scale per output; pass group_size=128")
@@ -42,7 +42,7 @@ def save_awq(model: nn.Module, folder: str | Path) -> None:
     dense = [name for name in linears if name not in grids]
     for name in grids:
         # Readers compare parts of names, so an entry may also exclude a layer with a longer name.
-        excluded = [other for other in [*dense, *_always_dense(model)] if other in name]
+        excluded = [other for other in [*dense, *_list_dense_layers(model)] if other in name]
         if excluded:
             raise ValueError(
                 f"expected layers that readers of the format quantize, got {name}, which they "
@@ -56,10 +56,10 @@ def save_awq(model: nn.Module, folder: str | Path) -> None:
         "version": "gemm",
         "modules_to_not_convert": dense or None,
     }
-    write_folder(model, folder, grids, _tensors, settings)
+    write_folder(model, folder, grids, _pack_tensors, settings)
 
 
-def _always_dense(model: nn.Module) -> list[str]:
+def _list_dense_layers(model: nn.Module) -> list[str]:
     """Return the names of the layers that transformers never converts.
 
     These are the head and the layer of the model's last parameter, unless this parameter is a bias.
@@ -73,8 +73,8 @@ def _always_dense(model: nn.Module) -> list[str]:
     return [*names, last] if key == "weight" else names
 
 
-def _tensors(grid: GridWeight) -> dict[str, Tensor]:
-    codes, zero, scale = unsigned_codes(grid)
+def _pack_tensors(grid: GridWeight) -> dict[str, Tensor]:
+    codes, zero, scale = compute_unsigned_codes(grid)
     if len(codes) % 8:
         raise ValueError(
             f"expected a multiple of 8 outputs, got {len(codes)}; exclude the layer with protect"

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.adapters.insertion import require_no_adapters
-from tinyml.compressed_weight import compressed_weight
-from tinyml.conversion import dense_copy, make_dense, plain_copy
+from tinyml.compressed_weight import get_compressed_weight
+from tinyml.conversion import make_dense, make_dense_copy, make_plain_copy
 from tinyml.export.atomic_file import atomic_file
-from tinyml.export.shared_tensors import memory_of, state_tensors
-from tinyml.layers import is_conv1d, layers_of, weight_of
+from tinyml.export.shared_tensors import get_memory_key, get_state_tensors
+from tinyml.layers import find_layers, get_weight, is_conv1d
 from tinyml.quantization.grid import widen
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.validation import check_finite
@@ -85,33 +85,34 @@ def save_gguf(
     """
     if kind not in _BLOCKS:
         raise ValueError(f"expected kind {', '.join(map(repr, _BLOCKS))}, got {kind!r}")
-    rounded = plain_copy(model)
+    rounded = make_plain_copy(model)
     require_no_adapters(rounded)
     _, width, _ = _BLOCKS[kind]
     blocks: dict[str, Bytes] = {}
-    for name, layer in layers_of(rounded, (nn.Linear,), protect).items():
-        weight = weight_of(layer)
+    for name, layer in find_layers(rounded, (nn.Linear,), protect).items():
+        weight = get_weight(layer)
         if is_conv1d(layer) or weight.shape[1] % width:
             continue
         check_finite(f"{name}.weight", weight)
-        stored = compressed_weight(layer)
+        stored = get_compressed_weight(layer)
         if stored is None:
             packed = _round_to_blocks(name, weight, kind)
         else:
-            packed = _stored_blocks(name, stored, kind)
+            packed = _pack_stored_blocks(name, stored, kind)
         make_dense(rounded, layer)
-        weight_of(layer).copy_(torch.from_numpy(dequantize(packed, kind)).view_as(weight))
+        get_weight(layer).copy_(torch.from_numpy(dequantize(packed, kind)).view_as(weight))
         blocks[name] = packed
     if not blocks:
         raise ValueError(
             f"expected nn.Linear layers whose inputs are a multiple of {width} for {kind!r}, "
             "got none"
         )
-    rounded = dense_copy(rounded)
+    rounded = make_dense_copy(rounded)
     by_memory: dict[object, Bytes] = {
-        memory_of(weight_of(rounded.get_submodule(name))): packed for name, packed in blocks.items()
+        get_memory_key(get_weight(rounded.get_submodule(name))): packed
+        for name, packed in blocks.items()
     }
-    tensors = _file_entries(state_tensors(rounded), by_memory, kind, names or {})
+    tensors = _make_file_entries(get_state_tensors(rounded), by_memory, kind, names or {})
     keys: dict[str, Value] = {"general.architecture": "unknown", "general.quantization_version": 2}
     keys |= metadata or {}
     if keys.get("general.alignment", _ALIGNMENT) != _ALIGNMENT:
@@ -120,11 +121,11 @@ def save_gguf(
             f"{keys['general.alignment']!r}"
         )
     with atomic_file(path) as part:
-        part.write_bytes(_file_bytes(keys, tensors))
+        part.write_bytes(_encode_file(keys, tensors))
     return rounded
 
 
-def _file_entries(
+def _make_file_entries(
     state: Mapping[str, Tensor],
     blocks: Mapping[object, Bytes],
     kind: Kind,
@@ -132,7 +133,7 @@ def _file_entries(
 ) -> dict[str, _Entry]:
     """Return the entries of the file by name: blocks, and all other tensors unchanged.
 
-    `blocks` contains the packed forms of dense weights by the results of `memory_of`.
+    `blocks` contains the packed forms of dense weights by the results of `get_memory_key`.
     """
     unknown = sorted(names.keys() - state.keys())
     if unknown:
@@ -140,7 +141,7 @@ def _file_entries(
     entries: dict[str, _Entry] = {}
     written: set[object] = set()
     for name, tensor in state.items():
-        memory = memory_of(tensor)
+        memory = get_memory_key(tensor)
         if memory in written or not tensor.numel():
             continue  # a tied weight is stored once, and a tensor without elements is not stored
         written.add(memory)
@@ -165,7 +166,7 @@ def _file_entries(
     return entries
 
 
-def _stored_blocks(name: str, stored: nn.Module, kind: Kind) -> Bytes:
+def _pack_stored_blocks(name: str, stored: nn.Module, kind: Kind) -> Bytes:
     """Return the blocks of a compressed weight whose codes and scales `kind` stores exactly."""
     bits = {"Q8_0": 8, "Q4_0": 4}.get(kind)
     fits = isinstance(stored, GridWeight) and stored.bits == bits and not stored.rows[1] % 32
@@ -179,16 +180,16 @@ def _stored_blocks(name: str, stored: nn.Module, kind: Kind) -> Bytes:
         raise ValueError(
             f"expected scales of {name} that are float16 numbers, got others; quantize model.half()"
         )
-    codes = stored.signed_codes().view(-1, 32).cpu().numpy()
+    codes = stored.unpack_signed_codes().view(-1, 32).cpu().numpy()
     scale = scale.view(-1).repeat_interleave(stored.rows[1] // 32)
-    return _small_blocks(scale.cpu().numpy(), codes, kind)
+    return _pack_small_blocks(scale.cpu().numpy(), codes, kind)
 
 
 def _round_to_blocks(name: str, weight: Tensor, kind: Kind) -> Bytes:
     """Return the blocks of `kind` for the dense weight of the layer `name`."""
     rows = widen(weight.detach()).cpu().numpy()
     if kind == "Q4_K":
-        return _large_blocks(name, rows.reshape(-1, 8, 32))
+        return _pack_large_blocks(name, rows.reshape(-1, 8, 32))
     rows = rows.reshape(-1, 32)
     if kind == "Q8_0":
         scale = np.abs(rows).max(1) / np.float32(127)
@@ -200,10 +201,10 @@ def _round_to_blocks(name: str, weight: Tensor, kind: Kind) -> Bytes:
         codes = np.trunc(_divide(rows, scale[:, None]) + np.float32(8.5)).clip(0, 15) - 8
     largest_code = 127 if kind == "Q8_0" else 8
     half = _to_float16(name, scale, largest_code, np.abs(scale).max() / 2)
-    return _small_blocks(half, codes.astype(np.int16), kind)
+    return _pack_small_blocks(half, codes.astype(np.int16), kind)
 
 
-def _small_blocks(scale: Numbers, codes: Numbers, kind: Kind) -> Bytes:
+def _pack_small_blocks(scale: Numbers, codes: Numbers, kind: Kind) -> Bytes:
     """Return the blocks of Q4_0 or Q8_0: a scale, followed by 32 signed codes."""
     packed: Bytes = codes.astype(np.int8).view(np.uint8)
     if kind == "Q4_0":
@@ -212,7 +213,7 @@ def _small_blocks(scale: Numbers, codes: Numbers, kind: Kind) -> Bytes:
     return np.concatenate([scale.reshape(-1, 1).view(np.uint8), packed], 1)
 
 
-def _large_blocks(name: str, rows: Numbers) -> Bytes:
+def _pack_large_blocks(name: str, rows: Numbers) -> Bytes:
     """Return Q4_K blocks of weights (blocks, 8 groups, 32), from each group's extremes."""
     low = np.minimum(rows.min(2), 0)
     step = (rows.max(2) - low) / 15
@@ -280,31 +281,31 @@ def _divide(values: Numbers, scale: Numbers) -> Numbers:
     return (values * inverse).astype(np.float32)
 
 
-def _file_bytes(keys: Mapping[str, Value], tensors: Mapping[str, _Entry]) -> bytes:
+def _encode_file(keys: Mapping[str, Value], tensors: Mapping[str, _Entry]) -> bytes:
     """Return a GGUF file of version 3, whose tensors start at multiples of 32 bytes."""
     parts = [b"GGUF", struct.pack("<IQQ", 3, len(tensors), len(keys))]
-    parts += [_string_bytes(key) + _value_bytes(key, value) for key, value in keys.items()]
+    parts += [_encode_string(key) + _encode_value(key, value) for key, value in keys.items()]
     offset = 0
     for name, (kind, shape, data) in tensors.items():
         sizes = struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
-        parts.append(_string_bytes(name) + sizes + struct.pack("<IQ", kind, offset))
+        parts.append(_encode_string(name) + sizes + struct.pack("<IQ", kind, offset))
         offset += len(data) + -len(data) % _ALIGNMENT
     header = b"".join(parts)
     padded = [data + bytes(-len(data) % _ALIGNMENT) for _, _, data in tensors.values()]
     return header + bytes(-len(header) % _ALIGNMENT) + b"".join(padded)
 
 
-def _string_bytes(text: str) -> bytes:
+def _encode_string(text: str) -> bytes:
     encoded = text.encode()
     return struct.pack("<Q", len(encoded)) + encoded
 
 
-def _value_bytes(key: str, value: Value) -> bytes:
+def _encode_value(key: str, value: Value) -> bytes:
     """Return the type and the bytes of a value of the metadata."""
     if isinstance(value, bool):
         return struct.pack("<I?", 7, value)
     if isinstance(value, str):
-        return struct.pack("<I", 8) + _string_bytes(value)
+        return struct.pack("<I", 8) + _encode_string(value)
     if isinstance(value, float | np.floating) and not _LARGEST < abs(value) < np.inf:
         return struct.pack("<If", 6, value)
     if isinstance(value, int | np.integer) and -(2**31) <= value < 2**32:

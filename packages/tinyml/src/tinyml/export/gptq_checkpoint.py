@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.export.pretrained_folder import (
+    compute_unsigned_codes,
+    get_quantized_linears,
     group_size_of,
     pack_int32,
-    quantized_linears,
-    unsigned_codes,
     write_folder,
 )
 from tinyml.quantization.grid_weight import GridWeight
@@ -33,7 +33,7 @@ def save_gptq(model: nn.Module, folder: str | Path) -> None:
     `protect=["lm_head"]` and, to `quantize`, `layers=[nn.Linear]`. Raises `ValueError` for other
     models. The tokenizer is not saved.
     """
-    grids = quantized_linears(model, (4, 8))
+    grids = get_quantized_linears(model, (4, 8))
     for name, layer in model.named_modules():
         is_in_block = any(part.isdigit() for part in name.split("."))
         if isinstance(layer, nn.Linear) and (name in grids) != is_in_block:
@@ -56,11 +56,11 @@ def save_gptq(model: nn.Module, folder: str | Path) -> None:
         "lm_head": False,
         "checkpoint_format": "gptq",
     }
-    write_folder(model, folder, grids, _tensors, settings)
+    write_folder(model, folder, grids, _pack_tensors, settings)
 
 
-def _tensors(grid: GridWeight) -> dict[str, Tensor]:
-    codes, zero, scale = unsigned_codes(grid)
+def _pack_tensors(grid: GridWeight) -> dict[str, Tensor]:
+    codes, zero, scale = compute_unsigned_codes(grid)
     outputs, inputs = codes.shape
     per_word = 32 // grid.bits
     if outputs % per_word or inputs % per_word:

@@ -16,18 +16,18 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tinyml.adapters.insertion import tying_configs
-from tinyml.adapters.parameter_lora import parameter_adapters
-from tinyml.compressed_weight import compressed_weight
+from tinyml.adapters.insertion import find_tying_configs
+from tinyml.adapters.parameter_lora import find_parameter_adapters
+from tinyml.compressed_weight import get_compressed_weight
 from tinyml.conversion import Replacement
 from tinyml.export.atomic_file import atomic_file
-from tinyml.export.shared_tensors import copy_if_shared, memory_of, state_tensors
+from tinyml.export.shared_tensors import copy_if_shared, get_memory_key, get_state_tensors
 from tinyml.pruning.config_sizes import check_described_by_config
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.pack import pack
 
 
-def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, GridWeight]:
+def get_quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, GridWeight]:
     """Return the grids of the quantized linear layers by name.
 
     Raise `ValueError` if the formats cannot store the model. All layers must have the same number
@@ -40,14 +40,14 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
             "use tinyml.save for other models"
         )
     check_described_by_config(model)
-    if adapted := sorted(parameter_adapters(model)):
-        raise _storage_error(adapted[0], "an adapter")
+    if adapted := sorted(find_parameter_adapters(model)):
+        raise _make_storage_error(adapted[0], "an adapter")
     grids: dict[str, GridWeight] = {}
     for name, layer in model.named_modules():
-        grid = _stored_grid(name, layer)
+        grid = _get_stored_grid(name, layer)
         if grid is not None:
             if any(grid is other for other in grids.values()):
-                raise _storage_error(name, "a weight of two layers; exclude them with protect")
+                raise _make_storage_error(name, "a weight of two layers; exclude them with protect")
             grids[name] = grid
     if not grids:
         raise ValueError("expected quantized linear layers, got none; call gptq or quantize first")
@@ -67,19 +67,19 @@ def quantized_linears(model: nn.Module, widths: Sequence[int]) -> dict[str, Grid
     return grids
 
 
-def _stored_grid(name: str, layer: nn.Module) -> GridWeight | None:
+def _get_stored_grid(name: str, layer: nn.Module) -> GridWeight | None:
     """Return the grid of a quantized linear layer, or None if the layer is not compressed."""
     if isinstance(layer, Replacement):
-        raise _storage_error(name, f"a {type(layer).__name__}")
-    stored = compressed_weight(layer)
+        raise _make_storage_error(name, f"a {type(layer).__name__}")
+    stored = get_compressed_weight(layer)
     if stored is None:
         return None
     if not isinstance(stored, GridWeight) or not isinstance(layer, nn.Linear):
-        raise _storage_error(name, f"a {type(layer).__name__} with a {type(stored).__name__}")
+        raise _make_storage_error(name, f"a {type(layer).__name__} with a {type(stored).__name__}")
     return stored
 
 
-def _storage_error(name: str, what: str) -> ValueError:
+def _make_storage_error(name: str, what: str) -> ValueError:
     return ValueError(
         f"expected linear layers that were quantized by gptq or quantize(..., layers=[nn.Linear]), "
         f"got {name} with {what}"
@@ -98,10 +98,10 @@ def group_size_of(grids: Mapping[str, GridWeight]) -> int | None:
     return -1 if has_scale_per_output else None
 
 
-def unsigned_codes(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
+def compute_unsigned_codes(grid: GridWeight) -> tuple[Tensor, Tensor, Tensor]:
     """Return unsigned codes (out, in), with zero points and scales (out, groups)."""
     lowest = -(2 ** (grid.bits - 1))
-    codes = grid.signed_codes().int().view(grid.shape) - lowest
+    codes = grid.unpack_signed_codes().int().view(grid.shape) - lowest
     scale = grid.scale.view(grid.shape[0], -1)
     zero = torch.zeros_like(scale, dtype=torch.int32)
     if grid.zero is not None:
@@ -134,12 +134,14 @@ def write_folder(
     """
     tensors: dict[str, Tensor] = {}
     storages: set[int] = set()
-    tied_keys = getattr(model, "_tied_weights_keys", None) or () if tying_configs(model) else ()
+    tied_keys = (
+        getattr(model, "_tied_weights_keys", None) or () if find_tying_configs(model) else ()
+    )
     tied = [re.compile(key) for key in tied_keys]
     written: set[object] = set()
-    for name, tensor in state_tensors(model).items():
+    for name, tensor in get_state_tensors(model).items():
         is_packed = name.partition(".parametrizations.")[0] in grids and ".parametriz" in name
-        memory = memory_of(tensor)
+        memory = get_memory_key(tensor)
         # transformers ties only the weights that the model lists, and only by its configuration.
         is_tied = memory in written and any(key.search(name) for key in tied)
         written.add(memory)

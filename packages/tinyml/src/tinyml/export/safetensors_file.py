@@ -20,10 +20,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from tinyml.compressed_weight import CompressedWeight, compressed_weight
-from tinyml.conversion import dense_copy, install_weight, replace_modules
+from tinyml.compressed_weight import CompressedWeight, get_compressed_weight
+from tinyml.conversion import install_weight, make_dense_copy, replace_modules
 from tinyml.export.atomic_file import atomic_file
-from tinyml.export.shared_tensors import copy_if_shared, memory_of, state_tensors
+from tinyml.export.shared_tensors import copy_if_shared, get_memory_key, get_state_tensors
 from tinyml.layers import is_conv1d
 from tinyml.quantization.fastest_linear import avoid_fused_operators
 from tinyml.quantization.grid_weight import GridWeight
@@ -67,17 +67,17 @@ def save(model: nn.Module, path: str | Path) -> None:
     shapes: dict[str, list[int]] = {}
     formats: dict[str, list[int]] = {}
     storages: set[int] = set()
-    state = state_tensors(model)
+    state = get_state_tensors(model)
     for name, tensor in state.items():
         if _is_format(name, state):
             formats[name] = tensor.tolist()
         elif tensor.numel():
-            stored_name = names.setdefault(memory_of(tensor), name)
+            stored_name = names.setdefault(get_memory_key(tensor), name)
             if stored_name != name:
                 aliases[name] = stored_name
                 continue
             shapes[name] = list(tensor.shape)
-            tensors.update(_sparse_if_smaller(name, copy_if_shared(tensor, storages)))
+            tensors.update(_compress_if_smaller(name, copy_if_shared(tensor, storages)))
     metadata = {
         "format": _FORMAT,
         "automatic": json.dumps(automatic),
@@ -91,13 +91,13 @@ def save(model: nn.Module, path: str | Path) -> None:
             save_file(tensors, part, metadata)
         except KeyError as error:
             raise ValueError(f"expected types that safetensors stores, got {error}") from error
-        start, _, computed = _checksum(part)
+        start, _, computed = _read_checksum(part)
         with part.open("r+b") as file:
             file.seek(start)
             file.write(computed)
 
 
-def _checksum(path: str | Path) -> tuple[int, bytes, bytes]:
+def _read_checksum(path: str | Path) -> tuple[int, bytes, bytes]:
     """Return the offset of a file's checksum, the stored checksum and the computed checksum.
 
     The checksum is computed over the whole file, with zeros in place of the checksum.
@@ -131,7 +131,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
             f"expected a model whose tensors have values, got a {type(model).__name__} on the meta "
             "device; create the model on the device on which the weights are needed"
         )
-    _, written, computed = _checksum(path)
+    _, written, computed = _read_checksum(path)
     if written != computed:
         raise ValueError(
             f"expected the checksum {computed.decode()} in {path}, got "
@@ -155,14 +155,14 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
             zero_row = torch.tensor([-1 - value.pop()])
             state[f"{name.removesuffix('_extra_state')}zero_row"] = zero_row
         state[name] = torch.tensor(value, dtype=torch.int64, device="cpu")
-    model = dense_copy(model)
+    model = make_dense_copy(model)
     _tie_as_stored(model, state, aliases)
     automatic = json.loads(metadata["automatic"])
     replacements: dict[nn.Module, nn.Module] = {}
     by_codes: dict[str, nn.Module] = {}
     for name, layer in list(model.named_modules()):
-        codes = _codes_of(name, state)
-        if codes is None or compressed_weight(layer) is not None:
+        codes = _find_codes(name, state)
+        if codes is None or get_compressed_weight(layer) is not None:
             continue
         if codes.endswith(_COMPRESSED):
             install_weight(model, layer, _read_compressed_weight(codes, layer, state))
@@ -174,7 +174,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     model = replace_modules(model, replacements)
     avoid_fused_operators(model)
     # The model has trainable tensors without elements, which are not in the file.
-    empty = {name: t for name, t in state_tensors(model).items() if not t.numel()}
+    empty = {name: t for name, t in get_state_tensors(model).items() if not t.numel()}
     model.load_state_dict(state | empty)
     return model
 
@@ -185,7 +185,7 @@ def _is_format(name: str, state: dict[str, Tensor]) -> bool:
     return codes in state and codes.endswith((_COMPRESSED, _INT4))
 
 
-def _codes_of(layer: str, state: dict[str, Tensor]) -> str | None:
+def _find_codes(layer: str, state: dict[str, Tensor]) -> str | None:
     """Return the name of a layer's codes, or None if its weight is stored in dense form."""
     for suffix in (_COMPRESSED, _INT4, _INT8):
         name = f"{layer}.{suffix}".lstrip(".")
@@ -201,7 +201,7 @@ def _tie_as_stored(model: nn.Module, state: dict[str, Tensor], aliases: dict[str
     for owner, module in model.named_modules():
         for key, parameter in module.named_parameters(recurse=False, remove_duplicate=False):
             name = f"{owner}.{key}".lstrip(".")
-            stored = (_codes_of(owner, state) if key == "weight" else None) or name
+            stored = (_find_codes(owner, state) if key == "weight" else None) or name
             origin = aliases.get(stored, stored)
             if origin not in by_origin:
                 by_origin[origin] = copy.deepcopy(parameter) if parameter in used else parameter
@@ -245,7 +245,7 @@ def _read_fastest_linear(
     return Int4Linear(grid, layer.bias)
 
 
-def _sparse_if_smaller(name: str, tensor: Tensor) -> dict[str, Tensor]:
+def _compress_if_smaller(name: str, tensor: Tensor) -> dict[str, Tensor]:
     """Return the tensors in the file for a tensor: itself, or its bitmap and elements."""
     if tensor.is_floating_point():
         stored = has_value(tensor)
@@ -256,7 +256,7 @@ def _sparse_if_smaller(name: str, tensor: Tensor) -> dict[str, Tensor]:
 
 
 def _read_dense(name: str, shape: torch.Size, stored: dict[str, Tensor]) -> Tensor:
-    """Return the tensor from which `_sparse_if_smaller` produced the stored tensors."""
+    """Return the tensor from which `_compress_if_smaller` produced the stored tensors."""
     if name in stored:
         return stored[name]
     mask, values = (stored[name + suffix] for suffix in _SPARSE)

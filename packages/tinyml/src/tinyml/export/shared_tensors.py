@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from tinyml.conversion import check_supported
 
 
-def state_tensors(model: nn.Module) -> dict[str, Tensor]:
+def get_state_tensors(model: nn.Module) -> dict[str, Tensor]:
     """Return the state dict of `model`; raise `ValueError` if a value is not a tensor with data."""
     check_supported(model)
     state = model.state_dict()
@@ -20,7 +20,7 @@ def state_tensors(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def memory_of(tensor: Tensor) -> tuple[object, ...]:
+def get_memory_key(tensor: Tensor) -> tuple[object, ...]:
     """Return a key that is equal for tensors with the same elements in the same memory.
 
     Views of another dtype, and conjugated and negated views, have different elements.

@@ -37,13 +37,13 @@ class QuantParams(nn.Module):
         """Return the code of 0.0."""
         return int(self.code_of_zero)
 
-    def codes(self, values: Tensor) -> Tensor:
+    def compute_codes(self, values: Tensor) -> Tensor:
         """Return the nearest int8 codes of float values; halves are rounded up."""
         codes = (values.double() / self.scale).add_(0.5).floor_() + self.zero
         return codes.clamp(-128, 127).to(torch.int8)
 
 
-def scales_for_bias(
+def compute_scales_for_bias(
     rows: Tensor, scale: Tensor, bias: Tensor, before: QuantParams, after: QuantParams
 ) -> Tensor:
     """Return the scales S_w (rows, 1) of a weight: `scale`, or others if the bias needs them.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from tinyml.conversion import without_autocast
 from tinyml.integer.fixed_point import (
     QuantParams,
-    scales_for_bias,
+    compute_scales_for_bias,
     shift_to_codes,
     to_common_shift,
     to_fixed_point,
@@ -39,7 +39,7 @@ from tinyml.integer.steps import (
     Sum,
     Table,
 )
-from tinyml.quantization.grid import Grid, grid_of
+from tinyml.quantization.grid import Grid, compute_grid
 from tinyml.quantization.products import EXACT_IN_FLOAT32
 
 #: The number of float64 values that fit in a processor's cache.
@@ -70,8 +70,8 @@ class IntegerMatMul(nn.Module):
         float_bias = rows.new_zeros(len(rows)) if bias is None else bias.detach().double()
         if not torch.isfinite(float_bias).all():
             raise ValueError("expected finite biases and batch normalizations, got nan or inf")
-        grid = grid_of(rows, 8)
-        scale = scales_for_bias(rows, grid.scale, float_bias, before, after)
+        grid = compute_grid(rows, 8)
+        scale = compute_scales_for_bias(rows, grid.scale, float_bias, before, after)
         codes = Grid(scale, grid.zero, grid.low, grid.high).quantize(rows)
         unit = before.scale * scale.view(-1)
         # Padding has the code of zero, so the constant -Z sum(w) is part of the bias.
@@ -85,9 +85,9 @@ class IntegerMatMul(nn.Module):
     def forward(self, codes: Tensor) -> Tensor:
         """Map int8 codes (n, channels, height, width) or (..., features) to int8 codes."""
         if self.geometry is None:
-            return self._requantize(exact_sums(codes, self.weight), (-1,))
+            return self._requantize(compute_exact_sums(codes, self.weight), (-1,))
         padded = pad(codes, self.geometry, self.before.zero)
-        sums = exact_sums(padded, self.weight, self.geometry)
+        sums = compute_exact_sums(padded, self.weight, self.geometry)
         # The float64 values of as many images as fit in the processor's cache are computed at once.
         num_images = max(1, _CACHED_VALUES // max(1, sums.shape[1:].numel()))
         parts = [self._requantize(part, (-1, 1, 1)) for part in sums.split(num_images)]
@@ -119,12 +119,12 @@ class RescaledValues(nn.Module):
     def __init__(self, step: Step, before: Sequence[QuantParams], after: QuantParams) -> None:
         super().__init__()
         self.before, self.after = nn.ModuleList(before), after
-        multiplier, shift = to_common_shift(self.factors(step, before, after))
+        multiplier, shift = to_common_shift(self.compute_factors(step, before, after))
         self.register_buffer("multiplier", multiplier)
         self.register_buffer("shift", shift)
 
     @staticmethod
-    def factors(_: Any, before: Sequence[QuantParams], after: QuantParams) -> list[float]:
+    def compute_factors(_: Any, before: Sequence[QuantParams], after: QuantParams) -> list[float]:
         """Return the factors by which the values are multiplied in the result, S_i / S_out."""
         return [scale.scale / after.scale for scale in before]
 
@@ -133,12 +133,12 @@ class RescaledValues(nn.Module):
         """Return the code of 0.0 of each value."""
         return [scale.zero for scale in cast(Iterable[QuantParams], self.before)]
 
-    def scaled(self, codes: Sequence[Tensor]) -> list[Tensor]:
+    def scale_values(self, codes: Sequence[Tensor]) -> list[Tensor]:
         """Return each value times its integer factor, m_i (q_i - Z_i), as int64."""
         terms = zip(codes, self.zeros, self.multiplier.long(), strict=True)
         return [(value.long() - zero) * factor for value, zero, factor in terms]
 
-    def requantized(self, total: Tensor) -> Tensor:
+    def requantize(self, total: Tensor) -> Tensor:
         """Return int8 codes: Z + ((total + 2^(s-1)) >> s)."""
         return shift_to_codes(total, self.shift.long(), self.after)
 
@@ -147,14 +147,16 @@ class IntegerSum(RescaledValues):
     """A sum of values of different scales: Z + ((sum m_i (q_i - Z_i) + 2^(s-1)) >> s)."""
 
     @staticmethod
-    def factors(step: Sum, before: Sequence[QuantParams], after: QuantParams) -> list[float]:
+    def compute_factors(
+        step: Sum, before: Sequence[QuantParams], after: QuantParams
+    ) -> list[float]:
         """Return the factors by which the values are multiplied, with the signs of the sum."""
-        factors = RescaledValues.factors(step, before, after)
+        factors = RescaledValues.compute_factors(step, before, after)
         return [sign * factor for sign, factor in zip(step.signs, factors, strict=True)]
 
     def forward(self, *codes: Tensor) -> Tensor:
         """Add int8 values of equal shape."""
-        return self.requantized(functools.reduce(torch.add, self.scaled(codes)))
+        return self.requantize(functools.reduce(torch.add, self.scale_values(codes)))
 
 
 class IntegerCat(RescaledValues):
@@ -162,21 +164,21 @@ class IntegerCat(RescaledValues):
 
     def forward(self, *codes: Tensor) -> Tensor:
         """Concatenate int8 values along their channels."""
-        return torch.cat([self.requantized(value) for value in self.scaled(codes)], 1)
+        return torch.cat([self.requantize(value) for value in self.scale_values(codes)], 1)
 
 
 class IntegerMul(RescaledValues):
     """An elementwise product: Z + ((m (q_a - Z_a) (q_b - Z_b) + 2^(s-1)) >> s)."""
 
     @staticmethod
-    def factors(_: Any, before: Sequence[QuantParams], after: QuantParams) -> list[float]:
+    def compute_factors(_: Any, before: Sequence[QuantParams], after: QuantParams) -> list[float]:
         """Return the factor of the product in the result, S_a S_b / S_out."""
         return [before[0].scale * before[1].scale / after.scale]
 
     def forward(self, a: Tensor, b: Tensor) -> Tensor:
         """Multiply int8 values."""
         zero_a, zero_b = self.zeros
-        return self.requantized((a.long() - zero_a) * (b.long() - zero_b) * self.multiplier.long())
+        return self.requantize((a.long() - zero_a) * (b.long() - zero_b) * self.multiplier.long())
 
 
 class IntegerTable(nn.Module):
@@ -188,7 +190,7 @@ class IntegerTable(nn.Module):
         super().__init__()
         codes = torch.arange(-128, 128, device="cpu")
         values = step.run((codes - before[0].zero) * before[0].scale)
-        self.register_buffer("table", after.codes(values.reshape(-1)))
+        self.register_buffer("table", after.compute_codes(values.reshape(-1)))
 
     def forward(self, codes: Tensor) -> Tensor:
         """Look up int8 codes in the table."""
@@ -242,7 +244,7 @@ LAYERS: dict[type[Step], type[nn.Module]] = {
 }
 
 
-def exact_sums(codes: Tensor, weight: Tensor, geometry: Geometry | None = None) -> Tensor:
+def compute_exact_sums(codes: Tensor, weight: Tensor, geometry: Geometry | None = None) -> Tensor:
     """Return the exact sums of a linear layer, or of a convolution of padded images, as floats.
 
     They are exact in float32 if no partial sum exceeds 2^24 (Note [Exact products]). A partial sum

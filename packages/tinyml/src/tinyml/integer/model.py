@@ -20,7 +20,7 @@ from tinyml.integer.fixed_point import QuantParams
 from tinyml.integer.graph import trace
 from tinyml.integer.layers import LAYERS
 from tinyml.integer.steps import MatMul, Pool, Reshape, Step
-from tinyml.quantization.grid import grid_of
+from tinyml.quantization.grid import compute_grid
 from tinyml.validation import check_finite, check_strided, require_batches
 
 
@@ -37,7 +37,7 @@ class IntegerModel(nn.Module):
 
     def __init__(self, model: nn.Module, batches: Sequence[Tensor]) -> None:
         super().__init__()
-        steps, scales = _calibrated(model, batches)
+        steps, scales = _calibrate(model, batches)
         self.shapes = [step.shape[1:] for step in steps]
         #: The shape of one input, without the batch.
         self.shape = self.shapes[0]
@@ -77,7 +77,7 @@ class IntegerModel(nn.Module):
         check_strided("inputs", inputs)
         if inputs.isnan().any():
             raise ValueError("expected inputs without nan, which has no code; replace nan first")
-        return self.input.codes(inputs)
+        return self.input.compute_codes(inputs)
 
     @torch.no_grad()
     def integers(self, codes: Tensor) -> Tensor:
@@ -100,9 +100,7 @@ class IntegerModel(nn.Module):
 
 
 @torch.no_grad()
-def _calibrated(
-    model: nn.Module, batches: Sequence[Tensor]
-) -> tuple[list[Step], list[QuantParams]]:
+def _calibrate(model: nn.Module, batches: Sequence[Tensor]) -> tuple[list[Step], list[QuantParams]]:
     """Return the steps of `model` and the quantization parameters of every step."""
     values = torch.cat([batch.detach() for batch in require_batches(batches)])
     if not values.numel():
@@ -121,7 +119,7 @@ def _calibrated(
             if isinstance(step, Pool | Reshape):  # these layers do not rescale codes
                 params[step] = params[step.sources[0]]
             else:
-                params[step] = _quant_params_of(values_of[step])
+                params[step] = _compute_quant_params(values_of[step])
         except ValueError as error:
             raise ValueError(f"{step.name}: {error}") from error
         for source in set(step.sources):
@@ -130,8 +128,8 @@ def _calibrated(
     return steps, [params[step] for step in steps]
 
 
-def _quant_params_of(values: Tensor) -> QuantParams:
+def _compute_quant_params(values: Tensor) -> QuantParams:
     """Return quantization parameters whose codes cover the range of these values."""
     check_finite("the values of a layer on the batches", values)
-    grid = grid_of(values.double().reshape(1, -1), 8, symmetric=False)
+    grid = compute_grid(values.double().reshape(1, -1), 8, symmetric=False)
     return QuantParams(float(grid.scale), int(grid.zero))

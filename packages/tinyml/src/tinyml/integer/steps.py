@@ -34,12 +34,12 @@ class Step:
 
     def run(self, *values: Tensor) -> Tensor:
         """Return the float value of the step from the values of its sources."""
-        result = self._unclamped(*values)
+        result = self._compute_unclamped(*values)
         for clamp in self.clamps:
             result = clamp(result)
         return result
 
-    def _unclamped(self, *values: Tensor) -> Tensor:
+    def _compute_unclamped(self, *values: Tensor) -> Tensor:
         """Return the float value before the folded activations."""
         raise NotImplementedError
 
@@ -56,7 +56,7 @@ class MatMul(Step):
     bias: Tensor | None = None
     geometry: Geometry | None = None
 
-    def _unclamped(self, *values: Tensor) -> Tensor:
+    def _compute_unclamped(self, *values: Tensor) -> Tensor:
         (value,) = values
         if self.geometry is None:
             return F.linear(value, self.weight, self.bias)
@@ -70,7 +70,7 @@ class Sum(Step):
 
     signs: tuple[float, float]
 
-    def _unclamped(self, *values: Tensor) -> Tensor:
+    def _compute_unclamped(self, *values: Tensor) -> Tensor:
         (a, b), (sign_a, sign_b) = values, self.signs
         return a * sign_a + b * sign_b
 
@@ -78,7 +78,7 @@ class Sum(Step):
 class Mul(Step):
     """The elementwise product of two values, with broadcasting."""
 
-    def _unclamped(self, *values: Tensor) -> Tensor:
+    def _compute_unclamped(self, *values: Tensor) -> Tensor:
         a, b = values
         return a * b
 
@@ -86,7 +86,7 @@ class Mul(Step):
 class Concatenation(Step):
     """The concatenation of several values along their channels."""
 
-    def _unclamped(self, *values: Tensor) -> Tensor:
+    def _compute_unclamped(self, *values: Tensor) -> Tensor:
         return torch.cat(values, 1)
 
 
@@ -96,7 +96,7 @@ class Table(Step):
 
     function: Callable[[Tensor], Tensor]
 
-    def _unclamped(self, *values: Tensor) -> Tensor:
+    def _compute_unclamped(self, *values: Tensor) -> Tensor:
         return self.function(*values)
 
 
@@ -107,7 +107,7 @@ class Pool(Step):
     geometry: Geometry
     is_maximum: bool
 
-    def _unclamped(self, *values: Tensor) -> Tensor:
+    def _compute_unclamped(self, *values: Tensor) -> Tensor:
         (value,) = values
         g = self.geometry
         if self.is_maximum:
@@ -118,6 +118,6 @@ class Pool(Step):
 class Reshape(Step):
     """A reshape in which the first dimension remains the batch."""
 
-    def _unclamped(self, *values: Tensor) -> Tensor:
+    def _compute_unclamped(self, *values: Tensor) -> Tensor:
         (value,) = values
         return value.reshape(len(value), *self.shape[1:])

@@ -55,7 +55,7 @@ def to_c(model: IntegerModel, *, name: str = "network") -> CProgram:
         raise ValueError(f"expected a C identifier that starts with a letter, got {name!r}")
     kernels = files("tinyml.integer").joinpath("kernels.c").read_text()
     sizes = [math.prod(shape) for shape in model.shapes]
-    offsets, arena = _offsets(model, sizes)
+    offsets, arena = _assign_offsets(model, sizes)
     arrays = _Arrays()
     body: list[str] = []
     for number, (layer, sources) in enumerate(zip(model.layers, model.sources, strict=True)):
@@ -138,7 +138,7 @@ class _Call:
     output_shape: tuple[int, ...]
 
 
-def _matmul(layer: layers.IntegerMatMul, call: _Call, arrays: _Arrays) -> list[str]:
+def _write_matmul(layer: layers.IntegerMatMul, call: _Call, arrays: _Arrays) -> list[str]:
     named = {"weight": "int8_t", "bias": "int32_t", "multiplier": "int32_t", "shift": "uint8_t"}
     parts = [
         arrays.add(f"{key}_{call.number}", kind, getattr(layer, key)) for key, kind in named.items()
@@ -147,84 +147,88 @@ def _matmul(layer: layers.IntegerMatMul, call: _Call, arrays: _Arrays) -> list[s
     before, after = call.input_shapes[0], call.output_shape
     if layer.geometry is None:
         rows, width = math.prod(before[:-1]), before[-1]
-        return [f"multiply({pointers}, {_comma([layer.after.zero, rows, width, after[-1]])});"]
+        return [
+            f"multiply({pointers}, {_join_numbers([layer.after.zero, rows, width, after[-1]])});"
+        ]
     g = layer.geometry
     numbers = [
         layer.before.zero, layer.after.zero, *before, after[0],
         *g.kernel, *g.stride, *g.padding, *g.dilation, g.groups, *after[1:],
     ]  # fmt: skip
-    return [f"convolve({pointers}, {_comma(numbers)});"]
+    return [f"convolve({pointers}, {_join_numbers(numbers)});"]
 
 
-def _pool(layer: layers.IntegerPool, call: _Call, _: _Arrays) -> list[str]:
+def _write_pool(layer: layers.IntegerPool, call: _Call, _: _Arrays) -> list[str]:
     g = layer.geometry
     shapes = [*call.input_shapes[0], *g.kernel, *g.stride, *g.padding, *call.output_shape[1:]]
     numbers = [*shapes, int(layer.is_maximum), layer.scale.zero]
-    return [f"pool({call.inputs[0]}, {call.output}, {_comma(numbers)});"]
+    return [f"pool({call.inputs[0]}, {call.output}, {_join_numbers(numbers)});"]
 
 
-def _table(layer: layers.IntegerTable, call: _Call, arrays: _Arrays) -> list[str]:
+def _write_table(layer: layers.IntegerTable, call: _Call, arrays: _Arrays) -> list[str]:
     table = arrays.add(f"table_{call.number}", "int8_t", layer.table)
     value = f"{table}[({call.inputs[0]})[i] + 128]"
-    return [_loop(math.prod(call.output_shape), call.output, value)]
+    return [_write_loop(math.prod(call.output_shape), call.output, value)]
 
 
-def _reshape(_: layers.IntegerReshape, call: _Call, __: _Arrays) -> list[str]:
+def _write_reshape(_: layers.IntegerReshape, call: _Call, __: _Arrays) -> list[str]:
     return [f"memmove({call.output}, {call.inputs[0]}, {math.prod(call.output_shape)});"]
 
 
-def _sum(layer: layers.IntegerSum, call: _Call, _: _Arrays) -> list[str]:
-    total = " + ".join(_scaled_terms(layer, call))
-    return [_loop(math.prod(call.output_shape), call.output, _requantized(total, layer))]
+def _write_sum(layer: layers.IntegerSum, call: _Call, _: _Arrays) -> list[str]:
+    total = " + ".join(_write_scaled_terms(layer, call))
+    return [_write_loop(math.prod(call.output_shape), call.output, _requantize_in_c(total, layer))]
 
 
-def _cat(layer: layers.IntegerCat, call: _Call, _: _Arrays) -> list[str]:
+def _write_cat(layer: layers.IntegerCat, call: _Call, _: _Arrays) -> list[str]:
     lines = []
     start = 0
-    for term, shape in zip(_scaled_terms(layer, call), call.input_shapes, strict=True):
+    for term, shape in zip(_write_scaled_terms(layer, call), call.input_shapes, strict=True):
         size = math.prod(shape)
-        lines.append(_loop(size, f"{call.output} + {start}", _requantized(term, layer)))
+        lines.append(_write_loop(size, f"{call.output} + {start}", _requantize_in_c(term, layer)))
         start += size
     return lines
 
 
-def _mul(layer: layers.IntegerMul, call: _Call, _: _Arrays) -> list[str]:
+def _write_mul(layer: layers.IntegerMul, call: _Call, _: _Arrays) -> list[str]:
     indices = [_broadcast(call.output_shape, shape) for shape in call.input_shapes]
-    values = _centered(layer, call, indices)
+    values = _write_centered(layer, call, indices)
     product = f"(int64_t){' * '.join(values)} * {int(layer.multiplier)}"
-    return [_loop(math.prod(call.output_shape), call.output, _requantized(product, layer))]
+    return [
+        _write_loop(math.prod(call.output_shape), call.output, _requantize_in_c(product, layer))
+    ]
 
 
 #: For each kind of layer, the C statements that compute it.
 _STATEMENTS: dict[type[nn.Module], Callable[[Any, _Call, _Arrays], list[str]]] = {
-    layers.IntegerMatMul: _matmul,
-    layers.IntegerPool: _pool,
-    layers.IntegerTable: _table,
-    layers.IntegerReshape: _reshape,
-    layers.IntegerSum: _sum,
-    layers.IntegerCat: _cat,
-    layers.IntegerMul: _mul,
+    layers.IntegerMatMul: _write_matmul,
+    layers.IntegerPool: _write_pool,
+    layers.IntegerTable: _write_table,
+    layers.IntegerReshape: _write_reshape,
+    layers.IntegerSum: _write_sum,
+    layers.IntegerCat: _write_cat,
+    layers.IntegerMul: _write_mul,
 }
 
 
-def _centered(layer: layers.RescaledValues, call: _Call, indices: Sequence[str]) -> list[str]:
+def _write_centered(layer: layers.RescaledValues, call: _Call, indices: Sequence[str]) -> list[str]:
     """Return C code of q_i - Z_i for the element of each input at its index."""
     terms = zip(call.inputs, indices, layer.zeros, strict=True)
     return [f"(({name})[{index}] - ({zero}))" for name, index, zero in terms]
 
 
-def _scaled_terms(layer: layers.RescaledValues, call: _Call) -> list[str]:
+def _write_scaled_terms(layer: layers.RescaledValues, call: _Call) -> list[str]:
     """Return C code of m_i (q_i - Z_i) for element i of each input."""
-    values = _centered(layer, call, ["i"] * len(call.inputs))
+    values = _write_centered(layer, call, ["i"] * len(call.inputs))
     pairs = zip(values, layer.multiplier.tolist(), strict=True)
     return [f"(int64_t){value} * ({multiplier})" for value, multiplier in pairs]
 
 
-def _requantized(value: str, layer: layers.RescaledValues) -> str:
-    return f"requantized({value}, {_comma([int(layer.shift), layer.after.zero])})"
+def _requantize_in_c(value: str, layer: layers.RescaledValues) -> str:
+    return f"requantized({value}, {_join_numbers([int(layer.shift), layer.after.zero])})"
 
 
-def _loop(size: int, output: str, value: str) -> str:
+def _write_loop(size: int, output: str, value: str) -> str:
     return f"for (int i = 0; i < {size}; i++) ({output})[i] = {value};"
 
 
@@ -243,7 +247,7 @@ def _broadcast(first: tuple[int, ...], second: tuple[int, ...]) -> str:
     return " + ".join(terms) or "0"
 
 
-def _offsets(model: IntegerModel, sizes: list[int]) -> tuple[list[int], int]:
+def _assign_offsets(model: IntegerModel, sizes: list[int]) -> tuple[list[int], int]:
     """Return the offset of each value and the size of the arena, by first fit among live values."""
     last_use = model.last_use | {len(sizes) - 1: len(sizes)}
     offsets: list[int] = []
@@ -259,5 +263,5 @@ def _offsets(model: IntegerModel, sizes: list[int]) -> tuple[list[int], int]:
     return offsets, max(offset + size for offset, size in zip(offsets, sizes, strict=True))
 
 
-def _comma(numbers: Iterable[int]) -> str:
+def _join_numbers(numbers: Iterable[int]) -> str:
     return ", ".join(str(number) for number in numbers)

@@ -81,21 +81,21 @@ class _Writer:
         else:
             floats = []
             for i, (name, params) in enumerate(inputs):
-                floats.append(self._dequantize(name, params, f"{number}_{i}"))
+                floats.append(self._add_dequantize(name, params, f"{number}_{i}"))
             result = _FLOAT_NODES[type(layer)](self, layer, floats, number)
             self._add_node("QuantizeLinear", [result, *self._add_params(after, number)], output)
 
-    def _sum(self, layer: layers.IntegerSum, floats: list[str], number: int) -> str:
+    def _add_sum(self, layer: layers.IntegerSum, floats: list[str], number: int) -> str:
         is_sum = bool((layer.multiplier >= 0).all())  # only the second value may be subtracted
         return self._add_node("Add" if is_sum else "Sub", floats, f"value_{number}")
 
-    def _cat(self, _: layers.IntegerCat, floats: list[str], number: int) -> str:
+    def _add_cat(self, _: layers.IntegerCat, floats: list[str], number: int) -> str:
         return self._add_node("Concat", floats, f"value_{number}", axis=1)
 
-    def _mul(self, _: layers.IntegerMul, floats: list[str], number: int) -> str:
+    def _add_mul(self, _: layers.IntegerMul, floats: list[str], number: int) -> str:
         return self._add_node("Mul", floats, f"value_{number}")
 
-    def _pool(self, layer: layers.IntegerPool, floats: list[str], number: int) -> str:
+    def _add_pool(self, layer: layers.IntegerPool, floats: list[str], number: int) -> str:
         g = layer.geometry
         window = {
             "kernel_shape": list(g.kernel),
@@ -114,7 +114,7 @@ class _Writer:
             "Add", [mean, self._add_constant(f"up_{number}", up)], f"value_{number}"
         )
 
-    def _matmul(self, layer: layers.IntegerMatMul, floats: list[str], number: int) -> str:
+    def _add_matmul(self, layer: layers.IntegerMatMul, floats: list[str], number: int) -> str:
         before, after = layer.before, layer.after
         # m / 2^s = S_w S_in / S_out. The bias contains -Z sum(w), which this form does not include.
         factor = layer.multiplier.double() * torch.exp2(-layer.shift.double())
@@ -153,7 +153,7 @@ class _Writer:
             group=g.groups,
         )
 
-    def _dequantize(self, name: str, params: QuantParams, label: str) -> str:
+    def _add_dequantize(self, name: str, params: QuantParams, label: str) -> str:
         inputs = [name, *self._add_params(params, label)]
         return self._add_node("DequantizeLinear", inputs, f"float_{label}")
 
@@ -176,9 +176,9 @@ class _Writer:
 
 #: For each kind of layer between `DequantizeLinear` and `QuantizeLinear`, its float nodes.
 _FLOAT_NODES: dict[type, Callable[[_Writer, Any, list[str], int], str]] = {
-    layers.IntegerMatMul: _Writer._matmul,
-    layers.IntegerSum: _Writer._sum,
-    layers.IntegerCat: _Writer._cat,
-    layers.IntegerMul: _Writer._mul,
-    layers.IntegerPool: _Writer._pool,
+    layers.IntegerMatMul: _Writer._add_matmul,
+    layers.IntegerSum: _Writer._add_sum,
+    layers.IntegerCat: _Writer._add_cat,
+    layers.IntegerMul: _Writer._add_mul,
+    layers.IntegerPool: _Writer._add_pool,
 }

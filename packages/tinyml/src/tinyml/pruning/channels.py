@@ -14,15 +14,15 @@ import torch
 from torch import Tensor, nn
 
 from tinyml.adapters.insertion import require_no_adapters
-from tinyml.conversion import dense_copy
-from tinyml.layers import is_conv1d, protected_modules
+from tinyml.conversion import make_dense_copy
+from tinyml.layers import find_protected_modules, is_conv1d
 from tinyml.pruning.config_sizes import update_config
 from tinyml.pruning.equality import check_equal
 from tinyml.pruning.groups import Group, SizeUse
-from tinyml.pruning.importance import Criterion, Loss, check_criterion, parameter_of, rank_units
+from tinyml.pruning.importance import Criterion, Loss, check_criterion, get_tensor, rank_units
 from tinyml.pruning.rules import RULES
 from tinyml.pruning.units import Walk
-from tinyml.validation import suggestion
+from tinyml.validation import format_suggestion
 
 
 def prune_channels(
@@ -63,8 +63,8 @@ def prune_channels(
         raise ValueError(f"expected scope 'group' or 'global', got {scope!r}")
     if scope == "global" and isinstance(sparsity, Mapping):
         raise ValueError("expected one sparsity for scope='global', got a mapping of layers")
-    model, walk, groups = _ranked_copy(model, inputs, criterion, loss)
-    protected = protected_modules(model, protect)
+    model, walk, groups = _make_ranked_copy(model, inputs, criterion, loss)
+    protected = find_protected_modules(model, protect)
     chosen = [g for g in groups if not protected & {piece.layer for piece in g.slices}]
     fractions, default = (sparsity, 0.0) if isinstance(sparsity, Mapping) else ({}, sparsity)
     for fraction in (default, *fractions.values()):
@@ -72,13 +72,13 @@ def prune_channels(
             raise ValueError(f"expected 0 <= sparsity < 1, got {fraction}")
     _check_names(fractions, walk, chosen)
     if criterion == "bn_scale":
-        chosen = _groups_with_batch_norm(chosen, fractions)
+        chosen = _find_groups_with_batch_norm(chosen, fractions)
     new_sizes: dict[Group, int] = {}
     for group in chosen:
         fraction = max(fractions.get(name, default) for name in group.writers)
         new_sizes[group] = max(1, group.size - round(fraction * group.size))
     if scope == "global":
-        new_sizes = _global_sizes(chosen, default)
+        new_sizes = _compute_global_sizes(chosen, default)
     keep = {g: g.order[: new_sizes.get(g, g.size)].sort().values for g in groups}
     return _select_units(model, walk, keep, inputs)
 
@@ -88,29 +88,31 @@ def _check_names(names: Collection[str], walk: Walk, chosen: Sequence[Group]) ->
     writers = sorted({name for group in chosen for name in group.writers})
     for name in names:
         if name not in writers:
-            reason = _reason_against(name, walk)
+            reason = _explain_refusal(name, walk)
             raise ValueError(
                 f"expected names among {writers}, got {name!r}"
                 f"{reason and f', whose channels cannot be removed: {reason}'}"
-                f"{suggestion(name, writers)}"
+                f"{format_suggestion(name, writers)}"
             )
 
 
-def _reason_against(name: str, walk: Walk) -> str:
+def _explain_refusal(name: str, walk: Walk) -> str:
     """Return why the channels of a layer cannot be removed; empty if it is not such a layer."""
-    group = next((group for group in walk.groups() if name in group.writers), None)
+    group = next((group for group in walk.list_groups() if name in group.writers), None)
     if group is None:
         return walk.layers_without_units.get(name, "")
     if group.blocked_by:
         return group.blocked_by
     if group.size == 1:
         return "only one unit is left"
-    if not group.layers("reader"):
+    if not group.list_layers("reader"):
         return "no layer reads them"
     return "they are shared with a layer in protect"
 
 
-def _groups_with_batch_norm(groups: Sequence[Group], fractions: Mapping[str, float]) -> list[Group]:
+def _find_groups_with_batch_norm(
+    groups: Sequence[Group], fractions: Mapping[str, float]
+) -> list[Group]:
     """Return the groups with a batch normalization whose scales are not all zero."""
     chosen = [group for group in groups if (group.scores > 0).any()]
     others = {name for group in groups if group not in chosen for name in group.writers}
@@ -123,7 +125,7 @@ def _groups_with_batch_norm(groups: Sequence[Group], fractions: Mapping[str, flo
     return chosen
 
 
-def _global_sizes(groups: Sequence[Group], sparsity: float) -> dict[Group, int]:
+def _compute_global_sizes(groups: Sequence[Group], sparsity: float) -> dict[Group, int]:
     """Return the number of units that remain in each group if all units are ranked together."""
     sizes = {group: group.size for group in groups}
     ranked: list[tuple[float, int]] = []
@@ -143,27 +145,27 @@ def _global_sizes(groups: Sequence[Group], sparsity: float) -> dict[Group, int]:
 
 def sort_channels(model: nn.Module, *inputs: Any) -> nn.Module:
     """Return a copy with the same function, whose units are sorted by importance in each group."""
-    model, walk, groups = _ranked_copy(model, inputs)
+    model, walk, groups = _make_ranked_copy(model, inputs)
     return _select_units(model, walk, {group: group.order for group in groups}, inputs)
 
 
-def channel_groups(model: nn.Module, *inputs: Any) -> list[Group]:
+def list_channel_groups(model: nn.Module, *inputs: Any) -> list[Group]:
     """Return the groups of units that can be removed, in the order in which they are written."""
-    return _ranked_copy(model, inputs)[2]
+    return _make_ranked_copy(model, inputs)[2]
 
 
-def _ranked_copy(
+def _make_ranked_copy(
     model: nn.Module,
     inputs: tuple[Any, ...],
     criterion: Criterion = "wanda",
     loss: Loss | None = None,
 ) -> tuple[nn.Module, Walk, list[Group]]:
     """Return a dense copy, its walk, and the groups whose units can be removed, with scores."""
-    model = dense_copy(model)
+    model = make_dense_copy(model)
     require_no_adapters(model)  # their rank would change
     walk = Walk(model, inputs, RULES)
-    written = [group for group in walk.groups() if group.writers]
-    groups = [g for g in written if not g.blocked_by and g.layers("reader") and g.size > 1]
+    written = [group for group in walk.list_groups() if group.writers]
+    groups = [g for g in written if not g.blocked_by and g.list_layers("reader") and g.size > 1]
     if not groups:
         reasons = {group.writers[0]: group.blocked_by for group in written if group.blocked_by}
         reasons |= walk.layers_without_units
@@ -181,9 +183,9 @@ def _select_units(
     model: nn.Module, walk: Walk, keep: Mapping[Group, Tensor], inputs: tuple[Any, ...]
 ) -> nn.Module:
     """Reduce `model` in place to the kept units, in the given order, check and return it."""
-    attributes = _new_sizes(model, walk, keep)
+    attributes = _compute_new_sizes(model, walk, keep)
     zeroed = copy.deepcopy(model)
-    chosen = _chosen_elements(keep, zeroed)
+    chosen = _choose_elements(keep, zeroed)
     for (name, axis), pieces in chosen.items():
         _select(model, name, axis, pieces)
     old_sizes = [getattr(model.get_submodule(path), key) for path, key in attributes]
@@ -194,7 +196,7 @@ def _select_units(
     return model
 
 
-def _chosen_elements(
+def _choose_elements(
     keep: Mapping[Group, Tensor], zeroed: nn.Module
 ) -> dict[tuple[str, int], list[tuple[int, int, Tensor]]]:
     """Return the elements to keep of each tensor and axis as a list of (start, stop, indices).
@@ -212,7 +214,7 @@ def _chosen_elements(
             pieces = chosen.setdefault((piece.tensor, piece.axis), [])
             pieces.append((piece.start, piece.start + size, elements + piece.start))
             if piece.role == "reader":
-                read = parameter_of(zeroed, piece.tensor).narrow(piece.axis, piece.start, size)
+                read = get_tensor(zeroed, piece.tensor).narrow(piece.axis, piece.start, size)
                 is_removed = removed.repeat_interleave(piece.width).to(read.device)
                 read.index_fill_(piece.axis, is_removed.nonzero().flatten(), 0)
     return chosen
@@ -222,7 +224,7 @@ def _select(
     model: nn.Module, name: str, axis: int, pieces: Sequence[tuple[int, int, Tensor]]
 ) -> None:
     """Keep the chosen elements of each piece of a tensor, and all elements between the pieces."""
-    tensor = parameter_of(model, name)
+    tensor = get_tensor(model, name)
     end = 0
     parts: list[Tensor] = []
     for start, stop, elements in sorted(pieces, key=lambda piece: piece[:2]):
@@ -233,14 +235,14 @@ def _select(
     _replace(model.get_submodule(layer), key, tensor.index_select(axis, index.to(tensor.device)))
 
 
-def _new_sizes(
+def _compute_new_sizes(
     model: nn.Module, walk: Walk, keep: Mapping[Group, Tensor]
 ) -> dict[tuple[str, str], int]:
     """Return the attributes (module, name) that count units, with their new numbers of units."""
     new_sizes: dict[tuple[str, str], int] = {}
     for source, uses in walk.size_uses.items():
         old_size: int = getattr(model.get_submodule(source.module), source.name)
-        sizes = {use: _new_size(use, old_size, walk, keep) for use in uses}
+        sizes = {use: _compute_new_size(use, old_size, walk, keep) for use in uses}
         changed = next((use for use, size in sizes.items() if size != old_size), None)
         if changed is None:
             continue
@@ -255,7 +257,7 @@ def _new_sizes(
     return new_sizes
 
 
-def _new_size(use: SizeUse, old_size: int, walk: Walk, keep: Mapping[Group, Tensor]) -> int:
+def _compute_new_size(use: SizeUse, old_size: int, walk: Walk, keep: Mapping[Group, Tensor]) -> int:
     """Return the size after the removal, or `old_size` if it does not count units."""
     if not use.parts:
         return old_size

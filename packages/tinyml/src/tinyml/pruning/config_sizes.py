@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tinyml.compressed_weight import called_by_save_pretrained
+from tinyml.compressed_weight import is_called_by_save_pretrained
 
 #: Keys of a configuration, each with a new number.
 _Sizes = dict[str, int]
@@ -48,7 +48,7 @@ def update_config(
 
 
 def _update(small: Any, dense: Any, read_integers: set[tuple[str, str]]) -> None:
-    if _tensor_shapes(small) == _tensor_shapes(dense):
+    if _get_tensor_shapes(small) == _get_tensor_shapes(dense):
         return
     changes = _find_changes(small, dense, read_integers)
     if changes is None:
@@ -74,13 +74,13 @@ def _find_changes(
     The second value contains the attributes (module, name) of the model with this configuration
     that differ from those of `small` and that the code was not seen to read.
     """
-    head_dim = _unstated_head_dim(dense)
+    head_dim = _find_unstated_head_dim(dense)
     before = _build_with_sizes(dense, head_dim)
     if before is None:
         return None
     # Attributes that do not follow from the configuration, such as the data type of a layer.
-    unrelated = _differing_keys(_attributes(before), _attributes(dense))
-    options = _candidate_changes(before, small, dense, head_dim)
+    unrelated = _find_differing_keys(_get_attributes(before), _get_attributes(dense))
+    options = _list_candidate_changes(before, small, dense, head_dim)
     lengths = [len(options), *range(1, len(options))]
     subsets = itertools.chain.from_iterable(itertools.combinations(options, n) for n in lengths)
     # A subset with two numbers for one key has the same effect as a smaller one.
@@ -88,10 +88,10 @@ def _find_changes(
     for subset in itertools.islice(distinct, _MAX_SETS):
         for sizes in (dict(subset), head_dim | dict(subset)) if head_dim else (dict(subset),):
             built = _build_with_sizes(dense, sizes)
-            if built is None or _tensor_shapes(built) != _tensor_shapes(small):
+            if built is None or _get_tensor_shapes(built) != _get_tensor_shapes(small):
                 continue
-            wrong = _differing_keys(_attributes(built), _attributes(small)) - unrelated
-            unread = {key: value for key, value in _attributes(built).items() if key in wrong}
+            wrong = _find_differing_keys(_get_attributes(built), _get_attributes(small)) - unrelated
+            unread = {key: value for key, value in _get_attributes(built).items() if key in wrong}
             if wrong == unread.keys() and not any(
                 key in read_integers or type(value) is not int for key, value in unread.items()
             ):
@@ -99,7 +99,7 @@ def _find_changes(
     return None
 
 
-def _candidate_changes(
+def _list_candidate_changes(
     before: nn.Module, small: nn.Module, dense: Any, head_dim: _Sizes
 ) -> list[tuple[str, int]]:
     """Return the keys and new numbers that change only tensors whose sizes differ in `small`.
@@ -109,12 +109,12 @@ def _candidate_changes(
     number may receive any new size. Numbers that are invalid alone are included, because they may
     be valid with other changes.
     """
-    new_shapes = _tensor_shapes(small)
+    new_shapes = _get_tensor_shapes(small)
     changes = set()
-    for name, shape in _tensor_shapes(dense).items():
+    for name, shape in _get_tensor_shapes(dense).items():
         changes |= set(zip(shape, new_shapes[name], strict=True))
     ratios = {Fraction(new, old) for old, new in changes if old != new}
-    wrong = _differing_keys(_tensor_shapes(before), new_shapes)
+    wrong = _find_differing_keys(_get_tensor_shapes(before), new_shapes)
     options: list[tuple[str, int]] = []
     for key, value in vars(dense.config).items():
         if key.endswith("_token_id"):
@@ -128,15 +128,15 @@ def _candidate_changes(
         for number in sorted(numbers - {value}):
             built = _build_with_sizes(dense, head_dim | {key: number})
             if built is not None:
-                shapes = _tensor_shapes(built)
-                has_effect = shapes != _tensor_shapes(before)
-                if not has_effect or not _differing_keys(shapes, new_shapes) <= wrong:
+                shapes = _get_tensor_shapes(built)
+                has_effect = shapes != _get_tensor_shapes(before)
+                if not has_effect or not _find_differing_keys(shapes, new_shapes) <= wrong:
                     continue
             options.append((key, number))
     return options
 
 
-def _unstated_head_dim(dense: Any) -> _Sizes:
+def _find_unstated_head_dim(dense: Any) -> _Sizes:
     """Return {"head_dim": width} if all heads have one width and the configuration has none."""
     widths = {getattr(module, "head_dim", None) for module in dense.modules()} - {None}
     if len(widths) != 1 or getattr(dense.config, "head_dim", None) is not None:
@@ -158,12 +158,12 @@ def _build_with_sizes(model: Any, sizes: _Sizes) -> nn.Module | None:
         return None
 
 
-def _tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+def _get_tensor_shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     named = itertools.chain(model.named_parameters(), model.named_buffers())
     return {name: tuple(tensor.shape) for name, tensor in named}
 
 
-def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
+def _get_attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
     """Return the public plain attributes of all modules, by module and name."""
     return {
         (path, key): value
@@ -173,12 +173,12 @@ def _attributes(model: nn.Module) -> dict[tuple[str, str], Any]:
     }
 
 
-def _differing_keys(first: dict[Any, Any], second: dict[Any, Any]) -> set[Any]:
+def _find_differing_keys(first: dict[Any, Any], second: dict[Any, Any]) -> set[Any]:
     return {key for key in first.keys() | second.keys() if first.get(key) != second.get(key)}
 
 
 def _refuse_save_pretrained(model: nn.Module, *_: Any) -> None:
-    if called_by_save_pretrained():
+    if is_called_by_save_pretrained():
         check_described_by_config(model)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from tinyml.conversion import evaluation_mode
-from tinyml.exported import tensors_in
+from tinyml.exported import list_tensors
 from tinyml.quantization.grid import widen
 
 _LONGEST = 1025  # the largest length, unless the example is longer
@@ -38,12 +38,12 @@ def check_equal(
     small, dense, inputs, is_double = _as_double(small, dense, inputs)
     with evaluation_mode(small), evaluation_mode(dense):
         example = _make_call(inputs)
-        _check_call(small, example, tensors_in(example(dense)), is_double)
+        _check_call(small, example, list_tensors(example(dense)), is_double)
         # Indices out of bounds are an error on a CPU, but make a GPU unusable for the process.
-        for calls in _variants(inputs, sizes) if is_double else ():
+        for calls in _iter_variants(inputs, sizes) if is_double else ():
             for call in calls:
                 try:
-                    expected = tensors_in(call(dense))
+                    expected = list_tensors(call(dense))
                 except Exception:  # the model's own code may raise anything
                     continue
                 _check_call(small, call, expected, is_double)
@@ -95,9 +95,9 @@ def _make_cached_call(tokens: Tensor) -> _Call:
     return call
 
 
-def _variants(inputs: tuple[Any, ...], sizes: Sequence[int]) -> Iterator[list[_Call]]:
+def _iter_variants(inputs: tuple[Any, ...], sizes: Sequence[int]) -> Iterator[list[_Call]]:
     """Yield lists of alternative calls; the first that the dense model accepts is compared."""
-    first = next(iter(tensors_in(inputs)), None)
+    first = next(iter(list_tensors(inputs)), None)
     if first is None or not first.dim():
         return
     longer_inputs = [[inputs]]
@@ -118,7 +118,7 @@ def _variants(inputs: tuple[Any, ...], sizes: Sequence[int]) -> Iterator[list[_C
         if first.dim() == 2 and not first.is_floating_point():
             for alternatives in longer_inputs:
                 resized = [_resize(variant, 0, batch)[0] for variant in alternatives]
-                yield [_make_cached_call(tensors_in(variant)[0]) for variant in resized]
+                yield [_make_cached_call(list_tensors(variant)[0]) for variant in resized]
 
 
 def _resize(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ...]]:
@@ -129,7 +129,7 @@ def _resize(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ...
     variant, the repetitions of the first tensor differ, because equal tokens hide how attention
     mixes them. The second repeats exactly, because the model may not accept other values.
     """
-    first = tensors_in(inputs)[0]
+    first = list_tensors(inputs)[0]
     old_size = first.shape[dim]
     positions = torch.arange(size, device="cpu")
 
@@ -156,18 +156,20 @@ def _resize(inputs: tuple[Any, ...], dim: int, size: int) -> list[tuple[Any, ...
 def _check_call(small: nn.Module, call: _Call, expected: list[Tensor], is_double: bool) -> None:
     """Raise `ValueError` unless the outputs of `call(small)` are close to `expected`."""
     try:
-        outputs = tensors_in(call(small))
+        outputs = list_tensors(call(small))
     except Exception as error:  # the model's own code may raise anything
-        raise _size_error(small, str(error)) from error
+        raise _make_size_error(small, str(error)) from error
     is_close = len(outputs) == len(expected) and all(
         _is_close(ours, theirs, is_double) for ours, theirs in zip(outputs, expected, strict=True)
     )
     if not is_close:
         shape = tuple(expected[0].shape) if expected else ()
-        raise _size_error(small, f"outputs of shape {shape} are not those of the model with zeros")
+        raise _make_size_error(
+            small, f"outputs of shape {shape} are not those of the model with zeros"
+        )
 
 
-def _size_error(model: nn.Module, why: str) -> ValueError:
+def _make_size_error(model: nn.Module, why: str) -> ValueError:
     return ValueError(
         f"{type(model).__name__} does not compute the same after pruning ({why}); if its forward "
         "contains a size as a number, read it from the tensor's shape; remove values that are "

@@ -61,14 +61,14 @@ class Group:
     #: The importance of each unit; -1 for units that are always zero.
     scores: Tensor = field(default_factory=lambda: torch.empty(0))
 
-    def layers(self, role: str) -> list[str]:
+    def list_layers(self, role: str) -> list[str]:
         """Return the names of the layers with a slice of this role, without duplicates."""
         return list(dict.fromkeys(s.layer for s in self.slices if s.role == role))
 
     @property
     def writers(self) -> list[str]:
         """Return the names of the layers that produce the units."""
-        return self.layers("writer")
+        return self.list_layers("writer")
 
     def coarsen(self, size: int) -> None:
         """Merge neighboring units so that `size` units remain; `size` divides their number."""

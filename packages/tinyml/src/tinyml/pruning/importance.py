@@ -67,8 +67,8 @@ def rank_units(
     for group in groups:
         for piece in group.slices:
             if piece.role != "passer":
-                check_finite(piece.tensor, parameter_of(model, piece.tensor))
-    gradients = {} if loss is None else _gradients(model, loss)
+                check_finite(piece.tensor, get_tensor(model, piece.tensor))
+    gradients = {} if loss is None else _compute_gradients(model, loss)
     with torch.no_grad():
         _rank_by_example(walk, groups, model, inputs)
         if criterion == "wanda":
@@ -87,7 +87,7 @@ def _score(
 ) -> Tensor:
     """Return the contribution of a slice to the score of each unit, (size,) in float64."""
     # The squares of large 16-bit numbers overflow, and those of small ones round to zero.
-    weight = parameter_of(model, piece.tensor).detach().double()
+    weight = get_tensor(model, piece.tensor).detach().double()
     values = weight.square()
     is_counted = piece.role != "passer"
     if criterion == "bn_scale":
@@ -103,7 +103,7 @@ def _score(
     return part.movedim(piece.axis, 0).reshape(size, -1).sum(1)
 
 
-def _gradients(model: nn.Module, loss: Loss) -> dict[str, Tensor]:
+def _compute_gradients(model: nn.Module, loss: Loss) -> dict[str, Tensor]:
     """Return the gradient of `loss(model)` for every parameter that it depends on."""
     named = {n: p for n, p in model.named_parameters() if p.is_floating_point()}
     trained = [parameter.requires_grad for parameter in named.values()]
@@ -119,7 +119,7 @@ def _gradients(model: nn.Module, loss: Loss) -> dict[str, Tensor]:
 
 def _rank_by_example(walk: Walk, groups: Sequence[Group], model: nn.Module, inputs: Any) -> None:
     """Find the dead units and rank the others by the criterion "wanda"."""
-    arguments = walk.graph.arguments(inputs)
+    arguments = walk.graph.list_arguments(inputs)
     probe = _Probe(walk)
     probe.run(*arguments)
     probe.noise = torch.Generator().manual_seed(0)
@@ -138,7 +138,7 @@ def _rank_by_probe(group: Group, model: nn.Module, probe: _Probe) -> None:
         if piece.role != "reader":
             continue
         elements = piece.width * group.size
-        weight = parameter_of(model, piece.tensor).detach().double().cpu()
+        weight = get_tensor(model, piece.tensor).detach().double().cpu()
         rows = weight.narrow(piece.axis, piece.start, elements).movedim(piece.axis, 0).flatten(1)
         power = rows.square().sum(1)
         elements_read = slice(piece.start, piece.start + elements)
@@ -158,7 +158,7 @@ def _set_order(group: Group, scores: Tensor, dead: Tensor, ties: Tensor) -> None
     group.order = order[group.scores[order].argsort(descending=True, stable=True)]
 
 
-def parameter_of(model: nn.Module, name: str) -> Tensor:
+def get_tensor(model: nn.Module, name: str) -> Tensor:
     """Return the parameter or buffer called `name`."""
     layer, _, key = name.rpartition(".")
     tensor: Tensor = getattr(model.get_submodule(layer), key)
@@ -190,8 +190,8 @@ class _Probe(fx.Interpreter):
         self._record(name, by_element.cpu().double())
         if self.noise is None:
             return super().run_node(n)
-        scale = self._noise_scale(name, value)
-        self.env[product.source] = self._noise_like(value, product.dim, scale)
+        scale = self._compute_noise_scale(name, value)
+        self.env[product.source] = self._draw_noise(value, product.dim, scale)
         result = super().run_node(n)
         self.env[product.source] = value
         return result
@@ -203,7 +203,7 @@ class _Probe(fx.Interpreter):
         largest = values.abs().amax(1)
         self.largest[name] = torch.maximum(largest, self.largest.get(name, largest))
 
-    def _noise_scale(self, name: str, value: Tensor) -> float:
+    def _compute_noise_scale(self, name: str, value: Tensor) -> float:
         """Return the scale of the noise that replaces an input of a product.
 
         The scale is the root mean square of the example's input, but at least 1. It is limited, in
@@ -212,7 +212,7 @@ class _Probe(fx.Interpreter):
         limit = torch.finfo(value.dtype).max ** 0.5 / (_NOISE_SCALES[-1] * _LARGEST_NORMAL)
         return min(limit, max(1.0, float(self.squares[name].mean().sqrt())))
 
-    def _noise_like(self, value: Tensor, dim: int, scale: float) -> Tensor:
+    def _draw_noise(self, value: Tensor, dim: int, scale: float) -> Tensor:
         """Return normal numbers, each sample times `scale` and a random one of `_NOISE_SCALES`."""
         noise = torch.randn(value.shape, generator=self.noise, device="cpu")
         sample_shape = [1 if d == dim else length for d, length in enumerate(value.shape)]

@@ -12,16 +12,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from tinyml.conversion import make_dense, plain_copy, warn_of_dense_weights
+from tinyml.conversion import make_dense, make_plain_copy, warn_of_dense_weights
 from tinyml.layers import (
     PRUNABLE,
     check_weights,
-    layers_of,
-    protected_modules,
-    setting_per_layer,
-    weight_of,
+    find_layers,
+    find_protected_modules,
+    get_setting_per_layer,
+    get_weight,
 )
-from tinyml.validation import first_names
+from tinyml.validation import format_first_names
 
 
 class Masks(dict[str, Tensor]):
@@ -30,16 +30,16 @@ class Masks(dict[str, Tensor]):
     @torch.no_grad()
     def apply(self, model: nn.Module) -> None:
         """Zero the pruned weights in place, after validating all names and shapes."""
-        for parameter, mask in self._masked_parameters(model):
+        for parameter, mask in self._match_parameters(model):
             parameter.masked_fill_(~mask.to(parameter.device), 0)  # a product would leave -0.0
 
-    def _masked_parameters(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
+    def _match_parameters(self, model: nn.Module) -> list[tuple[nn.Parameter, Tensor]]:
         """Return the parameters with their masks; raise `ValueError` if the masks do not fit."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
         if missing := sorted(self.keys() - parameters.keys()):
             raise ValueError(
                 f"expected a model with the dense weights of the masks, got one without "
-                f"{first_names(missing)}; apply the masks to the result of prune"
+                f"{format_first_names(missing)}; apply the masks to the result of prune"
             )
         pairs = [(parameters[name], mask) for name, mask in self.items()]
         for name, (parameter, mask) in zip(self, pairs, strict=True):
@@ -55,7 +55,7 @@ class Masks(dict[str, Tensor]):
 
         Raise `ValueError` if `optimizer` trains none of the masked weights.
         """
-        pairs = self._masked_parameters(model)
+        pairs = self._match_parameters(model)
         masked = {parameter for parameter, _ in pairs}
         if masked.isdisjoint(p for group in optimizer.param_groups for p in group["params"]):
             raise ValueError(
@@ -89,22 +89,22 @@ def prune(
     fractions; other layers are unchanged. Layers of the types in `layers` are pruned, except those
     that `protect` names. Biases are never pruned.
     """
-    model = plain_copy(model)
-    fractions = setting_per_layer(sparsity, layers_of(model, layers, protect))
+    model = make_plain_copy(model)
+    fractions = get_setting_per_layer(sparsity, find_layers(model, layers, protect))
     chosen = {name: model.get_submodule(name) for name in fractions}
     check_weights(chosen)
     masks = Masks()
     for name, layer in chosen.items():
         make_dense(model, layer)
         key = f"{name}.weight".lstrip(".")
-        masks[key] = smallest_mask(weight_of(layer).abs(), fractions[name])
+        masks[key] = mask_smallest(get_weight(layer).abs(), fractions[name])
     masks.apply(model)
     if not isinstance(sparsity, Mapping):
-        warn_of_dense_weights(model, protected_modules(model, protect))
+        warn_of_dense_weights(model, find_protected_modules(model, protect))
     return Pruned(model, masks)
 
 
-def smallest_mask(score: Tensor, sparsity: float) -> Tensor:
+def mask_smallest(score: Tensor, sparsity: float) -> Tensor:
     """Return a mask that is False for the round(sparsity * n) smallest of the n scores.
 
     Of equal scores, the first ones are masked. Raise `ValueError` unless 0 <= sparsity <= 1.

@@ -13,31 +13,31 @@ from typing import Any
 
 from torch import fx
 
-from tinyml.exported import ELEMENTWISE, operator_name, shape_of
+from tinyml.exported import ELEMENTWISE, get_operator_name, get_shape
 from tinyml.pruning.groups import Group, Product, Slice, Units
 from tinyml.pruning.units import Walk
 
 
-def _linear(walk: Walk, node: fx.Node, x: fx.Node, weight: Any, bias: Any = None) -> Any:
-    return _product(walk, node, x, weight, bias, (1, 0), -1)
+def _follow_linear(walk: Walk, node: fx.Node, x: fx.Node, weight: Any, bias: Any = None) -> Any:
+    return _follow_product(walk, node, x, weight, bias, (1, 0), -1)
 
 
-def _addmm(walk: Walk, node: fx.Node, bias: Any, x: fx.Node, weight: Any, **_: Any) -> Any:
-    return _product(walk, node, x, weight, bias, (0, 1), -1)
+def _follow_addmm(walk: Walk, node: fx.Node, bias: Any, x: fx.Node, weight: Any, **_: Any) -> Any:
+    return _follow_product(walk, node, x, weight, bias, (0, 1), -1)
 
 
-def _matmul(walk: Walk, node: fx.Node, a: fx.Node, b: fx.Node) -> Any:
-    if walk.name_if_used_once(b) is not None and len(shape_of(b)) == 2:
-        return _product(walk, node, a, b, None, (0, 1), -1)
+def _follow_matmul(walk: Walk, node: fx.Node, a: fx.Node, b: fx.Node) -> Any:
+    if walk.find_name_if_used_once(b) is not None and len(get_shape(b)) == 2:
+        return _follow_product(walk, node, a, b, None, (0, 1), -1)
     first, second = walk.values[a], walk.values[b]
     if first is None or second is None or first.dim != second.dim:
         return walk.block(node)
-    if len(shape_of(a)) != len(shape_of(b)) or first.dim >= len(shape_of(a)) - 2:
+    if len(get_shape(a)) != len(get_shape(b)) or first.dim >= len(get_shape(a)) - 2:
         return walk.block(node)
     return walk.merge(node, [first, second])
 
 
-def _conv(
+def _follow_conv(
     walk: Walk,
     node: fx.Node,
     x: fx.Node,
@@ -48,22 +48,22 @@ def _conv(
     dilation: Any = 1,
     *rest: Any,
 ) -> Any:
-    if len(shape_of(x)) != len(shape_of(weight)):  # the input has no batch dimension
+    if len(get_shape(x)) != len(get_shape(weight)):  # the input has no batch dimension
         return walk.block(node)
     # In a transposed convolution, `dilation` receives the output padding and `rest` the groups.
-    transposed = "transpose" in operator_name(node)
+    transposed = "transpose" in get_operator_name(node)
     groups = rest[0] if rest else 1
     if groups == 1:
         axes = (0, 1) if transposed else (1, 0)
-        return _product(walk, node, x, weight, bias, axes, 1)
+        return _follow_product(walk, node, x, weight, bias, axes, 1)
     units = walk.values[x]
-    names = [walk.name_if_used_once(item) for item in (weight, bias) if item is not None]
+    names = [walk.find_name_if_used_once(item) for item in (weight, bias) if item is not None]
     if None in names:
         return walk.block_product(node, weight, bias)
     if units is None or units.dim != 1:
         return walk.block(node)
-    outputs = shape_of(node)[1]
-    if groups == shape_of(x)[1] and not transposed:
+    outputs = get_shape(node)[1]
+    if groups == get_shape(x)[1] and not transposed:
         expansion = outputs // groups  # the filters per channel of a depthwise convolution
         walk.add_slices(units, [(str(name), 0) for name in names], "passer", expansion)
         return Units(1, tuple((group, extent * expansion) for group, extent in units.parts))
@@ -71,12 +71,12 @@ def _conv(
     group = walk.coarsen_to_blocks(units, groups)
     if group is None:
         return walk.block(node)
-    for name, elements in zip(names, (shape_of(weight)[0], outputs), strict=False):
+    for name, elements in zip(names, (get_shape(weight)[0], outputs), strict=False):
         group.slices.append(Slice(str(name), 0, 0, elements // group.size, "passer"))
     return Units(1, ((group, outputs),))
 
 
-def _product(
+def _follow_product(
     walk: Walk,
     node: fx.Node,
     x: fx.Node,
@@ -90,10 +90,10 @@ def _product(
     `axes` are the axis of the weight that contains its inputs and the axis that contains its
     outputs. Return the units of the outputs.
     """
-    dim = dim % len(shape_of(x))
+    dim = dim % len(get_shape(x))
     units = walk.values[x]
-    name = walk.name_if_used_once(weight)
-    bias_name = None if bias is None else walk.name_if_used_once(bias)
+    name = walk.find_name_if_used_once(weight)
+    bias_name = None if bias is None else walk.find_name_if_used_once(bias)
     if name is None or (bias is not None and bias_name is None):
         return walk.block_product(node, weight, bias)
     if units is not None and units.dim == dim:
@@ -101,7 +101,7 @@ def _product(
     else:
         walk.block(node)
     walk.products[name] = Product(node, x, dim)
-    size = shape_of(weight)[axes[1]]
+    size = get_shape(weight)[axes[1]]
     group = Group(size, [Slice(name, axes[1], 0, 1, "writer")])
     if bias_name is not None:
         group.slices.append(Slice(bias_name, 0, 0, 1, "writer"))
@@ -109,16 +109,16 @@ def _product(
     return Units(dim, ((group, size),))
 
 
-def _batch_norm(walk: Walk, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any:
+def _follow_batch_norm(walk: Walk, node: fx.Node, x: fx.Node, *rest: Any, **_: Any) -> Any:
     units = walk.values[x]
-    names = [walk.name_if_used_once(item) for item in rest[:4] if item is not None]
+    names = [walk.find_name_if_used_once(item) for item in rest[:4] if item is not None]
     if units.dim != 1 or None in names:
         return walk.block(node)
     walk.add_slices(units, [(str(name), 0) for name in names], "passer")
     return units
 
 
-def _group_norm(
+def _follow_group_norm(
     walk: Walk,
     node: fx.Node,
     x: fx.Node,
@@ -128,34 +128,34 @@ def _group_norm(
     *_: Any,
 ) -> Any:
     units = walk.values[x]
-    names = [walk.name_if_used_once(item) for item in (weight, bias) if item is not None]
+    names = [walk.find_name_if_used_once(item) for item in (weight, bias) if item is not None]
     if units.dim != 1 or None in names or walk.coarsen_to_blocks(units, groups) is None:
         return walk.block(node)
     walk.add_slices(units, [(str(name), 0) for name in names], "passer")
     return units
 
 
-def _prelu(walk: Walk, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
+def _follow_prelu(walk: Walk, node: fx.Node, x: fx.Node, weight: fx.Node) -> Any:
     units = walk.values[x]
-    if math.prod(shape_of(weight)) > 1:
-        name = walk.name_if_used_once(weight)
+    if math.prod(get_shape(weight)) > 1:
+        name = walk.find_name_if_used_once(weight)
         if units.dim != 1 or name is None:
             return walk.block(node)
         walk.add_slices(units, [(name, 0)], "passer")
     return units
 
 
-def _elementwise(walk: Walk, node: fx.Node, *_: Any, **__: Any) -> Any:
+def _follow_elementwise(walk: Walk, node: fx.Node, *_: Any, **__: Any) -> Any:
     """Merge the units of values that are broadcast to one shape and combined element by element.
 
     A value without units must be a parameter with an element per unit, or not vary along the units.
     """
-    shape = shape_of(node)
+    shape = get_shape(node)
     with_units = []
     without_units = []
     for source in node.all_input_nodes:
         units = walk.values[source]
-        new_dims = len(shape) - len(shape_of(source))
+        new_dims = len(shape) - len(get_shape(source))
         if units is not None:
             with_units.append(Units(units.dim + new_dims, units.parts))
         else:
@@ -164,16 +164,16 @@ def _elementwise(walk: Walk, node: fx.Node, *_: Any, **__: Any) -> Any:
     if any(units.dim != dim for units in with_units):
         return walk.block(node)
     for source, new_dims in without_units:
-        if dim < new_dims or shape_of(source)[dim - new_dims] == 1:
+        if dim < new_dims or get_shape(source)[dim - new_dims] == 1:
             continue
-        name = walk.name_if_used_once(source)
-        if name is None or shape_of(source)[dim - new_dims] != shape[dim]:
+        name = walk.find_name_if_used_once(source)
+        if name is None or get_shape(source)[dim - new_dims] != shape[dim]:
             return walk.block(node)
         walk.add_slices(with_units[0], [(name, dim - new_dims)], "passer")
     return walk.merge(node, with_units)
 
 
-def _attention(
+def _follow_attention(
     walk: Walk,
     node: fx.Node,
     q: fx.Node,
@@ -186,43 +186,47 @@ def _attention(
     """Merge the heads of queries, keys and values (..., heads, tokens, width)."""
     operands = [walk.values[item] for item in (q, k, v)]
     dims = {units.dim if units is not None else -1 for units in operands}
-    dim_of_heads = len(shape_of(q)) - 3
-    has_mask_per_head = mask is not None and len(shape_of(mask)) > 2 and shape_of(mask)[-3] != 1
+    dim_of_heads = len(get_shape(q)) - 3
+    has_mask_per_head = mask is not None and len(get_shape(mask)) > 2 and get_shape(mask)[-3] != 1
     has_several_parts = any(units is not None and len(units.parts) != 1 for units in operands)
     if dims != {dim_of_heads} or has_mask_per_head or has_several_parts:
         return walk.block(node)
     return walk.merge(node, operands, allow_different_sizes=True)
 
 
-def _window(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+def _follow_window(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     """Pass units on unless the operator pools or resizes their dimension."""
     units = walk.values[x]
-    window_dims = next(int(letter) for letter in operator_name(node) if letter.isdigit())
-    return units if units.dim < len(shape_of(x)) - window_dims else walk.block(node)
+    window_dims = next(int(letter) for letter in get_operator_name(node) if letter.isdigit())
+    return units if units.dim < len(get_shape(x)) - window_dims else walk.block(node)
 
 
-def _pad(walk: Walk, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any, **__: Any) -> Any:
+def _follow_pad(
+    walk: Walk, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any, **__: Any
+) -> Any:
     units = walk.values[x]
-    return units if units.dim < len(shape_of(x)) - len(sizes) // 2 else walk.block(node)
+    return units if units.dim < len(get_shape(x)) - len(sizes) // 2 else walk.block(node)
 
 
-def _other_dim(walk: Walk, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any, **__: Any) -> Any:
+def _follow_other_dim(
+    walk: Walk, node: fx.Node, x: fx.Node, dim: int = 0, *_: Any, **__: Any
+) -> Any:
     """Pass units on unless `dim`, the dimension that the operator changes, is theirs."""
     units = walk.values[x]
-    return walk.block(node) if dim % len(shape_of(x)) == units.dim else units
+    return walk.block(node) if dim % len(get_shape(x)) == units.dim else units
 
 
-def _layer_norm(walk: Walk, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
+def _follow_layer_norm(walk: Walk, node: fx.Node, x: fx.Node, sizes: Sequence[int], *_: Any) -> Any:
     units = walk.values[x]
-    return units if units.dim < len(shape_of(x)) - len(sizes) else walk.block(node)
+    return units if units.dim < len(get_shape(x)) - len(sizes) else walk.block(node)
 
 
-def _mean(
+def _follow_mean(
     walk: Walk, node: fx.Node, x: fx.Node, dims: Any = None, keepdim: bool = False, **_: Any
 ) -> Any:
     """Pass units on unless their dimension is reduced; all are reduced if `dims` is None."""
     units = walk.values[x]
-    rank = len(shape_of(x))
+    rank = len(get_shape(x))
     reduced = {dim % rank for dim in ([dims] if isinstance(dims, int) else dims or range(rank))}
     if units.dim in reduced:
         return walk.block(node)
@@ -230,28 +234,28 @@ def _mean(
     return Units(units.dim - removed_before, units.parts)
 
 
-def _permute(walk: Walk, node: fx.Node, x: fx.Node, order: Sequence[int]) -> Any:
+def _follow_permute(walk: Walk, node: fx.Node, x: fx.Node, order: Sequence[int]) -> Any:
     units = walk.values[x]
     return Units([d % len(order) for d in order].index(units.dim), units.parts)
 
 
-def _transpose(walk: Walk, node: fx.Node, x: fx.Node, a: int = 0, b: int = 1) -> Any:
-    rank = len(shape_of(x))
+def _follow_transpose(walk: Walk, node: fx.Node, x: fx.Node, a: int = 0, b: int = 1) -> Any:
+    rank = len(get_shape(x))
     swapped = {a % rank: b % rank, b % rank: a % rank}
     units = walk.values[x]
     return Units(swapped.get(units.dim, units.dim), units.parts)
 
 
-def _cat(walk: Walk, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> Any:
+def _follow_cat(walk: Walk, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> Any:
     """Join units that are concatenated, or merge units if another dimension is concatenated."""
-    parts = [part for part in parts if math.prod(shape_of(part))]  # an empty cache has no elements
-    dim = dim % len(shape_of(node))
+    parts = [part for part in parts if math.prod(get_shape(part))]  # an empty cache has no elements
+    dim = dim % len(get_shape(node))
     operands = [walk.values[part] for part in parts]
     if all(units is None or units.dim == dim for units in operands):
         joined: list[tuple[Group, int]] = []
         for units, part in zip(operands, parts, strict=True):
             if units is None:
-                extent = shape_of(part)[dim]
+                extent = get_shape(part)[dim]
                 joined.append((Group(1, blocked_by="they are not outputs of a layer"), extent))
             else:
                 joined += units.parts
@@ -261,21 +265,21 @@ def _cat(walk: Walk, node: fx.Node, parts: Sequence[fx.Node], dim: int = 0) -> A
     return walk.merge(node, operands)
 
 
-def _split(walk: Walk, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
+def _follow_split(walk: Walk, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> Any:
     """Divide the units of a fused matrix, such as queries, keys and values, into groups.
 
     Return the units of each piece. A split of another dimension passes the units on to all pieces.
     """
     units = walk.values[x]
-    if dim % len(shape_of(x)) != units.dim:
+    if dim % len(get_shape(x)) != units.dim:
         return [units] * (max(int(user.args[1]) for user in node.users) + 1)  # type: ignore[arg-type]
-    total = shape_of(x)[units.dim]
+    total = get_shape(x)[units.dim]
     (group, extent), *more = units.parts
     group = walk.find(group)
     widths = [sizes] * (total // sizes) if isinstance(sizes, int) else list(sizes)
     is_single = not more and group.size == extent and {s.width for s in group.slices} == {1}
     is_written_only = (
-        not group.blocked_by and not group.layers("reader") and _has_single_consumers(walk, x)
+        not group.blocked_by and not group.list_layers("reader") and _has_single_consumers(walk, x)
     )
     if not is_single or not is_written_only or sum(widths) != total:
         return walk.block(node)
@@ -290,19 +294,19 @@ def _split(walk: Walk, node: fx.Node, x: fx.Node, sizes: Any, dim: int = 0) -> A
     return pieces
 
 
-def _chunk(walk: Walk, node: fx.Node, x: fx.Node, num_chunks: int, dim: int = 0) -> Any:
-    return _split(walk, node, x, -(-shape_of(x)[dim] // num_chunks), dim)
+def _follow_chunk(walk: Walk, node: fx.Node, x: fx.Node, num_chunks: int, dim: int = 0) -> Any:
+    return _follow_split(walk, node, x, -(-get_shape(x)[dim] // num_chunks), dim)
 
 
-def _view(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
+def _follow_view(walk: Walk, node: fx.Node, x: fx.Node, *_: Any, **__: Any) -> Any:
     """Pass units on to the dimension of the result that starts at the same element.
 
     The dimension of the units may be flattened with the dimensions after it, or split, for example
     into (heads, width). For a split, the units are in the first of these dimensions.
     """
     units = walk.values[x]
-    before = shape_of(x)
-    after = shape_of(node)
+    before = get_shape(x)
+    after = get_shape(node)
     size = before[units.dim]
     elements_before = math.prod(before[: units.dim])
     for dim, extent in enumerate(after):
@@ -345,26 +349,26 @@ _OTHER_ELEMENTWISE = (
 RULES: dict[str, Callable[..., Any]] = {
     operator: rule
     for rule, operators in (
-        (_linear, "linear"),
-        (_addmm, "addmm"),
-        (_matmul, "matmul mm bmm"),
-        (_conv, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"),
-        (_batch_norm, "batch_norm _native_batch_norm_legit_no_training"),
-        (_group_norm, "group_norm"),
-        (_layer_norm, "layer_norm rms_norm"),
-        (_prelu, "prelu"),
-        (_attention, "scaled_dot_product_attention"),
-        (_window, _WINDOWS),
-        (_pad, "pad constant_pad_nd"),
-        (_other_dim, "softmax _softmax slice"),
-        (_mean, "mean sum amax amin"),
-        (_permute, "permute"),
-        (_transpose, "transpose t"),
-        (_cat, "cat"),
-        (_split, "split split_with_sizes"),
-        (_chunk, "chunk"),
-        (_view, "view reshape flatten unflatten _unsafe_view squeeze unsqueeze"),
-        (_elementwise, " ".join(sorted(ELEMENTWISE)) + " " + _OTHER_ELEMENTWISE),
+        (_follow_linear, "linear"),
+        (_follow_addmm, "addmm"),
+        (_follow_matmul, "matmul mm bmm"),
+        (_follow_conv, "conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d"),
+        (_follow_batch_norm, "batch_norm _native_batch_norm_legit_no_training"),
+        (_follow_group_norm, "group_norm"),
+        (_follow_layer_norm, "layer_norm rms_norm"),
+        (_follow_prelu, "prelu"),
+        (_follow_attention, "scaled_dot_product_attention"),
+        (_follow_window, _WINDOWS),
+        (_follow_pad, "pad constant_pad_nd"),
+        (_follow_other_dim, "softmax _softmax slice"),
+        (_follow_mean, "mean sum amax amin"),
+        (_follow_permute, "permute"),
+        (_follow_transpose, "transpose t"),
+        (_follow_cat, "cat"),
+        (_follow_split, "split split_with_sizes"),
+        (_follow_chunk, "chunk"),
+        (_follow_view, "view reshape flatten unflatten _unsafe_view squeeze unsqueeze"),
+        (_follow_elementwise, " ".join(sorted(ELEMENTWISE)) + " " + _OTHER_ELEMENTWISE),
     )
     for operator in operators.split()
 }

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tinyml.conversion import dense_copy
-from tinyml.layers import PRUNABLE, check_weights, layers_of, outputs_first
-from tinyml.pruning.magnitude import smallest_mask
+from tinyml.conversion import make_dense_copy
+from tinyml.layers import PRUNABLE, check_weights, find_layers, put_outputs_first
+from tinyml.pruning.magnitude import mask_smallest
 
 Batch = tuple[Any, Any]
 Metric = Callable[[Any, Any], Any]
@@ -28,7 +28,7 @@ class Sensitivity:
 
 def prune_weight(weight: Tensor, sparsity: float) -> Tensor:
     """Return the weight with its smallest magnitudes set to zero: the default of `compress`."""
-    return weight * smallest_mask(weight.abs(), sparsity)
+    return weight * mask_smallest(weight.abs(), sparsity)
 
 
 @torch.no_grad()
@@ -54,12 +54,12 @@ def sensitivity(
     amounts = list(amounts)
     if not batches:
         raise ValueError("expected at least one (inputs, targets) batch, got none")
-    model = dense_copy(model).eval()
-    chosen = layers_of(model, layers, protect)
+    model = make_dense_copy(model).eval()
+    chosen = find_layers(model, layers, protect)
     check_weights(chosen)
     num_samples = sum(len(targets) for _, targets in batches)
 
-    def mean_metric() -> float:
+    def compute_mean_metric() -> float:
         total = sum(float(metric(model(x), targets)) * len(targets) for x, targets in batches)
         return total / num_samples
 
@@ -70,8 +70,8 @@ def sensitivity(
         values[name] = {}
         for amount in amounts:
             # A copy, because `compress` may write into it.
-            trial = compress(outputs_first(layer, dense).clone(), amount)
-            weight.data = outputs_first(layer, trial)
-            values[name][amount] = mean_metric()
+            trial = compress(put_outputs_first(layer, dense).clone(), amount)
+            weight.data = put_outputs_first(layer, trial)
+            values[name][amount] = compute_mean_metric()
         weight.data = dense
-    return Sensitivity(mean_metric(), values)
+    return Sensitivity(compute_mean_metric(), values)

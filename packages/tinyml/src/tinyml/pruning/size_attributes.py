@@ -50,7 +50,7 @@ class SizeReads(TorchFunctionMode):
         for path, module in model.named_modules():
             for name, value in vars(module).items():
                 if type(value) is int:
-                    module.__dict__[name] = _Tagged.of(value, [Source(path, name)], self)
+                    module.__dict__[name] = _Tagged.from_value(value, [Source(path, name)], self)
 
     def record_other_use(self, sources: Iterable[Source], use: str) -> None:
         """Record that these attributes are used other than as sizes, in the operation `use`."""
@@ -66,13 +66,13 @@ class SizeReads(TorchFunctionMode):
         options: Mapping[str, Any] | None = None,
     ) -> Any:
         keywords = dict(options or {})
-        tagged = list(_tagged_in([arguments, keywords]))
+        tagged = list(_iter_tagged([arguments, keywords]))
         untagged_arguments = _untag(arguments)
         untagged_keywords = _untag(keywords)
         if not tagged:
             return function(*untagged_arguments, **untagged_keywords)
         name = getattr(function, "__name__", str(function))
-        sizes = _sizes_by_key(name, arguments)
+        sizes = _get_sizes_by_key(name, arguments)
         for integer in tagged:
             self.read |= {(source.module, source.name) for source in integer.sources}
             if not any(integer is size for size in sizes.values()):
@@ -81,7 +81,7 @@ class SizeReads(TorchFunctionMode):
             return function(*untagged_arguments, **untagged_keywords)
 
 
-def size_sources(node: fx.Node) -> dict[int, tuple[Source, ...]]:
+def get_size_sources(node: fx.Node) -> dict[int, tuple[Source, ...]]:
     """Return the attributes from which the sizes of a node come, by dimension of its result.
 
     For a split, the keys are the positions of the pieces, or -1 if all pieces have one size.
@@ -91,8 +91,8 @@ def size_sources(node: fx.Node) -> dict[int, tuple[Source, ...]]:
     return sources
 
 
-def _sizes_by_key(name: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
-    """Return the sizes passed to the operation `name`, with the keys of `size_sources`."""
+def _get_sizes_by_key(name: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
+    """Return the sizes passed to the operation `name`, with the keys of `get_size_sources`."""
     if len(arguments) < 2 or not isinstance(arguments[0], Tensor):
         return {}
     if name in _SHAPE_FUNCTIONS:
@@ -106,14 +106,14 @@ def _sizes_by_key(name: str, arguments: tuple[Any, ...]) -> dict[int, Any]:
     return {}
 
 
-def _tagged_in(value: Any) -> Iterable[_Tagged]:
+def _iter_tagged(value: Any) -> Iterable[_Tagged]:
     if isinstance(value, _Tagged):
         yield value
-    for part in _contained_values(value):
-        yield from _tagged_in(part)
+    for part in _list_contained_values(value):
+        yield from _iter_tagged(part)
 
 
-def _contained_values(value: Any) -> Iterable[Any]:
+def _list_contained_values(value: Any) -> Iterable[Any]:
     if isinstance(value, tuple | list):
         return value
     if isinstance(value, dict):
@@ -127,10 +127,10 @@ def _untag(value: Any) -> Any:
     """Return `value` with plain integers, or `value` itself if it contains no tagged integer."""
     if isinstance(value, _Tagged):
         return int(value)
-    if not list(_tagged_in(value)):
+    if not list(_iter_tagged(value)):
         return value
     if isinstance(value, slice):
-        return slice(*map(_untag, _contained_values(value)))
+        return slice(*map(_untag, _list_contained_values(value)))
     if isinstance(value, dict):
         return {key: _untag(part) for key, part in value.items()}
     parts = [_untag(part) for part in value]
@@ -144,7 +144,7 @@ class _Tagged(int):
     reads: SizeReads
 
     @classmethod
-    def of(cls, value: int, sources: Iterable[Source], reads: SizeReads) -> _Tagged:
+    def from_value(cls, value: int, sources: Iterable[Source], reads: SizeReads) -> _Tagged:
         tagged = cls(value)
         tagged.sources = tuple(dict.fromkeys(sources))
         tagged.reads = reads
@@ -154,7 +154,7 @@ class _Tagged(int):
         return self  # a copied model records in the same `SizeReads`
 
 
-def _recording_method(name: str) -> Callable[..., Any]:
+def _make_recording_method(name: str) -> Callable[..., Any]:
     """Return the method `name` of `int` with recording.
 
     An integer result is tagged with the attributes of its operands. Any other result, such as that
@@ -162,7 +162,7 @@ def _recording_method(name: str) -> Callable[..., Any]:
     """
     operation = getattr(int, name)
 
-    def method(self: _Tagged, *others: Any) -> Any:
+    def record_operation(self: _Tagged, *others: Any) -> Any:
         result = operation(int(self), *others)
         if type(result) is not int:
             if result is not NotImplemented:
@@ -170,9 +170,9 @@ def _recording_method(name: str) -> Callable[..., Any]:
             return result
         sources = [s for o in (self, *others) if isinstance(o, _Tagged) for s in o.sources]
         derived = [Source(source.module, source.name, derived=True) for source in sources]
-        return _Tagged.of(result, derived, self.reads)
+        return _Tagged.from_value(result, derived, self.reads)
 
-    return method
+    return record_operation
 
 
 # `==` is not recorded, because code compares sizes for equality only to check them.
@@ -181,4 +181,4 @@ _RECORDED = (
     "lt le gt ge truediv rtruediv float"
 )
 for _name in _RECORDED.split():
-    setattr(_Tagged, f"__{_name}__", _recording_method(f"__{_name}__"))
+    setattr(_Tagged, f"__{_name}__", _make_recording_method(f"__{_name}__"))

@@ -15,9 +15,15 @@ from typing import Any, Literal
 
 from torch import fx, nn
 
-from tinyml.exported import describe_node, export_graph, module_of, operator_name, shape_of
+from tinyml.exported import (
+    describe_node,
+    export_graph,
+    get_module_name,
+    get_operator_name,
+    get_shape,
+)
 from tinyml.pruning.groups import Group, Product, SizeUse, Slice, Units
-from tinyml.pruning.size_attributes import SizeReads, Source, size_sources
+from tinyml.pruning.size_attributes import SizeReads, Source, get_size_sources
 
 _OPERATORS_WITH_SIZES = {
     "view", "reshape", "_unsafe_view", "unflatten", "expand", "split", "split_with_sizes",
@@ -66,7 +72,7 @@ class Walk:
         for source, use in self.reads.other_uses.items():
             self.size_uses.setdefault(source, []).append(SizeUse(use, ()))
 
-    def groups(self) -> list[Group]:
+    def list_groups(self) -> list[Group]:
         """Return all groups, including those whose units cannot be removed."""
         return list(dict.fromkeys(self.find(group) for group in self.created))
 
@@ -92,10 +98,10 @@ class Walk:
         reason = "its weight or bias is used several times"
         if any(item is not None and item.name not in self.graph.names for item in (weight, bias)):
             reason = "its weight or bias is not a parameter; weight_norm, for example, computes it"
-        self.layers_without_units[module_of(node)] = reason
+        self.layers_without_units[get_module_name(node)] = reason
         self.block(node)
 
-    def name_if_used_once(self, node: Any) -> str | None:
+    def find_name_if_used_once(self, node: Any) -> str | None:
         """Return the name of a parameter or buffer that is used exactly once, or None."""
         if not isinstance(node, fx.Node) or node.name not in self.graph.names:
             return None
@@ -168,12 +174,12 @@ class Walk:
     def _record_size_uses(self, node: fx.Node, result: Any) -> None:
         """Record the units that each size of `node` counts, if the size comes from an attribute."""
         # A reshape may be exported as a copy and a view with its sizes; only the view uses them.
-        if node.op != "call_function" or operator_name(node) not in _OPERATORS_WITH_SIZES:
+        if node.op != "call_function" or get_operator_name(node) not in _OPERATORS_WITH_SIZES:
             return
-        for index, sources in size_sources(node).items():
+        for index, sources in get_size_sources(node).items():
             if isinstance(result, list):
                 source, _, *dim = node.args
-                rank = len(shape_of(source))  # type: ignore[arg-type]
+                rank = len(get_shape(source))  # type: ignore[arg-type]
                 unit_dim = result[0].dim
                 pieces = result if index == -1 else result[index : index + 1]
                 if (dim or [0])[0] not in (unit_dim, unit_dim - rank):
@@ -204,7 +210,7 @@ class Walk:
             value = self.values[node.args[0]]  # type: ignore[index]
             index: Any = node.args[1]
             return value[operator.index(index)] if isinstance(value, list) else value
-        name = operator_name(node)
+        name = get_operator_name(node)
         rule = self._rules.get(name)
         has_units = any(isinstance(self.values[n], Units) for n in node.all_input_nodes)
         if rule is None or not (has_units or name in PRODUCT_OPERATORS):

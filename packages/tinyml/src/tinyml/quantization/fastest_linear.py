@@ -1,9 +1,9 @@
 """Linear layers that use the fastest implementation for the number of tokens on this machine.
 
 One of the implementations is "float", which multiplies by the dense weight. If implementations are
-timed, another one is used only if it is clearly faster (see `timing`). Selecting an implementation
-costs up to 5 microseconds per call. Each implementation prepares its own form of the weight at its
-first use. Prepared weights are never in a state dict.
+timed, another one is used only if it is clearly faster (see `get_timing`). Selecting an
+implementation costs up to 5 microseconds per call. Each implementation prepares its own form of the
+weight at its first use. Prepared weights are never in a state dict.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from tinyml.compressed_weight import compressed_weight
+from tinyml.compressed_weight import get_compressed_weight
 from tinyml.conversion import (
     Replacement,
+    get_tensor_versions,
     replace_modules,
-    tensor_versions,
     warn_of_dense_weights,
     without_autocast,
 )
 from tinyml.layers import (
     check_weights,
+    get_weight_identities,
+    get_weight_identity,
     is_conv1d,
     is_instance_of,
-    returns_product_or_rows,
-    weight_identity,
-    weights_of_modules,
+    is_product_or_rows,
 )
-from tinyml.quantization.rounded_weight import with_gradient_of
-from tinyml.timing import Timing, is_captured, measure, store_timing, stored_timing
+from tinyml.quantization.rounded_weight import attach_gradient
+from tinyml.timing import Timing, find_stored_timing, is_captured, measure, store_timing
 from tinyml.validation import Progress
 
 #: The numbers of tokens that `explain` reports and that decide whether a layer is replaced. They
@@ -84,35 +84,35 @@ class FastestLinear(Replacement):
         # A microsecond is a tenth of a small layer's time, so this code does as little as possible.
         is_backward = input.requires_grad and torch.is_grad_enabled()
         if is_backward or forward_ad._current_level >= 0:  # a level is open in `torch.func.jvp`
-            return self._differentiable(input)
-        return self._fastest(input)
+            return self._compute_differentiably(input)
+        return self._run_fastest(input)
 
-    def _differentiable(self, input: Tensor) -> Tensor:
+    def _compute_differentiably(self, input: Tensor) -> Tensor:
         with without_autocast(input.device):  # the gradient keeps the precision of the input
             dense = F.linear(input, self.weight.to(input.dtype))
         with forward_ad._set_fwd_grad_enabled(False):  # `detach` alone passes tangents on
-            outputs = self._fastest(input.detach())
-        return with_gradient_of(outputs, dense)
+            outputs = self._run_fastest(input.detach())
+        return attach_gradient(outputs, dense)
 
-    def _fastest(self, input: Tensor) -> Tensor:
-        return self.implementations[self.always or self._implementation(input)](self, input)
+    def _run_fastest(self, input: Tensor) -> Tensor:
+        return self.implementations[self.always or self._choose_implementation(input)](self, input)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastestLinear:
         # `.to(dtype)` and `.half()` convert the tensors but not this attribute.
         self.dtype = fn(torch.empty(0, dtype=self.dtype)).dtype
-        # Inference tensors do not count modifications, so `prepared` would rebuild at every call.
+        # Modifications of inference tensors are not counted: `get_prepared` would always rebuild.
         with torch.inference_mode(mode=False):
             return cast(FastestLinear, cast(Any, super())._apply(fn, recurse))
 
-    def _implementation(self, inputs: Tensor) -> str:
+    def _choose_implementation(self, inputs: Tensor) -> str:
         if is_captured() or not (tokens := inputs.numel() // self.in_features):
             return "float"  # neither a recording nor an empty input can be timed
         key = (tokens - 1).bit_length(), inputs.dtype, inputs.device, torch.get_num_threads()
         if (name := self._selected.get(key)) is None:
-            name = self._selected[key] = self.timing(inputs).selected
+            name = self._selected[key] = self.get_timing(inputs).selected
         return name
 
-    def timing(self, inputs: Tensor) -> Timing:
+    def get_timing(self, inputs: Tensor) -> Timing:
         """Return the timing for inputs of this type and number of tokens, measured once.
 
         Numbers of tokens that round up to the same power of two have one timing.
@@ -125,9 +125,11 @@ class FastestLinear(Replacement):
         if key not in _timings:
             stored_key = " ".join(map(str, (type(self).__name__, *key[1:])))
             is_stored = inputs.device.type == "cpu"
-            timing = stored_timing(stored_key) if is_stored else None
+            timing = find_stored_timing(stored_key) if is_stored else None
             if timing is None or timing.selected not in self.implementations:
-                timing = self._measure(self.example(inputs.numel() // self.in_features, inputs))
+                timing = self._measure(
+                    self.make_example(inputs.numel() // self.in_features, inputs)
+                )
                 if is_stored:
                     store_timing(stored_key, timing)
             _timings[key] = timing
@@ -151,14 +153,15 @@ class FastestLinear(Replacement):
         An implementation must be clearly faster than float for one of `DECISION_TOKENS`. If float
         is selected for one token and takes less than `_SMALL_MS`, the result is False.
         """
-        single = self.timing(self.example(1))
+        single = self.get_timing(self.make_example(1))
         if single.selected == "float" and single.milliseconds["float"] < _SMALL_MS:
             return False  # the selection would take more than a fiftieth of this time
         return any(
-            self.timing(self.example(count)).selected != "float" for count in DECISION_TOKENS
+            self.get_timing(self.make_example(count)).selected != "float"
+            for count in DECISION_TOKENS
         )
 
-    def example(self, tokens: int, like: Tensor | None = None) -> Tensor:
+    def make_example(self, tokens: int, like: Tensor | None = None) -> Tensor:
         """Return random inputs with this number of tokens, of the type and device of `like`."""
         like = next(self.buffers()).new_empty(0, dtype=self.dtype) if like is None else like
         # `torch.vmap` refuses the random numbers of torch, and drawing them would change those that
@@ -168,14 +171,14 @@ class FastestLinear(Replacement):
 
     def explain(self, tokens: Sequence[int] = DECISION_TOKENS) -> list[str]:
         """Return the chosen implementation and the times of all, for each number of tokens."""
-        return [f"{n} tokens: computed in {self.timing(self.example(n))}" for n in tokens]
+        return [f"{n} tokens: computed in {self.get_timing(self.make_example(n))}" for n in tokens]
 
-    def prepared(self, name: str, make: Callable[[], Any]) -> Any:
+    def get_prepared(self, name: str, make: Callable[[], Any]) -> Any:
         """Return the prepared form `name` of the weight; `make` creates it for a changed weight."""
         if is_captured():
             return make()
         # Loading a state dict and moving the module replace the tensors or change their versions.
-        stamp = tensor_versions(*self.stored())
+        stamp = get_tensor_versions(*self.stored())
         if self._stamp != stamp:
             self._prepared = {}
             self._stamp = stamp
@@ -185,9 +188,9 @@ class FastestLinear(Replacement):
             value = self._prepared[name] = make()
         return value
 
-    def by_dense_weight(self, inputs: Tensor) -> Tensor:
+    def compute_in_float(self, inputs: Tensor) -> Tensor:
         """Compute the outputs in float."""
-        dense = self.prepared("float", lambda: self.weight.contiguous())
+        dense = self.get_prepared("float", lambda: self.weight.contiguous())
         bias = self._buffers["bias"]
         if dense.dtype is not inputs.dtype:
             dense = dense.to(inputs.dtype)
@@ -221,13 +224,13 @@ def install_fastest_linears(
     False. Layers with the same weight and bias have one replacement. Layers that share their weight
     with a protected layer, subclasses of `nn.Linear`, and embeddings are unchanged.
     """
-    protected_weights = weights_of_modules(model, protected)
+    protected_weights = get_weight_identities(model, protected)
     linears = {
         module: name
         for name, module in model.named_modules()
         if (type(module) is nn.Linear or is_compressed_linear_or_conv1d(module))
-        and weight_identity(module) not in protected_weights
-        and weight_identity(module) is not None  # a computed weight is not stored in its layer
+        and get_weight_identity(module) not in protected_weights
+        and get_weight_identity(module) is not None  # a computed weight is not stored in its layer
     }
     if not linears:
         raise ValueError(
@@ -239,7 +242,7 @@ def install_fastest_linears(
     by_weight_and_bias: dict[tuple[int | None, int], FastestLinear | None] = {}
     for done, (linear, name) in enumerate(linears.items(), 1):
         # A weight that is used with two biases needs two replacements, because each has a bias.
-        key = weight_identity(linear), id(linear.bias)
+        key = get_weight_identity(linear), id(linear.bias)
         if key not in by_weight_and_bias:
             layer = make(linear)
             is_useful = layer is not None and (layer.always or layer.has_faster_implementation())
@@ -278,6 +281,6 @@ def avoid_fused_operators(model: nn.Module) -> None:
 def is_compressed_linear_or_conv1d(module: nn.Module) -> bool:
     """Return True for a compressed `nn.Linear`, and for a `Conv1D` that returns its product."""
     if is_conv1d(module):
-        return returns_product_or_rows(module, module.forward)
+        return is_product_or_rows(module, module.forward)
     # Parametrizing a layer replaces its class by a subclass.
-    return compressed_weight(module) is not None and type(module).__bases__ == (nn.Linear,)
+    return get_compressed_weight(module) is not None and type(module).__bases__ == (nn.Linear,)

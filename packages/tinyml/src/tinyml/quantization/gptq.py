@@ -26,21 +26,21 @@ from tinyml.conversion import (
     check_supported,
     evaluation_mode,
     install_weight,
-    plain_copy,
+    make_plain_copy,
     warn_of_dense_weights,
 )
 from tinyml.layers import (
     check_weights,
+    find_layers,
+    find_protected_modules,
+    get_weight,
     is_conv1d,
     is_instance_of,
-    layers_of,
-    outputs_first,
-    protected_modules,
-    weight_of,
+    put_outputs_first,
 )
-from tinyml.quantization.grid import Grid, as_rows, check_grid_bits, grid_of, widen
+from tinyml.quantization.grid import Grid, as_rows, check_grid_bits, compute_grid, widen
 from tinyml.quantization.grid_weight import GridWeight
-from tinyml.validation import Progress, check_finite, first_names, require_batches
+from tinyml.validation import Progress, check_finite, format_first_names, require_batches
 
 
 @torch.inference_mode(mode=False)  # inference tensors do not count their modifications
@@ -76,35 +76,35 @@ def gptq(
     if not 0 <= damping < math.inf:
         raise ValueError(f"expected a finite damping of at least 0, got {damping}")
     check_supported(model)
-    aliases = _weight_aliases(model)
-    model = plain_copy(model, dict(aliases))
-    layers = layers_of(model, (nn.Linear,), protect)
+    aliases = _make_weight_aliases(model)
+    model = make_plain_copy(model, dict(aliases))
+    layers = find_layers(model, (nn.Linear,), protect)
     check_weights(layers)
     rounded: set[str] = set()
     uncalibrated: list[str] = []
 
-    def grid_for(rows: Tensor, dtype: torch.dtype) -> Grid:
-        return grid_of(rows, bits, symmetric=symmetric).stored_as(dtype)
+    def make_grid(rows: Tensor, dtype: torch.dtype) -> Grid:
+        return compute_grid(rows, bits, symmetric=symmetric).round_scales(dtype)
 
     def round_layer(name: str, hessian: Tensor | None) -> None:
         layer = layers[name]
-        weight = weight_of(layer)
-        rows = as_rows(widen(outputs_first(layer, weight)), group_size)
-        grid = grid_for(rows, weight.dtype)
+        weight = get_weight(layer)
+        rows = as_rows(widen(put_outputs_first(layer, weight)), group_size)
+        grid = make_grid(rows, weight.dtype)
         if hessian is None or not hessian.any():
             uncalibrated.append(name)
             codes = grid.quantize(rows)
         else:
-            codes, grid = gptq_codes(
-                outputs_first(layer, weight),
+            codes, grid = compute_gptq_codes(
+                put_outputs_first(layer, weight),
                 hessian,
                 grid,
                 damping=damping,
                 activation_order=activation_order,
-                refit=None if group_size is None else lambda r: grid_for(r.to(rows), weight.dtype),
+                refit=None if group_size is None else lambda r: make_grid(r.to(rows), weight.dtype),
             )
         codes = codes.view(rows.shape)
-        stored = GridWeight.of(codes, grid, weight, bits, transposed=is_conv1d(layer))
+        stored = GridWeight.from_codes(codes, grid, weight, bits, transposed=is_conv1d(layer))
         install_weight(model, layer, stored)  # later layers are calibrated on its rounded outputs
         rounded.add(name)
 
@@ -117,17 +117,17 @@ def gptq(
     if uncalibrated:
         warnings.warn(
             "layers that received no inputs other than zeros are rounded to the nearest codes, "
-            f"{len(uncalibrated)} in total: {first_names(uncalibrated)}; calibrate on more "
+            f"{len(uncalibrated)} in total: {format_first_names(uncalibrated)}; calibrate on more "
             "batches, or protect these layers to leave them dense",
             stacklevel=2,
         )
     for alias in set(aliases.values()).intersection(model.parameters()):
         alias.data = alias.data.clone()  # a protected weight must not share the original's memory
-    warn_of_dense_weights(model, protected_modules(model, protect))
+    warn_of_dense_weights(model, find_protected_modules(model, protect))
     return model
 
 
-def _weight_aliases(model: nn.Module) -> dict[int, nn.Parameter]:
+def _make_weight_aliases(model: nn.Module) -> dict[int, nn.Parameter]:
     """Return parameters that share the memory of linear layers' weights, by the ids of the weights.
 
     With this result as its memo, `copy.deepcopy` does not copy the weights, which will be replaced.
@@ -138,7 +138,7 @@ def _weight_aliases(model: nn.Module) -> dict[int, nn.Parameter]:
 
 
 @torch.no_grad()
-def gptq_codes(
+def compute_gptq_codes(
     weight: Tensor,
     hessian: Tensor,
     grid: Grid,
@@ -153,8 +153,8 @@ def gptq_codes(
     `hessian` is H = sum x x^T (in, in) over the calibration inputs x. `grid` has one row per output
     or per group of inputs. With `refit`, the grid of a group is fitted again before its columns are
     rounded: `refit(rows)` returns the grid of its updated weights `rows` (out, group). `damping` is
-    that of `reversed_cholesky`. Errors are added within `block` columns first and then once to all
-    later columns, which is the same sum with less memory traffic.
+    that of `compute_reversed_cholesky`. Errors are added within `block` columns first and then once
+    to all later columns, which is the same sum with less memory traffic.
     """
     outputs, inputs = weight.shape
     check_finite("the weight", weight)
@@ -163,16 +163,16 @@ def gptq_codes(
     group = inputs // scale.shape[1]
     order = torch.arange(inputs, device=weight.device)
     if activation_order:
-        order = _activation_order(hessian.diagonal(), group)
+        order = _compute_activation_order(hessian.diagonal(), group)
     if refit is not None:
         block = -(-block // group) * group  # only columns of one block contain all earlier errors
         scale, zero = scale.clone(), zero.clone()
-    lower = reversed_cholesky(hessian, damping, order)
+    lower = compute_reversed_cholesky(hessian, damping, order)
     remaining = weight[:, order].double()
     codes = torch.empty(outputs, inputs, dtype=torch.int32, device=weight.device)
     for start in range(0, inputs, block):
         end = min(start + block, inputs)
-        factor = inverse_factor_rows(lower, start, end)
+        factor = compute_inverse_factor_rows(lower, start, end)
         errors = torch.empty(outputs, end - start, dtype=torch.float64, device=weight.device)
         for i in range(end - start):
             column = int(order[start + i])
@@ -196,7 +196,7 @@ def gptq_codes(
     return codes, grid
 
 
-def _activation_order(diagonal: Tensor, group: int) -> Tensor:
+def _compute_activation_order(diagonal: Tensor, group: int) -> Tensor:
     """Return the columns in descending order of H's diagonal.
 
     Groups of columns are ordered by their sums, and the columns of a group by their values.
@@ -208,7 +208,7 @@ def _activation_order(diagonal: Tensor, group: int) -> Tensor:
     return (starts + inside)[groups].flatten()
 
 
-def reversed_cholesky(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
+def compute_reversed_cholesky(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
     """Return lower triangular L with L L^T = R (G / h + d I) R, for the first d that succeeds.
 
     G is H with rows and columns in `order`, and R reverses the order of rows or columns. h is the
@@ -232,12 +232,12 @@ def reversed_cholesky(hessian: Tensor, damping: float, order: Tensor) -> Tensor:
         fraction *= 10
 
 
-def inverse_factor_rows(lower: Tensor, start: int, end: int) -> Tensor:
+def compute_inverse_factor_rows(lower: Tensor, start: int, end: int) -> Tensor:
     """Return rows `start` to `end` of U, without the columns before `start`, which are zero.
 
-    U is upper triangular, with U^T U = (G / h + d I)^-1. With G, L and R of `reversed_cholesky`, it
-    is R L^-1 R. Only the rows of one block of columns are computed at a time, because all rows
-    need as much memory as H.
+    U is upper triangular, with U^T U = (G / h + d I)^-1. With G, L and R of
+    `compute_reversed_cholesky`, it is R L^-1 R. Only the rows of one block of columns are computed
+    at a time, because all rows need as much memory as H.
     """
     size = len(lower)
     identity_rows = lower.new_zeros(end - start, size)

@@ -33,7 +33,7 @@ class Grid:
         """Return r = S (q - Z)."""
         return self.scale * (codes - self.zero)
 
-    def stored_as(self, dtype: torch.dtype) -> Grid:
+    def round_scales(self, dtype: torch.dtype) -> Grid:
         """Return the grid with scales that `dtype` represents exactly.
 
         Scales are rounded to the nearest number of `dtype`. Subnormal scales have few digits and
@@ -52,7 +52,7 @@ def widen(tensor: Tensor) -> Tensor:
     return tensor.float() if tensor.dtype.itemsize < 4 else tensor
 
 
-def grid_of(rows: Tensor, bits: int, *, symmetric: bool = True) -> Grid:
+def compute_grid(rows: Tensor, bits: int, *, symmetric: bool = True) -> Grid:
     """Return the grids of the rows of a (rows, n) tensor of finite values.
 
     If symmetric, Z = 0 and codes range from -(2^(b-1) - 1) to 2^(b-1) - 1, so -q is also a code. If

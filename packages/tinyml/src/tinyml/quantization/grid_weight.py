@@ -43,7 +43,7 @@ class GridWeight(CompressedWeight):
         self.register_buffer("zero", zero)
 
     @staticmethod
-    def of(
+    def from_codes(
         codes: Tensor, grid: Grid, weight: Tensor, bits: int, *, transposed: bool = False
     ) -> GridWeight:
         """Return a weight of the shape and dtype of `weight` with these codes (rows, n) on `grid`.
@@ -68,14 +68,14 @@ class GridWeight(CompressedWeight):
         """Return [bits per code, lowest code, *shape], the first argument of `__init__`."""
         return [self.bits, self.low, *self.shape]
 
-    def signed_codes(self) -> Tensor:
+    def unpack_signed_codes(self) -> Tensor:
         """Return the codes q as int16, (rows, n)."""
         codes = unpack(self.codes, self.bits, self.shape.numel())
         return (codes.to(torch.int16) + self.low).view(self.rows)
 
     def forward(self, _: Tensor) -> Tensor:
         """Return the dense weight."""
-        codes = self.signed_codes()
+        codes = self.unpack_signed_codes()
         if self.zero is not None:
             codes = codes - self.zero.to(torch.int16)
         dense = (self.scale * codes).view(self.shape[::-1] if self.transposed else self.shape)

@@ -42,15 +42,15 @@ class Int4Linear(FastestLinear):
         stored = cast(GridWeight, self._modules["grid"])._buffers
         return stored["codes"], stored["scale"]
 
-    def _weights_alone(self, inputs: Tensor) -> Tensor:
-        packed, scales = self.prepared("weights alone", self._packed)
+    def _compute_weights_alone(self, inputs: Tensor) -> Tensor:
+        packed, scales = self.get_prepared("weights alone", self._pack_weights)
         tokens = inputs.reshape(-1, self.in_features).bfloat16()
         sums = torch._weight_int4pack_mm_for_cpu(tokens, packed, self.group_size, scales)
         return self.add_bias_and_cast(sums.float(), inputs)
 
-    def _packed(self) -> tuple[Tensor, Tensor]:
+    def _pack_weights(self) -> tuple[Tensor, Tensor]:
         grid = self.grid
-        codes = grid.signed_codes().view(self.out_features, self.in_features)
+        codes = grid.unpack_signed_codes().view(self.out_features, self.in_features)
         # The kernel's codes are 0 to 15 and represent scale (code - 8) + offset.
         packed = torch._convert_weight_to_int4pack_for_cpu((codes - grid.low).int(), 1)
         zero = torch.zeros_like(grid.scale) if grid.zero is None else grid.zero
@@ -59,6 +59,6 @@ class Int4Linear(FastestLinear):
         return packed, pairs.view(self.out_features, -1, 2).transpose(0, 1).contiguous()
 
     implementations: ClassVar[dict[str, Callable[[Any, Tensor], Tensor]]] = {
-        "weights alone": _weights_alone,
-        "float": FastestLinear.by_dense_weight,
+        "weights alone": _compute_weights_alone,
+        "float": FastestLinear.compute_in_float,
     }

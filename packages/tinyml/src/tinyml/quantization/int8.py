@@ -8,9 +8,9 @@ from typing import Any, ClassVar, cast
 import torch
 from torch import Tensor, nn
 
-from tinyml.layers import outputs_first, weight_of
+from tinyml.layers import get_weight, put_outputs_first
 from tinyml.quantization.fastest_linear import DECISION_TOKENS, FastestLinear
-from tinyml.quantization.grid import grid_of, widen
+from tinyml.quantization.grid import compute_grid, widen
 from tinyml.quantization.products import Int8Weights
 from tinyml.size import as_integers
 from tinyml.validation import check_finite
@@ -31,12 +31,12 @@ class Int8Linear(FastestLinear):
 
     def __init__(self, linear: nn.Module, *, may_stay_float: bool = False) -> None:
         super().__init__(cast(Tensor | None, linear.bias))
-        weight = outputs_first(linear, weight_of(linear))
+        weight = put_outputs_first(linear, get_weight(linear))
         self.out_features, self.in_features = weight.shape
         self.always = None if may_stay_float else "int8"
         self.dtype = weight.dtype
         check_finite("the weight", weight)
-        grid = grid_of(widen(weight), 8)
+        grid = compute_grid(widen(weight), 8)
         self.register_buffer("weight_codes", grid.quantize(widen(weight)).to(torch.int8))
         self.register_buffer("scale", grid.scale.view(-1))
 
@@ -64,8 +64,10 @@ class Int8Linear(FastestLinear):
         If the layer may stay in float, the timing of its implementations precedes that of the
         products.
         """
-        weights = self._weights()
-        products = [f"{n} tokens: {weights.choice(self.example(n).float())}" for n in tokens]
+        weights = self._get_weights()
+        products = [
+            f"{n} tokens: {weights.get_timing(self.make_example(n).float())}" for n in tokens
+        ]
         if self.always:
             return products
         return [f"{a}; {b}" for a, b in zip(super().explain(tokens), products, strict=True)]
@@ -76,15 +78,15 @@ class Int8Linear(FastestLinear):
         tokens = widen(inputs.reshape(-1, self.in_features))
         min_extreme = 128 * torch.finfo(tokens.dtype).tiny  # then the scale is a normal number
         scale = tokens.abs().amax(1, keepdim=True).clamp_(min=min_extreme).div_(127)
-        sums = self._weights().product(tokens.div(scale).round_()).to(tokens.dtype)
+        sums = self._get_weights().compute_product(tokens.div(scale).round_()).to(tokens.dtype)
         # Multiply by the weights' scales first: a sum times the scale of large inputs may overflow.
         return self.add_bias_and_cast(sums.mul_(self.scale).mul_(scale), inputs)
 
-    def _weights(self) -> Int8Weights:
-        weights: Int8Weights = self.prepared("int8", lambda: Int8Weights(self.weight_codes))
+    def _get_weights(self) -> Int8Weights:
+        weights: Int8Weights = self.get_prepared("int8", lambda: Int8Weights(self.weight_codes))
         return weights
 
     implementations: ClassVar[dict[str, Callable[[Any, Tensor], Tensor]]] = {
         "int8": _multiply,
-        "float": FastestLinear.by_dense_weight,
+        "float": FastestLinear.compute_in_float,
     }

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from tinyml.compressed_weight import CompressedWeight
 from tinyml.conversion import compress_weights
-from tinyml.layers import QUANTIZABLE, weight_of
+from tinyml.layers import QUANTIZABLE, get_weight
 from tinyml.quantization.pack import pack, unpack
 from tinyml.validation import check_bits, check_strided
 
@@ -42,7 +42,7 @@ def kmeans_quantize(
 
     def compress(layer: nn.Module, bits: int) -> Palette:
         check_bits(bits, "a palette")
-        weight = weight_of(layer)
+        weight = get_weight(layer)
         padding_idx = getattr(layer, "padding_idx", None)
         zero_row = None
         if padding_idx is not None and not weight[padding_idx].any():
@@ -71,7 +71,7 @@ class Palette(CompressedWeight):
         self.register_buffer("codes", codes)
         self.register_buffer("zero_row", zero_row)
 
-    def trainable_tensor(self, weight: Tensor) -> Tensor:
+    def make_trainable_tensor(self, weight: Tensor) -> Tensor:
         """Return the palette, converted to the dtype and device of `weight`."""
         return self._palette.to(weight)
 
@@ -117,8 +117,8 @@ def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     # Sorting takes half the time in float32, which represents all 16- and 32-bit floats.
     fits_float32 = values.is_floating_point() and values.dtype != torch.float64
     flat = values.reshape(-1).to(torch.float32 if fits_float32 else torch.float64)
-    ordered = _sorted(flat)
-    sums = _sums_from_zero(ordered)
+    ordered = _sort(flat)
+    sums = _compute_sums_from_zero(ordered)
     if not sums[[0, -1]].isfinite().all():
         raise ValueError("expected values whose sum is finite in float64, got larger ones")
     if int((ordered[1:] != ordered[:-1]).sum()) < _MAX_POINTS_WITHOUT_SUMMARY:
@@ -127,11 +127,11 @@ def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
             codes = torch.bucketize(flat, points)
             return points.double(), codes.to(torch.int16).view(values.shape)
     else:
-        points, counts = _summary(ordered, sums, _SUMMARY_BINS)
-    centroids = best_intervals(points.double(), counts, k)
+        points, counts = _summarize(ordered, sums, _SUMMARY_BINS)
+    centroids = find_best_centroids(points.double(), counts, k)
     edges = None
     for _ in range(_MAX_ITERATIONS):
-        inner = torch.searchsorted(ordered, _boundaries(centroids, ordered), right=True)
+        inner = torch.searchsorted(ordered, _compute_boundaries(centroids, ordered), right=True)
         new_edges = torch.cat([inner.new_zeros(1), inner, inner.new_tensor([ordered.numel()])])
         if edges is not None and torch.equal(new_edges, edges):
             break
@@ -139,18 +139,18 @@ def kmeans(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
         means = sums[edges].diff() / counts.clamp(min=1)
         # The centroid of an empty cluster is unchanged; values may still move to it.
         centroids = torch.where(counts > 0, means, centroids).sort().values
-    codes = torch.bucketize(flat, _boundaries(centroids, flat), out_int32=True)
+    codes = torch.bucketize(flat, _compute_boundaries(centroids, flat), out_int32=True)
     return centroids, codes.to(torch.int16).view(values.shape)
 
 
-def _sorted(flat: Tensor) -> Tensor:
+def _sort(flat: Tensor) -> Tensor:
     if flat.device.type != "cpu":
         return flat.sort().values
     # Sorting in numpy uses vector instructions, and sorting in torch does not.
     return torch.from_numpy(np.sort(flat.numpy()))
 
 
-def _sums_from_zero(ordered: Tensor) -> Tensor:
+def _compute_sums_from_zero(ordered: Tensor) -> Tensor:
     """Return sums (n + 1,) whose differences are the sums of ranges of n sorted values.
 
     Each entry is the sum of the values between zero and the position of the entry. In sums from the
@@ -166,7 +166,7 @@ def _sums_from_zero(ordered: Tensor) -> Tensor:
     return sums
 
 
-def _boundaries(centroids: Tensor, like: Tensor) -> Tensor:
+def _compute_boundaries(centroids: Tensor, like: Tensor) -> Tensor:
     """Return the midpoints of neighboring centroids, rounded down to the dtype of `like`.
 
     A value of this dtype is at most the midpoint if and only if it is at most the rounded midpoint.
@@ -178,7 +178,7 @@ def _boundaries(centroids: Tensor, like: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
+def find_best_centroids(points: Tensor, counts: Tensor, k: int) -> Tensor:
     """Return the min(k, n) centroids with the least squared error for n sorted points with counts.
 
     cost[c][i] = min over j of cost[c - 1][j - 1] + the error of points j..i around their mean. This
@@ -187,7 +187,7 @@ def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
     n = points.numel()
     k = min(k, n)
     # Squares of scaled points neither overflow nor vanish.
-    error = _interval_errors(points / points.abs().max(), counts)
+    error = _compute_interval_errors(points / points.abs().max(), counts)
     cost = error[:, 0]
     starts = []
     total = torch.empty_like(error)
@@ -206,7 +206,7 @@ def best_intervals(points: Tensor, counts: Tensor, k: int) -> Tensor:
     return torch.stack([weighted[a:b].sum() / counts[a:b].sum() for a, b in intervals])
 
 
-def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
+def _summarize(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     """Return the means and counts of intervals of the sorted values.
 
     Their edges are the edges of `bins` intervals of equal count together with the edges of `bins`
@@ -221,7 +221,7 @@ def _summary(ordered: Tensor, sums: Tensor, bins: int) -> tuple[Tensor, Tensor]:
     return sums[edges].diff() / counts, counts
 
 
-def _interval_errors(points: Tensor, counts: Tensor) -> Tensor:
+def _compute_interval_errors(points: Tensor, counts: Tensor) -> Tensor:
     """Return error[i, j], the squared error of the points j..i around their mean; inf if j > i.
 
     Each point is added to the means and errors of all intervals that end there (Welford's update).

@@ -9,10 +9,16 @@ from typing import Literal, cast
 import torch
 from torch import Tensor, nn
 
-from tinyml.conversion import compress_weights, plain_copy
-from tinyml.layers import QUANTIZABLE, is_conv1d, outputs_first, protected_modules, weight_of
+from tinyml.conversion import compress_weights, make_plain_copy
+from tinyml.layers import (
+    QUANTIZABLE,
+    find_protected_modules,
+    get_weight,
+    is_conv1d,
+    put_outputs_first,
+)
 from tinyml.quantization.fastest_linear import FastestLinear, install_fastest_linears
-from tinyml.quantization.grid import as_rows, grid_of, widen
+from tinyml.quantization.grid import as_rows, compute_grid, widen
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.int4 import Int4Linear
 from tinyml.quantization.int8 import Int8Linear
@@ -65,7 +71,7 @@ def quantize(
     is_auto = activations == "auto"
     make_layer: Callable[[nn.Module], FastestLinear | None]
     if is_auto and bits == 4:
-        make_layer = partial(_int4_layer, group_size=group_size, symmetric=symmetric)
+        make_layer = partial(_make_int4_layer, group_size=group_size, symmetric=symmetric)
     elif bits == 8 and group_size is None and symmetric:
         make_layer = partial(Int8Linear, may_stay_float=is_auto)
     else:
@@ -74,13 +80,15 @@ def quantize(
             f"expected bits=8 with one symmetric scale per channel{alternative} for "
             f"{activations=}, got {bits=}, {group_size=}, {symmetric=}"
         )
-    protected = protected_modules(model, protect)
-    return install_fastest_linears(plain_copy(model), make_layer, protected, progress)
+    protected = find_protected_modules(model, protect)
+    return install_fastest_linears(make_plain_copy(model), make_layer, protected, progress)
 
 
-def _int4_layer(layer: nn.Module, group_size: int | None, symmetric: bool) -> Int4Linear | None:
+def _make_int4_layer(
+    layer: nn.Module, group_size: int | None, symmetric: bool
+) -> Int4Linear | None:
     """Return the layer with 4-bit weights, or None if 32 does not divide its number of inputs."""
-    if group_size is None and outputs_first(layer, weight_of(layer)).shape[1] % 32:
+    if group_size is None and put_outputs_first(layer, get_weight(layer)).shape[1] % 32:
         return None
     grid = _round_to_grid(layer, 4, 32 if group_size is None else group_size, symmetric)
     return Int4Linear(grid, cast(Tensor | None, layer.bias))
@@ -90,7 +98,9 @@ def _round_to_grid(
     layer: nn.Module, bits: int, group_size: int | None, symmetric: bool
 ) -> GridWeight:
     """Return the weight of a layer, rounded to the nearest codes."""
-    weight = weight_of(layer)
-    rows = as_rows(widen(outputs_first(layer, weight)), group_size)
-    grid = grid_of(rows, bits, symmetric=symmetric).stored_as(weight.dtype)
-    return GridWeight.of(grid.quantize(rows), grid, weight, bits, transposed=is_conv1d(layer))
+    weight = get_weight(layer)
+    rows = as_rows(widen(put_outputs_first(layer, weight)), group_size)
+    grid = compute_grid(rows, bits, symmetric=symmetric).round_scales(weight.dtype)
+    return GridWeight.from_codes(
+        grid.quantize(rows), grid, weight, bits, transposed=is_conv1d(layer)
+    )

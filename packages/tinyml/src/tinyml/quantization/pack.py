@@ -20,7 +20,7 @@ def pack(codes: Tensor, bits: int) -> Tensor:
     flat = codes.reshape(-1).to(torch.uint8)
     parts: list[Tensor] = []
     shift = 0
-    for width in _planes(bits):
+    for width in _list_planes(bits):
         per_byte = 8 // width
         plane = (flat >> shift) & (2**width - 1)
         plane = torch.nn.functional.pad(plane, (0, -plane.numel() % per_byte)).view(-1, per_byte)
@@ -34,7 +34,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     """Return the `count` codes, flat uint8, from which `pack` produced `packed`."""
     codes = torch.zeros(count, dtype=torch.uint8, device=packed.device)
     start = shift = 0
-    for width in _planes(bits):
+    for width in _list_planes(bits):
         end = start + -(-count * width // 8)
         shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=packed.device)
         plane = (packed[start:end, None] >> shifts) & (2**width - 1)
@@ -43,7 +43,7 @@ def unpack(packed: Tensor, bits: int, count: int) -> Tensor:
     return codes
 
 
-def _planes(bits: int) -> list[int]:
+def _list_planes(bits: int) -> list[int]:
     """Return the widths in bits of the planes, which divide 8 and sum to `bits`."""
     if not 1 <= bits <= 8:
         raise ValueError(f"expected 1 to 8 bits per code, got {bits}")

@@ -50,15 +50,15 @@ class Int8Weights:
         self.codes = codes
         self._dense: Tensor | None = None
 
-    def product(self, inputs: Tensor) -> Tensor:
+    def compute_product(self, inputs: Tensor) -> Tensor:
         """Return exact sums of the products of `inputs` with every row of codes."""
         if is_captured():
-            return _float64(self, inputs)
+            return _multiply_in_float64(self, inputs)
         with without_autocast(inputs.device):  # autocast would round the inputs to 16 bits
-            return IMPLEMENTATIONS[self.choice(inputs).selected](self, inputs)
+            return IMPLEMENTATIONS[self.get_timing(inputs).selected](self, inputs)
 
     @torch.no_grad()
-    def choice(self, inputs: Tensor) -> Timing:
+    def get_timing(self, inputs: Tensor) -> Timing:
         """Return the timing of the implementations for the shape class of `inputs`, measured once.
 
         Numbers of tokens that round up to the same power of two have one timing.
@@ -88,30 +88,30 @@ class Int8Weights:
         Half of the weight rows are constant (127), so that neighboring products have equal signs
         if the inputs do, and saturation changes the result.
         """
-        codes = _random_ends(self.codes, -128, 127, seed=0)
+        codes = _draw_random_ends(self.codes, -128, 127, seed=0)
         codes[: (len(codes) + 1) // 2] = 127
         weights = Int8Weights(codes)
-        trials = [_random_ends(inputs, -127, 127, seed) for seed in (1, 2)]
+        trials = [_draw_random_ends(inputs, -127, 127, seed) for seed in (1, 2)]
         trials.append(torch.full(inputs.shape, -127.0, device=inputs.device))
         sums = [IMPLEMENTATIONS["int8"](weights, trial.float()) for trial in trials]
-        exact = [_float64(weights, trial) for trial in trials]
+        exact = [_multiply_in_float64(weights, trial) for trial in trials]
         return all(map(torch.equal, sums, exact))
 
-    def dense(self) -> Tensor:
+    def get_dense(self) -> Tensor:
         """Return the codes as float32, computed once."""
         if self._dense is None:
             self._dense = self.codes.float()
         return self._dense
 
 
-def _random_ends(like: Tensor, low: int, high: int, seed: int) -> Tensor:
+def _draw_random_ends(like: Tensor, low: int, high: int, seed: int) -> Tensor:
     """Return a tensor like `like` of random numbers, each of which is `low` or `high`."""
     # `torch.vmap` refuses the random numbers of torch.
     numbers = np.random.default_rng(seed).choice([low, high], like.shape)
     return torch.as_tensor(numbers, dtype=like.dtype, device=like.device)
 
 
-def _int8(weights: Int8Weights, inputs: Tensor) -> Tensor:
+def _multiply_in_int8(weights: Int8Weights, inputs: Tensor) -> Tensor:
     outputs, width = weights.codes.shape
     is_supported = min(outputs, width) >= _MIN_SIZE
     if inputs.is_cuda:
@@ -121,8 +121,8 @@ def _int8(weights: Int8Weights, inputs: Tensor) -> Tensor:
     return torch._int_mm(inputs.to(torch.int8), weights.codes.t())
 
 
-def _float32(weights: Int8Weights, inputs: Tensor) -> Tensor:
-    inputs, dense = inputs.float(), weights.dense()
+def _multiply_in_float32(weights: Int8Weights, inputs: Tensor) -> Tensor:
+    inputs, dense = inputs.float(), weights.get_dense()
     if weights.is_exact_in_float32:
         return F.linear(inputs, dense)
     # The sums of the parts are exact for all codes, and their total is a sum of integers.
@@ -133,13 +133,13 @@ def _float32(weights: Int8Weights, inputs: Tensor) -> Tensor:
     return total
 
 
-def _float64(weights: Int8Weights, inputs: Tensor) -> Tensor:
+def _multiply_in_float64(weights: Int8Weights, inputs: Tensor) -> Tensor:
     return (inputs.double() @ weights.codes.t().double()).to(torch.int32)
 
 
 #: All implementations. "float64" is exact on every machine, and "int8" is compared with it.
 IMPLEMENTATIONS: dict[str, Callable[[Int8Weights, Tensor], Tensor]] = {
-    "int8": _int8,
-    "float32": _float32,
-    "float64": _float64,
+    "int8": _multiply_in_int8,
+    "float32": _multiply_in_float32,
+    "float64": _multiply_in_float64,
 }

@@ -9,9 +9,9 @@ from typing import Any, cast
 import torch
 from torch import nn
 
-from tinyml.compressed_weight import compressed_weight
+from tinyml.compressed_weight import get_compressed_weight
 from tinyml.conversion import check_supported, compress_weights, install_weight
-from tinyml.layers import QUANTIZABLE, is_conv1d, weight_of
+from tinyml.layers import QUANTIZABLE, get_weight, is_conv1d
 from tinyml.quantization.grid_weight import GridWeight
 from tinyml.quantization.rounded_weight import RoundedWeight
 from tinyml.validation import check_bits, check_finite
@@ -36,7 +36,7 @@ def prepare_qat(
     check_bits(bits, "a symmetric grid", least=2)
 
     def compress(layer: nn.Module, bits: int) -> RoundedWeight:
-        weight, transposed = weight_of(layer), is_conv1d(layer)
+        weight, transposed = get_weight(layer), is_conv1d(layer)
         return RoundedWeight(weight, bits, group_size, learn_scale, transposed)
 
     return compress_weights(model, layers, bits, compress, protect)
@@ -52,14 +52,16 @@ def convert(model: nn.Module) -> nn.Module:
     model = copy.deepcopy(model)
     is_converted = False
     for layer in list(model.modules()):
-        rounded = compressed_weight(layer)
+        rounded = get_compressed_weight(layer)
         # `install_weight` also converts the other layers that share the weight.
         if isinstance(rounded, RoundedWeight):
             weight = cast(Any, layer).parametrizations.weight.original.detach()
             check_finite("the trained weights", weight)
-            rows, grid = rounded.grid(weight)
+            rows, grid = rounded.compute_rows_and_grid(weight)
             bits, transposed = rounded.bits, rounded.transposed
-            stored = GridWeight.of(grid.quantize(rows), grid, weight, bits, transposed=transposed)
+            stored = GridWeight.from_codes(
+                grid.quantize(rows), grid, weight, bits, transposed=transposed
+            )
             install_weight(model, layer, stored)
             is_converted = True
     if not is_converted:

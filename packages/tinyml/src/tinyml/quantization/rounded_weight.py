@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 
 from tinyml.compressed_weight import CompressedWeight
-from tinyml.quantization.grid import Grid, as_rows, grid_of, widen
+from tinyml.quantization.grid import Grid, as_rows, compute_grid, widen
 
 
 class RoundedWeight(CompressedWeight):
@@ -35,7 +35,7 @@ class RoundedWeight(CompressedWeight):
         self.transposed = transposed
         self.bits = bits
         self.group_size = group_size
-        rows = self._rows(weight.detach())
+        rows = self._as_rows(weight.detach())
         high = 2 ** (bits - 1) - 1
         step = 2 * rows.abs().mean(1, keepdim=True) / high**0.5
         self.step = nn.Parameter(make_positive(step)) if learn_scale else None
@@ -48,40 +48,40 @@ class RoundedWeight(CompressedWeight):
         """Return the bits and the width of the groups (0 for one scale per output)."""
         return [self.bits, self.group_size or 0]
 
-    def grid(self, weight: Tensor) -> tuple[Tensor, Grid]:
+    def compute_rows_and_grid(self, weight: Tensor) -> tuple[Tensor, Grid]:
         """Return the weight as rows, and their current grid."""
-        rows = self._rows(weight)
+        rows = self._as_rows(weight)
         # The extremes of a 16-bit row may have a scale below the normal numbers of its type.
-        grid = grid_of(widen(rows.detach()), self.bits).stored_as(rows.dtype)
+        grid = compute_grid(widen(rows.detach()), self.bits).round_scales(rows.dtype)
         grid = Grid(grid.scale.to(rows), grid.zero.to(rows), grid.low, grid.high)
         if self.step is not None:
             scale = make_positive(self.step.detach())
             grid = Grid(scale, torch.zeros_like(scale), -grid.high, grid.high)
         return rows, grid
 
-    def _rows(self, weight: Tensor) -> Tensor:
+    def _as_rows(self, weight: Tensor) -> Tensor:
         weight = weight.t() if self.transposed else weight
         return as_rows(weight, self.group_size)
 
-    def _shaped(self, rows: Tensor, weight: Tensor) -> Tensor:
+    def _restore_shape(self, rows: Tensor, weight: Tensor) -> Tensor:
         return rows.view(weight.shape[::-1]).t() if self.transposed else rows.view(weight.shape)
 
     def forward(self, weight: Tensor) -> Tensor:
         """Return the rounded weight, differentiable in the weight and in a learned step."""
-        rows, grid = self.grid(weight)
+        rows, grid = self.compute_rows_and_grid(weight)
         if self.step is None:
             rounded = grid.dequantize(grid.quantize(rows.detach()))
-            return self._shaped(with_gradient_of(rounded, rows), weight)
+            return self._restore_shape(attach_gradient(rounded, rows), weight)
         step = make_positive(self.step)
         # LSQ multiplies the gradient of a step that n values use by (n q_max)^-0.5.
-        step = with_gradient_of(step, step * (rows.shape[1] * grid.high) ** -0.5)
-        return self._shaped(round_through(rows, step, grid.low, grid.high), weight)
+        step = attach_gradient(step, step * (rows.shape[1] * grid.high) ** -0.5)
+        return self._restore_shape(round_through(rows, step, grid.low, grid.high), weight)
 
 
 def round_through(rows: Tensor, step: Tensor, low: int, high: int) -> Tensor:
     """Return step * round(rows / step), with codes clamped to `low` and `high`."""
     clipped = (rows / step).clamp(low, high)
-    return step * with_gradient_of(clipped.round(), clipped)
+    return step * attach_gradient(clipped.round(), clipped)
 
 
 def make_positive(step: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def make_positive(step: Tensor) -> Tensor:
     return step.abs().clamp(min=torch.finfo(step.dtype).tiny)
 
 
-def with_gradient_of(value: Tensor, source: Tensor) -> Tensor:
+def attach_gradient(value: Tensor, source: Tensor) -> Tensor:
     """Return exactly `value`, with the gradient of `source`."""
     # `torch.compile` does not support functions with a `jvp`.
     function = _GradientOf if forward_ad._current_level < 0 else _GradientAndTangentOf

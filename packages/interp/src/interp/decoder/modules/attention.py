@@ -25,12 +25,12 @@ class LatentProjection(nn.Module):
     def __init__(self, weights: Weights, name: str, part: str, heads: int) -> None:
         super().__init__()
         latent = f"{name}.q" if part == "q" else f"{name}.kv"
-        self.down = weights.linear(f"{latent}_down")
-        gain = weights.parameter(f"{latent}_latent_norm.weight")
+        self.down = weights.build_linear(f"{latent}_down")
+        gain = weights.build_parameter(f"{latent}_latent_norm.weight")
         self.norm = nn.RMSNorm(len(gain), eps=_LATENT_EPS, device="meta")
         self.norm.weight = gain
-        self.up = weights.linear(f"{name}.{part}_up")
-        self.rotary = weights.linear(f"{name}.k_rotary") if part == "k" else None
+        self.up = weights.build_linear(f"{name}.{part}_up")
+        self.rotary = weights.build_linear(f"{name}.k_rotary") if part == "k" else None
         self.heads = heads
 
     def forward(self, x: Tensor) -> Tensor:
@@ -70,15 +70,15 @@ class DecoderAttention(nn.Module):
         self.settings, self.layer = settings, layer
         self.window = settings.windows[layer]
         self.heads, self.d_head = settings.heads, settings.d_head
-        self.q, self.k, self.v = (self._projection(weights, name, part) for part in "qkv")
-        self.q_norm = weights.norm(f"{name}.q_norm", settings)
-        self.k_norm = weights.norm(f"{name}.k_norm", settings)
+        self.q, self.k, self.v = (self._build_projection(weights, name, part) for part in "qkv")
+        self.q_norm = weights.build_norm(f"{name}.q_norm", settings)
+        self.k_norm = weights.build_norm(f"{name}.k_norm", settings)
         self.pattern = nn.Identity()
-        self.o = weights.linear(f"{name}.o")
+        self.o = weights.build_linear(f"{name}.o")
         #: The logit of each head's sink, which reduces the weight of all keys (gpt-oss), or None.
         self.sinks = None
         if f"{name}.sinks" in weights:
-            self.sinks = weights.parameter(f"{name}.sinks.weight")
+            self.sinks = weights.build_parameter(f"{name}.sinks.weight")
         self.kv_heads = max(1, self.k.out_features // self.d_head)
         sizes = self.q.out_features, self.k.out_features, self.v.out_features, self.o.in_features
         #: The number of values per head, which differs from `d_head` in DeepSeek.
@@ -97,10 +97,12 @@ class DecoderAttention(nn.Module):
             )
         self.rotary = settings.rotary[layer]
 
-    def _projection(self, weights: Weights, name: str, part: str) -> nn.Linear | LatentProjection:
+    def _build_projection(
+        self, weights: Weights, name: str, part: str
+    ) -> nn.Linear | LatentProjection:
         if f"{name}.{part}_up" in weights:
             return LatentProjection(weights, name, part, self.heads)
-        return weights.linear(f"{name}.{part}")
+        return weights.build_linear(f"{name}.{part}")
 
     def forward(
         self,
@@ -120,7 +122,7 @@ class DecoderAttention(nn.Module):
         v = self.v(x)
         if cache is not None:
             k, v = cache.append(self.layer, k, v)
-        scores = self.scores(q, k, padding, position_ids)  # [batch, heads, seq, keys]
+        scores = self.compute_scores(q, k, padding, position_ids)  # [batch, heads, seq, keys]
         # In half precision, the softmax is computed in float32, as in most families.
         wide = torch.promote_types(scores.dtype, torch.float32)
         pattern = self.pattern(scores.softmax(-1, dtype=wide)[..., : k.shape[1]].to(x.dtype))
@@ -129,7 +131,7 @@ class DecoderAttention(nn.Module):
         mixed: Tensor = self.o((pattern @ values).transpose(1, 2).flatten(2))
         return mixed
 
-    def scores(
+    def compute_scores(
         self,
         q: Tensor,
         k: Tensor,
@@ -143,12 +145,12 @@ class DecoderAttention(nn.Module):
         so that no row is empty. `position_ids` (batch, keys) are the positions, by default the
         column indices. A sink adds one column.
         """
-        q = self._norm_heads(self._clip(q), self.q_norm)
-        k = self._norm_heads(self._clip(k), self.k_norm)
+        q = self._normalize_heads(self._clip(q), self.q_norm)
+        k = self._normalize_heads(self._clip(k), self.k_norm)
         column = torch.arange(k.shape[-2], device=q.device)
         num_earlier = k.shape[-2] - q.shape[-2]
         positions = column if position_ids is None else position_ids[:, None]
-        angles = self.angles_of(positions)
+        angles = self.select_angles(positions)
         q = self.rotate(q, positions[..., num_earlier:], angles)
         k = self.rotate(k, positions, angles)
         k = k.repeat_interleave(self.heads // self.kv_heads, dim=1)  # [batch, heads, seq, d_head]
@@ -174,12 +176,12 @@ class DecoderAttention(nn.Module):
         bound = self.settings.clip
         return x if bound is None else x.clamp(-bound, bound)
 
-    def angles_of(self, positions: Tensor) -> tuple[float, ...]:
+    def select_angles(self, positions: Tensor) -> tuple[float, ...]:
         """Return the rotary angles of a call whose keys have these positions."""
         # Read the positions only if the angles depend on them, because this synchronizes a GPU.
         if self.rotary.original_length is None:
             return self.rotary.angles
-        return self.rotary.angles_at(int(positions.max()) + 1)
+        return self.rotary.compute_angles(int(positions.max()) + 1)
 
     def rotate(self, x: Tensor, positions: Tensor, angles: tuple[float, ...]) -> Tensor:
         """Rotate the pairs of the first dimensions of `x` (..., seq, d_head) by position.
@@ -229,7 +231,7 @@ class DecoderAttention(nn.Module):
         heads: Tensor = x.unflatten(-1, (-1, self.d_head)).transpose(1, 2)
         return heads
 
-    def _norm_heads(self, x: Tensor, norm: nn.Module) -> Tensor:
+    def _normalize_heads(self, x: Tensor, norm: nn.Module) -> Tensor:
         """Split `x` into heads, and normalize each head (Qwen 3) or all heads jointly (OLMo 2)."""
         gain = getattr(norm, "weight", None)
         if gain is not None and len(gain) == x.shape[-1]:

@@ -18,15 +18,15 @@ class DecoderBlock(nn.Module):
         super().__init__()
         name = f"blocks.{layer}"
         self.parallel = settings.parallel
-        self.norm1 = weights.stream_norm(f"{name}.norm1", settings)
+        self.norm1 = weights.build_stream_norm(f"{name}.norm1", settings)
         self.attention = DecoderAttention(weights, f"{name}.attention", settings, layer)
-        self.attention_out = weights.norm(f"{name}.attention_out", settings)
+        self.attention_out = weights.build_norm(f"{name}.attention_out", settings)
         # Parallel blocks with one norm (Phi, GPT-J, Cohere) use it for attention and MLP.
         is_shared = settings.parallel and f"{name}.norm2" not in weights
         norm2 = f"{name}.norm1" if is_shared else f"{name}.norm2"
         #: The site of the stream between attention and MLP, which parallel blocks do not have.
         self.mid = None if settings.parallel else nn.Identity()
-        self.norm2 = weights.stream_norm(norm2, settings)
+        self.norm2 = weights.build_stream_norm(norm2, settings)
         self.mlp: nn.Module
         if f"{name}.mlp.router" in weights:
             self.mlp = Experts(weights, f"{name}.mlp", settings)
@@ -34,7 +34,7 @@ class DecoderBlock(nn.Module):
             self.mlp = DecoderMLP(weights, f"{name}.mlp", settings)
         else:
             self.mlp = NoMLP()
-        self.mlp_out = weights.norm(f"{name}.mlp_out", settings)
+        self.mlp_out = weights.build_norm(f"{name}.mlp_out", settings)
 
     def forward(
         self,

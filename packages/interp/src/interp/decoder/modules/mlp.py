@@ -42,8 +42,9 @@ class DecoderMLP(nn.Module):
             known = ", ".join(ACTIVATIONS)
             raise ValueError(f"activation {settings.activation!r} is not one of {known}")
         self.act, self.clip = ACTIVATIONS[settings.activation], settings.mlp_clip
-        self.gate = weights.linear(f"{name}.gate") if f"{name}.gate" in weights else None
-        self.up, self.down = weights.linear(f"{name}.up"), weights.linear(f"{name}.down")
+        self.gate = weights.build_linear(f"{name}.gate") if f"{name}.gate" in weights else None
+        self.up = weights.build_linear(f"{name}.up")
+        self.down = weights.build_linear(f"{name}.down")
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output (..., d_model) for `x` (..., d_model)."""
@@ -66,11 +67,11 @@ class Experts(nn.Module):
     def __init__(self, weights: Weights, name: str, settings: Settings) -> None:
         super().__init__()
         self.settings = settings
-        self.router = weights.linear(f"{name}.router")
+        self.router = weights.build_linear(f"{name}.router")
         #: A term that is added to the probabilities to choose experts, but not to weight them.
         self.correction = None
         if f"{name}.correction.bias" in weights.tensors:
-            self.correction = weights.parameter(f"{name}.correction.bias")
+            self.correction = weights.build_parameter(f"{name}.correction.bias")
         self.experts = nn.ModuleList(
             DecoderMLP(weights, f"{name}.experts.{i}", settings)
             for i in range(self.router.out_features)

@@ -62,13 +62,13 @@ class Probe:
     arguments: Mapping[str, Tensor] = field(default_factory=dict)
     #: The size of the sliding windows during the call, or None for the sizes of the model.
     window: int | None = None
-    #: The largest accepted `distance`. Rounding errors of Llama and Qwen 3 MoE with 48 layers are
+    #: The largest accepted distance. Rounding errors of Llama and Qwen 3 MoE with 48 layers are
     #: below 7e-6.
     tolerance: float = 5e-5
 
 
 @torch.no_grad()
-def matching_settings(
+def find_matching_settings(
     model: nn.Module,
     tensors: Mapping[str, Tensor],
     roles: Mapping[str, str],
@@ -82,7 +82,7 @@ def matching_settings(
     Args:
         model: The model that is described.
         tensors: The weights of the model by name.
-        roles: The role of each tensor, as from `roles_of`.
+        roles: The role of each tensor, as from `assign_roles`.
         candidates: The settings to try, with equal numbers of layers, heads and experts. The random
             weights are scaled for the first one.
         build: A function that creates the description of a candidate from tensors.
@@ -156,24 +156,24 @@ def _compute_errors(
     seed: int,
     candidates: Sequence[Settings],
 ) -> Iterator[float]:
-    """Yield the `distance` between the logits of each description and the model's logits."""
+    """Yield the distance between the logits of each description and the model's logits."""
     weights = descriptions.draw(probe.scale, seed)
     random_weights = descriptions.random_weights
     tokens = _draw_tokens(random_weights.vocabulary, probe, seed, random_weights.device)
     if any(rotary.original_length for rotary in candidates[0].rotary):
         # Models with dynamic scaling use the angles of the longest text until the next short text.
         compute_logits(model, tokens[:, :1], weights=weights)
-    with _windows_set_to(probe.window, model):
+    with _set_windows(probe.window, model):
         expected = compute_logits(model, tokens, weights=weights, **probe.arguments)
     for candidate in candidates:
         if probe.window is not None:
             windows = tuple(window and probe.window for window in candidate.windows)
             candidate = replace(candidate, windows=windows)
         logits = descriptions.build(weights, candidate)(tokens, **probe.arguments)
-        yield distance(logits, expected, probe.arguments.get("attention_mask"))
+        yield compute_distance(logits, expected, probe.arguments.get("attention_mask"))
 
 
-def distance(ours: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
+def compute_distance(ours: Tensor, expected: Tensor, mask: Tensor | None = None) -> float:
     """Return the largest RMS error of a position, relative to the standard deviation of `expected`.
 
     Positions at which `mask` is 0 are ignored. The result is inf if logits are nan. Raises
@@ -248,7 +248,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _windows_set_to(size: int | None, model: nn.Module) -> Iterator[None]:
+def _set_windows(size: int | None, model: nn.Module) -> Iterator[None]:
     """Set all sliding windows of a model to `size`, unless it is None; restore them on exit."""
     modules = list(model.modules())
     owners: list[Any] = [*modules, *(getattr(module, "config", None) for module in modules)]
@@ -299,7 +299,7 @@ def _list_probes(model: nn.Module, settings: Settings, context: int) -> list[Pro
                 arguments = {"position_ids": position_ids}
                 probes.append(Probe(name="rotation", length=length, arguments=arguments))
     if has_argument(model, "attention_mask") and short > 4:
-        mask = _padding_mask(half, device)
+        mask = _make_padding_mask(half, device)
         arguments = {"attention_mask": mask}
         probes.append(Probe(name="padded", length=half, rows=2, arguments=arguments))
         if takes_positions:
@@ -370,7 +370,7 @@ def _draw_tokens(vocabulary: int, probe: Probe, seed: int, device: torch.device)
     return tokens.to(device)
 
 
-def _padding_mask(length: int, device: torch.device) -> Tensor:
+def _make_padding_mask(length: int, device: torch.device) -> Tensor:
     """Return an attention mask (2, length) with padding before, between and after tokens."""
     mask = torch.ones(2, length, dtype=torch.long, device=device)
     mask[0, : length // 3] = 0

@@ -73,7 +73,7 @@ class RandomWeights:
         lengths: dict[float, int] = {}  # The lengths of the buffers, by standard deviation.
         for index, (name, tensor) in enumerate(self.tensors.items()):
             if name in self.roles:
-                mean, std = self._mean_and_std(self.roles[name], tensor.shape, scale)
+                mean, std = self._compute_mean_and_std(self.roles[name], tensor.shape, scale)
                 moments[name] = mean, std
                 lengths[std] = max(lengths.get(std, 0), _STRIDE * index + tensor.numel())
         if self._noise is None or self._noise[0] != seed:
@@ -103,11 +103,13 @@ class RandomWeights:
             drawn[id(tensor)] = weight + mean if mean else weight
         return {name: drawn[id(tensor)] for name, tensor in self.tensors.items()}
 
-    def _mean_and_std(self, role: str, shape: torch.Size, scale: Scale) -> tuple[float, float]:
+    def _compute_mean_and_std(
+        self, role: str, shape: torch.Size, scale: Scale
+    ) -> tuple[float, float]:
         """Return the mean and the standard deviation of the entries of a weight."""
         part, _, kind = role.rpartition(".")
         part = re.sub(r"^blocks\.\d+\.", "", part)
-        std = self._output_std(part, scale)
+        std = self._compute_output_std(part, scale)
         if is_norm_role(role) and kind == "weight":
             return std - self.gain_offset, 0.25 * std
         if kind == "bias":
@@ -117,7 +119,7 @@ class RandomWeights:
             std /= (shape[-1] * shape[-2]) ** 0.25
         return 0.0, std
 
-    def _output_std(self, part: str, scale: Scale) -> float:
+    def _compute_output_std(self, part: str, scale: Scale) -> float:
         """Return the standard deviation of the output of a module, such as "attention.q"."""
         query_std = self.unit_query_std * scale.score_std**0.5
         if part in ("attention.q_norm", "attention.k_norm"):
