@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from flashattn2 import autocast, derivatives
 from flashattn2.backends import aten
-from flashattn2.compilation import is_mapped, is_recorded, is_untransformed, needs_operator
+from flashattn2.compilation import is_mapped, is_recorded, is_untransformed, should_call_operator
 from flashattn2.dispatch import BackendChoice, select_backend
 from flashattn2.operators import backward, backward_op, forward, forward_op, map_sequences
 from flashattn2.spec import AttentionSpec, make_spec
@@ -83,7 +83,7 @@ def _run(
     """Return the output and log-sum-exp of the selected backend."""
     if _can_call_kernel_directly(choice, cu_q):
         return aten.forward(q, k, v, spec.scale, spec.has_right_bound())
-    run: Callable[..., Any] = forward_op if needs_operator(q, k, v) else forward
+    run: Callable[..., Any] = forward_op if should_call_operator(q, k, v) else forward
     out, lse = run(q, k, v, cu_q, cu_k, *spec.to_scalars(), *choice)
     return out, lse
 
@@ -139,7 +139,7 @@ def _compute_gradients(
     if grad_lse is None and _can_call_kernel_directly(choice, cu_q):
         return aten.compute_gradients(q, k, v, out, lse, grad_out, spec)
     run: Callable[..., Any] = backward_op
-    if not needs_operator(q, k, v, grad_out):
+    if not should_call_operator(q, k, v, grad_out):
         _refuse_batched(grad_out, grad_lse)
         run = backward
     dq, dk, dv = run(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *spec.to_scalars(), *choice)

@@ -127,7 +127,7 @@ class Layout:
         return idle / (self.count_microbatches(rows) + idle)
 
 
-def list_possible_layouts(size: Size, world: int, rows: int) -> dict[str, Layout]:
+def build_possible_layouts(size: Size, world: int, rows: int) -> dict[str, Layout]:
     """Return the layouts that the stage `parallel` compares and that fit the model, by name."""
     layouts = {
         "pipeline (GPipe)": Layout(pipeline=world, schedule="GPipe"),

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn2.attention import flash_attention_varlen
-from flashattn2.bench.implementations import Attention, list_causal_kernels, list_fused_kernels
+from flashattn2.bench.implementations import Attention, make_causal_kernels, make_fused_kernels
 from flashattn2.bench.measure import (
     measure_graph_ms,
     measure_mean_ms,
@@ -75,14 +75,14 @@ def measure_flash(device: str, quick: bool) -> Iterator[Row]:
     else:
         grid = itertools.product([torch.float32, torch.bfloat16], [16, 64], [128, 1024, 4096])
     for dtype, dim, seq in grid:
-        attentions = list_causal_kernels(device, quick)
+        attentions = make_causal_kernels(device, quick)
         yield from compare("flash", attentions, (1, 1, seq, dim), dtype, device, quick)
 
 
 def measure_train(device: str, quick: bool) -> Iterator[Row]:
     """Yield rows for a full GPU (16384 tokens of width 2048), or for a small batch on a CPU."""
     if device != "cuda":
-        attentions = list_causal_kernels(device, quick)
+        attentions = make_causal_kernels(device, quick)
         yield from compare("train", attentions, (2, 4, 512, 64), torch.float32, device, quick)
         return
     seqs = (512,) if quick else (512, 1024, 2048, 4096, 8192, 16384)
@@ -90,7 +90,7 @@ def measure_train(device: str, quick: bool) -> Iterator[Row]:
         (64,) if quick else (64, 128), (True, False), seqs
     ):
         shape = (max(1, 16384 // seq), 2048 // dim, seq, dim)
-        attentions = list_fused_kernels(is_causal)
+        attentions = make_fused_kernels(is_causal)
         yield from compare("train", attentions, shape, torch.bfloat16, device, quick, is_causal)
 
 

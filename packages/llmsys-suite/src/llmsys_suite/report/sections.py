@@ -12,14 +12,7 @@ from llmsys_suite import results as stage_results
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.report import plots
 from llmsys_suite.report.sentences import compare_interleaved, describe_fastest
-from llmsys_suite.report.tables import (
-    COLUMNS,
-    MIB,
-    Results,
-    Row,
-    build_plan_rows,
-    pick,
-)
+from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, build_plan_rows, pick
 from llmsys_suite.report.unaudited import describe_unaudited
 from llmsys_suite.results import format_cell
 

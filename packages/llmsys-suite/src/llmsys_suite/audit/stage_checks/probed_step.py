@@ -93,7 +93,7 @@ def repeat_step(
     """
     config = run.config
     weights = {name: w.to(run.device).double() for name, w in checkpoint["weight"].items()}
-    batch = learn_batch(run, result, step)
+    batch = draw_learn_batch(run, result, step)
     loss, gradients = reference.compute_gradients(weights, *batch, get_num_heads(config))
     if config.clip is not None:
         gradients = clip(gradients, config.clip)
@@ -106,7 +106,7 @@ def repeat_step(
     return loss, weights, optimizer.step(weights, gradients), optimizer
 
 
-def learn_batch(run: Run, result: results.Learn, step: int) -> tuple[Tensor, Tensor]:
+def draw_learn_batch(run: Run, result: results.Learn, step: int) -> tuple[Tensor, Tensor]:
     """Return the rows of all ranks in a step of `learn`, from the independent sampler."""
     train, _ = read_parts(run.config)
     context, seed = run.config.context, run.config.seed + 1
