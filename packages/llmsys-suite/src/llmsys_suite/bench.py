@@ -1,7 +1,4 @@
-"""Benchmark of a whole run: variants of training, attention and compression side by side.
-
-python -m llmsys_suite.bench --quick
-"""
+"""Benchmark of a whole run, `python -m llmsys_suite.bench`: training, attention and compression."""
 
 from __future__ import annotations
 
