@@ -53,7 +53,9 @@ TAKES: dict[str, dict[str, Any]] = {
         "rounding": 512,
     },
     "memory.peak.peak_memory": RUN | {"plan": Plan(), "foreach": True},
-    "memory.states.count_state_bytes": {**{"count": 9, "data": 2, "zero": 1, "precision": "fp32"}},
+    "memory.states.count_state_bytes": {
+        **{"num_parameters": 9, "data": 2, "zero": 1, "precision": "fp32"}
+    },
     "memory.training.training_memory": RUN | {"plan": Plan(), "stage": 0},
     "parameters.parameters": {"model": MODEL, "active": True},
     "precision.get_itemsize": {"dtype": "fp8"},
@@ -177,7 +179,7 @@ RECORDS: dict[type, dict[str, Any]] = {
 }
 # Arguments that may be zero.
 MAY_BE_ZERO = {
-    *("batch", "stage", "count", "zero", "usd_per_hour", "tp"),
+    *("batch", "stage", "num_parameters", "zero", "usd_per_hour", "tp"),
     *("activation_bytes", "sharded_activations", "latency"),
     *("heads", "vocab_size", "devices", "data", "seq"),
     *("q_rank", "index_heads", "width", "shared", "moment_block", "power_watts", "pod"),

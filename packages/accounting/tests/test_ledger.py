@@ -17,8 +17,13 @@ MIB = 2**20
 SEEN: list[Tensor] = []
 
 
-@pytest.mark.parametrize("mixed", [False, True])
-@pytest.mark.parametrize("reshard", [False, True])
+@pytest.mark.parametrize(
+    ("reshard", "mixed"),
+    [
+        *((False, True), (True, False)),
+        *(pytest.param(b, b, marks=pytest.mark.exhaustive) for b in (False, True)),
+    ],
+)
 def test_peak_of_fsdp2_counts_gathered_weights_only_while_they_exist(
     reshard: bool, mixed: bool
 ) -> None:

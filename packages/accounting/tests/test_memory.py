@@ -379,7 +379,7 @@ def test_devices_of_every_plan_store_all_parameters(
             assert 4 * everything <= split <= 4 * (everything + 3 * 2 * pipeline)
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=8)
 @given(shapes(), st.integers(1, 8), st.integers(1, 32))
 def test_memory_is_sum_of_parts_and_grows_with_every_size(
     shape: Transformer, batch: int, seq: int

@@ -160,7 +160,7 @@ def _documented_plans(
 
 
 @pytest.mark.parametrize(
-    "seed", [0, 1, 2, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(3, 34))]
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.exhaustive) for n in range(1, 34))]
 )
 def test_search_returns_the_fastest_plans_of_its_space(seed: int) -> None:
     """Compare the search with all plans of the documented space, each computed in full."""
@@ -208,8 +208,16 @@ def test_search_returns_the_fastest_plans_of_its_space(seed: int) -> None:
     ("hardware", "devices", "sequences", "seq", "precision", "layers", "width", "count", "fixed"),
     [
         ("A100 40GB", 24, 48, 1024, "mixed_bf16", 48, 1024, 8, {"pipeline": 3}),
-        ("TPU v5p", 16, 32, 4096, "fsdp_bf16", 48, 5120, 0, {"data": 16, "zero": 3}),
-        ("RTX 4090", 16, 64, 1024, "megatron_bf16", 32, 4096, 0, {"tensor": 2, "zero": 3}),
+        pytest.param(
+            *("TPU v5p", 16, 32, 4096, "fsdp_bf16", 48, 5120, 0),
+            {"data": 16, "zero": 3},
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
+            *("RTX 4090", 16, 64, 1024, "megatron_bf16", 32, 4096, 0),
+            {"tensor": 2, "zero": 3},
+            marks=pytest.mark.exhaustive,
+        ),
         ("H100", 8, 32, 4096, "fsdp_bf16", 12, 2048, 16, {"expert": 4, "zero": 3}),
         pytest.param(
             *("H100", 32, 256, 4096, "fsdp_bf16", 48, 5120, 64),
@@ -695,8 +703,9 @@ def test_search_stops_at_time_limit_and_reports_progress(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("number", [np.float32, torch.tensor, Fraction, Decimal])
 def test_numbers_of_other_libraries_are_those_of_python(number: Any) -> None:
-    expected = plan_for(SMALL, gpus=2, batch=2, seq=64, tokens=2.0**30)
-    answer = plan_for(SMALL, gpus=2, batch=2, seq=64, tokens=number(2.0**30))
+    question: dict[str, Any] = {"gpus": 1, "batch": 1, "seq": 64, "recompute": "none"}
+    expected = plan_for(SMALL, **question, tokens=2.0**30)
+    answer = plan_for(SMALL, **question, tokens=number(2.0**30))
     assert json.dumps(answer.to_dict()) == json.dumps(expected.to_dict())
 
 
@@ -758,7 +767,7 @@ BOUNDED_MODELS = {
 #: Each model and each precision occurs at least once; all other pairs are exhaustive.
 BOUNDED_PAIRS = {
     *(("hybrid", "megatron_bf16"), ("experts", "mixed_bf16"), ("tied", "fsdp_bf16")),
-    *(("mla", "megatron_bf16"), ("experts", "fsdp_bf16")),
+    ("mla", "megatron_bf16"),
 }
 
 

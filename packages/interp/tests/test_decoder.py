@@ -1,5 +1,6 @@
 """Descriptions of every family, compared with transformers' models with random weights."""
 
+import copy
 import functools
 import itertools
 import json
@@ -100,15 +101,21 @@ def peer(name: str, attention: str = "eager") -> torch.nn.Module:
 
 
 @functools.cache
+def shared_peer(name: str) -> torch.nn.Module:
+    """Return a `peer` that several tests read and none changes."""
+    return peer(name)
+
+
+@functools.cache
 def described(name: str) -> Decoder:
     """Return a description that several tests read and none changes."""
-    return describe(peer(name))
+    return describe(shared_peer(name))
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", EACH_FAMILY)
 def test_logits_equal_transformers(name: str, tmp_path: Path) -> None:
-    model = peer(name)
+    model = shared_peer(name)
     expected = model(TOKENS).logits
     # Transformers computes rotary angles and routing weights in float32.
     close = {"rtol": 1e-5, "atol": 1e-5 * float(expected.abs().max())}
@@ -199,7 +206,7 @@ def test_models_in_half_precision_are_described(name: str) -> None:
     assert decoder(TOKENS).dtype == torch.bfloat16
     metric = logit_difference(decoder.norm, decoder.unembed, 5, 8)
     scan = patch_streams(decoder, TOKENS[:1], TOKENS[1:], metric)
-    whole = describe(peer(name).float())
+    whole = described(name)
     exact = patch_streams(
         whole, TOKENS[:1], TOKENS[1:], logit_difference(whole.norm, whole.unembed, 5, 8)
     )
@@ -227,7 +234,7 @@ def test_patterns_equal_output_attentions_and_outputs_are_unchanged(
     expected = model(TOKENS).logits
     with record_patterns(model) as patterns:
         assert torch.equal(model(TOKENS).logits, expected)
-    theirs = peer(name)(TOKENS, output_attentions=True).attentions
+    theirs = shared_peer(name)(TOKENS, output_attentions=True).attentions
     assert len(patterns) == len(theirs) == 2
     for ours, pattern in zip(patterns.values(), theirs, strict=True):
         columns = ours[..., : pattern.shape[-1]]  # without the sink of gpt-oss
@@ -279,7 +286,10 @@ def test_lens_and_attribution_support_every_family(name: str) -> None:
 
 @torch.no_grad()
 @pytest.mark.parametrize("name", [case("GPT2LMHeadModel", usual=False), "LlamaForCausalLM"])
-@pytest.mark.parametrize("part", ["attention.o:input", "attention.q", "attention.k", "mlp_out"])
+@pytest.mark.parametrize(
+    "part",
+    ["attention.o:input", case("attention.q", usual=False), "attention.k", "mlp_out"],
+)
 def test_patch_parts_equals_one_forward_pass_per_patch(name: str, part: str) -> None:
     decoder = described(name)
     clean, corrupted = TOKENS[:1], TOKENS[:1].clone()
@@ -406,7 +416,7 @@ def test_several_pairs_return_their_mean(name: str) -> None:
     ],
 )
 def test_circuits_under_rotary_positions_give_the_scores_at_every_distance(name: str) -> None:
-    decoder = describe(peer(name))
+    decoder = copy.deepcopy(described(name))
     block = decoder.layers[1]
     attention = block.attention
     for linear in (attention.q, attention.k):  # circuits leave biases out
@@ -454,13 +464,13 @@ def test_circuits_of_latent_attention_leave_out_the_scale_of_the_norm() -> None:
 
 def test_custom_decoders_are_described_by_structure(decoder: nn.Module) -> None:
     tokens = TOKENS % 17
-    described = describe(decoder, rope_theta=100.0)
+    described = describe(decoder, rope_theta=100.0, context=16)
     torch.testing.assert_close(described(tokens), decoder(tokens), rtol=1e-5, atol=1e-5)
     assert (
         described.layers[0].attention.q.weight.data_ptr() == decoder.layers[0].q.weight.data_ptr()
     )
     with pytest.raises(ValueError, match=r"no description of this Decoder .* rope_theta="):
-        describe(decoder)
+        describe(decoder, context=16)
     with pytest.raises(TypeError, match="unexpected keyword argument 'theta'"):
         describe(decoder, theta=100.0)
     reference = build_random_decoder(
@@ -524,7 +534,8 @@ def test_decoder_of_the_suite_is_described() -> None:
     torch.manual_seed(0)
     config = suite.ModelConfig(d_model=24, d_ff=40, num_layers=2, num_heads=3, vocabulary=37)
     model = suite.Decoder(config)
-    torch.testing.assert_close(describe(model)(TOKENS), model(TOKENS), rtol=1e-5, atol=1e-5)
+    decoder = describe(model, context=16)
+    torch.testing.assert_close(decoder(TOKENS), model(TOKENS), rtol=1e-5, atol=1e-5)
     with record_patterns(model) as patterns:
         model(TOKENS)
     assert list(patterns) == ["blocks.0.attention", "blocks.1.attention"]
@@ -616,7 +627,7 @@ def test_wrong_folders_are_refused(tmp_path: Path) -> None:
 
 
 def test_wrong_tokens_and_models_are_refused() -> None:
-    decoder = describe(peer("LlamaForCausalLM"))
+    decoder = described("LlamaForCausalLM")
     with pytest.raises(ValueError, match="reach from 0 to 40; this vocabulary has 37"):
         decoder(torch.tensor([[0, 40]]))
     with pytest.raises(ValueError, match=r"integers \(batch, seq\)"):
@@ -678,7 +689,7 @@ def test_padded_prompts_have_the_same_logits_and_patches_as_unpadded_ones(name: 
     mask = torch.ones_like(TOKENS)
     mask[0, :4] = 0
     model = peer(name, "sdpa")
-    decoder = describe(model)
+    decoder = described(name)
     seen, positions = mask.bool(), (mask.cumsum(-1) - 1).clamp(min=0)
     columns = torch.arange(13).expand(2, -1)
     for position_ids_ in (positions, columns):

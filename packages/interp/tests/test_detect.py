@@ -32,7 +32,7 @@ def plain_score(
     return scores
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(
     batch=st.integers(1, 3),
     heads=st.integers(1, 3),

@@ -56,6 +56,7 @@ def test_steering_the_last_layer_adds_the_vector_to_the_logits(model: AttentionO
 def test_knockout_equals_a_mask_before_the_softmax() -> None:
     transformers = pytest.importorskip("transformers", reason="the peer, a development dependency")
     sizes = {"hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2, "vocab_size": 37}
+    sizes |= {"max_position_embeddings": 9}
     heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
     config = transformers.LlamaConfig(**sizes, **heads, attn_implementation="eager")
     torch.manual_seed(0)

@@ -39,7 +39,7 @@ def patched_by_hand(
 
 @pytest.mark.parametrize("batch", [64, 4])
 def test_patch_streams_equals_one_forward_pass_per_patch(decoder: nn.Module, batch: int) -> None:
-    described = describe(decoder, rope_theta=100.0)
+    described = describe(decoder, rope_theta=100.0, context=6)
     metric = logit_difference(decoder.norm, decoder.head, RIGHT, WRONG)
     scan = patch_streams(described, CLEAN, CORRUPTED, metric, batch=batch)
     with record(decoder, "layers.*:input") as clean:

@@ -30,7 +30,7 @@ transformers = pytest.importorskip("transformers", reason="the peer, a developme
 
 SIZES = {
     "vocab_size": 29, "hidden_size": 12, "intermediate_size": 16, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "max_position_embeddings": 9,
     "pad_token_id": None, "bos_token_id": None, "eos_token_id": None,
 }  # fmt: skip
 EXHAUSTIVE = pytest.mark.exhaustive

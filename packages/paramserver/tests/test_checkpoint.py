@@ -25,8 +25,8 @@ from paramserver import (
     partition,
     run,
 )
-from paramserver.checkpoint import read_checkpoint, write_checkpoint
 from paramserver.journal.disk_journal import DiskJournal
+from paramserver.local_steps.checkpoint import read_checkpoint, write_checkpoint
 from paramserver_training import batch
 
 OUTER = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
@@ -127,15 +127,17 @@ def undisturbed(tmp_path_factory):
     return train_undisturbed
 
 
-# Only compression has a state that an accepted push changes.
-KILLED_AFTER_A_PUSH = [
-    pytest.param(name, "after", marks=[] if policy.compression else [pytest.mark.exhaustive])
-    for name, policy in POLICIES.items()
-]
+# DiLoCo is tested with compression, the only state that an accepted push changes.
+KILLED = [("compressed", "before"), ("compressed", "after"), ("streaming", "before")]
+KILLED_EXHAUSTIVELY = [("diloco", "before"), ("diloco", "after"), ("streaming", "after")]
 
 
 @pytest.mark.parametrize(
-    ("name", "when"), [*((name, "before") for name in POLICIES), *KILLED_AFTER_A_PUSH]
+    ("name", "when"),
+    [
+        *KILLED,
+        *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in KILLED_EXHAUSTIVELY),
+    ],
 )
 @pytest.mark.parametrize("servers", [pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_job_killed_at_any_push_equals_the_undisturbed_one(

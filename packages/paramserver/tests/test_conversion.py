@@ -106,7 +106,14 @@ class Fleet:
         pytest.param(2, 1, marks=pytest.mark.exhaustive),
     ],
 )
-@pytest.mark.parametrize("job", JOBS.values(), ids=JOBS)
+@pytest.mark.parametrize(
+    "job",
+    [
+        # Master weights are tested with the same schedule and groups.
+        pytest.param(job, id=name, marks=[pytest.mark.exhaustive] * name.startswith("adamw"))
+        for name, job in JOBS.items()
+    ],
+)
 def test_a_job_continues_with_another_number_of_servers(tmp_path, job, before, after):
     old = Fleet(replace(job, servers=before), tmp_path / "old")
     old.train(0, 4)
@@ -228,7 +235,7 @@ def files_of(folder):
     return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_a_server_started_by_hand_refuses_its_lost_journal(tmp_path, number, monkeypatch, capsys):
     pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
     from paramserver.running.supervise import open_server
@@ -249,7 +256,7 @@ def test_a_server_started_by_hand_refuses_its_lost_journal(tmp_path, number, mon
     assert files_of(tmp_path / "state") == before
 
 
-@pytest.mark.parametrize("number", [0, 1, 2])
+@pytest.mark.parametrize("number", [0, pytest.param(1, marks=pytest.mark.exhaustive), 2])
 def test_servers_on_other_machines_are_not_touched_if_one_has_lost_its_journal(tmp_path, number):
     job = Job(print, model(), SGD, Asynchronous(), servers=3)
     fleet = Fleet(job, tmp_path / "state")

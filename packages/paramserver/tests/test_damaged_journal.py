@@ -69,27 +69,39 @@ def no_snapshot(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
+@pytest.fixture(scope="module")
+def write_journal(tmp_path_factory):
+    """Return a function that writes the folder of `written`, once for each kind of first file."""
+
+    @functools.cache
+    def write(first):
+        torch.manual_seed(0)
+        folder, states = tmp_path_factory.mktemp(first) / "journal", []
+        server, journal = opened(folder)
+        states.append(({}, state_of(server)))
+        worker = Worker(nn.Linear(3, 2), server)
+        for part in range(3):
+            push(worker, 2, states, folder)
+            with pytest.MonkeyPatch.context() as patch:
+                if part or first != "snapshot":
+                    patch.setattr(torch, "save", no_snapshot)
+                if part < 2:
+                    journal.snapshot(server.core)
+                journal.wait()
+        journal.close()
+        return folder, states
+
+    return write
+
+
 @pytest.fixture
-def written(tmp_path, request, monkeypatch):
+def written(tmp_path, request, write_journal):
     """Return a folder with three files of two pushes each, and the state after each push.
 
     The first file is a snapshot or a journal, depending on the parameter.
     """
-    torch.manual_seed(0)
-    folder, states = tmp_path / "journal", []
-    server, journal = opened(folder)
-    states.append(({}, state_of(server)))
-    worker = Worker(nn.Linear(3, 2), server)
-    for part in range(3):
-        push(worker, 2, states, folder)
-        with monkeypatch.context() as patch:
-            if part or request.param != "snapshot":
-                patch.setattr(torch, "save", no_snapshot)
-            if part < 2:
-                journal.snapshot(server.core)
-            journal.wait()
-    journal.close()
-    return folder, states
+    folder, states = write_journal(request.param)
+    return shutil.copytree(folder, tmp_path / "journal"), states
 
 
 def contents(folder):
@@ -172,7 +184,11 @@ def test_a_file_before_the_last_one_that_is_cut_short_anywhere_is_refused(writte
         (folder / name).write_bytes(raw)
 
 
-@BOTH
+@pytest.mark.parametrize(
+    "written",
+    ["snapshot", pytest.param("journal", marks=pytest.mark.exhaustive)],
+    indirect=True,
+)
 @STRIDES
 def test_truncated_last_file_restores_all_complete_records(written, stride, caplog):
     """A server that dies during a write leaves such a file, which contains all answered pushes."""
@@ -329,9 +345,17 @@ def counted(change, call):
     return lambda *args, **kwargs: call(change, *args, **kwargs)
 
 
-@BOTH
-@pytest.mark.parametrize("name", ["journal-00000001", "journal-00000002"])
-@pytest.mark.parametrize("at_head", [False, True])
+@pytest.mark.parametrize(
+    ("written", "name", "at_head"),
+    [
+        pytest.param(first, name, at_head, marks=[] if is_usual else pytest.mark.exhaustive)
+        for first in ("snapshot", "journal")
+        for name in ("journal-00000001", "journal-00000002")
+        for at_head in (False, True)
+        for is_usual in [(first == "snapshot") == (at_head == name.endswith("2"))]
+    ],
+    indirect=["written"],
+)
 def test_recovery_that_is_killed_at_any_change_is_repeated(written, name, at_head, monkeypatch):
     folder, _ = written
     raw = bytearray((folder / name).read_bytes())
@@ -422,8 +446,16 @@ def pulled(worker):
     return version, elements
 
 
-@pytest.mark.parametrize("damaged", [0, 1])
-@pytest.mark.parametrize("fraction", [0.3, 0.6, 0.9, 0.97])
+@pytest.mark.parametrize(
+    ("damaged", "fraction"),
+    [
+        *((0, 0.3), (1, 0.6), (0, 0.9), (1, 0.97)),
+        *(
+            pytest.param(*row, marks=pytest.mark.exhaustive)
+            for row in ((1, 0.3), (0, 0.6), (1, 0.9), (0, 0.97))
+        ),
+    ],
+)
 def test_recovered_servers_agree_or_are_refused(tmp_path, damaged, fraction):
     """Each update changes all elements equally, so elements of different versions differ."""
     servers, journals = two_servers(tmp_path / "job")

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 sys.path.insert(0, str(Path(__file__).parent))  # processes that `run` starts import it by name
 
 from paramserver import Asynchronous, BulkSynchronous, Integers, LocalSteps, Server, Worker, run
-from paramserver.checkpoint import get_random_states, set_random_states
+from paramserver.local_steps.checkpoint import get_random_states, set_random_states
 from paramserver.parameters import get_trainable_parameters
 from paramserver.partition import partition
 from paramserver.payload import pin

@@ -212,8 +212,13 @@ def train_on_full_disk(started, policy, servers, full_at, monkeypatch, *, is_kil
 
 
 @pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.exhaustive)])
-@pytest.mark.parametrize("is_killed", [False, True])
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(
+    ("servers", "is_killed"),
+    [
+        *((1, False), (2, True)),
+        *(pytest.param(*row, marks=pytest.mark.exhaustive) for row in ((1, True), (2, False))),
+    ],
+)
 @pytest.mark.parametrize(
     "policy",
     [BulkSynchronous(), pytest.param(Asynchronous(), marks=pytest.mark.exhaustive)],

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -204,10 +204,15 @@ class StreamingDiloco:
 @pytest.mark.parametrize(
     ("policy", "servers", "transport"),
     [
-        (LocalSteps(4, OUTER, fragments=2), 2, "shared_memory"),
-        (LocalSteps(6, OUTER, fragments=3, overlap=1), 1, "shared_memory"),
+        (LocalSteps(6, OUTER, fragments=3), 2, "shared_memory"),
         (LocalSteps(6, OUTER, fragments=2, overlap=2, alpha=0.25), 2, "zeromq"),
-        (LocalSteps(4, OUTER, overlap=2, alpha=0.0), 1, "shared_memory"),
+        *(
+            pytest.param(policy, 1, "shared_memory", marks=pytest.mark.exhaustive)
+            for policy in (
+                LocalSteps(6, OUTER, fragments=3, overlap=1),
+                LocalSteps(4, OUTER, overlap=2, alpha=0.0),
+            )
+        ),
     ],
 )
 def test_fragments_are_streaming_diloco(policy, servers, transport):
@@ -290,8 +295,15 @@ def test_a_short_last_round_is_pushed_too():
     assert result.versions == [2]
 
 
-@pytest.mark.parametrize("compression", [Integers(8), Integers(4)], ids=repr)
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(
+    ("compression", "servers"),
+    [
+        *((Integers(8), 1), (Integers(4), 2)),
+        pytest.param(Integers(8), 2, marks=pytest.mark.exhaustive),
+        pytest.param(Integers(4), 1, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_compressed_workers_have_equal_parameters_and_bounded_errors(compression, servers):
     policy = LocalSteps(3, OUTER, compression)
     start = model().float()
@@ -340,6 +352,7 @@ def test_result_contains_the_parameters_of_the_workers_with_compression():
         assert torch.equal(parameter, result.values[0][name])
 
 
+@settings(max_examples=40)
 @given(
     values=st.lists(st.floats(-1e6, 1e6, width=32), min_size=1, max_size=3000),
     bits=st.sampled_from([4, 8]),

@@ -116,7 +116,13 @@ def train_alone(spec, steps, module=None):
 
 
 @pytest.mark.parametrize(
-    ("name", "servers"), [*((name, 3) for name in SCHEDULERS), ("sequential", 1)]
+    ("name", "servers"),
+    [
+        *((name, 3) for name in ("function", "steps", "one cycle", "sequential")),
+        ("sequential", 1),
+        pytest.param("cosine", 3, marks=pytest.mark.exhaustive),
+        pytest.param("restarts", 3, marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_schedule_on_the_servers_equals_one_process(name, servers):
     spec = OptimizerSpec(MOMENTUM, SCHEDULERS[name])
@@ -191,8 +197,15 @@ def test_sparse_gradients_of_local_steps_are_clipped():
     torch.testing.assert_close(module.weight.detach(), rows[:, None].expand(4, 2))
 
 
-@pytest.mark.parametrize("spec", [FULL, OptimizerSpec(MOMENTUM, SCHEDULERS["function"]), NUMPY])
-@pytest.mark.parametrize("snapshot", [False, True])
+@pytest.mark.parametrize(
+    ("spec", "snapshot"),
+    [
+        (FULL, True),
+        (OptimizerSpec(MOMENTUM, SCHEDULERS["function"]), False),
+        (NUMPY, True),
+        *(pytest.param(spec, False, marks=pytest.mark.exhaustive) for spec in (FULL, NUMPY)),
+    ],
+)
 def test_a_schedule_is_resumed_exactly_from_a_journal(tmp_path, spec, snapshot):
     def opened():
         (server,) = servers_of(model(), spec)
@@ -243,8 +256,15 @@ def test_workers_of_local_steps_use_schedule_groups_and_clipping():
     assert_equal_parameters(dict(module.named_parameters()), train_alone(FULL, 8))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("servers", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "servers"),
+    [
+        *((torch.float32, 1), (torch.bfloat16, 2)),
+        pytest.param(torch.float32, 2, marks=pytest.mark.exhaustive),
+        pytest.param(torch.bfloat16, 1, marks=pytest.mark.exhaustive),
+    ],
+    ids=str,
+)
 def test_master_weights_equal_one_process_with_master_weights(dtype, servers):
     spec = OptimizerSpec(ADAMW, SCHEDULERS["cosine"], no_decay, master_dtype=torch.float64)
     modules = [model(dtype) for _ in range(WORKERS)]

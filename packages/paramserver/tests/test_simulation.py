@@ -39,7 +39,7 @@ TWO = {
 # answers of two servers to a finished worker.
 @example(seed=2, consistency=BulkSynchronous(), **TWO)
 @example(seed=290, consistency=StaleSynchronous(0), **TWO)
-@settings(max_examples=6, suppress_health_check=list(HealthCheck))
+@settings(max_examples=4, suppress_health_check=list(HealthCheck))
 @given(**WORLDS)
 def test_accepted_pushes_are_applied_once_and_reads_are_of_one_version(**world):
     simulate(**world)

@@ -621,7 +621,11 @@ def local_steps(worker, steps):
         worker.push()
 
 
-@pytest.mark.parametrize("policy", [Asynchronous(), BulkSynchronous()], ids=["async", "bulk"])
+@pytest.mark.parametrize(
+    "policy",
+    [pytest.param(Asynchronous(), marks=pytest.mark.exhaustive), BulkSynchronous()],
+    ids=["async", "bulk"],
+)
 def test_a_server_waits_while_its_disk_is_full(policy, tmp_path, monkeypatch, caplog):
     job = Job(count, Vector(1), UNIT_SGD, policy, workers=1, timeout=30.0)
     server = open_server(job, 0, f"ipc://{tmp_path}/s", journal=tmp_path / "state")

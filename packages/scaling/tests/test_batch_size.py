@@ -17,7 +17,7 @@ from scaling.sweeps.batch_size import SETTINGS
 
 
 def test_sgd_on_linear_regression_follows_the_exact_law():
-    sweep = sweep_learning_rate(batch_sizes=(1, 4, 16, 64, 256))
+    sweep = sweep_learning_rate(batch_sizes=(1, 16, 256))
     np.testing.assert_allclose(sweep.best_rates, exact_rate(sweep.batch_sizes, 64), rtol=0.05)
 
 
@@ -53,16 +53,16 @@ def test_label_noise_lowers_the_best_rate_as_the_recursion_says():
 
 def test_adam_surges():
     """The best rate rises, peaks and falls as the batch grows."""
-    sweep = sweep_learning_rate("linear", "adam", batch_sizes=(1, 2, 4, 16, 64, 256), seeds=32)
+    sweep = sweep_learning_rate("linear", "adam", batch_sizes=(1, 4, 16, 256), seeds=32)
     peak = int(np.argmax(sweep.best_rates))
-    assert 0 < peak < 5
+    assert 0 < peak < 3
     assert sweep.best_rates[peak] > 1.15 * sweep.best_rates[-1]
     assert sweep.best_rates[peak] > 2 * sweep.best_rates[0]
 
 
 @pytest.mark.parametrize("optimizer", [pytest.param("sgd", marks=pytest.mark.exhaustive), "adam"])
 def test_mlp_takes_higher_rates_at_larger_batches(optimizer):
-    sweep = sweep_learning_rate("mlp", optimizer, batch_sizes=(1, 16), seeds=8, steps=60)
+    sweep = sweep_learning_rate("mlp", optimizer, batch_sizes=(1, 16), seeds=4, steps=60)
     assert sweep.best_rates[1] > 1.2 * sweep.best_rates[0]
     assert sweep.loss.shape == (2, len(sweep.rates))
     assert sweep.loss.min() < 0.5 * sweep.loss[0, 0]
@@ -97,7 +97,7 @@ def test_gradients_and_updates_are_those_of_torch(optimizer):
 )
 def test_best_rate_is_found_if_the_loss_underflows(steps, seeds):
     """The loss underflows: 0.06^400 is below float64, and its square below float32 earlier."""
-    sweep = sweep_learning_rate(batch_sizes=(4, 8, 16, 64, 256), seeds=seeds, steps=steps)
+    sweep = sweep_learning_rate(batch_sizes=(4, 16, 256), seeds=seeds, steps=steps)
     np.testing.assert_allclose(sweep.best_rates, exact_rate(sweep.batch_sizes, 64), rtol=0.05)
 
 

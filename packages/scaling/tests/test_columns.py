@@ -109,13 +109,51 @@ def test_logarithms_beside_their_column_are_not_read(folder):
         ("ln(params)", "by a column 'params' of e ** 'ln(params)'"),
         ("logD", "by a column 'd' of base ** 'logD'"),
         ("total_log_Gflops", "by a column 'gflops' of base ** 'total_log_Gflops'"),
-        ("log_loss", "confirm numbers that are not logarithms with columns={'loss': 'log_loss'}"),
+        # A prefix such as `wandb_log` may name the logger, so the message names both readings.
+        (
+            "wandb_log_flops",
+            "by a column 'flops' of base ** 'wandb_log_flops', or confirm numbers that are not "
+            "logarithms with columns={'compute': 'wandb_log_flops'}",
+        ),
+        ("ln_loss", "by a column 'loss' of e ** 'ln_loss'"),
     ],
 )
 def test_refused_logarithms_are_named_with_their_conversion(name, remedy):
-    known = {"N": N, "D": D} if name == "log_loss" else {"loss": LOSS}
+    known = {"N": N, "D": D} if name == "ln_loss" else {"loss": LOSS}
     with pytest.raises(ValueError, match=f"replace the logarithms .*{re.escape(remedy)}"):
         load_runs({**known, name: np.log10(C)})
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("log_perplexity", "eval/log_perplexity", "val_log_ppl", "logppl", "ln(ppl)"),
+        *("log_loss", "val_logLoss", "train_log_loss", "wandb_log_loss"),
+    ],
+)
+def test_log_perplexity_and_log_loss_above_any_logarithm_are_read_in_nats(name):
+    runs = load_runs({"N": N, "D": D, name: LOSS + 1})
+    np.testing.assert_array_equal(runs.loss, LOSS + 1)
+    assert "(nats" in runs.explanation or "(training nats" in runs.explanation
+    for other in ("loss", "train_loss"):
+        runs = load_runs({"N": N, "D": D, name: np.log(LOSS), other: LOSS})
+        np.testing.assert_array_equal(runs.loss, LOSS)
+    np.testing.assert_allclose(
+        load_runs({"N": N, "D": D, name: LOSS / np.log(10), "ppl": np.exp(LOSS)}).loss, LOSS
+    )
+
+
+@pytest.mark.parametrize("losses", [np.log(LOSS), LOSS / 2])
+def test_log_loss_that_may_be_a_logarithm_is_refused_until_it_is_confirmed(losses):
+    table = {"N": N, "D": D, "log_loss": losses}
+    with pytest.raises(
+        ValueError, match=r"may be the cross-entropy or the logarithm .*base \*\* 'log"
+    ):
+        load_runs(table)
+    confirmed = load_runs(table, columns={"loss": "log_loss"})
+    np.testing.assert_array_equal(confirmed.loss, losses)
+    for name in ("log_perplexity_per_word", "byte_log_loss", "baseline_log_ppl", "log10_ppl"):
+        assert recognize(name, "loss") is None
 
 
 @pytest.mark.parametrize(

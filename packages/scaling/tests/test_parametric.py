@@ -80,7 +80,7 @@ def hard_runs(count):
 
 def test_fit_law_reports_several_optima_as_fit_parametric_does():
     reports = []
-    for runs in itertools.islice(hard_runs(40), 4, 6):
+    for runs in itertools.islice(hard_runs(40), 5, 6):
         has_several = []
         for fit in (fit_parametric, functools.partial(fit_law, "chinchilla")):
             with warnings.catch_warnings(record=True) as caught:
@@ -207,7 +207,7 @@ def test_start_slightly_above_the_best_objective_has_not_landed(loss, monkeypatc
 
 def test_vanished_term_stays_vanished_if_the_runs_do_not_show_it():
     """Tokens do not lower these losses, so the optimum has no term of B."""
-    runs = isoflop_runs()
+    runs = isoflop_runs(budgets=(1e19, 1e20, 1e21), per_budget=5)
     flat = 2 + 400 * runs.parameters**-0.35 * (1 + 1e-3 * np.log(runs.tokens / 1e9))
     problem = Problem.from_runs(load_runs({"N": runs.parameters, "D": runs.tokens, "loss": flat}))
     theta, proof = search.search(problem, "squares", np.inf, True)

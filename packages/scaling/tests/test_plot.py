@@ -18,7 +18,7 @@ from scaling.__main__ import main
 
 @pytest.fixture
 def file(tmp_path):
-    runs = isoflop_runs(noise=2e-3, per_budget=5)
+    runs = isoflop_runs(budgets=np.geomspace(1e19, 1e21, 4), noise=2e-3, per_budget=5)
     rows = [f"{n},{d},{x}" for n, d, x in zip(runs.parameters, runs.tokens, runs.loss, strict=True)]
     path = tmp_path / "runs.csv"
     path.write_text("\n".join(["N,D,loss", *rows]))

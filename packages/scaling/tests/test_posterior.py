@@ -120,7 +120,10 @@ def test_interval_is_that_of_the_profile_likelihood(law, budgets, per_budget):
 )
 @pytest.mark.parametrize(
     ("budgets", "per_budget", "widest"),
-    [(3, 2, 1.6), pytest.param(4, 3, 0.36, marks=pytest.mark.exhaustive), (4, 4, 0.32)],
+    [
+        (3, 2, 1.6),
+        *(pytest.param(4, *p, marks=pytest.mark.exhaustive) for p in ((3, 0.36), (4, 0.32))),
+    ],
 )
 def test_intervals_of_few_runs_cover_the_truth(budgets, per_budget, widest, sets, least):
     """Six, twelve and sixteen runs, with one, seven and eleven degrees of freedom.
@@ -173,7 +176,7 @@ def test_misread_runs_hardly_widen_the_interval_of_a_robust_fit():
 
 @pytest.mark.filterwarnings("ignore::scaling.ScalingWarning")
 @pytest.mark.parametrize(
-    "irreducible", [0.0, pytest.param(-0.3, marks=pytest.mark.exhaustive), -1.0]
+    "irreducible", [-1.0, *(pytest.param(e, marks=pytest.mark.exhaustive) for e in (0.0, -0.3))]
 )
 def test_runs_that_suggest_a_negative_irreducible_loss_have_intervals(irreducible):
     """Laws with a negative term are not possible, so the sample consists of the other laws."""

@@ -25,7 +25,7 @@ from scaling.page import format_backtest, report
 
 
 def few_runs():
-    return isoflop_runs(budgets=np.geomspace(6e18, 3e21, 6), noise=2e-3, seed=3, per_budget=5)
+    return isoflop_runs(budgets=np.geomspace(6e18, 3e21, 4), noise=2e-3, seed=3, per_budget=5)
 
 
 @pytest.fixture(scope="module")

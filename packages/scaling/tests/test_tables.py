@@ -1166,7 +1166,7 @@ def test_batch_tokens_and_logarithms_are_not_read_as_tokens(name):
 @pytest.mark.parametrize(
     "name",
     [
-        *("reducible_loss", "initial_loss", "excess_loss", "loss_gap", "log_loss", "ln_loss"),
+        *("reducible_loss", "initial_loss", "excess_loss", "loss_gap", "log2_loss", "ln_loss"),
         *("init_loss", "start_loss", "target_loss", "teacher_loss", "kl_loss", "mtp_loss"),
         *("loss_ratio", "relative_loss", "predicted_val_loss", "val_loss_accuracy", "log10_ppl"),
         *("loss_se", "loss_sum", "val_loss_count", "loss_ci_low", "loss_upper", "neg_loss"),

@@ -103,8 +103,10 @@ def refuse_unknown_fields(kind: type[R]) -> type[R]:
     return kind
 
 
-def require_integer(name: str, value: object, *, least: float = 1, most: float = math.inf) -> int:
-    """Return `value` as an int from `least` to `most`; integers of numpy and torch are accepted.
+def require_integer(
+    name: str, value: object, *, minimum: float = 1, maximum: float = math.inf
+) -> int:
+    """Return an integer, also of numpy or torch, as an int from `minimum` to `maximum`.
 
     Raises `TypeError` for a bool or another type, and `ValueError` for an integer out of range.
     """
@@ -115,17 +117,17 @@ def require_integer(name: str, value: object, *, least: float = 1, most: float =
         integer = value if isinstance(value, int) else operator.index(value)  # type: ignore[arg-type]
     except TypeError:
         raise TypeError(f"expected {name} to be an integer, got {value!r}") from None
-    if integer < least:
-        raise ValueError(f"expected {name} >= {least}, got {integer}")
-    if integer > most:
-        raise ValueError(f"expected {name} <= {most:,}, got {integer}")
+    if integer < minimum:
+        raise ValueError(f"expected {name} >= {minimum}, got {integer}")
+    if integer > maximum:
+        raise ValueError(f"expected {name} <= {maximum:,}, got {integer}")
     return integer
 
 
 def require_number(
-    name: str, value: object, *, least: float = 0.0, most: float = math.inf, open: bool = True
+    name: str, value: object, *, minimum: float = 0.0, maximum: float = math.inf, open: bool = True
 ) -> float:
-    """Return `value` as a finite float from `least` to `most`; `open` excludes `least` itself.
+    """Return a number as a float from `minimum` to `maximum`; `open` excludes the minimum.
 
     Raises `TypeError` unless it is a number, and `ValueError` if it is infinite or out of range.
     """
@@ -135,10 +137,10 @@ def require_number(
         converted = float(value)
     except OverflowError:
         converted = math.inf
-    below = converted <= least if open else converted < least
-    if not math.isfinite(converted) or converted > most or below:
-        lower = f"{least:g} < {name}" if open else f"{least:g} <= {name}"
-        upper = f" <= {most:g}" if most < math.inf else " < inf"
+    below = converted <= minimum if open else converted < minimum
+    if not math.isfinite(converted) or converted > maximum or below:
+        lower = f"{minimum:g} < {name}" if open else f"{minimum:g} <= {name}"
+        upper = f" <= {maximum:g}" if maximum < math.inf else " < inf"
         raise ValueError(f"expected {lower}{upper}, got {value}")
     return converted
 
@@ -169,16 +171,17 @@ def convert_fields(record: Any, prefix: str = "", /, **limits: Any) -> None:
         object.__setattr__(record, name, value)
 
 
-def require_layers(name: str, indices: object, most: int = MOST_LAYERS) -> tuple[int, ...]:
+def require_layers(name: str, indices: object, maximum: int = MOST_LAYERS) -> tuple[int, ...]:
     """Return sorted distinct layer indices.
 
-    Raises `TypeError` unless `indices` are integers, and `ValueError` unless 0 <= index < `most`.
+    Raises `TypeError` unless `indices` are integers, and `ValueError` unless
+    0 <= index < `maximum`.
     """
     if isinstance(indices, str) or not isinstance(indices, Iterable):
         raise TypeError(f"expected {name} to list layers, counted from 0, got {indices!r}")
-    ordered = tuple(sorted({require_integer(name, layer, least=0) for layer in indices}))
-    if ordered and ordered[-1] >= most:
-        raise ValueError(f"expected layers of {name} from 0 to {most - 1}, got {ordered[-1]}")
+    ordered = tuple(sorted({require_integer(name, layer, minimum=0) for layer in indices}))
+    if ordered and ordered[-1] >= maximum:
+        raise ValueError(f"expected layers of {name} from 0 to {maximum - 1}, got {ordered[-1]}")
     return ordered
 
 
@@ -210,8 +213,8 @@ def _check_value(name: str, value: Any, rule: Rule) -> Any:
             return None
         declared = declared.removesuffix(" | None")
     if declared == "int":
-        most = MOST_LAYERS if name == "layers" else math.inf
-        value = require_integer(name, value, least=_get_least(rule), most=most)
+        maximum = MOST_LAYERS if name == "layers" else math.inf
+        value = require_integer(name, value, minimum=_get_minimum(rule), maximum=maximum)
     elif declared == "float":
         converted = require_number(name, value, open=rule.limit is None and rule.default != 0)
         if not isinstance(value, int | float):
@@ -227,7 +230,7 @@ def _check_value(name: str, value: Any, rule: Rule) -> Any:
     return value
 
 
-def _get_least(rule: Rule) -> int:
+def _get_minimum(rule: Rule) -> int:
     """Return the smallest integer that a rule allows."""
     if isinstance(rule.limit, int):
         return rule.limit

@@ -93,7 +93,7 @@ def gpu_hours(
     flops: float, *, flops_per_second: float = H200_FP8_FLOPS, utilization: float = 1.0
 ) -> float:
     """Return the device-hours for `flops` operations at a fraction `utilization` of the peak."""
-    checks.require_number("utilization", utilization, most=1)
+    checks.require_number("utilization", utilization, maximum=1)
     return flops / (flops_per_second * utilization) / 3600.0
 
 

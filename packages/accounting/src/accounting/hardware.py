@@ -82,8 +82,8 @@ class Hardware:
                 f"expected pod and torus_axes together, got pod={self.pod} and "
                 f"torus_axes={self.torus_axes}; set both, or omit both without a torus"
             )
-        checks.require_number("power_factor", self.power_factor, most=1)
-        checks.require_number("attention_fraction", self.attention_fraction, most=1)
+        checks.require_number("power_factor", self.power_factor, maximum=1)
+        checks.require_number("attention_fraction", self.attention_fraction, maximum=1)
         if not self.chip:
             object.__setattr__(self, "chip", self.name)
         for name, link in (("node_link", self.node_link), ("network", self.network)):

@@ -29,14 +29,8 @@ def parameters(model: Transformer, *, active: bool = False) -> Breakdown:
         return multiply(matrix.name, UNIT, **factors, columns=matrix.columns)
 
     name = "active parameters" if active else "parameters"
-    return sum_parts(
-        f"{name} of {model.name}",
-        UNIT,
-        *(
-            sum_parts(part, UNIT, *[build_leaf(m) for m in group])
-            for part, group in group_by_part(model)
-        ),
-    )
+    parts = (sum_parts(part, UNIT, *map(build_leaf, group)) for part, group in group_by_part(model))
+    return sum_parts(f"{name} of {model.name}", UNIT, *parts)
 
 
 def group_by_part(model: Transformer) -> list[tuple[str, list[Matrix]]]:

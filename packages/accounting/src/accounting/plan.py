@@ -188,7 +188,7 @@ class Plan:
         last chunk have one layer fewer than the other chunks. Raises `ValueError` for a stage
         outside the pipeline.
         """
-        if not 0 <= checks.require_integer("stage", stage, least=-math.inf) < self.pipeline:
+        if not 0 <= checks.require_integer("stage", stage, minimum=-math.inf) < self.pipeline:
             raise ValueError(f"expected 0 <= stage < {self.pipeline}, got {stage}")
         chunks = self.pipeline * self.virtual_stages
         layers_per_chunk, remainder = divmod(model.layers, chunks)
@@ -244,9 +244,9 @@ def count_in_flight(plan: Any, stage: int) -> int:
 
 @lru_cache(maxsize=1024)
 def build_part(
-    model: Transformer, indices: tuple[int, ...], first: bool, last: bool
+    model: Transformer, indices: tuple[int, ...], has_embedding: bool, has_head: bool
 ) -> Transformer:
-    """Return a model of the layers `indices`, with embedding if `first` and head if `last`."""
+    """Return a model of the layers `indices`, with the embedding and the head as stated."""
     local_index = {layer: index for index, layer in enumerate(indices)}
 
     def select_local_layers(layers: Iterable[int] | None) -> tuple[int, ...]:
@@ -255,7 +255,7 @@ def build_part(
     def is_on_stage(matrix: Matrix) -> bool:
         if matrix.layers is not None:
             return bool(select_local_layers(matrix.layers))
-        return first if matrix.where == "first" else last
+        return has_embedding if matrix.where == "first" else has_head
 
     experts, window = model.experts, model.window
     if experts:
@@ -282,14 +282,14 @@ def build_part(
             for m in model.extra
             if is_on_stage(m)
         ),
-        lm_head=model.lm_head and last,
-        vocab_size=model.vocab_size if first or (last and model.lm_head) else 0,
+        lm_head=model.lm_head and has_head,
+        vocab_size=model.vocab_size if has_embedding or (has_head and model.lm_head) else 0,
         # A stage with either embedding or head has one table, which `tied` counts once. A stage
         # with both needs the model's value.
-        tied=model.tied if first and last else True,
-        positions=model.positions if first else 0,
-        head_bias=model.head_bias and last,
-        final_norm=model.final_norm and last,
+        tied=model.tied if has_embedding and has_head else True,
+        positions=model.positions if has_embedding else 0,
+        head_bias=model.head_bias and has_head,
+        final_norm=model.final_norm and has_head,
     )
 
 
@@ -347,6 +347,6 @@ def check_key_heads(model: Transformer, tensor: int) -> None:
             )
 
 
-def split(count: int, ranks: int) -> int:
-    """Return the size of the largest part if `count` items are split over `ranks` ranks."""
-    return -(-count // ranks)
+def split(num_items: int, ranks: int) -> int:
+    """Return the size of the largest part if `num_items` items are split over `ranks` ranks."""
+    return -(-num_items // ranks)

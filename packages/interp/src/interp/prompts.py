@@ -293,18 +293,14 @@ def measure(metric: Metric, streams: Tensor) -> Tensor:
             f"the metric returned {shape} for {len(streams)} streams {tuple(streams.shape)}; it "
             f"must return one number per stream, ({len(streams)},)"
         )
-    if len(streams) > 1 and _is_batch_dependent(metric, streams[:2]):
-        raise ValueError(
-            "the metric of one stream depends on the other streams of its batch, which are "
-            "unrelated patches; reduce over the dimensions of positions and features only"
-        )
+    if len(streams) > 1:
+        is_second = torch.tensor([False, True], device=streams.device)
+        before, after = _measure_with_nan(metric, streams[:2], is_second[:, None, None])
+        if not torch.allclose(before[0], after[0], equal_nan=True):
+            raise ValueError(
+                "the metric of one stream depends on the other streams of its batch, which are "
+                "unrelated patches; reduce over the dimensions of positions and features only"
+            )
     # Means over pairs and differences need floating-point numbers: an accuracy is a boolean.
     wide = torch.promote_types(streams.dtype, torch.float32)
     return result if result.is_floating_point() else result.to(wide)
-
-
-def _is_batch_dependent(metric: Metric, streams: Tensor) -> bool:
-    """Return True if the metric of the first of two streams depends on the second stream."""
-    is_second = torch.tensor([False, True], device=streams.device)
-    before, after = _measure_with_nan(metric, streams, is_second[:, None, None])
-    return not torch.allclose(before[0], after[0], equal_nan=True)

@@ -21,9 +21,9 @@ from typing import ClassVar
 
 import torch
 
+from paramserver.arguments import require_integer, require_number
 from paramserver.compression import Integers
 from paramserver.optimizers import OptimizerFactory
-from paramserver.running.arguments import require_integer, require_number
 
 
 @dataclass(frozen=True)

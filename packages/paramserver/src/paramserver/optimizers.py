@@ -20,7 +20,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from paramserver.running.arguments import require_number
+from paramserver.arguments import require_number
 
 
 @dataclass(frozen=True)
@@ -120,9 +120,8 @@ class Updater:
         _copy_options(self.optimizer)
         if spec.groups:
             _require_known_options(self.optimizer)
-        self._scheduler = (
-            _build_scheduler(spec.scheduler, self.optimizer) if spec.scheduler else None
-        )
+        scheduler = spec.scheduler
+        self._scheduler = _build_scheduler(scheduler, self.optimizer) if scheduler else None
 
     def step(self) -> None:
         """Clip and apply the gradients of `targets`, clear them, and advance the schedule."""

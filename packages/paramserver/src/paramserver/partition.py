@@ -15,8 +15,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
+from paramserver.arguments import require_integer
 from paramserver.parameters import get_local_part, require_names
-from paramserver.running.arguments import require_integer
 
 Cut = tuple[str, Tensor, int, int]  # parameter name, parameter, start and stop element
 

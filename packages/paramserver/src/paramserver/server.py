@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from paramserver.arguments import require_integer, require_timeout
 from paramserver.consistency import Consistency, require_policy
 from paramserver.optimizers import OptimizerFactory
 from paramserver.parameters import require_names
@@ -21,7 +22,6 @@ from paramserver.partition import Shard, partition
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import Message
 from paramserver.protocol.replica import Replica
-from paramserver.running.arguments import require_integer, require_timeout
 from paramserver.transport.connection import MAX_WAIT_SECONDS, Connection, drain
 
 #: Seconds between two messages to a waiting worker, which report that the server is alive.

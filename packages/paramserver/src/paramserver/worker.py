@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from paramserver.arguments import require_integer
 from paramserver.consistency import LocalSteps, as_local_steps
-from paramserver.local_training import LocalTraining
+from paramserver.local_steps.local_training import LocalTraining
 from paramserver.optimizers import OptimizerFactory
 from paramserver.parameters import get_trainable_parameters, require_unchanged
 from paramserver.partition import partition
 from paramserver.payload import Changes, Gradients
 from paramserver.protocol.replica import format_layout
-from paramserver.running.arguments import require_integer
 from paramserver.server import Server
 from paramserver.transport.connection import Connection
 from paramserver.transport.exchange import Exchange
@@ -104,10 +104,7 @@ class Worker:
 
     @property
     def clock(self) -> int:
-        """Logical time: the clock at which this worker joined plus its accepted pushes since then.
-
-        The policy compares the clocks of workers.
-        """
+        """Logical time: the clock when this worker joined plus its accepted pushes since then."""
         return self._exchange.session.clock
 
     @property

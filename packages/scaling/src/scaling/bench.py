@@ -79,8 +79,8 @@ def _measure_fits(name: str, runs: Runs, starts: int, calls: int) -> list[Row]:
     ]
 
 
-def _measure_answers(count: int, calls: int) -> list[Row]:
-    """Time the first optimum of a fit, and the fit of a table of `count` rows with its reading.
+def _measure_answers(num_rows: int, calls: int) -> list[Row]:
+    """Time the first optimum of a fit, and the fit of a table of `num_rows` rows with its reading.
 
     The first optimum includes the posterior and the drift; its time is the median of several fits.
     """
@@ -91,14 +91,14 @@ def _measure_answers(count: int, calls: int) -> list[Row]:
             fit = fit_parametric(isoflop_runs(noise=2e-3, seed=seed))
             seconds.append(_measure_call(partial(fit.optimal, 1e24))[0])
         random = np.random.default_rng(0)
-        n, d = 10 ** random.uniform([[7], [9]], [[9], [11]], (2, count))
-        loss = CHINCHILLA.predict(n, d) * np.exp(3e-3 * random.standard_normal(count))
+        n, d = 10 ** random.uniform([[7], [9]], [[9], [11]], (2, num_rows))
+        loss = CHINCHILLA.predict(n, d) * np.exp(3e-3 * random.standard_normal(num_rows))
         records = [dict(zip("NDL", row, strict=True)) for row in zip(n, d, loss, strict=True)]
         of_table, _ = _measure_call(lambda: fit_parametric(load_runs(records)))
     of_optimum = float(np.median(seconds))
     return [
         {"case": "answer", "what": "first optimum", "rows": 72, "time_s": of_optimum},
-        {"case": "answer", "what": "read and fit", "rows": count, "time_s": of_table},
+        {"case": "answer", "what": "read and fit", "rows": num_rows, "time_s": of_table},
     ]
 
 

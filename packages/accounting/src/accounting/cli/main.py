@@ -23,7 +23,7 @@ from accounting.precision import PRECISIONS
 from accounting.search.answer import plan_for
 
 
-def _parse_integer(text: str) -> int:
+def _parse_int(text: str) -> int:
     """Return the integer in a text; raise `ArgumentTypeError` with the remedy otherwise.
 
     Suffixes are refused, because 128k means 131072 in names of models, and 128000 elsewhere.
@@ -43,14 +43,14 @@ def _parse_integer(text: str) -> int:
 
 #: Options that fix a field of a plan, each with the field, its type and its help text.
 AXES: dict[str, tuple[str, Callable[[str], Any], str]] = {
-    "tp": ("tensor", _parse_integer, "tensor parallel"),
-    "pp": ("pipeline", _parse_integer, "pipeline stages"),
-    "cp": ("context", _parse_integer, "context parallel"),
-    "ep": ("expert", _parse_integer, "expert parallel"),
-    "zero": ("zero", _parse_integer, "ZeRO stage; 3 is FSDP"),
-    "microbatches": ("microbatches", _parse_integer, "micro-batches per data rank"),
+    "tp": ("tensor", _parse_int, "tensor parallel"),
+    "pp": ("pipeline", _parse_int, "pipeline stages"),
+    "cp": ("context", _parse_int, "context parallel"),
+    "ep": ("expert", _parse_int, "expert parallel"),
+    "zero": ("zero", _parse_int, "ZeRO stage; 3 is FSDP"),
+    "microbatches": ("microbatches", _parse_int, "micro-batches per data rank"),
     "schedule": ("schedule", str, "gpipe, 1f1b or interleaved"),
-    "virtual-stages": ("virtual_stages", _parse_integer, "chunks per interleaved stage"),
+    "virtual-stages": ("virtual_stages", _parse_int, "chunks per interleaved stage"),
     "recompute": ("recompute", str, "none, selective or full"),
 }
 
@@ -95,13 +95,13 @@ def _parse_options(parser: argparse.ArgumentParser, words: Sequence[str]) -> arg
 def _plan(words: Sequence[str]) -> int:
     """Search all axes for the fastest plan, and print its memory, duration and price."""
     parser = _build_parser("plan", _plan.__doc__)
-    parser.add_argument("--gpus", type=_parse_integer, help="total number of devices")
+    parser.add_argument("--gpus", type=_parse_int, help="total number of devices")
     parser.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
     parser.add_argument(
         "--tokens", type=parse_amount, default=1e12, help="1e12, or 1T in powers of 1000"
     )
-    parser.add_argument("--seq", type=_parse_integer, default=4096)
-    parser.add_argument("--batch", type=_parse_integer, help="sequences per step")
+    parser.add_argument("--seq", type=_parse_int, default=4096)
+    parser.add_argument("--batch", type=_parse_int, help="sequences per step")
     parser.add_argument("--memory", type=float, help="memory per device in GB")
     parser.add_argument("--price", type=float, help="USD per device-hour")
     parser.add_argument("--precision", help=", ".join(PRECISIONS))
@@ -140,21 +140,17 @@ def _show_progress(computed: int, plans: int) -> None:
 def _serve(words: Sequence[str]) -> int:
     """Print the memory and speed of inference: cache, concurrent sequences, time per token."""
     parser = _build_parser("serve", _serve.__doc__)
-    parser.add_argument("--gpus", type=_parse_integer, default=1, help="total number of devices")
+    parser.add_argument("--gpus", type=_parse_int, default=1, help="total number of devices")
     parser.add_argument("--hardware", default="H100", help=", ".join(HARDWARE))
-    parser.add_argument("--seq", type=_parse_integer, default=8192)
+    parser.add_argument("--seq", type=_parse_int, default=8192)
     parser.add_argument(
-        "--batch", type=_parse_integer, default=1, help="concurrent sequences, all replicas"
+        "--batch", type=_parse_int, default=1, help="concurrent sequences, all replicas"
     )
     parser.add_argument("--weights", help="dtype of the weights; default: fp8 if stated, or bf16")
     parser.add_argument("--cache", default="bf16", help="dtype of the cache")
-    parser.add_argument("--dp", dest="data", type=_parse_integer, default=1, help="replicas")
-    parser.add_argument(
-        "--ep", dest="expert", type=_parse_integer, default=1, help="expert parallel"
-    )
-    parser.add_argument(
-        "--pp", dest="pipeline", type=_parse_integer, default=1, help="pipeline stages"
-    )
+    parser.add_argument("--dp", dest="data", type=_parse_int, default=1, help="replicas")
+    parser.add_argument("--ep", dest="expert", type=_parse_int, default=1, help="expert parallel")
+    parser.add_argument("--pp", dest="pipeline", type=_parse_int, default=1, help="pipeline stages")
     options = _parse_options(parser, words)
     name = options.models[0]
     result = estimate_serving(
@@ -195,7 +191,7 @@ def _serve(words: Sequence[str]) -> int:
 def _diff(words: Sequence[str]) -> int:
     """Compare two models."""
     parser = _build_parser("diff", _diff.__doc__, models=2)
-    parser.add_argument("--seq", type=_parse_integer, default=4096)
+    parser.add_argument("--seq", type=_parse_int, default=4096)
     options = _parse_options(parser, words)
     first, second = (read_model(text) for text in options.models)
     rows = [*iter_differences(first, second, seq=options.seq)]

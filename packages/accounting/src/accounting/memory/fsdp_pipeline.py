@@ -125,11 +125,11 @@ class FsdpStage:
         count = (self.ends + self.blocks - missing) * accumulated
         return multiply("gradients", "B", parameters=count, bytes=get_itemsize(self.kind.gradients))
 
-    def _count_fresh_gradient_bytes(self, count: int, accumulated: bool) -> Breakdown:
+    def _count_fresh_gradient_bytes(self, num_parameters: int, accumulated: bool) -> Breakdown:
         """Return the bytes of a gradient that is not yet added to the accumulated one."""
         # Under mixed precision the first gradient is cast, so two copies exist.
         exists = accumulated or self.kind.cast_weights is not None
-        return multiply("fresh gradient", "B", parameters=count * exists, bytes=self._size)
+        return multiply("fresh gradient", "B", parameters=num_parameters * exists, bytes=self._size)
 
     def _count_gathered_bytes(self, blocks: int, buffer: bool = False) -> Breakdown:
         last = self.block * buffer

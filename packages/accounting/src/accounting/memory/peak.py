@@ -149,7 +149,11 @@ class _Step:
         block = find_fullest_block(model, self.plan, self.work)
         for part, alive in _iter_parts_of_block(model, block, self.tokens, self.work):
             inside = _count_gradients_inside(model, part)
-            block_gradients = unsharded.count_gradients_inside(part, inside)
+            # In attention, the gradients of the whole block are unsharded.
+            count = unsharded.groups.block if part == "attention" else inside
+            block_gradients = multiply(
+                "gradients of a block", "B", parameters=count, bytes=unsharded.size
+            )
             if self.is_gathered:
                 inside = 0  # These gradients are unsharded, so `block_gradients` contains them.
             gradients = (unsharded.head_gradient, block_gradients)
@@ -265,15 +269,6 @@ class _Unsharded:
         self.reduced_gradients = multiply(
             "gradients being reduced", "B", parameters=reduced, bytes=get_itemsize(kind.gradients)
         )
-
-    def count_gradients_inside(self, part: str, parameters: int) -> Breakdown:
-        """Return the gradients of a block in the backward of its part.
-
-        `parameters` is the result of `_count_gradients_inside`. In attention, the gradients of the
-        whole block count.
-        """
-        count = self.groups.block if part == "attention" else parameters
-        return multiply("gradients of a block", "B", parameters=count, bytes=self.size)
 
     def count_gathered_bytes(
         self, blocks: int, *others: Breakdown | None, done: int = 0

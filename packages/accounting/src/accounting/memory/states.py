@@ -15,26 +15,27 @@ from accounting.plan import Plan, build_part, split
 from accounting.precision import Precision, get_itemsize, get_recipe
 
 
-@checks.validate(count=0, zero=(0, 1, 2, 3))
+@checks.validate(num_parameters=0, zero=(0, 1, 2, 3))
 def count_state_bytes(
-    count: int,
+    num_parameters: int,
     *,
     data: int = 1,
     zero: int = 0,
     precision: str | Precision = "mixed_bf16",
 ) -> Breakdown:
-    """Return the bytes per rank of weights, gradients and optimizer state of `count` parameters.
+    """Return the bytes per rank of weights, gradients and optimizer state.
 
-    Let N be `data`, P be `count`, and w, g and o be the bytes per parameter of weights, gradients
-    and optimizer state. ZeRO stages 0 to 3 store (w + g + o)P, (w + g)P + oP/N, wP + (g + o)P/N and
-    (w + g + o)P/N bytes. Each shard is rounded up to an integer (Rajbhandari et al. 2020, section
-    5).
+    Let N be `data`, P be `num_parameters`, and w, g and o be the bytes per parameter of weights,
+    gradients and optimizer state. ZeRO stages 0 to 3 store (w + g + o)P, (w + g)P + oP/N,
+    wP + (g + o)P/N and (w + g + o)P/N bytes. Each shard is rounded up to an integer (Rajbhandari
+    et al. 2020, section 5).
     """
     kind = get_recipe(precision)
-    shard = split(count, data)
+    shard = split(num_parameters, data)
 
     def count_bytes(name: str, sharded_from: int, size: Fraction) -> Breakdown:
-        return multiply(name, "B", parameters=shard if zero >= sharded_from else count, bytes=size)
+        parameters = shard if zero >= sharded_from else num_parameters
+        return multiply(name, "B", parameters=parameters, bytes=size)
 
     master = get_itemsize(kind.master) if kind.master else Fraction(0)
     return sum_parts(
@@ -134,8 +135,8 @@ def list_stage_states(
     """Return the bytes of weights, of gradients and of optimizer state on a device of a stage."""
     dense, routed = count_device_parameters(model, plan, stage)
 
-    def count_states(count: int, ranks: int) -> Breakdown:
-        return count_state_bytes(count, data=ranks, zero=plan.zero, precision=kind)
+    def count_states(num_parameters: int, ranks: int) -> Breakdown:
+        return count_state_bytes(num_parameters, data=ranks, zero=plan.zero, precision=kind)
 
     if not routed:
         return list(count_states(dense, plan.replicas).parts)
@@ -202,7 +203,7 @@ def build_single_layers(model: Transformer) -> tuple[Transformer, ...]:
     """
     kinds = classify_layers(model)
     first = {kind: kinds.index(kind) for kind in kinds}
-    layers = (build_part(model, (layer,), first=True, last=True) for layer in first.values())
+    layers = (build_part(model, (layer,), True, True) for layer in first.values())
     return tuple(replace(layer_model, window=None) for layer_model in layers)
 
 

@@ -163,7 +163,7 @@ class Config:
         """Return the value of a formula as an integer; a bool counts as 1 or 0."""
         value = self.evaluate(entry)
         return checks.require_integer(
-            name, int(value) if isinstance(value, bool) else value, least=0
+            name, int(value) if isinstance(value, bool) else value, minimum=0
         )
 
     def list_layers(self, entry: Any) -> tuple[int, ...]:
@@ -182,7 +182,7 @@ class Config:
         formula fails.
         """
         self.layers = checks.require_integer(
-            "layers", self.evaluate(table["layers"]), most=checks.MOST_LAYERS
+            "layers", self.evaluate(table["layers"]), maximum=checks.MOST_LAYERS
         )
         if self.has_layer_types and len(self.layer_types) != self.layers:
             raise ValueError(

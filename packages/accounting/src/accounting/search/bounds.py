@@ -333,22 +333,18 @@ class Bounds:
     def _sum_time(self, tensor: int, recompute: str, stage: Stage) -> Time:
         return Time(*_sum(lambda *layer: self._time(tensor, recompute, *layer), stage))
 
-    def _compute_memory(
-        self, tensor: int, recompute: str, layer: int, first: bool, last: bool
-    ) -> Memory:
-        """Return the memory of a layer, with the embedding if `first` and the head if `last`."""
-        model = build_part(self._space.model, (layer,), first, last)
+    def _compute_memory(self, tensor: int, recompute: str, layer: int, *has_ends: bool) -> Memory:
+        """Return the memory of a layer; `has_ends` states whether embedding and head are added."""
+        model = build_part(self._space.model, (layer,), *has_ends)
         plan = self._build_plan(tensor, recompute)
         dense, routed = count_device_parameters(model, plan)
         saved = count_activation_bytes(model, plan, replace(self._space.work, batch=1)).total
         ends = build_fsdp_groups(model, plan, 0).ends
         return Memory(dense, routed, ends, float(saved) / self._space.work.seq)
 
-    def _compute_time(
-        self, tensor: int, recompute: str, layer: int, first: bool, last: bool
-    ) -> Time:
-        """Return the time of a layer, with the embedding if `first` and the head if `last`."""
-        model = build_part(self._space.model, (layer,), first, last)
+    def _compute_time(self, tensor: int, recompute: str, layer: int, *has_ends: bool) -> Time:
+        """Return the time of a layer; `has_ends` states whether embedding and head are added."""
+        model = build_part(self._space.model, (layer,), *has_ends)
         plan = self._build_plan(tensor, recompute)
         device, work = self._space.device, replace(self._space.work, batch=1)
         rates = compute_stage_rates(model, plan, work, device)
@@ -356,7 +352,7 @@ class Bounds:
         calls: Counter[str] = Counter()
         pass_bytes = 0.0
         # The few calls of the embedding and the head are omitted.
-        block = build_part(self._space.model, (layer,), first=False, last=False)
+        block = build_part(self._space.model, (layer,), False, False)
         for call in list_token_collectives(block, plan, 0, get_itemsize(work.kind.activations)):
             calls[call.axis] += call.count * count_phases(call.operation)
             pass_bytes += float(call.payload) * (call.axis == "context")
@@ -389,8 +385,7 @@ class Bounds:
 def _sum(costs_of: Callable[[int, bool, bool], Iterable[float]], stage: Stage) -> list[float]:
     """Return each cost of a stage, summed over its layers and its ends.
 
-    `costs_of(layer, first, last)` returns the costs of a layer, with the embedding if `first` and
-    with the head if `last`.
+    `costs_of(layer, has_embedding, has_head)` returns the costs of a layer with these ends.
     """
     terms = [(count, costs_of(layer, False, False)) for layer, count in stage.layers]
     if any(stage.ends):

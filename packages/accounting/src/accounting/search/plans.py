@@ -230,7 +230,7 @@ def find_fewest_devices(
     `sharded_activations` of it is divided by the number of devices. Raises `ValueError` if
     2**20 devices do not suffice.
     """
-    checks.require_number("sharded_activations", sharded_activations, most=1, open=False)
+    checks.require_number("sharded_activations", sharded_activations, maximum=1, open=False)
 
     def has_room(devices: int) -> bool:
         need = training_memory(model, Plan(data=devices, zero=3), batch=0).total

@@ -58,21 +58,21 @@ def count_phases(operation: str) -> int:
 
 
 def compute_seconds(
-    operation: str, ranks: int, count: float, call_bytes: float, link: Link
+    operation: str, ranks: int, num_calls: float, call_bytes: float, link: Link
 ) -> float:
-    """Return the seconds of `count` calls of a collective, each with a payload of `call_bytes`.
+    """Return the seconds of `num_calls` calls of a collective, each with a payload of `call_bytes`.
 
     A collective uses a ring or a double binary tree, whichever is faster. An all-to-all sends to
     each rank directly, or half of its payload in each of log2 n steps (Bruck et al. 1997),
     whichever is faster. A `send` is one message per call.
     """
-    payload_seconds = count * call_bytes / link.bandwidth
+    payload_seconds = num_calls * call_bytes / link.bandwidth
     if operation == "send":
-        return count * link.latency + payload_seconds
-    ring = (ranks - 1) * (count * link.latency + payload_seconds / ranks)
+        return num_calls * link.latency + payload_seconds
+    ring = (ranks - 1) * (num_calls * link.latency + payload_seconds / ranks)
     steps = math.ceil(math.log2(ranks))
     sent = steps / 2 if operation == "all_to_all" else 1
-    tree = steps * count * link.latency + sent * payload_seconds
+    tree = steps * num_calls * link.latency + sent * payload_seconds
     return count_phases(operation) * min(ring, tree)
 
 

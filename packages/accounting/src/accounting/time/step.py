@@ -71,7 +71,9 @@ def step_time(
         can_hide["data"] = 1.0
     for axis, fraction in (overlap or {}).items():
         checks.require_choice("an axis of overlap", axis, OVERLAP)
-        can_hide[axis] = checks.require_number(f"overlap of {axis}", fraction, most=1, open=False)
+        can_hide[axis] = checks.require_number(
+            f"overlap of {axis}", fraction, maximum=1, open=False
+        )
     unused_compute, blocking_seconds = compute, 0.0
     unused = {axis: fraction * compute for axis, fraction in can_hide.items()}
     exposed_parts = []

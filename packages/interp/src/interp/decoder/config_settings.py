@@ -219,7 +219,10 @@ def _build_rotary(config: Mapping[str, Any], family: Family, d_head: int, kind: 
     rope = _merge_rope_parameters(config, family, kind)
     dims = _count_rotated_dims(config, family, d_head, rope)
     max_length = config.get("max_position_embeddings", 0)
-    return build_scaled_rotary(rope, dims, _get_original_length(config, rope), max_length)
+    # The original length may also be among the rotary parameters, which have a lower priority.
+    name = "original_max_position_embeddings"
+    original_length = config.get(name) or rope.get(name) or max_length
+    return build_scaled_rotary(rope, dims, original_length, max_length)
 
 
 def _count_rotated_dims(
@@ -240,16 +243,6 @@ def _count_rotated_dims(
     elif config["model_type"] == "gptj":
         dims = config.get("rotary_dim")
     return dims or d_head
-
-
-def _get_original_length(config: Mapping[str, Any], rope: Mapping[str, Any]) -> int:
-    """Return the context length of pretraining, by default `max_position_embeddings`, or 0.
-
-    A value outside the rotary parameters has priority over a value among them.
-    """
-    name = "original_max_position_embeddings"
-    length: int = config.get(name) or rope.get(name) or config.get("max_position_embeddings", 0)
-    return length
 
 
 def _merge_rope_parameters(config: Mapping[str, Any], family: Family, kind: str) -> dict[str, Any]:

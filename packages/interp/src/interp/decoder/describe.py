@@ -144,7 +144,6 @@ def _find_copied_names(
     return copied
 
 
-@torch.no_grad()
 def _require_equal_logits(model: nn.Module, decoder: Decoder) -> None:
     """Raise ValueError if the logits of model and decoder differ under the model's own weights."""
     length = min(12, decoder.settings.context or 12)

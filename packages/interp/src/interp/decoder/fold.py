@@ -36,24 +36,18 @@ def _fold_norm(norm: nn.Module, *readers: nn.Linear) -> None:
         _set_parameter(norm, "bias", torch.zeros_like(shift))
 
 
-def _center_writes(*writers: nn.Linear | nn.Embedding) -> None:
-    """Subtract the mean over d_model from the outputs of `writers`, which are added to the stream.
+def _center_outputs(*modules: nn.Linear | nn.Embedding) -> None:
+    """Subtract the mean over the features from the outputs of `modules`.
 
-    The function stays the same if every reader of the stream subtracts this mean, as layer norm
-    does and RMS norm does not.
+    For outputs that are added to the stream, the function stays the same if every reader of the
+    stream subtracts this mean, as layer norm does and RMS norm does not. For logits, the
+    log-probabilities stay the same.
     """
-    for writer in writers:
-        dim = 1 if isinstance(writer, nn.Embedding) else 0
-        _set_parameter(writer, "weight", writer.weight - writer.weight.mean(dim, keepdim=True))
-        if isinstance(writer, nn.Linear) and writer.bias is not None:
-            _set_parameter(writer, "bias", writer.bias - writer.bias.mean())
-
-
-def _center_unembed(unembed: nn.Linear) -> None:
-    """Subtract the mean over the vocabulary, which preserves the log-probabilities."""
-    _set_parameter(unembed, "weight", unembed.weight - unembed.weight.mean(0, keepdim=True))
-    if unembed.bias is not None:
-        _set_parameter(unembed, "bias", unembed.bias - unembed.bias.mean())
+    for module in modules:
+        dim = 1 if isinstance(module, nn.Embedding) else 0
+        _set_parameter(module, "weight", module.weight - module.weight.mean(dim, keepdim=True))
+        if isinstance(module, nn.Linear) and module.bias is not None:
+            _set_parameter(module, "bias", module.bias - module.bias.mean())
 
 
 def _fold_value_bias(attention: DecoderAttention) -> None:
@@ -102,14 +96,14 @@ def fold_decoder(model: Decoder) -> Decoder:
         _fold_norm(block.norm2, *_find_linears(block.mlp, "gate", "up", "router"))
         _fold_value_bias(attention)
     if _can_center(model):
-        _center_writes(model.embed)
+        _center_outputs(model.embed)
         if model.position is not None and not model.settings.positions_in_attention:
-            _center_writes(model.position)
+            _center_outputs(model.position)
         for block in model.layers:
-            _center_writes(block.attention.o, *_find_linears(block.mlp, "down"))
+            _center_outputs(block.attention.o, *_find_linears(block.mlp, "down"))
     _fold_norm(model.norm, model.unembed)
     if model.settings.logit_cap is None:
-        _center_unembed(model.unembed)
+        _center_outputs(model.unembed)
     return model
 
 

@@ -16,7 +16,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-# Parameters whose names do not end in "weight" or "bias": stacked experts, sinks, corrections.
+# Parameters whose names do not end in "weight" or "bias", and the replacements with such an end:
+# stacked experts, sinks and corrections.
 _UNNAMED = (
     (re.compile(r"(experts\.(?:gate_up|down)_proj)$"), r"\1.weight"),
     (re.compile(r"(experts\.(?:gate_up|down)_proj)_bias$"), r"\1.bias"),
@@ -123,9 +124,10 @@ def assign_roles(tensors: Mapping[str, Tensor]) -> dict[str, str]:
     for name, tensor in tensors.items():
         if _BUFFER.search(name):
             continue
-        role = _find_role(
-            _append_kind(name), has_experts=has_experts, has_output_norms=has_output_norms
-        )
+        full_name = name
+        for regex, replacement in _UNNAMED:
+            full_name = regex.sub(replacement, full_name)
+        role = _find_role(full_name, has_experts=has_experts, has_output_norms=has_output_norms)
         if role is None:
             raise ValueError(
                 f"{name} {tuple(tensor.shape)} has no known role in a decoder; rename the module, "
@@ -171,13 +173,6 @@ def _is_input_first(tensors: Mapping[str, Tensor]) -> bool:
     """Return True if weights are (in, out), as in GPT-2: c_attn has more columns than rows."""
     fused = [x for name, x in tensors.items() if name.endswith("c_attn.weight")]
     return any(x.shape[1] > x.shape[0] for x in fused)
-
-
-def _append_kind(name: str) -> str:
-    """Return a parameter's name with ".weight" or ".bias" at the end."""
-    for regex, replacement in _UNNAMED:
-        name = regex.sub(replacement, name)
-    return name
 
 
 def _find_role(name: str, *, has_experts: bool, has_output_norms: bool) -> str | None:

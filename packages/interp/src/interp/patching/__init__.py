@@ -19,10 +19,6 @@ means. Such a result also has the result of each pair in `pairs` and the `standa
 values. `standard_error_of` computes the standard error of any quantity:
 
     result.standard_error_of(lambda mean: mean.recovered)
-
-References: Goldowsky-Dill et al. 2023, "Localizing Model Behavior with Path Patching"; Nanda 2023,
-"Attribution Patching"; Syed et al. 2023, "Attribution Patching Outperforms Automated Circuit
-Discovery"; Kramár et al. 2024, "AtP*".
 """
 
 from interp.patching.activation import (

@@ -58,11 +58,9 @@ def attribution_patching(
         clean_run = dict(recorded)
         forward(model, corrupted)
     mask = get_mask(corrupted)
-
-    def metric_of_logits(logits: Tensor, _: Tensor) -> Tensor:
-        return measure_tokens(metric, mask, logits)
-
-    gradients = _compute_gradients(model, corrupted, metric_of_logits, recorded)
+    gradients = _compute_gradients(
+        model, corrupted, lambda logits, _: measure_tokens(metric, mask, logits), recorded
+    )
     return {
         site: ((clean_run[site] - recorded[site]) * gradients[site]).sum(-1) for site in recorded
     }

@@ -58,29 +58,21 @@ class PatchBatch:
             embeddings = embeddings.flatten(0, -2)[self.affected.nonzero()[:, 1]]
         name = f"blocks.{layer}.attention"
         fill = {
-            f"{name}.{part}": partial(self._fill_rows, self.run.projections[f"{name}.{part}"])
+            f"{name}.{part}": partial(self.fill_rows, self.run.projections[f"{name}.{part}"])
             for part in "qkv"
         }
         # Hooks run in the order of installation, and actions must receive the affected positions
         # only. At o:input, these are therefore selected before the actions run. At q, k and v, the
         # unaffected positions are added after the actions.
         with (
-            install_hooks(self.run.model, {f"{name}.o:input": self._select_affected}),
+            install_hooks(self.run.model, {f"{name}.o:input": lambda x: x[self.affected][None]}),
             install_hooks(self.run.model, actions),
             install_hooks(self.run.model, fill),
         ):
             block = self.run.model.layers[layer]
             self.streams = block(self.streams, padding, embeddings, position_ids)
 
-    def assemble_final_streams(self) -> Tensor:
-        """Return the final streams (rows, seq, d_model), recorded at unaffected positions."""
-        return self._fill_rows(self.run.final_stream, self.streams)
-
-    def _select_affected(self, x: Tensor) -> Tensor:
-        """Return the affected positions of `x` (rows, seq, ...), concatenated to (1, m, ...)."""
-        return x[self.affected][None]
-
-    def _fill_rows(self, recorded: Tensor, x: Tensor) -> Tensor:
+    def fill_rows(self, recorded: Tensor, x: Tensor) -> Tensor:
         """Return rows (rows, seq, ...) of the recorded run with `x` at the affected positions."""
         filled = recorded.repeat(len(self.affected), 1, 1)
         filled[self.affected] = x[0]
@@ -110,7 +102,7 @@ def run_patches(
                 new = source[positions, heads]
                 actions = {sites[layer]: partial(replace_heads, index, new, source.shape[1])}
             batch.run_block(layer, actions)
-        results.append(measure(metric, batch.assemble_final_streams()))
+        results.append(measure(metric, batch.fill_rows(run.final_stream, batch.streams)))
     return torch.cat(results)
 
 

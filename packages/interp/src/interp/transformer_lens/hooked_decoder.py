@@ -225,10 +225,14 @@ class HookedDecoder(TextConversion, HookManagement):
             stop = stop % num_layers if stop < 0 else stop
         names = [name for name in names if self._is_before(name, stop)]
         stored: dict[str, Tensor] = {}
+
+        def store(value: Tensor, hook: HookPoint) -> None:
+            stored[hook.name] = value.detach().clone()
+
         head_outputs_by_layer: dict[int, Tensor] = {}
         hooks = [hook for hook in self._hooks if self._is_before(hook.name, stop)]
         results = [name for name in names if name.endswith("hook_result")]
-        hooks += [Hook(name, partial(_store, stored)) for name in results]
+        hooks += [Hook(name, store) for name in results]
         sites = [name for name in names if name not in results]
         positions = None
         if mask is not None:
@@ -379,7 +383,3 @@ def _build_config(decoder: Decoder) -> SimpleNamespace:
         attn_only=isinstance(first_layer.mlp, NoMLP),
         use_attn_result=False,
     )
-
-
-def _store(stored: dict[str, Tensor], value: Tensor, hook: HookPoint) -> None:
-    stored[hook.name] = value.detach().clone()

@@ -70,10 +70,9 @@ class HookManagement:
         With `reset_hooks_end=False`, the functions remain until `reset_hooks`.
         """
         added: list[Hook] = []
-        for name, function in fwd_hooks:
-            added += self._create_hooks(name, function, "fwd")
-        for name, function in bwd_hooks:
-            added += self._create_hooks(name, function, "bwd")
+        for dir, pairs in (("fwd", fwd_hooks), ("bwd", bwd_hooks)):
+            for name, function in pairs:
+                added += self._create_hooks(name, function, dir)
         self._hooks = self._hooks + added
         try:
             yield self

@@ -112,18 +112,15 @@ class DiskJournal:
         if spans:
             self._identity = files.read_identity(self.folder, spans)
             self._file_number = spans[-1].file_number
-            files.publish_file(self.folder, self._file_number)
-            if spans[-1].kind == files.TORN:
-                path = files.build_path(self.folder, "journal", self._file_number)
-                nbytes = spans[-1].stop - spans[-1].start
-                _LOG.warning("%s: removed the last %d bytes: an incomplete record", path, nbytes)
-                os.truncate(path, spans[-1].start)
         else:
             files.create_file(self.folder, self._identity, 0)
-            files.publish_file(self.folder, 0)
-        self._use(
-            files.build_path(self.folder, "journal", self._file_number).open("r+b", buffering=0)
-        )
+        files.publish_file(self.folder, self._file_number)
+        path = files.build_path(self.folder, "journal", self._file_number)
+        if spans and spans[-1].kind == files.TORN:
+            nbytes = spans[-1].stop - spans[-1].start
+            _LOG.warning("%s: removed the last %d bytes: an incomplete record", path, nbytes)
+            os.truncate(path, spans[-1].start)
+        self._use(path.open("r+b", buffering=0))
         core.journal = self
         return has_state
 

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from paramserver.arguments import require_integer, require_timeout
 from paramserver.consistency import Consistency, as_local_steps
 from paramserver.optimizers import OptimizerFactory
 from paramserver.parameters import get_trainable_parameters
 from paramserver.partition import Shard, partition
 from paramserver.protocol.messages import PeerLost
-from paramserver.running.arguments import require_integer, require_timeout
 from paramserver.server import Server
 from paramserver.worker import Worker
 

@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from torch import nn
 
+from paramserver.arguments import require_integer
 from paramserver.consistency import Consistency, require_policy
 from paramserver.optimizers import OptimizerFactory, as_spec
 from paramserver.partition import Shard
-from paramserver.running.arguments import require_integer
 from paramserver.running.job import Job, Result, ServerReport, assemble_result
 from paramserver.running.processes import Processes, ReportLosses, collect
 from paramserver.running.serving import serve

@@ -113,7 +113,7 @@ def sweep_learning_rate(
     return build_sweep(task, optimizer, grid, sizes.astype(float), by_seed)
 
 
-def _require_count(name: str, count: float) -> None:
+def _require_count(name: str, number: float) -> None:
     """Raise `ValueError` unless a number is a positive integer."""
-    if isinstance(count, bool) or not math.isfinite(count) or count < 1 or count != int(count):
-        raise ValueError(f"expected {name} to be an integer >= 1, got {count!r}")
+    if isinstance(number, bool) or not math.isfinite(number) or number < 1 or number != int(number):
+        raise ValueError(f"expected {name} to be an integer >= 1, got {number!r}")

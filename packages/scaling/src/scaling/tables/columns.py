@@ -22,7 +22,7 @@ from scaling.tables.names import (
     parse_text_unit,
     split_words,
 )
-from scaling.tables.scales import SMALLEST_MEDIAN
+from scaling.tables.scales import LARGEST_LOSS, SMALLEST_MEDIAN
 from scaling.tables.states import is_true
 from scaling.tables.table import Reading, Table
 from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
@@ -174,6 +174,24 @@ def _parse_plausible(reading: Reading, quantity: str, column: Column) -> Array:
     unit = reading.units.get(quantity, column.unit)
     numbers = parse_numbers(reading.table.get_cells(column.name), unit)
     return np.where((numbers > 0) & np.isfinite(numbers), numbers, np.nan)
+
+
+def require_cross_entropy(reading: Reading, named_quantities: Container[str]) -> None:
+    """Raise `ValueError` if a column such as `log_loss` may contain logarithms of losses.
+
+    `named_quantities` contains the quantities whose columns the caller named. A named column of
+    losses is confirmed. A median above the logarithm of `LARGEST_LOSS` confirms the column, too.
+    """
+    column = reading.columns["loss"]
+    median = float(np.median(reading.values["loss"]))
+    is_certain = "loss" in named_quantities or median > math.log(LARGEST_LOSS)
+    if "cross-entropy" in column.description and not is_certain:
+        raise ValueError(
+            f"column {column.name!r}, with the median {median:.3g}, may be the cross-entropy or the"
+            f" logarithm of a loss: confirm the cross-entropy in nats with columns={{'loss':"
+            f" {column.name!r}}}, or replace the logarithms by a column 'loss' of base **"
+            f" {column.name!r}"
+        )
 
 
 def require_active_parameters(reading: Reading, named_quantities: Container[str]) -> None:

@@ -225,12 +225,12 @@ def _require_compared_methods(
         )
 
 
-def _encode_designs(reading: Reading, count: int) -> NDArray[np.intp]:
-    """Return the index of the design (size, tokens, compute) of each of the first `count` rows."""
+def _encode_designs(reading: Reading, num_rows: int) -> NDArray[np.intp]:
+    """Return the index of the design (size, tokens, compute) of each of the first rows."""
     keys = []
     for k, tolerance in DESIGN_TOLERANCES.items():
         if k in reading.values:
-            keys.append(cluster(reading.values[k][:count], tolerance, 1 + tolerance))
+            keys.append(cluster(reading.values[k][:num_rows], tolerance, 1 + tolerance))
     codes: NDArray[np.intp] = np.unique(np.stack(keys), axis=1, return_inverse=True)[1].reshape(-1)
     return codes
 

@@ -167,26 +167,26 @@ def compute_run_noise(residuals: Array) -> float:
     return quantile * math.sqrt(n / max(n - 5, 1)) / NORMAL_QUANTILE
 
 
-def measure_drift(whole: Estimate) -> Drift:
+def measure_drift(fit: Estimate) -> Drift:
     """Return the drift of a fit, measured by refits of its runs below each of five cuts in compute.
 
     A cut is skipped if its runs cannot be fitted, or if it has `FEWEST_RUNS` or fewer runs.
     """
-    runs = whole.runs
+    runs = fit.runs
     compute = FLOPS_PER_PARAMETER_TOKEN * runs.parameters * runs.tokens
     highest = float(compute.max())
     start = compute_drift_start(compute)
     columns = (compute, runs.parameters, runs.tokens)
     ranges = tuple((float(column.min()), float(column.max())) for column in columns)
-    of_whole = sample_posterior(whole, draws=CUT_DRAWS)
-    deviation = of_whole.compute_log_deviation(of_whole.sizes(highest))
+    of_fit = sample_posterior(fit, draws=CUT_DRAWS)
+    deviation = of_fit.compute_log_deviation(of_fit.sizes(highest))
     sizes = []
     losses = []
     for below in select_below_cuts(compute, CUT_FRACTIONS):
         if below.sum() <= FEWEST_RUNS:
             continue
         try:
-            part, _, _ = estimate(runs[below], whole.loss, whole.delta, prove=False)
+            part, _, _ = estimate(runs[below], fit.loss, fit.delta, prove=False)
         except ValueError:
             continue
         if part.unidentified:
@@ -195,7 +195,7 @@ def measure_drift(whole: Estimate) -> Drift:
         weight = min((len(part.runs) - FEWEST_RUNS) / (FULL_WEIGHT_RUNS - FEWEST_RUNS), 1.0)
         posterior = sample_posterior(part, draws=CUT_DRAWS)
         predicted = part.law.optimal(highest).parameters
-        size_error = math.log(predicted / whole.law.optimal(highest).parameters)
+        size_error = math.log(predicted / fit.law.optimal(highest).parameters)
         size_deviation = posterior.compute_log_deviation(posterior.sizes(highest))
         noise = math.hypot(size_deviation, deviation, 1e-12)
         sizes.append(CutError(decades, size_error, noise, weight))
@@ -211,12 +211,12 @@ def measure_drift(whole: Estimate) -> Drift:
     )
 
 
-def _compute_loss_error(part: Estimate, posterior: Posterior, beyond: Runs) -> tuple[float, float]:
-    """Return the median error in log loss that `part` makes on the runs `beyond` its cut.
+def _compute_loss_error(fit: Estimate, posterior: Posterior, beyond: Runs) -> tuple[float, float]:
+    """Return the median error in log loss that `fit` makes on the runs `beyond` its cut.
 
     Also return the standard deviation that noise alone would give this median.
     """
-    errors = np.log(part.law.predict(beyond.parameters, beyond.tokens)) - np.log(beyond.loss)
+    errors = np.log(fit.law.predict(beyond.parameters, beyond.tokens)) - np.log(beyond.loss)
     median = int(np.argsort(errors)[len(beyond) // 2])
     losses = posterior.losses(float(beyond.parameters[median]), float(beyond.tokens[median]))
     low, high = np.quantile(errors, [0.16, 0.84])

@@ -169,7 +169,10 @@ def _compute_errors(
         if probe.window is not None:
             windows = tuple(window and probe.window for window in candidate.windows)
             candidate = replace(candidate, windows=windows)
-        logits = descriptions.build(weights, candidate)(tokens, **probe.arguments)
+        with warnings.catch_warnings():
+            # Padded probes without position ids test default positions, of which the decoder warns.
+            warnings.filterwarnings("ignore", "tokens follow padding, and learned positions")
+            logits = descriptions.build(weights, candidate)(tokens, **probe.arguments)
         yield compute_distance(logits, expected, probe.arguments.get("attention_mask"))
 
 
@@ -233,14 +236,11 @@ def compute_logits(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put all modules into evaluation mode until exit, without autocast and user warnings."""
+    """Put all modules into evaluation mode until exit, without autocast."""
     modes = [(module, module.training) for module in model.modules()]
     model.eval()
-    device = next(model.parameters()).device.type
     try:
-        # Padded probes without position ids test default positions, of which the decoder warns.
-        with torch.autocast(device, enabled=False), warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
+        with torch.autocast(next(model.parameters()).device.type, enabled=False):
             yield
     finally:
         for module, mode in modes:

@@ -11,7 +11,8 @@ from typing import Any
 
 from torch import nn
 
-from paramserver.checkpoint import (
+from paramserver.consistency import LocalSteps
+from paramserver.local_steps.checkpoint import (
     check_checkpoint,
     get_file_version,
     get_random_states,
@@ -19,7 +20,6 @@ from paramserver.checkpoint import (
     set_random_states,
     write_checkpoint,
 )
-from paramserver.consistency import LocalSteps
 from paramserver.optimizers import OptimizerFactory, Updater, as_spec
 from paramserver.parameters import get_local_part
 from paramserver.payload import Changes

@@ -1,0 +1,1 @@
+"""Local steps of a worker (DiLoCo), and the checkpoints between them."""
