@@ -19,10 +19,11 @@ from figures import assert_at_most
 from llmsys_suite import cli
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
+from llmsys_suite.learning import evaluation
 from llmsys_suite.measure.samples import VARIANT_NAMES
 from llmsys_suite.ranks import launch, worker
-from llmsys_suite.report.tables import build_plan_rows, read_evidence
-from llmsys_suite.stages import links
+from llmsys_suite.report.tables import build_plan_rows
+from llmsys_suite.stages import links, parallel, scale
 from worker_pool import run_ranks
 
 LLMSYS = [sys.executable, "-m", "llmsys_suite"]
@@ -56,9 +57,12 @@ learn = 8
 
 
 def run_as_rank(values):
-    """Run all stages as this rank, with two sizes of messages; return the exit status."""
+    """Run all stages as this rank, with fewer repetitions; return the exit status."""
     os.environ[launch.STORE] = os.environ["STORE_FILE"]
-    links.SIZES = (1 << 10, 1 << 20)
+    links.SIZES = (1 << 20,)
+    parallel.ITERATIONS = 4
+    scale.SEEDS = 1
+    evaluation.WRITTEN_TOKENS = 20
     return worker.run_rank(RunConfig.from_json(values))[0]
 
 
@@ -111,7 +115,7 @@ def test_a_whole_run_takes_150_seconds_and_what_was_planned(tmp_path):
     folder = RunFolder.open(out)
     ratios = {
         row["figure"]: row["ratio"]
-        for row in build_plan_rows(folder.results, read_evidence(folder))
+        for row in build_plan_rows(folder.results, folder.read_json("evidence.json"))
     }
     assert ratios.pop("peak of a step, MiB") == pytest.approx(1, abs=0.1)
     # The counted bytes include the headers of messages.

@@ -29,7 +29,7 @@ ALIGNED = [["tt.divisibility", 16]]
 
 def compile_job(job):
     """Return registers, stack, shared memory and the number of each relevant instruction."""
-    kernel, tile = KERNELS[job["kernel"]], configs.Tile(*job["tile"])
+    kernel, tile = KERNELS[job["kernel"]], configs.TileConfig(*job["tile"])
     meta = launch.Meta(
         job["dim"],
         block_d(job),

@@ -52,7 +52,7 @@ def interpreter(monkeypatch):
 
     def use(*, splits=1, tma=True):
         def choose(*arguments):
-            return configs.Tile(16, 32, 4, 1), "tma" in arguments[4]
+            return configs.TileConfig(16, 32, 4, 1), "tma" in arguments[4]
 
         monkeypatch.setattr(launch, "choose_tile", choose)
         monkeypatch.setattr(launch, "count_splits", lambda *_: splits)

@@ -37,9 +37,8 @@ KERNELS = ("forward", "dq", "dkdv")
 # Without TF32, these tests compile `sizes_of_one`.
 SAMPLE = {
     ("tma", "half"): (64, 90, {}, KERNELS),
-    ("hopper", "half"): (128, 90, PACKED, ("dkdv",)),
+    ("hopper", "half"): (64, 90, PACKED, ("dkdv",)),
     ("pointers", "half"): (32, 80, LEFT | SOFTCAP, KERNELS),
-    ("tma", "tf32"): (32, 90, LEFT | SOFTCAP, ("forward",)),
     ("pointers", "tf32"): (32, 80, PACKED, ("dq",)),
 }
 

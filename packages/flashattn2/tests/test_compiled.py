@@ -191,7 +191,7 @@ def test_head_dims_without_a_tma_tile_are_loaded_by_pointers():
         tile, by_tma = configs.choose_tile("dkdv", "ieee", 2, 128, hopper, 227 * 1024, rich)
         assert by_tma == tma
         path = "tma" if tma else "hopper"
-        assert tile == configs.Tile(*configs.find_sizes((path, "half", "dkdv"), 128, rich))
+        assert tile == configs.TileConfig(*configs.find_sizes((path, "half", "dkdv"), 128, rich))
     for key, dims in configs.RICH.items():
         for dim, tile in dims.items():
             assert tile != configs.TILES[key][dim]

@@ -92,7 +92,7 @@ def check(backend, shape, lengths, page_size, new, dims, tolerance, dtype, devic
     sinks=st.booleans(),
     backend=st.sampled_from(("auto", "torch")),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=25, deadline=None)
 def test_cpu_attention_over_a_cache_equals_the_reference_in_float64(backend, shape, sinks, **case):
     options = {"sinks": torch.randn(shape[0])} if sinks else {}
     check(backend, shape, tolerance=1e-6, dtype=torch.float64, **case, **options)

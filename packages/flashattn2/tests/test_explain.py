@@ -86,7 +86,7 @@ def test_left_window_softcap_or_splits_select_the_rich_tile(monkeypatch, spec, s
     monkeypatch.setattr(launch, "get_device", lambda _: gpu)
     x = q(dim=64, dtype=torch.float16, seq=seq)
     plan = launch.plan_launch("dkdv", "ieee", spec, x, x, x, packed=False)
-    assert plan.tile == configs.Tile(*table["tma", "half", "dkdv"][64])
+    assert plan.tile == configs.TileConfig(*table["tma", "half", "dkdv"][64])
     splits = plan.meta.SPLITS
     assert splits == (2 if seq == 4096 else 1)
 

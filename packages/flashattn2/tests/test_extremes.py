@@ -149,5 +149,5 @@ def test_tiles_are_pruned_to_the_shared_memory_of_a_gpu(monkeypatch):
                 kernel, kind, AttentionSpec(1.0, left=9, softcap=2.0), x, x, x, packed=False
             )
             assert not plan.meta.TMA
-            used = configs.count_shared_memory_bytes(kernel, plan.tile, x.element_size(), dim)
+            used = configs.count_shared_bytes(kernel, plan.tile, x.element_size(), dim)
             assert used <= 64 * 1024 or max(plan.tile.block_m, plan.tile.block_n) == 16

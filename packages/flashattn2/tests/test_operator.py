@@ -50,13 +50,10 @@ def test_opcheck_of_dense_attention(interpreter, backend, layout):
     torch.library.opcheck(forward_op, (q, k, v, None, None, *SCALARS, *method))
     q, k, v = (x.detach() for x in (q, k, v))
     out, lse = forward_op(q, k, v, None, None, *SCALARS, *method)
-    grads_lse = [torch.randn_like(lse)]
-    if backend == "aten":
-        # This backend has another path without a gradient of the log-sum-exp.
-        grads_lse.append(None)
-    for grad_lse in grads_lse:
-        arguments = (q, k, v, out, lse, torch.randn_like(out), grad_lse, None, None)
-        torch.library.opcheck(backward_op, (*arguments, *SCALARS, *method))
+    # With a gradient of the log-sum-exp, the aten backend is the tiled backend.
+    grad_lse = None if backend == "aten" else torch.randn_like(lse)
+    arguments = (q, k, v, out, lse, torch.randn_like(out), grad_lse, None, None)
+    torch.library.opcheck(backward_op, (*arguments, *SCALARS, *method))
 
 
 LAYOUTS = {
@@ -73,8 +70,18 @@ LAYOUTS = {
 SIZES = ((1, (4, 1), 24), (2, (2, 2), 16), (2, (4, 1), 24))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("layout", LAYOUTS)
+def backends_and_layouts():
+    """Return the cases of fake results; the tiled backend's results are contiguous."""
+    cases = []
+    for backend, layout in itertools.product(BACKENDS, LAYOUTS):
+        is_usual = backend != "torch" or layout in ("heads first", "gaps")
+        cases.append(
+            pytest.param(backend, layout, marks=[] if is_usual else [pytest.mark.exhaustive])
+        )
+    return cases
+
+
+@pytest.mark.parametrize(("backend", "layout"), backends_and_layouts())
 def test_fake_results_have_the_strides_of_real_results(interpreter, monkeypatch, backend, layout):
     """Inductor compiles later operators for the strides of the fake results."""
     # The strides do not depend on the values, which the interpreter computes slowly.
@@ -233,11 +240,20 @@ def test_sizes_beyond_the_range_of_the_kernels_are_refused(interpreter):
         flash_attention(q, q, q, backend="triton")
 
 
-@pytest.mark.parametrize("backend", ["torch", "aten", "triton"])
+@pytest.mark.parametrize(
+    ("packed", "backend"),
+    [
+        (False, "torch"),
+        (False, "aten"),
+        (False, "triton"),
+        (True, "aten"),
+        pytest.param(True, "torch", marks=pytest.mark.exhaustive),
+        (True, "triton"),
+    ],
+)
 @pytest.mark.parametrize(
     "dtype", [torch.bfloat16, pytest.param(torch.float16, marks=pytest.mark.exhaustive)], ids=str
 )
-@pytest.mark.parametrize("packed", [False, True])
 def test_autocast_casts_the_inputs_and_nothing_inside(interpreter, backend, dtype, packed):
     """Sums and scores remain in float32: results have the bits of inputs cast beforehand."""
 

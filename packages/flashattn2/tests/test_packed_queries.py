@@ -63,7 +63,7 @@ def check(backend, heads, sequences, page_size, dims, dtype, tolerance, **option
     sinks=st.booleans(),
     backend=st.sampled_from(("auto", "torch")),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_cpu_backends_equal_the_reference_in_float64(backend, heads, sinks, **case):
     options = {"sinks": torch.randn(heads[0])} if sinks else {}
     check(backend, heads, dtype=torch.float64, tolerance=1e-6, **case, **options)

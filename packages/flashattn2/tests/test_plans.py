@@ -14,7 +14,7 @@ lengths = st.sampled_from((1, 5, 9, 16, 19, 23))
 #: of the drawn arguments do.
 DIRECT = {"dtype": torch.float32, "layouts": 3 * (LAYOUTS[0],)}
 #: The number of drawn calls.
-EXAMPLES = [50, pytest.param(500, marks=pytest.mark.exhaustive)]
+EXAMPLES = [25, pytest.param(500, marks=pytest.mark.exhaustive)]
 
 
 def first_and_second(run):

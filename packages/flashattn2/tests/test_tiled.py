@@ -34,7 +34,7 @@ def test_every_option_equals_the_reference_in_float64(backend):
         softcap=st.none() | st.floats(0.5, 5.0),
         scale=st.none() | st.floats(0.1, 2.0),
     )
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=30, deadline=None)
     def check(shape, dim, **options):
         seq_q, seq_k, (heads, kv_heads) = shape
         q = torch.randn(2, heads, seq_q, dim, dtype=torch.float64)

@@ -72,7 +72,7 @@ def test_times_are_those_of_the_triton_kernels_with_the_tile(monkeypatch):
     monkeypatch.setattr(torch, "randn", lambda shape, device, **options: randn(2, **options))
     job = {"kernel": "forward", "tile": (64, 32, 4, 2), "dim": 64, "dtype": "bf16", "tma": True}
     tune.milliseconds(compiler_facts(job, kind="half"))
-    assert set(chosen) == {("triton", (configs.Tile(64, 32, 4, 2), True))}
+    assert set(chosen) == {("triton", (configs.TileConfig(64, 32, 4, 2), True))}
 
 
 def test_cost_model_prefers_less_work_wider_instructions_and_more_stages():

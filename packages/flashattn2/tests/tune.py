@@ -57,7 +57,7 @@ def candidates(key, block_d, arch):
     element_bytes = 2 if kind == "half" else 4
     sides = (16, 32, 64, 128)
     for m, n, warps, stages in itertools.product(sides, sides, (4, 8), (1, 2, 3)):
-        tile = configs.Tile(m, n, warps, stages)
+        tile = configs.TileConfig(m, n, warps, stages)
         first = n if kernel == "dkdv" else m
         if arch == 90 and kind == "half" and first < 16 * warps:
             continue
@@ -65,10 +65,7 @@ def candidates(key, block_d, arch):
         rows, sums = first, 2 if kernel == "dkdv" else 1
         if (sums * rows * block_d + m * n) / (32 * warps) > ALL_REGISTERS:
             continue
-        if (
-            configs.count_shared_memory_bytes(kernel, tile, element_bytes, block_d)
-            <= SHARED_BYTES[arch]
-        ):
+        if configs.count_shared_bytes(kernel, tile, element_bytes, block_d) <= SHARED_BYTES[arch]:
             is_float32 = path == "pointers" and kind != "half"
             yield (m, n, warps, stages, *([ALL_REGISTERS] if is_float32 else []))
 
@@ -92,7 +89,7 @@ def cost(result):
     program wait for each other; those of several programs overlap.  Loads overlap if the pipeline
     has several stages.
     """
-    tile, dim = configs.Tile(*result["tile"]), result["dim"]
+    tile, dim = configs.TileConfig(*result["tile"]), result["dim"]
     products = {"forward": 2, "dq": 3, "dkdv": 4, "sums": 2}[result["kernel"]]
     flops = products * 2 * tile.block_m * tile.block_n * dim
     width = min(1.0, min(result["widths"], default=64) / 64)
@@ -142,7 +139,7 @@ def milliseconds(result, rounds=5):
     def choose(kernel, precision, *rest):
         if kernel != result["kernel"]:
             return chosen(kernel, precision, *rest)
-        return configs.Tile(*result["tile"]), result["tma"]
+        return configs.TileConfig(*result["tile"]), result["tma"]
 
     launch.choose_tile = choose
     torch.set_float32_matmul_precision("high" if result["kind"] == "tf32" else "highest")

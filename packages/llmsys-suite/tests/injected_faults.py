@@ -865,7 +865,7 @@ FAULTS: list[Fault] = [
     Fault("train", "torch DDP is slowed in the timed steps only", lambda run: step_of(PEER, slowed, lambda v: None)),
     Fault("train", "the optimizer's step is taken after the timed step", late_update),
     Fault("train", "trained weights are compared with themselves", lambda run:
-        around(final_weights, "iter_distances", lambda original, ours, _: original(ours, ours))),
+        around(final_weights, "compute_distances", lambda original, ours, _: original(ours, ours))),
     Fault("train", "a rank's last bit differs, and digests do not show it", lambda run:
         [mock.patch.object(final_weights, "_compute_digest", return_value=""), last_bit(run)]),
     Fault("plan", "half of the moments are reported as activations", lambda run: after(plan, "predict", optimizer_in_activations)),

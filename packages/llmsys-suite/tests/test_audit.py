@@ -645,11 +645,11 @@ def remove_received(train, samples, evidence):
 @pytest.mark.parametrize(
     ("change", "named"),
     [
-        (remove_rank, "torch DDP rank 1: one sample of every step"),
-        (remove_received, "single process rank 0: one sample of every step"),
-        (lambda train, samples, evidence: samples.clear(), "single process rank 0"),
+        (remove_rank, "torch DDP does not have one sample per step on rank 1"),
+        (remove_received, "single process does not have one sample per step on rank 0"),
+        (lambda train, samples, evidence: samples.clear(), "single process does not have one"),
         (without("train", "rows", 2, "step_ms"), "KeyError: 'step_ms'"),
-        (without("train", "losses", "ddp flat"), "ddp flat: a loss of every step"),
+        (without("train", "losses", "ddp flat"), "ddp flat has 0 losses for 4 steps"),
         (without("train", "final_weights", "ddp flat"), "KeyError: 'ddp flat'"),
         (without("evidence", "trajectory"), "KeyError: 'trajectory'"),
         (without("samples", 3, "row_digests"), "KeyError: 'row_digests'"),

@@ -192,7 +192,7 @@ def fraction_called_different(rows_of_pairs):
 
 @pytest.mark.parametrize(("rounds", "noise"), [(20, "heavy and lasting"), (60, "lasting")])
 def test_equal_code_is_rarely_called_different(rounds, noise):
-    assert fraction_called_different(pairs(20, rounds, **NOISES[noise])) <= 0.1
+    assert fraction_called_different(pairs(10, rounds, **NOISES[noise])) <= 0.1
 
 
 @pytest.mark.exhaustive
@@ -212,11 +212,11 @@ def verdicts_at(rounds, scale, *, count, **noise):
 
 @pytest.mark.parametrize(("scale", "verdict"), [(1.05, "slower"), (1 / 1.05, "faster")])
 def test_a_true_difference_of_the_margin_is_found_with_enough_rounds(scale, verdict):
-    assert [*verdicts_at(1000, scale, count=10)].count(verdict) >= 9
+    assert [*verdicts_at(1000, scale, count=5)] == [verdict] * 5
 
 
 def test_equal_code_is_called_the_same_with_enough_rounds():
-    assert [*verdicts_at(1000, 1.0, count=10)].count("same") >= 9
+    assert [*verdicts_at(1000, 1.0, count=5)] == ["same"] * 5
 
 
 @pytest.mark.exhaustive

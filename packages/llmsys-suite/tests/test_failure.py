@@ -308,7 +308,7 @@ def test_deleted_folder_ends_the_launcher_with_status_1(tmp_path, launcher):
 def test_full_disk_ends_every_rank(tmp_path):
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", str(disk)]
+    mount = ["mount", "-t", "tmpfs", "-o", "size=32k", "tmpfs", str(disk)]
     if subprocess.run(mount, check=False, capture_output=True).returncode:
         pytest.skip("this kernel or its permissions do not allow mounting a tmpfs")
     try:

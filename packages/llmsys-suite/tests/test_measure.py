@@ -1,5 +1,6 @@
 """The cost of measuring, and measured peaks of memory."""
 
+import resource
 import statistics
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from figures import assert_at_most
+from llmsys_suite import environment
 from llmsys_suite.config import RunConfig
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import clocks, network
@@ -201,3 +203,12 @@ def test_a_peak_is_that_of_this_process_since_it_was_forgotten_not_of_the_one_th
     assert with_array > 300 * 2**20
     assert started < 200 * 2**20
     assert forgotten < 200 * 2**20
+
+
+@pytest.mark.parametrize(("system", "unit"), [("linux", 1024), ("darwin", 1)])
+def test_the_fallback_of_a_peak_is_in_the_unit_of_the_system(monkeypatch, system, unit):
+    monkeypatch.setattr(environment, "_read_lines", lambda path: [])
+    monkeypatch.setattr(environment.sys, "platform", system)
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert environment.read_peak_memory_bytes() >= unit * largest
+    assert environment.read_peak_memory_bytes() < 2 * unit * largest

@@ -64,7 +64,7 @@ def test_reference_loss_takes_the_rows_of_one_rank_at_a_time(monkeypatch):
 def far_from_one_process():
     run = a_run()
     trained = []
-    for layout in splits.list_possible_layouts(SHAPE, run.world, CONFIG.rows).values():
+    for layout in splits.build_possible_layouts(SHAPE, run.world, CONFIG.rows).values():
         split = splits.SplitModel(run, SHAPE, layout)
         losses = [
             parallel.average_over_ranks(run, split.step(*split.draw_batch(step)))

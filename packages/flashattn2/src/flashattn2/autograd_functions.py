@@ -15,7 +15,7 @@ from torch.autograd import forward_ad
 
 from flashattn2 import autocast, derivatives
 from flashattn2.backends import aten
-from flashattn2.compilation import is_mapped, is_recorded, is_untransformed, needs_operator
+from flashattn2.compilation import is_mapped, is_recorded, is_untransformed, should_call_operator
 from flashattn2.dispatch import BackendChoice, select_backend
 from flashattn2.operators import backward, backward_op, forward, forward_op, map_sequences
 from flashattn2.spec import AttentionSpec, make_spec
@@ -83,7 +83,7 @@ def _run(
     """Return the output and log-sum-exp of the selected backend."""
     if _can_call_kernel_directly(choice, cu_q):
         return aten.forward(q, k, v, spec.scale, spec.has_right_bound())
-    run: Callable[..., Any] = forward_op if needs_operator(q, k, v) else forward
+    run: Callable[..., Any] = forward_op if should_call_operator(q, k, v) else forward
     out, lse = run(q, k, v, cu_q, cu_k, *spec.to_scalars(), *choice)
     return out, lse
 
@@ -122,6 +122,40 @@ def _refuse_batched(*tensors: Tensor | None) -> None:
         _refuse_vmap()
 
 
+def _compute_gradients(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    grad_out: Tensor,
+    grad_lse: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    cu_q: Tensor | None,
+    cu_k: Tensor | None,
+    spec: AttentionSpec,
+    choice: BackendChoice,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of q, k and v from the selected backend."""
+    if grad_lse is None and _can_call_kernel_directly(choice, cu_q):
+        return aten.compute_gradients(q, k, v, out, lse, grad_out, spec)
+    run: Callable[..., Any] = backward_op
+    if not should_call_operator(q, k, v, grad_out):
+        _refuse_batched(grad_out, grad_lse)
+        run = backward
+    dq, dk, dv = run(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *spec.to_scalars(), *choice)
+    return dq, dk, dv
+
+
+def _can_call_kernel_directly(choice: BackendChoice, cu_q: Tensor | None) -> bool:
+    """Return True if torch's CPU kernel may run outside of `forward_op` and `backward_op`.
+
+    The overhead of a `torch.library` operator exceeds the time of a small attention call.
+    Autocast must be disabled first: see `map_sequences`.
+    """
+    is_dense_aten = choice.backend == "aten" and cu_q is None
+    return is_dense_aten and not (is_recorded() or autocast.is_enabled("cpu"))
+
+
 class _Attention(torch.autograd.Function):
     """Attention that returns a log-sum-exp, for dense or packed inputs, with second derivatives."""
 
@@ -136,18 +170,20 @@ class _Attention(torch.autograd.Function):
         grad_out, grad_lse = grads
         if grad_out is None:
             grad_out = torch.zeros_like(out)
-        run = _AttentionBackward.apply if _is_differentiated_again() else _compute_gradients
-        d_qkv = run(q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, ctx.choice)
+        d_qkv = _run_backward(
+            q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, ctx.choice
+        )
         return *d_qkv, None, None, None, None
 
 
-def _is_differentiated_again() -> bool:
-    """Return True if the backward pass may itself be differentiated.
+def _run_backward(*inputs: Any) -> tuple[Tensor, ...]:
+    """Return `_compute_gradients`, as an autograd function if it may itself be differentiated.
 
-    It must then run as `_AttentionBackward`, which raises an error under forward-mode AD; the
-    operators would silently drop the tangents.
+    Under forward-mode AD this function raises an error; operators would drop the tangents.
     """
-    return torch.is_grad_enabled() or forward_ad._current_level >= 0
+    if torch.is_grad_enabled() or forward_ad._current_level >= 0:
+        return _AttentionBackward.apply(*inputs)
+    return _compute_gradients(*inputs)
 
 
 class _KernelAttention(torch.autograd.Function):
@@ -169,8 +205,7 @@ class _KernelAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = ctx.saved_tensors
-        run = _AttentionBackward.apply if _is_differentiated_again() else _compute_gradients
-        d_qkv = run(q, k, v, grad_out, None, out, lse, None, None, ctx.spec, ctx.choice)
+        d_qkv = _run_backward(q, k, v, grad_out, None, out, lse, None, None, ctx.spec, ctx.choice)
         return *d_qkv, None, None
 
 
@@ -199,16 +234,13 @@ class _AttentionBackward(torch.autograd.Function):
         dq, dk, dv = (torch.stack(parts) for parts in zip(*results, strict=True))
         return (dq, dk, dv), (0, 0, 0)
 
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, Tensor, Tensor]:
-        return _compute_gradients(*inputs)
+    forward = staticmethod(_compute_gradients)
+    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
         q, k, v, grad_out, grad_lse, out, lse, cu_q, cu_k, ctx.spec, _ = inputs
         ctx.save_for_backward(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k)
-
-    jvp = staticmethod(_refuse_forward_mode)  # type: ignore[assignment]
 
     @staticmethod
     def backward(ctx: Any, *tangents: Tensor) -> tuple[Any, ...]:
@@ -255,40 +287,6 @@ class _Undifferentiable(torch.autograd.Function):
         )
 
 
-def _compute_gradients(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    grad_out: Tensor,
-    grad_lse: Tensor | None,
-    out: Tensor,
-    lse: Tensor,
-    cu_q: Tensor | None,
-    cu_k: Tensor | None,
-    spec: AttentionSpec,
-    choice: BackendChoice,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the gradients of q, k and v from the selected backend."""
-    if grad_lse is None and _can_call_kernel_directly(choice, cu_q):
-        return aten.compute_gradients(q, k, v, out, lse, grad_out, spec)
-    run: Callable[..., Any] = backward_op
-    if not needs_operator(q, k, v, grad_out):
-        _refuse_batched(grad_out, grad_lse)
-        run = backward
-    dq, dk, dv = run(q, k, v, out, lse, grad_out, grad_lse, cu_q, cu_k, *spec.to_scalars(), *choice)
-    return dq, dk, dv
-
-
-def _can_call_kernel_directly(choice: BackendChoice, cu_q: Tensor | None) -> bool:
-    """Return True if torch's CPU kernel may run outside of `forward_op` and `backward_op`.
-
-    The overhead of a `torch.library` operator exceeds the time of a small attention call.
-    Autocast must be disabled first: see `map_sequences`.
-    """
-    is_dense_aten = choice.backend == "aten" and cu_q is None
-    return is_dense_aten and not (is_recorded() or autocast.is_enabled("cpu"))
-
-
 class _PaperFunction(torch.autograd.Function):
     """Base class of the two functions that take only Q, K, V and `is_causal`, as in the paper."""
 
@@ -319,8 +317,9 @@ class _PaperFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dO: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, lse = (x.unsqueeze(1) for x in ctx.saved_tensors)
-        run = _AttentionBackward.apply if _is_differentiated_again() else _compute_gradients
-        d_qkv = run(q, k, v, dO.unsqueeze(1), None, out, lse, None, None, ctx.spec, ctx.choice)
+        d_qkv = _run_backward(
+            q, k, v, dO.unsqueeze(1), None, out, lse, None, None, ctx.spec, ctx.choice
+        )
         return *(d.squeeze(1) for d in d_qkv), None
 
 

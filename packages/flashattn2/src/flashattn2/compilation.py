@@ -16,7 +16,7 @@ from torch.compiler import is_compiling
 from flashattn2.validation import PLAIN_TYPES
 
 
-def needs_operator(*tensors: Tensor) -> bool:
+def should_call_operator(*tensors: Tensor) -> bool:
     """Return True if a function must be called as an operator of `torch.library`.
 
     Compiled graphs, modes such as FLOP counters, transforms and subclasses of `Tensor` see only

@@ -52,11 +52,9 @@ def select_backend(
         if _is_gluon_faster(q, k, v, spec, packed):
             preferred = "gluon"
         obstacle = _find_obstacle(preferred, q, k, v, spec, packed)
-        if obstacle is None:
-            backend = preferred
-            reason = f"{preferred} is the preferred backend on {q.device.type}"
-        else:
-            backend = "torch"
+        backend = preferred if obstacle is None else "torch"
+        reason = f"{preferred} is the preferred backend on {q.device.type}"
+        if obstacle is not None:
             reason = (
                 f"tiled PyTorch supports every call; the preferred backend {preferred} does not "
                 f"support this one: {obstacle}"

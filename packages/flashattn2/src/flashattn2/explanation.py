@@ -39,7 +39,6 @@ def explain(
     """Return the backend that `flash_attention` would select for these arguments, and why.
 
     With `cu_seqlens_q` and `cu_seqlens_k`, the explanation applies to `flash_attention_varlen`.
-
     With `attn_mask` or `dropout_p`, the explanation applies to `sdpa`, which passes such a call to
     torch's own function: the backend is then "torch.nn.functional".
 

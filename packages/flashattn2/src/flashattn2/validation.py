@@ -32,10 +32,7 @@ def check_varlen(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) ->
     The values of the boundaries are checked by the operators: see `check_boundaries`.
     """
     if q.dim() != 3:
-        raise ValueError(
-            f"expected q to be (total, heads, dim), got {q.dim()} dimensions, "
-            f"shape {tuple(q.shape)}"
-        )
+        raise ValueError(f"expected q to be (total, heads, dim), got shape {tuple(q.shape)}")
     _check_matching(q, k, v)
     check_heads(q.shape[1], k.shape[1])
     check_int32("cu_seqlens_q", cu_q, ("sequences + 1",), q)

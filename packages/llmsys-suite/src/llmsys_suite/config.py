@@ -114,11 +114,7 @@ class Layout:
         return ""
 
     def count_microbatches(self, rows: int) -> int:
-        """Return the number of microbatches into which a pipeline splits `rows` rows.
-
-        A microbatch has two rows. It has one row if `rows` is odd, or if there would be fewer
-        microbatches than ranks.
-        """
+        """Return the number of microbatches into which a pipeline splits `rows` rows."""
         return rows // 2 if rows % 2 == 0 and rows // 2 >= self.pipeline else rows
 
     def compute_bubble(self, rows: int) -> float:
@@ -131,7 +127,7 @@ class Layout:
         return idle / (self.count_microbatches(rows) + idle)
 
 
-def list_possible_layouts(size: Size, world: int, rows: int) -> dict[str, Layout]:
+def build_possible_layouts(size: Size, world: int, rows: int) -> dict[str, Layout]:
     """Return the layouts that the stage `parallel` compares and that fit the model, by name."""
     layouts = {
         "pipeline (GPipe)": Layout(pipeline=world, schedule="GPipe"),

@@ -93,9 +93,8 @@ def read_control_group_room(
             bounds = [_read_first_line(str(folder / f"memory.{name}")) for name in (limit, used)]
             if all(bound.isdigit() for bound in bounds):
                 total, in_use = map(int, bounds)
-                files = dict(
-                    line.split(" ", 1) for line in _read_lines(str(folder / "memory.stat"))
-                )
+                statistics = _read_lines(str(folder / "memory.stat"))
+                files = dict(line.split(" ", 1) for line in statistics)
                 room.append(max(0, total - in_use + int(files.get(cached, 0))))
     return room
 
@@ -105,8 +104,10 @@ def read_peak_memory_bytes() -> int:
     for line in _read_lines("/proc/self/status"):
         if line.startswith("VmHWM:"):
             return int(line.split()[1]) * 1024
-    # This value is a fallback, because it starts at the parent's memory and cannot be reset.
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    # This value is a fallback, because it starts at the parent's memory and cannot be reset. It is
+    # in bytes on macOS, and in KiB on other systems.
+    maximum = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return maximum if sys.platform == "darwin" else maximum * 1024
 
 
 def forget_peak_memory() -> None:

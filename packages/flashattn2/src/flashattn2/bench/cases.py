@@ -15,10 +15,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from flashattn2.attention import flash_attention_varlen
-from flashattn2.bench.implementations import Attention, list_causal_kernels, list_fused_kernels
+from flashattn2.bench.implementations import Attention, make_causal_kernels, make_fused_kernels
 from flashattn2.bench.measure import (
-    measure_elapsed_ms,
     measure_graph_ms,
+    measure_mean_ms,
     measure_ms,
     measure_peak_extra_bytes,
     read_cpu_name,
@@ -50,10 +50,9 @@ def measure_cases(device: str, quick: bool, cases: Sequence[str]) -> Iterator[Ro
 
 def describe_machine(device: str) -> Row:
     """Return the row that describes the machine and the date."""
-    name = torch.cuda.get_device_name() if device == "cuda" else read_cpu_name()
     return {
         "case": "machine",
-        "device": name,
+        "device": torch.cuda.get_device_name() if device == "cuda" else read_cpu_name(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
@@ -76,14 +75,14 @@ def measure_flash(device: str, quick: bool) -> Iterator[Row]:
     else:
         grid = itertools.product([torch.float32, torch.bfloat16], [16, 64], [128, 1024, 4096])
     for dtype, dim, seq in grid:
-        attentions = list_causal_kernels(device, quick)
+        attentions = make_causal_kernels(device, quick)
         yield from compare("flash", attentions, (1, 1, seq, dim), dtype, device, quick)
 
 
 def measure_train(device: str, quick: bool) -> Iterator[Row]:
     """Yield rows for a full GPU (16384 tokens of width 2048), or for a small batch on a CPU."""
     if device != "cuda":
-        attentions = list_causal_kernels(device, quick)
+        attentions = make_causal_kernels(device, quick)
         yield from compare("train", attentions, (2, 4, 512, 64), torch.float32, device, quick)
         return
     seqs = (512,) if quick else (512, 1024, 2048, 4096, 8192, 16384)
@@ -91,7 +90,7 @@ def measure_train(device: str, quick: bool) -> Iterator[Row]:
         (64,) if quick else (64, 128), (True, False), seqs
     ):
         shape = (max(1, 16384 // seq), 2048 // dim, seq, dim)
-        attentions = list_fused_kernels(is_causal)
+        attentions = make_fused_kernels(is_causal)
         yield from compare("train", attentions, shape, torch.bfloat16, device, quick, is_causal)
 
 
@@ -223,17 +222,14 @@ def measure_decode(device: str, quick: bool) -> Iterator[Row]:
         }
         rate = Rate("gbps", 2 * batch * kv_heads * (keys + 1) * dim * dtype.itemsize / 1e6)
         if device == "cpu":
-            yield from measure_rows(labels, runs, failures, rate, 31, _measure_decoding_ms)
+            # One run on a CPU is too short to be timed.
+            timer = functools.partial(measure_mean_ms, passes=10)
+            yield from measure_rows(labels, runs, failures, rate, 31, timer)
             continue
         timer = functools.partial(measure_ms, device=device)
         yield from measure_rows(labels, runs, failures, rate, 9, timer)
         for row in measure_rows(labels, runs, {}, rate, 3, measure_graph_ms):
             yield {**row, "impl": f"{row['impl']}, CUDA graph"}
-
-
-def _measure_decoding_ms(run: Callable[[], Any]) -> float:
-    """Return the mean time of ten runs, because one run on a CPU is too short to be timed."""
-    return measure_elapsed_ms(run, 10) / 10
 
 
 def _append_and_attend(q: Tensor, k: Tensor, v: Tensor, new: Tensor, keys: int) -> Tensor:

@@ -16,7 +16,7 @@ Attention = Callable[[Tensor, Tensor, Tensor], Any]
 
 
 @functools.cache
-def list_causal_kernels(device: str, quick: bool) -> dict[str, Attention]:
+def make_causal_kernels(device: str, quick: bool) -> dict[str, Attention]:
     """Return the available implementations of causal attention, ours first."""
     plain = functools.partial(attention_reference, is_causal=True)
     attentions: dict[str, Attention] = {
@@ -28,10 +28,10 @@ def list_causal_kernels(device: str, quick: bool) -> dict[str, Attention]:
         attentions["compiled"] = torch.compile(plain)
     if device == "cpu":
         return {**attentions, "sdpa": restrict_torch_sdpa(True, SDPBackend.FLASH_ATTENTION)}
-    return {**attentions, **list_fused_kernels(True)}
+    return {**attentions, **make_fused_kernels(True)}
 
 
-def list_fused_kernels(is_causal: bool) -> dict[str, Attention]:
+def make_fused_kernels(is_causal: bool) -> dict[str, Attention]:
     """Return the GPU kernels for training in half precision, ours first."""
     ours = functools.partial(flash_attention, is_causal=is_causal)
     return {

@@ -16,7 +16,7 @@ def measure_ms(run: Callable[[], Any], device: str) -> float:
         from triton.testing import do_bench
 
         return float(do_bench(run, warmup=5, rep=20, return_mode="median"))
-    return measure_elapsed_ms(run, 1)
+    return measure_mean_ms(run)
 
 
 def measure_graph_ms(run: Callable[[], Any]) -> float:
@@ -26,12 +26,12 @@ def measure_graph_ms(run: Callable[[], Any]) -> float:
     return float(do_bench_cudagraph(run, rep=20, return_mode="median"))
 
 
-def measure_elapsed_ms(run: Callable[[], Any], passes: int) -> float:
-    """Return the total milliseconds of several runs on a CPU."""
+def measure_mean_ms(run: Callable[[], Any], passes: int = 1) -> float:
+    """Return the mean milliseconds of several runs on a CPU."""
     start = time.perf_counter()
     for _ in range(passes):
         run()
-    return 1e3 * (time.perf_counter() - start)
+    return 1e3 * (time.perf_counter() - start) / passes
 
 
 def measure_peak_extra_bytes(run: Callable[[], Any], device: str = "cpu") -> int:

@@ -41,6 +41,7 @@ from flashattn2.hopper.tma import (
     add_tile,
     load_tile,
     make_descriptor,
+    make_loadable,
     make_row_descriptor,
     store_tile,
 )
@@ -49,7 +50,7 @@ from flashattn2.kernels.tiles import is_visible, key_ranges, program, query_rang
 from flashattn2.spec import AttentionSpec
 
 
-class Tile(NamedTuple):
+class BackwardTile(NamedTuple):
     """The launch configuration of one head dim."""
 
     #: Rows of the streamed tiles.
@@ -59,7 +60,7 @@ class Tile(NamedTuple):
 
 
 #: The launch configuration of each supported head dim.
-TILES = {64: Tile(128, 2), 128: Tile(64, 2)}
+TILES = {64: BackwardTile(128, 2), 128: BackwardTile(64, 2)}
 #: Resident rows of a program: 64, the rows of a wgmma, for each of two warpgroups.
 RESIDENT = 128
 
@@ -145,10 +146,7 @@ def producer(
     a, b, x, y, lse, delta, memory, barriers, location, loop, batch_head,
     ROWS: gl.constexpr, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
-    """Load the resident tiles, then each streamed tile as soon as its stage is free.
-
-    One warp executes this function.
-    """
+    """Load the resident tiles, then each streamed tile as soon as its stage is free."""
     a_tile, b_tile, x_tiles, y_tiles, lse_rows, delta_rows, _ = memory
     resident_ready, x_ready, y_ready, free = barriers
     batch, head, first, members, streamed_head = location
@@ -188,10 +186,7 @@ def consumer(
     D: gl.constexpr, RESIDENT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BY_KEY: gl.constexpr, ATOMIC: gl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the resident tiles over all streamed tiles.
-
-    Eight warps execute this function.
-    """
+    """Compute the gradients of the resident tiles over all streamed tiles."""
     a_tile, b_tile, _, _, _, _, _ = memory
     batch, head, first, members, streamed_head = location
     start, count, near, far = loop
@@ -330,10 +325,7 @@ def backward(
     dq, dk, dv = (launch.make_empty_like(x) for x in (q, k, v))
     if q.numel() == 0 or k.numel() == 0:
         return dq.zero_(), dk.zero_(), dv.zero_()
-    q, k, v, out, grad_out = (
-        x if launch.can_use_tma(x) else x.clone(memory_format=torch.contiguous_format)
-        for x in (q, k, v, out, grad_out)
-    )
+    q, k, v, out, grad_out = make_loadable(q, k, v, out, grad_out)
     heads, seq_q, dim = q.shape[1:]
     group, tile = heads // k.shape[1], TILES[dim]
     lse, delta = row_sums.compute_padded_statistics(out, grad_out, grad_lse, lse.contiguous())

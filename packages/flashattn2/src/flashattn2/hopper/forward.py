@@ -20,8 +20,7 @@ Barriers guard each tile of shared memory.  Each stage of the ring has two barri
     free     every consumer has read or skipped the tile: the producer may overwrite it
 
 A barrier counts phases, and a warp waits for the parity of a phase.  Tile j is in stage j % STAGES,
-as the (j // STAGES)-th tile of that stage.  The tests run these functions line by line and explore
-every order in which the warps may be scheduled.
+as the (j // STAGES)-th tile of that stage.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -42,13 +41,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from flashattn2.hopper.tma import load_tile, make_descriptor, store_tile
+from flashattn2.hopper.tma import load_tile, make_descriptor, make_loadable, store_tile
 from flashattn2.kernels import launch
 from flashattn2.kernels.tiles import is_visible, key_ranges, program
 from flashattn2.spec import AttentionSpec
 
 
-class Tile(NamedTuple):
+class ForwardTile(NamedTuple):
     """The launch configuration of one head dim."""
 
     #: Number of warpgroups that compute.
@@ -58,17 +57,16 @@ class Tile(NamedTuple):
     #: Stages of the ring of key and value tiles.
     stages: int
     #: Registers per thread of a consumer, after the producer has released most of its registers.
-    #: At launch the 65,536 registers are divided evenly among all warps: the warps of the
-    #: consumers, the producer's warp and three idle warps.
+    #: At launch the 65,536 registers are divided evenly among all warps, three of which are idle.
     consumer_registers: int
 
 
 #: The launch configuration of each supported head dim.
-TILES = {64: Tile(2, 128, 3, 240), 128: Tile(2, 128, 2, 240)}
+TILES = {64: ForwardTile(2, 128, 3, 240), 128: ForwardTile(2, 128, 2, 240)}
 #: The launch configuration for head dim 64 and at least `LONG` queries without a left bound.  With
 #: a third consumer, the tensor cores stall less on exponentials.  A left bound would need more
 #: registers.  For fewer queries, this configuration was slower.
-LONG_TILE = Tile(3, 128, 3, 160)
+LONG_TILE = ForwardTile(3, 128, 3, 160)
 LONG = 2048
 #: With a right bound, `LONG_TILE` is used only with the version of Triton with which it was
 #: measured: as compiled by Triton 3.9, its loops would spill registers (176 bytes per thread).
@@ -149,10 +147,7 @@ def forward_kernel(
 def producer(
     loads, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Load Q, then K and V of each tile as soon as its stage is free.
-
-    One warp executes this function.
-    """
+    """Load Q, then K and V of each tile as soon as its stage is free."""
     q, k, v, memory, barriers, location, kv_head, start, count = loads
     q_tiles, k_tiles, v_tiles = memory
     q_ready, k_ready, k_free, v_ready, v_free = barriers
@@ -182,10 +177,7 @@ def consumer(
     inputs, INDEX: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
-    """Compute the output of ROWS queries over the tiles that they see.
-
-    Four warps execute this function.  The queries are tile number INDEX of the program's queries.
-    """
+    """Compute the output of ROWS queries, which are tile number INDEX of the program's queries."""
     out, lse, score_scale, memory, barriers, location, start, count, band = inputs
     q_ready, k_ready, k_free, v_ready, _ = barriers
     batch, head, batch_head, first = location
@@ -367,7 +359,7 @@ def softmax(
     return p, new_maximum, total * rescale + gl.sum(p, 1), rescale
 
 
-def choose_tile(dim: int, seq_q: int, spec: AttentionSpec) -> Tile:
+def choose_tile(dim: int, seq_q: int, spec: AttentionSpec) -> ForwardTile:
     """Return the tile sizes of a call; see `LONG_TILE` and `IS_TRITON_3_6`."""
     is_long = dim == 64 and seq_q >= LONG and spec.left < 0
     if is_long and (spec.right < 0 or IS_TRITON_3_6):
@@ -375,12 +367,12 @@ def choose_tile(dim: int, seq_q: int, spec: AttentionSpec) -> Tile:
     return TILES[dim]
 
 
-def should_pack(tile: Tile, spec: AttentionSpec) -> bool:
+def should_pack(tile: ForwardTile, spec: AttentionSpec) -> bool:
     """Return True if the kernel is faster with PACK (see `to_operand`).
 
-    On an H200 with 16,384 tokens, PACK made the kernel 1.02 to 1.09 times as fast.  The exception
-    is `LONG_TILE` with a right bound: 12 registers spilled in its loop, and it took 1.09 times as
-    long.  With a left bound, PACK was not measured.
+    On an H200 with 16,384 tokens, PACK made the kernel 1.02 to 1.09 times as fast.  `LONG_TILE`
+    with a right bound took 1.09 times as long, because 12 registers spilled in its loop.  With a
+    left bound, PACK was not measured.
     """
     return spec.left < 0 and (tile.consumers == 2 or spec.right < 0)
 
@@ -391,10 +383,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, spec: AttentionSpec) -> tuple[Tenso
     lse = q.new_empty(q.shape[:-1], dtype=torch.float32)
     if q.numel() == 0 or k.numel() == 0:
         return out.zero_(), lse.fill_(-math.inf)
-    q, k, v = (
-        x if launch.can_use_tma(x) else x.clone(memory_format=torch.contiguous_format)
-        for x in (q, k, v)
-    )
+    q, k, v = make_loadable(q, k, v)
     batch, heads, seq_q, dim = q.shape
     tile = choose_tile(dim, seq_q, spec)
     tiles = launch.cdiv(seq_q, tile.consumers * ROWS)

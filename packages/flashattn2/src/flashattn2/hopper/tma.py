@@ -14,6 +14,8 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import tma
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from flashattn2.kernels.launch import can_use_tma
+
 # In Triton 3.6 these functions are named `async_copy_...`; in 3.9 the old names raise an error.
 if hasattr(tma, "async_load"):
     load_tile, store_tile = tma.async_load, tma.async_store
@@ -31,6 +33,13 @@ else:
         at = _semantic._convert_to_ir_values(at, require_i64=False)
         add = gl._core.ir.DESCRIPTOR_REDUCE_KIND.ADD
         _semantic.builder.create_async_tma_reduce(add, target.handle, at, source.handle)
+
+
+def make_loadable(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Return the tensors, with a contiguous copy of each tensor that TMA cannot load."""
+    return tuple(
+        x if can_use_tma(x) else x.clone(memory_format=torch.contiguous_format) for x in tensors
+    )
 
 
 def make_descriptor(x: Tensor, rows: int) -> TensorDescriptor:

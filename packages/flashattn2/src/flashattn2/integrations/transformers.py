@@ -101,7 +101,7 @@ def attention(
             is_causal = getattr(module, "is_causal", None)
         _check_missing_mask(module, query, key, is_causal, sliding_window)
         out = flash_attention(query, key, value, is_causal=bool(is_causal), **options)
-        return _move_rows_first(out), None
+        return out.transpose(1, 2).contiguous(), None
     if not isinstance(attention_mask, AttentionMask):
         raise ValueError(
             f"expected {type(module).__name__} to pass a mask made by flashattn2, got a tensor of "
@@ -179,7 +179,8 @@ def _attend(
     key, value = key[:, :, :count], value[:, :, :count]
     options["window"] = (left, right)
     if mask.rule.is_dense:
-        return _move_rows_first(flash_attention(query, key, value, **options)), None
+        out = flash_attention(query, key, value, **options)
+        return out.transpose(1, 2).contiguous(), None
     return _attend_packed(query, key, value, mask.get_packing(), options), None
 
 
@@ -199,11 +200,6 @@ def _attend_packed(
         )
         out = out.to(rows.dtype).index_copy(0, packing.queries, rows)
     return out.view(batch, seq_q, heads, v.shape[-1])
-
-
-def _move_rows_first(out: Tensor) -> Tensor:
-    """Return `(batch, heads, seq, dim)` as contiguous `(batch, seq, heads, dim)`."""
-    return out.transpose(1, 2).contiguous()
 
 
 @torch.compiler.disable(reason="the code branches on values of the mask")  # type: ignore[untyped-decorator]

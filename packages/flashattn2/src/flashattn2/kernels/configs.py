@@ -14,7 +14,7 @@ from importlib.resources import files
 
 
 @dataclass(frozen=True)
-class Tile:
+class TileConfig:
     """The tile sizes and compiler options of one kernel."""
 
     #: Rows of a query tile.
@@ -86,7 +86,7 @@ def choose_tile(
     paths: tuple[str, ...],
     shared_bytes: int,
     rich: bool = False,
-) -> tuple[Tile, bool]:
+) -> tuple[TileConfig, bool]:
     """Return the tile for a kernel, and True if the kernel loads by TMA.
 
     The `paths` are in order of preference; the last path, "pointers", has tiles for all head dims.
@@ -95,7 +95,7 @@ def choose_tile(
     for path in paths:
         sizes = find_sizes((path, kind, kernel), block_d, rich)
         if sizes is not None:
-            tile = prune_tile(kernel, Tile(*sizes), element_bytes, block_d, shared_bytes)
+            tile = prune_tile(kernel, TileConfig(*sizes), element_bytes, block_d, shared_bytes)
             return tile, path == "tma"
     raise ValueError(f'no {kernel} tile for {kind}, dim {block_d} in {paths}; use backend="torch"')
 
@@ -109,10 +109,10 @@ def find_sizes(key: Key, block_d: int, rich: bool) -> Sizes | None:
 
 
 def prune_tile(
-    kernel: str, tile: Tile, element_bytes: int, block_d: int, shared_bytes: int
-) -> Tile:
+    kernel: str, tile: TileConfig, element_bytes: int, block_d: int, shared_bytes: int
+) -> TileConfig:
     """Return the tile with fewer stages, then with rows halved to 16, until it fits in memory."""
-    while count_shared_memory_bytes(kernel, tile, element_bytes, block_d) > shared_bytes:
+    while count_shared_bytes(kernel, tile, element_bytes, block_d) > shared_bytes:
         if tile.num_stages > 1:
             tile = replace(tile, num_stages=tile.num_stages - 1)
         elif max(tile.block_m, tile.block_n) <= 16:
@@ -124,7 +124,7 @@ def prune_tile(
     return tile
 
 
-def count_shared_memory_bytes(kernel: str, tile: Tile, element_bytes: int, block_d: int) -> int:
+def count_shared_bytes(kernel: str, tile: TileConfig, element_bytes: int, block_d: int) -> int:
     """Return the bytes of all tiles in shared memory, both resident and in the pipeline."""
     m, n = tile.block_m * block_d, tile.block_n * block_d
     resident, streamed = {

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from flashattn2.kernels.configs import Tile, choose_tile
+from flashattn2.kernels.configs import TileConfig, choose_tile
 from flashattn2.spec import AttentionSpec
 
 MAX_SPLITS = 16
@@ -67,7 +67,7 @@ class Meta(NamedTuple):
 class LaunchPlan(NamedTuple):
     """The launch parameters of one kernel."""
 
-    tile: Tile
+    tile: TileConfig
     meta: Meta
 
     def make_operands(self, *tensors: tuple[Tensor, int]) -> list[Any]:

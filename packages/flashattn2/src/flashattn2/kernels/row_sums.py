@@ -1,9 +1,8 @@
 """The row statistics of the backward pass: D = rowsum(dO ∘ O) - dL, and 1 / rowsum(P).
 
-Two rounding errors, which `flashattn2.backends.tiled.compute_row_sums` describes, are larger than
-those of EXACT float32 products (see `tiles.py`).  Therefore, for EXACT products, `sums_kernel` sums
-the same P and dP that the later kernels compute: P is divided by its sum, and
-D = rowsum(P ∘ dP) - dL.
+Two rounding errors, which `backends.tiled.compute_row_sums` describes, are larger than those of
+EXACT float32 products (see `tiles.py`).  Therefore, for EXACT products, `sums_kernel` sums the same
+P and dP that the later kernels compute: P is divided by its sum, and D = rowsum(P ∘ dP) - dL.
 Other precisions have larger errors in their products and skip this kernel, which saves two of nine
 products.
 """

@@ -8,7 +8,7 @@ from torch import Tensor
 from flashattn2.autocast import cast_for_autocast
 from flashattn2.autograd_functions import apply_sinks
 from flashattn2.backends import aten
-from flashattn2.compilation import is_untransformed, needs_operator
+from flashattn2.compilation import is_untransformed, should_call_operator
 from flashattn2.dispatch import BackendChoice, select_backend
 from flashattn2.kvcache import validation
 from flashattn2.kvcache.operators import append, append_op, attend, decode_op
@@ -116,7 +116,7 @@ def flash_attention_with_kvcache(
     # Run.
     lengths = validation.make_length_tensor(cache_seqlens, q, batch, new, k_cache, block_table)
     check_lengths = isinstance(cache_seqlens, Tensor)
-    as_operator = needs_operator(*(x for x in (q, k_cache, v_cache, k, v) if x is not None))
+    as_operator = should_call_operator(*(x for x in (q, k_cache, v_cache, k, v) if x is not None))
     if k is not None and v is not None:
         q = validation.separate_queries(q, k_cache, v_cache, k, v)
         write = append_op if as_operator else append

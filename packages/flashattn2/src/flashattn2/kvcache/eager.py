@@ -45,7 +45,7 @@ def attend_sequences(
     for b, count in enumerate(counts):
         rows = q[b : b + 1] if bounds is None else q[:, :, bounds[b] : bounds[b + 1]]
         result = None
-        if block_table is not None and q.is_cpu and _needs_no_mask(rows, spec):
+        if block_table is not None and q.is_cpu and _can_omit_mask(rows, spec):
             result = _attend_chunks(rows, k_cache, v_cache, count, block_table[b], spec, backend)
         if result is None:
             keys = _gather_sequence(k_cache, b, count, block_table)
@@ -131,7 +131,7 @@ def _attend_chunks(
     return (torch.stack(outputs) * weights).sum(0).to(q.dtype), lse.logsumexp(0)
 
 
-def _needs_no_mask(q: Tensor, spec: AttentionSpec) -> bool:
+def _can_omit_mask(q: Tensor, spec: AttentionSpec) -> bool:
     """Return True if the mask can be replaced by a slice of the keys."""
     return q.shape[2] == 1 or spec.left == spec.right == UNBOUNDED
 
@@ -146,7 +146,7 @@ def _attend(
         k = k[:, :, -spec.left - 1 :]
         v = v[:, :, -spec.left - 1 :]
     run = tiled.forward if backend == "torch" else aten.forward_or_tiled
-    if not (heads and _needs_no_mask(q, spec)):
+    if not (heads and _can_omit_mask(q, spec)):
         return run(q, k, v, spec)
     # Without a mask, the query heads of one key head become rows of one head, so that each key is
     # read once.

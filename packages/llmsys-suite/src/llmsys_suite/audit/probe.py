@@ -72,10 +72,9 @@ def _take_two_steps(
     moved = {name: (start[name] - after[name].double()) / RATE for name in after}
     with network.record_announcements() as shared:
         variant.step(tokens, targets)
+    floor = reference.compute_rounding_floor(exact)
     return {
-        "weights": reference.find_largest_distance(
-            moved, exact, reference.compute_rounding_floor(exact)
-        ),
+        "weights": reference.find_largest_distance(moved, exact, floor),
         "digest": compute_weights_digest(variant.gather_weights()),
         "shared": sum(shared),
     }

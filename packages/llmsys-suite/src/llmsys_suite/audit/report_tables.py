@@ -23,16 +23,11 @@ Table = tuple[str, list[list[str]]]
 
 
 def check_shown_figures(folder: RunFolder) -> Check:
-    """Return the check of each row in report.md and in the tables of report.html before details.
-
-    The tables of `UNCHECKED_STAGES` are not checked.
-    """
+    """Return the check of each row in report.md and in the tables of report.html before details."""
     stages = folder.summary["stages"]
     foreign = []
-    for name, read_tables in (
-        ("report.md", _iter_markdown_tables),
-        ("report.html", _iter_html_tables),
-    ):
+    readers = {"report.md": _iter_markdown_tables, "report.html": _iter_html_tables}
+    for name, read_tables in readers.items():
         path = folder.path / name
         if not path.exists():
             continue

@@ -29,10 +29,7 @@ def run(run: Run) -> Audit | None:
 
 
 def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
-    """Return the evidence and the checks; ranks other than 0 return no checks.
-
-    Checks that need all ranks run first. Then each rank computes its part of the checks alone.
-    """
+    """Return the evidence and the checks; ranks other than 0 return no checks."""
     finished = set(run.results)
     is_trained = {"plan", "train"} <= finished
     measured = measure_evidence(run) if is_trained else {}
@@ -72,9 +69,8 @@ def make_recorded_checks(
     recorded: list[Check] = []
     if evidence:
         plan, train = results["plan"], results["train"]
-        trained = training_checks.check_training(
-            folder.config, plan, train, folder.samples(), evidence
-        )
+        samples = folder.samples()
+        trained = training_checks.check_training(folder.config, plan, train, samples, evidence)
         recorded += catch_errors("train", trained)
     for stage in RECORDED:
         if stage in results:

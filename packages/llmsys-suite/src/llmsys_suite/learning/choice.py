@@ -19,11 +19,7 @@ COMPILED = tuple(name for name in LEARNERS if name != "fsdp")
 
 
 def make_variant(run: Run) -> tuple[str, Variant]:
-    """Return the name and the object of the variant that `learn` trains.
-
-    It is the split model of the configuration, or the single process on one rank, or the fastest
-    variant of `train` that can be saved. With `compile`, its blocks are compiled.
-    """
+    """Return the name and the object of the variant that `learn` trains."""
     config = run.config
     model = replace(run.model, checkpoint=config.recompute)
     if config.tensor * config.pipeline > 1:
@@ -34,9 +30,8 @@ def make_variant(run: Run) -> tuple[str, Variant]:
         # Only rank 0 has the result of `train`.
         result = run.results.get("train")
         rows = result.rows if result else []
-        name = (
-            choose_fastest(rows, COMPILED if config.compile else LEARNERS) if run.rank == 0 else ""
-        )
+        allowed = COMPILED if config.compile else LEARNERS
+        name = choose_fastest(rows, allowed) if run.rank == 0 else ""
         name = run.gather(name)[0] if run.world > 1 else SINGLE
         variant = VARIANTS[name](run, model)
     variant.max_norm = config.clip

@@ -23,7 +23,7 @@ def compute_distance(actual: Tensor, expected: Tensor, floor: float = 0.0) -> fl
     return 0.0 if error_norm == 0 else math.inf
 
 
-def iter_distances(
+def compute_distances(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0
 ) -> dict[str, tuple[float, str]]:
     """Return, by name, the distance of two tensors and a text with the name and both norms.
@@ -45,6 +45,6 @@ def iter_distances(
 def find_largest_distance(
     actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], floor: float = 0.0
 ) -> tuple[float, str]:
-    """Return the largest of the `iter_distances` and its text. NaN counts as the largest."""
-    by_name = iter_distances(actual, expected, floor)
+    """Return the largest of `compute_distances` and its text. NaN counts as the largest."""
+    by_name = compute_distances(actual, expected, floor)
     return max(by_name.values(), key=lambda pair: math.inf if math.isnan(pair[0]) else pair[0])

@@ -12,15 +12,7 @@ from llmsys_suite import results as stage_results
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.report import plots
 from llmsys_suite.report.sentences import compare_interleaved, describe_fastest
-from llmsys_suite.report.tables import (
-    COLUMNS,
-    MIB,
-    Results,
-    Row,
-    build_plan_rows,
-    pick,
-    read_evidence,
-)
+from llmsys_suite.report.tables import COLUMNS, MIB, Results, Row, build_plan_rows, pick
 from llmsys_suite.report.unaudited import describe_unaudited
 from llmsys_suite.results import format_cell
 
@@ -51,7 +43,8 @@ def iter_sections(folder: RunFolder) -> Iterator[Section]:
 
 
 def _build_plan(plan: stage_results.Plan, results: Results, folder: RunFolder) -> Section:
-    rows = build_plan_rows(results, read_evidence(folder))
+    evidence = folder.read_json("evidence.json") if "audit" in results else {}
+    rows = build_plan_rows(results, evidence)
     worst = max(rows, key=lambda row: abs(math.log(row["ratio"])))
     finding = (
         f"Largest deviation: the measured {worst['figure']} is {worst['ratio']:.3g} times the "

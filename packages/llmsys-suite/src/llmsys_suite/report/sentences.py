@@ -62,11 +62,8 @@ def describe_fastest(folder: RunFolder) -> str:
             "Cannot tell which variant is the fastest: the variants do not fit in memory together "
             "and ran one after another, so a ratio divides times of different moments."
         )
-    rounds = {
-        name: pair
-        for name, pair in compute_round_ratios(folder.samples()).items()
-        if name != SINGLE
-    }
+    rounds = compute_round_ratios(folder.samples())
+    rounds.pop(SINGLE, None)
     if not rounds:
         return ""
     decided = {

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import PEER
-from llmsys_suite.results import Audit, Train
+from llmsys_suite.results import Train
 
 MIB = 2**20
 Row = dict[str, Any]
@@ -43,13 +42,6 @@ COLUMNS: dict[str, dict[str, str]] = {
 def pick(rows: Sequence[Row], columns: dict[str, str]) -> list[Row]:
     """Return the rows with only the keys of `columns`, renamed to the values of `columns`."""
     return [{new: row[old] for old, new in columns.items() if old in row} for row in rows]
-
-
-def read_evidence(folder: RunFolder) -> Row:
-    """Return the evidence of the audit, or {} without an audit."""
-    is_audited = isinstance(folder.results.get("audit"), Audit)
-    evidence: Row = folder.read_json("evidence.json") if is_audited else {}
-    return evidence
 
 
 def build_plan_rows(results: Results, evidence: Row) -> list[Row]:

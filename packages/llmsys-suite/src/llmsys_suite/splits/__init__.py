@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from llmsys_suite.config import Layout, list_possible_layouts
+from llmsys_suite.config import Layout, build_possible_layouts
 from llmsys_suite.splits.split_model import SplitModel
 
-__all__ = ["Layout", "SplitModel", "list_possible_layouts"]
+__all__ = ["Layout", "SplitModel", "build_possible_layouts"]

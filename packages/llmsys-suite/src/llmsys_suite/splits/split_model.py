@@ -83,7 +83,7 @@ class SplitModel(Variant):
     def forward_backward(self, tokens: Tensor, targets: Tensor) -> float:
         """Run forward and backward on this replica's rows; return their mean loss on every rank."""
         if self.pipeline.size() == 1:
-            return self._forward_backward_whole(tokens, targets)
+            return super().forward_backward(tokens, targets)
         losses: list[Tensor] = []
         group = self.pipeline.get_group()
         rank, ranks = self.pipeline.get_local_rank(), self.pipeline.size()
@@ -103,13 +103,6 @@ class SplitModel(Variant):
             total = total.detach()
             dist.all_reduce(total, group=group)
         return float(total)
-
-    def _forward_backward_whole(self, tokens: Tensor, targets: Tensor) -> float:
-        with self.phase("forward"):
-            loss = cross_entropy(self.layers(tokens), targets)
-        with self.phase("backward"):
-            loss.backward()
-        return float(loss.detach())
 
     def communicate(self) -> None:
         """Average the gradients of this rank's part of the model over the replicas."""

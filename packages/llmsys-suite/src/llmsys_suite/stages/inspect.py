@@ -32,9 +32,8 @@ def examine(run: Run) -> Inspect:
     model = run.trained
     assert isinstance(model, Decoder)
     context = min(64, model.config.context)
-    tokens, targets = (
-        t.to(run.device) for t in run.corpus.build_heldout_batch(rows=4, context=context)
-    )
+    batch = run.corpus.build_heldout_batch(rows=4, context=context)
+    tokens, targets = (t.to(run.device) for t in batch)
     sites = ["embedding", *(f"blocks.{i}" for i in range(len(model.blocks)))]
     with interp.record(model, *sites) as recorded:
         model(tokens)

@@ -25,10 +25,7 @@ MIB = 2**20
 
 
 def list_contexts(config: RunConfig) -> tuple[int, int, int]:
-    """Return the context lengths whose peaks are counted: half, one and two times the run's.
-
-    The timeline uses the run's own length.
-    """
+    """Return the context lengths whose peaks are counted: half, one and two times the run's."""
     return config.context // 2, config.context, 2 * config.context
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.results import Parallel, Skipped
-from llmsys_suite.splits import SplitModel, list_possible_layouts
+from llmsys_suite.splits import SplitModel, build_possible_layouts
 from llmsys_suite.variants.initial_weights import build_seeded_model
 
 #: Number of timed steps, after one untimed step that creates the state of the optimizer.
@@ -28,20 +28,16 @@ def run(run: Run) -> Parallel | Skipped:
     """Return a row per split: times of `ITERATIONS` steps, its losses, and one process's loss."""
     if run.world < 2:
         return Skipped("splitting a model needs at least two ranks")
-    layouts = list_possible_layouts(run.model, run.world, run.config.rows)
+    layouts = build_possible_layouts(run.model, run.world, run.config.rows)
     if not layouts:
         return Skipped(f"the model does not split over {run.world} ranks")
     reference = compute_single_loss(run, *run.draw_batch(0))
-    return Parallel(
-        [
-            {"split": name, **train_split_model(run, SplitModel(run, run.model, layout))}
-            | {
-                "bubble": layout.compute_bubble(run.config.rows // layout.data),
-                "single_loss": reference,
-            }
-            for name, layout in layouts.items()
-        ]
-    )
+    rows = []
+    for name, layout in layouts.items():
+        row = {"split": name, **train_split_model(run, SplitModel(run, run.model, layout))}
+        bubble = layout.compute_bubble(run.config.rows // layout.data)
+        rows.append(row | {"bubble": bubble, "single_loss": reference})
+    return Parallel(rows)
 
 
 @torch.no_grad()

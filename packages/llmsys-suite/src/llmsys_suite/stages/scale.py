@@ -85,9 +85,8 @@ def train_one(run: Run, budget: float, width: int, seed: int) -> dict[str, float
     optimizer = torch.optim.AdamW(model.parameters(), lr=peak_rate, weight_decay=0.0, fused=True)
     for step in range(steps):
         for group in optimizer.param_groups:
-            group["lr"] = (
-                peak_rate * min(1.0, (step + 1) / 10) * _compute_cosine_factor(step / steps)
-            )
+            warmup = min(1.0, (step + 1) / 10)
+            group["lr"] = peak_rate * warmup * _compute_cosine_factor(step / steps)
         batch = run.corpus.draw_batch(rows=ROWS, context=CONTEXT, seed=seed, step=step)
         tokens, targets = (t.to(run.device) for t in batch)
         optimizer.zero_grad()

@@ -77,9 +77,8 @@ class Case:
 
     def count_useful_flops(self) -> int:
         """Return the FLOPs per step for MFU: without masked scores and recomputation."""
-        return int(
-            accounting.flops(self._describe_model(), batch=self.rows, seq=self.context).total
-        )
+        model = self._describe_model()
+        return int(accounting.flops(model, batch=self.rows, seq=self.context).total)
 
     def count_executed_flops(self) -> int:
         """Return the FLOPs per step for HFU: with masked scores and recomputation."""

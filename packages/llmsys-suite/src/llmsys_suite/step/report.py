@@ -96,12 +96,8 @@ def _format_cells(row: Row) -> list[str]:
     name = ", ".join([row["size"], f"{row['rows']} x {row['context']}", row["dtype"], *enabled])
     times = []
     for phase in PHASES:
-        has_times = f"{phase}_mean_ms" in row
-        times.append(
-            f"{format_cell(row[f'{phase}_mean_ms'])} ± {format_cell(row[f'{phase}_std_ms'])}"
-            if has_times
-            else ""
-        )
+        mean, std = (format_cell(row.get(f"{phase}_{name}_ms", "")) for name in ("mean", "std"))
+        times.append(f"{mean} ± {std}" if mean else "")
     rate = f"{row['tokens_per_s']:,.0f}" if "tokens_per_s" in row else ""
     # An MFU below 10 % has one more digit.
     mfu = f"{row['mfu']:.{1 if row['mfu'] < 0.1 else 0}%}" if "mfu" in row else ""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from llmsys_suite.measure.distance import iter_distances
+from llmsys_suite.measure.distance import compute_distances
 from llmsys_suite.ranks.rank import Run
 from llmsys_suite.variants.single import Variant
 from llmsys_suite.variants.stored_tensors import count_stored_bytes
@@ -17,11 +17,7 @@ Weights = dict[str, Tensor]
 
 
 def compare_final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
-    """Return a comparison of the trained weights, and the bytes that each rank stores.
-
-    The weights of every rank are compared bit by bit with those of rank 0. On rank 0, the change
-    of each weight since `start` is also compared with its change in one process.
-    """
+    """Return a comparison of the trained weights, and the bytes that each rank stores."""
     run.barrier()
     takes_part = run.rank == 0 or not variant.alone
     stored = [b for b in run.gather(count_stored_bytes(variant) if takes_part else None) if b]
@@ -36,7 +32,7 @@ def compare_final_weights(run: Run, start: Weights, variant: Variant) -> dict[st
     from_one_process = {}
     if run.trained is not None and not variant.alone:
         trained = {name: p.detach() for name, p in run.trained.named_parameters()}
-        from_one_process = iter_distances(
+        from_one_process = compute_distances(
             _compute_changes(weights, start), _compute_changes(trained, start)
         )
     return {

@@ -65,6 +65,5 @@ def _check_scores(
     yield diagonal.check_all_equal(f"score of {name}", scores, 1e-4)
     best = float(torch.stack(expected).max())
     largest = Sources("interp", "the largest of all heads")
-    yield largest.check_all_equal(
-        f"choice of {name}", [(best, row["score"], name) for row in rows], 1e-4
-    )
+    chosen = [(best, row["score"], name) for row in rows]
+    yield largest.check_all_equal(f"choice of {name}", chosen, 1e-4)

@@ -106,7 +106,9 @@ def _check_losses(run: Run, result: results.Learn) -> Iterator[Check]:
     if result.begun_at == 0:
         start = get_float64_parameters(build_seeded_model(run, run.model))
         float64 = Sources("reported", "float64")
-        exact = reference.compute_mean_loss(start, *probed_step.learn_batch(run, result, 0), heads)
+        exact = reference.compute_mean_loss(
+            start, *probed_step.draw_learn_batch(run, result, 0), heads
+        )
         yield float64.check_loss("first loss", exact, result.losses[0], allowed)
     if config.resume is not None and not count_restarts():
         yield from _check_continuation(run, result, config.resume)
@@ -128,7 +130,7 @@ def _check_continuation(run: Run, result: results.Learn, source: Path) -> Iterat
     yield stored.check_loss(name, loss, result.losses[step], allowed)
     if step + 1 < len(result.losses):
         # The second loss depends on the first step, which depends on the checkpoint's moments.
-        batch = probed_step.learn_batch(run, result, step + 1)
+        batch = probed_step.draw_learn_batch(run, result, step + 1)
         loss = reference.compute_mean_loss(weights, *batch, get_num_heads(run.config))
         moments = Sources("reported", "the checkpoint's moments in float64")
         allowed = compute_loss_tolerance(run.config, LOSS)
@@ -176,7 +178,7 @@ def _check_rows(run: Run, result: results.Learn) -> Iterator[Check]:
     foreign = []
     for step, ranks in _group_by_step(RunFolder(run.out), result).items():
         rows = [digest for rank in sorted(ranks) for digest in ranks[rank]["row_digests"]]
-        if rows != reference.compute_row_digests(probed_step.learn_batch(run, result, step)):
+        if rows != reference.compute_row_digests(probed_step.draw_learn_batch(run, result, step)):
             foreign.append(f"step {step}")
     sampler = Sources("digests of their batches", "the audit's independent sampler")
     yield sampler.check_none("ranks' rows", foreign)

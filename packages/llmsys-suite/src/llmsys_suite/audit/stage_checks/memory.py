@@ -42,8 +42,7 @@ def check_records(folder: RunFolder, result: results.Memory) -> Iterator[Check]:
             peaks.append((predicted / MIB, row[f"{key}_peak_mib"], f"{where}, {key}"))
         stream_mib = 4 * memory.ROWS * row["context"] * size.d_model / MIB
         stream.append((stream_mib, row["residual_stream_mib"], where))
-    yield Sources("counted", "accounting").check_all_equal(
-        "peaks of training", peaks, PEAK_TOLERANCE
-    )
+    predictions = Sources("counted", "accounting")
+    yield predictions.check_all_equal("peaks of training", peaks, PEAK_TOLERANCE)
     numbers = Sources("reported", "4 bytes per number")
     yield numbers.check_all_equal("residual stream", stream, 1e-9)

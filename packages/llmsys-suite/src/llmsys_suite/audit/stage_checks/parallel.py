@@ -37,7 +37,7 @@ class Exact:
 
 def check_records(folder: RunFolder, result: results.Parallel | results.Skipped) -> Iterator[Check]:
     """Check the rows of the table, the bubbles, and the figures that follow from timings."""
-    possible = _list_layouts(folder.config)
+    possible = _build_layouts(folder.config)
     if isinstance(result, results.Skipped):
         skipped = Sources("the model and the ranks", "a stage that is skipped")
         yield skipped.check_none("possible splits", possible if folder.config.world > 1 else ())
@@ -47,8 +47,8 @@ def check_records(folder: RunFolder, result: results.Parallel | results.Skipped)
         yield from _check_times(folder.config, row, possible[row["split"]])
 
 
-def _list_layouts(config: RunConfig) -> dict[str, splits.Layout]:
-    return splits.list_possible_layouts(get_size(config.size), config.world, config.rows)
+def _build_layouts(config: RunConfig) -> dict[str, splits.Layout]:
+    return splits.build_possible_layouts(get_size(config.size), config.world, config.rows)
 
 
 def check_stage(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Check]:
@@ -56,7 +56,7 @@ def check_stage(run: Run, result: results.Parallel | results.Skipped) -> Iterato
     rows = run.gather(None if isinstance(result, results.Skipped) else result.rows)[0]
     if rows is None:
         return
-    possible = _list_layouts(run.config)
+    possible = _build_layouts(run.config)
     exact = _train_one_process(run)
     for row in rows:
         name = row["split"]

@@ -94,7 +94,7 @@ def repeat_step(
     """
     config = run.config
     weights = {name: w.to(run.device).double() for name, w in checkpoint["weight"].items()}
-    batch = learn_batch(run, result, step)
+    batch = draw_learn_batch(run, result, step)
     loss, gradients = reference.compute_gradients(weights, *batch, get_num_heads(config))
     if config.clip is not None:
         gradients = clip(gradients, config.clip)
@@ -107,7 +107,7 @@ def repeat_step(
     return loss, weights, optimizer.step(weights, gradients), optimizer
 
 
-def learn_batch(run: Run, result: results.Learn, step: int) -> tuple[Tensor, Tensor]:
+def draw_learn_batch(run: Run, result: results.Learn, step: int) -> tuple[Tensor, Tensor]:
     """Return the rows of all ranks in a step of `learn`, from the independent sampler."""
     train, _ = read_parts(run.config)
     context, seed = run.config.context, run.config.seed + 1
@@ -122,11 +122,7 @@ def clip(gradients: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
 
 
 def compute_scheduled_rate(base: float, step: int, total: int) -> float:
-    """Return the learning rate of a step of `learn`, where `base` is the learning rate of `train`.
-
-    The rate is a half-cosine decay from `2 * base` to 5 % of it, multiplied by a linear warm-up
-    over about the first 5 % of the steps.
-    """
+    """Return the learning rate of a step of `learn`, where `base` is the rate of `train`."""
     peak = 2 * base
     warmup_factor = min(1.0, 0.01 + 20 * step / total)
     return peak * warmup_factor * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / total)))

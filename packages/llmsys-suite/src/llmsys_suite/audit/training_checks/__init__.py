@@ -43,9 +43,8 @@ def check_training(
     samples = [s for s in samples if s["stage"] == "train"]
     record = Record(config, plan, train, samples, evidence)
     missing = record.describe_missing()
-    yield Sources("records", "the configuration").check_none(
-        "results and samples of every step", missing
-    )
+    records = Sources("records", "the configuration")
+    yield records.check_none("results and samples of every step", missing)
     if not missing:
         for group in GROUPS:
             yield from group(record)

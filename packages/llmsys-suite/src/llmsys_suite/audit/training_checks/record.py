@@ -64,8 +64,9 @@ class Record:
         are_sockets_counted = self.evidence["sockets_count"]
         missing = []
         for name in self.probes:
-            if len(self.train.losses.get(name, [])) != self.num_steps:
-                missing.append(f"{name}: a loss of every step")
+            num_losses = len(self.train.losses.get(name, []))
+            if num_losses != self.num_steps:
+                missing.append(f"{name} has {num_losses} losses for {self.num_steps} steps")
             for rank in range(count_ranks(name, self.config.world)):
                 steps = [
                     (sample["step"], sample["warmup"])
@@ -73,7 +74,7 @@ class Record:
                     if "received" in sample or not are_sockets_counted
                 ]
                 if steps != [(i, i < self.config.warmup) for i in range(self.num_steps)]:
-                    missing.append(f"{name} rank {rank}: one sample of every step")
+                    missing.append(f"{name} does not have one sample per step on rank {rank}")
         return missing
 
     def compute_slowest_seconds(self) -> dict[str, dict[int, float]]:
