@@ -1,4 +1,10 @@
-"""Benchmark of a whole run, `python -m llmsys_suite.bench`: training, attention and compression."""
+"""Benchmark of a whole run: variants of training, attention and compression side by side.
+
+    python -m llmsys_suite.bench --quick
+
+Ratios are taken between interleaved timings: training relative to torch's DDP, attention relative
+to SDPA, and compression relative to the float32 model.
+"""
 
 from __future__ import annotations
 

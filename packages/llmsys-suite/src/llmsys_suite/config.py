@@ -114,7 +114,11 @@ class Layout:
         return ""
 
     def count_microbatches(self, rows: int) -> int:
-        """Return the number of microbatches into which a pipeline splits `rows` rows."""
+        """Return the number of microbatches into which a pipeline splits `rows` rows.
+
+        A microbatch has two rows. It has one row if `rows` is odd, or if there would be fewer
+        microbatches than ranks.
+        """
         return rows // 2 if rows % 2 == 0 and rows // 2 >= self.pipeline else rows
 
     def compute_bubble(self, rows: int) -> float:

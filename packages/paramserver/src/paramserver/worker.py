@@ -104,7 +104,10 @@ class Worker:
 
     @property
     def clock(self) -> int:
-        """Logical time: the clock when this worker joined plus its accepted pushes since then."""
+        """Logical time: the clock at which this worker joined plus its accepted pushes since then.
+
+        The policy compares the clocks of workers.
+        """
         return self._exchange.session.clock
 
     @property

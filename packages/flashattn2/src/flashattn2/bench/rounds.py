@@ -43,8 +43,13 @@ def measure_rows(
 ) -> Iterator[Row]:
     """Time all `runs` in interleaved rounds, and yield one row per run and per failure.
 
-    Ratios are relative to the run "ours".  The `labels` are the first columns of every row.  The
-    `timer` calls a function and returns its time in milliseconds.
+    Args:
+        labels: the first columns of every row.
+        runs: functions by the name of the implementation; ratios are relative to "ours".
+        failures: the reason why an implementation cannot run, by its name.
+        rate: the column with the work per second.
+        rounds: number of times that each function is timed.
+        timer: calls a function and returns its time in milliseconds.
     """
     times: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):

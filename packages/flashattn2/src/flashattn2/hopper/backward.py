@@ -146,7 +146,10 @@ def producer(
     a, b, x, y, lse, delta, memory, barriers, location, loop, batch_head,
     ROWS: gl.constexpr, STAGES: gl.constexpr, BY_KEY: gl.constexpr,
 ):  # fmt: skip
-    """Load the resident tiles, then each streamed tile as soon as its stage is free."""
+    """Load the resident tiles, then each streamed tile as soon as its stage is free.
+
+    One warp executes this function.
+    """
     a_tile, b_tile, x_tiles, y_tiles, lse_rows, delta_rows, _ = memory
     resident_ready, x_ready, y_ready, free = barriers
     batch, head, first, members, streamed_head = location
@@ -186,7 +189,10 @@ def consumer(
     D: gl.constexpr, RESIDENT: gl.constexpr, ROWS: gl.constexpr, STAGES: gl.constexpr,
     LEFT: gl.constexpr, RIGHT: gl.constexpr, BY_KEY: gl.constexpr, ATOMIC: gl.constexpr,
 ):  # fmt: skip
-    """Compute the gradients of the resident tiles over all streamed tiles."""
+    """Compute the gradients of the resident tiles over all streamed tiles.
+
+    Eight warps execute this function.
+    """
     a_tile, b_tile, _, _, _, _, _ = memory
     batch, head, first, members, streamed_head = location
     start, count, near, far = loop

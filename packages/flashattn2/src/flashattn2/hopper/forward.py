@@ -20,7 +20,8 @@ Barriers guard each tile of shared memory.  Each stage of the ring has two barri
     free     every consumer has read or skipped the tile: the producer may overwrite it
 
 A barrier counts phases, and a warp waits for the parity of a phase.  Tile j is in stage j % STAGES,
-as the (j // STAGES)-th tile of that stage.
+as the (j // STAGES)-th tile of that stage.  The tests run these functions line by line and explore
+every order in which the warps may be scheduled.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -147,7 +148,10 @@ def forward_kernel(
 def producer(
     loads, CONSUMERS: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr, STAGES: gl.constexpr
 ):
-    """Load Q, then K and V of each tile as soon as its stage is free."""
+    """Load Q, then K and V of each tile as soon as its stage is free.
+
+    One warp executes this function.
+    """
     q, k, v, memory, barriers, location, kv_head, start, count = loads
     q_tiles, k_tiles, v_tiles = memory
     q_ready, k_ready, k_free, v_ready, v_free = barriers
@@ -177,7 +181,10 @@ def consumer(
     inputs, INDEX: gl.constexpr, D: gl.constexpr, ROWS: gl.constexpr, KEYS: gl.constexpr,
     STAGES: gl.constexpr, LEFT: gl.constexpr, RIGHT: gl.constexpr, PACK: gl.constexpr,
 ):  # fmt: skip
-    """Compute the output of ROWS queries, which are tile number INDEX of the program's queries."""
+    """Compute the output of ROWS queries over the tiles that they see.
+
+    Four warps execute this function.  The queries are tile number INDEX of the program's queries.
+    """
     out, lse, score_scale, memory, barriers, location, start, count, band = inputs
     q_ready, k_ready, k_free, v_ready, _ = barriers
     batch, head, batch_head, first = location

@@ -52,7 +52,10 @@ def measure_evidence(run: Run) -> dict[str, Any]:
 
 
 def compute_evidence(run: Run) -> dict[str, Any]:
-    """Return the evidence that this rank computes alone."""
+    """Return the evidence that this rank computes alone.
+
+    The last rank repeats training steps. Rank 0 draws batches, and counts FLOPs and bytes.
+    """
     evidence: dict[str, Any] = {}
     with run.in_float32():
         if run.rank == 0:
@@ -106,7 +109,10 @@ def count_flops(weights: Weights, rows: int, context: int, heads: int) -> tuple[
 
 
 def count_saved_bytes(run: Run) -> int:
-    """Return the bytes of the tensors, except parameters, that autograd saves in a forward pass."""
+    """Return the bytes of the tensors, except parameters, that autograd saves in a forward pass.
+
+    The pass is over one of `RunConfig.parts` parts of the rows.
+    """
     model = build_seeded_model(run, run.model)
     rows = run.config.rows // run.config.parts
     tokens = torch.zeros(rows, run.config.context, dtype=torch.long, device=run.device)
@@ -150,7 +156,8 @@ def compute_scale_deviations(run: Run) -> list[tuple[float, str]]:
 def measure_product_rate(run: Run) -> float:
     """Return the best rate of a matrix product on any rank, in FLOPs per second.
 
-    The time of a product is its wall time without waiting for a core.
+    The time of a product is its wall time without waiting for a core. The second matrix is
+    transposed, as in a linear layer.
     """
     side = SIDE[run.device.type]
     a, b = (torch.randn(side, side, device=run.device).to(run.compute_dtype) for _ in range(2))

@@ -124,7 +124,10 @@ def _time_peer(
 def _measure_time_ratios(
     run: Run, name: str, calls: Mapping[str, Callable[[], object]]
 ) -> dict[str, dict[str, float]]:
-    """Return {measure: {other: time of the call `name` / time of the call `other`}}."""
+    """Return {measure: {other: time of the call `name` / time of the call `other`}}.
+
+    Rounds are added, up to `MAX_ROUNDS`, until `_are_well_inside_bands`.
+    """
     for call in calls.values():
         call()
     # On a GPU, the processor only starts kernels and waits for them.

@@ -23,7 +23,10 @@ Table = tuple[str, list[list[str]]]
 
 
 def check_shown_figures(folder: RunFolder) -> Check:
-    """Return the check of each row in report.md and in the tables of report.html before details."""
+    """Return the check of each row in report.md and in the tables of report.html before details.
+
+    The tables of `UNCHECKED_STAGES` are not checked.
+    """
     stages = folder.summary["stages"]
     foreign = []
     readers = {"report.md": _iter_markdown_tables, "report.html": _iter_html_tables}

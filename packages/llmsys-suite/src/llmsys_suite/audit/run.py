@@ -29,7 +29,10 @@ def run(run: Run) -> Audit | None:
 
 
 def audit_run(run: Run) -> tuple[dict[str, Any], list[Check]]:
-    """Return the evidence and the checks; ranks other than 0 return no checks."""
+    """Return the evidence and the checks; ranks other than 0 return no checks.
+
+    Checks that need all ranks run first. Then each rank computes its part of the checks alone.
+    """
     finished = set(run.results)
     is_trained = {"plan", "train"} <= finished
     measured = measure_evidence(run) if is_trained else {}

@@ -19,7 +19,11 @@ COMPILED = tuple(name for name in LEARNERS if name != "fsdp")
 
 
 def make_variant(run: Run) -> tuple[str, Variant]:
-    """Return the name and the object of the variant that `learn` trains."""
+    """Return the name and the object of the variant that `learn` trains.
+
+    It is the split model of the configuration, or the single process on one rank, or the fastest
+    variant of `train` that can be saved. With `compile`, its blocks are compiled.
+    """
     config = run.config
     model = replace(run.model, checkpoint=config.recompute)
     if config.tensor * config.pipeline > 1:

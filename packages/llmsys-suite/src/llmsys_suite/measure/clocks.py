@@ -15,7 +15,10 @@ def read_second_clock(device: torch.device) -> float:
 
 
 def read_core_wait_seconds() -> float:
-    """Return the seconds that the main thread has waited for a core; 0 if they are not counted."""
+    """Return the seconds that the main thread of this process has waited for a core.
+
+    The result is 0 if the kernel does not count these seconds.
+    """
     try:
         with open("/proc/self/schedstat") as file:
             return int(file.read().split()[1]) / 1e9

@@ -59,7 +59,8 @@ def compute_foreign_cpu_fractions(samples: list[Sample]) -> dict[int, float]:
 def find_disturbed_rounds(steps: Iterable[Sample], fractions: Mapping[int, float]) -> set[int]:
     """Return the indices of the steps that other programs disturbed on any rank.
 
-    `fractions` is the result of `compute_foreign_cpu_fractions`.
+    `fractions` is the result of `compute_foreign_cpu_fractions`. Without a fraction, only the wait
+    counts.
     """
     return {
         s["step"]

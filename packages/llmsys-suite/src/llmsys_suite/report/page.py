@@ -55,7 +55,10 @@ def run(run: Run) -> None:
 
 
 def write_report(folder: RunFolder) -> str:
-    """Write report.md, whose text is returned, and report.html; seal a complete run again."""
+    """Write report.md and report.html, and rewrite the manifest of a complete run.
+
+    Return the text of report.md.
+    """
     stage_sections = list(iter_sections(folder))
     label = OF_THE_RUN if "audit" in folder.results else ""
     head = [f"# {format_title(folder)}", "", *iter_opening_lines(folder), "", label, ""]

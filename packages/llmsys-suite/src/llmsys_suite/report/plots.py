@@ -100,7 +100,10 @@ def plot_phases(rows: Sequence[dict[str, Any]]) -> str:
 
 
 def plot_timeline(name: str, points: Sequence[tuple[str, float]]) -> str:
-    """Return a plot of live memory over a training step, with its phases and its peak."""
+    """Return a plot of live memory over a training step, with its phases and its peak.
+
+    `points` contains pairs of a phase and MiB.
+    """
 
     def draw(axes: Axes) -> None:
         peak = max(mib for _, mib in points)

@@ -25,7 +25,10 @@ MIB = 2**20
 
 
 def list_contexts(config: RunConfig) -> tuple[int, int, int]:
-    """Return the context lengths whose peaks are counted: half, one and two times the run's."""
+    """Return the context lengths whose peaks are counted: half, one and two times the run's.
+
+    The timeline uses the run's own length.
+    """
     return config.context // 2, config.context, 2 * config.context
 
 

@@ -209,7 +209,10 @@ def iter_chunks(part: memoryview, length: int, mapped: MappedFiles = ()) -> Iter
 
 
 def compute_row_digests(tokens: Tensor, targets: Tensor) -> list[str]:
-    """Return twelve hexadecimal digits of the SHA-256 of each row's int32 tokens and targets."""
+    """Return twelve hexadecimal digits of the SHA-256 of each row: its tokens and targets as int32.
+
+    A zero byte separates the tokens from the targets.
+    """
     import torch
 
     digests = []

@@ -17,7 +17,11 @@ Weights = dict[str, Tensor]
 
 
 def compare_final_weights(run: Run, start: Weights, variant: Variant) -> dict[str, Any]:
-    """Return a comparison of the trained weights, and the bytes that each rank stores."""
+    """Return a comparison of the trained weights, and the bytes that each rank stores.
+
+    The weights of every rank are compared bit by bit with those of rank 0. On rank 0, the change
+    of each weight since `start` is also compared with its change in one process.
+    """
     run.barrier()
     takes_part = run.rank == 0 or not variant.alone
     stored = [b for b in run.gather(count_stored_bytes(variant) if takes_part else None) if b]

@@ -99,7 +99,11 @@ class Variant:
         return {name: p.detach() for name, p in self.decoder.named_parameters()}
 
     def compute_communication_times(self, num_steps: int) -> dict[str, float]:
-        """Return the median hidden and exposed communication times in ms, from ddp's meter."""
+        """Return the median hidden and exposed communication times in ms, from ddp's meter.
+
+        The medians are over the last `num_steps` steps. The result is {} if the variant does not
+        use the meter.
+        """
         steps = list(self.meter.steps)[-num_steps:]
         if not steps:
             return {}

@@ -42,6 +42,7 @@ class Member:
     #: First epoch of this membership. A restarted worker continues it in a new epoch.
     first_epoch: int = 0
     #: Logical time of the worker: the clock at which it joined plus its accepted pushes since then.
+    #: The policy compares the clocks of workers.
     clock: int = 0
     #: Clock at the start of this epoch.
     first_clock: int = 0

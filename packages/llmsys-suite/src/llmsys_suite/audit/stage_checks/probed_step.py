@@ -122,7 +122,11 @@ def clip(gradients: dict[str, Tensor], max_norm: float) -> dict[str, Tensor]:
 
 
 def compute_scheduled_rate(base: float, step: int, total: int) -> float:
-    """Return the learning rate of a step of `learn`, where `base` is the rate of `train`."""
+    """Return the learning rate of a step of `learn`, where `base` is the learning rate of `train`.
+
+    The rate is a half-cosine decay from `2 * base` to 5 % of it, multiplied by a linear warm-up
+    over about the first 5 % of the steps.
+    """
     peak = 2 * base
     warmup_factor = min(1.0, 0.01 + 20 * step / total)
     return peak * warmup_factor * (0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * step / total)))

@@ -105,7 +105,11 @@ def _train_again(run: Run, row: results.Row) -> float:
 
 
 def _fit_law(rows: results.Rows) -> tuple[float, float]:
-    """Return a and b of the size a * C^b that minimizes the loss at the budget C."""
+    """Return a and b of the size a * C^b that minimizes the loss at the budget C.
+
+    For each budget, a parabola in log N is fitted to the best run and the runs closest in size. A
+    line is fitted to the logarithms of the minima.
+    """
     budgets: dict[float, list[tuple[float, float]]] = {}
     for row in rows:
         pair = (math.log(row["parameters"]), row["loss"])

@@ -35,7 +35,11 @@ def check_totals(interleaved: Interleaved, medians_ms: dict[str, float]) -> Iter
 
 
 def check_speedups(interleaved: Interleaved, peer: str, reported: dict[str, float]) -> Check:
-    """Check each reported speedup over the peer."""
+    """Check each reported speedup over the peer.
+
+    A speedup is the reciprocal of the median over rounds of the contender's time divided by the
+    peer's.
+    """
     peers = np.array(interleaved.seconds[peer])
     triples = [
         (1 / float(np.median(np.array(interleaved.seconds[name]) / peers)), value, name)

@@ -18,7 +18,10 @@ from llmsys_suite.measure.samples import PEER, PHASES, SERVER, WHOLE_STEP, count
 
 
 def check_steps(record: Record) -> Iterator[Check]:
-    """Compare the recorder's times with a second clock, and torch's threads with the audit's."""
+    """Compare the recorder's times with a second clock, and torch's thread count with the audit's.
+
+    Also check that no rank reports the times of another rank.
+    """
     clock_ratios = []
     threads = []
     for (name, rank), samples in record.steps.items():
@@ -161,7 +164,10 @@ def compute_median_bounds(sample: list[float]) -> tuple[float, float]:
 
 
 def check_phases(record: Record) -> Iterator[Check]:
-    """Check the phases of every step after the warm-up, and the fractions of time in each phase."""
+    """Check the phases of every step after the warm-up, and the fractions of time in each phase.
+
+    Every step must have all of its phases, and their sum may exceed the step by one thousandth.
+    """
     parts: dict[tuple[str, int, int], list[Sample]] = defaultdict(list)
     step_seconds: dict[tuple[str, int, int], float] = {}
     total_seconds: dict[tuple[str, str], float] = defaultdict(float)
