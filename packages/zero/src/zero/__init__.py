@@ -12,14 +12,20 @@ from zero.process_groups import Communicator, DryRun, wire_bytes
 if TYPE_CHECKING:
     from zero.checkpoint.checkpoint import load_checkpoint, save_checkpoint
 
+#: The modules of names that are imported on first access, because importing
+#: torch.distributed.checkpoint takes as long as importing torch.
+_LAZY = {
+    "load_checkpoint": "zero.checkpoint.checkpoint",
+    "save_checkpoint": "zero.checkpoint.checkpoint",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Import the functions of checkpoints on first access."""
-    if name in ("load_checkpoint", "save_checkpoint"):
-        # torch.distributed.checkpoint takes as long to import as torch.
-        from zero.checkpoint import checkpoint
+    """Import the module of a name in `_LAZY`."""
+    if name in _LAZY:
+        from importlib import import_module
 
-        return getattr(checkpoint, name)
+        return getattr(import_module(_LAZY[name]), name)
     raise AttributeError(f"module 'zero' has no attribute {name!r}")
 
 
