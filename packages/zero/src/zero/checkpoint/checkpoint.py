@@ -58,7 +58,7 @@ def save_checkpoint(
     group: the process group over which model and optimizer are sharded. By default, it is their
         group, and all ranks if neither is sharded.
     """
-    group = group or next((c.mesh.get_group() for c in _find_communicators(model, optimizer)), None)
+    group = group or _find_group(model, optimizer)
     rank, world = dist.get_rank(group), dist.get_world_size(group)
     parts: list[Part] = []
     objects: dict[str, Any] = {}
@@ -84,6 +84,14 @@ def _find_communicators(
     if isinstance(optimizer, ShardedOptimizer):
         communicators.append(optimizer.communicator)
     return communicators
+
+
+def _find_group(
+    model: nn.Module, optimizer: torch.optim.Optimizer | None
+) -> dist.ProcessGroup | None:
+    """Return the group over which the model or its optimizer is sharded; None if neither is."""
+    communicators = _find_communicators(model, optimizer)
+    return communicators[0].mesh.get_group() if communicators else None
 
 
 def _check_group(
@@ -149,7 +157,7 @@ def load_checkpoint(
         prefix that fits is used. Raise RuntimeError if several prefixes fit.
     group: see `save_checkpoint`.
     """
-    group = group or next((c.mesh.get_group() for c in _find_communicators(model, optimizer)), None)
+    group = group or _find_group(model, optimizer)
     failure = f"checkpoint {path} was not loaded"
     opened: list[Loading] = []
 
