@@ -86,15 +86,7 @@ def estimate_serving(
     """
     device = find(hardware)
     size = float(get_itemsize(weights))
-    if gpus % (data * pipeline):
-        raise ValueError(
-            f"expected data x pipeline = {data} x {pipeline} to divide gpus, got gpus={gpus}"
-        )
-    if batch % data:
-        raise ValueError(
-            f"expected data={data} to divide batch, got batch={batch}; batch is the number of "
-            "sequences of all replicas"
-        )
+    _require_equal_replicas(gpus, batch, data, pipeline)
 
     def build_stages(ranks: int) -> list[Stage]:
         plan = Plan(data=data, tensor=ranks, pipeline=pipeline, expert=expert)
@@ -113,7 +105,15 @@ def estimate_serving(
 
     tensor = gpus // (data * pipeline)
     sequences = batch // data
-    loads = build_stages(tensor)
+    try:
+        loads = build_stages(tensor)
+    except ValueError as error:
+        if "expected tensor" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}; tensor is gpus / (data x pipeline) = {gpus} / ({data} x {pipeline}), so "
+            "pass another number of gpus, replicas (--dp) or pipeline stages (--pp)"
+        ) from None
     weight_bytes = data * tensor * sum(stage.weight_bytes for stage in loads)
     cache_bytes = tensor * sum(stage.cache_bytes for stage in loads)
     if not cache_bytes:
@@ -145,6 +145,19 @@ def estimate_serving(
         **_name_bounds("decode_step_seconds", decode),
         **_name_bounds("tokens_per_second", decode.to_rate(batch)),
     }
+
+
+def _require_equal_replicas(gpus: int, batch: int, data: int, pipeline: int) -> None:
+    """Raise `ValueError` unless all stages have equally many devices, and replicas sequences."""
+    if gpus % (data * pipeline):
+        raise ValueError(
+            f"expected data x pipeline = {data} x {pipeline} to divide gpus, got gpus={gpus}"
+        )
+    if batch % data:
+        raise ValueError(
+            f"expected data={data} to divide batch, got batch={batch}; batch is the number of "
+            "sequences of all replicas"
+        )
 
 
 def _name_bounds(name: str, interval: Interval) -> dict[str, float]:
