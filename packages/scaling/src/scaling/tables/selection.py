@@ -175,12 +175,14 @@ def _flag_diverged_settings(
     most = np.zeros(len(first), np.intp)
     np.maximum.at(most, pairs[0], counts)
     code_of = dict(zip(settings[remains].tolist(), setting.tolist(), strict=True))
+    seen: set[tuple[int, bytes]] = set()
     for i in early:
         # Blank tokens are compatible with each design.
         fits = (sizes[first] == sizes[i]) & ~(tokens[i] > tokens[first] * (1 + SAME_TOKENS))
         code = code_of.get(int(settings[i]), -1)
-        if code < 0:
+        if code < 0 or (key := (code, fits.tobytes())) in seen:
             continue
+        seen.add(key)
         count = np.bincount(design[setting == code], minlength=len(first))
         is_incomplete = fits & (count < most)
         belongs = is_incomplete if is_incomplete.any() else fits
