@@ -59,7 +59,7 @@ def save(model: nn.Module, path: str | Path) -> None:
                 f"expected a model without the rounded weights of prepare_qat, got {name}; call "
                 "convert(model) first"
             )
-        if isinstance(module, Int8Linear) and module.always is None:
+        if isinstance(module, Int8Linear) and module.reference == "float":
             automatic.append(name)
     tensors: dict[str, Tensor] = {}
     names: dict[object, str] = {}
@@ -150,10 +150,6 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     state |= {name: state[stored_name] for name, stored_name in aliases.items()}
     formats = json.loads(metadata["formats"])
     for name, value in formats.items():
-        # Earlier versions stored -1 - zero_row after the shape of a palette.
-        if _is_format(name, state) and value[-1] < 0:
-            zero_row = torch.tensor([-1 - value.pop()])
-            state[f"{name.removesuffix('_extra_state')}zero_row"] = zero_row
         state[name] = torch.tensor(value, dtype=torch.int64, device="cpu")
     model = make_dense_copy(model)
     _tie_as_stored(model, state, aliases)

@@ -1,9 +1,9 @@
 """Linear layers that use the fastest implementation for the number of tokens on this machine.
 
-One of the implementations is "float", which multiplies by the dense weight. If implementations are
-timed, another one is used only if it is clearly faster (see `get_timing`). Selecting an
-implementation costs up to 5 microseconds per call. Each implementation prepares its own form of the
-weight at its first use. Prepared weights are never in a state dict.
+A layer has two implementations: a reference and a kernel, which is used only if it is clearly
+faster (see `get_timing`). Selecting an implementation costs up to 5 microseconds per call. Each
+implementation prepares its own form of the weight at its first use. Prepared weights are never in a
+state dict.
 """
 
 from __future__ import annotations
@@ -58,8 +58,11 @@ class FastestLinear(Replacement):
     out_features: int
     dtype: torch.dtype
     group_size: int = 0
-    #: The implementation that is used without timing; None if implementations are timed.
-    always: str | None = None
+    #: The implementation that is used unless `kernel` is clearly faster. With "float", which
+    #: multiplies by the dense weight, the layer may stay in float.
+    reference: str = "float"
+    #: The name of the other implementation.
+    kernel: ClassVar[str]
     #: The implementations by name: functions of the layer and its inputs.
     implementations: ClassVar[dict[str, Callable[[Any, Tensor], Tensor]]]
 
@@ -95,7 +98,19 @@ class FastestLinear(Replacement):
         return attach_gradient(outputs, dense)
 
     def _run_fastest(self, input: Tensor) -> Tensor:
-        return self.implementations[self.always or self._choose_implementation(input)](self, input)
+        if is_captured() or not input.numel():  # neither a recording nor an empty input is timed
+            return self.compute_untimed(input)
+        return self.implementations[self._choose_implementation(input)](self, input)
+
+    def compute_untimed(self, inputs: Tensor) -> Tensor:
+        """Compute the outputs without timing; the base class computes them in float."""
+        return self.compute_in_float(inputs)
+
+    def is_correct(self, inputs: Tensor) -> bool:
+        """Return True if the results of the kernel equal those in float up to rounding."""
+        expected = self.compute_in_float(inputs).float()
+        error = (self.implementations[self.kernel](self, inputs).float() - expected).norm()
+        return bool(error <= 0.1 * expected.norm())
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> FastestLinear:
         # `.to(dtype)` and `.half()` convert the tensors but not this attribute.
@@ -105,8 +120,7 @@ class FastestLinear(Replacement):
             return cast(FastestLinear, cast(Any, super())._apply(fn, recurse))
 
     def _choose_implementation(self, inputs: Tensor) -> str:
-        if is_captured() or not (tokens := inputs.numel() // self.in_features):
-            return "float"  # neither a recording nor an empty input can be timed
+        tokens = inputs.numel() // self.in_features
         key = (tokens - 1).bit_length(), inputs.dtype, inputs.device, torch.get_num_threads()
         if (name := self._selected.get(key)) is None:
             name = self._selected[key] = self.get_timing(inputs).selected
@@ -119,8 +133,9 @@ class FastestLinear(Replacement):
         """
         tokens = inputs.numel() // self.in_features
         key = (
-            type(self), (tokens - 1).bit_length(), self.group_size, self.in_features,
-            self.out_features, inputs.dtype, inputs.device, torch.get_num_threads(),
+            type(self), self.reference, (tokens - 1).bit_length(), self.group_size,
+            self.in_features, self.out_features, inputs.dtype, inputs.device,
+            torch.get_num_threads(),
         )  # fmt: skip
         if key not in _timings:
             stored_key = " ".join(map(str, (type(self).__name__, *key[1:])))
@@ -128,27 +143,22 @@ class FastestLinear(Replacement):
             timing = find_stored_timing(stored_key) if is_stored else None
             if timing is None or timing.selected not in self.implementations:
                 timing = self._measure(self.make_example(tokens, inputs))
+                self._prepared = {}  # the measurement has prepared both implementations
                 if is_stored:
                     store_timing(stored_key, timing)
             _timings[key] = timing
         return _timings[key]
 
     def _measure(self, inputs: Tensor) -> Timing:
-        calls = {name: partial(call, self) for name, call in self.implementations.items()}
-
-        def is_correct(name: str) -> bool:
-            """Return True if the results equal those in float up to rounding."""
-            expected = calls["float"](inputs).float()
-            error = (calls[name](inputs).float() - expected).norm()
-            return name == "float" or bool(error <= 0.1 * expected.norm())
-
+        names = self.kernel, self.reference
+        calls = {name: partial(self.implementations[name], self) for name in names}
         with without_autocast(inputs.device):  # stored times must not depend on autocast
-            return measure(calls, inputs, is_correct, "float")
+            return measure(calls, inputs, partial(self.is_correct, inputs), self.reference)
 
     def has_faster_implementation(self) -> bool:
         """Return True if the layer should replace a layer in float.
 
-        An implementation must be clearly faster than float for one of `DECISION_TOKENS`. If float
+        The kernel must be clearly faster than float for one of `DECISION_TOKENS`. If float
         is selected for one token and takes less than `_SMALL_MS`, the result is False.
         """
         single = self.get_timing(self.make_example(1))
@@ -243,7 +253,9 @@ def install_fastest_linears(
         key = identify_weight(linear), id(linear.bias)
         if key not in by_weight_and_bias:
             layer = make(linear)
-            is_useful = layer is not None and (layer.always or layer.has_faster_implementation())
+            is_useful = layer is not None and (
+                layer.reference != "float" or layer.has_faster_implementation()
+            )
             by_weight_and_bias[key] = layer if is_useful else None
         replacement = by_weight_and_bias[key]
         if replacement is not None:
