@@ -110,13 +110,8 @@ def test_two_adapters_of_a_layer_with_two_names_are_refused(tmp_path):
     saved = add_lora(copy.deepcopy(layers), 2)
     save_lora(saved, tmp_path)
     shared = nn.ModuleDict({"a": layers["a"], "b": layers["a"]})
-    with pytest.raises(ValueError, match="equal adapters of a and b"):
-        load_lora(copy.deepcopy(shared), tmp_path)
-    saved["b"].load_state_dict(saved["a"].state_dict())
-    save_lora(saved, tmp_path)
-    loaded = load_lora(shared, tmp_path)
-    assert loaded["a"] is loaded["b"]
-    assert torch.equal(loaded["a"].update, saved["a"].update)
+    with pytest.raises(ValueError, match="got adapters of a and b, which are one layer"):
+        load_lora(shared, tmp_path)
 
 
 def change(folder, **settings):

@@ -169,16 +169,11 @@ def _select_layers(
     """
     chosen: dict[nn.Module, None] = {}
     unmatched = set(targets or ())
-    matching_protected: set[str] = set()
     named_modules = list(model.named_modules(remove_duplicate=False))
     protected_layers = {module for name, module in named_modules if name in protected}
     for name, module in named_modules:
         matching = [t for t in targets or () if name == t or name.endswith(f".{t}")]
-        if module in protected_layers:
-            if is_instance_of(module, kinds):
-                matching_protected.update(matching)
-            continue
-        if targets is not None and not matching:
+        if module in protected_layers or (targets is not None and not matching):
             continue
         if isinstance(module, Replacement):
             raise ValueError(
@@ -189,23 +184,19 @@ def _select_layers(
         if name and is_instance_of(module, kinds):
             chosen[module] = None
             unmatched -= set(matching)
-    kind_names = [kind.__name__ for kind in kinds]
-    if excluded := sorted(unmatched & matching_protected):
-        raise ValueError(
-            f"expected targets with layers outside of protect, got {excluded}, whose layers are "
-            "all protected; remove them from targets or from protect"
-        )
+    layers = f"{[kind.__name__ for kind in kinds]} layers"
+    if protected:
+        layers += " outside of protect"
     if unmatched:
         known = [name.rpartition(".")[2] for name, _ in named_modules]
         raise ValueError(
-            f"expected ends of the names of {kind_names} layers as targets, got "
-            f"{sorted(unmatched)}{suggest_name(min(unmatched), known)}"
+            f"expected ends of the names of {layers} as targets, got {sorted(unmatched)}"
+            f"{suggest_name(min(unmatched), known)}"
         )
     if not chosen:
         raise ValueError(
-            f"expected {kind_names} layers inside the {type(model).__name__}, got none"
-            f"{' outside of protect' if protected else ''}; to adapt a single layer, put it into a "
-            "module, or use tinyml.LoRA(layer)"
+            f"expected {layers} inside the {type(model).__name__}, got none; to adapt a single "
+            "layer, put it into a module, or use tinyml.LoRA(layer)"
         )
     return list(chosen)
 

@@ -13,6 +13,8 @@ original base weight, so it raises `RuntimeError` while an update is merged.
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -21,11 +23,61 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.linear import NonDynamicallyQuantizableLinear
 
-from tinyml.adapters.low_rank_update import LowRankUpdate
 from tinyml.compressed_weight import get_compressed_weight
 from tinyml.conversion import Replacement, get_tensor_versions, without_autocast
 from tinyml.layers import get_weight, identify_weight, is_conv1d, is_instance_of, is_product_or_rows
-from tinyml.validation import check_finite
+from tinyml.validation import check_finite, check_strided
+
+
+class LowRankUpdate:
+    """A base class of modules with factors `lora_A` and `lora_B` and their scaling alpha / r.
+
+    A state dict contains the scaling, because the update depends on it as well.
+    """
+
+    rank: int
+    scaling: float
+    lora_A: nn.Parameter
+    lora_B: nn.Parameter
+
+    def create_factors(
+        self,
+        weight: Tensor,
+        sizes: tuple[int, int],
+        rank: int,
+        alpha: float | None,
+        matrices: int = 1,
+    ) -> None:
+        """Create A (matrices * rank, in), uniform, and B (out, rank * matrices), zero.
+
+        `sizes` are (out, in) of each matrix in `weight`; `alpha` is `rank` by default. The factors
+        of a 16-bit weight are float32. Raise `ValueError` if the rank is not between 1 and the
+        smaller size, if alpha is not finite, or if the weight is sparse, not finite or not of
+        `FLOAT_TYPES`.
+        """
+        check_strided("an adapted weight", weight)
+        outputs, inputs = sizes
+        rank = operator.index(rank)
+        if not 1 <= rank <= min(sizes):
+            raise ValueError(f"expected 1 <= rank <= {min(sizes)}, got {rank}")
+        if alpha is not None and not math.isfinite(alpha):
+            raise ValueError(f"expected a finite alpha, got {alpha}")
+        if weight.device.type != "meta":
+            check_finite("the adapted weight", weight)
+        self.rank = rank
+        self.scaling = float(rank if alpha is None else alpha) / rank
+        dtype = torch.float32 if weight.dtype.itemsize < 4 else weight.dtype
+        self.lora_A = nn.Parameter(weight.new_empty(matrices * rank, inputs, dtype=dtype))
+        self.lora_B = nn.Parameter(weight.new_zeros(outputs, rank * matrices, dtype=dtype))
+        nn.init.kaiming_uniform_(self.lora_A, a=math.sqrt(5))
+
+    def get_extra_state(self) -> Tensor:
+        """Return the scaling alpha / r of the update."""
+        return torch.tensor(self.scaling, dtype=torch.float64, device="cpu")
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Load the scaling alpha / r of the update."""
+        self.scaling = float(state)
 
 
 class LoRA(LowRankUpdate, Replacement):
