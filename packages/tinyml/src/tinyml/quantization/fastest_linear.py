@@ -32,7 +32,7 @@ from tinyml.layers import (
     identify_weights,
     is_conv1d,
     is_instance_of,
-    is_product_or_rows,
+    is_product,
 )
 from tinyml.quantization.rounded_weight import attach_gradient
 from tinyml.timing import Timing, find_stored_timing, is_captured, measure, store_timing
@@ -85,17 +85,19 @@ class FastestLinear(Replacement):
     def forward(self, input: Tensor) -> Tensor:
         """Map (..., in) to (..., out)."""
         # A microsecond is a tenth of a small layer's time, so this code does as little as possible.
-        is_backward = input.requires_grad and torch.is_grad_enabled()
-        if is_backward or forward_ad._current_level >= 0:  # a level is open in `torch.func.jvp`
+        if forward_ad._current_level >= 0:  # a level is open in `torch.func.jvp`
+            raise NotImplementedError(
+                f"expected no forward-mode derivatives of {type(self).__name__}, whose rounding "
+                "would make them zero; use reverse mode, such as torch.func.vjp"
+            )
+        if input.requires_grad and torch.is_grad_enabled():
             return self._compute_differentiably(input)
         return self._run_fastest(input)
 
     def _compute_differentiably(self, input: Tensor) -> Tensor:
         with without_autocast(input.device):  # the gradient keeps the precision of the input
             dense = F.linear(input, self.weight.to(input.dtype))
-        with forward_ad._set_fwd_grad_enabled(False):  # `detach` alone passes tangents on
-            outputs = self._run_fastest(input.detach())
-        return attach_gradient(outputs, dense)
+        return attach_gradient(self._run_fastest(input.detach()), dense)
 
     def _run_fastest(self, input: Tensor) -> Tensor:
         if is_captured() or not input.numel():  # neither a recording nor an empty input is timed
@@ -291,6 +293,6 @@ def avoid_fused_operators(model: nn.Module) -> None:
 def is_compressed_linear_or_conv1d(module: nn.Module) -> bool:
     """Return True for a compressed `nn.Linear`, and for a `Conv1D` that returns its product."""
     if is_conv1d(module):
-        return is_product_or_rows(module, module.forward)
+        return is_product(module, module.forward)
     # Parametrizing a layer replaces its class by a subclass.
     return get_compressed_weight(module) is not None and type(module).__bases__ == (nn.Linear,)
