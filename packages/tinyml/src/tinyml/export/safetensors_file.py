@@ -155,7 +155,6 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
     _tie_as_stored(model, state, aliases)
     automatic = json.loads(metadata["automatic"])
     replacements: dict[nn.Module, nn.Module] = {}
-    by_codes: dict[str, nn.Module] = {}
     for name, layer in list(model.named_modules()):
         codes = _find_codes(name, state)
         if codes is None or get_compressed_weight(layer) is not None:
@@ -163,10 +162,7 @@ def load(model: nn.Module, path: str | Path) -> nn.Module:
         if codes.endswith(_COMPRESSED):
             install_weight(model, layer, _read_compressed_weight(codes, layer, state))
             continue
-        stored_name = aliases.get(codes, codes)
-        if stored_name not in by_codes:
-            by_codes[stored_name] = _read_fastest_linear(codes, layer, state, name in automatic)
-        replacements[layer] = by_codes[stored_name]
+        replacements[layer] = _read_fastest_linear(codes, layer, state, name in automatic)
     model = replace_modules(model, replacements)
     avoid_fused_operators(model)
     # The model has trainable tensors without elements, which are not in the file.

@@ -60,13 +60,6 @@ def compute_scales_for_bias(
     return torch.maximum(scale, min_scale).where(rows.any(1, keepdim=True), bias_scale)
 
 
-def shift_to_codes(scaled: Tensor, shift: Tensor, after: QuantParams) -> Tensor:
-    """Return Z + round(scaled / 2^shift), clamped to int8; halves are rounded up."""
-    half = torch.where(shift > 0, torch.ones_like(shift) << (shift - 1).clamp(min=0), 0)
-    codes = ((scaled + half) >> shift) + after.zero
-    return codes.clamp(-128, 127).to(torch.int8)
-
-
 def to_fixed_point(factors: Tensor) -> tuple[Tensor, Tensor]:
     """Return positive factors as m / 2^s, with int32 m in [2^30, 2^31) and int64 s.
 

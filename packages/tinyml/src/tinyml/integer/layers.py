@@ -24,7 +24,6 @@ from tinyml.conversion import without_autocast
 from tinyml.integer.fixed_point import (
     QuantParams,
     compute_scales_for_bias,
-    shift_to_codes,
     to_common_shift,
     to_fixed_point,
 )
@@ -132,7 +131,10 @@ class RescaledValues(nn.Module):
 
     def requantize(self, total: Tensor) -> Tensor:
         """Return int8 codes: Z + ((total + 2^(s-1)) >> s)."""
-        return shift_to_codes(total, self.shift.long(), self.after)
+        shift = self.shift.long()
+        half = (torch.ones_like(shift) << shift) >> 1
+        codes = ((total + half) >> shift) + self.after.zero
+        return codes.clamp(-128, 127).to(torch.int8)
 
 
 class IntegerSum(RescaledValues):

@@ -231,7 +231,7 @@ def install_fastest_linears(
 
     `make(layer)` returns the replacement of a layer, or None to leave the layer unchanged. A layer
     whose replacement may use float is also unchanged if its `has_faster_implementation` returns
-    False. Layers with the same weight and bias have one replacement. Layers that share their weight
+    False. Layers that share a weight have separate replacements. Layers that share their weight
     with a protected layer, subclasses of `nn.Linear`, and embeddings are unchanged.
     """
     protected_weights = identify_weights(model, protected)
@@ -249,20 +249,11 @@ def install_fastest_linears(
         )
     check_weights({name: linear for linear, name in linears.items()})
     replacements: dict[nn.Module, nn.Module] = {}
-    by_weight_and_bias: dict[tuple[int | None, int], FastestLinear | None] = {}
     for done, (linear, name) in enumerate(linears.items(), 1):
-        # A weight that is used with two biases needs two replacements, because each has a bias.
-        key = identify_weight(linear), id(linear.bias)
-        if key not in by_weight_and_bias:
-            layer = make(linear)
-            is_useful = layer is not None and (
-                layer.reference != "float" or layer.has_faster_implementation()
-            )
-            by_weight_and_bias[key] = layer if is_useful else None
-        replacement = by_weight_and_bias[key]
-        if replacement is not None:
-            replacement.training = linear.training
-            replacements[linear] = replacement
+        layer = make(linear)
+        if layer is not None and (layer.reference != "float" or layer.has_faster_implementation()):
+            layer.training = linear.training
+            replacements[linear] = layer
         if progress is not None:
             progress(name, done, len(linears))
     model = replace_modules(model, replacements)
