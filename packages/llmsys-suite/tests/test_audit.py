@@ -26,7 +26,6 @@ from llmsys_suite.audit.training_checks import wire as wire_checks
 from llmsys_suite.audit.training_checks.data import get_json_values
 from llmsys_suite.audit.training_checks.record import Record
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import (
     CORE_WAIT,
@@ -45,6 +44,7 @@ from llmsys_suite.stages.compress import METHODS
 from llmsys_suite.text.data import read_text
 from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants.stored_tensors import count_stored_bytes
+from run_folders import create_folder
 from safetensors.torch import save_file
 from tinyml.quantization.int8 import Int8Linear
 
@@ -892,7 +892,7 @@ def test_runs_that_fix_no_scaling_law_have_the_reason_and_no_law():
 def finished(path, change=lambda samples: None):
     plan, train, samples, evidence = honest()
     config = RunConfig(**{**vars(CONFIG), "stages": ("plan", "train", "audit"), "out": path})
-    folder = RunFolder.create(config, {})
+    folder = create_folder(config, {})
     change(samples)
     folder.append_samples(samples)
     folder.add_stage("plan", plan)
@@ -972,7 +972,7 @@ def test_a_figure_of_another_type_is_a_failed_check(tmp_path):
 
 
 def test_a_run_without_an_audit_is_refused(tmp_path):
-    folder = RunFolder.create(RunConfig(out=tmp_path / "run"), {})
+    folder = create_folder(RunConfig(out=tmp_path / "run"), {})
     with pytest.raises(UsageError, match="is an incomplete run"):
         check_again(folder)
     folder.finish()

@@ -15,6 +15,14 @@ if TYPE_CHECKING:
     from accounting import Transformer
 
 
+def require_positive_integers(values: object, *names: str) -> None:
+    """Raise `ValueError` unless all named attributes are integers of at least 1."""
+    for name in names:
+        value = getattr(values, name)
+        if type(value) is not int or value < 1:
+            raise ValueError(f"expected an integer {name} >= 1, got {value!r}")
+
+
 @dataclass(frozen=True)
 class Size:
     """Widths, number of layers and number of heads of a decoder."""
@@ -23,6 +31,15 @@ class Size:
     d_ff: int
     num_layers: int
     num_heads: int
+
+    def __post_init__(self) -> None:
+        """Raise `ValueError` unless sizes are positive integers and the head width is even."""
+        require_positive_integers(self, "d_model", "d_ff", "num_layers", "num_heads")
+        if self.d_model % (2 * self.num_heads):
+            raise ValueError(
+                f"expected d_model to be a multiple of {2 * self.num_heads}, twice the number of "
+                f"heads, got {self.d_model}"
+            )
 
     def to_transformer(self, *, layers: int | None = None, vocabulary: int = 256) -> Transformer:
         """Return this size as an `accounting.Transformer`; `layers` replaces `num_layers`."""
@@ -60,8 +77,7 @@ def get_size(name: str) -> Size:
     """Return the size that `name` selects in `SIZES` or describes as WIDTHxFFxLAYERSxHEADS.
 
     Raises:
-        UsageError: the name is unknown, the width does not split into heads of even width, or
-            `accounting` refuses the shape.
+        UsageError: the name is unknown, or no model can have the shape.
     """
     if name in SIZES:
         return SIZES[name]
@@ -71,13 +87,8 @@ def get_size(name: str) -> Size:
             f"size {name!r} is unknown; choose from {', '.join(SIZES)}, or write a shape as "
             "WIDTHxFFxLAYERSxHEADS, such as 256x768x6x8"
         )
-    size = Size(*map(int, numbers))
-    if size.d_model % (2 * size.num_heads):
-        raise UsageError(
-            f"size {name}: width {size.d_model} does not split into {size.num_heads} heads of an "
-            f"even width; make it a multiple of {2 * size.num_heads}"
-        )
     try:
+        size = Size(*map(int, numbers))
         size.to_transformer()
     except ValueError as error:
         raise UsageError(f"size {name}: {error}") from None

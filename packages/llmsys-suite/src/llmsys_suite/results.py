@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
-from llmsys_suite.config import UsageError
 from llmsys_suite.measure.interleaved import Interleaved
 
 Row = dict[str, Any]
@@ -167,20 +166,16 @@ def to_json(result: Any) -> Row:
 
 
 def from_json(stages: Mapping[str, Row]) -> dict[str, Any]:
-    """Return the results that `to_json` wrote; raise `UsageError` if another version wrote them."""
+    """Return the results that `to_json` wrote, by stage."""
     loaded = {}
     for stage, values in stages.items():
         kind: Any = Skipped if "skipped" in values else KINDS.get(stage)
         if kind is None:
             continue
-        try:
-            arguments = {field.name: values[field.name] for field in fields(kind)}
-            if "interleaved" in arguments:  # the only nested dataclass
-                arguments["interleaved"] = Interleaved(**arguments["interleaved"])
-            loaded[stage] = kind(**arguments)
-        except (KeyError, TypeError) as error:
-            message = f"stage {stage} was written by another version: {error}; repeat the run"
-            raise UsageError(message) from None
+        arguments = {field.name: values[field.name] for field in fields(kind)}
+        if "interleaved" in arguments:  # the only nested dataclass
+            arguments["interleaved"] = Interleaved(**arguments["interleaved"])
+        loaded[stage] = kind(**arguments)
     return loaded
 
 

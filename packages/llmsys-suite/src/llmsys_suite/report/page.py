@@ -7,8 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from llmsys_suite.config import UsageError
-from llmsys_suite.folder import FOREIGN, RunFolder
+from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.report import plots
 from llmsys_suite.report.sections import Section, iter_sections
@@ -91,11 +90,6 @@ def iter_opening_lines(folder: RunFolder) -> Iterator[str]:
     results = folder.results
     config = folder.config
     env = folder.read_json("env.json")
-    facts = {"gpus", "processor", "cores", "torch", "python", "date", "load_average"}
-    if missing_facts := facts - {*env}:
-        raise UsageError(
-            f"expected {folder.path / 'env.json'} to have {min(missing_facts)}; {FOREIGN}"
-        )
     where = ", ".join(env["gpus"]) or f"{env['processor']}, {env['cores']} cores"
     ranks = "1 rank" if config.world == 1 else f"{config.world} ranks"
     yield (

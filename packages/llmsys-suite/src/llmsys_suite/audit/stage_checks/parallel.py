@@ -13,15 +13,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from llmsys_suite import results, splits
+from llmsys_suite import results
 from llmsys_suite.audit import events, reference, tolerances
 from llmsys_suite.audit.check import Check, Sources, compare_rows, select_clock_ratio
 from llmsys_suite.audit.inputs import get_float64_parameters, get_num_heads, move_to_device
 from llmsys_suite.audit.probe import RATE
 from llmsys_suite.audit.text import read_parts
-from llmsys_suite.config import RunConfig, get_size
+from llmsys_suite.config import Layout, RunConfig, build_possible_layouts, get_size
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.ranks.rank import Run
+from llmsys_suite.splits.split_model import SplitModel
 from llmsys_suite.stages import parallel
 from llmsys_suite.variants.initial_weights import build_seeded_model
 
@@ -47,8 +48,8 @@ def check_records(folder: RunFolder, result: results.Parallel | results.Skipped)
         yield from _check_times(folder.config, row, possible[row["split"]])
 
 
-def _build_layouts(config: RunConfig) -> dict[str, splits.Layout]:
-    return splits.build_possible_layouts(get_size(config.size), config.world, config.rows)
+def _build_layouts(config: RunConfig) -> dict[str, Layout]:
+    return build_possible_layouts(get_size(config.size), config.world, config.rows)
 
 
 def check_stage(run: Run, result: results.Parallel | results.Skipped) -> Iterator[Check]:
@@ -93,11 +94,11 @@ def _train_one_process(run: Run) -> Exact:
     return Exact(start, gradients[0], losses)
 
 
-def _check_gradients(run: Run, name: str, layout: splits.Layout, exact: Exact) -> Check:
+def _check_gradients(run: Run, name: str, layout: Layout, exact: Exact) -> Check:
     """Compare the weight change of one SGD step with the exact gradients, on every rank."""
     # SGD's foreach implementation does not mix DTensors with plain tensors.
     make = partial(torch.optim.SGD, lr=RATE, foreach=False)
-    split = splits.SplitModel(run, run.model, layout, make)
+    split = SplitModel(run, run.model, layout, make)
     split.step(*split.draw_batch(0))
     moved = {n: (exact.start[n] - w.double()) / RATE for n, w in split.gather_weights().items()}
     floor = reference.compute_rounding_floor(exact.gradients)
@@ -109,9 +110,7 @@ def _check_gradients(run: Run, name: str, layout: splits.Layout, exact: Exact) -
     )
 
 
-def _check_schedule(
-    run: Run, name: str, layout: splits.Layout, passes: list[str]
-) -> Iterator[Check]:
+def _check_schedule(run: Run, name: str, layout: Layout, passes: list[str]) -> Iterator[Check]:
     """Compare the number of passes in flight with the schedule of the same name."""
     microbatches = layout.count_microbatches(run.config.rows // layout.data)
     in_flight = []
@@ -137,7 +136,7 @@ def _check_losses(run: Run, row: results.Row, exact: Exact) -> Iterator[Check]:
         yield written_out.check_loss(f"{name}: {key}", expected, row[key], allowed)
 
 
-def _check_times(config: RunConfig, row: results.Row, layout: splits.Layout) -> Iterator[Check]:
+def _check_times(config: RunConfig, row: results.Row, layout: Layout) -> Iterator[Check]:
     """Compare the bubble and the times of a row with a formula and a second clock."""
     name = row["split"]
     slots = Sources("reported", "accounting's formula")
@@ -154,7 +153,7 @@ def _check_times(config: RunConfig, row: results.Row, layout: splits.Layout) -> 
     yield stage.check_equal(f"{name}: iterations", parallel.ITERATIONS, len(row["seconds"]))
 
 
-def _compute_bubble(config: RunConfig, layout: splits.Layout) -> float:
+def _compute_bubble(config: RunConfig, layout: Layout) -> float:
     """Return the fraction of a step in which a pipeline stage is idle."""
     microbatches = layout.count_microbatches(config.rows // layout.data)
     idle_per_work = accounting.plain.bubble_fraction(layout.pipeline, microbatches)
