@@ -41,8 +41,7 @@ from llmsys_suite.learning import evaluation
 from llmsys_suite.ranks import worker
 from llmsys_suite.ranks.failure import KEY, report_failure
 from llmsys_suite.ranks.launch import launch
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.rank import Run
+from llmsys_suite.ranks.rank import Progress, Run
 from llmsys_suite.stages import links, parallel, plan, scale, train
 from llmsys_suite.text.generation import MODEL
 from llmsys_suite.variants import list_variants

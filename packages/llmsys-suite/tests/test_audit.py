@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 import tinyml
 import torch
-from llmsys_suite.audit import events, peers, training_checks
+from llmsys_suite.audit import peers, training_checks
 from llmsys_suite.audit.check import Check, Sources, compare_rows
 from llmsys_suite.audit.inputs import compare_with_file
 from llmsys_suite.audit.run import catch_errors, check_again
-from llmsys_suite.audit.stage_checks import compress, timing
+from llmsys_suite.audit.stage_checks import compress, parallel, timing
 from llmsys_suite.audit.stage_checks import scale as scale_checks
 from llmsys_suite.audit.text import iter_heldout_windows, read_bytes
 from llmsys_suite.audit.training_checks import plan as plan_checks
@@ -775,12 +775,12 @@ def test_schedules_are_distinguished_by_their_events():
     gpipe = ["forward"] * 4 + ["backward"] * 4
     last_of_1f1b = ["forward", "backward"] * 4
     name = "pipeline ({})".format
-    assert events.count_max_in_flight(gpipe) == 4
-    assert events.count_max_in_flight(last_of_1f1b) == 1
-    assert events.compute_expected_in_flight(name("GPipe"), 1, 2, 4) == 4
-    assert events.compute_expected_in_flight(name("1F1B"), 1, 2, 4) == 1
-    assert events.compute_expected_in_flight(name("1F1B"), 0, 2, 4) == 2
-    assert events.compute_expected_in_flight("tensor (Megatron)", 0, 2, 4) is None
+    assert parallel.count_max_in_flight(gpipe) == 4
+    assert parallel.count_max_in_flight(last_of_1f1b) == 1
+    assert parallel.compute_expected_in_flight(name("GPipe"), 1, 2, 4) == 4
+    assert parallel.compute_expected_in_flight(name("1F1B"), 1, 2, 4) == 1
+    assert parallel.compute_expected_in_flight(name("1F1B"), 0, 2, 4) == 2
+    assert parallel.compute_expected_in_flight("tensor (Megatron)", 0, 2, 4) is None
 
 
 @pytest.mark.parametrize(

@@ -17,8 +17,7 @@ from llmsys_suite.learning import state as training_state
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.rank import Run
+from llmsys_suite.ranks.rank import Progress, Run
 from llmsys_suite.results import Train
 from llmsys_suite.splits.split_model import SplitModel
 from llmsys_suite.stages import learn

@@ -20,8 +20,7 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure import clocks, network
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.measure.samples import CORE_WAIT, SINGLE, compute_needed_seconds
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.rank import Run
+from llmsys_suite.ranks.rank import Progress, Run
 from llmsys_suite.stages import train
 from llmsys_suite.stages.train import _train, count_received, take_timed_step
 from llmsys_suite.text.data import load_corpus

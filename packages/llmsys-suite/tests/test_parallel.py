@@ -16,8 +16,7 @@ from llmsys_suite.config import (
 )
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.rank import Run
+from llmsys_suite.ranks.rank import Progress, Run
 from llmsys_suite.splits.split_model import SplitModel
 from llmsys_suite.stages import parallel
 from llmsys_suite.text.data import load_corpus

@@ -21,8 +21,8 @@ from llmsys_suite.measure.interleaved import Interleaved
 from llmsys_suite.measure.samples import CORE_WAIT
 from llmsys_suite.report import page, plots, sections
 from llmsys_suite.report.page import format_headline, format_title, write_report
+from llmsys_suite.report.sections import build_plan_rows
 from llmsys_suite.report.sentences import compare_times, compute_median_interval, describe_fastest
-from llmsys_suite.report.tables import build_plan_rows
 from llmsys_suite.report.unaudited import NOT_AUDITED, OF_THE_RUN, UNAUDITED, describe_unaudited
 from run_folders import create_folder
 

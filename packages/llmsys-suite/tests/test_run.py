@@ -13,8 +13,7 @@ import torch.distributed as dist
 from llmsys_suite.config import RunConfig, UsageError
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.ranks import worker
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.rank import Run
+from llmsys_suite.ranks.rank import Progress, Run
 from llmsys_suite.stages import scale
 from llmsys_suite.text.data import load_corpus
 from run_folders import create_folder

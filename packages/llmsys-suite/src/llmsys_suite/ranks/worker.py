@@ -30,8 +30,7 @@ from llmsys_suite.folder import RunFolder, claim_folder
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.ranks.failure import FailureWatch, end_with_parent, report_failure
 from llmsys_suite.ranks.launch import STORE
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.rank import Run
+from llmsys_suite.ranks.rank import Progress, Run
 from llmsys_suite.text.data import read_text
 from llmsys_suite.text.tokens import load, write_tokens
 

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING
 from llmsys_suite.folder import RunFolder
 from llmsys_suite.measure.samples import SINGLE
 from llmsys_suite.report import plots
-from llmsys_suite.report.sections import Section, iter_sections
+from llmsys_suite.report.sections import Results, Row, Section, iter_sections
 from llmsys_suite.report.sentences import describe_fastest
-from llmsys_suite.report.tables import Results, Row
 from llmsys_suite.report.unaudited import NOT_AUDITED, OF_THE_RUN
 from llmsys_suite.results import Audit, Learn, Plan, Train, format_cell
 

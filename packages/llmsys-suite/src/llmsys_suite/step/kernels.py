@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from llmsys_suite.measure.interleaved import read_clock
-from llmsys_suite.step.training import Step
+
+if TYPE_CHECKING:
+    from llmsys_suite.step.process import Step
 
 PRODUCTS = ("aten::mm", "aten::bmm", "aten::addmm")
 SHOWN = 10
