@@ -15,12 +15,14 @@ if TYPE_CHECKING:
     from accounting import Transformer
 
 
-def require_positive_integers(values: object, *names: str) -> None:
-    """Raise `ValueError` unless all named attributes are integers of at least 1."""
-    for name in names:
-        value = getattr(values, name)
-        if type(value) is not int or value < 1:
-            raise ValueError(f"expected an integer {name} >= 1, got {value!r}")
+class UsageError(ValueError):
+    """An error in the user's input; `llmsys` prints its message and exits with status 2."""
+
+
+def require_integer(name: str, value: Any, minimum: int) -> None:
+    """Raise UsageError unless `value` is an integer of at least `minimum`; a bool is not one."""
+    if type(value) is not int or value < minimum:
+        raise UsageError(f"expected {name} to be an integer >= {minimum}, got {value!r}")
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,8 @@ class Size:
 
     def __post_init__(self) -> None:
         """Raise `ValueError` unless sizes are positive integers and the head width is even."""
-        require_positive_integers(self, "d_model", "d_ff", "num_layers", "num_heads")
+        for name in ("d_model", "d_ff", "num_layers", "num_heads"):
+            require_integer(name, getattr(self, name), 1)
         if self.d_model % (2 * self.num_heads):
             raise ValueError(
                 f"expected d_model to be a multiple of {2 * self.num_heads}, twice the number of "
@@ -184,10 +187,6 @@ STAGES: dict[str, tuple[str, ...]] = {
     "audit": ("plan", "train"),
     "report": (),
 }
-
-
-class UsageError(ValueError):
-    """An error in the user's input; `llmsys` prints its message and exits with status 2."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from llmsys_suite.config import Size, get_size, require_positive_integers
+from llmsys_suite.config import Size, get_size, require_integer
 
 #: f(q, k, v, *, is_causal) -> (B, H, T, K); each argument is (B, H, T, K).
 Attention = Callable[..., Any]
@@ -38,7 +38,8 @@ class ModelConfig(Size):
     def __post_init__(self) -> None:
         """Raise `ValueError` if no model can have this shape."""
         super().__post_init__()
-        require_positive_integers(self, "vocabulary", "context")
+        require_integer("vocabulary", self.vocabulary, 1)
+        require_integer("context", self.context, 1)
 
     @classmethod
     def from_size(cls, size: str, *, vocabulary: int = 256, context: int = 128) -> ModelConfig:
