@@ -86,10 +86,10 @@ class RunFolder:
         Raises UsageError if another version wrote the folder.
         """
         summary: Any = self.read_json("summary.json")
-        found = summary.get("format") if isinstance(summary, dict) else None
-        if found != FORMAT:
+        received = summary.get("format") if isinstance(summary, dict) else None
+        if received != FORMAT:
             raise UsageError(
-                f"expected a run folder of format {FORMAT}, got {self.path} of format {found}; "
+                f"expected a run folder of format {FORMAT}, got {self.path} of format {received}; "
                 "repeat the run, or use the version that wrote it"
             )
         return dict(summary)

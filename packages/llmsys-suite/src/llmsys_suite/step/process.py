@@ -96,7 +96,7 @@ def measure(case: Case, *, profile: bool = False) -> dict[str, Any]:
         "peak_bytes": peak,
         "threads": torch.get_num_threads(),
         "product_rate": measure_product_rate(step.device, AUTOCAST[case.dtype]),
-        "operators": profile_phases(step) if profile else [],
+        "operators": profile_phases(step.phases, step.device) if profile else [],
     }
 
 
