@@ -14,13 +14,13 @@ import json
 import os
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from llmsys_suite.config import RunConfig, UsageError
-from llmsys_suite.results import from_json, to_json
+from llmsys_suite.results import from_json
 
 Sample = dict[str, Any]
 #: Version of the folder's format, increased whenever the content of its files changes.
@@ -110,7 +110,7 @@ class RunFolder:
         """Store the results of a stage, its duration, and the peak memory of a process in it."""
         summary = self.summary
         cost = {"stage_seconds": seconds, "peak_process_mib": peak_mib}
-        summary["stages"][stage] = to_json(result) | cost
+        summary["stages"][stage] = (asdict(result) if result is not None else {}) | cost
         self.write_json("summary.json", summary)
 
     def fail(self, stage: str, reason: str) -> None:
