@@ -559,7 +559,6 @@ def test_each_layer_reads_the_keys_and_values_that_it_shares() -> None:
 
 def test_serving_refuses_layouts_that_are_not_modeled(capsys: pytest.CaptureFixture[str]) -> None:
     for words, reason in {
-        "--cp 2": "got --cp",
         "--dp 2 --batch 2 --ep 2": "expected expert to divide the 0 experts of the model, got 2",
         "--dp 2": "expected data=2 to divide batch, got batch=1; batch is the number of sequences",
         "--pp 3": "expected data x pipeline = 1 x 3 to divide gpus, got gpus=4",

@@ -18,7 +18,7 @@ from accounting.model.formulas import Table, evaluate, read_tables
 from accounting.model.transformer import Transformer
 from accounting.plan import Plan, validate_plan
 from accounting.precision import get_itemsize
-from accounting.workload import WORKLOAD, Workload, build_workload
+from accounting.workload import Workload, build_workload
 
 _TENSORS = read_tables("memory/activations.toml")
 #: Number of tensors that functions of several operators in transformers save, besides their input
@@ -26,7 +26,7 @@ _TENSORS = read_tables("memory/activations.toml")
 _WRITTEN_OUT = {"quick_gelu": 1, "gelu_python": 2, "gelu_new": 3, "xielu": 4, "gelu_fast": 6}
 
 
-@checks.validate(*WORKLOAD)
+@checks.validate()
 def count_activation_bytes(
     model: Transformer,
     plan: Plan | None = None,

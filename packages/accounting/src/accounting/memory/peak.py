@@ -25,10 +25,10 @@ from accounting.memory.states import (
 from accounting.model.transformer import Transformer, list_matrices
 from accounting.plan import Plan, split, validate_plan
 from accounting.precision import Precision, get_itemsize
-from accounting.workload import WORKLOAD, Workload, build_workload
+from accounting.workload import Workload, build_workload
 
 
-@checks.validate(*WORKLOAD)
+@checks.validate()
 def peak_memory(
     model: Transformer,
     plan: Plan | None = None,
