@@ -149,17 +149,11 @@ def _serve(options: argparse.Namespace) -> int:
     )
     fits = result["sequences_at_once"] >= options.batch
     if not fits:
-        needed = result["devices_needed"]
-        remedy = (
-            f"{format_count(needed, 'device')} would have room"
-            if needed
-            else "no number of devices has room; pass smaller dtypes or fewer tokens"
-        )
         rows.append(
             f"DOES NOT FIT: {format_bytes(result['weights_bytes'])} of weights and "
             f"{format_bytes(result['cache_bytes_per_sequence'])} of one sequence's cache, for "
             f"batch={options.batch}, in {format_bytes(result['memory_bytes'])}, nine tenths of "
-            f"{options.gpus} {options.hardware}; {remedy}"
+            f"{options.gpus} {options.hardware}; pass more devices, smaller dtypes or fewer tokens"
         )
     print(json.dumps(result, indent=1) if options.json else "\n".join(rows))
     return 0 if fits else 1

@@ -78,9 +78,8 @@ def fits(
     Raises `ValueError` if a step depends on the values of tensors, which fake tensors do not have,
     or if it runs an operator with hidden memory, such as a fused LSTM. Also raises `ValueError` for
     a module that a fake copy cannot represent: one that has lazy or sharded parameters, sparse
-    tensors, `torch.compile`, or hooks on gradients. The same holds for a module that reads
-    parameters of another module, or whose hooks use tensors, modules or containers besides their
-    arguments.
+    tensors, `torch.compile`, or hooks of modules or gradients. The same holds for a module that
+    reads parameters of another module.
     """
     from torch._subclasses import fake_tensor
 

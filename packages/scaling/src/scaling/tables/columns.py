@@ -22,10 +22,10 @@ from scaling.tables.names import (
     parse_text_unit,
     split_words,
 )
-from scaling.tables.scales import LARGEST_LOSS, SMALLEST_MEDIAN
+from scaling.tables.scales import SMALLEST_MEDIAN
 from scaling.tables.states import is_true
 from scaling.tables.table import Reading, Table
-from scaling.units import FLOPS_PER_PARAMETER_TOKEN, Array
+from scaling.units import Array
 
 #: Relative differences up to this value between columns of compute, or between compute and 6 N D,
 #: are not reported.
@@ -176,24 +176,6 @@ def _parse_plausible(reading: Reading, quantity: str, column: Column) -> Array:
     return np.where((numbers > 0) & np.isfinite(numbers), numbers, np.nan)
 
 
-def require_cross_entropy(reading: Reading, named_quantities: Container[str]) -> None:
-    """Raise `ValueError` if a column such as `log_loss` may contain logarithms of losses.
-
-    `named_quantities` contains the quantities whose columns the caller named. A named column of
-    losses is confirmed. A median above the logarithm of `LARGEST_LOSS` confirms the column, too.
-    """
-    column = reading.columns["loss"]
-    median = float(np.median(reading.values["loss"]))
-    is_certain = "loss" in named_quantities or median > math.log(LARGEST_LOSS)
-    if "cross-entropy" in column.description and not is_certain:
-        raise ValueError(
-            f"column {column.name!r}, with the median {median:.3g}, may be the cross-entropy or the"
-            f" logarithm of a loss: confirm the cross-entropy in nats with columns={{'loss':"
-            f" {column.name!r}}}, or replace the logarithms by a column 'loss' of base **"
-            f" {column.name!r}"
-        )
-
-
 def require_active_parameters(reading: Reading, named_quantities: Container[str]) -> None:
     """Raise `ValueError` if N may include experts of a mixture that a token does not use.
 
@@ -328,11 +310,6 @@ def _explain_all_epochs(reading: Reading, name: str, is_history: bool) -> str:
             f"{format_ambiguity('tokens', [name, product])}: in row {reading.rows[i]} they are"
             f" {tokens[i]:.5g} and {numbers[i]:.5g}"
         )
-    if {"parameters", "compute"} <= {*reading.values}:
-        expected = FLOPS_PER_PARAMETER_TOKEN * reading.values["parameters"] * tokens
-        off = np.abs(np.log(reading.values["compute"] / expected)) > np.log1p(COMPUTE_TOLERANCE)
-        if not off.any():
-            return f"{reading.columns['compute'].name!r} is 6 N D in every row"
     return ""
 
 
