@@ -1106,7 +1106,7 @@ def test_units_of_loss_and_kinds_of_parameters_are_explained():
         ({"D": [10, 20, 20]}, r"column 'D' is 10 in row 1.*'tokens': 1e9. if .* are billions"),
         (
             {"D": [1e4, 2e4, 2e4]},
-            r"'D' is 1e\+04 and column 'N' is 1e\+08 in row 1.*outside 0.1 to",
+            r"'D' is 10000 and column 'N' is 1e\+08 in row 1.*outside 0.1 to",
         ),
         ({"C": [6e15, 2.4e16, 4.8e16]}, "column 'C' is .* is 0.001 times 6 N D"),
         ({"C": [6e18, 2.4e22, 4.8e19]}, "column 'C' is 2.4e[+]22 and .* in row 2"),
