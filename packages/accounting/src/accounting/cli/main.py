@@ -164,11 +164,11 @@ def _diff(options: argparse.Namespace) -> int:
     first, second = (read_model(text) for text in options.models)
     rows = [*iter_differences(first, second, seq=options.seq)]
     if options.json:
-        result = [{"cost": row.name, "first": row.first, "second": row.second} for row in rows]
+        result = [{"cost": name, "first": left, "second": right} for name, left, right, _ in rows]
         print(json.dumps(result, indent=1))
         return 0
     print(f"{'':<34}{first.name[:23]:>24}{second.name[:23]:>24}{'ratio':>9}")
-    for row in rows:
-        ratio = f"{row.second / row.first:9.3f}" if row.first else f"{'-':>9}"
-        print(f"{row.name:<34}{row.show(row.first):>24}{row.show(row.second):>24}{ratio}")
+    for name, left, right, show in rows:
+        ratio = f"{right / left:9.3f}" if left else f"{'-':>9}"
+        print(f"{name:<34}{show(left):>24}{show(right):>24}{ratio}")
     return 0

@@ -204,15 +204,11 @@ class _Step:
 
     def build_optimizer_moment(self, foreach: bool) -> Breakdown:
         """Return the live tensors while the optimizer computes its square roots."""
-        roots = self._count_root_bytes(foreach)
-        return self._build_moment("in the optimizer", roots, gradients=self.parameters)
-
-    def _count_root_bytes(self, foreach: bool) -> Breakdown:
-        """Return the bytes of the square roots of second moments that exist at once."""
         elements = self.parameters if foreach else self._count_most_root_elements()
         shard = split(elements, self.plan.data if self.plan.zero else 1)
         size = get_itemsize(self.kind.moments[-1]) if self.kind.moments else Fraction(0)
-        return multiply("square roots", "B", parameters=shard, bytes=size)
+        roots = multiply("square roots", "B", parameters=shard, bytes=size)
+        return self._build_moment("in the optimizer", roots, gradients=self.parameters)
 
     def _count_most_root_elements(self) -> int:
         """Return the largest number of temporary elements if parameters are updated one by one.
