@@ -56,10 +56,12 @@ def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, 
     for quantity, column in columns.items():
         unit = reading.units.get(quantity, column.unit)
         if column.name in reading.table.columns:
-            if quantity != "loss" and column.unit != 1 and not _has_decimal_points(reading):
-                require_unambiguous(
-                    column.name, reading.rows, reading.table.get_cells(column.name), ".,"
-                )
+            if quantity != "loss" and column.unit != 1:
+                losses = reading.table.get_cells(reading.columns["loss"].name)
+                # A loss with a point shows that points start decimals.
+                if not any(isinstance(cell, str) and "." in cell for cell in losses):
+                    cells = reading.table.get_cells(column.name)
+                    require_unambiguous(column.name, reading.rows, cells, ".,")
             numbers = parse_positive(reading.table, column.name, unit, quantity != "loss")
         else:
             numbers = np.full(len(reading.rows), unit)
@@ -77,11 +79,6 @@ def parse_columns(reading: Reading, columns: Mapping[str, Column]) -> dict[str, 
                     f" {numbers.min():.5g}"
                 )
     return values
-
-
-def _has_decimal_points(reading: Reading) -> bool:
-    losses = reading.table.get_cells(reading.columns["loss"].name)
-    return any(isinstance(cell, str) and "." in cell for cell in losses)
 
 
 def parse_positive(table: Table, name: str, unit: float, is_count: bool) -> Array:
