@@ -33,10 +33,6 @@ class Stage(NamedTuple):
     #: Bytes of the cache that one new token reads.
     read_bytes: float
 
-    def count_bytes(self, sequences: int) -> float:
-        """Return the bytes per device of the weights and the caches of `sequences`."""
-        return self.weight_bytes + sequences * self.cache_bytes
-
 
 @checks.validate()
 def estimate_serving(
@@ -128,7 +124,7 @@ def estimate_serving(
         "memory_bytes": usable * gpus,
         "weights_bytes": weight_bytes,
         "cache_bytes_per_sequence": cache_bytes,
-        "bytes_per_device": max(x.count_bytes(sequences) for x in loads),
+        "bytes_per_device": max(x.weight_bytes + sequences * x.cache_bytes for x in loads),
         "sequences_at_once": data * int(room),
         "bytes_per_token": read * tensor,
         "batch": batch,
