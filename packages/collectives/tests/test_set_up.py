@@ -1,6 +1,5 @@
 """A group whose set-up fails releases its resources, and the next group can use the same store."""
 
-import fcntl
 import mmap
 import os
 import threading
@@ -163,15 +162,3 @@ def test_threads_that_leave_together_do_not_mix_their_ranks():
     leaving.leave([1, 2])
     second.join()
     assert other._read_blamed_ranks(0) == [1, 2]
-
-
-def test_engine_is_compiled_although_another_process_keeps_the_lock(tmp_path, monkeypatch):
-    monkeypatch.setattr(engine, "MAX_LOCK_SECONDS", 0.1)
-    compiler = tmp_path / "cc"
-    # The command is: cc FLAGS -o OUTPUT SOURCE.
-    compiler.write_text(f"#!/bin/sh\nshift {len(engine.FLAGS) + 1}\ntouch $1\n")
-    compiler.chmod(0o700)
-    with (tmp_path / "engine.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        engine._compile(str(compiler), tmp_path / "engine.so")
-    assert (tmp_path / "engine.so").exists()

@@ -22,11 +22,6 @@ from collectives.shared_memory.protocol import Shared
 from collectives.shared_memory.segment import HEADER_BYTES, Address, identify_host
 from collectives.store import fetch
 
-# Number of views of one allocation that are cached.
-MAX_VIEWS = 4096
-# The other ranks' views of an allocation, by offset, size and dtype.
-Views = dict[tuple[int, int, torch.dtype], list[Tensor]]
-
 
 class Topology:
     """The ranks of a group by host, this host's arena, and the tensors allocated in it."""
@@ -77,9 +72,9 @@ class Topology:
         if self.arena is not None:
             self.arena.is_whole_group = self.is_single_host
         self._num_allocations = 0
-        # Maps the address of this rank's tensor to the number of its allocation, the other ranks'
-        # tensors, and the cached views of these tensors.
-        self._shared: dict[int, tuple[int, list[Tensor], Views]] = {}
+        # Maps the address of this rank's tensor to the number of its allocation and the other
+        # ranks' tensors.
+        self._shared: dict[int, tuple[int, list[Tensor]]] = {}
 
     def require_arena(self) -> Arena:
         """Return the arena of a group whose ranks are known to share memory."""
@@ -105,7 +100,7 @@ class Topology:
         position = self.local_ranks.index(self._rank)
         tensor = tensors.pop(position)
         base = tensor.untyped_storage().data_ptr()
-        self._shared[base] = (self._num_allocations, tensors, {})
+        self._shared[base] = (self._num_allocations, tensors)
         # The tensor's storage refers to its mapping. When the tensor is freed, so is the mapping,
         # and this rank unmaps the other ranks' tensors.
         weakref.finalize(mappings[position], self._shared.pop, base, None)
@@ -117,18 +112,11 @@ class Topology:
         entry = self._shared.get(storage)
         if entry is None:
             return None
-        allocation, peers, views = entry
+        allocation, peers = entry
         offset = flat.data_ptr() - storage
-        size = flat.numel() * flat.element_size()
-        # Training steps repeat the same views (a bucket, a parameter).
-        copies = views.get((offset, size, flat.dtype))
-        if copies is None:
-            copies = [t.view(torch.uint8)[offset : offset + size].view(flat.dtype) for t in peers]
-            if len(views) >= MAX_VIEWS:
-                views.clear()
-            views[offset, size, flat.dtype] = copies
-        position = self.local_ranks.index(self._rank)
-        return Shared([*copies[:position], flat, *copies[position:]], allocation, offset)
+        addresses = [peer.data_ptr() + offset for peer in peers]
+        addresses.insert(self.local_ranks.index(self._rank), flat.data_ptr())
+        return Shared(addresses, allocation, offset)
 
     def _exchange_segments(
         self, key: str, size: int, ranks: Sequence[int]

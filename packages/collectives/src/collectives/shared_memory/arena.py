@@ -127,7 +127,7 @@ class Arena:
         self._processes = {i: PeerProcess(pids[i]) for i in self._others}
         self._library = engine.get_library()
         self._addresses = engine.make_address_array(
-            [torch.frombuffer(m, dtype=torch.uint8) for m in self._memory]
+            [torch.frombuffer(m, dtype=torch.uint8).data_ptr() for m in self._memory]
         )
         self._shared = engine.Memory(
             rank=rank,

@@ -17,7 +17,6 @@ import stat
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -25,13 +24,10 @@ from functools import cache
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 SOURCE = Path(__file__).with_name("engine.c")
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fwrapv", "-shared", "-fPIC")
 MAX_COMPILE_SECONDS = 120
-# The longest wait for another process that compiles, which takes seconds.
-MAX_LOCK_SECONDS = 20.0
 # Results of the engine's `run`: WAITING means that a peer has not reached the tick.
 WAITING = 1
 MISMATCH = 2
@@ -117,9 +113,9 @@ def is_done(job: Job | None) -> bool:
     return job is not None and bool(get_library_with_interpreter().is_done(job))
 
 
-def make_address_array(tensors: Sequence[Tensor]) -> ctypes.Array[ctypes.c_void_p]:
-    """Return the tensors' addresses as a C array."""
-    return (ctypes.c_void_p * len(tensors))(*(tensor.data_ptr() for tensor in tensors))
+def make_address_array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p]:
+    """Return addresses as a C array."""
+    return (ctypes.c_void_p * len(addresses))(*addresses)
 
 
 @dataclass(frozen=True)
@@ -187,21 +183,8 @@ def _compute_name(compiler: str) -> str:
 
 
 def _compile(compiler: str, path: Path) -> None:
-    """Compile the engine to `path`, unless another process has done so meanwhile."""
-    import fcntl  # missing on Windows
-
-    # The ranks of a host start at the same time: one rank compiles while the other ranks wait.
-    # A stopped process may keep the lock, so a rank compiles without it after the deadline.
-    deadline = time.monotonic() + MAX_LOCK_SECONDS
-    with open(path.with_suffix(".lock"), "w") as lock:
-        while not path.exists() and time.monotonic() < deadline:
-            with suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-            time.sleep(0.05)
-        if path.exists():
-            return
-        temporary = path.with_suffix(f".{os.getpid()}")
-        command = [compiler, *FLAGS, "-o", str(temporary), str(SOURCE)]
-        subprocess.run(command, check=True, capture_output=True, timeout=MAX_COMPILE_SECONDS)
-        temporary.rename(path)
+    """Compile the engine to `path`; several ranks of a host may do so at the same time."""
+    temporary = path.with_suffix(f".{os.getpid()}")
+    command = [compiler, *FLAGS, "-o", str(temporary), str(SOURCE)]
+    subprocess.run(command, check=True, capture_output=True, timeout=MAX_COMPILE_SECONDS)
+    temporary.rename(path)

@@ -36,8 +36,8 @@ _NOTE = struct.Struct("<qq")
 class Shared:
     """A tensor in memory that all ranks map."""
 
-    #: Every rank's copy.
-    copies: Sequence[Tensor]
+    #: The address of every rank's copy.
+    addresses: Sequence[int]
     #: The number of the allocation, and the tensor's offset in it in bytes.
     allocation: int
     offset: int
@@ -133,8 +133,8 @@ def all_to_all(
             "all_to_all",
             itemsize=dtype.itemsize,
             lengths=(ctypes.c_int64 * len(lengths))(*lengths),
-            inputs=engine.make_address_array(inputs),
-            outputs=engine.make_address_array(outputs),
+            inputs=engine.make_address_array([part.data_ptr() for part in inputs]),
+            outputs=engine.make_address_array([part.data_ptr() for part in outputs]),
         )
         arena.run_job(job)
         return
@@ -221,7 +221,7 @@ def make_job(
     if kind == "all_reduce":
         if count * size <= ONE_SHOT_BYTES:
             shared = None
-        fields["copies"] = engine.make_address_array(shared.copies) if shared else None
+        fields["copies"] = engine.make_address_array(shared.addresses) if shared else None
     arena.announce(packed, _pack_note(shared) if kind == "all_reduce" else b"")
     return arena.make_job(kind, count=count, itemsize=size, **fields)
 
