@@ -72,7 +72,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=Path,
         help="journal of one server, or folder of the journals of all servers",
     )
-    recover_parser.add_argument("--before", metavar="FILE:BYTE", help="also discard this record")
     recover_parser.set_defaults(call=_recover)
     convert = commands.add_parser("convert", help="convert journals to another number of servers")
     convert.add_argument("job", help="module:function of the job with the new number of servers")
@@ -132,15 +131,7 @@ def _create_keys(arguments: argparse.Namespace) -> None:
 
 
 def _recover(arguments: argparse.Namespace) -> None:
-    before = None
-    if arguments.before is not None:
-        name, _, byte = arguments.before.rpartition(":")
-        if not name or not byte.isdecimal():
-            raise ValueError(
-                f"expected --before FILE:BYTE, as in the error, got {arguments.before!r}"
-            )
-        before = name, int(byte)
-    for line in recover(arguments.folder, before=before):
+    for line in recover(arguments.folder):
         print(line)
 
 

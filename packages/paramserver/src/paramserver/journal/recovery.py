@@ -76,7 +76,7 @@ def _has_pushes(folder: Path) -> bool:
     return True
 
 
-def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> list[str]:
+def recover(folder: str | Path) -> list[str]:
     """Truncate a damaged journal to its last good record; return the lines of a report.
 
     Discarded records and files are moved into `discarded-N` of the same folder.
@@ -84,31 +84,22 @@ def recover(folder: str | Path, *, before: tuple[str, int] | None = None) -> lis
     Args:
         folder: the folder of one server, or a folder that contains the folders of all servers of a
             job. With all servers, no server remains ahead of records that another server has lost.
-        before: path of a journal file and a byte in it; the record at that byte and all later
-            records are discarded, too.
 
     Raises:
-        ValueError: the file of `before` is not in `folder`.
         JournalError: a journal has no good record, or starts after the last good record of another
             server. Nothing has changed.
         RuntimeError: another process uses one of the journals.
     """
     folder = Path(folder)
     folders = list_journal_folders(folder) or [folder]
-    if before and not any(_is_in(before[0], path) for path in folders):
-        raise ValueError(
-            f"expected a file of {folder}, got {before[0]}; pass the path that the error names"
-        )
     with ExitStack() as locks:
         for path in folders:
             locks.enter_context(files.lock_journal(path))
-        return _recover_locked(folders, before)
+        return _recover_locked(folders)
 
 
-def _recover_locked(folders: list[Path], before: tuple[str, int] | None) -> list[str]:
-    good_parts = [
-        _GoodPart(path, before if before and _is_in(before[0], path) else None) for path in folders
-    ]
+def _recover_locked(folders: list[Path]) -> list[str]:
+    good_parts = [_GoodPart(path) for path in folders]
     ends = [part.get_last_end() for part in good_parts]
     # The first server must not continue after a record that a damaged server has lost, and no
     # server may remain ahead of the first one.
@@ -140,11 +131,10 @@ class _End:
 class _GoodPart:
     """The part of a journal before its first damage."""
 
-    def __init__(self, folder: Path, before: tuple[str, int] | None) -> None:
+    def __init__(self, folder: Path) -> None:
         self.folder = folder
         #: The first damage; empty if there is none.
         self.error = ""
-        self._before = (Path(before[0]).name, before[1]) if before else None
         self._ends: list[_End] = []
         self._identity = b""
         snapshots = sorted(files.list_numbers(folder, "snapshot"), reverse=True)
@@ -165,10 +155,6 @@ class _GoodPart:
                 position = int(files.read_snapshot(self.folder, snapshot)["replica"]["position"])
                 self._ends.append(_End(position, snapshot, files.FILE_HEAD.size))
             for span in files.iter_checked_spans(self.folder, snapshot):
-                name = files.build_path(self.folder, "journal", span.file_number).name
-                if self._before and (name, span.start) >= self._before:
-                    self.error = self.error or f"{name} is discarded from byte {span.start} on."
-                    return
                 if span.kind == files.START:
                     self._identity = files.read_identity(self.folder, [span])
                 if span.kind == files.REPLAYED:
@@ -217,7 +203,3 @@ class _GoodPart:
             files.create_file(self.folder, self._identity, end.file_number).rename(path)
         files.sync_folder(self.folder)
         return lines
-
-
-def _is_in(path: str, folder: Path) -> bool:
-    return Path(path).resolve().parent == folder.resolve()
