@@ -331,7 +331,7 @@ class SimulatedWorker:
         if self.state != "running" or life != self.life or self.done or not self.open:
             return
         for server, (name, message) in self.open.items():
-            data = self.gradient(server) if message.kind in (Kind.STAGE, Kind.PUSH) else None
+            data = self.gradient(server) if message.kind is Kind.STAGE else None
             host = self.world.servers[server]
             sized = replace(message, size=0 if data is None else len(data))
             text = Message.from_text(sized.to_text())

@@ -452,7 +452,8 @@ def test_a_change_during_a_message_to_a_waiting_worker_ends_the_wait(monkeypatch
 
     monkeypatch.setattr(server._core_changed, "wait", lambda s: events.append("wait") or wait(s))
     (request,) = next(first._exchange.session.pull())
-    assert server.request(0, request.message, keep_alive=keep_alive).number == 1
+    assert server.request(0, request.message, keep_alive=keep_alive).position == 0
+    assert server.version == 1
     assert events[-1] == "push"
 
 
@@ -461,16 +462,6 @@ def test_options_with_which_every_step_fails_are_refused_before_training(option)
     optimizer = partial(torch.optim.Adam, **{option: True})
     with pytest.raises(ValueError, match=f"expected Adam with {option}=False, .* omit the option"):
         Server({"weight": torch.zeros(4)}, optimizer, workers=1)
-
-
-def test_parameters_without_names_are_refused():
-    parameters = nn.Linear(2, 2).named_parameters()
-    for received in (list(parameters), parameters):
-        message = r"expected parameters by name, such as dict\(module.named_parameters\(\)\), got a"
-        with pytest.raises(TypeError, match=message):
-            Server(received, partial(torch.optim.SGD, lr=0.1), workers=1)
-        with pytest.raises(TypeError, match=message):
-            partition(received, 1)
 
 
 def test_optimizer_that_needs_a_closure_is_refused_before_training():

@@ -541,7 +541,7 @@ def test_a_key_may_act_only_as_its_ranks(served):
             ):
                 pass
         session = worker._connections[0].session
-        for kind in (Kind.PULL, Kind.PUSH, Kind.LEAVE):
+        for kind in (Kind.READ, Kind.STAGE, Kind.LEAVE):
             with pytest.raises(ValueError, match="a rank of this key, got one of worker 0"):
                 request_as(0, session, server.address, of_second, Message(kind, epoch=1, clock=2))
         abort_as(0, session, server.address, of_second)  # has no effect
@@ -571,12 +571,13 @@ def test_a_later_chunk_of_another_key_is_ignored(tmp_path):
 
     layout = server.core.replica.layout
     receive(first, 1, 0, Message(Kind.JOIN, clock=5, text=layout).to_fields())
-    push = Message(Kind.PUSH, epoch=1, size=2 * zeromq.CHUNK_BYTES)
+    push = Message(Kind.STAGE, epoch=1, size=2 * zeromq.CHUNK_BYTES)
     receive(first, 2, 0, push.to_fields(), bytes(zeromq.CHUNK_BYTES))
     receive(second, 2, zeromq.CHUNK_BYTES, (), b"\xff" * zeromq.CHUNK_BYTES)
     assert server.core.replica.version == 0
     assert server._incoming[0].data.received == zeromq.CHUNK_BYTES
     receive(first, 2, zeromq.CHUNK_BYTES, (), bytes(zeromq.CHUNK_BYTES))
+    receive(first, 3, 0, Message(Kind.COMMIT, epoch=1).to_fields())
     assert server.core.replica.version == 1
     server.close()
 

@@ -37,7 +37,7 @@ from paramserver.journal.disk_journal import DiskFullError, DiskJournal
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import LIMIT, OBSERVER, Kind, Message, build_failure
 from paramserver.transport.chunks import CHUNK_BYTES, BufferPool, ChunkReceiver, iter_chunk_bounds
-from paramserver.transport.connection import KINDS_WITH_GRADIENTS, import_zmq
+from paramserver.transport.connection import import_zmq
 from paramserver.transport.zeromq_connection import MAX_CHUNKS, Keys
 
 _LOG = logging.getLogger(__name__)
@@ -185,7 +185,7 @@ class ZeroMQServer:
             return True
         known = self._waiting.get(worker) or self._incoming.get(worker)
         if known is None or known.key != received.key:
-            if message.kind in KINDS_WITH_GRADIENTS:  # only members get memory for their data
+            if message.kind is Kind.STAGE:  # only members get memory for their data
                 data = self._buffers.allocate()[: message.size]
                 request.data = ChunkReceiver(data, self.core.replica.shard)
             self._waiting.pop(worker, None)
