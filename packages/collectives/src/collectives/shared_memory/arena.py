@@ -141,7 +141,6 @@ class Arena:
             calls=_CALLS,
             call_room=_CALL_ROOM,
             call_bytes=fingerprint.BYTES,
-            nan_at=fingerprint.NAN_OFFSET,
             notes=_NOTES,
             note_room=_NOTE_ROOM,
             data=_DATA,

@@ -45,8 +45,8 @@ class Memory(ctypes.Structure):
     _fields_ = (
         *((name, ctypes.c_int64) for name in (
             "rank", "world_size", "tick", "slot_bytes", "one_shot_bytes", "piece_bytes",
-            "sleepers", "failure", "calls", "call_room", "call_bytes", "nan_at", "notes",
-            "note_room", "data", "crowded_until", "completed",
+            "sleepers", "failure", "calls", "call_room", "call_bytes", "notes", "note_room",
+            "data", "crowded_until", "completed",
         )),
         ("memory", ctypes.POINTER(ctypes.c_void_p)),
     )  # fmt: skip
