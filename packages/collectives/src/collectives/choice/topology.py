@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import Store
 
+from collectives.shared_memory import engine
 from collectives.shared_memory import segment as memory
 from collectives.shared_memory.arena import ARENA_BYTES, Arena, is_available
 from collectives.shared_memory.protocol import Shared
@@ -43,20 +44,23 @@ class Topology:
         self._deadline = deadline
         mappings, addresses = self._exchange_segments("arena", ARENA_BYTES, range(world_size))
         reachable = [rank for rank in range(world_size) if mappings[rank] is not None]
-        texts = self._gather_texts("reach", json.dumps(reachable), range(world_size))
+        text = json.dumps([reachable, engine.get_name()])
+        reports = [json.loads(t) for t in self._gather_texts("reach", text, range(world_size))]
         #: The ranks of the group by host.
-        self.hosts = group_by_host([json.loads(text) for text in texts])
+        self.hosts = group_by_host([reached for reached, _ in reports])
         self.local_ranks = next(host for host in self.hosts if rank in host)
         #: The memory that the ranks of this host share, or None.
         self.arena: Arena | None = None
         if mappings[rank] is not None:
             local_mappings = [mappings[r] for r in self.local_ranks]
+            engines = {reports[r][1] for r in self.local_ranks}
             self.arena = Arena(
                 [mapping for mapping in local_mappings if mapping is not None],
                 [addresses[r].pid for r in self.local_ranks],
                 self.local_ranks.index(rank),
                 group_ranks=self.local_ranks,
                 timeout=timeout,
+                has_engine=len(engines) == 1 and "" not in engines,
             )
         #: For each rank that does not share memory with this rank, the reason.
         self.why_not = {

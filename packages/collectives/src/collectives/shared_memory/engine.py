@@ -3,9 +3,8 @@
 In Python a step of a collective costs microseconds and needs the GIL. An asynchronous call waits
 for the GIL at every step while the caller computes in Python. `engine.c` runs all steps of a call
 without the GIL. It is compiled on first use, which takes seconds, and cached in the user's cache
-folder. It runs the same steps in the same order as the Python implementation. The exception is a
-tensor that all ranks share, which it reduces in place if all of them use the engine. Therefore
-ranks with and without a compiler can take part in the same collective and get the same bits.
+folder. It computes the same bits as the Python implementation. The ranks of a host use the engine
+only if all of them have compiled the same one.
 """
 
 import ctypes
@@ -88,6 +87,11 @@ def get_library() -> ctypes.CDLL | None:
     return _load_engine().library
 
 
+def get_name() -> str:
+    """Return a name that differs for different engines, or an empty string without an engine."""
+    return _load_engine().name
+
+
 def explain_refusal() -> str:
     """Return the reason why the engine is not available, or an empty string if it is."""
     return _load_engine().reason
@@ -122,6 +126,7 @@ def make_address_array(addresses: Sequence[int]) -> ctypes.Array[ctypes.c_void_p
 class _Compiled:
     """The result of compiling the engine."""
 
+    name: str = ""
     library: ctypes.CDLL | None = None
     library_with_interpreter: ctypes.CDLL | None = None
     #: The reason why the library is missing.
@@ -149,7 +154,7 @@ def _load_engine() -> _Compiled:
     for loaded in (library, with_interpreter):
         for name, types in FUNCTIONS.items():
             getattr(loaded, name).argtypes = [ctypes.POINTER(kind) for kind in types]
-    return _Compiled(library, with_interpreter)
+    return _Compiled(path.name, library, with_interpreter)
 
 
 def _find_folder() -> Path:
