@@ -128,7 +128,6 @@ class RemoteConnection(Connection):
         self._timeout = min(timeout, MAX_WAIT_SECONDS)
         self.parameters = channel.parameters
         self.gradients = channel.gradients
-        self.server_memory = channel.server_memory
         self.read = channel.read  # type: ignore[method-assign]
 
     def request(self, message: Message, write_chunks: Iterable[int] = ()) -> Message:
