@@ -33,8 +33,8 @@ def build_pieces_updater(
     """Return the updater of the pieces that a server stores in the memory of `targets`.
 
     Raises:
-        ValueError: the updates would differ from the updates of whole parameters, the optimizer
-            requires sparse gradients, or `groups` matches no parameter.
+        ValueError: the updates would differ from the updates of whole parameters, or `groups`
+            matches no parameter.
     """
     updater = Updater(factory, targets, [piece.name for piece in pieces], parameters)
     updater.spec.check_groups(parameters)
@@ -46,11 +46,6 @@ def build_pieces_updater(
             f"norm, got {part}; pass servers=1 and one fragment, or pass max_norm=None and call "
             "torch.nn.utils.clip_grad_norm_ on each worker before `push`, which limits the norm "
             "of each worker's gradients"
-        )
-    if isinstance(updater.optimizer, torch.optim.SparseAdam):
-        raise ValueError(
-            "expected an optimizer of dense gradients, which servers receive, got SparseAdam; pass "
-            "Adam"
         )
     _require_elementwise(pieces, parameters, updater.optimizer)
     if is_local or servers > 1 or fragments > 1:
