@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from paramserver.journal.recovery import recover, require_journals
+from paramserver.journal.recovery import recover
 from paramserver.running.conversion import convert_journal
 from paramserver.running.job import Job
 from paramserver.running.supervise import join_servers, open_server
@@ -99,8 +99,6 @@ def _serve(arguments: argparse.Namespace) -> None:
     if len(workers) < len(arguments.peer):
         raise ValueError(f"expected --peer once per rank, got {' '.join(arguments.peer)}")
     keys = Keys(public, secret, workers=workers) if secret else None
-    if arguments.journal:
-        require_journals(arguments.journal, job.servers, [arguments.server])
     server = open_server(
         job, arguments.server, arguments.address, journal=arguments.journal, keys=keys
     )

@@ -1,10 +1,8 @@
-"""Checks that the journals of all servers of a job are complete, and recovery from damage."""
+"""Recovery of the journals of all servers of a job from damage."""
 
 import os
 import re
 import shutil
-import time
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +11,6 @@ from paramserver.journal import files
 from paramserver.journal.files import JournalError
 from paramserver.protocol.log import Log
 
-#: Number of attempts to read the journal of another server, which may be running.
-_READS = 5
-
 
 def list_journal_folders(folder: Path) -> list[Path]:
     """Return the folders that contain journals of a job's servers, in the order of the servers."""
@@ -23,57 +18,6 @@ def list_journal_folders(folder: Path) -> list[Path]:
     # A server that was killed right after its start leaves nothing but the lock file.
     present = [path for path in paths if any(file.name != files.LOCK for file in path.iterdir())]
     return sorted(present, key=lambda path: int(path.name[7:]))
-
-
-def require_journals(folder: Path, servers: int, numbers: Iterable[int]) -> None:
-    """Raise `JournalError` if the journal of one of the servers `numbers` is lost.
-
-    A journal is lost if it is missing although another server's journal contains a push, because
-    all servers store every push. The error is also raised if more than `servers` servers have a
-    journal, or if there are checkpoints of workers but no journals.
-
-    Args:
-        folder: the folder that contains the folders of all servers of a job.
-        servers: number of servers of the job.
-        numbers: the servers that start in this folder; the others may be on other machines.
-    """
-    present = list_journal_folders(folder)
-    convert = (
-        f"Nothing was changed. To continue with {servers} servers instead of {len(present)}, run "
-        f"`python -m paramserver convert MODULE:JOB {folder} NEW` and pass NEW"
-    )
-    if len(present) > servers:
-        names = ", ".join(path.name for path in present)
-        raise JournalError(f"expected journals of {servers} servers, got {names}. {convert}")
-    lost = [path for i in numbers if (path := folder / f"server-{i}") not in present]
-    if lost and any(map(_has_pushes, present)):
-        raise JournalError(
-            f"expected a journal of each of the {servers} servers in {folder}, or of none, but "
-            f"{', '.join(map(str, lost))} is empty or missing. {convert}. If it is lost, restore "
-            "it from a copy of the same time, or pass another folder"
-        )
-    if not present and (checkpoints := sorted(folder.glob("worker-*"))):
-        raise JournalError(
-            f"expected a journal of each server in {folder}, which contains {checkpoints[0].name} "
-            "of a worker; restore them, or pass another folder"
-        )
-
-
-def _has_pushes(folder: Path) -> bool:
-    """Return False if the journal contains no push, and True if it has one or cannot be read.
-
-    Its server may be running and replace files in the meantime, so reading is retried.
-    """
-    for _ in range(_READS):
-        try:
-            first = files.find_newest_snapshot(folder)
-            if first is not None and first > 1:  # snapshot 1 contains the initial state
-                return True
-            spans = files.iter_checked_spans(folder, first)
-            return any(span.kind == files.STAGED for span in spans)
-        except (JournalError, OSError):  # damaged, or the server has just replaced its files
-            time.sleep(0.1)
-    return True
 
 
 def recover(folder: str | Path) -> list[str]:
