@@ -16,9 +16,8 @@ from functools import partial
 import torch
 from paramserver.partition import partition
 from paramserver.protocol.core import Core
-from paramserver.protocol.log import Accept, Join, Leave, Read, Start, Write
+from paramserver.protocol.log import Accept, Join, Leave, Read, Replayed, Staged, Start, Write
 from paramserver.protocol.messages import Kind, Message, PeerLost, build_failure, raise_failure
-from paramserver.protocol.records import Replayed, Staged
 from paramserver.protocol.replica import Replica, format_layout
 from paramserver.protocol.session import Session
 

@@ -28,7 +28,7 @@ from paramserver.journal import files
 from paramserver.journal.files import JournalError, Span
 from paramserver.optimizers import save_state
 from paramserver.protocol.core import Core
-from paramserver.protocol.records import Record
+from paramserver.protocol.log import Record
 
 _LOG = logging.getLogger(__name__)
 

@@ -30,8 +30,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from paramserver.protocol.log import Log
-from paramserver.protocol.records import Record, Replayed, Staged
+from paramserver.protocol.log import Log, Record, Replayed, Staged
 
 MAGIC = b"pserver3"
 #: Number of random bytes that identify a journal.

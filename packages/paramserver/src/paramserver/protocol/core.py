@@ -6,7 +6,7 @@ simulated network.
 
 `Core.handle` validates a request before it changes or records anything. With a journal, it records
 every change before it returns the answer. If it returns None, the request has to wait: the caller
-retries it after each later request, and calls `check` at `find_next_deadline`.
+retries it after each later request, and calls `check` at `waits.find_next_deadline`.
 
 | request            | server   | appended to the log       | staged    | may wait for          |
 |--------------------|----------|---------------------------|-----------|-----------------------|
@@ -30,9 +30,8 @@ from torch import Tensor
 
 from paramserver.consistency import Consistency
 from paramserver.protocol.ledger import Ledger, build_wrong_clock_error
-from paramserver.protocol.log import Log
+from paramserver.protocol.log import Journal, Log, Record, Replayed, Staged
 from paramserver.protocol.messages import Kind, Message, PeerLost, build_pushed_twice_error
-from paramserver.protocol.records import Journal, Record, Replayed, Staged
 from paramserver.protocol.replica import Replica
 from paramserver.protocol.validation import hash_session, validate
 from paramserver.protocol.waits import Waits
@@ -155,14 +154,6 @@ class Core:
             )
             timed_out.append((worker, error))
         return timed_out
-
-    def reset_silence(self, now: float) -> None:
-        """Measure the silence of all workers from `now`, after this server was suspended."""
-        self.waits.reset_silence(self.ledger.members, now)
-
-    def find_next_deadline(self) -> float:
-        """Return the time at which `check` has to be called if no request arrives before then."""
-        return self.waits.find_next_deadline(self.ledger)
 
     def mark_lost(self, worker: int, reason: str) -> None:
         """Handle the loss of an awaited worker as `_continues_after_loss` describes."""

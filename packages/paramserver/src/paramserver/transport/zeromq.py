@@ -126,7 +126,7 @@ class ZeroMQServer:
             now = time.monotonic()
             if now - last_check > suspended:
                 # The messages of the workers may not have been received yet.
-                self.core.reset_silence(now)
+                self.core.waits.reset_silence(self.core.ledger.members, now)
             last_check = now
             self._retry_waiting(now)
             if report and now - last_report > 1:
