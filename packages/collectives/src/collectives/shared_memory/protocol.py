@@ -169,11 +169,14 @@ def make_job(
     else:
         count *= size
         size = 1
+    note = b""
     if kind == "all_reduce":
         if count * size <= ONE_SHOT_BYTES:
             shared = None
         fields["copies"] = engine.make_address_array(shared.addresses) if shared else None
-    arena.announce(packed, _pack_note(shared) if kind == "all_reduce" else b"")
+        # Zeros mean that the tensor is not shared.
+        note = _NOTE.pack(shared.allocation, shared.offset) if shared else bytes(_NOTE.size)
+    arena.announce(packed, note)
     return arena.make_job(kind, count=count, itemsize=size, **fields)
 
 
@@ -184,11 +187,6 @@ def _run_in_engine(arena: Arena, *args: Any, **kwargs: Any) -> bool:
         return False
     arena.run_job(job)
     return True
-
-
-def _pack_note(shared: Shared | None) -> bytes:
-    """Return the allocation and offset of a shared tensor, or zeros if it is not shared."""
-    return _NOTE.pack(shared.allocation, shared.offset) if shared else _NOTE.pack(0, 0)
 
 
 def _copy_in(arena: Arena, piece: Tensor) -> None:
