@@ -293,7 +293,7 @@ def _restore(folder: Path, core: Core) -> tuple[list[Span], bool]:
 
     Return the journal's spans, and True if it has a snapshot or a record.
     """
-    first = files.find_newest_snapshot(folder)
+    first = max(files.list_numbers(folder, "snapshot"), default=None)
     has_files = first is not None or files.list_numbers(folder, "journal")
     spans = list(files.iter_checked_spans(folder, first)) if has_files else []
     snapshot = None if first is None else files.read_snapshot(folder, first)
