@@ -80,8 +80,8 @@ class Session:
                 raise RuntimeError(
                     f"the servers have replayed {[reply.position for reply in replies]} entries of "
                     f"the log, but server 0 has {answers[0].position}: a journal was lost, or "
-                    "restored from an older copy. No server has changed; recover all servers' "
-                    "journals together"
+                    "restored from an older copy. No server has changed; restore the "
+                    "journals of all servers from copies of one time, or recover them together"
                 )
             tried = position
             # The first server compares the settings of the other servers with its own.
