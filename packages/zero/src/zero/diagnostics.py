@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,11 @@ GRACE_SECONDS = 5.0
 #: Maps each report to the time at which this process first read it. A report that was first read
 #: longer ago than `GRACE_SECONDS` belongs to an earlier failure.
 _first_read: dict[bytes, float] = {}
+#: The unresponsive ranks and the calls of each group's latest failure, with the time at which they
+#: were determined. Collectives that were launched before a failure fail too.
+_latest: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, tuple[float, tuple[list[int], dict[int, str]]]
+] = weakref.WeakKeyDictionary()
 #: Seconds within which the store responds if its host is alive.
 STORE_SECONDS = 5.0
 REMEDY = "build the same model and the same groups on every rank"
@@ -43,9 +49,12 @@ def find_unresponsive_ranks(
     Every surviving rank of the group calls this function, because every rank detects the failure.
     If the store hangs or fails, return only rank 0, which hosts the store unless torchrun does.
     """
-    answers: list[tuple[list[int], dict[int, str]]] = []
     group = group or dist.group.WORLD
     assert group is not None
+    latest_time, latest = _latest.get(group, (0.0, ([], {})))
+    if latest[0] and time.monotonic() - latest_time < GRACE_SECONDS:
+        return latest
+    answers: list[tuple[list[int], dict[int, str]]] = []
     ranks = dist.get_process_group_ranks(group)
     thread = threading.Thread(
         target=lambda: answers.append(_poll_store(ranks, group.group_name, description)),
@@ -53,7 +62,9 @@ def find_unresponsive_ranks(
     )
     thread.start()
     thread.join(GRACE_SECONDS + STORE_SECONDS)
-    return answers[0] if answers else ([0], {})
+    latest = answers[0] if answers else ([0], {})
+    _latest[group] = time.monotonic(), latest
+    return latest
 
 
 def _poll_store(
