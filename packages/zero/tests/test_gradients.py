@@ -955,6 +955,38 @@ def test_averages_are_combined_by_torchs_rules_for_shapes_and_dtypes():
     assert all(run_on_shared_ranks(combine_shapes_and_dtypes, 1))
 
 
+def penalize_by_averages(stage):
+    """Compute losses from averaged gradients, in each order in which autograd may add them."""
+    rank = dist.get_rank()
+    for order in ("loss", "penalty", "separate"):
+        model, ours, _, _ = pair(stage)
+        loss_of(model, 0, rank).backward()
+        weights = [parameter.grad.detach().clone() ** 2 for parameter in model.parameters()]
+        ours.zero_grad()
+        penalty = 0.0
+        loss = loss_of(model, 1, rank) if order != "penalty" else 0.0
+        for weight, parameter in zip(weights, model.parameters(), strict=True):
+            penalty = penalty + (weight * (parameter - 1).square()).sum()
+        if order == "penalty":
+            loss = loss_of(model, 1, rank)
+        with pytest.raises(RuntimeError, match="no averaged gradient in a backward pass"):
+            (penalty if order == "separate" else loss + (rank + 1) * penalty).backward()
+    model, ours, _, _ = pair(stage)
+    loss_of(model, 0, rank).backward()
+    for parameter in model.parameters():
+        parameter.grad = 2 * parameter.grad
+    with ours.no_sync():
+        loss_of(model, 1, rank).backward()
+    with pytest.raises(RuntimeError, match="includes a local gradient"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_losses_of_averages_and_norms_of_local_gradients_are_refused(stage):
+    assert all(run_on_shared_ranks(penalize_by_averages, 2, stage))
+
+
 def misuse_all():
     """Misuse the sharded parameters after a backward pass; return the message of each error."""
     messages = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
+import weakref
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,6 +16,11 @@ GRACE_SECONDS = 5.0
 #: Maps each report to the time at which this process first read it. A report that was first read
 #: longer ago than `GRACE_SECONDS` belongs to an earlier failure.
 _first_read: dict[bytes, float] = {}
+#: The unresponsive ranks and the calls of each group's latest failure, with the time at which they
+#: were determined. Collectives that were launched before a failure fail too.
+_latest: weakref.WeakKeyDictionary[
+    dist.ProcessGroup, tuple[float, tuple[list[int], dict[int, str]]]
+] = weakref.WeakKeyDictionary()
 #: Seconds within which the store responds if its host is alive.
 STORE_SECONDS = 5.0
 REMEDY = "build the same model and the same groups on every rank"
@@ -33,6 +39,33 @@ def check_descriptions_match(descriptions: Sequence[Sequence[Any]]) -> None:
                     f"parameter {index} is {actual} on rank {rank} but {expected} on rank 0: "
                     f"{REMEDY}"
                 )
+
+
+def _find_unresponsive_ranks(
+    group: dist.ProcessGroup | None, description: str
+) -> tuple[list[int], dict[int, str]]:
+    """Return the global ranks that do not respond, and the failed call of each responding rank.
+
+    Every surviving rank of the group calls this function, because every rank detects the failure.
+    If the store hangs or fails, return only rank 0, which hosts the store unless torchrun does.
+    """
+    group = group or dist.group.WORLD
+    assert group is not None
+    latest_time, latest = _latest.get(group, (0.0, ([], {})))
+    if latest[0] and time.monotonic() - latest_time < GRACE_SECONDS:
+        return latest
+    answers: list[tuple[list[int], dict[int, str]]] = []
+    ranks = dist.get_process_group_ranks(group)
+    # The store may hang, because its host has failed.
+    thread = threading.Thread(
+        target=lambda: answers.append(_poll_store(ranks, group.group_name, description)),
+        daemon=True,
+    )
+    thread.start()
+    thread.join(GRACE_SECONDS + STORE_SECONDS)
+    latest = answers[0] if answers else ([0], {})
+    _latest[group] = time.monotonic(), latest
+    return latest
 
 
 def _poll_store(
@@ -67,18 +100,7 @@ def _poll_store(
 
 def explain(error: Exception, group: dist.ProcessGroup | None, description: str) -> RuntimeError:
     """Return an error that names the unresponsive ranks, or the failed calls if all respond."""
-    polled: list[tuple[list[int], dict[int, str]]] = []
-    group = group or dist.group.WORLD
-    assert group is not None
-    ranks = dist.get_process_group_ranks(group)
-    # The store may hang, because its host has failed.
-    thread = threading.Thread(
-        target=lambda: polled.append(_poll_store(ranks, group.group_name, description)),
-        daemon=True,
-    )
-    thread.start()
-    thread.join(GRACE_SECONDS + STORE_SECONDS)
-    unresponsive, answers = polled[0] if polled else ([0], {})
+    unresponsive, answers = _find_unresponsive_ranks(group, description)
     if not unresponsive and len(set(answers.values())) > 1:
         calls = "; ".join(f"rank {rank}: {answers[rank]}" for rank in sorted(answers))
         return RuntimeError(

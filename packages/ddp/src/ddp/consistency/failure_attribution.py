@@ -5,7 +5,7 @@
 # The error of a lost connection names neither the lost rank nor the cause. So each rank that fails
 # writes its reason to the store of the process group. A waiting rank checks the store every
 # `POLL_INTERVAL`. A rank that loses a connection waits up to `GRACE_SECONDS` for the reasons of the
-# other ranks. A rank that writes no reason in this time is dead or hanging.
+# other ranks. A rank that writes no reason in this time ended, hangs, or raised an error elsewhere.
 #
 # Ranks also rendezvous through the store when their parameters change. A rank that waits in a
 # collective reads from the store whether another rank waits at a rendezvous instead.
@@ -135,7 +135,8 @@ class FailureAttribution(Extension):
             reasons = self._collect_reasons()
         except (RuntimeError, OSError):
             return (
-                "the store is unreachable; rank 0, which hosts it unless the launcher does, is dead"
+                "the store is unreachable; rank 0, which hosts it unless the launcher does, ended "
+                "or hangs"
             )
         causes = []
         gave_up = []
@@ -146,7 +147,10 @@ class FailureAttribution(Extension):
                 gave_up.append(f"rank {rank} gave up")
         silent = [f"rank {rank}" for rank in range(self._world_size) if rank not in reasons]
         if silent:
-            causes.append(f"no message from {' and '.join(silent)}: dead or hanging")
+            causes.append(
+                f"no message from {' and '.join(silent)}, which ended (for example because of "
+                "fewer inputs), hangs, or raised an error that only its own output shows"
+            )
         return "; ".join(causes or gave_up)
 
     def _write_reason(self, reason: str) -> None:

@@ -8,7 +8,7 @@ import json
 import secrets
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from multiprocessing.context import BaseContext
@@ -163,11 +163,18 @@ def _serve(
     open_server(Job.unpack(packed), number, address, journal=journal).serve(*report)
 
 
-def _run_worker(packed: bytes, rank: int, addresses: Sequence[str], journal: str | None) -> Any:
+def _run_worker(
+    packed: bytes,
+    rank: int,
+    addresses: Sequence[str],
+    journal: str | None,
+    report_join: Callable[[], object],
+) -> Any:
     job = Job.unpack(packed)
     checkpoint = None
     if journal is not None and as_local_steps(job.consistency):
         Path(journal).mkdir(parents=True, exist_ok=True)
         checkpoint = f"{journal}/worker-{rank}"
     with join_servers(job, rank, addresses, checkpoint=checkpoint) as worker:
+        report_join()
         return job.train(worker, *job.args)
