@@ -70,7 +70,7 @@ def test_first_steps_of_a_model_with_1000_parameters_take_little_longer() -> Non
 
 @pytest.mark.timing
 def test_step_on_throttled_link_is_near_the_overlap_bound(tmp_path) -> None:
-    if reason := emulated_hosts.why_not():
+    if reason := emulated_hosts.explain_refusal():
         pytest.skip(reason)
     report = tmp_path / "rows.json"
     command = [sys.executable, emulated_hosts.__file__, "--hosts", "2", "--rate", "2gbit", "--"]
