@@ -13,12 +13,11 @@ import torch.distributed as dist
 import torch.nn.functional as F
 import zero
 from accounting.memory.live import make_state, training_step_memory
-from llmsys_suite import splits
 from llmsys_suite.config import RunConfig
 from llmsys_suite.measure.phases import Recorder
 from llmsys_suite.model import Decoder, ModelConfig, plain_attention
-from llmsys_suite.ranks.progress import Progress
-from llmsys_suite.ranks.worker import Run
+from llmsys_suite.ranks.rank import Progress, Run
+from llmsys_suite.splits import split_model as splits
 from llmsys_suite.stages.plan import describe_model, measure_peak_bytes, predict
 from llmsys_suite.text.data import load_corpus
 from torch.utils._python_dispatch import TorchDispatchMode

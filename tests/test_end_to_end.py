@@ -22,7 +22,7 @@ from llmsys_suite.folder import RunFolder
 from llmsys_suite.learning import evaluation
 from llmsys_suite.measure.samples import VARIANT_NAMES
 from llmsys_suite.ranks import launch, worker
-from llmsys_suite.report.tables import build_plan_rows
+from llmsys_suite.report.sections import build_plan_rows
 from llmsys_suite.stages import links, parallel, scale
 from worker_pool import run_ranks
 
