@@ -317,7 +317,8 @@ def test_inputs_that_are_not_rounded_to_eight_bits_fail(monkeypatch, largest, pa
         step = inputs.abs().amax(-1, keepdim=True) / largest
         return (inputs / step).round() * step @ layer.weight.T
 
-    monkeypatch.setitem(Int8Linear.implementations, "int8", multiply)
+    for name in ("int8", "float32"):
+        monkeypatch.setitem(Int8Linear.implementations, name, multiply)
     with torch.no_grad():
         distances = [distance for distance, _ in compress.compare_layer_outputs(model, small)]
     assert len(distances) == 15
