@@ -151,24 +151,37 @@ def test_other_workers_continue_and_end_without_a_hanging_worker(
     assert multiprocessing.active_children() == []
 
 
-def stop_once(worker, folder):
+class SlowToLoad:
+    """An argument that takes 5 s to load once `folder` contains the file `stopped`."""
+
+    def __init__(self, folder):
+        self.folder = folder
+
+    def __setstate__(self, state):
+        self.__dict__.update(state)
+        if (self.folder / "stopped").exists():
+            time.sleep(5.0)
+
+
+def stop_once(worker, folder, slow):
     wait_until_started(folder, worker, 2)
     if worker.rank == 1 and not worker.position:
         train(worker, 2)
+        (slow.folder / "stopped").touch()
         os.kill(os.getpid(), signal.SIGSTOP)
     return len(train(worker, 5 - worker.position))
 
 
 def test_hanging_worker_is_restarted(tmp_path, monkeypatch):
     pytest.importorskip("zmq", reason="the optional extra paramserver[zeromq] is missing")
-    # It is killed 1 s after its loss, and must join again within that time.
+    # It is killed 1 s after its loss. The restarted process may take longer to join.
     monkeypatch.setattr(supervise, "GRACE_SECONDS", -2.0)
     result = run(
         stop_once,
         model(),
         SGD,
         Asynchronous(),
-        args=(tmp_path,),
+        args=(tmp_path, SlowToLoad(tmp_path)),
         workers=2,
         transport="zeromq",
         timeout=3.0,
@@ -226,7 +239,7 @@ def test_processes_that_are_suspended_for_longer_than_the_timeout_continue(suspe
     assert result.lost == {}
 
 
-def die_within_a_message():
+def die_within_a_message(report_join):
     """Send the length and the first bytes of an outcome, as a process does that is killed."""
     pipe = sys._getframe(1).f_locals["pipe"]
     os.write(pipe.fileno(), struct.pack("!i", 1000) + b"first")

@@ -144,6 +144,26 @@ def test_an_exchange_of_objects_names_the_rank_that_died():
     assert "all_gather_object failed on rank 0: rank 1 ended" in str(outcomes[0].error)
 
 
+def count_polls_after_a_death():
+    """Return how often a rank polls for reports if it has prefetched a unit when a rank dies."""
+    model, optimizer = build(3)
+    step(model, optimizer)
+    dist.barrier()
+    if dist.get_rank() == 1:
+        os._exit(3)
+    polls = []
+    poll_store = diagnostics._poll_store
+    diagnostics._poll_store = lambda *args: polls.append(args) or poll_store(*args)
+    with pytest.raises(RuntimeError, match="rank 1 ended"):
+        step(model, optimizer)
+    return len(polls)
+
+
+def test_a_lost_rank_is_searched_once_although_several_collectives_fail():
+    outcomes = try_ranks(count_polls_after_a_death, 2, timeout=DEADLINE)
+    assert outcomes[0].value == 1
+
+
 def clip_on_one_rank(stage):
     model, optimizer = build(stage)
     model(torch.ones(2, 5)).sum().backward()
@@ -266,10 +286,11 @@ def refuse_shared_memory(stage):
     FSDP(model) if stage == 3 else sgd(module=model)
     tied = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6), nn.LSTM(6, 6))
     tied[2].weight = tied[0].weight
-    # Rows of the two parameters alternate in memory, and so do their columns.
+    build_sharded(copy.deepcopy(tied), stage)
+    # Columns of the two parameters alternate in memory.
     flat = torch.randn(24, 12)
     tied[0].weight.data, tied[3].weight_ih_l0.data = flat[:6, ::2], flat[:, 1::2]
-    with torch.device("meta"):
+    with pytest.raises(ValueError, match=r"parameter .* and parameter .* share memory"):
         build_sharded(tied, stage)
     expanded = nn.Linear(6, 6)
     expanded.bias = nn.Parameter(torch.zeros(1).expand(6))

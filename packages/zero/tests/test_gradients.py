@@ -401,19 +401,20 @@ def clip_over_two_groups(stage):
     (loss_of(whole, 0, dist.get_rank()) + loss_of(inner, 1, dist.get_rank())).backward()
     parameters = [*inner.parameters(), *whole.parameters()]
     norms = [torch.linalg.vector_norm(p.grad.full_tensor()) for p in parameters]
-    for foreach in (True, False):
-        total = nn.utils.clip_grad_norm_(parameters, 1e9, foreach=foreach)
-        torch.testing.assert_close(total, torch.linalg.vector_norm(torch.stack(norms)))
+    total = nn.utils.clip_grad_norm_(parameters, 1e9, foreach=False)
+    torch.testing.assert_close(total, torch.linalg.vector_norm(torch.stack(norms)))
+    with pytest.raises(RuntimeError, match="over one process group, got several groups"):
+        nn.utils.clip_grad_norm_(parameters, 1e9, foreach=True)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(torch.ones(()))
     if stage == 3:
-        with pytest.raises(RuntimeError, match="over one process group, got 2 groups"):
+        with pytest.raises(RuntimeError, match="over one process group, got several groups"):
             scaler.unscale_(torch.optim.SGD(parameters, lr=0.1))
     return True
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_norms_of_gradients_of_several_groups_are_over_the_ranks_of_each(stage):
+def test_gradients_of_several_groups_are_clipped_one_by_one(stage):
     assert all(run_on_shared_ranks(clip_over_two_groups, 3, stage))
 
 
@@ -525,7 +526,7 @@ def accumulate(stage):
                 with nullcontext() if sync else holder.no_sync():
                     loss = loss_of(model, 10 * step + number, dist.get_rank())
                     # With a graph of the backward pass, gradients are enabled in its hooks.
-                    loss.backward(create_graph=number == 0)
+                    loss.backward(create_graph=number == 0 and stage < 3)
                 for rank in range(dist.get_world_size()):
                     loss = loss_of(twin, 10 * step + number, rank)
                     (loss / dist.get_world_size()).backward()
@@ -952,6 +953,38 @@ def combine_shapes_and_dtypes():
 
 def test_averages_are_combined_by_torchs_rules_for_shapes_and_dtypes():
     assert all(run_on_shared_ranks(combine_shapes_and_dtypes, 1))
+
+
+def penalize_by_averages(stage):
+    """Compute losses from averaged gradients, in each order in which autograd may add them."""
+    rank = dist.get_rank()
+    for order in ("loss", "penalty", "separate"):
+        model, ours, _, _ = pair(stage)
+        loss_of(model, 0, rank).backward()
+        weights = [parameter.grad.detach().clone() ** 2 for parameter in model.parameters()]
+        ours.zero_grad()
+        penalty = 0.0
+        loss = loss_of(model, 1, rank) if order != "penalty" else 0.0
+        for weight, parameter in zip(weights, model.parameters(), strict=True):
+            penalty = penalty + (weight * (parameter - 1).square()).sum()
+        if order == "penalty":
+            loss = loss_of(model, 1, rank)
+        with pytest.raises(RuntimeError, match="no averaged gradient in a backward pass"):
+            (penalty if order == "separate" else loss + (rank + 1) * penalty).backward()
+    model, ours, _, _ = pair(stage)
+    loss_of(model, 0, rank).backward()
+    for parameter in model.parameters():
+        parameter.grad = 2 * parameter.grad
+    with ours.no_sync():
+        loss_of(model, 1, rank).backward()
+    with pytest.raises(RuntimeError, match="includes a local gradient"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    return True
+
+
+@pytest.mark.parametrize("stage", [1, 2])
+def test_losses_of_averages_and_norms_of_local_gradients_are_refused(stage):
+    assert all(run_on_shared_ranks(penalize_by_averages, 2, stage))
 
 
 def misuse_all():

@@ -142,8 +142,11 @@ def _serve(
     return ServerReport(parameters, server.version, server.staleness)
 
 
-def _run_worker(packed: bytes, rank: int, channels: Channels) -> Any:
+def _run_worker(
+    packed: bytes, rank: int, channels: Channels, report_join: Callable[[], object]
+) -> Any:
     job = Job.unpack(packed)
     connections = [RemoteConnection(channel, job.timeout + GRACE_SECONDS) for channel in channels]
     with job.worker(rank, connections) as worker:
+        report_join()
         return job.train(worker, *job.args)

@@ -47,6 +47,9 @@ class Processes:
         self._all: list[BaseProcess] = []
         #: Time and reason of each loss that the first server has reported, by process.
         self._lost: dict[str, tuple[float, str]] = {}
+        #: The restarted workers that have not joined yet. The first server may still report the
+        #: loss of the process before the restart.
+        self._restarting: set[str] = set()
         #: Reason for killing each process that was killed.
         self._killed: dict[str, str] = {}
 
@@ -65,6 +68,8 @@ class Processes:
         """Start a process that calls `target`.
 
         In the process "server 0", `target` receives a further argument, a `ReportLosses` function.
+        In the process of a worker, the further argument is a function without arguments, which
+        `target` calls when the worker has joined.
         """
         self._calls[name] = target, *args
         receiver, sender = self._context.Pipe(duplex=False)
@@ -80,6 +85,7 @@ class Processes:
         """Start a process again after it has ended."""
         self._lost.pop(name, None)
         self._killed.pop(name, None)
+        self._restarting.add(name)
         self.start(name, *self._calls[name])
 
     def kill(self, name: str, reason: str) -> None:
@@ -108,9 +114,16 @@ class Processes:
                 pipe.close()
                 yield received
                 continue
+            if received is None:  # the worker has joined
+                self._restarting.discard(name)
+                continue
             now = time.monotonic()
             lost = {f"worker {w}": (now, reason) for w, reason in received.items()}
-            self._lost = {name: self._lost.get(name, loss) for name, loss in lost.items()}
+            self._lost = {
+                name: self._lost.get(name, loss)
+                for name, loss in lost.items()
+                if name not in self._restarting
+            }
         for name, (since, reason) in self._lost.items():
             if name in self.running and time.monotonic() - since > self.grace_period:
                 self.kill(name, reason)
@@ -130,6 +143,8 @@ def _run_process(
     try:
         if name == "server 0":
             args = (*args, lambda lost: pipe.send_bytes(pickle.dumps(lost)))
+        elif name.startswith("worker"):
+            args = (*args, lambda: pipe.send_bytes(pickle.dumps(None)))
         message = pickle.dumps(Outcome(name, value=target(*args)))
     except SystemExit:
         raise  # the exit code is the outcome; the exception must not reach the parent process

@@ -8,7 +8,7 @@ import json
 import secrets
 import tempfile
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager
 from multiprocessing.context import BaseContext
@@ -17,7 +17,8 @@ from typing import Any
 
 from paramserver.consistency import as_local_steps
 from paramserver.journal.disk_journal import DiskJournal
-from paramserver.journal.recovery import require_journals
+from paramserver.journal.files import JournalError
+from paramserver.journal.recovery import list_journal_folders
 from paramserver.protocol.messages import OBSERVER, Kind, Message
 from paramserver.running.job import Job, Outcome, Result, ServerReport, assemble_result
 from paramserver.running.processes import Processes, ReportLosses
@@ -110,7 +111,7 @@ def run_on_zeromq(
     packed = job.pack()
     shards = job.shards()
     if journal is not None:
-        require_journals(Path(journal), job.servers, range(job.servers))
+        _require_journals_of_checkpoints(Path(journal))
     with (
         tempfile.TemporaryDirectory() as folder,
         Processes(context, folder, job.timeout + GRACE_SECONDS) as processes,
@@ -146,17 +147,34 @@ def run_on_zeromq(
         return assemble_result(job, shards, ended)
 
 
+def _require_journals_of_checkpoints(folder: Path) -> None:
+    """Raise `JournalError` if the folder has checkpoints of workers but no journal."""
+    checkpoints = sorted(folder.glob("worker-*"))
+    if checkpoints and not list_journal_folders(folder):
+        raise JournalError(
+            f"expected a journal of each server in {folder}, which contains {checkpoints[0].name} "
+            "of a worker; restore them, or pass another folder"
+        )
+
+
 def _serve(
     packed: bytes, number: int, address: str, journal: str | None, *report: ReportLosses
 ) -> None:
     open_server(Job.unpack(packed), number, address, journal=journal).serve(*report)
 
 
-def _run_worker(packed: bytes, rank: int, addresses: Sequence[str], journal: str | None) -> Any:
+def _run_worker(
+    packed: bytes,
+    rank: int,
+    addresses: Sequence[str],
+    journal: str | None,
+    report_join: Callable[[], object],
+) -> Any:
     job = Job.unpack(packed)
     checkpoint = None
     if journal is not None and as_local_steps(job.consistency):
         Path(journal).mkdir(parents=True, exist_ok=True)
         checkpoint = f"{journal}/worker-{rank}"
     with join_servers(job, rank, addresses, checkpoint=checkpoint) as worker:
+        report_join()
         return job.train(worker, *job.args)

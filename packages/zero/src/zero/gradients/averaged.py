@@ -94,8 +94,6 @@ class AveragedGradient(PartialGradient):
 
         Raise RuntimeError if the gradient includes a local gradient that is not averaged yet.
         """
-        if self.runs is not None:
-            return self.runs
         if self.unreduced is not None:
             raise RuntimeError(
                 "this gradient includes a local gradient, which a backward pass under no_sync() or "
@@ -103,6 +101,8 @@ class AveragedGradient(PartialGradient):
                 "of a step outside no_sync(), pass use_reentrant=False to checkpoints that share a "
                 "layer, or use optimizer.clip_grad_norm_, which averages"
             )
+        if self.runs is not None:
+            return self.runs
         runs = self.source.fetch_runs(self)
         return runs or [(0, 0, torch.empty(0, dtype=self.dtype, device=self.device))]
 
@@ -157,13 +157,20 @@ def _accumulate(name: str, gradient: Any, added: Any, *, alpha: float = 1) -> An
     """Add a local gradient to `unreduced`, which will be averaged later; return the gradient.
 
     Autograd adds the gradient of a later backward pass. A parameter's hook may also add a tensor or
-    number. Raise RuntimeError if `added` is an average, or if `gradient` is a plain tensor.
+    number. Raise RuntimeError if `added` is an average, if `gradient` is a plain tensor, or if it
+    was computed from averages in this backward pass.
     """
-    if not isinstance(gradient, AveragedGradient) or isinstance(added, AveragedGradient):
-        raise RuntimeError(
-            "expected no averaged gradient in a backward pass: compute losses from "
-            "p.grad.full_tensor(), called by every rank"
-        )
+    # Autograd adds to `.grad` in place, unless it creates a graph. It adds the gradients of two
+    # uses of a parameter out of place.
+    is_computed_from_averages = (
+        isinstance(gradient, AveragedGradient)
+        and gradient.runs is not None
+        and name == "add"
+        and not torch.is_grad_enabled()
+    )
+    is_sum_of_gradients = not isinstance(gradient, AveragedGradient) or is_computed_from_averages
+    if is_sum_of_gradients or isinstance(added, AveragedGradient):
+        raise make_loss_error()
     gradient = gradient if name == "add_" else _alias(gradient)
     is_gradient = isinstance(added, Tensor) and added.shape == gradient.shape and alpha == 1
     if gradient.unreduced is not None:
@@ -174,6 +181,14 @@ def _accumulate(name: str, gradient: Any, added: Any, *, alpha: float = 1) -> An
         zeros = torch.zeros(gradient.shape, dtype=gradient.dtype, device=gradient.device)
         gradient.unreduced = zeros.add_(added, alpha=alpha)
     return gradient
+
+
+def make_loss_error() -> RuntimeError:
+    """Return the error for a loss that was computed from averaged gradients."""
+    return RuntimeError(
+        "expected no averaged gradient in a backward pass: compute losses from "
+        "p.grad.full_tensor(), called by every rank"
+    )
 
 
 def _match_runs(func: Any, gradients: Sequence[AveragedGradient]) -> list[list[LocalRun]]:

@@ -87,7 +87,9 @@ class Averages:
         assigned = parameter.grad
         assert isinstance(assigned, AveragedGradient)
         assigned.communicator.check_not_joining()
-        runs = [run for run in assigned.fetch_local_runs() if run[0] < run[1]]
+        # The edit does not include a local gradient that was added to it later.
+        assigned_runs = assigned.fetch_local_runs() if assigned.runs is None else assigned.runs
+        runs = [run for run in assigned_runs if run[0] < run[1]]
         if [run[:2] for run in runs] != [(piece.start, piece.stop) for _, piece in pieces]:
             raise RuntimeError(
                 f"the gradient assigned to a parameter of shape {tuple(parameter.shape)} was "

@@ -38,7 +38,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from zero.gradients.averaged import AveragedGradient
+from zero.gradients.averaged import AveragedGradient, make_loss_error
 from zero.optimizer.averages import Averages, has_unreduced_gradient, is_used
 from zero.optimizer.gradient_buckets import Bucket
 from zero.optimizer.reduction_queue import ReductionQueue
@@ -232,6 +232,11 @@ class GradientReducer:
         reducer_ref = weakref.ref(self)
 
         def mark_ready(parameter: Tensor) -> None:
+            gradient = parameter.grad
+            # If a backward pass has added to an edited average, `unreduced` is not None.
+            is_whole = isinstance(gradient, AveragedGradient) and gradient.unreduced is None
+            if is_whole and getattr(gradient, "runs", None) is not None:
+                raise make_loss_error()
             reducer = reducer_ref()
             if reducer is not None and reducer.enabled:
                 reducer._mark_gradient_ready(parameter)  # type: ignore[arg-type]
