@@ -25,6 +25,15 @@ def get_trainable_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
     return parameters
 
 
+def require_names(parameters: object) -> None:
+    """Raise `TypeError` unless `parameters` is a mapping; its names and tensors are not checked."""
+    if not isinstance(parameters, Mapping):
+        raise TypeError(
+            "expected parameters by name, such as dict(module.named_parameters()), got a "
+            f"{type(parameters).__name__}"
+        )
+
+
 def _require_separate_memory(parameters: Mapping[str, Tensor]) -> None:
     """Raise `ValueError` unless each parameter has values in its own memory without gaps.
 

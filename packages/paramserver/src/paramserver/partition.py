@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from paramserver.arguments import require_integer
-from paramserver.parameters import get_local_part
+from paramserver.parameters import get_local_part, require_names
 
 Cut = tuple[str, Tensor, int, int]  # parameter name, parameter, start and stop element
 
@@ -139,8 +139,9 @@ def partition(parameters: Mapping[str, Tensor], servers: int) -> list["Shard"]:
     Raises:
         ValueError: `servers` is less than 1, `parameters` is empty, a parameter is not a
             floating-point tensor of at least 16 bits, or a server would receive no element.
-        TypeError: `servers` is not an integer.
+        TypeError: `parameters` is not a mapping, or `servers` is not an integer.
     """
+    require_names(parameters)
     parameters = {name: get_local_part(tensor) for name, tensor in parameters.items()}
     servers = require_integer("servers", servers, 1)
     if not parameters:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from paramserver.arguments import require_integer, require_timeout
 from paramserver.consistency import Consistency, require_policy
 from paramserver.optimizers import OptimizerFactory
+from paramserver.parameters import require_names
 from paramserver.partition import Shard, partition
 from paramserver.protocol.core import Core
 from paramserver.protocol.messages import Message
@@ -78,6 +79,7 @@ class Server:
         workers = require_integer("workers", workers, 0 if elastic else 1)
         timeout = require_timeout(timeout)
         self.consistency = require_policy(consistency)
+        require_names(parameters)
         self.shard = shard or partition(parameters, 1)[0]
         self.core = Core(
             Replica(self.shard, parameters, optimizer, self.consistency, memory),
