@@ -115,7 +115,10 @@ def test_copy_of_a_device_is_as_fast_as_the_device(tmp_path: Path) -> None:
         ),
         (DEVICE_FILE + "color = 3\n", "color"),
         ('[mine]\nlike = "H999"\n', "'H999'"),
-        (DEVICE_FILE + "[other]\n", "too many values"),
+        (DEVICE_FILE + "[other]\n", "tables ['Mine', 'other'] and fields [] outside of tables"),
+        ('like = "H100"\n', "tables [] and fields ['like'] outside of tables"),
+        ('like = "H100"\n[mine]\n', "tables ['mine'] and fields ['like'] outside of tables"),
+        ("", "tables [] and fields [] outside of tables"),
         ('[mine]\nlike = "H100"\npeaks = { bf16 = 1e15 }\n', "published = { bf16 = ... }"),
         ('[mine]\nlike = "H100"\npublished = { bf17 = 1e15 }\n', "a dtype in peaks"),
         ('[mine]\nlike = "H100"\npod = 3\n', "pod and torus_axes together"),
@@ -126,7 +129,7 @@ def test_copy_of_a_device_is_as_fast_as_the_device(tmp_path: Path) -> None:
         ('[mine]\nlike = "H100"\nnode_link = ["NVLink", 450, 2e-6]\n', "node_link"),
         ('[mine]\nlike = "H100"\nnetwork = ["InfiniBand", 50e9, 5]\n', "network"),
         ("[mine", "Expected"),
-        ("mine = 3\n", "int"),
+        ("mine = 3\n", "fields ['mine'] outside of tables"),
     ],
 )
 def test_incomplete_hardware_file_reports_reason(text: str, reason: str, tmp_path: Path) -> None:

@@ -271,6 +271,11 @@ def test_buffers_that_fake_kernels_omit_are_as_large_as_stated(name: str, ratio:
     assert real / predicted == pytest.approx(ratio, abs=0.005)
 
 
+def test_fits_refuses_an_optimizer_that_needs_a_closure() -> None:
+    with pytest.raises(ValueError, match="whose step needs no closure, got LBFGS"):
+        fits(nn.Linear(8, 2), torch.ones(4, 8), torch.optim.LBFGS)
+
+
 def test_fits_refuses_an_optimizer_that_is_built() -> None:
     module = nn.Linear(8, 8)
     optimizer = torch.optim.SGD(module.parameters())

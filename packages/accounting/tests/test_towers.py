@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from accounting import Plan, Transformer, flops, parameters, training_memory
-from accounting.model.family_tables import TOWERS
+from accounting.model.family_tables import NESTED_SIZES, TOWERS
 
 TEXT: dict[str, Any] = {
     **{"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "vocab_size": 99},
@@ -140,13 +140,42 @@ LLAVA_7B = {
 }
 
 
+# The file on the hub omits the sizes that are the defaults of LlamaConfig.
+LLAVA_7B_FILE = LLAVA_7B | {"text_config": {"model_type": "llama", "vocab_size": 32064}}
+# The text configuration omits the number of heads, and the vision configuration all sizes.
+PIXTRAL = {
+    "model_type": "llava",
+    "text_config": {
+        **{"model_type": "mistral", "hidden_size": 5120, "head_dim": 128, "vocab_size": 131072},
+        **{"num_hidden_layers": 40, "num_key_value_heads": 8},
+    },
+    "vision_config": {"model_type": "pixtral", "image_size": 1024, "patch_size": 16},
+    "vision_feature_layer": -1,
+}
+
+
 @pytest.mark.parametrize(
     ("config", "published"),
-    [(QWEN_2B, 2_208_985_600), (QWEN_7B, 8_292_166_656), (LLAVA_7B, 7_063_427_072)],
-    ids=["Qwen2-VL-2B", "Qwen2.5-VL-7B", "llava-1.5-7b"],
+    [
+        *((QWEN_2B, 2_208_985_600), (QWEN_7B, 8_292_166_656), (LLAVA_7B, 7_063_427_072)),
+        *((LLAVA_7B_FILE, 7_063_427_072), (PIXTRAL, 12_682_739_712)),
+    ],
+    ids=["Qwen2-VL-2B", "Qwen2.5-VL-7B", "llava-1.5-7b", "its file", "Pixtral-12B"],
 )
 def test_vision_models_have_published_parameters(config: dict[str, Any], published: int) -> None:
     assert parameters(Transformer.from_hf(config)).total == published
+
+
+@pytest.mark.parametrize("family", sorted(NESTED_SIZES))
+def test_omitted_sizes_of_a_language_model_are_the_defaults_of_transformers(family: str) -> None:
+    from transformers import AutoConfig
+
+    text = AutoConfig.for_model(family).to_dict()
+    assert {name: text[name] for name in NESTED_SIZES[family]} == NESTED_SIZES[family]
+    short = Transformer.from_hf({"model_type": "llava_next", "text_config": {"model_type": family}})
+    assert short.size == Transformer.from_hf(text).size
+    with pytest.raises(ValueError, match="is missing from this"):
+        Transformer.from_hf({"model_type": family})
 
 
 def test_gemma_3_has_published_parameters() -> None:

@@ -605,6 +605,20 @@ def test_a_core_that_is_lost_between_two_clocks_is_no_part_of_a_step():
     assert "reported step time" in tampered(late(0.0))
 
 
+@pytest.mark.parametrize(("waited", "halved", "passes"), [(0.05, 1, 1), (0.0, 1, 0), (0.01, 2, 0)])
+def test_a_core_that_is_lost_between_two_clocks_of_a_single_step_is_no_part_of_it(
+    waited, halved, passes
+):
+    plan, train, samples, evidence = honest()
+    samples = [s | {"warmup": False} for s in samples if s["step"] == 0]
+    (late,) = steps(samples, "ddp flat", rank=1)
+    late["seconds"] /= halved
+    late["ended"], late[CORE_WAIT] = late["ended"] + (0.05 if halved == 1 else 0.0), waited
+    config = replace(CONFIG, warmup=0, steps=1)
+    checks = times.check_steps(Record(config, plan, train, samples, evidence))
+    assert {c.name: c.passed for c in checks}["time of a step"] == bool(passes)
+
+
 @pytest.mark.parametrize("nbytes", [0, 200, 1200])
 def test_bytes_that_the_kernel_did_not_count_fail(nbytes):
     def change(train, samples, evidence):

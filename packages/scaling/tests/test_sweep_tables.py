@@ -152,6 +152,40 @@ def test_diverged_runs_of_a_sweep_may_have_stopped_early():
         assert fit_sweep(rows).best_rates == pytest.approx([1e-3], rel=0.01)
 
 
+@pytest.mark.parametrize(
+    ("column", "usual", "crashed"),
+    [
+        ("state", "finished", "crashed"),
+        ("diverged", False, True),
+        ("step", 1000, 80),
+        ("progress", 1.0, 0.08),
+    ],
+)
+def test_rate_of_a_diverged_run_that_did_not_finish_is_not_used(column, usual, crashed):
+    """The other seed of the rate has the least loss, but only because it survived."""
+    more = {"max_steps": 1000} if column == "step" else {}
+    rows = curve(1e-3, seed=0) + curve(1e-3, seed=1)
+    rows = [row | more | {column: usual} for row in rows]
+    k = int(np.argmin([row["loss"] for row in rows]))
+    rows[k] |= {column: crashed, "loss": float("nan")}
+    with pytest.warns(ScalingWarning, match="1 of 14 runs diverged"):
+        sweep = fit_sweep(rows)
+    assert np.isinf(sweep.log_loss[0]).sum() == 1
+    assert sweep.diverged == 1
+
+
+@pytest.mark.parametrize("state", [{"state": "running"}, {"State": "PREEMPTED"}, {"killed": True}])
+def test_loss_of_nan_is_missing_if_the_run_is_not_over(state):
+    name = next(iter(state))
+    usual = {name: False if name == "killed" else "finished"}
+    rows = [row | usual for row in (*curve(1e-3, seed=0), *curve(1e-3, seed=1))]
+    rows[3] |= state | {"loss": float("nan")}
+    with pytest.warns(ScalingWarning, match="those runs are left out"):
+        sweep = fit_sweep(rows)
+    assert sweep.diverged == 0
+    assert np.isfinite(sweep.log_loss[0]).all()
+
+
 def test_run_of_a_sweep_that_stopped_early_is_left_out():
     rows = [row | {"step": 1000, "max_steps": 1000} for row in curve(1e-3)]
     rows.append(rows[3] | {"step": 300, "loss": 9.0})

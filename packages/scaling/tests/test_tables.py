@@ -821,6 +821,24 @@ def test_sweep_is_read_as_its_best_setting_with_all_seeds():
         ):
             runs = load_runs([row | end for row, end in zip(diverged, ends, strict=True)])
         assert sorted(runs.loss) == [3.1] * 4 + [3.11] * 4
+    # A diverged seed may have stopped early, with fewer tokens than planned or without tokens.
+    for spent in (0.37, 0.05, float("nan")):
+        early = [r | {"D": r["D"] * (spent if r["loss"] != r["loss"] else 1)} for r in diverged]
+        with (
+            pytest.warns(ScalingWarning, match="left out"),
+            pytest.warns(ScalingWarning, match="if possible without a loss of nan, is"),
+        ):
+            runs = load_runs(early)
+        assert sorted(runs.loss) == [3.1] * 4 + [3.11] * 4
+    # Only the design that has fewer runs of the rate is affected.
+    mixed = [row if row["D"] < 8e9 else end for row, end in zip(rows, early, strict=True)]
+    with (
+        pytest.warns(ScalingWarning, match="left out"),
+        pytest.warns(ScalingWarning, match="if possible without a loss of nan, is"),
+    ):
+        runs = load_runs(mixed)
+    assert sorted(runs.loss[runs.tokens < 8e9]) == [3.0] * 2 + [3.01] * 2
+    assert sorted(runs.loss[runs.tokens > 2e9]) == [3.1] * 2 + [3.11] * 2
     only = [row for row in diverged if row["config.lr"] == 2 or row["N"] > 1e8]
     with (
         pytest.warns(ScalingWarning, match="left out"),
@@ -1120,6 +1138,28 @@ def test_units_of_loss_and_kinds_of_parameters_are_explained():
 def test_numbers_on_the_wrong_scale_are_refused_with_their_cell(change, message):
     with pytest.raises(ValueError, match=message):
         load_runs(BASE | change)
+
+
+@pytest.mark.parametrize(
+    ("column", "name", "unit", "key"),
+    [
+        ("N", "params (M)", 1e6, "parameters"),
+        ("N", "params_B", 1e9, "parameters"),
+        ("D", "tokens (M)", 1e6, "tokens"),
+        ("D", "tokens (B)", 1e9, "tokens"),
+        ("C", "compute (1e18 FLOPs)", 1e18, "compute"),
+    ],
+)
+def test_full_count_in_a_column_with_a_unit_is_refused_with_its_cell(column, name, unit, key):
+    other = {"N": "D"}.get(column, "N")
+    counts = (BASE | {"C": [6e18, 2.4e19, 4.8e19]})[column]
+    table = {other: BASE[other], "loss": BASE["loss"]}
+    cells = [count / unit for count in counts]
+    np.testing.assert_allclose(getattr(load_runs(table | {name: cells}), key), counts)
+    # Two of three rows are full counts, so they are not the exception.
+    message = rf"is in units of 1e\+.* row [23] is .* confirm the numbers with units=.'{key}': 1e\+"
+    with pytest.raises(ValueError, match=message):
+        load_runs(table | {name: [cells[0], *counts[1:]]})
 
 
 def test_small_losses_can_be_confirmed():
@@ -1523,6 +1563,9 @@ def test_number_selects_cells_that_write_it_in_another_form():
 
 def test_column_is_not_read_as_two_quantities():
     table = {"N": [1e9, 2e9], "x": [2e10, 4e10], "loss": [2.5, 2.3]}
+    letters = dict(zip("ncd", BASE.values(), strict=True))  # c, usually compute, is the tokens here
+    named = {"parameters": "n", "tokens": "c", "loss": "d"}
+    assert load_runs(letters, columns=named).loss.tolist() == BASE["loss"]
     with pytest.raises(ValueError, match="'N' cannot be both parameters and tokens"):
         load_runs(table, columns={"parameters": "N", "tokens": "N"})
 

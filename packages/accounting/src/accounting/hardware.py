@@ -124,7 +124,12 @@ def find(hardware: str | Hardware) -> Hardware:
 def _read_file(path: Path) -> Hardware:
     """Return the only device in a file; raise `ValueError` with the reason for invalid content."""
     try:
-        ((name, entry),) = tomllib.loads(path.read_text(encoding="utf-8-sig")).items()
+        content = tomllib.loads(path.read_text(encoding="utf-8-sig"))
+        tables = [key for key, value in content.items() if isinstance(value, Mapping)]
+        if len(tables) != 1 or len(content) != 1:
+            others = [key for key in content if key not in tables]
+            raise ValueError(f"tables {tables} and fields {others} outside of tables")
+        ((name, entry),) = content.items()
         return _build_hardware(name, {"source": f"the file {path}"} | entry)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(

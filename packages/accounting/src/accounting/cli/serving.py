@@ -79,20 +79,11 @@ def estimate_serving(
     """
     device = find(hardware)
     size = float(get_itemsize(weights))
-    if gpus % (data * pipeline):
-        raise ValueError(
-            f"expected data x pipeline = {data} x {pipeline} to divide gpus, got gpus={gpus}"
-        )
-    if batch % data:
-        raise ValueError(
-            f"expected data={data} to divide batch, got batch={batch}; batch is the number of "
-            "sequences of all replicas"
-        )
-
+    _require_equal_replicas(gpus, batch, data, pipeline)
     tensor = gpus // (data * pipeline)
     sequences = batch // data
     plan = Plan(data=data, tensor=tensor, pipeline=pipeline, expert=expert)
-    plan.check(model)
+    _check_plan(plan, model)
     loads = []
     for number in range(pipeline):
         part = plan.build_stage_model(model, number)
@@ -132,6 +123,33 @@ def estimate_serving(
         **_name_bounds("decode_step_seconds", decode),
         **_name_bounds("tokens_per_second", decode.to_rate(batch)),
     }
+
+
+def _require_equal_replicas(gpus: int, batch: int, data: int, pipeline: int) -> None:
+    """Raise `ValueError` unless all stages have equally many devices, and replicas sequences."""
+    if gpus % (data * pipeline):
+        raise ValueError(
+            f"expected data x pipeline = {data} x {pipeline} to divide gpus, got gpus={gpus}"
+        )
+    if batch % data:
+        raise ValueError(
+            f"expected data={data} to divide batch, got batch={batch}; batch is the number of "
+            "sequences of all replicas"
+        )
+
+
+def _check_plan(plan: Plan, model: Transformer) -> None:
+    """Raise `ValueError` if a plan does not divide a model, with the origin of its `tensor`."""
+    try:
+        plan.check(model)
+    except ValueError as error:
+        if "expected tensor" not in str(error):
+            raise
+        raise ValueError(
+            f"{error}; tensor is gpus / (data x pipeline) = {plan.devices} / ({plan.data} x "
+            f"{plan.pipeline}), so pass another number of gpus, replicas (--dp) or pipeline "
+            "stages (--pp)"
+        ) from None
 
 
 def _name_bounds(name: str, interval: Interval) -> dict[str, float]:

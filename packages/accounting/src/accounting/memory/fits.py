@@ -215,6 +215,11 @@ def _build_optimizer(optimizer: Any, module: nn.Module) -> optim.Optimizer | Non
     if optimizer is None:
         return None
     built: optim.Optimizer = optimizer([p for p in module.parameters() if p.requires_grad])
+    if isinstance(built, optim.LBFGS):
+        raise ValueError(
+            "expected an optimizer whose step needs no closure, got LBFGS; use Ledger around a "
+            "real step"
+        )
     return built
 
 

@@ -22,6 +22,8 @@ TOWERS: Table = read_tables("model/families/towers.toml")
 TOWERS |= {name: TOWERS[table["like"]] for name, table in TOWERS.items() if "like" in table}
 #: Multimodal classes, grouped by the field that ties the head of their language model.
 MULTIMODAL: Table = _FILES["decoders"].pop("multimodal")
+#: Default sizes of language models, by family, which only multimodal configurations may omit.
+NESTED_SIZES: Table = _FILES["decoders"].pop("nested_sizes")
 #: Reasons why some families are refused.
 REFUSED: dict[str, str] = {
     name: why

@@ -5,7 +5,7 @@ from typing import Any
 
 from accounting.model.config import Config
 from accounting.model.family import build_family_arguments, get_class_name, normalize_name
-from accounting.model.family_tables import FAMILIES, MULTIMODAL, TOWERS, merge_table
+from accounting.model.family_tables import FAMILIES, MULTIMODAL, NESTED_SIZES, TOWERS, merge_table
 from accounting.model.formulas import Table
 from accounting.model.records import Matrix
 
@@ -33,7 +33,8 @@ def find_language_model(content: Mapping[str, Any], family: Any) -> Table | None
                         f"expected one {size} of {family!r}, got {content[size]} in the file and "
                         f"{inner.get(size)} in {field}"
                     )
-            return {"model_type": f"{family}_text"} | dict(inner)
+            sizes = NESTED_SIZES.get(str(inner.get("model_type")), {})
+            return {"model_type": f"{family}_text"} | sizes | dict(inner)
     if TOWERS.get(family, {}).get("flat") and content.get("text_config") is None:
         ties = ("architectures", "tie_word_embeddings")
         flat = {name: value for name, value in content.items() if name not in ties}

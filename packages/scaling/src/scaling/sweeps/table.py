@@ -28,6 +28,8 @@ from scaling.tables.selection import ROWS_PER_SETTING
 from scaling.tables.source import read_table
 from scaling.tables.states import (
     flag_complete_runs,
+    flag_diverged,
+    is_progress_column,
     keep_finished,
     require_no_marks,
     require_no_summaries,
@@ -74,7 +76,8 @@ def fit_sweep(
 
     Runs at one batch size and rate are repetitions; rates that differ by at most 1 % are equal. The
     k-th runs of all rates are one repetition. The order is that of a column such as `seed`, or
-    otherwise that of the rows. Rows without a loss and runs that did not finish are left out.
+    otherwise that of the rows. Rows without a loss are left out, and so are runs that neither
+    finished nor diverged.
 
     A rate at which any run diverged is left out at the batch size of this run, and a warning counts
     the diverged runs. A run has diverged if its loss is nan, inf or "diverged". A run at the best
@@ -93,8 +96,7 @@ def fit_sweep(
             each of which has a separate best rate. `where` selects one setting, and `fit_sweeps`
             fits all of them.
     """
-    table, exclusions = _read(source, where or {}, ignore)
-    chosen = _choose_columns(table, columns or {})
+    table, chosen, exclusions = _read(source, columns or {}, where or {}, ignore)
     _require_one_setting(table, chosen)
     return _fit(table, chosen, exclusions)
 
@@ -114,13 +116,12 @@ def fit_sweeps(
     not have a column in `by`.
     """
     names = (by,) if isinstance(by, str) else tuple(by)
-    table, exclusions = _read(source, where or {}, ignore)
+    table, chosen, exclusions = _read(source, columns or {}, where or {}, ignore)
     missing = [name for name in names if name not in table.columns]
     if missing or not names:
         raise ValueError(
             f"expected by to name columns among {sorted(table.columns)}, got by = {by!r}"
         )
-    chosen = _choose_columns(table, columns or {})
     codes = encode_settings(table, names)
     sweeps = {}
     for code in range(codes.max() + 1):
@@ -132,20 +133,33 @@ def fit_sweeps(
 
 
 def _read(
-    source: Any, where: Mapping[str, Any], ignore: str | Sequence[str]
-) -> tuple[Table, list[str]]:
-    """Return the finished runs of a table, and sentences about the runs that were left out."""
+    source: Any,
+    columns: Mapping[str, str],
+    where: Mapping[str, Any],
+    ignore: str | Sequence[str],
+) -> tuple[Table, dict[str, str], list[str]]:
+    """Return the runs of a table, the chosen columns, and sentences about runs that were left out.
+
+    Runs that did not finish are left out unless they diverged: a diverged run has usually crashed.
+    """
     table = read_table(source).select_where(where, "the table").drop_columns(ignore, "the table")
+    chosen = _choose_columns(table, columns)
     exclusions: list[str] = []
-    table = keep_finished(table, where, exclusions)
+    has_diverged = flag_diverged(table, chosen["loss"], DIVERGED)
+    finished = keep_finished(table.select(~has_diverged), where, exclusions)
+    selected = has_diverged | np.isin(table.rows, finished.rows)
+    table = table.select(selected)
     if not len(table):
         raise ValueError("; ".join(["the table contains no runs", *exclusions]))
     require_no_summaries(table)
     require_no_marks(table)
-    table = table.select(flag_complete_runs(table, exclusions, []))
+    if len(finished):
+        complete = finished.rows[flag_complete_runs(finished, exclusions, [])]
+        has_diverged = has_diverged[selected]
+        table = table.select(has_diverged | np.isin(table.rows, complete))
     for message in exclusions:
         warnings.warn(message, ScalingWarning, stacklevel=3)
-    return table, exclusions
+    return table, chosen, exclusions
 
 
 def _choose_columns(table: Table, named: Mapping[str, str]) -> dict[str, str]:
@@ -192,7 +206,8 @@ def _require_one_setting(table: Table, chosen: Mapping[str, str]) -> None:
     for name in table.columns:
         is_read = name in chosen.values() or _is_step_count(name)
         is_repetition = _normalize(name) in WORDS["repetitions"]
-        if not (is_read or is_repetition) and _is_setting(name, table, chosen):
+        rows = with_loss if is_progress_column(name, table) else table
+        if not (is_read or is_repetition) and len(rows) and _is_setting(name, rows, chosen):
             settings[name] = list(dict.fromkeys(map(str, table.get_cells(name))))
     if not settings:
         return

@@ -132,7 +132,9 @@ def match_columns(present: Sequence[str], named: Mapping[str, str], source: str)
                 raise ValueError(f"columns={{…}}: {name!r} cannot be both {other} and {quantity}")
             result.chosen[quantity] = recognize(name, quantity) or Column(name)
             continue
-        likely = [c for name in present if (c := recognize(name, quantity))]
+        # A name that the user chose for another quantity, such as the loss "c", is not this one.
+        free = [name for name in present if name not in named.values()]
+        likely = [c for name in free if (c := recognize(name, quantity))]
         if likely:
             _choose(quantity, likely, source, result)
     if "loss" not in result.chosen or len(result.chosen) < 3:

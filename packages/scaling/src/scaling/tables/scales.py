@@ -33,6 +33,10 @@ USUAL_UNITS = {
 #: Smallest plausible median of a column. A smaller one is probably in thousands or millions.
 SMALLEST_MEDIAN = {"parameters": 1e5, "tokens": 1e6, "compute": 1e12}
 
+#: Smallest number that is implausible in a column whose name states a unit, such as params (M). A
+#: full count in such a column is multiplied by the unit again.
+IMPLAUSIBLE = {"parameters": 1e14, "tokens": 1e15, "compute": 1e30}
+
 #: Largest factor between C and 6 N D. Attention, embeddings and recomputation cause smaller
 #: factors.
 LARGEST_COMPUTE_RATIO = 10.0
@@ -49,6 +53,7 @@ def complete_quantities(reading: Reading) -> None:
         if k not in values:
             values[k] = values["compute"] / (FLOPS_PER_PARAMETER_TOKEN * values[other])
     _require_smallest(reading)
+    _require_largest(reading)
     _require_ratio(reading, with_unit)
     _require_ratio_of_rows(reading)
     _require_compute(reading)
@@ -76,6 +81,23 @@ def _require_smallest(reading: Reading) -> None:
             i = int(np.argmin(values))
             leaves = f", which leaves {values[i]:.3g} {k}" if origin != k else ""
             _refuse(reading, (origin,), i, f"{leaves}: expected at least {FEWEST:g} {k}")
+
+
+def _require_largest(reading: Reading) -> None:
+    """Raise `ValueError` for a number that looks like a full count in a column with a unit."""
+    for k, largest in IMPLAUSIBLE.items():
+        column = reading.columns.get(k)
+        if column is None or column.unit == 1 or k in reading.units:
+            continue
+        i = int(np.argmax(reading.values[k]))
+        value = reading.values[k][i]
+        if value >= largest:
+            raise ValueError(
+                f"column {column.name!r} is in units of {column.unit:g}, so its cell in row"
+                f" {reading.rows[i]} is {value:.3g}, while runs have less than {largest:.0e} {k}:"
+                " write all cells in this unit, or confirm the numbers with"
+                f" units={{{k!r}: {column.unit:g}}}"
+            )
 
 
 def _require_ratio(reading: Reading, with_unit: Container[str]) -> None:

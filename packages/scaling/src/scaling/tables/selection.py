@@ -21,7 +21,7 @@ from scaling.tables.names import (
     is_setting_name,
     split_words,
 )
-from scaling.tables.states import parse_flags
+from scaling.tables.states import flag_diverged, parse_flags
 from scaling.tables.table import Reading, Table
 
 #: Maximum number of rows that are searched for unknown settings: a million would take seconds.
@@ -126,7 +126,7 @@ def keep_best_settings(reading: Reading, started: Table) -> None:
     of_row = of_row.reshape(-1)
     mean = np.bincount(of_row, reading.values["loss"]) / np.bincount(of_row)
     diverged = np.zeros(len(mean), bool)
-    diverged[of_row[_flag_diverged_settings(reading, started, names)]] = True
+    diverged[of_row[_flag_diverged_settings(reading, started, names, design, setting)]] = True
     # The first setting of each design in this order is its best.
     order = np.lexsort((mean, diverged, pairs[0]))
     best = order[np.diff(pairs[0][order], prepend=-1) > 0]
@@ -144,16 +144,50 @@ def keep_best_settings(reading: Reading, started: Table) -> None:
 
 
 def _flag_diverged_settings(
-    reading: Reading, started: Table, names: Sequence[str]
+    reading: Reading,
+    started: Table,
+    names: Sequence[str],
+    design: NDArray[np.intp],
+    setting: NDArray[np.intp],
 ) -> NDArray[np.bool_]:
     """Return True for each row whose design and setting equal those of a run with a loss of nan."""
-    losses = started.get_cells(reading.columns["loss"].name)
-    is_nan = [str(loss).strip().lower() == "nan" for loss in losses]
-    if not any(is_nan):
+    is_nan = flag_diverged(started, reading.columns["loss"].name, ("nan",))
+    if not is_nan.any():
         return np.zeros(len(reading.table), bool)
-    keys = [part for k, c in reading.columns.items() if k != "loss" for part in c.name.split(TIMES)]
-    codes = encode_settings(started, [*keys, *names])
-    return np.isin(reading.table.rows, started.rows[np.isin(codes, codes[is_nan])])
+    parts = {k: c.name.split(TIMES) for k, c in reading.columns.items() if k != "loss"}
+    remains = np.isin(started.rows, reading.table.rows)
+    designs = encode_settings(started, [name for names_of in parts.values() for name in names_of])
+    settings = encode_settings(started, names)
+    codes = np.unique(np.stack([designs, settings]), axis=1, return_inverse=True)[1].reshape(-1)
+    flags = np.isin(codes[remains], codes[is_nan])
+    early = np.flatnonzero(is_nan & ~np.isin(designs, designs[remains]))
+    if "parameters" not in parts or not len(early):
+        return flags
+    # A run that diverged at the tokens of no other run stopped early, so its planned tokens are
+    # unknown. It belongs to the designs of its size with at least its tokens. If its setting has
+    # fewer runs than another setting in some of these designs, it belongs to them.
+    sizes = encode_settings(started, parts["parameters"], SAME_SIZE)
+    tokens = np.ones(len(started))
+    for name in parts["tokens" if "tokens" in parts else "compute"]:
+        tokens = tokens * parse_numbers(started.columns[name])
+    first = np.flatnonzero(remains)[np.unique(design, return_index=True)[1]]
+    pairs, counts = np.unique(np.stack([design, setting]), axis=1, return_counts=True)
+    most = np.zeros(len(first), np.intp)
+    np.maximum.at(most, pairs[0], counts)
+    code_of = dict(zip(settings[remains].tolist(), setting.tolist(), strict=True))
+    seen: set[tuple[int, bytes]] = set()
+    for i in early:
+        # Blank tokens are compatible with each design.
+        fits = (sizes[first] == sizes[i]) & ~(tokens[i] > tokens[first] * (1 + SAME_TOKENS))
+        code = code_of.get(int(settings[i]), -1)
+        if code < 0 or (key := (code, fits.tobytes())) in seen:
+            continue
+        seen.add(key)
+        count = np.bincount(design[setting == code], minlength=len(first))
+        is_incomplete = fits & (count < most)
+        belongs = is_incomplete if is_incomplete.any() else fits
+        flags |= belongs[design] & (setting == code)
+    return flags
 
 
 def _encode_methods(reading: Reading, name: str) -> NDArray[np.intp]:

@@ -54,6 +54,30 @@ def keep_finished(table: Table, selected_by: Container[str], messages: list[str]
     return table
 
 
+def flag_diverged(table: Table, loss: str, words: Container[str]) -> NDArray[np.bool_]:
+    """Return flags of the runs whose loss is one of the words, such as nan.
+
+    A loss of nan is missing if the run is not over, or if it was stopped from outside.
+    """
+    texts = [str(cell).strip().lower() for cell in table.get_cells(loss)]
+    diverged = np.array([text in words for text in texts], bool)
+    is_nan = np.array([text == "nan" for text in texts], bool)
+    for name, cells in table.columns.items():
+        is_flag = bool(STATES["interrupted"] & {*split_words(name)[-1:]})
+        for i in np.flatnonzero(diverged & is_nan):
+            state = _normalize(cells[i])
+            if state in STATES["interrupted"] or (is_flag and state in TRUE):
+                diverged[i] = False
+    return diverged
+
+
+def is_progress_column(name: str, table: Table) -> bool:
+    """Return True if a column says whether each run finished, or how far it came."""
+    is_epoch = split_words(name)[-1:] == ["epoch"]
+    is_state = _flag_finished(name, table) is not None
+    return is_state or is_epoch or has_ending(name, WORDS["progress"])
+
+
 def flag_complete_runs(table: Table, messages: list[str], choices: list[str]) -> NDArray[np.bool_]:
     """Return flags of the runs that did not stop early; append a message about the other runs.
 

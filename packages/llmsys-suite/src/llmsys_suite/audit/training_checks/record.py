@@ -15,6 +15,16 @@ from llmsys_suite.measure.samples import CORE_WAIT, WHOLE_STEP, compute_loss_cur
 from llmsys_suite.results import Plan, Train
 
 
+def compute_clocked_seconds(sample: Sample) -> float:
+    """Return the seconds of a step by the second clock.
+
+    If this clock measured more time than the recorder, the rank may have waited for a core between
+    their readings. The wait is subtracted, but not more than this difference.
+    """
+    passed: float = sample["ended"] - sample["began"]
+    return passed - min(max(0.0, passed - sample["seconds"]), sample[CORE_WAIT])
+
+
 @dataclass(frozen=True)
 class Record:
     """Results, samples and evidence of a run."""
@@ -80,16 +90,9 @@ class Record:
     def compute_slowest_seconds(self) -> dict[str, dict[int, float]]:
         """Return {variant: {step: seconds of the slowest rank}} by the second clock.
 
-        Warm-up steps are left out. If the second clock measured more time than the recorder, the
-        rank may have waited for a core between their readings. The wait is subtracted, but not more
-        than this difference.
+        Warm-up steps are left out.
         """
-
-        def clocked_seconds(sample: Sample) -> float:
-            passed: float = sample["ended"] - sample["began"]
-            return passed - min(max(0.0, passed - sample["seconds"]), sample[CORE_WAIT])
-
-        return self.reduce_by_step(clocked_seconds, max)
+        return self.reduce_by_step(compute_clocked_seconds, max)
 
     def reduce_by_step(
         self, seconds_of: Callable[[Sample], float], reduce: Callable[[list[float]], float]

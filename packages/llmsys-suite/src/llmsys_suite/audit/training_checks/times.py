@@ -11,10 +11,14 @@ from itertools import combinations
 from llmsys_suite.audit.check import Check, Sources, select_clock_ratio
 from llmsys_suite.audit.peers import LEAST_ROUNDS, MEASURES
 from llmsys_suite.audit.tolerances import CLOCK
-from llmsys_suite.audit.training_checks.record import Record
+from llmsys_suite.audit.training_checks.record import Record, compute_clocked_seconds
 from llmsys_suite.folder import Sample
 from llmsys_suite.measure import others
 from llmsys_suite.measure.samples import PEER, PHASES, SERVER, WHOLE_STEP, count_ranks
+
+#: With fewer steps, the lower quartile of the differences of two clocks is a single reading. A wait
+#: for a core between the readings of the two clocks is then subtracted.
+FEWEST_CLOCKED_STEPS = 4
 
 
 def check_steps(record: Record) -> Iterator[Check]:
@@ -26,7 +30,10 @@ def check_steps(record: Record) -> Iterator[Check]:
     threads = []
     for (name, rank), samples in record.steps.items():
         where = f"{name} rank {rank}"
-        ratios = [s["seconds"] / (s["ended"] - s["began"]) for s in samples]
+        if len(samples) < FEWEST_CLOCKED_STEPS:
+            ratios = [s["seconds"] / compute_clocked_seconds(s) for s in samples]
+        else:
+            ratios = [s["seconds"] / (s["ended"] - s["began"]) for s in samples]
         clock_ratios.append((1.0, select_clock_ratio(ratios), where))
         for s in samples:
             threads.append((record.evidence["threads"], s["threads"], f"{where} step {s['step']}"))
